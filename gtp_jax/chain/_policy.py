@@ -1,0 +1,43 @@
+"""What a link keeps of its forward pass for its backward pass, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+
+Remat = Literal["nothing", "matmuls", "everything"]
+
+
+def _saves_matmuls(primitive: Any, *_: Any, **params: Any) -> bool:
+    # A product with batch dimensions is attention written out: sequence x sequence, never worth keeping.
+    if primitive.name == "dot_general":
+        return not any(params["dimension_numbers"][1])
+    return "dot_product_attention_fwd" in primitive.name
+
+
+_POLICIES: dict[str, Callable[..., Any] | None] = {
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "matmuls": _saves_matmuls,
+    "everything": None,
+}
+
+
+def with_remat(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+    """`function`, keeping for backward only what the policy names.
+
+    - `nothing`: the input alone; the forward pass is run again. Least memory.
+    - `matmuls`: outputs of matmuls and of fused attention; norms, activations, rotary embedding and the tp axis'
+      gathers of activations are run again. The default.
+    - `everything`: all that backward needs; nothing is run again.
+
+    Raises:
+        ValueError: on another name.
+    """
+    if remat not in _POLICIES:
+        raise ValueError(f"`remat` is {remat!r}; it is one of {sorted(_POLICIES)}.")
+    if remat == "everything":
+        return function
+    # The chain keeps forward and backward apart itself; a second barrier would only hinder fusion.
+    return jax.checkpoint(function, policy=_POLICIES[remat], prevent_cse=False)

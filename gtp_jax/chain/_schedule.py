@@ -1,0 +1,68 @@
+"""In which order a chain's layers run, and which of them share one loop body."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How a chain is run. None of it changes a number, only when things happen and what is kept.
+
+    Attributes:
+        prefetch: gather the next layer's weights under this layer's compute, forward and backward, and
+            reduce-scatter the last gradient under this layer's backward. Off: each is waited for.
+        unroll: layers of a stack in one loop body; `"full"` writes every layer out, which is fastest to run.
+        kept: how many layers, counted from the chain's end, keep their gathered weights for backward, or `"all"`.
+            The others gather again. 1 by default: the last layer's backward follows its forward at once.
+    """
+
+    prefetch: bool = True
+    unroll: int | Literal["full"] = "full"
+    kept: int | Literal["all"] = 1
+
+    def __post_init__(self) -> None:
+        if self.unroll != "full" and (isinstance(self.unroll, bool) or self.unroll < 1):
+            raise ValueError(f"`unroll` is {self.unroll!r}; it is a number of layers, at least 1, or 'full'.")
+        if self.kept != "all" and (isinstance(self.kept, bool) or self.kept < 0):
+            raise ValueError(f"`kept` is {self.kept!r}; it is a number of layers, at least 0, or 'all'.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Layers `start` to `stop` (exclusive) of one link.
+
+    `loop` is 0 where they are written out, else the number of layers in the body of the loop that runs them.
+    """
+
+    link: int
+    start: int
+    stop: int
+    loop: int = 0
+
+
+def segments(lengths: list[int], schedule: Schedule) -> list[Segment]:
+    """Cuts a chain into stretches that are written out or looped over.
+
+    A loop's first and last layers are written out: the last so that the next link's gather runs under it, the first
+    so that backward has nothing left to fetch when it reaches it. Layers that keep their weights stand apart from
+    those that do not, for a loop's body treats all its layers alike.
+
+    Args:
+        lengths: number of layers of each link; 1 for a single module.
+    """
+    total = sum(lengths)
+    kept = total if schedule.kept == "all" else schedule.kept
+    found: list[Segment] = []
+    before = 0
+    for link, length in enumerate(lengths):
+        body = length if schedule.unroll == "full" else schedule.unroll
+        kept_here = min(length, max(0, kept - (total - before - length)))
+        tail = body if kept_here == length else max(body, kept_here)
+        if length <= tail + 1:
+            found.append(Segment(link, 0, length))
+        else:
+            found += [Segment(link, 0, 1), Segment(link, 1, length - tail, body), Segment(link, length - tail, length)]
+        before += length
+    return found

@@ -1,0 +1,218 @@
+"""A directory of checkpoints: save, list, restore."""
+
+from __future__ import annotations
+
+import functools
+import json
+import operator
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+from ._leaf import leaves
+from ._manifest import check, manifest
+
+_State = TypeVar("_State")
+
+# The two parts of a step's directory.
+_ARRAYS, _MANIFEST = "arrays", "manifest"
+_MANIFEST_FILE = "manifest.json"
+
+
+class Checkpoints:
+    """The checkpoints of one training run.
+
+        with Checkpoints("run/checkpoints", keep=3) as checkpoints:
+            if checkpoints.latest() is not None:
+                state, extra = checkpoints.restore(state)
+            ...
+            checkpoints.save(step, state, {"batches": 1200})
+
+    A checkpoint holds logical arrays (unpadded, in pure nested dicts), so that any mesh restores what any other saved,
+    bit for bit. Each process writes and reads its own share; every process makes the same calls in the same order, on
+    a directory they share. One run writes to a directory at a time; others may read it meanwhile.
+
+    Args:
+        directory: where the steps are; made at the first save. A path, or a URL that orbax knows (`gs://...`).
+        keep: how many steps to keep, the latest ones; `None` keeps all.
+        read_only: never write, so that the directory need not be writable.
+
+    Raises:
+        ValueError: if `keep` is less than 1.
+        OSError: if `directory` cannot be written.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], keep: int | None = 3, *, read_only: bool = False) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(f"`keep` is {keep}; at least 1 step must be kept, or `None` for all of them.")
+        self._directory = os.fspath(directory)
+        if "://" not in self._directory:
+            self._directory = str(Path(self._directory).expanduser().absolute())
+            if not read_only:
+                _check_writable(Path(self._directory))
+        self._keep = keep
+        self._read_only = read_only
+        self._manager: ocp.CheckpointManager | None = None
+
+    def steps(self) -> list[int]:
+        """The committed steps, ascending; a step still being written is not among them."""
+        return sorted(self._paths())
+
+    def latest(self) -> int | None:
+        """The latest committed step, or `None` if there is none."""
+        return max(self._paths(), default=None)
+
+    def save(self, step: int, state: Any, extra: dict[str, Any] | None = None) -> None:
+        """Saves a train state, in the background.
+
+        On return the arrays have been copied off the devices and may be donated. The step appears under its name all
+        at once, when it is complete; then the oldest steps beyond `keep` are deleted. Errors of the background work
+        are raised by the next `save`, `wait` or `close`. Half-written steps of killed runs are swept at the first save.
+
+        Args:
+            step: number of the step, above every earlier one.
+            state: a train state of jax arrays.
+            extra: JSON to come back with the state, the same in every process.
+
+        Raises:
+            ValueError: if `step` is not above the latest one in the directory.
+            TypeError: if a leaf of `state` is not a jax array, or if JSON cannot hold `extra`.
+        """
+        step = operator.index(step)
+        if self._read_only:
+            raise ValueError(f"the checkpoints in {self._directory} were opened with `read_only=True`; leave it out.")
+        found = leaves(state)
+        description = manifest(step, found, {} if extra is None else extra)
+        manager = self._writer()
+        latest = manager.latest_step()
+        if step < 0 or (latest is not None and step <= latest):
+            raise ValueError(
+                f"`step` is {step}, but {self._directory} already has step {latest}; steps must ascend. Resume from "
+                "it, or save to another directory."
+            )
+        arrays = _nested([(leaf.path, leaf.to_disk()) for leaf in found])
+        items = {_ARRAYS: ocp.args.StandardSave(arrays), _MANIFEST: ocp.args.JsonSave(description)}
+        manager.save(step, args=ocp.args.Composite(**items), force=True)
+
+    def restore(self, state_like: _State, step: int | None = None) -> tuple[_State, dict[str, Any]]:
+        """Restores a train state onto the shardings of another.
+
+        Args:
+            state_like: a train state of jax arrays, or of `jax.ShapeDtypeStruct` with shardings. Not consumed.
+            step: which step; the latest by default.
+
+        Returns:
+            The state, and the `extra` it was saved with.
+
+        Raises:
+            FileNotFoundError: if there is no such step.
+            ValueError: if the checkpoint holds other arrays than `state_like`, naming their paths; nothing has been
+                read then.
+        """
+        self.wait()
+        wanted = leaves(state_like)
+        path = self._path(step)
+        try:
+            found = json.loads((path / _MANIFEST / _MANIFEST_FILE).read_text())
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"{path} has no {_MANIFEST_FILE}: it was not written by gtp_jax, or has been deleted in part. "
+                "Choose another step or directory."
+            ) from error
+        check(found, wanted, f"the checkpoint {path}")
+        target = _nested([(leaf.path, leaf.stored()) for leaf in wanted])
+        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+            arrays = reader.restore(path / _ARRAYS, args=ocp.args.StandardRestore(target))
+        restored = [leaf.to_memory(_at(arrays, leaf.path)) for leaf in wanted]
+        return jax.tree.unflatten(jax.tree.structure(state_like), restored), found["extra"]
+
+    def wait(self) -> None:
+        """Waits until the last save is committed, and raises its error if it failed."""
+        if self._manager is not None:
+            self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits for the last save and frees the threads; the object can be used again."""
+        if self._manager is not None:
+            manager, self._manager = self._manager, None
+            manager.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del kind, error, trace
+        self.close()
+
+    def _paths(self) -> dict[int, Any]:
+        found = ocp.path.step.standard_name_format().find_all(self._directory)
+        return {step.step: step.path for step in found}
+
+    def _path(self, step: int | None) -> Any:
+        paths = self._paths()
+        if step is None:
+            step = max(paths, default=None)
+        mine = -1 if step not in paths else step
+        if jax.process_count() > 1:
+            # All of them must raise, or none: the others would wait for the one that did.
+            seen = np.ravel(multihost_utils.process_allgather(np.int32(mine)))
+            if len(set(seen.tolist())) > 1:
+                raise OSError(
+                    f"the processes see different checkpoints in {self._directory}: step {seen.tolist()} in process "
+                    f"0 to {len(seen) - 1} (-1: none). The directory must be on a file system that all of them share."
+                )
+        if mine >= 0:
+            return paths[mine]
+        if paths:
+            raise FileNotFoundError(f"no step {step} in {self._directory}; it has {sorted(paths)}.")
+        missing = "://" not in self._directory and not os.path.isdir(self._directory)
+        raise FileNotFoundError(
+            f"no checkpoint in {self._directory}: "
+            + ("no such directory" if missing else "it holds no complete step")
+            + ". Give the directory that an earlier run saved to, or start without restoring."
+        )
+
+    def _writer(self) -> ocp.CheckpointManager:
+        # Not before the first save: it makes the directory and sweeps what looks half-written, which would be
+        # another run's work in progress if this object only reads.
+        if self._manager is None:
+            registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+            registry.add(_MANIFEST, ocp.args.JsonSave, ocp.JsonCheckpointHandler(filename=_MANIFEST_FILE))
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=self._keep, cleanup_tmp_directories=True, save_root_metadata=False
+            )
+            self._manager = ocp.CheckpointManager(self._directory, options=options, handler_registry=registry)
+        return self._manager
+
+
+def _check_writable(directory: Path) -> None:
+    nearest = next(path for path in (directory, *directory.parents) if os.path.exists(path))
+    if not nearest.is_dir():
+        raise NotADirectoryError(f"`directory` is {directory}, but {nearest} is a file. Choose another directory.")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise PermissionError(
+            f"`directory` is {directory}, but {nearest} cannot be written. Choose another directory, or pass "
+            "`read_only=True` to restore only."
+        )
+
+
+def _nested(items: list[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in items:
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = value
+    return tree
+
+
+def _at(tree: dict[str, Any], path: tuple[str, ...]) -> Any:
+    return functools.reduce(operator.getitem, path, tree)

@@ -1,0 +1,81 @@
+"""What a checkpoint says about itself: a JSON file beside the arrays, read before any of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ._leaf import Leaf
+
+# Raised when a checkpoint is written that older versions would misread.
+FORMAT = 1
+
+_SHOWN = 8
+
+
+def manifest(step: int, leaves: Sequence[Leaf], extra: dict[str, Any]) -> dict[str, Any]:
+    """The manifest of a checkpoint.
+
+    Raises:
+        TypeError: if `extra` is not a dict that JSON can hold.
+    """
+    if not isinstance(extra, dict):
+        raise TypeError(f"`extra` is a {type(extra).__name__}; a dict is wanted.")
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"`extra` cannot be written as JSON: {error}. Use numbers, strings, lists and dicts."
+        ) from error
+    return {
+        "format": FORMAT,
+        "gtp_jax": _version(),
+        "step": step,
+        "leaves": {leaf.name: _entry(leaf) for leaf in leaves},
+        "extra": extra,
+    }
+
+
+def check(found: dict[str, Any], leaves: Sequence[Leaf], where: str) -> None:
+    """Compares a manifest with the leaves that are to be restored.
+
+    Raises:
+        ValueError: naming every path (the first few) that the checkpoint or the model lacks, or that they hold in
+            different shapes or dtypes.
+    """
+    if found["format"] > FORMAT:
+        raise ValueError(
+            f"{where} has format {found['format']}, written by gtp_jax {found['gtp_jax']}; this version reads formats "
+            f"up to {FORMAT}. Upgrade gtp_jax."
+        )
+    has: dict[str, Any] = found["leaves"]
+    wants = {leaf.name: _entry(leaf) for leaf in leaves}
+    names = [name for name in {**wants, **has} if has.get(name) != wants.get(name)]
+    if not names:
+        return
+    lines = [f"  {name}: the checkpoint has {_text(has, name)}, the model {_text(wants, name)}" for name in names]
+    if len(lines) > _SHOWN:
+        lines[_SHOWN:] = [f"  and {len(lines) - _SHOWN} more"]
+    raise ValueError(
+        f"{where} is of another model or optimizer ({len(names)} of {len({**wants, **has})} arrays differ):\n"
+        + "\n".join(lines)
+        + "\nRestore it with the configuration it was saved with, or train into another directory."
+    )
+
+
+def _entry(leaf: Leaf) -> dict[str, Any]:
+    return {"shape": list(leaf.shape), "dtype": leaf.dtype}
+
+
+def _text(entries: dict[str, Any], name: str) -> str:
+    if name not in entries:
+        return "no such array"
+    entry = entries[name]
+    return f"{entry['dtype']}{entry['shape']}".replace(" ", "")
+
+
+def _version() -> str:
+    from .. import __version__  # set last in the package, which imports this module
+
+    return __version__

@@ -1,0 +1,10 @@
+"""What moves between ranks, and when it is summed. One file a movement; all run inside a `shard_map`."""
+
+from ._replicas import sum_over_replicas as sum_over_replicas
+from ._sequence import enter as enter
+from ._sequence import leave as leave
+from ._weight import Slices as Slices
+from ._weight import gather_weight as gather_weight
+from ._weight import gathered as gathered
+from ._weight import scatter_gradient as scatter_gradient
+from ._weight import split_features as split_features

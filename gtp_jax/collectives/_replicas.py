@@ -1,0 +1,34 @@
+"""The sum of gradients over the mesh axes that do not cut a parameter. Called inside a `shard_map`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from ..mesh import cut_axes, degree
+
+
+def sum_over_replicas(gradients: Any, specs: Any) -> Any:
+    """Adds up each leaf over every axis in scope that its partition does not name.
+
+    Leaves that need the same axes share one all-reduce.
+
+    Args:
+        gradients: pytree of arrays.
+        specs: same structure, `PartitionSpec` leaves.
+    """
+    leaves, tree = jax.tree.flatten(gradients)
+    partitions = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    names = jax.sharding.get_abstract_mesh().axis_names
+    groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for i, spec in enumerate(partitions):
+        groups[tuple(a for a in names if a not in cut_axes(spec) and degree(a) > 1)].append(i)
+    for axes, members in groups.items():
+        if axes:
+            for i, total in zip(members, lax.psum([leaves[i] for i in members], axes), strict=True):
+                leaves[i] = total
+    return jax.tree.unflatten(tree, leaves)

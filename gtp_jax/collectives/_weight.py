@@ -1,0 +1,111 @@
+"""Slices to a whole weight, and its gradient back to slices. Called inside a `shard_map`.
+
+[Note: the fused weight]
+A layer may hold several kernels that meet the same input (query, key, value; gate and up). Their slices are laid one
+after the other and travel in one gather, so the gathered weight holds, rank after rank, every kernel's rows:
+
+    (gtp, rows of kernel 0 | rows of kernel 1 | ..., features_in)
+
+It goes into one matmul as it is. `split_features` then takes the kernels' outputs apart in the activation, where
+cutting is free, and drops the columns that come from padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..mesh import GTP, Layout
+
+Slices = tuple[jax.Array, ...]
+
+# XLA's CPU backend widens 16-bit floats in collectives; as integers they keep their true size on every backend.
+_WIRE = {np.dtype(jnp.bfloat16): jnp.uint16, np.dtype(jnp.float16): jnp.uint16}
+
+
+def gather_weight(slices: Slices, layouts: Sequence[Layout], dtype: jax.typing.DTypeLike) -> jax.Array:
+    """The fused weight of a layer, from this rank's slices.
+
+    Args:
+        slices: one array a kernel, each of its layout's `slice_shape`.
+        layouts: the kernels' layouts; all with the same gtp degree.
+        dtype: the dtype on the wire and in the matmul.
+
+    Returns:
+        `(gtp * rows, other)`, see [Note: the fused weight]. With gtp 1 no collective is issued.
+    """
+    rows = [jnp.moveaxis(s, layout.dim, 0).astype(dtype) for s, layout in zip(slices, layouts, strict=True)]
+    part = rows[0] if len(rows) == 1 else jnp.concatenate(rows)
+    if layouts[0].gtp == 1:
+        return part
+    wire = _WIRE.get(part.dtype)
+    if wire is None:
+        return lax.all_gather(part, GTP, axis=0, tiled=True)
+    whole = lax.all_gather(lax.bitcast_convert_type(part, wire), GTP, axis=0, tiled=True)
+    return lax.bitcast_convert_type(whole, part.dtype)
+
+
+def scatter_gradient(
+    gradient: jax.Array, layouts: Sequence[Layout], dtype: jax.typing.DTypeLike, out: Sequence[jax.typing.DTypeLike]
+) -> Slices:
+    """Sums the fused weight's gradient over the gtp axis and returns this rank's slices: `gather_weight`, transposed.
+
+    Args:
+        gradient: `(gtp * rows, other)`.
+        layouts: as in `gather_weight`.
+        dtype: the dtype on the wire, in which the sum is taken.
+        out: dtype of each returned slice.
+    """
+    part = gradient.astype(dtype)
+    if layouts[0].gtp > 1:
+        part = lax.psum_scatter(part, GTP, scatter_dimension=0, tiled=True)
+    ends = np.cumsum([layout.padded_rows // layout.gtp for layout in layouts])
+    pieces = jnp.split(part, ends[:-1])
+    return tuple(
+        jnp.moveaxis(piece, 0, layout.dim).astype(kind)
+        for piece, layout, kind in zip(pieces, layouts, out, strict=True)
+    )
+
+
+def split_features(y: jax.Array, layouts: Sequence[Layout]) -> Slices:
+    """The kernels' outputs, each `(..., rows)`, from the product with a fused weight, `(..., gtp * rows)`."""
+    gtp = layouts[0].gtp
+    if len(layouts) == 1:
+        return (y[..., : layouts[0].rows],)
+    by_rank = jnp.reshape(y, (*y.shape[:-1], gtp, -1))
+    ends = np.cumsum([layout.padded_rows // gtp for layout in layouts])
+    pieces = jnp.split(by_rank, ends[:-1], axis=-1)
+    return tuple(
+        jnp.reshape(piece, (*y.shape[:-1], layout.padded_rows))[..., : layout.rows]
+        for piece, layout in zip(pieces, layouts, strict=True)
+    )
+
+
+def gathered(
+    slices: Slices, layouts: Sequence[Layout], dtype: jax.typing.DTypeLike, reduce_dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    """`gather_weight` with `scatter_gradient` as its gradient, for a layer that stands outside a chain."""
+    out = tuple(s.dtype for s in slices)
+    return _gathered(slices, tuple(layouts), np.dtype(dtype), np.dtype(reduce_dtype), out)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _gathered(slices, layouts, dtype, reduce_dtype, out):
+    return gather_weight(slices, layouts, dtype)
+
+
+def _gathered_fwd(slices, layouts, dtype, reduce_dtype, out):
+    return gather_weight(slices, layouts, dtype), None
+
+
+def _gathered_bwd(layouts, dtype, reduce_dtype, out, residuals, gradient):
+    del dtype, residuals
+    return (scatter_gradient(gradient, layouts, reduce_dtype, out),)
+
+
+_gathered.defvjp(_gathered_fwd, _gathered_bwd)

@@ -1,0 +1,67 @@
+"""Batches as global arrays: each process builds only the rows that its devices need."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..mesh import BATCH_AXES
+from ._windows import Windows
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loader:
+    """The batches of a run, by step.
+
+    Attributes:
+        windows: where rows come from.
+        batch: sequences of a batch, over all devices.
+        mesh: with the axes that cut the batch.
+
+    Raises:
+        ValueError: if the devices that cut the batch do not divide it.
+    """
+
+    windows: Windows
+    batch: int
+    mesh: Mesh
+
+    def __post_init__(self) -> None:
+        ranks = int(np.prod([self.mesh.shape[axis] for axis in BATCH_AXES]))
+        if self.batch < 1 or self.batch % ranks:
+            raise ValueError(
+                f"`batch` is {self.batch}; it is cut over {' x '.join(BATCH_AXES)} = {ranks} ranks and must be a "
+                "multiple of that."
+            )
+
+    def at(self, step: int) -> dict[str, jax.Array]:
+        """The batch of a step, arrays of shape `(batch, seq)` whose rows are cut over dp and gtp."""
+        sharding = NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
+
+        @functools.cache  # tp ranks need the same rows
+        def rows(start: int, stop: int) -> dict[str, np.ndarray]:
+            return self.windows.rows(step * self.batch + np.arange(start, stop, dtype=np.int64))
+
+        def part(name: str, index: tuple[slice, ...]) -> np.ndarray:
+            start, stop, _ = index[0].indices(self.batch)
+            return rows(start, stop)[name]
+
+        shape = (self.batch, self.windows.seq)
+        names = ("tokens", "targets") if self.windows.repeat else ("tokens", "targets", "weights")
+        return {n: jax.make_array_from_callback(shape, sharding, functools.partial(part, n)) for n in names}
+
+    def steps(self, start: int, stop: int) -> Iterator[dict[str, jax.Array]]:
+        """The batches of steps `start` to `stop` (exclusive), each built while the one before is in use."""
+        with ThreadPoolExecutor(1, thread_name_prefix="batches") as thread:
+            ahead = thread.submit(self.at, start) if start < stop else None
+            for step in range(start, stop):
+                assert ahead is not None
+                batch = ahead.result()
+                ahead = thread.submit(self.at, step + 1) if step + 1 < stop else None
+                yield batch

@@ -1,0 +1,88 @@
+"""From text to token numbers: bytes, or a Hugging Face tokenizer file."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+
+# What published tokenizers call the end of a document.
+_END = ("<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "</s>", "<eos>", "[SEP]")
+
+# Documents handed to the tokenizer's threads at a time.
+_CHUNK = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """A way to turn documents into tokens.
+
+    Attributes:
+        name: for people.
+        vocab: number of tokens, the separator included.
+        separator: the token that stands after each document.
+        encode: `documents -> tokens of each document`, without separators.
+    """
+
+    name: str
+    vocab: int
+    separator: int
+    encode: Callable[[Iterable[bytes]], Iterable[np.ndarray]]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The smallest integer type that holds every token."""
+        return np.min_scalar_type(self.vocab - 1)
+
+    def stream(self, documents: Iterable[bytes]) -> np.ndarray:
+        """The tokens of documents as one stream, the separator after each."""
+        end = np.asarray([self.separator], self.dtype)
+        parts = [part for tokens in self.encode(documents) for part in (tokens.astype(self.dtype), end)]
+        return np.concatenate(parts) if parts else np.zeros(0, self.dtype)
+
+
+# Every byte is a token; byte 0 occurs in no text and separates documents.
+BYTES = Tokenizer("bytes", 256, 0, lambda documents: (np.frombuffer(text, np.uint8) for text in documents))
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """Reads a Hugging Face `tokenizer.json`.
+
+    Its own end-of-text token separates documents; if it has none, one more token is added behind its vocabulary.
+
+    Raises:
+        ModuleNotFoundError: if the `tokenizers` package is not installed.
+        ValueError: if the file is missing or is no tokenizer.
+    """
+    try:
+        import tokenizers
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            'a `tokenizer` file needs the `tokenizers` package: `pip install "gtp_jax[tokenizers]"`. '
+            "Without a tokenizer, every byte is a token."
+        ) from error
+    if not Path(path).is_file():
+        raise ValueError(f"`tokenizer` {path} is not a file. Give the tokenizer.json of a Hugging Face model.")
+    try:
+        loaded = tokenizers.Tokenizer.from_file(os.fspath(path))
+    except Exception as error:  # the package raises bare Exceptions
+        raise ValueError(
+            f"`tokenizer` {path} cannot be read as a Hugging Face tokenizer.json: {error}. A SentencePiece model must "
+            "be converted first."
+        ) from error
+    loaded.no_truncation()
+    loaded.no_padding()
+    size = loaded.get_vocab_size(with_added_tokens=True)
+    known = [token for token in map(loaded.token_to_id, _END) if token is not None]
+    separator = known[0] if known else size
+
+    def encode(documents: Iterable[bytes]) -> Iterable[np.ndarray]:
+        texts = [text.decode() for text in documents]
+        for start in range(0, len(texts), _CHUNK):
+            for encoding in loaded.encode_batch_fast(texts[start : start + _CHUNK], add_special_tokens=False):
+                yield np.asarray(encoding.ids, np.int64)
+
+    return Tokenizer(Path(path).name, max(size, separator + 1), separator, encode)

@@ -1,0 +1,106 @@
+"""Mesh axes: their names, their order, and from which side a module sees them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+DP, GTP, TP = "dp", "gtp", "tp"
+
+# Outermost first. tp is innermost, so that its ranks are neighbours; `ep` will go between dp and gtp.
+AXES = (DP, GTP, TP)
+
+# The axes that cut the batch: ranks of a gtp group train on different sequences.
+BATCH_AXES = (DP, GTP)
+
+# The axes that cut a weight's output features, tp outer and gtp inner.
+WEIGHT_AXES = (TP, GTP)
+
+View = Literal["plain", "global", "local"]
+
+
+def make_mesh(*, dp: int | None = None, gtp: int = 1, tp: int = 1, devices: Any = None) -> Mesh:
+    """A device mesh with the axes `dp`, `gtp` and `tp`, in that order.
+
+    Args:
+        dp: replicas of the sliced weights. `None` takes whatever the other degrees leave over.
+        gtp: slices a weight is cut into, gathered just before use.
+        tp: tensor-parallel degree.
+        devices: the devices to use; all of them by default.
+
+    Raises:
+        ValueError: if the degrees do not multiply to the number of devices.
+    """
+    array = np.asarray(jax.devices() if devices is None else devices, dtype=object).reshape(-1)
+    for name, degree in (("dp", dp), ("gtp", gtp), ("tp", tp)):
+        if degree is not None and degree < 1:
+            raise ValueError(f"`{name}` is {degree}; a degree is a whole number of at least 1.")
+    if dp is None:
+        dp = max(1, array.size // (gtp * tp))
+    if dp * gtp * tp != array.size:
+        raise ValueError(
+            f"dp {dp} x gtp {gtp} x tp {tp} = {dp * gtp * tp}, but there are {array.size} devices. "
+            "Choose degrees whose product is the number of devices, or pass `devices`."
+        )
+    types = (AxisType.Auto,) * len(AXES)
+    if devices is None:
+        return jax.make_mesh((dp, gtp, tp), AXES, axis_types=types)  # may reorder for the topology
+    return Mesh(array.reshape(dp, gtp, tp), AXES, axis_types=types)
+
+
+def current_view() -> View:
+    """How the code being traced sees arrays.
+
+    `plain`: no mesh in scope. `global`: a mesh, and arrays of global shape. `local`: inside a `shard_map`,
+    each rank with its own part.
+
+    Raises:
+        ValueError: inside a `shard_map` that is manual over only some axes.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return "plain"
+    if not mesh.manual_axes:
+        return "global"
+    if set(mesh.manual_axes) != set(mesh.axis_names):
+        raise ValueError(
+            f"gtp_jax needs a shard_map that is manual over every mesh axis; it is manual over "
+            f"{sorted(mesh.manual_axes)} of {mesh.axis_names}. Leave out `axis_names=` in `jax.shard_map`."
+        )
+    return "local"
+
+
+def degree(axis: str) -> int:
+    """The size of a mesh axis in scope; 1 without a mesh.
+
+    Raises:
+        ValueError: if the mesh in scope has no such axis.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return 1
+    if axis not in mesh.shape:
+        raise ValueError(
+            f"the mesh in scope has the axes {mesh.axis_names}, and none named {axis!r}. "
+            "Build it with `gtp_jax.make_mesh(dp=..., gtp=..., tp=...)`; a degree of 1 is fine."
+        )
+    return mesh.shape[axis]
+
+
+def degrees(axes: tuple[str, ...]) -> int:
+    """The product of the sizes of mesh axes in scope."""
+    return math.prod(degree(axis) for axis in axes)
+
+
+def platform() -> str:
+    """`gpu` or `cpu`: what the mesh in scope consists of, else the default backend.
+
+    Asked of the mesh first, because a program may be compiled for GPUs on a machine that has none.
+    """
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    name = device.platform if device is not None else jax.default_backend()
+    return "gpu" if name in ("gpu", "cuda") else name

@@ -1,0 +1,130 @@
+"""How one weight lies on the mesh: which dimension is cut, over which axes, and how far it is padded."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from ._axes import GTP, TP, degree
+
+# Rows of a slice come in multiples of this, so that no block of a wire format straddles two slices:
+# 16 serves BF16, FP8 and NVFP4, 32 serves MXFP8 (TransformerEngine #2960 pads alike).
+ALIGNMENT = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The cut of a weight, as plain integers.
+
+    A weight has a *logical* shape, which users, checkpoints and optimizers see. Where the cut does not come out
+    even, its array is *physical*: every tp slice of `dim` carries zeros at its tail. With `t` = tp if `tp_dim ==
+    dim` else 1, and `align` = alignment * gtp where gtp > 1 (else 1), the invariants are
+
+        physical[dim] = t * ceil(shape[dim] / t / align) * align,    physical[i] = shape[i] elsewhere.
+
+    Attributes:
+        shape: logical shape.
+        dim: the dimension that is cut over gtp (and over tp, outside gtp, if `tp_dim == dim`).
+        tp_dim: the dimension that is cut over tp, or `None`.
+        tp: tensor-parallel degree.
+        gtp: number of slices.
+        alignment: rows of a slice are a multiple of this when gtp > 1.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    tp_dim: int | None
+    tp: int = 1
+    gtp: int = 1
+    alignment: int = ALIGNMENT
+
+    def __post_init__(self) -> None:
+        if self.tp_dim is not None and self.shape[self.tp_dim] % self.tp:
+            raise ValueError(
+                f"dimension {self.tp_dim} of a weight of shape {self.shape} is cut over tp, but {self.tp} does not "
+                f"divide {self.shape[self.tp_dim]}. Choose a tp degree that divides it."
+            )
+
+    @classmethod
+    def on_mesh(cls, shape: tuple[int, ...], *, dim: int, tp_dim: int | None, alignment: int = ALIGNMENT) -> Layout:
+        """The layout for the mesh in scope; degree 1 on every axis without one."""
+        return cls(shape, dim, tp_dim, degree(TP), degree(GTP), alignment)
+
+    @property
+    def tp_outer(self) -> int:
+        """Number of tp slices of the gtp dimension."""
+        return self.tp if self.tp_dim == self.dim else 1
+
+    @property
+    def rows(self) -> int:
+        """Logical size of `dim` within one tp slice."""
+        return self.shape[self.dim] // self.tp_outer
+
+    @property
+    def padded_rows(self) -> int:
+        """Physical size of `dim` within one tp slice."""
+        step = self.alignment * self.gtp if self.gtp > 1 else 1
+        return -(-self.rows // step) * step
+
+    @property
+    def physical_shape(self) -> tuple[int, ...]:
+        """Shape of the array that is stored, over all ranks."""
+        shape = list(self.shape)
+        shape[self.dim] = self.tp_outer * self.padded_rows
+        return tuple(shape)
+
+    @property
+    def slice_shape(self) -> tuple[int, ...]:
+        """Shape of what one rank stores."""
+        shape = list(self.shape)
+        if self.tp_dim is not None:
+            shape[self.tp_dim] //= self.tp
+        shape[self.dim] = self.padded_rows // self.gtp
+        return tuple(shape)
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """Partition of the physical array."""
+        entries: list[str | tuple[str, ...] | None] = [None] * len(self.shape)
+        if self.tp_dim is not None:
+            entries[self.tp_dim] = TP
+        entries[self.dim] = (TP, GTP) if self.tp_dim == self.dim else GTP
+        return PartitionSpec(*entries)
+
+    @property
+    def padded(self) -> bool:
+        """Whether physical and logical shape differ."""
+        return self.physical_shape != self.shape
+
+    def physical(self, logical: jax.Array) -> jax.Array:
+        """Logical to physical array; leading dimensions (a stack of layers) are carried along."""
+        if not self.padded:
+            return logical
+        dim = logical.ndim - len(self.shape) + self.dim
+        split = jnp.reshape(logical, (*logical.shape[:dim], self.tp_outer, self.rows, *logical.shape[dim + 1 :]))
+        widths = [(0, 0)] * split.ndim
+        widths[dim + 1] = (0, self.padded_rows - self.rows)
+        padded = jnp.pad(split, widths)
+        return jnp.reshape(padded, (*logical.shape[:dim], -1, *logical.shape[dim + 1 :]))
+
+    def logical(self, physical: jax.Array) -> jax.Array:
+        """Physical to logical array; the exact inverse of `physical`."""
+        if not self.padded:
+            return physical
+        dim = physical.ndim - len(self.shape) + self.dim
+        shape = (*physical.shape[:dim], self.tp_outer, self.padded_rows, *physical.shape[dim + 1 :])
+        kept = jax.lax.slice_in_dim(jnp.reshape(physical, shape), 0, self.rows, axis=dim + 1)
+        return jnp.reshape(kept, (*physical.shape[:dim], -1, *physical.shape[dim + 1 :]))
+
+
+def stacked_spec(spec: PartitionSpec, ndim: int) -> PartitionSpec:
+    """`spec` for an array that carries leading dimensions (a stack of layers), which are never cut."""
+    return PartitionSpec(*(None,) * (ndim - len(spec)), *spec)
+
+
+def cut_axes(spec: PartitionSpec) -> frozenset[str]:
+    """The mesh axes that a partition uses."""
+    return frozenset(a for e in spec if e is not None for a in ((e,) if isinstance(e, str) else e))

@@ -1,0 +1,144 @@
+"""Llama: RMSNorm, rotary embedding, grouped queries, gated MLP (Touvron et al. 2023, arXiv 2302.13971 and 2307.09288)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ..chain import Remat, Schedule
+from ..mesh import ALIGNMENT
+from ..nn import MLP, Attention, Embed, LayerNormDense, Stack, TiedHead, chain, check_heads, cross_entropy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """Sizes and choices of a Llama.
+
+    Attributes:
+        vocab: number of tokens.
+        dim: width of the residual stream.
+        layers: number of blocks.
+        heads: query heads.
+        kv_heads: key-value heads.
+        head_dim: width of a head.
+        ffn: hidden width of the MLP.
+        tied: whether the head uses the embedding's table.
+        rope_theta: base of the rotary wavelengths.
+        eps: of the norms.
+        dtype: compute dtype, by name.
+        reduce_dtype: in which weight gradients are summed over gtp; `dtype` if `None`.
+        sequence_parallel: cut the sequence over tp between layers.
+        remat: what blocks keep for backward.
+        prefetch, unroll, kept: the chain's schedule; see `Schedule`.
+        alignment: rows of a slice come in multiples of this.
+    """
+
+    vocab: int
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    tied: bool = False
+    rope_theta: float = 10_000.0
+    eps: float = 1e-5
+    dtype: str = "bfloat16"
+    reduce_dtype: str | None = None
+    sequence_parallel: bool = True
+    remat: Remat = "matmuls"
+    prefetch: bool = True
+    unroll: int | Literal["full"] = "full"
+    kept: int | Literal["all"] = 1
+    alignment: int = ALIGNMENT
+
+    def __post_init__(self) -> None:
+        for field in ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"`{field}` is {getattr(self, field)}; it is a whole number of at least 1.")
+        if self.head_dim % 2:
+            raise ValueError(f"`head_dim` is {self.head_dim}; rotary embedding needs an even number.")
+        check_heads(self.heads, self.kv_heads, 1)
+        self.schedule  # noqa: B018  validates its three fields
+
+    @property
+    def schedule(self) -> Schedule:
+        """The chain's schedule."""
+        return Schedule(prefetch=self.prefetch, unroll=self.unroll, kept=self.kept)
+
+    def matmul_params(self) -> int:
+        """Parameters that take part in a matmul: all but the norms' and an untied embedding's."""
+        attention = self.dim * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.dim * self.ffn) + self.vocab * self.dim
+
+    def param_count(self) -> int:
+        """All parameters."""
+        embedding = 0 if self.tied else self.vocab * self.dim
+        return self.matmul_params() + embedding + (2 * self.layers + 1) * self.dim
+
+
+class LlamaBlock(nnx.Module):
+    """Attention and MLP, each on a residual branch."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
+        shared = _shared(config)
+        self.attention = Attention(
+            config.dim,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            rope_theta=config.rope_theta,
+            eps=config.eps,
+            rngs=rngs,
+            **shared,
+        )
+        self.mlp = MLP(config.dim, config.ffn, eps=config.eps, rngs=rngs, **shared)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.attention(x)
+        return x + self.mlp(x)
+
+
+class Llama(nnx.Module):
+    """Embedding, blocks and head, run as one chain."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
+        shared = _shared(config)
+        self.embed = Embed(config.vocab, config.dim, rngs=rngs, **shared)
+        self.blocks = Stack(
+            lambda rngs: LlamaBlock(config, rngs=rngs),
+            config.layers,
+            schedule=config.schedule,
+            remat=config.remat,
+            sequence_parallel=config.sequence_parallel,
+            rngs=rngs,
+        )
+        self.head = (
+            TiedHead(self.embed, eps=config.eps, rngs=rngs)
+            if config.tied
+            else LayerNormDense(config.dim, config.vocab, eps=config.eps, rngs=rngs, **shared)
+        )
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """`(batch, sequence)` tokens to `(batch, sequence, vocab)` logits."""
+        return chain(tokens, self.embed, self.blocks, self.head)
+
+
+def next_token_loss(model: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Sum of token losses and number of tokens of a batch with `tokens`, `targets` and perhaps `weights`."""
+    return cross_entropy(model(batch["tokens"]), batch["targets"], batch.get("weights"))
+
+
+def _shared(config: LlamaConfig) -> dict[str, Any]:
+    return {
+        "dtype": jnp.dtype(config.dtype),
+        "reduce_dtype": None if config.reduce_dtype is None else jnp.dtype(config.reduce_dtype),
+        "param_dtype": jnp.promote_types(config.dtype, jnp.float32),
+        "sequence_parallel": config.sequence_parallel,
+        "alignment": config.alignment,
+    }

@@ -1,0 +1,17 @@
+"""Flax NNX modules: they hold parameters and configuration, and call the layers below."""
+
+from ._attention import Attention as Attention
+from ._attention import check_heads as check_heads
+from ._dense import Dense as Dense
+from ._dense import LayerNormDense as LayerNormDense
+from ._embed import Embed as Embed
+from ._embed import TiedHead as TiedHead
+from ._init import abstract_model as abstract_model
+from ._init import init as init
+from ._layer import Weight as Weight
+from ._loss import cross_entropy as cross_entropy
+from ._mlp import MLP as MLP
+from ._skeleton import Skeleton as Skeleton
+from ._skeleton import take_apart as take_apart
+from ._stack import Stack as Stack
+from ._stack import chain as chain

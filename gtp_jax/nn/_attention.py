@@ -1,0 +1,87 @@
+"""The attention half of a transformer block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ..mesh import TP, degree, platform
+from ..ops import causal_attention, rope
+from ._dense import Dense, LayerNormDense, Norm
+from ._layer import Layer
+
+
+class Attention(Layer):
+    """Causal self-attention with rotary embedding and grouped queries (Ainslie et al. 2023, arXiv 2305.13245).
+
+    Args:
+        features: size of the input and of the output.
+        heads: query heads, cut over tp.
+        kv_heads: key and value heads, cut over tp; divides `heads`. All heads by default.
+        head_dim: `features // heads` by default.
+        rope_theta: base of the rotary wavelengths; `None` for no rotary embedding.
+        norm: of the input, as in `LayerNormDense`.
+        sequence_parallel: as in `Dense`.
+        rngs: the `params` stream is used.
+        options: passed to both `Dense` layers.
+
+    Raises:
+        ValueError: if tp does not divide the heads, or the heads do not divide.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        rope_theta: float | None = 10_000.0,
+        norm: Norm = "rms",
+        eps: float = 1e-6,
+        sequence_parallel: bool = True,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:
+        kv_heads = heads if kv_heads is None else kv_heads
+        check_heads(heads, kv_heads, degree(TP))
+        if head_dim is None:
+            if features % heads:
+                raise ValueError(f"`heads` {heads} does not divide `features` {features}; pass `head_dim` as well.")
+            head_dim = features // heads
+        shared: dict[str, Any] = {"sequence_parallel": sequence_parallel, "rngs": rngs, **options}
+        sizes = {"query": heads * head_dim, "key": kv_heads * head_dim, "value": kv_heads * head_dim}
+        self.qkv = LayerNormDense(features, sizes, norm=norm, eps=eps, **shared)
+        self.out = Dense(heads * head_dim, features, parallel="row", **shared)
+        self.head_dim = head_dim
+        self.rope_theta = rope_theta
+        self.sequence_parallel = sequence_parallel
+
+    def local(self, x: jax.Array) -> jax.Array:
+        """`(batch, sequence, features)` to the same."""
+        by_head = {
+            name: jnp.reshape(y, (*y.shape[:-1], -1, self.head_dim)) for name, y in self.qkv(x).items()
+        }
+        q, k, v = by_head["query"], by_head["key"], by_head["value"]
+        if self.rope_theta is not None:
+            q, k = rope(q, theta=self.rope_theta), rope(k, theta=self.rope_theta)
+        mixed = causal_attention(q, k, v, platform=platform())
+        return self.out(jnp.reshape(mixed, (*mixed.shape[:2], -1)))
+
+
+def check_heads(heads: int, kv_heads: int, tp: int) -> None:
+    """Refuses heads that do not divide evenly.
+
+    Raises:
+        ValueError: naming the two numbers and the remedy.
+    """
+    if heads % kv_heads:
+        raise ValueError(f"`kv_heads` {kv_heads} does not divide `heads` {heads}; every group has as many queries.")
+    if kv_heads % tp:
+        raise ValueError(
+            f"tp {tp} does not divide the {kv_heads} key-value heads ({heads} query heads). Choose a tp degree that "
+            "divides them, and cut weights further over gtp instead."
+        )

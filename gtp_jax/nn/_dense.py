@@ -1,0 +1,164 @@
+"""Dense layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.nn import initializers
+from jax.sharding import PartitionSpec
+
+from ..collectives import enter, leave, split_features
+from ..mesh import ALIGNMENT, BATCH_AXES, TP, Layout, current_view, degree
+from ..ops import layer_norm, linear, rms_norm
+from ._layer import Weight, between_layers, inside_layer
+from ._weight import Initializer, WeightOwner, make_vector, make_weight
+
+Parallel = Literal["column", "row"] | None
+Norm = Literal["rms", "layer"] | None
+
+default_init = initializers.variance_scaling(1.0, "fan_in", "normal")
+
+
+class Dense(WeightOwner):
+    """`x @ kernel + bias`, the kernel cut over gtp, and over tp if parallel.
+
+    | parallel | kernel `(in, out)` is cut | input features | output features |
+    |---|---|---|---|
+    | `column` | out over tp, then gtp | whole | cut over tp |
+    | `row` | in over tp, out over gtp | cut over tp | whole, summed over tp |
+    | `None` | out over gtp | whole | whole |
+
+    Sequence parallel, the whole-feature side of a parallel layer is cut along the sequence over tp.
+
+    Args:
+        in_features: size of the last dimension of the input.
+        out_features: size of the output's, or a mapping from names to sizes: several kernels that meet the same input
+            and share one gather and one matmul. The call then returns a dict of outputs.
+        parallel: see the table.
+        bias: whether to add one. It stays whole, or cut over tp alone where the output is.
+        sequence_parallel: cut the sequence over tp between parallel layers.
+        dtype: compute dtype; input and weight are cast to it.
+        param_dtype: dtype of the stored slices.
+        reduce_dtype: in which weight gradients are summed over gtp; `dtype` by default.
+        alignment: rows of a slice come in multiples of this (16; 32 for MXFP8).
+        kernel_init: called with the key and the logical shape.
+        rngs: the `params` stream is used.
+
+    Raises:
+        ValueError: if tp does not divide the cut dimension, or a size is not positive.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | Mapping[str, int],
+        *,
+        parallel: Parallel = None,
+        bias: bool = False,
+        sequence_parallel: bool = True,
+        dtype: Any = jnp.bfloat16,
+        param_dtype: Any = jnp.float32,
+        reduce_dtype: Any | None = None,
+        alignment: int = ALIGNMENT,
+        kernel_init: Initializer = default_init,
+        rngs: nnx.Rngs,
+    ) -> None:
+        super().__init__(dtype=dtype, reduce_dtype=reduce_dtype)
+        if parallel not in ("column", "row", None):
+            raise ValueError(f"`parallel` is {parallel!r}; it is 'column', 'row' or None.")
+        sizes = dict(out_features) if isinstance(out_features, Mapping) else {"": out_features}
+        if min(in_features, *sizes.values()) < 1:
+            raise ValueError(f"Dense({in_features}, {out_features}): feature sizes are whole numbers of at least 1.")
+        self.in_features = in_features
+        self.names = tuple(sizes)
+        self.parallel = parallel
+        self.sequence_parallel = sequence_parallel and parallel is not None
+        tp_dim = {"column": 1, "row": 0, None: None}[parallel]
+
+        def kernel(size: int) -> Weight:
+            layout = Layout.on_mesh((in_features, size), dim=1, tp_dim=tp_dim, alignment=alignment)
+            return make_weight(layout, kernel_init, rngs.params(), param_dtype)
+
+        def vector(size: int) -> nnx.Param:
+            return make_vector(size, initializers.zeros, rngs.params(), param_dtype, cut=parallel == "column")
+
+        kernels = {name: kernel(size) for name, size in sizes.items()}
+        biases = {name: vector(size) for name, size in sizes.items()} if bias else {}
+        self.kernel = kernels[""] if self.names == ("",) else nnx.Dict(kernels)
+        self.bias = nnx.data(None) if not bias else biases[""] if self.names == ("",) else nnx.Dict(biases)
+
+    def weights(self) -> tuple[Weight, ...]:
+        return (self.kernel,) if self.names == ("",) else tuple(self.kernel[name] for name in self.names)
+
+    def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
+        if self.parallel is None:
+            return PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES)
+        sides = between_layers(self.sequence_parallel), inside_layer(ndim)
+        return sides if self.parallel == "column" else (sides[1], sides[0])
+
+    def __call__(self, x: jax.Array) -> Any:
+        """`(batch, ..., in_features)` to `(batch, ..., out_features)`, or a dict of such."""
+        cut = self.parallel == "row" and current_view() == "local"
+        wanted = self.in_features // degree(TP) if cut else self.in_features
+        if x.shape[-1] != wanted:
+            rank = " on each tp rank" if cut else ""
+            raise ValueError(f"{type(self).__name__} takes {wanted} input features{rank}; got shape {x.shape}.")
+        return super().__call__(x)
+
+    def local(self, x: jax.Array) -> Any:
+        x = x.astype(self.dtype)
+        if self.parallel == "column":
+            x = enter(x, sequence_parallel=self.sequence_parallel)
+        outputs = split_features(self.with_weight(lambda w, x: linear(x, w), x), self.layouts)
+        if self.parallel == "row":
+            outputs = tuple(leave(y, sequence_parallel=self.sequence_parallel) for y in outputs)
+        if self.bias is not None:
+            biases = [self.bias] if self.names == ("",) else [self.bias[name] for name in self.names]
+            outputs = tuple(y + b.get_value().astype(y.dtype) for y, b in zip(outputs, biases, strict=True))
+        return outputs[0] if self.names == ("",) else dict(zip(self.names, outputs, strict=True))
+
+
+class LayerNormDense(Dense):
+    """A column-parallel `Dense` behind a normalisation of its input.
+
+    The norm works on each rank's own part of the sequence; its scale stays whole.
+
+    Args:
+        norm: `rms` (RMSNorm), `layer` (LayerNorm with bias) or `None` for neither.
+        eps: of the norm.
+
+    The other arguments are those of `Dense`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | Mapping[str, int],
+        *,
+        norm: Norm = "rms",
+        eps: float = 1e-6,
+        parallel: Parallel = "column",
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:
+        super().__init__(in_features, out_features, parallel=parallel, param_dtype=param_dtype, rngs=rngs, **options)
+        if norm not in ("rms", "layer", None):
+            raise ValueError(f"`norm` is {norm!r}; it is 'rms', 'layer' or None.")
+        self.norm = norm
+        self.eps = eps
+        ones, zeros = initializers.ones, initializers.zeros
+        self.scale = make_vector(in_features, ones, rngs.params(), param_dtype) if norm else nnx.data(None)
+        shift = norm == "layer"
+        self.shift = make_vector(in_features, zeros, rngs.params(), param_dtype) if shift else nnx.data(None)
+
+    def local(self, x: jax.Array) -> Any:
+        if self.norm == "rms":
+            x = rms_norm(x, self.scale.get_value(), eps=self.eps)
+        elif self.norm == "layer":
+            x = layer_norm(x, self.scale.get_value(), self.shift.get_value(), eps=self.eps)
+        return super().local(x)

@@ -1,0 +1,57 @@
+"""Models born as slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ._layer import partition_of
+
+M = TypeVar("M", bound=nnx.Module)
+
+
+def init(factory: Callable[[nnx.Rngs], M], rngs: nnx.Rngs) -> M:
+    """Builds a model under the mesh in scope, every array as slices from birth.
+
+    The program that makes the values is compiled with the slices' shardings on its outputs, so no device ever holds a
+    whole model; and each slice's values are those of the logical array, so that models on different meshes start equal.
+
+    Args:
+        factory: makes the model, e.g. the class itself; called once to find shapes and once under `jit`.
+        rngs: as for any NNX module.
+
+    Returns:
+        The model, its arrays sharded.
+    """
+    abstract = abstract_model(factory, rngs)
+    graph, state = nnx.split(abstract)
+    mesh = jax.sharding.get_mesh()
+    shardings = None
+    if not mesh.empty:
+        shardings = jax.tree.map(
+            lambda v: v.replace(NamedSharding(mesh, partition_of(v))),
+            state,
+            is_leaf=lambda v: isinstance(v, nnx.Variable),
+        )
+    streams, keys = nnx.split(rngs)
+    make = jax.jit(lambda keys: nnx.split(factory(nnx.merge(streams, keys)))[1], out_shardings=shardings)
+    return nnx.merge(graph, make(keys))
+
+
+def abstract_model(factory: Callable[[nnx.Rngs], M], rngs: nnx.Rngs) -> M:
+    """The model with `jax.ShapeDtypeStruct`s, sharded for the mesh in scope, in place of arrays. Allocates nothing."""
+    streams, keys = nnx.split(rngs)
+    model = nnx.eval_shape(lambda keys: factory(nnx.merge(streams, keys)), keys)
+    mesh = jax.sharding.get_mesh()
+    graph, state = nnx.split(model)
+
+    def place(variable: Any) -> Any:
+        value = variable.get_value()
+        sharding = None if mesh.empty else NamedSharding(mesh, partition_of(variable))
+        return variable.replace(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
+
+    return nnx.merge(graph, jax.tree.map(place, state, is_leaf=lambda v: isinstance(v, nnx.Variable)))

@@ -1,0 +1,55 @@
+"""The loss of a language model on cut logits."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from ..mesh import BATCH_AXES, TP, current_view, degree
+from ..ops import token_cross_entropy
+
+
+def cross_entropy(
+    logits: jax.Array, targets: jax.Array, weights: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The sum of token losses and the number of tokens, whose quotient is the mean loss.
+
+    Inside a `shard_map` both count this rank's sequences; in global view, the whole batch.
+
+    Args:
+        logits: `(batch, sequence, vocab)`, the vocabulary cut over tp as a head leaves it.
+        targets: `(batch, sequence)`, integers.
+        weights: `(batch, sequence)`: 0 leaves a token out of loss and count, 1 counts it. All count by default.
+
+    Raises:
+        ValueError: if shapes do not agree.
+        TypeError: if targets are not integers.
+    """
+    if targets.shape != logits.shape[:-1] or (weights is not None and weights.shape != targets.shape):
+        given = None if weights is None else weights.shape
+        raise ValueError(
+            f"logits {logits.shape}, targets {targets.shape}, weights {given}: targets and weights have the shape of "
+            "the logits without the last dimension. With sequence parallelism a head gives the whole sequence."
+        )
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise TypeError(f"`targets` are token ids, integers; got {targets.dtype}.")
+    if weights is None:
+        weights = jnp.ones(targets.shape, jnp.float32)
+    if current_view() != "global":
+        return _sums(logits, targets, weights)
+    batch = PartitionSpec(BATCH_AXES)
+
+    def local(logits, targets, weights):
+        return lax.psum(_sums(logits, targets, weights), BATCH_AXES)
+
+    into = (PartitionSpec(BATCH_AXES, None, TP), batch, batch)
+    mapped = jax.shard_map(local, in_specs=into, out_specs=(PartitionSpec(), PartitionSpec()), check_vma=False)
+    return mapped(logits, targets, weights)
+
+
+def _sums(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    losses = token_cross_entropy(logits, targets, TP if degree(TP) > 1 else None)
+    weights = weights.astype(losses.dtype)
+    return jnp.sum(losses * weights), jnp.sum(weights)

@@ -1,0 +1,55 @@
+"""The feed-forward half of a transformer block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from ._dense import Dense, LayerNormDense, Norm
+from ._layer import Layer
+
+
+class MLP(Layer):
+    """`down(activation(gate(norm(x))) * up(norm(x)))`: SwiGLU by default (Shazeer 2020, arXiv 2002.05202).
+
+    Args:
+        features: size of the input and of the output.
+        hidden: size in between, cut over tp.
+        gated: with a gate; without, `down(activation(up(norm(x))))`.
+        activation: elementwise.
+        norm: as in `LayerNormDense`.
+        sequence_parallel: as in `Dense`.
+        rngs: the `params` stream is used.
+        options: passed to both `Dense` layers.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        *,
+        gated: bool = True,
+        activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+        norm: Norm = "rms",
+        eps: float = 1e-6,
+        sequence_parallel: bool = True,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:
+        sizes = {"gate": hidden, "up": hidden} if gated else {"up": hidden}
+        shared: dict[str, Any] = {"sequence_parallel": sequence_parallel, "rngs": rngs, **options}
+        self.up = LayerNormDense(features, sizes, norm=norm, eps=eps, **shared)
+        self.down = Dense(hidden, features, parallel="row", **shared)
+        self.activation = activation
+        self.gated = gated
+        self.sequence_parallel = sequence_parallel
+
+    def local(self, x: jax.Array) -> jax.Array:
+        """`(batch, sequence, features)` to the same."""
+        hidden = self.up(x)
+        if self.gated:
+            return self.down(self.activation(hidden["gate"]) * hidden["up"])
+        return self.down(self.activation(hidden["up"]))

@@ -1,0 +1,84 @@
+"""Weights cut over gtp, and the modules that own them."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from ..collectives import Slices, gather_weight, gathered, scatter_gradient
+from ..mesh import TP, Layout, current_view
+from ._layer import Layer, Weight
+
+Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+
+
+def make_weight(layout: Layout, init: Initializer, key: jax.Array, dtype: Any) -> Weight:
+    """A weight whose values are those of the logical array that `init` makes, whatever the mesh."""
+    value = layout.physical(init(key, layout.shape, dtype))
+    return Weight(value, layout=layout, **_partition(layout.spec))
+
+
+def make_vector(size: int, init: Initializer, key: jax.Array, dtype: Any, *, cut: bool = False) -> nnx.Param:
+    """A bias or a norm's scale: whole on every rank, or cut over tp alone if `cut`."""
+    return nnx.Param(init(key, (size,), dtype), **_partition(PartitionSpec(TP if cut else None)))
+
+
+def _partition(spec: PartitionSpec) -> dict[str, Any]:
+    return {"out_sharding": tuple(spec), "eager_sharding": current_view() == "global"}
+
+
+class WeightOwner(Layer):
+    """A module with kernels that are gathered together into one fused weight.
+
+    Attributes:
+        dtype: of the weight on the wire and in the matmul.
+        reduce_dtype: in which its gradient is summed over the gtp axis.
+        whole_weight: the gathered weight, put there by a chain; `None` where the module gathers for itself.
+    """
+
+    whole_weight: nnx.Data[Any]
+
+    def __init__(self, *, dtype: Any, reduce_dtype: Any | None) -> None:
+        self.dtype = np.dtype(dtype)
+        self.reduce_dtype = np.dtype(dtype if reduce_dtype is None else reduce_dtype)
+        self.whole_weight = nnx.data(None)
+
+    @abc.abstractmethod
+    def weights(self) -> tuple[Weight, ...]:
+        """The kernels, in the order in which their rows are laid out."""
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The kernels' layouts."""
+        return tuple(w.get_metadata()["layout"] for w in self.weights())
+
+    def slices(self) -> Slices:
+        """This rank's slice of each kernel."""
+        return tuple(w.get_value() for w in self.weights())
+
+    def gather(self, slices: Slices) -> jax.Array:
+        """The fused weight."""
+        return gather_weight(slices, self.layouts, self.dtype)
+
+    def scatter(self, gradient: jax.Array) -> Slices:
+        """The fused weight's gradient to that of the slices."""
+        kinds = [w.get_value().dtype for w in self.weights()]
+        return scatter_gradient(gradient, self.layouts, self.reduce_dtype, kinds)
+
+    def with_weight(self, function: Callable[..., Any], *operands: Any) -> Any:
+        """`function(weight, *operands)`, the weight gathered for it here, and again in backward, unless a chain did."""
+        if self.whole_weight is not None:
+            return function(self.whole_weight, *operands)
+
+        def gather_and_apply(slices: Slices, *operands: Any) -> Any:
+            return function(gathered(slices, self.layouts, self.dtype, self.reduce_dtype), *operands)
+
+        if self.layouts[0].gtp > 1:
+            gather_and_apply = jax.checkpoint(gather_and_apply)  # else backward would keep the gathered weight
+        return gather_and_apply(self.slices(), *operands)

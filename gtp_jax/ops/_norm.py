@@ -1,0 +1,31 @@
+"""Normalisations over the last dimension, computed in at least float32."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float = 1e-6) -> jax.Array:
+    """`x / sqrt(mean(x**2) + eps) * scale` (Zhang and Sennrich 2019, arXiv 1910.07467).
+
+    Args:
+        x: `(..., features)`.
+        scale: `(features,)`.
+        eps: added to the mean square.
+
+    Returns:
+        Same shape and dtype as `x`.
+    """
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (normed * scale.astype(wide.dtype)).astype(x.dtype)
+
+
+def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, *, eps: float = 1e-6) -> jax.Array:
+    """`(x - mean) / sqrt(var + eps) * scale + bias` (Ba et al. 2016, arXiv 1607.06450)."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    normed = centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    return (normed * scale.astype(wide.dtype) + bias.astype(wide.dtype)).astype(x.dtype)

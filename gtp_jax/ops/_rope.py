@@ -1,0 +1,22 @@
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), in the half-split form that Llama uses."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def rope(x: jax.Array, *, theta: float) -> jax.Array:
+    """Rotates each head by its position in the sequence.
+
+    Args:
+        x: `(batch, sequence, heads, head_dim)`, `head_dim` even; the whole sequence, from position 0.
+        theta: base of the geometric series of wavelengths.
+    """
+    half = x.shape[-1] // 2
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    frequency = theta ** (-jnp.arange(half, dtype=wide) / half)
+    angle = jnp.arange(x.shape[1], dtype=wide)[:, None] * frequency
+    cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
+    first, second = x[..., :half].astype(wide), x[..., half:].astype(wide)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -1,0 +1,31 @@
+"""What a step costs, read from its compiled program: traffic, order, operations, memory. Makes no arrays."""
+
+from ._chips import CHIPS as CHIPS
+from ._chips import Fact as Fact
+from ._chips import fact as fact
+from ._collectives import Collective as Collective
+from ._collectives import collectives as collectives
+from ._collectives import summary as summary
+from ._collectives import table as table
+from ._flops import step_flops as step_flops
+from ._hlo import Instruction as Instruction
+from ._hlo import Module as Module
+from ._hlo import Shape as Shape
+from ._hlo import parse as parse
+from ._memory import Memory as Memory
+from ._memory import bytes_per_device as bytes_per_device
+from ._memory import memory as memory
+from ._schedule import Event as Event
+from ._schedule import Schedule as Schedule
+from ._schedule import render as render
+from ._schedule import schedule as schedule
+from ._targets import COMPILE_OPTIONS as COMPILE_OPTIONS
+from ._targets import Target as Target
+from ._targets import missing_packages as missing_packages
+from ._targets import parse_target as parse_target
+from ._targets import topology_devices as topology_devices
+from ._text import columns as columns
+from ._text import quantity as quantity
+from ._timeline import Span as Span
+from ._timeline import Timeline as Timeline
+from ._timeline import timeline as timeline

@@ -1,0 +1,56 @@
+"""What a chip can do: every number with its unit and where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+_H200 = "NVIDIA H200 datasheet, SXM"
+_H100 = "NVIDIA H100 datasheet, SXM5"
+_DENSE = ", half of the figure with sparsity"
+_MEASURED = "measured on 8 x H200 joined by NVLink, jax 0.11.2"
+
+
+class Fact(NamedTuple):
+    """A number, what it counts, and where it comes from."""
+
+    value: float
+    unit: str
+    source: str
+
+
+# `ceiling` is what a matmul reached, `peak` what the datasheet promises. Rates of a link are those of one direction.
+CHIPS: Mapping[str, Mapping[str, Fact]] = {
+    "h200": {
+        "bf16_peak": Fact(989e12, "FLOP/s", _H200 + _DENSE),
+        "bf16_ceiling": Fact(787e12, "FLOP/s", f"{_MEASURED}: matmul of 8192 x 8192 x 8192"),
+        "fp8_peak": Fact(1979e12, "FLOP/s", _H200 + _DENSE),
+        "fp8_ceiling": Fact(1471e12, "FLOP/s", f"{_MEASURED}: matmul of 8192 x 8192 x 8192"),
+        "memory": Fact(151_397_597_184, "B", "XLA's target description of the chip"),
+        "memory_rate": Fact(4.8e12, "B/s", _H200),
+        "link_peak": Fact(450e9, "B/s", f"{_H200}: NVLink 900 GB/s, both directions together"),
+        "link_ceiling": Fact(326e9, "B/s", f"{_MEASURED}: all-gather of 512 MB; 114e9 at 64 MB, 14e9 at 8 MB"),
+    },
+    "h100": {
+        "bf16_peak": Fact(989e12, "FLOP/s", _H100 + _DENSE),
+        "fp8_peak": Fact(1979e12, "FLOP/s", _H100 + _DENSE),
+        "memory": Fact(84_942_979_072, "B", "XLA's target description of the chip"),
+        "memory_rate": Fact(3.35e12, "B/s", _H100),
+        "link_peak": Fact(450e9, "B/s", f"{_H100}: NVLink 900 GB/s, both directions together"),
+    },
+}
+
+
+def fact(chip: str, *names: str) -> Fact:
+    """The first of these facts that is known of a chip: a measured one before a promised one, if named so.
+
+    Raises:
+        ValueError: if the chip is unknown, or none of the facts is known of it.
+    """
+    if chip not in CHIPS:
+        raise ValueError(f"unknown chip {chip!r}; known are {', '.join(sorted(CHIPS))}.")
+    known = CHIPS[chip]
+    for name in names:
+        if name in known:
+            return known[name]
+    raise ValueError(f"none of {', '.join(names)} is known of {chip!r}; known are {', '.join(known)}.")

@@ -1,0 +1,213 @@
+"""The collectives of a compiled program: what moves, how much of it, how often, and between whom."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+from ._hlo import Computation, Instruction, Module, Shape, Visit, parse
+from ._text import columns, quantity
+
+KINDS = (
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+Direction = Literal["forward", "backward"]
+
+# What the name of a traced operation contains if it belongs to a backward pass.
+BACKWARD = "transpose("
+
+# Bytes that leave a device, as a multiple of (n - 1) / n times the larger of operand and result, in a ring of n.
+_RING_PASSES = {"all-reduce": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a program; a combined one is one record with several shapes.
+
+    Attributes:
+        name: of the instruction that launches it.
+        kind: one of `KINDS`.
+        operands: shapes on one device of what goes in.
+        results: shapes on one device of what comes out.
+        group: number of ranks that take part together.
+        axes: mesh axes it runs over; empty if the program does not say.
+        asynchronous: whether the program may do other work between its start and its end.
+        times: how often it runs in one call of the program.
+        exact: whether `times` is certain (see `Module.trip_count`).
+        direction: forward or backward pass.
+        op_name: the traced operation it came from.
+    """
+
+    name: str
+    kind: str
+    operands: tuple[Shape, ...]
+    results: tuple[Shape, ...]
+    group: int
+    axes: tuple[str, ...]
+    asynchronous: bool
+    times: int
+    exact: bool
+    direction: Direction
+    op_name: str
+
+    @property
+    def dtype(self) -> str:
+        """Element type on the wire; several are joined by `+`."""
+        return "+".join(sorted({shape.dtype for shape in self.operands}))
+
+    @property
+    def operand_bytes(self) -> int:
+        """Bytes on one device of what goes in, each time."""
+        return sum(shape.bytes for shape in self.operands)
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes on one device of what comes out, each time."""
+        return sum(shape.bytes for shape in self.results)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that leave each device, each time, if the ranks form a ring."""
+        if self.kind in ("collective-permute", "collective-broadcast"):
+            return self.operand_bytes
+        whole = max(self.operand_bytes, self.result_bytes)
+        return _RING_PASSES.get(self.kind, 1) * whole * (self.group - 1) // self.group
+
+
+def collectives(program: str | Module, *, backward: str = BACKWARD) -> list[Collective]:
+    """The collectives of a compiled program, in program order.
+
+    Args:
+        program: the text of a compiled module, or the parsed module.
+        backward: what the name of a traced operation contains if it belongs to the backward pass.
+    """
+    module = parse(program) if isinstance(program, str) else program
+    return [c for visit in module.walk() for c in launched(module, visit, backward=backward)]
+
+
+def launched(module: Module, visit: Visit, *, backward: str = BACKWARD) -> Iterator[Collective]:
+    """The collectives that an instruction launches: one, none, or those within the fusion that it runs."""
+    instruction = visit.instruction
+    start = instruction.opcode.endswith("-start")
+    if instruction.opcode.removesuffix("-start") in KINDS:
+        found = [(instruction, visit.scope)]
+    elif start or instruction.opcode == "fusion":
+        found = [(v.instruction, v.scope) for v in module.inside(instruction) if v.instruction.opcode in KINDS]
+    else:
+        return
+    for inner, scope in found:
+        axes, group = _ranks(inner, module.devices)
+        yield Collective(
+            name=instruction.name,
+            kind=inner.opcode.removesuffix("-start"),
+            operands=tuple(shape for name in inner.operands for shape in scope[name].shapes),
+            results=_results(inner, scope),
+            group=group,
+            axes=axes,
+            asynchronous=start and '"is_sync":true' not in instruction.attributes,
+            times=visit.times,
+            exact=visit.exact,
+            direction="backward" if backward in (inner.op_name or instruction.op_name) else "forward",
+            op_name=inner.op_name or instruction.op_name,
+        )
+
+
+def done(start: Instruction, scope: Computation) -> Instruction | None:
+    """The instruction that waits for an asynchronous one, or `None` if another computation does."""
+    waiting = {start.name}
+    for instruction in scope.values():
+        if waiting.isdisjoint(instruction.operands):
+            continue
+        if instruction.opcode.endswith("-update"):
+            waiting.add(instruction.name)
+        elif instruction.opcode.endswith("-done"):
+            return instruction
+    return None
+
+
+def summary(found: Iterable[Collective]) -> list[tuple[Collective, int]]:
+    """Collectives that differ neither in kind, direction, axes, synchrony nor shapes: one of each, and how many."""
+    groups: dict[tuple[object, ...], list[Collective]] = collections.defaultdict(list)
+    for c in found:
+        groups[c.kind, c.direction, c.axes or c.group, c.asynchronous, c.exact, c.operands, c.results].append(c)
+    counted = [(same[0], sum(c.times for c in same)) for same in groups.values()]
+    return sorted(counted, key=lambda row: (KINDS.index(row[0].kind), row[0].direction, -row[0].wire_bytes))
+
+
+def table(found: Iterable[Collective]) -> str:
+    """The collectives of a program as a table: one line for those alike, and the sum of what leaves a device."""
+    rows = summary(found)
+    if not rows:
+        return "no collectives"
+    estimate = {True: "", False: "?"}
+    cells = [
+        (
+            f"{times}{estimate[c.exact]}",
+            c.kind,
+            c.direction,
+            ",".join(c.axes) or f"{c.group} ranks",
+            "async" if c.asynchronous else "sync",
+            c.dtype,
+            _alike(c.operands),
+            quantity(c.operand_bytes, "B"),
+            quantity(c.result_bytes, "B"),
+            quantity(times * c.wire_bytes, "B"),
+        )
+        for c, times in rows
+    ]
+    header = ("count", "kind", "pass", "over", "", "dtype", "operands a device", "in", "out", "sent in all")
+    total = sum(times * c.wire_bytes for c, times in rows)
+    count = sum(times for _, times in rows)
+    return f"{columns(header, cells, right=(0, 7, 8, 9))}\n{count} in all, {quantity(total, 'B')} leave each device"
+
+
+def _alike(operands: tuple[Shape, ...]) -> str:
+    """Dimensions, those alike counted: `2 x [4096,768] [512]`."""
+    counts = collections.Counter(f"[{','.join(map(str, shape.dims))}]" for shape in operands)
+    return " ".join(dims if count == 1 else f"{count} x {dims}" for dims, count in counts.items())
+
+
+def _results(instruction: Instruction, scope: Computation) -> tuple[Shape, ...]:
+    if not instruction.opcode.endswith("-start"):
+        return instruction.shapes
+    end = done(instruction, scope)
+    if end is not None:
+        return end.shapes
+    return instruction.shapes[len(instruction.operands) :]  # a start's type is (operands, results)
+
+
+def _ranks(instruction: Instruction, devices: int) -> tuple[tuple[str, ...], int]:
+    """Mesh axes of a collective, if it names them, and the number of ranks in one of its groups."""
+    text = instruction.attributes
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text)
+    if named:
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", named[1]))
+        axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", named[2])  # 'x', or 'x':(2)4 for a part of x
+        return tuple(axis for axis, _ in axes), math.prod(int(part or sizes[axis]) for axis, part in axes)
+    iota = re.search(r"replica_groups=\[\d+,(\d+)\]", text)
+    if iota:
+        return (), int(iota[1])
+    first = re.search(r"replica_groups=\{\{([\d,]+)\}", text)
+    if first:
+        return (), first[1].count(",") + 1
+    pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", text)
+    return (), _ring(re.findall(r"(\d+),(\d+)", pairs[1])) if pairs else devices
+
+
+def _ring(pairs: list[tuple[str, str]]) -> int:
+    """How many ranks the first of a permutation's pairs is connected with."""
+    reached = set(pairs[0]) if pairs else set()
+    for _ in pairs:
+        reached |= {rank for pair in pairs if not reached.isdisjoint(pair) for rank in pair}
+    return len(reached)

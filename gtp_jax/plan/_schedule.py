@@ -1,0 +1,199 @@
+"""The order of a scheduled GPU program: its collectives, matmuls and attention, and what runs under what.
+
+The order is XLA's forecast for the machine that the program is compiled for. Instructions of the compute stream run
+one after another; a collective is in flight from its start until the instruction that waits for it. Elementwise
+work is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator
+
+from ._collectives import BACKWARD, Collective, done, launched
+from ._hlo import Instruction, Module, Shape, Visit, parse
+from ._text import columns, quantity
+
+# Calls into libraries that do the work of a matmul or of attention, by how their target begins.
+_LIBRARY_CALLS = {
+    "__cublas$": "matmul",
+    "__cudnn$blockScaledDot": "matmul",
+    "__cudnn$fmha": "attention",
+}
+
+# Instructions that run as one kernel or call, whatever computations they name.
+_UNITS = frozenset(("dot", "custom-call", "custom-call-start", "fusion", "fusion-start", "async-start"))
+
+COMPUTE = ("matmul", "attention")
+
+# Matmuls of a flash attention: scores and output forward; scores again and four gradients backward.
+_ATTENTION_MATMULS = {"forward": 2, "backward": 5}
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """Something that takes time on a device.
+
+    Attributes:
+        kind: `matmul`, `attention`, or the kind of the collective.
+        name: of the instruction.
+        start: position at which it is launched.
+        end: position at which the program waits for it; equal to `start` unless it is asynchronous.
+        shapes: of the result.
+        depth: loops around it.
+        times: how often it runs in one call of the program.
+        direction: forward or backward pass.
+        flops: operations each time, of a matmul or attention.
+        collective: the collective, if it is one.
+    """
+
+    kind: str
+    name: str
+    start: int
+    end: int
+    shapes: tuple[Shape, ...]
+    depth: int
+    times: int
+    direction: str
+    flops: int = 0
+    collective: Collective | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Events in the order in which they are launched."""
+
+    events: tuple[Event, ...]
+
+    def collectives(self, *kinds: str) -> tuple[Event, ...]:
+        """The collectives, or those of some kinds."""
+        return tuple(e for e in self.events if e.collective is not None and (not kinds or e.kind in kinds))
+
+    def under(self, event: Event, kinds: Iterable[str] = COMPUTE) -> tuple[Event, ...]:
+        """What is launched while a collective is in flight: by default matmuls and attention."""
+        wanted = frozenset(kinds)
+        return tuple(e for e in self.events if e.kind in wanted and event.start < e.start < event.end)
+
+    def exposed(self, *kinds: str, under: Iterable[str] = COMPUTE) -> tuple[Event, ...]:
+        """Collectives that nothing runs under: the synchronous ones, and those with no compute before their end.
+
+        Args:
+            kinds: kinds of collectives to look at; all by default.
+            under: what counts as compute.
+        """
+        return tuple(e for e in self.collectives(*kinds) if not self.under(e, under))
+
+
+def schedule(program: str | Module, *, backward: str = BACKWARD) -> Schedule:
+    """The schedule of a compiled program.
+
+    Args:
+        program: the text of a compiled module, or the parsed module.
+        backward: what the name of a traced operation contains if it belongs to the backward pass.
+
+    Raises:
+        ValueError: if the program is not scheduled, so that its order means nothing.
+    """
+    module = parse(program) if isinstance(program, str) else program
+    if not module.scheduled:
+        raise ValueError("the module is not scheduled (`is_scheduled=true`): pass the text of a *compiled* program.")
+    visits = list(module.walk())
+    events = [e for at, visit in enumerate(visits) for e in _events(module, visit, at, backward)]
+    return Schedule(tuple(dataclasses.replace(e, end=_end(e, visits)) for e in events))
+
+
+def render(program: Schedule) -> str:
+    """The schedule as a table, a line an event, with bars for what is in flight.
+
+    `┌` and `└` stand where an asynchronous collective starts and ends, `│` while it is in flight, `■` for a
+    synchronous one. Exposed collectives are marked.
+    """
+    exposed = {e.name for e in program.exposed()}
+    points = [(e.start, True, e) for e in program.events] + [
+        (e.end, False, e) for e in program.events if e.end > e.start
+    ]
+    lanes: list[Event | None] = []
+    rows: list[tuple[object, ...]] = []
+    for at, starting, e in sorted(points, key=lambda point: point[:2]):
+        bars = _bars(lanes, e, starting)
+        name = "  " * e.depth + e.kind
+        if not starting:
+            rows.append((at, bars, name, "", "", "", f"done: {e.name}", ""))
+            continue
+        size = quantity(e.collective.wire_bytes, "B") if e.collective else quantity(e.flops, "FLOP")
+        note = "" if e.collective is None else "async" if e.end > e.start else "sync"
+        note = f"EXPOSED, {note}" if e.name in exposed else note
+        rows.append((at, bars, name, f"x{e.times}", e.direction, size, " ".join(map(str, e.shapes)), note))
+    header = ("at", "in flight", "event", "times", "pass", "size", "result", "")
+    return columns(header, rows, right=(0, 3, 5)) if rows else "no collectives, matmuls or attention"
+
+
+def _bars(lanes: list[Event | None], event: Event, starting: bool) -> str:
+    """Marks of what is in flight, a column each; enters an event into `lanes` and takes it out again."""
+    mark = "" if event.collective is None else "■" if event.end == event.start else "┌" if starting else "└"
+    if mark in ("■", "┌"):
+        free = lanes.index(None) if None in lanes else len(lanes)
+        lanes[free : free + 1] = [event]
+    bars = "".join(mark if lane is event and mark else " " if lane is None else "│" for lane in lanes)
+    if mark in ("■", "└"):
+        lanes[lanes.index(event)] = None
+    return bars
+
+
+def _end(e: Event, visits: list[Visit]) -> int:
+    """Where the program waits for an event; where it starts if that is nowhere in its computation."""
+    start = visits[e.start]
+    waiting = done(start.instruction, start.scope) if e.collective and e.collective.asynchronous else None
+    if waiting is None:
+        return e.start
+    return next(at for at in range(e.start, len(visits)) if visits[at].instruction is waiting)
+
+
+def _events(module: Module, visit: Visit, at: int, backward: str) -> Iterator[Event]:
+    i = visit.instruction
+    where = {"name": i.name, "start": at, "end": at, "depth": visit.depth, "times": visit.times}
+    for c in launched(module, visit, backward=backward):
+        yield Event(kind=c.kind, shapes=c.results, direction=c.direction, collective=c, **where)
+    for inner in [visit, *module.inside(i)] if i.opcode in _UNITS else []:
+        kind = _work(inner.instruction)
+        if kind:
+            direction = "backward" if backward in (inner.instruction.op_name or i.op_name) else "forward"
+            flops = _attention_flops(inner) if kind == "attention" else _matmul_flops(inner)
+            result = inner.instruction.shapes[:1]  # a library call returns its workspace beside it
+            yield Event(kind=kind, shapes=result, direction=direction, flops=flops, **where)
+
+
+def _work(instruction: Instruction) -> str:
+    if instruction.opcode == "dot":
+        return "matmul"
+    if instruction.opcode == "custom-call":
+        target = instruction.attribute("custom_call_target")
+        return next((kind for start, kind in _LIBRARY_CALLS.items() if target.startswith(start)), "")
+    return ""
+
+
+def _matmul_flops(visit: Visit) -> int:
+    """2 * elements of the result * size of what is contracted."""
+    i = visit.instruction
+    operand = visit.scope.get(i.operands[0]) if i.operands else None
+    dims = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', i.attributes)
+    if operand is None or dims is None:
+        return 0
+    contracted = math.prod(operand.shapes[0].dims[int(d)] for d in re.findall(r"\d+", dims[1]))
+    return 2 * i.shapes[0].elements * contracted
+
+
+def _attention_flops(visit: Visit) -> int:
+    """2 * elements of the score matrix * head size a matmul; half of it under a causal mask."""
+    i = visit.instruction
+    scores = re.search(r'"intermediate_tensor_shape":.*?"dimensions": ?\[([^\]]*)\]', i.attributes)
+    operand = visit.scope.get(i.operands[0]) if i.operands else None
+    if operand is None or scores is None:
+        return 0
+    elements = math.prod(int(d) for d in re.findall(r"\d+", scores[1]))
+    target = i.attribute("custom_call_target")
+    matmuls = _ATTENTION_MATMULS["backward" if target.endswith("Backward") else "forward"]
+    causal = re.search(r'"mask_type": ?"[A-Z_]*CAUSAL', i.attributes) is not None
+    return 2 * matmuls * elements * operand.shapes[0].dims[-1] // (2 if causal else 1)

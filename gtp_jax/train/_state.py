@@ -1,0 +1,90 @@
+"""What a training run carries from step to step."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..nn import Skeleton, take_apart
+from ._logical import on_logical
+
+Tree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Parameters, optimizer state and step count: a pytree of arrays.
+
+    Attributes:
+        params: nested dict of the float32 master weights, cut and where needed padded as the skeleton's specs and
+            layouts say.
+        opt_state: of the optax optimizer, its moments cut like the parameters they belong to.
+        step: number of updates made, int32.
+        skeleton: the rest of the model; static.
+    """
+
+    params: dict[str, Any]
+    opt_state: Any
+    step: jax.Array
+    skeleton: Skeleton = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def create(cls, model: nnx.Module, optimizer: optax.GradientTransformation) -> TrainState:
+        """The state at step 0. Allocates nothing if the model is abstract (see `abstract_model`)."""
+        skeleton, params = take_apart(model)
+        chosen = on_logical(optimizer, skeleton)
+        specs = state_specs(skeleton, optimizer, params)
+        leaves = jax.tree.leaves(params)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+            shapes = jax.eval_shape(chosen.init, params)
+            opt_state = jax.tree.map(_abstract, shapes, specs.opt_state)
+            return cls(params, opt_state, _abstract(jax.ShapeDtypeStruct((), jnp.int32), PartitionSpec()), skeleton)
+        opt_state = jax.jit(chosen.init, out_shardings=_shardings(specs.opt_state))(params)
+        step = jnp.zeros((), jnp.int32)
+        shardings = _shardings(PartitionSpec())
+        return cls(params, opt_state, step if shardings is None else jax.device_put(step, shardings), skeleton)
+
+    def model(self) -> Any:
+        """The model, with these parameters."""
+        return self.skeleton.model(self.params)
+
+    def logical_params(self) -> dict[str, Any]:
+        """The parameters without padding."""
+        return self.skeleton.logical(self.params)
+
+
+def state_specs(skeleton: Skeleton, optimizer: optax.GradientTransformation, params: Tree) -> TrainState:
+    """The partition of every array of a state: a `TrainState` with `PartitionSpec` leaves.
+
+    What the optimizer keeps for a parameter, of the parameter's shape, is cut like the parameter; the rest is whole.
+    """
+    chosen = on_logical(optimizer, skeleton)
+    shapes = jax.eval_shape(chosen.init, params)
+
+    def like(leaf: Any, param: Any, spec: PartitionSpec) -> PartitionSpec:
+        return spec if leaf.shape == param.shape else PartitionSpec()
+
+    opt_specs = optax.tree_map_params(
+        optimizer, like, shapes, params, skeleton.specs, transform_non_params=lambda leaf: PartitionSpec()
+    )
+    return TrainState(skeleton.specs, opt_specs, PartitionSpec(), skeleton)  # pyright: ignore[reportArgumentType]
+
+
+def _shardings(specs: Any) -> Any:
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        return None
+    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+
+
+def _abstract(shape: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+    mesh = jax.sharding.get_mesh()
+    sharding = None if mesh.empty else NamedSharding(mesh, spec)
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)

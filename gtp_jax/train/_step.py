@@ -1,0 +1,173 @@
+"""One optimizer step, and one evaluation, over the mesh in scope."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..collectives import sum_over_replicas
+from ..mesh import BATCH_AXES, degrees
+from ..nn import Skeleton
+from ._logical import on_logical
+from ._state import TrainState, state_specs
+
+Tree = Any
+Loss = Callable[[Any, Tree], tuple[jax.Array, jax.Array]]
+
+
+def train_step(
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    *,
+    microbatches: int = 1,
+    max_grad_norm: float | None = None,
+    compiler_options: dict[str, Any] | None = None,
+) -> Callable[[TrainState, Tree], tuple[TrainState, dict[str, jax.Array]]]:
+    """A jitted optimizer step. The state is donated.
+
+    The loss and its gradient run inside one `shard_map` over the whole mesh: every rank takes its own sequences, in
+    `microbatches` parts, and adds up gradients in slices, in the parameters' dtype. The sum is then divided by
+    the number of tokens in the whole batch, so that neither microbatches, nor ranks, nor masked tokens change what a
+    token counts. The optimizer runs outside, on global arrays without padding: any optax optimizer will do.
+
+    Args:
+        loss: `(model, batch) -> (sum of token losses, number of tokens)`, both scalars, of the sequences it is given;
+            `cross_entropy` returns just that. The model is in local view.
+        optimizer: any optax optimizer.
+        microbatches: parts of a rank's batch, one after the other.
+        max_grad_norm: scales gradients down to this global L2 norm.
+        compiler_options: passed to `jax.jit`.
+
+    Returns:
+        `step(state, batch) -> (state, metrics)`. `batch` is a pytree of global arrays with the batch first, a multiple
+        of dp * gtp * microbatches. Metrics are device scalars: `loss` (mean over tokens), `tokens`, `grad_norm`.
+
+    Raises:
+        ValueError: if `microbatches` is less than 1; by `step`, if it does not divide the batch.
+        TypeError: by `step`, if `loss` returns anything but two scalars.
+    """
+    if microbatches < 1:
+        raise ValueError(f"`microbatches` is {microbatches}; it is a whole number of at least 1.")
+
+    def step(state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
+        total, tokens, gradients = _gradients(loss, state.skeleton, state.params, batch, microbatches)
+        gradients = jax.tree.map(lambda g: g / tokens.astype(g.dtype), gradients)
+        norm = optax.global_norm(gradients)
+        if max_grad_norm is not None:
+            scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
+            gradients = jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
+        chosen = on_logical(optimizer, state.skeleton)
+        updates, opt_state = chosen.update(gradients, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        after = TrainState(params, opt_state, state.step + 1, state.skeleton)  # pyright: ignore[reportArgumentType]
+        specs = state_specs(state.skeleton, optimizer, state.params)
+        return _place(after, specs), {"loss": total / tokens, "tokens": tokens, "grad_norm": norm}
+
+    return jax.jit(step, donate_argnums=0, compiler_options=compiler_options)
+
+
+def eval_step(
+    loss: Loss, *, compiler_options: dict[str, Any] | None = None
+) -> Callable[[TrainState, Tree], dict[str, jax.Array]]:
+    """A jitted evaluation: `(state, batch) -> {"loss", "tokens"}`, the mean loss over the batch's tokens."""
+
+    def step(state: TrainState, batch: Tree) -> dict[str, jax.Array]:
+        def local(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+            total, tokens = _checked(loss, state.skeleton.model(params), batch)
+            return _over_all_ranks((total, tokens))
+
+        total, tokens = _over_mesh(local, state.skeleton, 1, (PartitionSpec(), PartitionSpec()))(state.params, batch)
+        return {"loss": total / tokens, "tokens": _token_count(tokens)}
+
+    return jax.jit(step, compiler_options=compiler_options)
+
+
+def loss_and_gradients(loss: Loss, state: TrainState, batch: Tree, *, microbatches: int = 1) -> tuple[jax.Array, Tree]:
+    """The mean loss over the batch's tokens and its gradient with respect to `state.params`, for a step of one's own.
+
+    Call it under `jax.jit`, with the mesh in scope. Arguments as in `train_step`.
+    """
+    total, tokens, gradients = _gradients(loss, state.skeleton, state.params, batch, microbatches)
+    return total / tokens, jax.tree.map(lambda g: g / tokens.astype(g.dtype), gradients)
+
+
+def _gradients(loss: Loss, skeleton: Skeleton, params: Tree, batch: Tree, microbatches: int):
+    """Sums over all ranks and sequences: of losses, of tokens, and of gradients."""
+
+    def local(params: Tree, batch: Tree):
+        def one(params: Tree, part: Tree):
+            total, tokens = _checked(loss, skeleton.model(params), part)
+            return total, tokens
+
+        value_and_grad = jax.value_and_grad(one, has_aux=True)
+        if microbatches == 1:
+            (total, tokens), gradients = value_and_grad(params, batch)
+        else:
+            parts = jax.tree.map(lambda a: jnp.reshape(a, (microbatches, -1, *a.shape[1:])), batch)
+
+            def add(sums: Tree, part: Tree) -> tuple[Tree, None]:
+                (total, tokens), gradients = value_and_grad(params, part)
+                return jax.tree.map(jnp.add, sums, (total, tokens, gradients)), None
+
+            shapes = jax.eval_shape(lambda: value_and_grad(params, jax.tree.map(lambda a: a[0], parts)))
+            (total, tokens), gradients = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+            (total, tokens, gradients), _ = lax.scan(add, (total, tokens, gradients), parts)
+        return *_over_all_ranks((total, tokens)), sum_over_replicas(gradients, skeleton.specs)
+
+    whole = PartitionSpec()
+    return _over_mesh(local, skeleton, microbatches, (whole, whole, skeleton.specs))(params, batch)
+
+
+def _over_mesh(local: Callable[..., Any], skeleton: Skeleton, microbatches: int, out: Any) -> Callable[..., Any]:
+    """`local(params, batch)` on every rank's own part; as it is without a mesh."""
+
+    def run(params: Tree, batch: Tree) -> Any:
+        parts = degrees(BATCH_AXES) * microbatches
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+            if jnp.ndim(leaf) == 0 or leaf.shape[0] % parts:
+                raise ValueError(
+                    f"`batch`{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; its first dimension is the "
+                    f"batch and must be a multiple of dp * gtp * microbatches = {parts}."
+                )
+        if jax.sharding.get_abstract_mesh().empty:
+            return local(params, batch)
+        into = (skeleton.specs, PartitionSpec(BATCH_AXES))
+        return jax.shard_map(local, in_specs=into, out_specs=out, check_vma=False)(params, batch)
+
+    return run
+
+
+def _over_all_ranks(values: Tree) -> Tree:
+    """Sums over the whole mesh.
+
+    Tp ranks count the same tokens again; as losses, tokens and gradients are all summed so, every quotient is right.
+    """
+    names = jax.sharding.get_abstract_mesh().axis_names
+    return lax.psum(values, names) if names else values
+
+
+def _checked(loss: Loss, model: Any, batch: Tree) -> tuple[jax.Array, jax.Array]:
+    found = loss(model, batch)
+    if not isinstance(found, tuple) or len(found) != 2 or any(jnp.shape(v) != () for v in found):
+        raise TypeError(
+            "`loss` returns (sum of token losses, number of tokens), two scalars; it returned "
+            f"{jax.tree.map(jnp.shape, found)}. `gtp_jax.cross_entropy(logits, targets)` gives both."
+        )
+    return found
+
+
+def _place(tree: Tree, specs: Tree) -> Tree:
+    """Holds the new state to the partition of the old one, so that it can be donated and never drifts."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    wanted = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    placed = [lax.with_sharding_constraint(a, NamedSharding(mesh, s)) for a, s in zip(leaves, wanted, strict=True)]
+    return jax.tree.unflatten(structure, placed)

@@ -1,0 +1,77 @@
+"""Global batches: the right rows on the right devices, each built once."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from gtp_jax.data import Loader, Windows
+from gtp_jax.mesh import make_mesh
+
+
+class CountedWindows(Windows):
+    """Windows that note which rows were built."""
+
+    def rows(self, rows):
+        built.append(rows.tolist())
+        return super().rows(rows)
+
+
+built: list[list[int]] = []
+
+
+def loader(mesh, batch=8, kind=Windows, **kwargs):
+    tokens = np.random.default_rng(0).integers(0, 256, 2000).astype(np.uint8)
+    return Loader(kind(tokens, 16, seed=1, **kwargs), batch, mesh)
+
+
+def test_batch_is_cut_over_dp_and_gtp_and_does_not_depend_on_the_mesh():
+    meshes = [make_mesh(dp=2, gtp=2, tp=2), make_mesh(gtp=8), make_mesh(gtp=4, tp=2)]
+    batches = [loader(mesh).at(3) for mesh in meshes]
+    for batch, mesh in zip(batches, meshes, strict=True):
+        assert batch["tokens"].shape == (8, 16)
+        assert batch["tokens"].sharding == jax.NamedSharding(mesh, PartitionSpec(("dp", "gtp")))
+        for name in batch:
+            np.testing.assert_array_equal(batch[name], batches[0][name])
+    expected = loader(meshes[0]).windows.rows(np.arange(24, 32))
+    np.testing.assert_array_equal(batches[0]["targets"], expected["targets"])
+
+
+def test_rows_that_tp_ranks_share_are_built_once():
+    built.clear()
+    loader(make_mesh(gtp=4, tp=2), kind=CountedWindows).at(1)
+    assert sorted(built) == [[8, 9], [10, 11], [12, 13], [14, 15]]
+
+
+def test_steps_give_what_at_gives_wherever_they_begin():
+    of = loader(make_mesh(gtp=8))
+    whole = [np.asarray(batch["tokens"]) for batch in of.steps(0, 6)]
+    later = [np.asarray(batch["tokens"]) for batch in of.steps(4, 6)]
+    np.testing.assert_array_equal(whole[4:], later)
+    np.testing.assert_array_equal(whole[5], of.at(5)["tokens"])
+    assert list(of.steps(6, 6)) == []
+
+
+def test_error_of_the_thread_that_builds_ahead_reaches_the_caller():
+    class Broken(Windows):
+        def rows(self, rows):
+            if rows[0] >= 8:
+                raise RuntimeError("the disk is gone")
+            return super().rows(rows)
+
+    steps = loader(make_mesh(gtp=8), kind=Broken).steps(0, 3)
+    next(steps)
+    with pytest.raises(RuntimeError, match="the disk is gone"):
+        next(steps)
+
+
+def test_held_out_batches_carry_weights():
+    batch = loader(make_mesh(gtp=8), batch=128, repeat=False).at(0)
+    assert float(batch["weights"].sum()) == 124 * 16  # 2000 tokens make 124 windows
+
+
+def test_batch_must_divide():
+    with pytest.raises(ValueError, match=r"`batch` is 6; it is cut over dp x gtp = 4 ranks and must be a multiple"):
+        loader(make_mesh(dp=2, gtp=2, tp=2), batch=6)

@@ -1,0 +1,106 @@
+"""Collectives of compiled programs: kind, bytes, dtype, group, number of times, direction."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from .programs import array, compiled_text, cpu_mesh, h200_mesh, needs_target, stack
+
+from gtp_jax import plan
+
+
+def test_gathers_and_scatters_of_a_scanned_stack_are_counted_with_their_bytes():
+    text = stack(cpu_mesh(gtp=8), layers=5, size=128, rows=16, how="scan", grad=True).compile().as_text()
+    found = {c.kind: c for c in plan.collectives(text)}
+    assert set(found) == {"all-gather", "reduce-scatter"} and len(plan.collectives(text)) == 2
+    forward, backward = found["all-gather"], found["reduce-scatter"]
+    assert (forward.times, forward.exact, forward.direction, forward.dtype) == (5, True, "forward", "u16")
+    assert (forward.operand_bytes, forward.result_bytes) == (2 * 128 * 16, 2 * 128 * 128)
+    assert forward.wire_bytes == 7 * 2 * 128 * 16
+    assert (backward.times, backward.direction) == (5, "backward")
+    assert backward.operand_bytes == 8 * backward.result_bytes == 8 * backward.wire_bytes // 7
+    assert forward.axes == backward.axes == ("gtp",) and forward.group == backward.group == 8
+    assert not forward.asynchronous
+
+
+def test_every_kind_is_recognised_with_its_axes_and_group():
+    mesh = cpu_mesh(dp=2, gtp=4)
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh, in_specs=P(("dp", "gtp")), out_specs=P(("dp", "gtp")), check_vma=False)
+    def run(x):
+        x = lax.psum(x, "dp") + lax.psum_scatter(lax.all_gather(x, "gtp", tiled=True), ("gtp", "dp"), tiled=True).sum()
+        x = lax.all_to_all(x, "gtp", 0, 0, tiled=True)
+        return lax.ppermute(x, "gtp", [(i, (i + 1) % 4) for i in range(4)])
+
+    found = plan.collectives(run.lower(array(mesh, (256, 8), P(("dp", "gtp")), jnp.float32)).compile().as_text())
+    assert {(c.kind, c.group, c.axes) for c in found} == {
+        ("all-reduce", 2, ("dp",)),
+        ("all-gather", 4, ("gtp",)),
+        ("reduce-scatter", 8, ("gtp", "dp")),
+        ("all-to-all", 4, ("gtp",)),
+        ("collective-permute", 4, ()),
+    }
+    by_kind = {c.kind: c for c in found}
+    assert by_kind["all-reduce"].wire_bytes == by_kind["all-reduce"].operand_bytes == 32 * 8 * 4
+    assert by_kind["collective-permute"].wire_bytes == 32 * 8 * 4
+    assert sum(s.elements for s in by_kind["all-to-all"].operands) == 32 * 8
+
+
+def test_groups_are_read_in_every_notation():
+    lines = {
+        "replica_groups=mesh['dp'=2,'gtp'=4,'tp'=1] {'dp','gtp'}": (("dp", "gtp"), 8),
+        "replica_groups=mesh['dp'=2,'gtp'=4] {'gtp':(2)2}": (("gtp",), 2),
+        "replica_groups=[2,4]<=[4,2]T(1,0)": ((), 4),
+        "replica_groups={{0,1},{2,3},{4,5},{6,7}}": ((), 2),
+        "replica_groups={}": ((), 8),
+    }
+    for line, expected in lines.items():
+        text = (
+            "HloModule m, num_partitions=8\n\nENTRY %main (x: f32[4]) -> f32[4] {\n  %x = f32[4]{0} parameter(0)\n"
+            f"  ROOT %r = f32[4]{{0}} all-reduce(%x), channel_id=1, {line}, to_apply=%add\n}}\n"
+        )
+        (found,) = plan.collectives(text)
+        assert (found.axes, found.group) == expected, line
+
+
+def test_table_counts_those_alike_together():
+    text = stack(cpu_mesh(gtp=8), layers=3, size=128, rows=16, how="unrolled").compile().as_text()
+    assert [times for _, times in plan.summary(plan.collectives(text))] == [3]
+    lines = plan.table(plan.collectives(text)).splitlines()
+    assert lines[2].split()[:5] == ["3", "all-gather", "forward", "gtp", "sync"]
+    assert lines[2].split()[5:] == "u16 [16,128] 4.10 kB 32.8 kB 86.0 kB".split()
+    assert lines[3] == "3 in all, 86.0 kB leave each device"
+    assert plan.table([]) == "no collectives"
+
+
+@needs_target
+def test_combined_collective_is_one_record_with_every_shape():
+    mesh = h200_mesh()
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh, in_specs=P("gtp"), out_specs=(P("gtp"), P("gtp")), check_vma=False)
+    def run(x):
+        whole = lax.all_gather(x, "gtp", tiled=True)
+        scatter = partial(lax.psum_scatter, axis_name="gtp", tiled=True)
+        return scatter(whole * 2), scatter(jnp.pad(whole, ((0, 0), (0, 24))) + 1)
+
+    found = plan.collectives(compiled_text(run.lower(array(mesh, (64, 40), P("gtp")))))
+    (combined,) = [c for c in found if c.kind == "reduce-scatter"]
+    assert sorted(s.dims for s in combined.operands) == [(64, 40), (64, 64)]
+    assert sorted(s.dims for s in combined.results) == [(8, 40), (8, 64)]
+    assert combined.operand_bytes == 8 * combined.result_bytes == 2 * 64 * (40 + 64)
+
+
+@needs_target
+def test_collective_inside_a_kernel_is_found_and_asynchronous():
+    """A small all-reduce becomes a kernel of its own on the GPU: a fusion that is started and waited for."""
+    mesh = h200_mesh()
+    total = partial(jax.shard_map, mesh=mesh, in_specs=P("gtp"), out_specs=P(), check_vma=False)
+    run = jax.jit(total(lambda x: lax.psum(jnp.sum(x), "gtp")))
+    (found,) = plan.collectives(compiled_text(run.lower(array(mesh, (64,), P("gtp"), jnp.float32))))
+    assert (found.kind, found.operand_bytes, found.result_bytes, found.group) == ("all-reduce", 4, 4, 8)

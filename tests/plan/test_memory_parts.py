@@ -1,0 +1,64 @@
+"""Bytes a device of a compiled step, part by part."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+from .programs import array, cpu_mesh
+
+from gtp_jax import plan
+
+SIZE = 1024
+
+
+def step_and_state():
+    """A donated step of SGD with momentum on one weight cut in eight, the batch cut likewise."""
+    mesh = cpu_mesh(gtp=8)
+    w = array(mesh, (SIZE, SIZE), P(None, "gtp"), jnp.float32)
+    x = array(mesh, (64, SIZE), P("gtp"), jnp.float32)
+
+    @partial(jax.jit, donate_argnums=(0, 1), out_shardings=(w.sharding, w.sharding))
+    def step(w, m, x):
+        g = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w)
+        m = 0.9 * m + g
+        return w - m, m
+
+    return step.lower(w, w, x).compile(), w, x
+
+
+def test_parts_are_those_of_the_state_and_add_up_to_the_peak():
+    compiled, w, x = step_and_state()
+    found = plan.memory(compiled, params={"w": w}, opt_state=(w,))
+    stats = compiled.memory_analysis()
+    assert found.weights_bytes == found.optimizer_bytes == SIZE * SIZE * 4 // 8
+    assert found.other_bytes == 64 * SIZE * 4 // 8
+    assert found.output_bytes < 1024  # both results reuse the donated arguments
+    assert found.gradients_bytes + found.activations_bytes == stats.temp_size_in_bytes
+    whole = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
+    assert found.peak_bytes == whole - stats.alias_size_in_bytes
+
+
+def test_bytes_of_a_leaf_are_those_of_its_shard():
+    mesh = cpu_mesh(dp=2, gtp=4)
+    tree = {"cut": array(mesh, (16, 8), P("gtp"), jnp.bfloat16), "whole": array(mesh, (5,), P(), jnp.float32)}
+    assert plan.bytes_per_device(tree) == 2 * 16 * 8 // 4 + 20
+    assert plan.bytes_per_device(jax.ShapeDtypeStruct((3,), jnp.int32)) == 12
+    assert plan.bytes_per_device(jnp.ones((2, 2))) == 16
+
+
+def test_state_of_another_step_is_refused():
+    compiled, w, _ = step_and_state()
+    with pytest.raises(ValueError, match="`params` and `opt_state`.*Pass the state that the step was lowered with"):
+        plan.memory(compiled, params=[w] * 20)
+
+
+def test_table_names_every_part():
+    compiled, w, _ = step_and_state()
+    text = plan.memory(compiled, params=w, opt_state=w).table()
+    for part in ("weights", "optimizer", "batch", "gradients", "activations", "outputs", "in all"):
+        assert f"\n{part}" in text
+    assert "524 kB" in text

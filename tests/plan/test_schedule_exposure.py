@@ -1,0 +1,82 @@
+"""What runs under what, compiled for 8 x H200 on a machine that has none."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+from .programs import array, compiled_text, cpu_mesh, h200_mesh, needs_target, stack
+
+from gtp_jax import plan
+
+LAYERS, SIZE, ROWS = 4, 4096, 8192
+LARGE = dict(layers=LAYERS, size=SIZE, rows=ROWS)
+
+
+@needs_target
+def test_unrolled_gathers_run_under_matmuls_all_but_the_first():
+    found = plan.schedule(compiled_text(stack(h200_mesh(), how="unrolled", **LARGE)))
+    gathers = found.collectives("all-gather")
+    assert len(gathers) == LAYERS
+    assert found.exposed() == gathers[:1]
+    assert [len(found.under(g)) for g in gathers] == [0, 1, 1, 1]
+
+
+@needs_target
+def test_scanned_gathers_are_exposed():
+    found = plan.schedule(compiled_text(stack(h200_mesh(), how="scan", **LARGE)))
+    (gather,) = found.exposed("all-gather")
+    assert gather.times == LAYERS and gather.depth == 1
+
+
+@needs_target
+def test_matmul_operations_are_those_of_the_layers():
+    found = plan.schedule(compiled_text(stack(h200_mesh(), how="scan", grad=True, **LARGE)))
+    one = 2 * ROWS * SIZE * SIZE
+    totals = {d: sum(e.times * e.flops for e in found.events if e.direction == d) for d in ("forward", "backward")}
+    assert totals["forward"] == LAYERS * one
+    # the first layer's input has no gradient, but the loop's body computes it; XLA may peel and drop it
+    assert totals["backward"] in ((2 * LAYERS - 1) * one, 2 * LAYERS * one)
+
+
+@needs_target
+def test_attention_operations_count_the_causal_half():
+    mesh, batch, seq, heads, dim = h200_mesh(), 2, 1024, 8, 64
+
+    def loss(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn").astype(jnp.float32).sum()
+
+    local = partial(jax.shard_map, mesh=mesh, in_specs=(P("gtp"),) * 3, out_specs=(P("gtp"),) * 3, check_vma=False)
+    run = jax.jit(local(jax.grad(loss, argnums=(0, 1, 2))))
+    q, k = (array(mesh, (8 * batch, seq, n, dim), P("gtp")) for n in (heads, heads // 2))
+    forward, backward = plan.schedule(compiled_text(run.lower(q, k, k))).events
+    scores = batch * heads * seq * seq
+    assert (forward.kind, forward.flops) == ("attention", 2 * 2 * scores * dim // 2)
+    assert (backward.kind, backward.flops) == ("attention", 5 * 2 * scores * dim // 2)
+    assert (forward.direction, backward.direction) == ("forward", "backward")
+
+
+@needs_target
+def test_rendering_shows_what_is_in_flight_and_marks_what_is_exposed():
+    text = plan.render(plan.schedule(compiled_text(stack(h200_mesh(), how="unrolled", **LARGE))))
+    kinds = [line.split()[1:3] for line in text.splitlines()[2:]]
+    first = [["┌", "all-gather"], ["└", "all-gather"]]
+    later = [["┌", "all-gather"], ["│", "matmul"], ["└", "all-gather"]]
+    assert [k for k in kinds if k[0] in "┌│└"] == first + (LAYERS - 1) * later
+    assert text.count("EXPOSED, async") == 1
+    assert "134 MB" not in text and "29.4 MB" in text and "275 GFLOP" in text
+
+
+def test_synchronous_collectives_are_rendered_with_their_loop():
+    text = plan.render(plan.schedule(stack(cpu_mesh(gtp=8), layers=3, size=64, rows=8, how="scan").compile().as_text()))
+    (gather,) = [line for line in text.splitlines() if "■" in line]
+    assert gather.split()[1:5] == ["■", "all-gather", "x3", "forward"] and gather.endswith("EXPOSED, sync")
+
+
+def test_unscheduled_program_is_refused():
+    text = stack(cpu_mesh(gtp=8), layers=1, size=64, rows=8, how="scan").as_text(dialect="hlo")
+    with pytest.raises(ValueError, match="not scheduled.*compiled"):
+        plan.schedule(text.replace("ENTRY main", "ENTRY %main"))

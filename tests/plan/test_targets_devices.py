@@ -1,0 +1,54 @@
+"""Targets: what they are called, what they need, what they give."""
+
+from __future__ import annotations
+
+import pytest
+from .programs import h200_mesh, needs_target, stack
+
+from gtp_jax import plan
+from gtp_jax.plan import _targets
+
+
+def test_target_names_a_chip_and_devices():
+    assert plan.parse_target("h200:8") == ("h200", 1, 8)
+    assert plan.parse_target("H100:4") == ("h100", 1, 4)
+    assert plan.parse_target("h200:512") == ("h200", 64, 512)
+
+
+@pytest.mark.parametrize("text", ["h200", "h200:", "h200:0", "h200:x8", "8:h200:1", ""])
+def test_malformed_target_is_refused_with_an_example(text):
+    with pytest.raises(ValueError, match=r"`target` is .*expected CHIP:DEVICES, `h200:8` for instance"):
+        plan.parse_target(text)
+
+
+def test_unknown_chip_is_refused_with_those_known():
+    with pytest.raises(ValueError, match="names the chip 'b200'; known are h100, h200"):
+        plan.parse_target("b200:8")
+
+
+def test_devices_that_do_not_fill_their_hosts_are_refused():
+    with pytest.raises(ValueError, match="has 12 devices, which do not fill hosts of 8"):
+        plan.parse_target("h200:12")
+
+
+def test_missing_packages_are_named_with_the_extra(monkeypatch):
+    monkeypatch.setitem(_targets.REQUIRED, "gtp-jax-no-such-package", "nothing")
+    plan.topology_devices.cache_clear()
+    with pytest.raises(ModuleNotFoundError, match=r'no-such-package \(nothing\).*pip install "gtp_jax\[target\]"'):
+        plan.topology_devices(plan.parse_target("h200:8"))
+
+
+@needs_target
+def test_devices_are_gpus_in_a_process_whose_platform_is_cpu():
+    devices = plan.topology_devices(plan.parse_target("h200:8"))
+    assert [d.platform for d in devices] == ["gpu"] * 8
+    assert {d.device_kind for d in devices} == {"NVIDIA H200"}
+
+
+@needs_target
+def test_many_hosts_compile_too():
+    lowered = stack(h200_mesh(64), layers=1, size=1024, rows=8, how="scan")
+    (gather,) = plan.collectives(lowered.compile(compiler_options=dict(plan.COMPILE_OPTIONS)).as_text())
+    assert gather.group == 64 and gather.result_bytes == 2 * 1024 * 1024
+    devices = plan.topology_devices(plan.parse_target("h200:64"))
+    assert len({d.process_index for d in devices}) == 8
