@@ -9,9 +9,9 @@ from .nn import Embed as Embed
 from .nn import LayerNormDense as LayerNormDense
 from .nn import Stack as Stack
 from .nn import TiedHead as TiedHead
-from .nn import chain as chain
 from .nn import cross_entropy as cross_entropy
 from .nn import init as init
+from .nn import run_chain as run_chain
 from .train import TrainState as TrainState
 from .train import eval_step as eval_step
 from .train import loss_and_gradients as loss_and_gradients

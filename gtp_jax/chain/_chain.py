@@ -8,9 +8,9 @@ weight exists only as a slice. This is the scheme of FSDP (arXiv 2304.11277) and
 [Note: ties]
 XLA is free to run a gather as early as its operands exist. Left alone it merges the backward gathers with the forward
 ones, which keeps every gathered weight alive, and starts others so early that nothing hides them. So each gather is
-tied, through an optimization barrier, to the activation that enters the layer ahead of it: it may start when that
-layer starts, not before. The scatters are tied likewise, which also keeps XLA from joining those of several layers into
-one that has to wait for the last.
+tied, through an optimization barrier, to the activation that enters the layer ahead of it, and to the one that leaves
+it: it starts no sooner than that layer does, and ends with it. The scatters are tied likewise. As nothing of one layer
+can then be joined with another's, XLA may be told to join all it can: then a layer is one gather and one scatter.
 
 Known limits: float inputs shared by all layers (beside the activation that is handed on) are not supported, as they
 would need a gradient of their own; put them into the activation.
@@ -55,7 +55,7 @@ class Link:
     stacked: bool = False
 
 
-def run_chain(links: list[Link], x: Tree, schedule: Schedule) -> Tree:
+def run(links: list[Link], x: Tree, schedule: Schedule) -> Tree:
     """Runs `x` through the links in order.
 
     Args:
@@ -68,7 +68,7 @@ def run_chain(links: list[Link], x: Tree, schedule: Schedule) -> Tree:
     """
 
     @jax.custom_vjp
-    def run(slices: Tree, whole: Tree, x: Tree) -> Tree:
+    def chain(slices: Tree, whole: Tree, x: Tree) -> Tree:
         return _Pass(links, slices, whole, schedule).forward(x)[0]
 
     def fwd(slices: Tree, whole: Tree, x: Tree):
@@ -79,8 +79,8 @@ def run_chain(links: list[Link], x: Tree, schedule: Schedule) -> Tree:
         slices, whole, residuals = saved
         return _Pass(links, slices, whole, schedule).backward(residuals, gradient)
 
-    run.defvjp(fwd, bwd)
-    return run([link.slices for link in links], [link.whole for link in links], x)
+    chain.defvjp(fwd, bwd)
+    return chain([link.slices for link in links], [link.whole for link in links], x)
 
 
 class _Layer(NamedTuple):
@@ -120,9 +120,11 @@ class _Pass:
         for number, segment in enumerate(self.segments):
             link = segment.link
             if segment.loop:
+                kept = self._is_kept(link, segment.start)
 
-                def body(carry, index, link=link, kept=self._is_kept(link, segment.start)):
-                    return self._forward_layer(*carry, _Layer(link, index), _Layer(link, index + 1), kept)
+                def body(carry, index, link=link, kept=kept):
+                    x, weights = carry
+                    return self._forward_layer(x, weights, _Layer(link, index), _Layer(link, index + 1), kept)
 
                 indices = jnp.arange(segment.start, segment.stop)
                 (x, weights), saved = lax.scan(body, (x, weights), indices, unroll=segment.loop)
@@ -140,7 +142,7 @@ class _Pass:
         """The gradients of `slices`, `whole` and `x`."""
         found = Gradients(len(self.links))
         last = self._before(closures, len(self.segments), 0)
-        weights = self._gather_again(last, gradient) if self.prefetch else ()
+        weights = self._gather_again(last, gradient) if self.prefetch and last is not None else ()
         waiting = None
         for number in reversed(range(len(self.segments))):
             segment = self.segments[number]
@@ -182,9 +184,7 @@ class _Pass:
 
         steps = (jnp.arange(segment.start, segment.stop), closures)
         carry = (gradient, weights, waiting.gradient if self.prefetch else ())
-        (gradient, weights, own), (scattered, whole) = lax.scan(
-            body, carry, steps, reverse=True, unroll=segment.loop
-        )
+        (gradient, weights, own), (scattered, whole) = lax.scan(body, carry, steps, reverse=True, unroll=segment.loop)
         found.whole[link].append((segment.start, whole, True))
         found.slices[link].append((segment.start + int(self.prefetch), scattered, True))
         return gradient, weights, _Waiting(link, segment.start, own) if self.prefetch else None
@@ -197,6 +197,8 @@ class _Pass:
         apply, whole = self.links[layer.link].apply, self._at(self.whole, layer)
         # what backward wants of weights that are not kept comes back as a mark, to be gathered again
         y, closure = jax.vjp(apply, weights, whole, x, saveable_args=(kept, True, True))
+        if self.prefetch:
+            y, following = _together(y, following)  # ends the gather with this layer
         return (y, following), closure
 
     def _backward_layer(self, gradient: Tree, weights: Tree, late: Any, layer: _Layer, before: _Layer | None):
@@ -217,8 +219,8 @@ class _Pass:
         scattered = self.links[late[0]].scatter(late[1]) if late is not None else ()
         own, whole, gradient = closure(gradient)
         if self.prefetch:
-            # ends the scatter with this layer, and this layer's weight gradient before the next layer begins
-            gradient, own, scattered = _together(gradient, own, scattered)
+            # ends gather and scatter with this layer, and has its weight gradient before the next layer begins
+            gradient, own, scattered, following = _together(gradient, own, scattered, following)
             return gradient, following, own, scattered, whole
         gradient, scattered = _together(gradient, self.links[layer.link].scatter(own))
         return gradient, following, (), scattered, whole

@@ -81,17 +81,26 @@ class Checkpoints:
             extra: JSON to come back with the state, the same in every process.
 
         Raises:
-            ValueError: if `step` is not above the latest one in the directory.
+            ValueError: if `step` is not above the latest one in the directory, or if `state` has been donated.
             TypeError: if a leaf of `state` is not a jax array, or if JSON cannot hold `extra`.
         """
         step = operator.index(step)
         if self._read_only:
             raise ValueError(f"the checkpoints in {self._directory} were opened with `read_only=True`; leave it out.")
+        if step < 0:
+            raise ValueError(f"`step` is {step}; it is a whole number of at least 0.")
         found = leaves(state)
+        for leaf in found:
+            if not isinstance(leaf.array, jax.Array):
+                raise TypeError(
+                    f"`{leaf.name}` of the state is a {type(leaf.array).__name__}; only arrays can be saved."
+                )
+            if leaf.array.is_deleted():
+                raise ValueError(f"`{leaf.name}` of the state has been donated. Save the state that the step returned.")
         description = manifest(step, found, {} if extra is None else extra)
         manager = self._writer()
         latest = manager.latest_step()
-        if step < 0 or (latest is not None and step <= latest):
+        if latest is not None and step <= latest:
             raise ValueError(
                 f"`step` is {step}, but {self._directory} already has step {latest}; steps must ascend. Resume from "
                 "it, or save to another directory."

@@ -10,9 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from ..mesh import Layout
-
-_Path = tuple[str, ...]
+from ..mesh import Layout, Path, of_parameter, with_paths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +23,7 @@ class Leaf:
         layout: layout of a padded array; `None` if memory and disk hold the same.
     """
 
-    path: _Path
+    path: Path
     array: Any
     layout: Layout | None = None
 
@@ -80,9 +78,9 @@ def leaves(state: Any) -> list[Leaf]:
         TypeError: if a leaf is not a jax array, nor a `ShapeDtypeStruct` with a sharding.
         ValueError: if two leaves have one path on disk.
     """
-    layouts = dict(_flatten(state.skeleton.layouts))
-    owners = {path: layouts.get(path) for path, _ in _flatten(state.params)}
-    found = [_leaf(path, array, owners) for path, array in _flatten(state)]
+    layouts = dict(with_paths(state.skeleton.layouts))
+    owners = {path: layouts.get(path) for path, _ in with_paths(state.params)}
+    found = [_leaf(path, array, owners) for path, array in with_paths(state)]
     names: dict[str, str] = {}
     for leaf in found:
         joined = leaf.name.replace("/", ".")  # orbax joins keys by dots, the manifest by slashes
@@ -116,24 +114,19 @@ def even_sharding(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*(tuple(axes) or None for axes in cut)))
 
 
-def _leaf(path: _Path, array: Any, owners: dict[_Path, Layout | None]) -> Leaf:
+def _leaf(path: Path, array: Any, owners: dict[Path, Layout | None]) -> Leaf:
     if not isinstance(array, jax.Array | jax.ShapeDtypeStruct) or array.sharding is None:
         raise TypeError(
             f"`{'/'.join(path)}` of the state is a {type(array).__name__} without a sharding; a jax.Array, or a "
             "jax.ShapeDtypeStruct with a sharding, is wanted. Make the state under `jax.set_mesh(mesh)`, or place the "
             "array with `jax.device_put(value, sharding)`."
         )
-    layout = next((owners[path[start:]] for start in range(len(path)) if path[start:] in owners), None)
+    layout = of_parameter(path, owners)
     if layout is None or not layout.padded:
         return Leaf(path, array)
     physical = layout.physical_shape
     mirrors = array.shape[array.ndim - len(physical) :] == physical  # leading dimensions: layers, or a history
     return Leaf(path, array, layout if mirrors else None)
-
-
-def _flatten(tree: Any) -> list[tuple[_Path, Any]]:
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [(tuple(jax.tree_util.keystr((key,), simple=True) for key in path), leaf) for path, leaf in flat]
 
 
 def _is_key(array: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Any
 
 from ._leaf import Leaf
@@ -76,6 +77,7 @@ def _text(entries: dict[str, Any], name: str) -> str:
 
 
 def _version() -> str:
-    from .. import __version__  # set last in the package, which imports this module
-
-    return __version__
+    try:
+        return metadata.version("gtp_jax")
+    except metadata.PackageNotFoundError:  # a checkout on the path, not installed
+        return "unknown"

@@ -1,4 +1,4 @@
-"""Llama: RMSNorm, rotary embedding, grouped queries, gated MLP (Touvron et al. 2023, arXiv 2302.13971 and 2307.09288)."""
+"""Llama: RMSNorm, rotary embedding, grouped queries, gated MLP (Touvron et al. 2023, arXiv 2302.13971, 2307.09288)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flax import nnx
 
 from ..chain import Remat, Schedule
 from ..mesh import ALIGNMENT
-from ..nn import MLP, Attention, Embed, LayerNormDense, Stack, TiedHead, chain, check_heads, cross_entropy
+from ..nn import MLP, Attention, Embed, LayerNormDense, Stack, TiedHead, check_heads, cross_entropy, run_chain
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,14 +119,14 @@ class Llama(nnx.Module):
             rngs=rngs,
         )
         self.head = (
-            TiedHead(self.embed, eps=config.eps, rngs=rngs)
+            TiedHead(self.embed, eps=config.eps, param_dtype=shared["param_dtype"], rngs=rngs)
             if config.tied
             else LayerNormDense(config.dim, config.vocab, eps=config.eps, rngs=rngs, **shared)
         )
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """`(batch, sequence)` tokens to `(batch, sequence, vocab)` logits."""
-        return chain(tokens, self.embed, self.blocks, self.head)
+        return run_chain(tokens, self.embed, self.blocks, self.head)
 
 
 def next_token_loss(model: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:

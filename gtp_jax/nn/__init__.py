@@ -14,4 +14,4 @@ from ._mlp import MLP as MLP
 from ._skeleton import Skeleton as Skeleton
 from ._skeleton import take_apart as take_apart
 from ._stack import Stack as Stack
-from ._stack import chain as chain
+from ._stack import run_chain as run_chain

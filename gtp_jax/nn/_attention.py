@@ -62,9 +62,7 @@ class Attention(Layer):
 
     def local(self, x: jax.Array) -> jax.Array:
         """`(batch, sequence, features)` to the same."""
-        by_head = {
-            name: jnp.reshape(y, (*y.shape[:-1], -1, self.head_dim)) for name, y in self.qkv(x).items()
-        }
+        by_head = {name: jnp.reshape(y, (*y.shape[:-1], -1, self.head_dim)) for name, y in self.qkv(x).items()}
         q, k, v = by_head["query"], by_head["key"], by_head["value"]
         if self.rope_theta is not None:
             q, k = rope(q, theta=self.rope_theta), rope(k, theta=self.rope_theta)

@@ -88,8 +88,9 @@ class Dense(WeightOwner):
 
         kernels = {name: kernel(size) for name, size in sizes.items()}
         biases = {name: vector(size) for name, size in sizes.items()} if bias else {}
-        self.kernel = kernels[""] if self.names == ("",) else nnx.Dict(kernels)
-        self.bias = nnx.data(None) if not bias else biases[""] if self.names == ("",) else nnx.Dict(biases)
+        alone = self.names == ("",)
+        self.kernel: Any = kernels[""] if alone else nnx.Dict(kernels)
+        self.bias: Any = nnx.data(None) if not bias else biases[""] if alone else nnx.Dict(biases)
 
     def weights(self) -> tuple[Weight, ...]:
         return (self.kernel,) if self.names == ("",) else tuple(self.kernel[name] for name in self.names)
@@ -152,9 +153,9 @@ class LayerNormDense(Dense):
         self.norm = norm
         self.eps = eps
         ones, zeros = initializers.ones, initializers.zeros
-        self.scale = make_vector(in_features, ones, rngs.params(), param_dtype) if norm else nnx.data(None)
+        self.scale: Any = make_vector(in_features, ones, rngs.params(), param_dtype) if norm else nnx.data(None)
         shift = norm == "layer"
-        self.shift = make_vector(in_features, zeros, rngs.params(), param_dtype) if shift else nnx.data(None)
+        self.shift: Any = make_vector(in_features, zeros, rngs.params(), param_dtype) if shift else nnx.data(None)
 
     def local(self, x: jax.Array) -> Any:
         if self.norm == "rms":

@@ -17,6 +17,8 @@ from ..ops import linear, rms_norm
 from ._layer import Layer, Weight, between_layers, inside_layer
 from ._weight import Initializer, WeightOwner, make_vector, make_weight
 
+default_table_init = initializers.normal(0.02)
+
 
 class Embed(WeightOwner):
     """A table of vectors, its vocabulary cut over tp, then gtp.
@@ -46,7 +48,7 @@ class Embed(WeightOwner):
         param_dtype: Any = jnp.float32,
         reduce_dtype: Any | None = None,
         alignment: int = ALIGNMENT,
-        table_init: Initializer = initializers.normal(0.02),
+        table_init: Initializer = default_table_init,
         rngs: nnx.Rngs,
     ) -> None:
         super().__init__(dtype=dtype, reduce_dtype=reduce_dtype)

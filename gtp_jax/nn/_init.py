@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from ._layer import partition_of
 
-M = TypeVar("M", bound=nnx.Module)
 
-
-def init(factory: Callable[[nnx.Rngs], M], rngs: nnx.Rngs) -> M:
+def init[M: nnx.Module](factory: Callable[[nnx.Rngs], M], rngs: nnx.Rngs) -> M:
     """Builds a model under the mesh in scope, every array as slices from birth.
 
     The program that makes the values is compiled with the slices' shardings on its outputs, so no device ever holds a
@@ -27,7 +25,7 @@ def init(factory: Callable[[nnx.Rngs], M], rngs: nnx.Rngs) -> M:
     Returns:
         The model, its arrays sharded.
     """
-    abstract = abstract_model(factory, rngs)
+    abstract = abstract_model(factory)
     graph, state = nnx.split(abstract)
     mesh = jax.sharding.get_mesh()
     shardings = None
@@ -42,10 +40,12 @@ def init(factory: Callable[[nnx.Rngs], M], rngs: nnx.Rngs) -> M:
     return nnx.merge(graph, make(keys))
 
 
-def abstract_model(factory: Callable[[nnx.Rngs], M], rngs: nnx.Rngs) -> M:
-    """The model with `jax.ShapeDtypeStruct`s, sharded for the mesh in scope, in place of arrays. Allocates nothing."""
-    streams, keys = nnx.split(rngs)
-    model = nnx.eval_shape(lambda keys: factory(nnx.merge(streams, keys)), keys)
+def abstract_model[M: nnx.Module](factory: Callable[[nnx.Rngs], M]) -> M:
+    """The model with `jax.ShapeDtypeStruct`s, sharded for the mesh in scope, in place of arrays.
+
+    Allocates nothing, so the mesh may consist of devices that are not there.
+    """
+    model = nnx.eval_shape(lambda: factory(nnx.Rngs(0)))
     mesh = jax.sharding.get_mesh()
     graph, state = nnx.split(model)
 

@@ -50,6 +50,6 @@ def cross_entropy(
 
 
 def _sums(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    losses = token_cross_entropy(logits, targets, TP if degree(TP) > 1 else None)
+    losses: jax.Array = token_cross_entropy(logits, targets, TP if degree(TP) > 1 else None)
     weights = weights.astype(losses.dtype)
     return jnp.sum(losses * weights), jnp.sum(weights)

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import PartitionSpec
 
 from ..mesh import Layout
 from ._layer import layout_of, partition_of
@@ -60,11 +59,7 @@ def take_apart(model: nnx.Module) -> tuple[Skeleton, dict[str, Any]]:
         ValueError: if the model holds state other than parameters, such as batch statistics or dropout streams.
     """
     graph, state = nnx.split(model)
-    others = [
-        (path, variable)
-        for path, variable in nnx.to_flat_state(state)
-        if not isinstance(variable, nnx.Param)
-    ]
+    others = [(path, variable) for path, variable in nnx.to_flat_state(state) if not isinstance(variable, nnx.Param)]
     if others:
         path, variable = others[0]
         raise ValueError(

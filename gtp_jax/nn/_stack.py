@@ -1,4 +1,4 @@
-"""Modules joined into a chain: `Stack`, layers alike, and `chain`, modules of any kind in a row."""
+"""Modules joined into a chain: `Stack`, layers alike, and `run_chain`, modules of any kind in a row."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ..chain import Link, Remat, Schedule, run_chain, with_remat
-from ..mesh import current_view
-from ._layer import Layer, Weight, in_shard_map
+from ..chain import Link, Remat, Schedule, run, with_remat
+from ._layer import Layer, Weight
 from ._weight import WeightOwner
 
 
@@ -60,14 +58,14 @@ class Stack(Layer):
         self.layers = make(rngs)
 
     def local(self, x: Any) -> Any:
-        return run_chain([_link(self, self.remat)], x, self.schedule)
+        return run([_link(self, self.remat)], x, self.schedule)
 
 
-def chain(x: Any, *modules: nnx.Module, schedule: Schedule | None = None, remat: Remat | None = None) -> Any:
+def run_chain(x: Any, *modules: Layer, schedule: Schedule | None = None, remat: Remat | None = None) -> Any:
     """Calls modules one after the other as one chain, so that the gathers between them are hidden too.
 
-    `chain(tokens, embed, blocks, head)` equals `head(blocks(embed(tokens)))`; but the first block's weights are gathered
-    under the embedding, the head's under the last block, and likewise in backward.
+    `run_chain(tokens, embed, blocks, head)` equals `head(blocks(embed(tokens)))`; but the first block's weights are
+    gathered under the embedding, the head's under the last block, and likewise in backward.
 
     Args:
         x: the first module's input.
@@ -79,14 +77,14 @@ def chain(x: Any, *modules: nnx.Module, schedule: Schedule | None = None, remat:
         ValueError: without modules.
     """
     if not modules:
-        raise ValueError("`chain` joins one module or more; it got none.")
+        raise ValueError("`run_chain` joins one module or more; it got none.")
     return _Row(modules, schedule, remat)(x)
 
 
 class _Row(Layer):
     """Modules in a row, so that a chain of several can be called like one module."""
 
-    def __init__(self, modules: tuple[nnx.Module, ...], schedule: Schedule | None, remat: Remat | None) -> None:
+    def __init__(self, modules: tuple[Layer, ...], schedule: Schedule | None, remat: Remat | None) -> None:
         stacks = [m for m in modules if isinstance(m, Stack)]
         self.links = nnx.List(modules)
         self.schedule = schedule or (stacks[0].schedule if stacks else Schedule())
@@ -94,14 +92,15 @@ class _Row(Layer):
         self.sequence_parallel = False
 
     def local(self, x: Any) -> Any:
-        return run_chain([_link(module, self.remat) for module in self.links], x, self.schedule)
+        return run([_link(module, self.remat) for module in self.links], x, self.schedule)
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
-        first, last = self.links[0], self.links[-1]
+        first: Layer = self.links[0]
+        last: Layer = self.links[-1]
         return first.partitions(ndim)[0], last.partitions(3)[1]
 
 
-def _link(module: nnx.Module, remat: Remat) -> Link:
+def _link(module: Layer, remat: Remat) -> Link:
     """A module as the chain sees it: slices, gather, scatter, and one layer's function."""
     stack = module if isinstance(module, Stack) else None
     layer = stack.layers if stack is not None else module
@@ -114,7 +113,7 @@ def _link(module: nnx.Module, remat: Remat) -> Link:
         put = [v if isinstance(v, Weight) else v.replace(next(values)) for v in variables]
         one = nnx.merge(graph, jax.tree.unflatten(tree, put))
         for path, owner in nnx.iter_modules(one):
-            if path in owners:
+            if isinstance(owner, WeightOwner):
                 owner.whole_weight = weights[path]
         return one(x)
 

@@ -42,7 +42,7 @@ class WeightOwner(Layer):
         whole_weight: the gathered weight, put there by a chain; `None` where the module gathers for itself.
     """
 
-    whole_weight: nnx.Data[Any]
+    whole_weight: Any = nnx.data()
 
     def __init__(self, *, dtype: Any, reduce_dtype: Any | None) -> None:
         self.dtype = np.dtype(dtype)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from ._hlo import Computation, Instruction, Module, Shape, Visit, parse
-from ._text import columns, quantity
+from ._text import alike, columns, quantity
 
 KINDS = (
     "all-gather",
@@ -159,7 +159,7 @@ def table(found: Iterable[Collective]) -> str:
             ",".join(c.axes) or f"{c.group} ranks",
             "async" if c.asynchronous else "sync",
             c.dtype,
-            _alike(c.operands),
+            alike(f"[{','.join(map(str, shape.dims))}]" for shape in c.operands),
             quantity(c.operand_bytes, "B"),
             quantity(c.result_bytes, "B"),
             quantity(times * c.wire_bytes, "B"),
@@ -170,12 +170,6 @@ def table(found: Iterable[Collective]) -> str:
     total = sum(times * c.wire_bytes for c, times in rows)
     count = sum(times for _, times in rows)
     return f"{columns(header, cells, right=(0, 7, 8, 9))}\n{count} in all, {quantity(total, 'B')} leave each device"
-
-
-def _alike(operands: tuple[Shape, ...]) -> str:
-    """Dimensions, those alike counted: `2 x [4096,768] [512]`."""
-    counts = collections.Counter(f"[{','.join(map(str, shape.dims))}]" for shape in operands)
-    return " ".join(dims if count == 1 else f"{count} x {dims}" for dims, count in counts.items())
 
 
 def _results(instruction: Instruction, scope: Computation) -> tuple[Shape, ...]:

@@ -159,12 +159,7 @@ class Module:
             return int(known[1]), True
         condition = self.computations.get(_called_as(loop, "condition"), {})
         bodies = [condition, *(self.computations.get(c, {}) for i in condition.values() for c in i.called)]
-        constants = [
-            int(i.arguments)
-            for body in bodies
-            for i in body.values()
-            if i.opcode == "constant" and re.fullmatch(r"\d+", i.arguments)
-        ]
+        constants = [int(i.arguments) for body in bodies for i in body.values() if _is_count(i)]
         return (constants[0], False) if len(constants) == 1 else (1, False)
 
     def _walk(self, computation: str, *, depth: int, times: int, exact: bool) -> Iterator[Visit]:
@@ -217,6 +212,14 @@ def shapes(text: str) -> tuple[Shape, ...]:
     return tuple(
         Shape(dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d))
         for dtype, dims in _SHAPE.findall(_COMMENT.sub("", text))
+    )
+
+
+def _is_count(instruction: Instruction) -> bool:
+    return (
+        instruction.opcode == "constant"
+        and instruction.shapes[0].dtype in ("s32", "u32", "s64", "u64")
+        and re.fullmatch(r"[1-9]\d*", instruction.arguments) is not None
     )
 
 

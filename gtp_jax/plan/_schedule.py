@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 
 from ._collectives import BACKWARD, Collective, done, launched
 from ._hlo import Instruction, Module, Shape, Visit, parse
-from ._text import columns, quantity
+from ._text import alike, columns, quantity
 
 # Calls into libraries that do the work of a matmul or of attention, by how their target begins.
 _LIBRARY_CALLS = {
@@ -125,7 +125,7 @@ def render(program: Schedule) -> str:
         size = quantity(e.collective.wire_bytes, "B") if e.collective else quantity(e.flops, "FLOP")
         note = "" if e.collective is None else "async" if e.end > e.start else "sync"
         note = f"EXPOSED, {note}" if e.name in exposed else note
-        rows.append((at, bars, name, f"x{e.times}", e.direction, size, " ".join(map(str, e.shapes)), note))
+        rows.append((at, bars, name, f"x{e.times}", e.direction, size, alike(map(str, e.shapes)), note))
     header = ("at", "in flight", "event", "times", "pass", "size", "result", "")
     return columns(header, rows, right=(0, 3, 5)) if rows else "no collectives, matmuls or attention"
 

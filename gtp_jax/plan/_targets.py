@@ -136,10 +136,9 @@ def missing_packages() -> dict[str, str]:
 def topology_devices(target: Target) -> tuple[Any, ...]:
     """The devices of a target, to build a mesh of; compile for them with `COMPILE_OPTIONS`.
 
-    On a machine without a GPU, `JAX_PLATFORMS` must be `cpu`, or jax's plugin looks for a driver and gives up.
-
     Raises:
         ModuleNotFoundError: if packages are missing; without them the compiler could end the process.
+        RuntimeError: if jax was not told to run on the CPU, so that its plugin looked for a driver and gave up.
     """
     missing = missing_packages()
     if missing:
@@ -149,7 +148,14 @@ def topology_devices(target: Target) -> tuple[Any, ...]:
             'Install them with `pip install "gtp_jax[target]"`; they need no GPU and no driver.'
         )
     shape = f"1x{target.hosts}x{target.devices // target.hosts}"  # partitions x hosts x devices of a host
-    described = topologies.get_topology_desc(platform="cuda", target_config=_description(target.chip), topology=shape)
+    try:
+        description = _description(target.chip)
+        described = topologies.get_topology_desc(platform="cuda", target_config=description, topology=shape)
+    except NotImplementedError as error:
+        raise RuntimeError(
+            "jax's CUDA plugin is installed but did not start, as on a machine without a driver. Compiling needs none: "
+            'set JAX_PLATFORMS=cpu, or `jax.config.update("jax_platforms", "cpu")` before jax is first used.'
+        ) from error
     return tuple(described.devices)
 
 

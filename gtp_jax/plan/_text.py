@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable, Sequence
 
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
+_SMALL = ("", "m", "µ", "n")
 
 
 def quantity(value: float, unit: str) -> str:
-    """A value with three digits and a decimal prefix: `33.6 MB`."""
+    """A value with three digits and a decimal prefix: `33.6 MB`, `1.20 ms`."""
     power = 0
+    while 0 < abs(value) < 0.9995 and power > 1 - len(_SMALL):
+        value, power = value * 1000, power - 1
     while abs(value) >= 999.5 and power < len(_PREFIXES) - 1:
         value, power = value / 1000, power + 1
-    digits = 0 if value == int(value) or abs(value) >= 99.5 else 1 if abs(value) >= 9.95 else 2
-    return f"{value:.{digits}f} {_PREFIXES[power]}{unit}"
+    digits = 0 if abs(value - round(value)) < 1e-9 or abs(value) >= 99.5 else 1 if abs(value) >= 9.95 else 2
+    return f"{value:.{digits}f} {_PREFIXES[power] if power >= 0 else _SMALL[-power]}{unit}"
+
+
+def alike(words: Iterable[str]) -> str:
+    """Words, those alike counted: `2 x [4096,768] [512]`."""
+    counts = collections.Counter(words)
+    return " ".join(word if count == 1 else f"{count} x {word}" for word, count in counts.items())
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[int] = ()) -> str:
@@ -31,5 +41,5 @@ def columns(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: I
     def render(line: list[str]) -> str:
         return "  ".join(put(cell, width) for put, cell, width in zip(align, line, widths, strict=True)).rstrip()
 
-    rule = "  ".join("-" * width for width in widths)
+    rule = "  ".join("-" * width for width in widths).rstrip()
     return "\n".join((render(lines[0]), rule, *map(render, lines[1:])))

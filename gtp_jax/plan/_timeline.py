@@ -2,7 +2,8 @@
 
 A matmul takes its operations over the chip's ceiling, a collective the bytes that leave a device over the link's
 rate. Each stream does one thing at a time; the compute stream waits where the schedule says so. Launches, elementwise
-work and what the streams take from one another are left out, so the result ranks schedules and predicts no step time.
+work, what the streams take from one another and slower links between hosts are left out, so the result ranks schedules
+and predicts no step time.
 """
 
 from __future__ import annotations

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
 
-from ..mesh import Layout
+from ..mesh import Layout, of_parameter, with_paths
 from ..nn import Skeleton
 
 
@@ -18,49 +19,44 @@ def on_logical(optimizer: optax.GradientTransformation, skeleton: Skeleton) -> o
     unsharded model, while every array stays evenly cut. Without padded weights this is the optimizer itself.
     """
     optimizer = optax.with_extra_args_support(optimizer)
-    is_layout = lambda x: x is None or isinstance(x, Layout)  # noqa: E731
-    if all(layout is None for layout in jax.tree.leaves(skeleton.layouts, is_leaf=is_layout)):
+    layouts = {path: layout for path, layout in with_paths(skeleton.layouts) if layout is not None}
+    if not layouts:
         return optimizer
 
     def init(params: Any) -> Any:
-        return _padded(optimizer, optimizer.init(skeleton.logical(params)), skeleton)
+        return _padded(optimizer.init(skeleton.logical(params)), layouts)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        bare = _unpadded(optimizer, state, skeleton)
+        bare = _unpadded(state, layouts)
         whole = None if params is None else skeleton.logical(params)
         updates, bare = optimizer.update(skeleton.logical(updates), bare, whole, **extra)
-        return skeleton.physical(updates), _padded(optimizer, bare, skeleton)
+        return skeleton.physical(updates), _padded(bare, layouts)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _padded(optimizer: Any, state: Any, skeleton: Skeleton) -> Any:
-    def change(leaf: jax.Array, layout: Any) -> jax.Array:
-        return layout.value.physical(leaf) if layout.matches(leaf.shape, logical=True) else leaf
-
-    return optax.tree_map_params(optimizer, change, state, _boxes(skeleton))
+def _padded(state: Any, layouts: dict[Any, Layout]) -> Any:
+    return _where_mirrored(state, layouts, lambda layout: layout.shape, Layout.physical)
 
 
-def _unpadded(optimizer: Any, state: Any, skeleton: Skeleton) -> Any:
-    def change(leaf: jax.Array, layout: Any) -> jax.Array:
-        return layout.value.logical(leaf) if layout.matches(leaf.shape, logical=False) else leaf
-
-    return optax.tree_map_params(optimizer, change, state, _boxes(skeleton))
+def _unpadded(state: Any, layouts: dict[Any, Layout]) -> Any:
+    return _where_mirrored(state, layouts, lambda layout: layout.physical_shape, Layout.logical)
 
 
-class _Box:
-    """A layout as a leaf, `None` included; `None` itself would be no leaf of a pytree."""
+def _where_mirrored(
+    state: Any,
+    layouts: dict[Any, Layout],
+    shape_of: Callable[[Layout], tuple[int, ...]],
+    change: Callable[[Layout, jax.Array], jax.Array],
+) -> Any:
+    """Changes the arrays that mirror a padded weight: its path, and its shape behind any leading dimensions."""
 
-    def __init__(self, value: Layout | None):
-        self.value = value
+    def visit(path: Any, leaf: jax.Array) -> jax.Array:
+        layout = of_parameter(path, layouts)
+        if layout is None:
+            return leaf
+        wanted = shape_of(layout)
+        return change(layout, leaf) if leaf.shape[leaf.ndim - len(wanted) :] == wanted else leaf
 
-    def matches(self, shape: tuple[int, ...], *, logical: bool) -> bool:
-        """Whether an optimizer's array mirrors the weight (a stack's leading dimension aside)."""
-        if self.value is None:
-            return False
-        wanted = self.value.shape if logical else self.value.physical_shape
-        return shape[len(shape) - len(wanted) :] == wanted
-
-
-def _boxes(skeleton: Skeleton) -> Any:
-    return jax.tree.map(_Box, skeleton.layouts, is_leaf=lambda x: x is None or isinstance(x, Layout))
+    changed = [visit(path, leaf) for path, leaf in with_paths(state)]
+    return jax.tree.unflatten(jax.tree.structure(state), changed)

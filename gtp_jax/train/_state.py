@@ -11,6 +11,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..mesh import Path, of_parameter, with_paths
 from ..nn import Skeleton, take_apart
 from ._logical import on_logical
 
@@ -45,7 +46,8 @@ class TrainState:
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
             shapes = jax.eval_shape(chosen.init, params)
             opt_state = jax.tree.map(_abstract, shapes, specs.opt_state)
-            return cls(params, opt_state, _abstract(jax.ShapeDtypeStruct((), jnp.int32), PartitionSpec()), skeleton)
+            step: Any = _abstract(jax.ShapeDtypeStruct((), jnp.int32), PartitionSpec())
+            return cls(params, opt_state, step, skeleton)
         opt_state = jax.jit(chosen.init, out_shardings=_shardings(specs.opt_state))(params)
         step = jnp.zeros((), jnp.int32)
         shardings = _shardings(PartitionSpec())
@@ -65,15 +67,16 @@ def state_specs(skeleton: Skeleton, optimizer: optax.GradientTransformation, par
 
     What the optimizer keeps for a parameter, of the parameter's shape, is cut like the parameter; the rest is whole.
     """
-    chosen = on_logical(optimizer, skeleton)
-    shapes = jax.eval_shape(chosen.init, params)
+    shapes = jax.eval_shape(on_logical(optimizer, skeleton).init, params)
+    specs = with_paths(skeleton.specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    parameters = {path: (p.shape, spec) for (path, spec), p in zip(specs, jax.tree.leaves(params), strict=True)}
 
-    def like(leaf: Any, param: Any, spec: PartitionSpec) -> PartitionSpec:
-        return spec if leaf.shape == param.shape else PartitionSpec()
+    def spec_of(path: Path, leaf: Any) -> PartitionSpec:
+        shape, spec = of_parameter(path, parameters) or (None, None)
+        return spec if spec is not None and leaf.shape == shape else PartitionSpec()
 
-    opt_specs = optax.tree_map_params(
-        optimizer, like, shapes, params, skeleton.specs, transform_non_params=lambda leaf: PartitionSpec()
-    )
+    found = [spec_of(path, leaf) for path, leaf in with_paths(shapes)]
+    opt_specs = jax.tree.unflatten(jax.tree.structure(shapes), found)
     return TrainState(skeleton.specs, opt_specs, PartitionSpec(), skeleton)  # pyright: ignore[reportArgumentType]
 
 

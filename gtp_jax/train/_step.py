@@ -12,9 +12,10 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..collectives import sum_over_replicas
-from ..mesh import BATCH_AXES, degrees
+from ..mesh import BATCH_AXES, TP, degree, degrees, platform
 from ..nn import Skeleton
 from ._logical import on_logical
+from ._options import compile_options
 from ._state import TrainState, state_specs
 
 Tree = Any
@@ -42,7 +43,7 @@ def train_step(
         optimizer: any optax optimizer.
         microbatches: parts of a rank's batch, one after the other.
         max_grad_norm: scales gradients down to this global L2 norm.
-        compiler_options: passed to `jax.jit`.
+        compiler_options: XLA options, which win over those of `compile_options` for the mesh in scope.
 
     Returns:
         `step(state, batch) -> (state, metrics)`. `batch` is a pytree of global arrays with the batch first, a multiple
@@ -58,7 +59,7 @@ def train_step(
     def step(state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
         total, tokens, gradients = _gradients(loss, state.skeleton, state.params, batch, microbatches)
         gradients = jax.tree.map(lambda g: g / tokens.astype(g.dtype), gradients)
-        norm = optax.global_norm(gradients)
+        norm = optax.tree.norm(gradients)
         if max_grad_norm is not None:
             scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
             gradients = jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
@@ -67,9 +68,9 @@ def train_step(
         params = optax.apply_updates(state.params, updates)
         after = TrainState(params, opt_state, state.step + 1, state.skeleton)  # pyright: ignore[reportArgumentType]
         specs = state_specs(state.skeleton, optimizer, state.params)
-        return _place(after, specs), {"loss": total / tokens, "tokens": tokens, "grad_norm": norm}
+        return _place(after, specs), {"loss": total / tokens, "tokens": _token_count(tokens), "grad_norm": norm}
 
-    return jax.jit(step, donate_argnums=0, compiler_options=compiler_options)
+    return jax.jit(step, donate_argnums=0, compiler_options=compile_options(platform(), compiler_options))
 
 
 def eval_step(
@@ -85,7 +86,7 @@ def eval_step(
         total, tokens = _over_mesh(local, state.skeleton, 1, (PartitionSpec(), PartitionSpec()))(state.params, batch)
         return {"loss": total / tokens, "tokens": _token_count(tokens)}
 
-    return jax.jit(step, compiler_options=compiler_options)
+    return jax.jit(step, compiler_options=compile_options(platform(), compiler_options))
 
 
 def loss_and_gradients(loss: Loss, state: TrainState, batch: Tree, *, microbatches: int = 1) -> tuple[jax.Array, Tree]:
@@ -150,6 +151,10 @@ def _over_all_ranks(values: Tree) -> Tree:
     """
     names = jax.sharding.get_abstract_mesh().axis_names
     return lax.psum(values, names) if names else values
+
+
+def _token_count(tokens: jax.Array) -> jax.Array:
+    return tokens / degree(TP)  # every tp rank counted them
 
 
 def _checked(loss: Loss, model: Any, batch: Tree) -> tuple[jax.Array, jax.Array]:

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from .programs import array, compiled_text, cpu_mesh, h200_mesh, needs_target, stack
 
 from gtp_jax import plan
+
+from .programs import array, compiled_text, cpu_mesh, h200_mesh, needs_target, stack
 
 
 def test_gathers_and_scatters_of_a_scanned_stack_are_counted_with_their_bytes():

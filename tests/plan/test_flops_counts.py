@@ -22,7 +22,7 @@ def test_matmul_part_is_what_the_compiled_gradient_executes():
 
     shapes = ([jnp.zeros((size, size))] * layers, jnp.zeros((tokens, size)))
     compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile()
-    executed = sum(e.flops for e in plan.schedule(compiled.as_text()).events)
+    executed = sum(e.flops for e in plan.schedule(str(compiled.as_text())).events)
     params = layers * size * size
     counted = plan.step_flops(matmul_params=params, tokens=tokens, layers=1, seq=1, heads=1, head_dim=1) - 6 * tokens
     assert executed == counted == 6 * params * tokens

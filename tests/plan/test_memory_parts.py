@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
-from .programs import array, cpu_mesh
 
 from gtp_jax import plan
+
+from .programs import array, cpu_mesh
 
 SIZE = 1024
 
@@ -33,7 +35,7 @@ def step_and_state():
 def test_parts_are_those_of_the_state_and_add_up_to_the_peak():
     compiled, w, x = step_and_state()
     found = plan.memory(compiled, params={"w": w}, opt_state=(w,))
-    stats = compiled.memory_analysis()
+    stats: Any = compiled.memory_analysis()
     assert found.weights_bytes == found.optimizer_bytes == SIZE * SIZE * 4 // 8
     assert found.other_bytes == 64 * SIZE * 4 // 8
     assert found.output_bytes < 1024  # both results reuse the donated arguments

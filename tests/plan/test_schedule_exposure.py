@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
-from .programs import array, compiled_text, cpu_mesh, h200_mesh, needs_target, stack
 
 from gtp_jax import plan
 
+from .programs import array, compiled_text, cpu_mesh, h200_mesh, needs_target, stack
+
 LAYERS, SIZE, ROWS = 4, 4096, 8192
-LARGE = dict(layers=LAYERS, size=SIZE, rows=ROWS)
+LARGE: dict[str, Any] = dict(layers=LAYERS, size=SIZE, rows=ROWS)
 
 
 @needs_target
@@ -62,12 +64,12 @@ def test_attention_operations_count_the_causal_half():
 @needs_target
 def test_rendering_shows_what_is_in_flight_and_marks_what_is_exposed():
     text = plan.render(plan.schedule(compiled_text(stack(h200_mesh(), how="unrolled", **LARGE))))
-    kinds = [line.split()[1:3] for line in text.splitlines()[2:]]
-    first = [["┌", "all-gather"], ["└", "all-gather"]]
-    later = [["┌", "all-gather"], ["│", "matmul"], ["└", "all-gather"]]
-    assert [k for k in kinds if k[0] in "┌│└"] == first + (LAYERS - 1) * later
-    assert text.count("EXPOSED, async") == 1
-    assert "134 MB" not in text and "29.4 MB" in text and "275 GFLOP" in text
+    lines = [line.split()[1:3] for line in text.splitlines()[2:]]
+    hidden = [["┌", "all-gather"], ["│", "matmul"], ["└", "all-gather"]]
+    assert lines[:-1] == [["■", "all-gather"], *(LAYERS - 1) * hidden]  # nothing can run under the first
+    assert lines[-1][0] == "matmul"
+    assert text.count("EXPOSED, sync") == 1 and text.count("async") == LAYERS - 1
+    assert text.count("29.4 MB") == text.count("275 GFLOP") == LAYERS
 
 
 def test_synchronous_collectives_are_rendered_with_their_loop():
@@ -77,6 +79,6 @@ def test_synchronous_collectives_are_rendered_with_their_loop():
 
 
 def test_unscheduled_program_is_refused():
-    text = stack(cpu_mesh(gtp=8), layers=1, size=64, rows=8, how="scan").as_text(dialect="hlo")
+    text = stack(cpu_mesh(gtp=8), layers=1, size=64, rows=8, how="scan").compile().as_text()
     with pytest.raises(ValueError, match="not scheduled.*compiled"):
-        plan.schedule(text.replace("ENTRY main", "ENTRY %main"))
+        plan.schedule(text.replace(", is_scheduled=true", ""))

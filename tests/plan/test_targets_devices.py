@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
-from .programs import h200_mesh, needs_target, stack
 
 from gtp_jax import plan
 from gtp_jax.plan import _targets
+
+from .programs import h200_mesh, needs_target, stack
 
 
 def test_target_names_a_chip_and_devices():
@@ -43,6 +49,18 @@ def test_devices_are_gpus_in_a_process_whose_platform_is_cpu():
     devices = plan.topology_devices(plan.parse_target("h200:8"))
     assert [d.platform for d in devices] == ["gpu"] * 8
     assert {d.device_kind for d in devices} == {"NVIDIA H200"}
+
+
+@needs_target
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="the plugin starts where there is a driver")
+def test_plugin_that_looked_for_a_driver_is_explained():
+    """In a process of its own, for jax reads its platforms once."""
+    code = "from gtp_jax import plan; plan.topology_devices(plan.parse_target('h200:8'))"
+    env = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "RuntimeError: jax's CUDA plugin is installed but did not start" in done.stderr
+    assert "set JAX_PLATFORMS=cpu" in done.stderr
 
 
 @needs_target

@@ -1,0 +1,8 @@
+"""`python -m gtp_jax` is `gtp-jax`."""
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

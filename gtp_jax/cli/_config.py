@@ -1,0 +1,187 @@
+"""What a training run is: every knob, its default and its limits."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from ..models import PRESETS, LlamaConfig
+from ..nn import check_heads
+
+# Without a GPU, and without degrees that ask for another number.
+VIRTUAL_DEVICES = 8
+
+DTYPES = ("float32", "bfloat16")
+
+
+def _knob(default: Any, group: str, text: str, *, kind: Any = int, **options: Any) -> Any:
+    """A field that the command line offers as a flag, in a group of the help, with its argparse options."""
+    return dataclasses.field(default=default, metadata={"group": group, "help": text, "type": kind, **options})
+
+
+def _layers(text: str) -> int | str:
+    return text if text == "full" else int(text)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training run. The help of each field is what `gtp-jax train --help` shows.
+
+    Raises:
+        ValueError: if a value is out of range, or values do not fit one another.
+    """
+
+    preset: str = _knob("tiny", "model", f"size of the model: {', '.join(PRESETS)}", kind=str, metavar="NAME")
+    dtype: str | None = _knob(
+        None, "model", "compute dtype (default: bfloat16 on GPUs, float32 on CPUs)", kind=str, choices=DTYPES
+    )
+    prefetch: bool = _knob(True, "model", "gather the next layer's weights under this layer's compute", kind=bool)
+    unroll: int | Literal["full"] = _knob(
+        "full", "model", "layers in one loop body, or 'full'", kind=_layers, metavar="N"
+    )
+
+    data: tuple[str, ...] = _knob(
+        (),
+        "text",
+        "files, and directories with all they hold (default: the source of the Python standard library)",
+        kind=str,
+        metavar="PATH",
+        nargs="+",
+    )
+    tokenizer: str | None = _knob(
+        None, "text", "a Hugging Face tokenizer.json (default: every byte is a token)", kind=str, metavar="FILE"
+    )
+    seq: int = _knob(128, "text", "tokens of a sequence", metavar="N")
+
+    steps: int = _knob(200, "training", "optimizer steps in all", metavar="N")
+    batch: int = _knob(32, "training", "sequences of a step, over all devices", metavar="N")
+    microbatches: int = _knob(1, "training", "parts that a device's sequences are taken in", metavar="N")
+    lr: float | None = _knob(
+        None, "training", "highest learning rate (default: 0.003 * sqrt(128 / dim))", kind=float, metavar="RATE"
+    )
+    warmup: int | None = _knob(
+        None, "training", "steps of linear warm-up, before the cosine (default: a tenth, at most 200)", metavar="N"
+    )
+    weight_decay: float = _knob(0.1, "training", "of AdamW, on matrices only", kind=float, metavar="RATE")
+    max_grad_norm: float = _knob(1.0, "training", "scale gradients down to this norm", kind=float, metavar="NORM")
+    seed: int = _knob(0, "training", "of initial weights and of the order of the text", metavar="N")
+
+    dp: int = _knob(1, "mesh", "replicas of the sliced weights", metavar="N")
+    gtp: int | None = _knob(
+        None, "mesh", "slices a weight is cut into (default: what dp and tp leave over)", metavar="N"
+    )
+    tp: int | None = _knob(None, "mesh", "tensor-parallel degree (default: 1; 2 on virtual CPU devices)", metavar="N")
+
+    out: str = _knob("gtp-run", "output", "directory of checkpoints, log, curve and report", kind=str, metavar="DIR")
+    eval_every: int = _knob(50, "output", "steps between evaluations on held-out text", metavar="N")
+    eval_batches: int = _knob(4, "output", "batches of an evaluation", metavar="N")
+    save_every: int = _knob(100, "output", "steps between checkpoints", metavar="N")
+    keep: int = _knob(3, "output", "checkpoints to keep, the latest ones", metavar="N")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "data", tuple(self.data))  # a list, out of JSON or argparse
+        if self.preset not in PRESETS:
+            near = difflib.get_close_matches(self.preset.lower(), PRESETS, n=1, cutoff=0.4)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"unknown `preset` {self.preset!r}; known are {', '.join(PRESETS)}.{hint}")
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` is {value}; it is a whole number of at least 1.")
+        for name in ("lr", "max_grad_norm"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"`{name}` is {value}; it is a number above 0.")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"`weight_decay` is {self.weight_decay}; it is a number of at least 0.")
+        if self.warmup is not None and not 0 <= self.warmup < self.steps:
+            raise ValueError(f"`warmup` is {self.warmup}; it is at least 0 and less than `steps`, {self.steps}.")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ValueError(f"`dtype` is {self.dtype!r}; it is one of {', '.join(DTYPES)}.")
+        if self.unroll != "full" and (not isinstance(self.unroll, int) or self.unroll < 1):
+            raise ValueError(f"`unroll` is {self.unroll!r}; it is a number of layers, at least 1, or 'full'.")
+
+    @property
+    def virtual_devices(self) -> int:
+        """Virtual CPU devices that the degrees need; where they leave gtp open, 8 or the next that fits."""
+        others = self.dp * (self.tp or 1)
+        return others * (self.gtp or max(1, VIRTUAL_DEVICES // others))
+
+    def degrees(self, devices: int, *, virtual: bool) -> dict[str, int]:
+        """The degrees of the mesh on this many devices: those asked for, the others from what is left over.
+
+        Args:
+            devices: how many there are.
+            virtual: whether they are virtual CPU devices, where tp is 2 by default, to show both axes at work.
+
+        Raises:
+            ValueError: if the degrees do not multiply to the devices.
+        """
+        tp = self.tp or (2 if virtual and self.gtp is None and devices % (2 * self.dp) == 0 else 1)
+        gtp = self.gtp or max(1, devices // (self.dp * tp))
+        if self.dp * gtp * tp != devices:
+            raise ValueError(
+                f"dp {self.dp} x gtp {gtp} x tp {tp} = {self.dp * gtp * tp}, but there are {devices} devices. Choose "
+                "degrees whose product is the number of devices."
+            )
+        return {"dp": self.dp, "gtp": gtp, "tp": tp}
+
+    def check_degrees(self, *, dp: int, gtp: int, tp: int) -> None:
+        """Checks that model and batch can be cut so.
+
+        Raises:
+            ValueError: if tp does not divide the heads or the sequence, or the ranks do not divide the batch.
+        """
+        model = PRESETS[self.preset]
+        check_heads(model.heads, model.kv_heads, tp)
+        if model.sequence_parallel and self.seq % tp:
+            raise ValueError(f"`seq` is {self.seq}, which tp {tp} does not divide; the sequence is cut over tp.")
+        parts = dp * gtp * self.microbatches
+        if self.batch % parts:
+            raise ValueError(
+                f"`batch` is {self.batch}, which is not divisible by dp * gtp * microbatches = {dp} * {gtp} * "
+                f"{self.microbatches} = {parts}. Take {max(1, self.batch // parts) * parts}, for instance."
+            )
+
+    def model(self, vocab: int, *, dtype: str) -> LlamaConfig:
+        """The preset, its vocabulary grown to `vocab` tokens if it is smaller, computing in `dtype` by default."""
+        preset = PRESETS[self.preset]
+        chosen: Any = {"dtype": self.dtype or dtype, "prefetch": self.prefetch, "unroll": self.unroll}
+        return dataclasses.replace(preset, vocab=max(vocab, preset.vocab), **chosen)
+
+    @property
+    def peak_lr(self) -> float:
+        """The highest learning rate."""
+        return self.lr if self.lr is not None else 0.003 * math.sqrt(128 / PRESETS[self.preset].dim)
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of linear warm-up."""
+        return self.warmup if self.warmup is not None else min(200, self.steps // 10)
+
+    def save(self, path: Path) -> None:
+        """Writes the configuration as JSON."""
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: Path, changes: Mapping[str, Any]) -> TrainConfig:
+        """Reads a configuration, with some values changed.
+
+        Raises:
+            ValueError: if the file is not one that `save` wrote.
+        """
+        try:
+            return cls(**{**json.loads(path.read_text()), **changes})
+        except (TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is not the configuration of a run: {error}. Start anew with --force.") from error
+
+
+_COUNTS = (
+    *("seq", "steps", "batch", "microbatches", "dp", "gtp", "tp"),
+    *("eval_every", "eval_batches", "save_every", "keep"),
+)

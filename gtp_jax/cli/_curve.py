@@ -1,0 +1,42 @@
+"""The loss curve of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ._log import Record
+
+_TRAIN, _HELD_OUT, _UNIGRAM, _TEXT = "#9db7d5", "#d1495b", "#5b8c5a", "#333333"
+
+
+def draw_curve(records: list[Record], unigram: float, title: str, path: Path) -> None:
+    """Draws train and held-out loss, and the entropy of single tokens as the line to get below.
+
+    Args:
+        records: of the run's log; those with `loss` are of steps, those with `held_out` of evaluations.
+        unigram: nats a token.
+        title: of the picture.
+        path: PNG file to write.
+    """
+    from matplotlib.figure import Figure  # not pyplot: no display is touched
+
+    train = [(r["step"], r["loss"]) for r in records if "loss" in r]
+    held_out = [(r["step"], r["held_out"]) for r in records if "held_out" in r]
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axis = figure.subplots()
+    axis.plot(*zip(*train, strict=True), color=_TRAIN, linewidth=1.2, label="train") if train else None
+    if held_out:
+        axis.plot(
+            *zip(*held_out, strict=True), color=_HELD_OUT, linewidth=2, marker="o", markersize=4, label="held out"
+        )
+        step, loss = held_out[-1]
+        axis.annotate(f"{loss:.2f}", (step, loss), (6, 0), textcoords="offset points", va="center", color=_HELD_OUT)
+    axis.axhline(unigram, color=_UNIGRAM, linestyle="--", linewidth=1.5, label=f"unigram entropy, {unigram:.2f}")
+    axis.set(xlabel="step", ylabel="loss, nats a token")
+    axis.set_title(title, loc="left", fontsize=11, color=_TEXT)
+    axis.set_xlim(left=0)
+    axis.grid(axis="y", color="#e5e5e5", linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    figure.savefig(path, dpi=120)

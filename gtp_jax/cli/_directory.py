@@ -1,0 +1,92 @@
+"""The directory of a run: what lies where, and who may write to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import shutil
+from pathlib import Path
+
+from ..checkpoint import Checkpoints
+from ._config import TrainConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class RunDirectory:
+    """Files of a run.
+
+    Attributes:
+        root: the directory; all processes of a run share it.
+    """
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """The configuration, JSON; its presence makes a directory that of a run."""
+        return self.root / "config.json"
+
+    @property
+    def log(self) -> Path:
+        """A JSON object a line."""
+        return self.root / "log.jsonl"
+
+    @property
+    def curve(self) -> Path:
+        """The loss curve."""
+        return self.root / "loss.png"
+
+    @property
+    def report(self) -> Path:
+        """What is printed at the end."""
+        return self.root / "report.txt"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Steps saved."""
+        return self.root / "checkpoints"
+
+    @property
+    def alive(self) -> Path:
+        """A file a process, which says that it is alive."""
+        return self.root / "alive"
+
+    def check(self, *, resume: bool, force: bool) -> None:
+        """Checks that a run may be started or resumed here.
+
+        Raises:
+            ValueError: if there is a run and it is neither to be resumed nor to be replaced, or none to be resumed.
+        """
+        if self.root.exists() and not self.root.is_dir():
+            raise ValueError(f"`out` {self.root} is a file. Choose a directory.")
+        exists = self.config.exists()
+        if resume and not exists:
+            raise ValueError(f"there is no run in {self.root} to resume. Leave out --resume, or give its --out.")
+        if exists and not (resume or force):
+            raise ValueError(
+                f"{self.root} holds a run already. Go on with it (--resume), replace it (--force), or choose another "
+                "--out."
+            )
+
+    def prepare(self, config: TrainConfig, *, keep: bool) -> None:
+        """Makes the directory, with its configuration; deletes what an earlier run has written, and nothing else.
+
+        Args:
+            config: of the run.
+            keep: keep the log and the checkpoints, for this is the same run, resumed.
+        """
+        if not keep:
+            for file in (self.config, self.log, self.curve, self.report):
+                file.unlink(missing_ok=True)
+            shutil.rmtree(self.checkpoints, ignore_errors=True)
+        shutil.rmtree(self.alive, ignore_errors=True)
+        self.alive.mkdir(parents=True)
+        config.save(self.config)
+
+    def how_to_resume(self) -> str:
+        """The last checkpoint, and the command that goes on from it."""
+        latest = Checkpoints(self.checkpoints, read_only=True).latest()
+        command = f"gtp-jax train --resume --out {shlex.quote(str(self.root))}"
+        if latest is None:
+            return f"There is no checkpoint yet; start again from the beginning with: {command}"
+        return f"The last checkpoint is of step {latest}, in {self.checkpoints}; go on with: {command}"

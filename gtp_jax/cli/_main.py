@@ -1,0 +1,57 @@
+"""The command and its subcommands."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from . import _doctor, _inspect, _train
+
+_EXAMPLES = """\
+examples:
+  gtp-jax train                         a small Llama on 8 virtual CPU devices, in 3 minutes
+  gtp-jax train --data my_texts/        the same on text of your own
+  gtp-jax train --resume                go on where a run was stopped
+  gtp-jax train --preset 1b --seq 2048  on the machine's GPUs
+  gtp-jax inspect --preset 8b --target h200:8
+                                        what a step costs on GPUs, on a machine that has none
+  gtp-jax doctor                        what is installed, what is missing, what to do
+
+`gtp-jax COMMAND --help` explains a command's options.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: arguments, without the name of the program; those of the process by default.
+
+    Returns:
+        The exit status: 0, or 2 after a mistake in the arguments or in what they name.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        if args.traceback:
+            raise
+        print(f"gtp-jax {args.command}: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gtp-jax",
+        description="Trains models whose weights are kept as slices and gathered just in time.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"gtp_jax {__version__}")
+    parser.add_argument("--traceback", action="store_true", help="show where in the code an error was raised")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in (_train, _inspect, _doctor):
+        command.add_parser(commands)
+    return parser

@@ -1,0 +1,77 @@
+"""A picture of a modelled timeline: a compute and a communication lane, what is exposed in red."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..plan import Span, Timeline, quantity
+
+_COLOURS = {
+    "matmul": "#4c72b0",
+    "attention": "#8172b3",
+    "all-gather": "#55a868",
+    "reduce-scatter": "#dd8452",
+}
+_OTHER = "#937860"
+_EXPOSED = "#d62728"
+_SPANS_A_ROW = 40
+_MAX_ROWS = 8
+_LANES = {"compute": 1, "communication": 0}
+
+
+def draw(line: Timeline, title: str, path: Path) -> None:
+    """Writes a timeline as a PNG."""
+    picture(line, title).savefig(path, format="png", dpi=110)
+
+
+def picture(line: Timeline, title: str) -> Any:
+    """A timeline as a matplotlib figure, wrapped into rows like text.
+
+    Args:
+        line: the timeline.
+        title: what it is of.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    rows = max(1, min(_MAX_ROWS, -(-len(line.spans) // _SPANS_A_ROW)))
+    width_ms = max(line.total_us, 1e-3) / rows / 1e3
+    figure = Figure(figsize=(16, 1.6 + 1.35 * rows), layout="constrained")
+    axes = figure.subplots(rows, 1, squeeze=False)[:, 0]
+    for row, axis in enumerate(axes):
+        for span in line.spans:
+            _bar(axis, span)
+        axis.set(xlim=(row * width_ms, (row + 1) * width_ms), ylim=(-0.55, 1.55))
+        axis.set_yticks(list(_LANES.values()), list(_LANES))
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1].set_xlabel("modelled time, ms")
+    kinds = dict.fromkeys(span.event.kind for span in line.spans)
+    legend = [Patch(color=_COLOURS.get(kind, _OTHER), label=kind) for kind in kinds]
+    legend.append(Patch(color=_EXPOSED, label="exposed: the compute lane waits"))
+    figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), frameon=False)
+    loops = (
+        "; what a loop repeats is drawn once, at its whole length" if any(s.event.times > 1 for s in line.spans) else ""
+    )
+    figure.suptitle(
+        f"{title}\nmodelled, not measured: matmuls and attention at {quantity(line.flop_rate.value, 'FLOP/s')}, "
+        f"collectives at {quantity(line.link_rate.value, 'B/s')}, elementwise work left out{loops}\n"
+        f"compute {seconds(line.compute_us)}, communication {seconds(line.communication_us)}, "
+        f"exposed {seconds(line.exposed_us)}",
+        fontsize="medium",
+    )
+    return figure
+
+
+def seconds(duration_us: float) -> str:
+    """A duration for people: `5.30 ms`."""
+    return quantity(duration_us / 1e6, "s")
+
+
+def _bar(axis: Any, span: Span) -> None:
+    left, width = span.start_us / 1e3, (span.end_us - span.start_us) / 1e3
+    shared = {"y": _LANES[span.lane], "height": 0.8, "edgecolor": "white", "linewidth": 0.4}
+    axis.barh(left=left, width=width, color=_COLOURS.get(span.event.kind, _OTHER), **shared)
+    if span.exposed_us:
+        exposed = min(span.exposed_us, span.end_us - span.start_us) / 1e3
+        axis.barh(left=left + width - exposed, width=exposed, color=_EXPOSED, **shared)

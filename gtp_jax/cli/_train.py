@@ -1,0 +1,158 @@
+"""`gtp-jax train`: from text to a trained model."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import traceback
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from ..checkpoint import Checkpoints
+from ..data import BYTES, Corpus, load_corpus, load_tokenizer, read_text, unigram_entropy
+from ..mesh import make_mesh
+from ._config import TrainConfig
+from ._curve import draw_curve
+from ._devices import choose_devices, on_gpu
+from ._directory import RunDirectory
+from ._distributed import add_arguments as add_distributed_arguments
+from ._distributed import barrier, check_same, find_launch, together
+from ._job import prepare
+from ._log import read_log
+from ._loop import Diverged, run_loop
+from ._report import heading, report
+from ._watch import Watch
+
+_DESCRIPTION = """\
+Trains a Llama on text, its weights cut over the mesh. Without arguments: a small one, on the source of the Python
+standard library, on the machine's GPUs or else on 8 virtual CPU devices, in some 3 minutes.
+
+It prints the held-out loss beside the unigram entropy, which is the loss of the best guess that ignores context: below
+it, the model has learned something. It ends with a report and leaves in --out: checkpoints, log.jsonl, loss.png,
+report.txt. Ctrl-C or SIGTERM end it after the step, with a checkpoint.
+"""
+
+_EXAMPLES = """\
+examples:
+  gtp-jax train                                   see it work
+  gtp-jax train --data books/ notes.txt           on text of your own
+  gtp-jax train --resume                          go on as if never stopped, data order included
+  gtp-jax train --gtp 2 --tp 2 --microbatches 4   on 4 devices
+  gtp-jax train --preset 1b --steps 500 --seq 2048 --out runs/1b
+  srun gtp-jax train --preset 8b --tokenizer tokenizer.json --data /data/text --out /shared/8b
+"""
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Adds the subcommand: a flag for each field of `TrainConfig`, and what concerns a single start."""
+    parser = subparsers.add_parser(
+        "train",
+        help="train a Llama on text",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,  # only what was given, so that a resumed run keeps the rest
+    )
+    groups: dict[str, Any] = {}
+    for field in dataclasses.fields(TrainConfig):
+        options = dict(field.metadata)
+        name, text, kind = options.pop("group"), options.pop("help"), options.pop("type")
+        if name not in groups:
+            groups[name] = parser.add_argument_group(name)
+        flag = f"--{field.name.replace('_', '-')}"
+        shown = "" if field.default in (None, ()) or "(default" in text else f" (default: {field.default})"
+        if kind is bool:
+            groups[name].add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+        else:
+            groups[name].add_argument(flag, type=kind, help=text + shown, **options)
+    output = groups["output"].add_mutually_exclusive_group()
+    output.add_argument("--resume", action="store_true", default=False, help="go on with the run in --out")
+    output.add_argument("--force", action="store_true", default=False, help="replace the run in --out")
+    add_distributed_arguments(parser)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the subcommand.
+
+    Raises:
+        ValueError: on a mistake in the arguments or in what they name, before anything is compiled.
+    """
+    names = [field.name for field in dataclasses.fields(TrainConfig)]
+    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    config = TrainConfig(**given)
+    directory = RunDirectory(Path(config.out).expanduser().absolute())
+    directory.check(resume=args.resume, force=args.force)
+    if args.resume:
+        config = TrainConfig.load(directory.config, {**given, "out": config.out})
+    launch = find_launch(args)
+    choose_devices(config.virtual_devices, processes=launch.processes, local=launch.local_devices)
+    launch.join()
+    degrees, corpus = together(lambda: _check(config))
+    together(lambda: check_same(corpus.fingerprint))
+    mesh = make_mesh(**degrees)
+    if jax.process_index() == 0:
+        directory.prepare(config, keep=args.resume)
+    barrier("the run directory is ready")
+    with jax.set_mesh(mesh), Watch(directory, launch) as watch:
+        try:
+            return _train(config, mesh, corpus, directory, watch, resume=args.resume)
+        except Exception as error:
+            if launch.processes > 1:
+                watch.give_up(_reason(error))
+            if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+                raise ValueError(_reason(error)) from error
+            raise
+
+
+def _check(config: TrainConfig) -> tuple[dict[str, int], Corpus]:
+    """Finds what can be wrong with a run before anything is compiled."""
+    degrees = config.degrees(jax.device_count(), virtual=not on_gpu())
+    config.check_degrees(**degrees)
+    tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else BYTES
+    corpus = load_corpus(read_text(config.data), tokenizer)
+    corpus.check(batch=config.batch, seq=config.seq)
+    return degrees, corpus
+
+
+def _train(
+    config: TrainConfig, mesh: Mesh, corpus: Corpus, directory: RunDirectory, watch: Watch, *, resume: bool
+) -> int:
+    model = config.model(corpus.vocab, dtype="bfloat16" if on_gpu() else "float32")
+    unigram = unigram_entropy(corpus.train, corpus.held_out, corpus.vocab)
+    say = print if jax.process_index() == 0 else lambda *_, **__: None
+    say(heading(config, model, mesh, corpus, unigram), flush=True)
+    with Checkpoints(directory.checkpoints, keep=config.keep) as checkpoints:
+        job, state = prepare(config, model, mesh, corpus, checkpoints, resume=resume)
+        begin = int(state.step)
+        say(f"{'resumed at step ' + str(begin) if begin else 'ready'}; compiled in {job.compile_s:.1f} s", flush=True)
+        outcome = run_loop(job, state, directory=directory, checkpoints=checkpoints, watch=watch, unigram=unigram)
+    if jax.process_index() == 0:
+        records = read_log(directory.log)
+        title = f"{config.preset}, {config.batch} x {config.seq} tokens a step, on {corpus.name}"
+        draw_curve(records, unigram, title, directory.curve)
+        text = report(job, outcome, records, unigram)
+        directory.report.write_text(text + "\n")
+        say(f"\n{text}\n\nin {directory.root}: checkpoints, log.jsonl, loss.png, report.txt", flush=True)
+        if outcome.signal is not None:
+            say(f"stopped by a signal after step {outcome.step}. {directory.how_to_resume()}", flush=True)
+    return 0 if outcome.signal is None else 128 + outcome.signal
+
+
+def _reason(error: Exception) -> str:
+    """An error in words that help."""
+    first = (str(error).splitlines() or [""])[0]
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        if "RESOURCE_EXHAUSTED" in str(error):
+            return (
+                f"a device is out of memory ({first}). Take a smaller --batch, more --microbatches, or cut the "
+                "weights further with --gtp; `gtp-jax inspect` shows what takes how much"
+            )
+        return f"communication failed, most likely because another process died ({first})"
+    if not isinstance(error, (ValueError, OSError, Diverged)):
+        traceback.print_exception(error)
+    return str(error).removesuffix(".") or repr(error)

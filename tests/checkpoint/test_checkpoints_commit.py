@@ -1,0 +1,145 @@
+"""A step is there whole or not at all; what was saved is what the state was when `save` returned."""
+
+import dataclasses
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import gtp_jax as gtp
+from gtp_jax.checkpoint import Checkpoints
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, [5]), (3, [3, 4, 5]), (None, [1, 2, 3, 4, 5])])
+def test_the_last_n_are_kept(tmp_path, plain, keep, left):
+    with Checkpoints(tmp_path, keep=keep) as checkpoints:
+        for step in range(1, 6):
+            checkpoints.save(step, plain({"w": jnp.full(3, step)}))
+        checkpoints.wait()
+        assert checkpoints.steps() == left
+        assert checkpoints.latest() == 5
+    assert sorted(os.listdir(tmp_path)) == [str(step) for step in left]
+    for step in left:
+        restored, _ = Checkpoints(tmp_path).restore(plain({"w": jnp.zeros(3, int)}), step=step)
+        assert (restored.params["w"] == step).all()
+
+
+def test_a_later_run_prunes_what_an_earlier_one_left(tmp_path, plain):
+    state = plain({"w": jnp.ones(3)})
+    for step in range(1, 5):
+        with Checkpoints(tmp_path, keep=2) as checkpoints:
+            checkpoints.save(step, state)
+    assert checkpoints.steps() == [3, 4]
+
+
+def test_an_empty_or_missing_directory_has_no_steps(tmp_path):
+    for directory in (tmp_path, tmp_path / "none"):
+        assert Checkpoints(directory).steps() == []
+        assert Checkpoints(directory).latest() is None
+    assert not (tmp_path / "none").exists()
+
+
+def overwrite(state):
+    jax.block_until_ready(jax.jit(lambda s: jax.tree.map(lambda x: x * 0 - 1, s), donate_argnums=0)(state))
+
+
+def delete(state):
+    for leaf in jax.tree.leaves(state):
+        leaf.delete()
+
+
+@pytest.mark.parametrize("destroy", [overwrite, delete])
+def test_buffers_may_be_donated_as_soon_as_save_returns(tmp_path, plain, filled, destroy):
+    # 64 MiB, so that the writing goes on while the arrays are destroyed.
+    sharding = NamedSharding(gtp.make_mesh(gtp=8), PartitionSpec("gtp"))
+    like = plain({f"w{i}": jax.ShapeDtypeStruct((1024, 2048), jnp.float32, sharding=sharding) for i in range(8)})
+    like = dataclasses.replace(like, step=like.params["w0"])
+    state = filled(like, seed=1)
+    before = jax.tree.map(lambda leaf: np.array(leaf, copy=True), state)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        assert checkpoints.latest() is None, "the save was over before the test began"
+        destroy(state)
+        filled(like, seed=2)  # takes the memory, were it free
+        restored, _ = checkpoints.restore(like)
+    for after, leaf in zip(jax.tree.leaves(restored), jax.tree.leaves(before), strict=True):
+        assert np.asarray(after).tobytes() == leaf.tobytes()
+
+
+def test_half_written_steps_are_ignored_and_swept_at_the_next_save(tmp_path, plain):
+    state = plain({"w": jnp.ones(3)})
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+    os.rename(tmp_path / "1", tmp_path / "2.orbax-checkpoint-tmp")
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(3, state)
+    assert os.listdir(tmp_path) == ["3"]
+
+
+def test_reading_leaves_another_runs_half_written_step_alone(tmp_path, plain):
+    state = plain({"w": jnp.ones(3)})
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.save(2, state)
+    os.rename(tmp_path / "2", tmp_path / "2.orbax-checkpoint-tmp")
+    with Checkpoints(tmp_path) as reader:
+        assert reader.steps() == [1]
+        reader.restore(state)
+    assert (tmp_path / "2.orbax-checkpoint-tmp").exists()
+
+
+SAVE_FOREVER = """
+import itertools, sys
+import jax.numpy as jnp
+import gtp_jax as gtp
+from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.nn import Skeleton
+
+with Checkpoints(sys.argv[1], keep=2) as checkpoints:
+    for step in itertools.count(1):
+        params = {f"w{i}": jnp.full((256, 1024), step * 100 + i, jnp.float32) for i in range(8)}
+        state = gtp.TrainState(params, (), jnp.int32(step), Skeleton(None, None, {}, {}))
+        checkpoints.save(step, state, {"step": step})
+        print("saving", step, flush=True)
+        checkpoints.wait()
+        print("committed", step, flush=True)
+"""
+
+
+def test_a_killed_run_leaves_its_last_committed_step(tmp_path, plain):
+    rng = random.Random(0)
+    like = plain({f"w{i}": jnp.zeros((256, 1024)) for i in range(8)})
+    runs = [
+        subprocess.Popen([sys.executable, "-c", SAVE_FOREVER, str(tmp_path / name)], stdout=subprocess.PIPE, text=True)
+        for name in "abc"
+    ]
+    half_written = 0
+    # The first is certainly killed in the middle of a save. The others have run ahead meanwhile, nobody knows how far.
+    for name, run, delay in zip("abc", runs, (0, rng.uniform(0, 0.05), rng.uniform(0, 0.05)), strict=True):
+        wanted = f"saving {rng.randint(2, 5)}\n"
+        next(line for line in run.stdout if line == wanted)
+        time.sleep(delay)
+        run.send_signal(signal.SIGKILL)
+        rest = run.communicate()[0]
+        committed = [int(step) for step in re.findall(r"committed (\d+)", rest)]
+        with Checkpoints(tmp_path / name) as checkpoints:
+            half_written += any("tmp" in entry for entry in os.listdir(tmp_path / name))
+            latest = checkpoints.latest()
+            assert latest is not None and latest >= max(committed, default=1)
+            for step in checkpoints.steps()[-2:]:
+                restored, extra = checkpoints.restore(like, step)
+                assert extra == {"step": step} and restored.step == step
+                for i in range(8):
+                    assert np.all(np.asarray(restored.params[f"w{i}"]) == step * 100 + i)
+            checkpoints.save(latest + 1, restored)
+        assert all(entry.isdigit() for entry in os.listdir(tmp_path / name)), "a half-written step was not swept"
+    assert half_written, "no run was killed in the middle of a save"

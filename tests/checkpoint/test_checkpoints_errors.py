@@ -1,0 +1,187 @@
+"""Nothing wrong is restored or saved in silence, and messages say what to do."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from gtp_jax.checkpoint import Checkpoints
+
+
+@pytest.fixture
+def saved(tmp_path, plain):
+    """A directory with steps 2 and 4 of a state with two arrays."""
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        for step in (2, 4):
+            checkpoints.save(step, plain({"a": {"w": jnp.ones((2, 3))}, "b": jnp.ones(4)}))
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (
+            {"a": {"w": jnp.ones((2, 5))}, "b": jnp.ones(4)},
+            "params/a/w: the checkpoint has float32[2,3], the model float32[2,5]",
+        ),
+        (
+            {"a": {"w": jnp.ones((2, 3), jnp.bfloat16)}, "b": jnp.ones(4)},
+            "params/a/w: the checkpoint has float32[2,3], the model bfloat16[2,3]",
+        ),
+        ({"a": {"w": jnp.ones((2, 3))}}, "params/b: the checkpoint has float32[4], the model no such array"),
+        (
+            {"a": {"w": jnp.ones((2, 3)), "z": jnp.ones(())}, "b": jnp.ones(4)},
+            "params/a/z: the checkpoint has no such array, the model float32[]",
+        ),
+    ],
+)
+def test_another_model_is_refused_by_path_before_anything_is_read(saved, plain, params, message):
+    shutil.rmtree(saved / "4" / "arrays")
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        Checkpoints(saved).restore(plain(params))
+    text = str(caught.value)
+    assert f"the checkpoint {saved}/4 is of another model or optimizer (1 of" in text
+    assert "Restore it with the configuration it was saved with" in text
+    assert text.count("the checkpoint has") == 1
+
+
+def test_another_optimizer_is_refused(saved, plain):
+    params = {"a": {"w": jnp.ones((2, 3))}, "b": jnp.ones(4)}
+    state = plain(params, optax.adam(1e-3).init(params))
+    with pytest.raises(ValueError, match=r"opt_state/0/mu/a/w: the checkpoint has no such array, the model float32"):
+        Checkpoints(saved).restore(state)
+
+
+def test_a_long_list_of_differences_is_cut(saved, plain):
+    with pytest.raises(ValueError, match=r"\(32 of 33 arrays differ\):\n(  .*\n){8}  and 24 more\nRestore"):
+        Checkpoints(saved).restore(plain({f"layer{i}": jnp.ones(1) for i in range(30)}))
+
+
+def test_a_padded_model_of_another_size_is_refused_in_logical_shapes(tmp_path, make_state, filled):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, filled(make_state({"gtp": 8})))
+        message = r"params/embed/table: the checkpoint has float32\[1002,128\], the model float32\[1000,128\]"
+        with pytest.raises(ValueError, match=message):
+            checkpoints.restore(make_state({"gtp": 8}, vocab=1000))  # the same physical shape
+
+
+def test_no_checkpoint_is_an_error_that_says_where(tmp_path, plain):
+    state = plain({"w": jnp.ones(2)})
+    with pytest.raises(FileNotFoundError, match=f"no checkpoint in {tmp_path}/none: no such directory. Give the"):
+        Checkpoints(tmp_path / "none").restore(state)
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(FileNotFoundError, match=f"no checkpoint in {tmp_path}: it holds no complete step. Give the"):
+        Checkpoints(tmp_path).restore(state)
+
+
+def test_a_missing_step_is_an_error_that_lists_the_others(saved, plain):
+    with pytest.raises(FileNotFoundError, match=rf"no step 3 in {saved}; it has \[2, 4\]"):
+        Checkpoints(saved).restore(plain({"w": jnp.ones(2)}), step=3)
+
+
+def test_a_foreign_checkpoint_is_refused(saved, plain):
+    (saved / "4/manifest/manifest.json").unlink()
+    with pytest.raises(ValueError, match="4 has no manifest.json: it was not written by gtp_jax, or has been deleted"):
+        Checkpoints(saved).restore(plain({"w": jnp.ones(2)}))
+
+
+def test_a_newer_format_is_refused(saved, plain):
+    file = saved / "4/manifest/manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 2, "gtp_jax": "9.0"}))
+    with pytest.raises(
+        ValueError, match="has format 2, written by gtp_jax 9.0; this version reads formats up to 1. Up"
+    ):
+        Checkpoints(saved).restore(plain({"w": jnp.ones(2)}))
+
+
+def test_steps_must_ascend(saved, plain):
+    state = plain({"w": jnp.ones(2)})
+    with Checkpoints(saved) as checkpoints:
+        for step in (3, 4):
+            with pytest.raises(
+                ValueError, match=f"`step` is {step}, but {saved} already has step 4; steps must ascend"
+            ):
+                checkpoints.save(step, state)
+        checkpoints.save(5, state)
+        with pytest.raises(ValueError, match="already has step 5"):
+            checkpoints.save(5, state)
+
+
+def test_a_negative_step_is_refused(tmp_path, plain):
+    with pytest.raises(ValueError, match="`step` is -1; it is a whole number of at least 0"):
+        Checkpoints(tmp_path).save(-1, plain({"w": jnp.ones(2)}))
+
+
+def test_keep_must_keep_something(tmp_path):
+    with pytest.raises(ValueError, match="`keep` is 0; at least 1 step must be kept, or `None` for all"):
+        Checkpoints(tmp_path, keep=0)
+
+
+def test_extra_must_be_json(tmp_path, plain):
+    state = plain({"w": jnp.ones(2)})
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(TypeError, match="`extra` cannot be written as JSON: .*ndarray.* Use numbers, strings"):
+            checkpoints.save(1, state, {"order": np.ones(2)})
+        with pytest.raises(TypeError, match="`extra` is a list; a dict is wanted"):
+            checkpoints.save(1, state, [1])
+        assert checkpoints.steps() == []
+
+
+def test_leaves_must_be_placed_arrays(tmp_path, plain):
+    checkpoints = Checkpoints(tmp_path)
+    with pytest.raises(TypeError, match=r"`params/a/w` of the state is a ndarray without a sharding; a jax.Array"):
+        checkpoints.save(1, plain({"a": {"w": np.ones(2)}}))
+    with pytest.raises(TypeError, match=r"`params/w` .* ShapeDtypeStruct without a sharding.*jax.set_mesh"):
+        checkpoints.restore(plain({"w": jax.ShapeDtypeStruct((2,), jnp.float32)}))
+    with pytest.raises(TypeError, match=r"`params/w` of the state is a ShapeDtypeStruct; only arrays can be saved"):
+        checkpoints.save(1, plain({"w": jax.ShapeDtypeStruct((2,), jnp.float32, sharding=jnp.ones(1).sharding)}))
+
+
+def test_a_donated_state_is_refused(tmp_path, plain):
+    state = plain({"w": jnp.ones(2)})
+    state.params["w"].delete()
+    with pytest.raises(ValueError, match="`params/w` of the state has been donated. Save the state that the step ret"):
+        Checkpoints(tmp_path).save(1, state)
+
+
+def test_two_arrays_of_one_name_on_disk_are_refused(tmp_path, plain):
+    with pytest.raises(ValueError, match="`params/a.b` and `params/a/b` of the state would be one array on disk"):
+        Checkpoints(tmp_path).save(1, plain({"a": {"b": jnp.ones(2)}, "a.b": jnp.zeros(2)}))
+
+
+def test_a_file_in_the_way_is_an_error_at_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match=f"`directory` is {tmp_path}/file/run, but {tmp_path}/file is a file"):
+        Checkpoints(tmp_path / "file/run")
+
+
+def test_an_unwritable_directory_is_an_error_at_once_unless_it_is_only_read(saved, plain):
+    saved.chmod(0o555)
+    with unprivileged():
+        with pytest.raises(PermissionError, match=r"but .* cannot be written. Choose another .* `read_only=True`"):
+            Checkpoints(saved)
+    reader = Checkpoints(saved, read_only=True)
+    state = plain({"a": {"w": jnp.zeros((2, 3))}, "b": jnp.zeros(4)})
+    assert (reader.restore(state)[0].params["b"] == 1).all()
+    with pytest.raises(ValueError, match="opened with `read_only=True`; leave it out"):
+        reader.save(5, state)
+
+
+@contextlib.contextmanager
+def unprivileged():
+    """As root, to whom every directory is writable, becomes nobody for a while."""
+    if os.getuid() != 0:
+        yield
+        return
+    os.setresuid(65534, 65534, 0)
+    try:
+        yield
+    finally:
+        os.setresuid(0, 0, 0)

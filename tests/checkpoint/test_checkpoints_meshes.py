@@ -1,0 +1,113 @@
+"""What one mesh saved, any other restores bit for bit."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+from gtp_jax.checkpoint import Checkpoints
+
+MESHES = {
+    "gtp8": {"gtp": 8},
+    "gtp4_tp2": {"gtp": 4, "tp": 2},
+    "dp2_gtp2_tp2": {"dp": 2, "gtp": 2, "tp": 2},
+    "one_device": {"gtp": 1},
+}
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-3),
+    "adafactor": optax.adafactor(1e-3),
+}
+
+
+@pytest.mark.parametrize("saved_on", MESHES)
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_any_mesh_restores_any_other(tmp_path, make_state, filled, logical, assert_same_bits, name, saved_on):
+    optimizer = OPTIMIZERS[name]
+    state = filled(make_state(MESHES[saved_on], optimizer), seed=1)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(7, state, {"batches": [1, 2]})
+    for degrees in MESHES.values():
+        like = make_state(degrees, optimizer)
+        restored, extra = Checkpoints(tmp_path).restore(like)
+        assert extra == {"batches": [1, 2]}
+        bare = logical(restored, optimizer)
+        assert_same_bits(bare, logical(state, optimizer))
+        for leaf, array, wanted in zip(bare, jax.tree.leaves(restored), jax.tree.leaves(like), strict=True):
+            assert array.sharding == wanted.sharding
+            assert np.count_nonzero(np.asarray(array)) == np.count_nonzero(leaf), "padding is not zero"
+
+
+def test_the_states_of_these_tests_have_padded_and_factored_arrays(make_state):
+    state = make_state(MESHES["gtp4_tp2"], OPTIMIZERS["adafactor"])
+    layouts = [layout for layout in jax.tree.leaves(state.skeleton.layouts) if layout is not None]
+    assert {layout.shape for layout in layouts} >= {(1002, 128), (128, 1002), (128, 120)}
+    assert state.opt_state[0].v_row["embed"]["table"].shape == (128,)
+    assert state.opt_state[0].v_col["embed"]["table"].shape == (1002,)
+
+
+def test_masked_moments_of_padded_weights_are_logical_on_disk(tmp_path, make_state, filled, assert_same_bits):
+    def masked(state):
+        head = {"kernel": state.params["head"]["kernel"], "scale": optax.MaskedNode()}
+        return dataclasses.replace(state, opt_state=optax.MaskedState(optax.TraceState({"head": head})))
+
+    state = filled(masked(make_state(MESHES["gtp8"])))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        restored, _ = checkpoints.restore(masked(make_state(MESHES["one_device"])))
+    kernel = np.asarray(state.opt_state.inner_state.trace["head"]["kernel"])
+    assert kernel.shape == (128, 1024)
+    assert_same_bits([np.asarray(restored.opt_state.inner_state.trace["head"]["kernel"])], [kernel[:, :1002].copy()])
+
+
+def test_a_history_of_a_padded_weight_is_logical_on_disk(tmp_path, make_state, filled):
+    optimizer = optax.scale_by_lbfgs(memory_size=3)
+    state = filled(make_state(MESHES["gtp8"], optimizer))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+    leaves = json.loads((tmp_path / "1/manifest/manifest.json").read_text())["leaves"]
+    assert state.opt_state.diff_params_memory["embed"]["table"].shape == (3, 1024, 128)
+    assert leaves["opt_state/diff_params_memory/embed/table"]["shape"] == [3, 1002, 128]
+
+
+def test_real_arrays_serve_as_the_target_and_stay_as_they_are(tmp_path, make_state, filled, logical, assert_same_bits):
+    state, other = (filled(make_state(MESHES["gtp4_tp2"]), seed) for seed in (1, 2))
+    before = logical(other)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        restored, _ = checkpoints.restore(other)
+    assert_same_bits(logical(restored), logical(state))
+    assert_same_bits(logical(other), before)
+
+
+def test_the_disk_holds_nested_dicts_of_logical_arrays_and_a_manifest(tmp_path, make_state, filled, logical):
+    state = filled(make_state(MESHES["gtp8"]))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(3, state, {"seed": 5})
+    manifest = json.loads((tmp_path / "3/manifest/manifest.json").read_text())
+    assert manifest["format"] == 1 and manifest["step"] == 3 and manifest["extra"] == {"seed": 5}
+    assert manifest["leaves"]["params/embed/table"] == {"shape": [1002, 128], "dtype": "float32"}
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+        found = reader.restore(tmp_path / "3/arrays")
+    assert type(found) is dict and type(found["opt_state"]["0"]["mu"]["embed"]) is dict
+    flat = {"/".join(str(key.key) for key in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found)}
+    assert {name: (list(leaf.shape), str(leaf.dtype)) for name, leaf in flat.items()} == {
+        name: (entry["shape"], entry["dtype"]) for name, entry in manifest["leaves"].items()
+    }
+    table = next(leaf for leaf in logical(state) if leaf.shape == (1002, 128))
+    assert np.asarray(flat["params/embed/table"]).tobytes() == table.tobytes()
+
+
+def test_random_keys_of_an_optimizer_come_back_as_keys(tmp_path, plain):
+    optimizer = optax.add_noise(0.1, 0.5, jax.random.key(3, impl="rbg"))
+    params = {"w": jax.numpy.ones(4)}
+    state = plain(params, optimizer.init(params))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        restored, _ = checkpoints.restore(state)
+    key = restored.opt_state.rng_key
+    assert key.dtype == state.opt_state.rng_key.dtype
+    assert jax.random.bits(key) == jax.random.bits(state.opt_state.rng_key)

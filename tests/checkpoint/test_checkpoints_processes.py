@@ -1,0 +1,80 @@
+"""Under jax.distributed every process writes and reads its own share."""
+
+import os
+import socket
+import subprocess
+import sys
+
+from gtp_jax.checkpoint import Checkpoints
+
+STATE = """
+import jax, optax
+import gtp_jax as gtp
+from flax import nnx
+from gtp_jax.nn import abstract_model
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = gtp.Embed(1002, 64, rngs=rngs)
+        self.dense = gtp.Dense(64, 120, bias=True, rngs=rngs)
+
+def shapes(**degrees):
+    with jax.set_mesh(gtp.make_mesh(**degrees)):
+        return gtp.TrainState.create(abstract_model(Model), optax.adamw(1e-3))
+
+def values(**degrees):
+    with jax.set_mesh(gtp.make_mesh(**degrees)):
+        state = gtp.TrainState.create(gtp.init(Model, nnx.Rngs(5)), optax.adamw(1e-3))
+        return jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s))(state)  # moments other than zero
+"""
+
+WORKER = """
+import sys
+import jax
+from gtp_jax.checkpoint import Checkpoints
+
+address, rank, shared, private = sys.argv[1:]
+jax.distributed.initialize(address, 2, int(rank))
+with Checkpoints(shared) as checkpoints:
+    checkpoints.save(1, values(gtp=4, tp=2), {"order": [3, 1]})
+like = shapes(gtp=8)
+with jax.set_mesh(gtp.make_mesh(gtp=8)), Checkpoints(shared) as checkpoints:
+    restored, extra = checkpoints.restore(like)
+    checkpoints.save(2, restored, extra)
+try:
+    Checkpoints(shared if rank == "0" else private).restore(like)
+except OSError as error:
+    print(error)
+jax.distributed.shutdown()
+"""
+
+
+def test_two_processes_share_a_checkpoint_that_one_process_can_read(tmp_path, logical, assert_same_bits):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    shared, private = str(tmp_path / "shared"), str(tmp_path / "private")
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", STATE + WORKER, address, str(rank), shared, private],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    scope: dict = {}
+    exec(STATE, scope)
+    state = scope["values"](gtp=2, tp=2, dp=2)
+    wanted = logical(state)
+    outputs = [worker.communicate(timeout=120) for worker in workers]
+    for worker, (out, err) in zip(workers, outputs, strict=True):
+        assert worker.returncode == 0, err
+        assert "the processes see different checkpoints in" in out and "step [2, -1] in process 0 to 1 (-1: no" in out
+    for step in (1, 2):
+        assert {"ocdbt.process_0", "ocdbt.process_1"} <= set(os.listdir(f"{shared}/{step}/arrays"))
+        restored, extra = Checkpoints(shared).restore(state, step)
+        assert extra == {"order": [3, 1]}
+        assert_same_bits(logical(restored), wanted)

@@ -1,0 +1,37 @@
+"""Eight virtual CPU devices for every test, set before jax starts; GTP_TEST_PLATFORM=gpu takes the machine's GPUs."""
+
+import os
+import zlib
+
+ON_GPU = os.environ.get("GTP_TEST_PLATFORM") == "gpu"
+if not ON_GPU:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+if not ON_GPU:
+    jax.config.update("jax_num_cpu_devices", 8)
+
+
+@pytest.fixture
+def key(request: pytest.FixtureRequest) -> jax.Array:
+    """A random key of the test's own."""
+    return jax.random.key(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def x64():
+    """float64 for the length of a test."""
+    with jax.enable_x64(True):
+        yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips GPU tests where there is no GPU."""
+    if ON_GPU:
+        return
+    skip = pytest.mark.skip(reason="needs a GPU; run with GTP_TEST_PLATFORM=gpu on a machine that has one")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

@@ -1,0 +1,104 @@
+"""The oracle: a Llama out of stock Flax NNX modules, unsharded, that shares no code with gtp_jax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+
+class PlainBlock(nnx.Module):
+    def __init__(self, c, rngs):
+        linear = lambda i, o: nnx.Linear(i, o, use_bias=False, rngs=rngs, param_dtype=c.dtype, dtype=c.dtype)  # noqa: E731
+        norm = lambda: nnx.RMSNorm(c.dim, epsilon=c.eps, rngs=rngs, param_dtype=c.dtype, dtype=c.dtype)  # noqa: E731
+        self.c = c
+        self.norm1, self.norm2 = norm(), norm()
+        self.q = linear(c.dim, c.heads * c.head_dim)
+        self.k = linear(c.dim, c.kv_heads * c.head_dim)
+        self.v = linear(c.dim, c.kv_heads * c.head_dim)
+        self.o = linear(c.heads * c.head_dim, c.dim)
+        self.gate, self.up, self.down = linear(c.dim, c.ffn), linear(c.dim, c.ffn), linear(c.ffn, c.dim)
+
+    def __call__(self, x):
+        c, (b, s, _) = self.c, x.shape
+        h = self.norm1(x)
+        q = rotate(self.q(h).reshape(b, s, c.heads, c.head_dim), c.rope_theta)
+        k = rotate(self.k(h).reshape(b, s, c.kv_heads, c.head_dim), c.rope_theta)
+        v = self.v(h).reshape(b, s, c.kv_heads, c.head_dim)
+        k, v = (jnp.repeat(t, c.heads // c.kv_heads, axis=2) for t in (k, v))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(c.head_dim)
+        scores = jnp.where(np.tril(np.ones((s, s), bool)), scores, -jnp.inf)
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, -1), v)
+        x = x + self.o(mixed.reshape(b, s, -1))
+        h = self.norm2(x)
+        return x + self.down(jax.nn.silu(self.gate(h)) * self.up(h))
+
+
+class PlainLlama(nnx.Module):
+    def __init__(self, c, rngs):
+        self.embed = nnx.Embed(c.vocab, c.dim, rngs=rngs, param_dtype=c.dtype, dtype=c.dtype)
+        self.blocks = nnx.List([PlainBlock(c, rngs) for _ in range(c.layers)])
+        self.norm = nnx.RMSNorm(c.dim, epsilon=c.eps, rngs=rngs, param_dtype=c.dtype, dtype=c.dtype)
+        self.head = nnx.Linear(c.dim, c.vocab, use_bias=False, rngs=rngs, param_dtype=c.dtype, dtype=c.dtype)
+
+    def __call__(self, tokens, head_kernel):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x) @ head_kernel
+
+
+def rotate(x, theta):
+    """Rotary embedding as a complex product."""
+    half = x.shape[-1] // 2
+    angle = np.arange(x.shape[1])[:, None] * theta ** (-np.arange(half) / half)
+    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)[:, None, :]
+    return jnp.concatenate([turned.real, turned.imag], -1).astype(x.dtype)
+
+
+class Oracle:
+    """Loss, gradients and optimizer steps of the plain model, on the parameters of a gtp_jax Llama."""
+
+    def __init__(self, config):
+        self.config = config
+        self.graph, self.state = nnx.split(PlainLlama(config, nnx.Rngs(0)))
+
+    def loss(self, params, batch):
+        c, state = self.config, self.state
+        layers = params["blocks"]["layers"]
+        put = lambda path, value: _set(state, path, value)  # noqa: E731
+        put(("embed", "embedding"), params["embed"]["table"])
+        put(("norm", "scale"), params["head"]["scale"])
+        for i in range(c.layers):
+            attention, mlp = layers["attention"], layers["mlp"]
+            put(("blocks", i, "norm1", "scale"), attention["qkv"]["scale"][i])
+            put(("blocks", i, "norm2", "scale"), mlp["up"]["scale"][i])
+            for mine, theirs in (("q", "query"), ("k", "key"), ("v", "value")):
+                put(("blocks", i, mine, "kernel"), attention["qkv"]["kernel"][theirs][i])
+            put(("blocks", i, "o", "kernel"), attention["out"]["kernel"][i])
+            put(("blocks", i, "gate", "kernel"), mlp["up"]["kernel"]["gate"][i])
+            put(("blocks", i, "up", "kernel"), mlp["up"]["kernel"]["up"][i])
+            put(("blocks", i, "down", "kernel"), mlp["down"]["kernel"][i])
+        head = params["embed"]["table"].T if c.tied else params["head"]["kernel"]
+        logits = nnx.merge(self.graph, state)(batch["tokens"], head)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+        return jnp.sum(losses * batch["weights"]) / jnp.sum(batch["weights"])
+
+    def train(self, params, batches, optimizer, max_grad_norm):
+        """The first batch's gradient, every step's loss, and the parameters at the end."""
+        chained = optax.chain(optax.clip_by_global_norm(max_grad_norm), optimizer)
+        state, losses, first = chained.init(params), [], None
+        step = jax.jit(jax.value_and_grad(self.loss))
+        for batch in batches:
+            loss, gradient = step(params, batch)
+            first = gradient if first is None else first
+            updates, state = chained.update(gradient, state, params)
+            params = optax.apply_updates(params, updates)
+            losses.append(float(loss))
+        return first, losses, params
+
+
+def _set(state, path, value):
+    for part in path[:-1]:
+        state = state[part]
+    state[path[-1]] = state[path[-1]].replace(value)
