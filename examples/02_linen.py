@@ -1,6 +1,6 @@
 """gtp_jax layers in a Flax Linen model, through Flax's own bridge.
 
-    python examples/02_linen.py      # any machine; 8 virtual CPU devices where there is no GPU
+python examples/02_linen.py      # any machine; 8 virtual CPU devices where there is no GPU
 """
 
 import jax

@@ -4,8 +4,11 @@ import os
 import zlib
 
 ON_GPU = os.environ.get("GTP_TEST_PLATFORM") == "gpu"
+# Tests compile far more than they compute: LLVM's expensive passes would double their time.
+QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 if not ON_GPU:
     os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = f"{QUICK_COMPILE} {os.environ.get('XLA_FLAGS', '')}"
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

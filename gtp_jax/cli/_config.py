@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,7 +57,7 @@ class TrainConfig:
     )
     seq: int = _knob(128, "text", "tokens of a sequence", metavar="N")
 
-    steps: int = _knob(200, "training", "optimizer steps in all", metavar="N")
+    steps: int = _knob(150, "training", "optimizer steps in all", metavar="N")
     batch: int = _knob(32, "training", "sequences of a step, over all devices", metavar="N")
     microbatches: int = _knob(1, "training", "parts that a device's sequences are taken in", metavar="N")
     lr: float | None = _knob(
@@ -78,9 +77,9 @@ class TrainConfig:
     tp: int | None = _knob(None, "mesh", "tensor-parallel degree (default: 1; 2 on virtual CPU devices)", metavar="N")
 
     out: str = _knob("gtp-run", "output", "directory of checkpoints, log, curve and report", kind=str, metavar="DIR")
-    eval_every: int = _knob(50, "output", "steps between evaluations on held-out text", metavar="N")
+    eval_every: int = _knob(25, "output", "steps between evaluations on held-out text", metavar="N")
     eval_batches: int = _knob(4, "output", "batches of an evaluation", metavar="N")
-    save_every: int = _knob(100, "output", "steps between checkpoints", metavar="N")
+    save_every: int = _knob(50, "output", "steps between checkpoints", metavar="N")
     keep: int = _knob(3, "output", "checkpoints to keep, the latest ones", metavar="N")
 
     def __post_init__(self) -> None:
@@ -164,19 +163,25 @@ class TrainConfig:
         """Steps of linear warm-up."""
         return self.warmup if self.warmup is not None else min(200, self.steps // 10)
 
+    def changes(self, before: TrainConfig) -> list[str]:
+        """How this differs from an earlier configuration in what a run computes."""
+        names = (field.name for field in dataclasses.fields(self) if field.metadata["group"] != "output")
+        pairs = ((name, getattr(before, name), getattr(self, name)) for name in names)
+        return [f"{name} from {old} to {new}" for name, old, new in pairs if old != new]
+
     def save(self, path: Path) -> None:
         """Writes the configuration as JSON."""
         path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
     @classmethod
-    def load(cls, path: Path, changes: Mapping[str, Any]) -> TrainConfig:
-        """Reads a configuration, with some values changed.
+    def load(cls, path: Path) -> TrainConfig:
+        """Reads a configuration.
 
         Raises:
             ValueError: if the file is not one that `save` wrote.
         """
         try:
-            return cls(**{**json.loads(path.read_text()), **changes})
+            return cls(**json.loads(path.read_text()))
         except (TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is not the configuration of a run: {error}. Start anew with --force.") from error
 

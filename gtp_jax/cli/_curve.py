@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from ._log import Record
 
@@ -26,9 +27,8 @@ def draw_curve(records: list[Record], unigram: float, title: str, path: Path) ->
     axis = figure.subplots()
     axis.plot(*zip(*train, strict=True), color=_TRAIN, linewidth=1.2, label="train") if train else None
     if held_out:
-        axis.plot(
-            *zip(*held_out, strict=True), color=_HELD_OUT, linewidth=2, marker="o", markersize=4, label="held out"
-        )
+        style: dict[str, Any] = dict(color=_HELD_OUT, linewidth=1, linestyle=":", marker="o", markersize=5)
+        axis.plot(*zip(*held_out, strict=True), **style, label="held out")
         step, loss = held_out[-1]
         axis.annotate(f"{loss:.2f}", (step, loss), (6, 0), textcoords="offset points", va="center", color=_HELD_OUT)
     axis.axhline(unigram, color=_UNIGRAM, linestyle="--", linewidth=1.5, label=f"unigram entropy, {unigram:.2f}")

@@ -27,10 +27,13 @@ def choose_devices(total: int, *, processes: int = 1, local: int | None = None) 
             f"{total} virtual CPU devices cannot be shared evenly by {processes} processes. Choose other degrees, or "
             "say how many each process has with --local-devices."
         )
-    jax.config.update("jax_num_cpu_devices", local or total // processes)
-    if "JAX_PLATFORMS" not in os.environ and not has_gpu():
-        # An installed CUDA plugin would look for a driver and complain at length that there is none.
-        jax.config.update("jax_platforms", "cpu")
+    try:
+        jax.config.update("jax_num_cpu_devices", local or total // processes)
+        if "JAX_PLATFORMS" not in os.environ and not has_gpu():
+            # An installed CUDA plugin would look for a driver and complain at length that there is none.
+            jax.config.update("jax_platforms", "cpu")
+    except RuntimeError:
+        pass  # jax runs already, with devices that are counted later
 
 
 def has_gpu() -> bool:

@@ -69,19 +69,20 @@ class RunDirectory:
             )
 
     def prepare(self, config: TrainConfig, *, keep: bool) -> None:
-        """Makes the directory, with its configuration; deletes what an earlier run has written, and nothing else.
+        """Makes the directory of a new run, or makes it ready for a run that is resumed.
 
         Args:
             config: of the run.
-            keep: keep the log and the checkpoints, for this is the same run, resumed.
+            keep: this is the same run, resumed. Otherwise what an earlier run has written is deleted, and nothing else.
         """
+        self.root.mkdir(parents=True, exist_ok=True)
         if not keep:
             for file in (self.config, self.log, self.curve, self.report):
                 file.unlink(missing_ok=True)
             shutil.rmtree(self.checkpoints, ignore_errors=True)
+            config.save(self.config)
         shutil.rmtree(self.alive, ignore_errors=True)
-        self.alive.mkdir(parents=True)
-        config.save(self.config)
+        self.alive.mkdir()
 
     def how_to_resume(self) -> str:
         """The last checkpoint, and the command that goes on from it."""

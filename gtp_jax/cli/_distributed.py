@@ -6,13 +6,11 @@ import argparse
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-
-T = TypeVar("T")
 
 # Environment variables with the number and the rank of processes, by launcher. SLURM's are those of a step: an
 # allocation without `srun` runs one process, whatever it has room for.
@@ -71,13 +69,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of several processes."""
     group = parser.add_argument_group(
         "several processes",
-        "Under srun (SLURM) or mpirun (Open MPI) nothing is needed. Elsewhere start the same command in every process, "
-        "with its own --process-id; one process a GPU: set CUDA_VISIBLE_DEVICES for each. All share --out.",
+        "Under srun (SLURM) or mpirun (Open MPI) none of these is needed. Elsewhere start the same command in every\n"
+        "process, with its own --process-id; one process a GPU: set CUDA_VISIBLE_DEVICES for each. All share --out.",
     )
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0, with a free port")
-    group.add_argument("--num-processes", type=int, metavar="N", help="how many there are")
-    group.add_argument("--process-id", type=int, metavar="I", help="number of this one, from 0")
-    group.add_argument("--local-devices", type=int, metavar="N", help="virtual CPU devices of this process")
+    group.add_argument(
+        "--coordinator", default=None, metavar="HOST:PORT", help="address of process 0, with a free port"
+    )
+    group.add_argument("--num-processes", default=None, type=int, metavar="N", help="how many there are")
+    group.add_argument("--process-id", default=None, type=int, metavar="I", help="number of this one, from 0")
+    group.add_argument(
+        "--local-devices", default=None, type=int, metavar="N", help="virtual CPU devices of this process"
+    )
 
 
 def find_launch(args: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Launch:
@@ -115,7 +117,7 @@ def barrier(name: str) -> None:
         multihost_utils.sync_global_devices(name)
 
 
-def together(check: Callable[[], T]) -> T:
+def together[T](check: Callable[[], T]) -> T:
     """Runs a check that may refuse in one process only, and lets all processes refuse if one does.
 
     Raises:

@@ -14,7 +14,8 @@ class Interrupt:
     """Asks a run to stop. A context manager, for the main thread.
 
     A single process stops after the step in which the signal came. Of several, all stop after the same step, which jax
-    negotiates: it listens for SIGTERM in any of them, and Ctrl-C is passed on as that. A second Ctrl-C is not held back.
+    negotiates: it listens for SIGTERM in any of them, and Ctrl-C is passed on as that. A second Ctrl-C ends the process
+    at once.
     """
 
     def __init__(self) -> None:

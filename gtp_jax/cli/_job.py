@@ -18,7 +18,7 @@ from ..checkpoint import Checkpoints
 from ..data import Corpus, Loader, Windows
 from ..mesh import cut_axes
 from ..models import Llama, LlamaConfig, next_token_loss
-from ..nn import abstract_model, init
+from ..nn import abstract_model, init, take_apart
 from ..train import TrainState, eval_step, train_step
 from ._config import TrainConfig
 
@@ -79,9 +79,8 @@ def prepare(
     Raises:
         ValueError: if the checkpoint is of another model, or was trained on other text.
     """
-    schedule = learning_rate(config)
     abstract = abstract_model(lambda rngs: Llama(model, rngs=rngs))
-    optimizer = adamw(config, schedule, _matrices(abstract))
+    optimizer = adamw(config, abstract)
     if resume and checkpoints.latest() is not None:
         state, extra = checkpoints.restore(TrainState.create(abstract, optimizer))
         if extra["text"] != corpus.fingerprint:
@@ -91,6 +90,7 @@ def prepare(
             )
     else:
         state = TrainState.create(init(lambda rngs: Llama(model, rngs=rngs), nnx.Rngs(config.seed)), optimizer)
+    schedule = learning_rate(config)
     train = Loader(Windows(corpus.train, config.seq, config.seed), config.batch, mesh)
     step = train_step(next_token_loss, optimizer, microbatches=config.microbatches, max_grad_norm=config.max_grad_norm)
     lowered = step.lower(state, train.at(0))  # pyright: ignore[reportFunctionMemberAccess]
@@ -101,7 +101,7 @@ def prepare(
         model=model,
         mesh=mesh,
         corpus=corpus,
-        learning_rate=lambda step: float(schedule(step)),
+        learning_rate=lambda step: float(np.asarray(schedule(step))),
         train=train,
         held_out=Loader(Windows(corpus.held_out, config.seq, config.seed, repeat=False), config.batch, mesh),
         step=compiled,
@@ -120,18 +120,9 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
     )
 
 
-def adamw(config: TrainConfig, schedule: optax.Schedule, matrices: Any) -> optax.GradientTransformation:
-    """AdamW whose weight decay leaves out what is not a matrix.
-
-    Args:
-        config: the run.
-        schedule: learning rate.
-        matrices: a pytree of the parameters' structure: whether each is a matrix.
-    """
-    return optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=matrices)
-
-
-def _matrices(abstract: Llama) -> Any:
+def adamw(config: TrainConfig, model: Llama) -> optax.GradientTransformation:
+    """AdamW whose weight decay leaves out what is not a matrix."""
     # Matrices are what is cut over the mesh; norm scales, also those of a stack of layers, stay whole.
-    specs = TrainState.create(abstract, optax.identity()).skeleton.specs
-    return jax.tree.map(lambda spec: bool(cut_axes(spec)), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    specs = take_apart(model)[0].specs
+    matrices = jax.tree.map(lambda spec: bool(cut_axes(spec)), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return optax.adamw(learning_rate(config), b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=matrices)

@@ -14,14 +14,14 @@ class Log:
 
     Args:
         path: the file; `None` for a process that does not log.
-        step: keep what an earlier run has logged up to this step, drop the rest, which will be logged anew.
+        step: updates made so far; what has been logged up to there is kept, the rest will be logged anew.
     """
 
     def __init__(self, path: Path | None, step: int) -> None:
         self._file = None
         if path is None:
             return
-        kept = [record for record in read_log(path) if record["step"] <= step]
+        kept = [record for record in read_log(path) if record["step"] <= step] if step else []
         path.write_text("".join(json.dumps(record) + "\n" for record in kept))
         self._file = path.open("a", buffering=1)
 

@@ -87,8 +87,11 @@ def run(args: argparse.Namespace) -> int:
     config = TrainConfig(**given)
     directory = RunDirectory(Path(config.out).expanduser().absolute())
     directory.check(resume=args.resume, force=args.force)
+    changes: list[str] = []
     if args.resume:
-        config = TrainConfig.load(directory.config, {**given, "out": config.out})
+        before = TrainConfig.load(directory.config)
+        config = dataclasses.replace(before, **{**given, "out": config.out})
+        changes = config.changes(before)
     launch = find_launch(args)
     choose_devices(config.virtual_devices, processes=launch.processes, local=launch.local_devices)
     launch.join()
@@ -100,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     barrier("the run directory is ready")
     with jax.set_mesh(mesh), Watch(directory, launch) as watch:
         try:
-            return _train(config, mesh, corpus, directory, watch, resume=args.resume)
+            return _train(config, mesh, corpus, directory, watch, resume=args.resume, changes=changes)
         except Exception as error:
             if launch.processes > 1:
                 watch.give_up(_reason(error))
@@ -120,18 +123,30 @@ def _check(config: TrainConfig) -> tuple[dict[str, int], Corpus]:
 
 
 def _train(
-    config: TrainConfig, mesh: Mesh, corpus: Corpus, directory: RunDirectory, watch: Watch, *, resume: bool
+    config: TrainConfig,
+    mesh: Mesh,
+    corpus: Corpus,
+    directory: RunDirectory,
+    watch: Watch,
+    *,
+    resume: bool,
+    changes: list[str],
 ) -> int:
     model = config.model(corpus.vocab, dtype="bfloat16" if on_gpu() else "float32")
     unigram = unigram_entropy(corpus.train, corpus.held_out, corpus.vocab)
-    say = print if jax.process_index() == 0 else lambda *_, **__: None
+    speaks = jax.process_index() == 0
+    say = print if speaks else lambda *_, **__: None
     say(heading(config, model, mesh, corpus, unigram), flush=True)
     with Checkpoints(directory.checkpoints, keep=config.keep) as checkpoints:
         job, state = prepare(config, model, mesh, corpus, checkpoints, resume=resume)
         begin = int(state.step)
+        if changes:
+            say(f"changed {', '.join(changes)}: the run goes on, but not as if never stopped", flush=True)
         say(f"{'resumed at step ' + str(begin) if begin else 'ready'}; compiled in {job.compile_s:.1f} s", flush=True)
+        if speaks:
+            config.save(directory.config)
         outcome = run_loop(job, state, directory=directory, checkpoints=checkpoints, watch=watch, unigram=unigram)
-    if jax.process_index() == 0:
+    if speaks:
         records = read_log(directory.log)
         title = f"{config.preset}, {config.batch} x {config.seq} tokens a step, on {corpus.name}"
         draw_curve(records, unigram, title, directory.curve)

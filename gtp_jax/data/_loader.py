@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import numpy as np
@@ -48,7 +49,7 @@ class Loader:
         def rows(start: int, stop: int) -> dict[str, np.ndarray]:
             return self.windows.rows(step * self.batch + np.arange(start, stop, dtype=np.int64))
 
-        def part(name: str, index: tuple[slice, ...]) -> np.ndarray:
+        def part(name: str, index: Any) -> np.ndarray:
             start, stop, _ = index[0].indices(self.batch)
             return rows(start, stop)[name]
 

@@ -65,7 +65,7 @@ class Windows:
         """
         starts = self.order(rows).astype(np.int64) * self.seq
         window = self.tokens[starts[:, None] + np.arange(self.seq + 1)].astype(np.int32)
-        batch = {"tokens": window[:, :-1], "targets": window[:, 1:]}
+        batch: dict[str, np.ndarray] = {"tokens": window[:, :-1], "targets": window[:, 1:]}
         if not self.repeat:
             inside = np.asarray(rows) < len(self)
             batch["weights"] = np.repeat(inside[:, None], self.seq, axis=1).astype(np.float32)
@@ -86,7 +86,7 @@ def _permuted(places: np.ndarray, epochs: np.ndarray, size: int, seed: int) -> n
 
     images = network(places, keys)
     while (outside := images >= size).any():  # under 4 tries on average: the domain is at most 4 times too large
-        images[outside] = network(images[outside], keys[outside])
+        images = np.where(outside, network(images, keys), images)
     return images
 
 

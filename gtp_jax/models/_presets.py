@@ -6,7 +6,7 @@ from ._llama import LlamaConfig
 
 PRESETS: dict[str, LlamaConfig] = {
     # trains on a laptop's CPU in minutes
-    "tiny": LlamaConfig(vocab=256, dim=128, layers=4, heads=8, kv_heads=4, head_dim=16, ffn=384),
+    "tiny": LlamaConfig(vocab=256, dim=128, layers=4, heads=8, kv_heads=4, head_dim=32, ffn=384),
     "100m": LlamaConfig(vocab=256, dim=768, layers=12, heads=12, kv_heads=4, head_dim=64, ffn=2304),
     "1b": LlamaConfig(vocab=256, dim=2048, layers=20, heads=16, kv_heads=8, head_dim=128, ffn=7168),
     # the step that the benchmarks time: 3.6 B parameters in matmuls

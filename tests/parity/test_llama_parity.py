@@ -40,7 +40,7 @@ from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from .plain_llama import Oracle
 
 # Nothing divides evenly: features of 56, a hidden size of 120, 1000 tokens.
-UNALIGNED = LlamaConfig(vocab=1000, dim=56, layers=3, heads=4, kv_heads=2, head_dim=14, ffn=120, dtype="float64")
+UNALIGNED = LlamaConfig(vocab=1000, dim=56, layers=2, heads=4, kv_heads=2, head_dim=14, ffn=120, dtype="float64")
 STEPS = 5
 
 MESHES = {
@@ -74,12 +74,12 @@ def batches(config: LlamaConfig, size: int, length: int) -> list[dict[str, jax.A
     return found
 
 
-def train(config: LlamaConfig, degrees: dict[str, int] | None, data, microbatches: int = 1):
+def train(config: LlamaConfig, degrees: dict[str, int] | None, data, microbatches: int = 1, rate: float = 1e-2):
     """Initial parameters, first gradient, losses and final parameters, all logical; without a mesh if no degrees."""
     count = int(np.prod(list(degrees.values()))) if degrees else 0
     mesh = gtp.make_mesh(**degrees, devices=jax.devices()[:count]) if degrees else None
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
-        optimizer = optax.adamw(1e-2)
+        optimizer = optax.adamw(rate)
         model = gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(3))
         state = gtp.TrainState.create(model, optimizer)
         host = lambda tree: jax.tree.map(np.asarray, tree)  # noqa: E731
@@ -96,6 +96,18 @@ def train(config: LlamaConfig, degrees: dict[str, int] | None, data, microbatche
         return start, gradient, losses, host(state.logical_params())
 
 
+_answers: dict = {}
+
+
+def oracle(config: LlamaConfig, start, data, rate: float = 1e-2):
+    """What stock Flax makes of these parameters and batches; once for all configurations that are one to it."""
+    plain = dataclasses.replace(config, sequence_parallel=True, prefetch=True, unroll="full", kept=1, remat="matmuls")
+    key = (plain, rate, hash(tuple(np.asarray(a).tobytes() for a in jax.tree.leaves((start, data)))))
+    if key not in _answers:
+        _answers[key] = Oracle(plain).train(start, data, optax.adamw(rate), 0.5)
+    return _answers[key]
+
+
 def assert_close(found, wanted, tolerance: float, what: str) -> None:
     """Leaf by leaf: the norm of the difference, relative to the norm."""
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
@@ -106,7 +118,7 @@ def assert_close(found, wanted, tolerance: float, what: str) -> None:
 def check(config: LlamaConfig, degrees: dict[str, int], tolerance: float, microbatches: int = 1) -> None:
     data = batches(config, 16 if microbatches > 1 else 8, 8)
     start, gradient, losses, end = train(config, degrees, data, microbatches)
-    wanted_gradient, wanted_losses, wanted_end = Oracle(config).train(start, data, optax.adamw(1e-2), 0.5)
+    wanted_gradient, wanted_losses, wanted_end = oracle(config, start, data)
     assert_close(gradient, wanted_gradient, tolerance, "gradient of ")
     assert_close(losses, wanted_losses, tolerance, "loss of step ")
     # five steps of Adam amplify rounding where a gradient is near zero
@@ -124,8 +136,9 @@ def test_meshes_agree_with_the_plain_model_in_float32(name):
     degrees, changes, microbatches = MESHES[name]
     config = dataclasses.replace(UNALIGNED, dtype="float32", **changes)
     data = batches(config, 8, 8)
-    start, gradient, losses, _ = train(config, degrees, data, microbatches)
-    wanted_gradient, wanted_losses, _ = Oracle(config).train(start, data, optax.adamw(1e-2), 0.5)
+    # Adam amplifies rounding where a gradient is near zero, in proportion to its rate
+    start, gradient, losses, _ = train(config, degrees, data, microbatches, rate=1e-3)
+    wanted_gradient, wanted_losses, _ = oracle(config, start, data, rate=1e-3)
     assert_close(gradient, wanted_gradient, 1e-5, "gradient of ")
     assert_close(losses, wanted_losses, 1e-5, "loss of step ")
 
@@ -168,10 +181,12 @@ def test_two_runs_with_one_seed_are_equal():
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: optax.adafactor(1e-2), lambda: optax.contrib.muon(1e-2)], ids=["adafactor", "muon"]
-)
-def test_optimizers_with_statistics_of_whole_weights_see_no_padding(make, x64):
+MAKERS = {"adafactor": lambda: optax.adafactor(1e-2), "muon": lambda: optax.contrib.muon(1e-2)}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_optimizers_with_statistics_of_whole_weights_see_no_padding(name, x64):
+    make = MAKERS[name]
     data = batches(UNALIGNED, 8, 8)
     end = []
     for degrees in (None, dict(gtp=4, tp=2)):

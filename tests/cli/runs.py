@@ -1,0 +1,114 @@
+"""Starts `gtp-jax train` in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import gtp_jax
+
+WORDS = "def return self weight gather slice scatter mesh axis for in range import yield None True assert".split()
+TIMEOUT_S = 120
+
+_COMPILED = tempfile.TemporaryDirectory()
+
+
+def write_text(folder: Path, documents: int = 40) -> Path:
+    """Some 100 kB of words to learn."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(documents):
+        (folder / f"{i:02d}.txt").write_text(" ".join(random.Random(i).choices(WORDS, k=450)))
+    return folder
+
+
+def small(text: Path, out: Path, **changes: Any) -> list[str]:
+    """Flags of a run that takes seconds."""
+    flags = dict(data=text, out=out, steps=8, seq=32, batch=8, eval_every=4, eval_batches=1, save_every=2)
+    return [f"--{k.replace('_', '-')}={v}" for k, v in {**flags, **changes}.items()]
+
+
+def start(flags: list[str], *, output: Path | None = None) -> subprocess.Popen[str]:
+    """Starts a run; its output goes to a file if one is given."""
+    root = Path(gtp_jax.__file__).parents[1]
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(root),
+        "JAX_COMPILATION_CACHE_DIR": _COMPILED.name,  # one program for all tests of a module
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    }
+    where: Any = subprocess.PIPE if output is None else output.open("w")
+    return subprocess.Popen(
+        [sys.executable, "-m", "gtp_jax", "train", *flags],
+        stdout=where,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
+
+
+def finish(run: subprocess.Popen[str]) -> str:
+    """Waits for a run and returns its output."""
+    try:
+        return run.communicate(timeout=TIMEOUT_S)[0]
+    except subprocess.TimeoutExpired:
+        run.kill()
+        raise AssertionError(f"still running after {TIMEOUT_S} s: {run.communicate()[0][-2000:]}") from None
+
+
+def train(flags: list[str]) -> str:
+    """A run that must succeed; returns its output."""
+    run = start(flags)
+    output = finish(run)
+    assert run.returncode == 0, output[-4000:]
+    return output
+
+
+@contextmanager
+def processes(
+    count: int, flags: list[str], folder: Path, *, last: list[str] | None = None
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """A run in several processes, whose output goes to `folder/process0.txt` and so on; `last`: more for the last."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder.mkdir(parents=True, exist_ok=True)
+    shared = [*flags, f"--coordinator=127.0.0.1:{port}", f"--num-processes={count}"]
+    extra = [[]] * (count - 1) + [last or []]
+    runs = [start([*shared, f"--process-id={i}", *extra[i]], output=folder / f"process{i}.txt") for i in range(count)]
+    try:
+        yield runs
+    finally:
+        for run in runs:
+            run.kill()
+            run.wait()
+
+
+def wait_until(condition: Callable[[], bool], run: subprocess.Popen[str], seconds: float = TIMEOUT_S) -> None:
+    """Waits for something that a run does."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert run.poll() is None, "the run ended too early"
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.02)
+
+
+def read_records(out: Path) -> list[dict[str, Any]]:
+    """The log of a run, without what depends on the clock."""
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines() if line.endswith("}")]
+    return [{k: v for k, v in record.items() if k != "tokens_per_s"} for record in records]
+
+
+def logged(out: Path, step: int) -> bool:
+    """Whether a run has logged this step."""
+    return (out / "log.jsonl").exists() and any(r["step"] >= step for r in read_records(out) if "loss" in r)
