@@ -15,6 +15,8 @@ from ..nn import check_heads
 # Without a GPU, and without degrees that ask for another number.
 VIRTUAL_DEVICES = 8
 
+_VOCAB_MULTIPLE = 128
+
 DTYPES = ("float32", "bfloat16")
 
 
@@ -58,7 +60,7 @@ class TrainConfig:
     seq: int = _knob(128, "text", "tokens of a sequence", metavar="N")
 
     steps: int = _knob(150, "training", "optimizer steps in all", metavar="N")
-    batch: int = _knob(32, "training", "sequences of a step, over all devices", metavar="N")
+    batch: int = _knob(16, "training", "sequences of a step, over all devices", metavar="N")
     microbatches: int = _knob(1, "training", "parts that a device's sequences are taken in", metavar="N")
     lr: float | None = _knob(
         None, "training", "highest learning rate (default: 0.003 * sqrt(128 / dim))", kind=float, metavar="RATE"
@@ -148,8 +150,14 @@ class TrainConfig:
             )
 
     def model(self, vocab: int, *, dtype: str) -> LlamaConfig:
-        """The preset, its vocabulary grown to `vocab` tokens if it is smaller, computing in `dtype` by default."""
+        """The preset, computing in `dtype` by default; with a larger vocabulary if the text needs it.
+
+        Args:
+            vocab: number of different tokens; rounded up, so that every tp degree divides the model's.
+            dtype: compute dtype.
+        """
         preset = PRESETS[self.preset]
+        vocab = -(-vocab // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
         chosen: Any = {"dtype": self.dtype or dtype, "prefetch": self.prefetch, "unroll": self.unroll}
         return dataclasses.replace(preset, vocab=max(vocab, preset.vocab), **chosen)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 Record = dict[str, Any]
 
@@ -30,10 +30,8 @@ class Log:
         if self._file is not None:
             self._file.write(json.dumps({"step": step, **values}) + "\n")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Closes the file."""
         if self._file is not None:
             self._file.close()
 

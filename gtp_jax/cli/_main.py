@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
 from .. import __version__
 from . import _doctor, _inspect, _train
+from ._progress import Diverged
 
 _EXAMPLES = """\
 examples:
@@ -30,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments, without the name of the program; those of the process by default.
 
     Returns:
-        The exit status: 0, or 2 after a mistake in the arguments or in what they name.
+        The exit status: 0; 2 after a mistake in the arguments or in what they name; 1 if a run has failed; 128 and the
+        number of the signal that has ended it.
     """
     args = _parser().parse_args(argv)
     try:
@@ -40,6 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"gtp-jax {args.command}: error: {error}", file=sys.stderr)
         return 2
+    except Diverged as error:
+        print(f"gtp-jax {args.command}: stopped: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"gtp-jax {args.command}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -22,7 +22,8 @@ from ._distributed import add_arguments as add_distributed_arguments
 from ._distributed import barrier, check_same, find_launch, together
 from ._job import prepare
 from ._log import read_log
-from ._loop import Diverged, run_loop
+from ._loop import run_loop
+from ._progress import Diverged, Progress
 from ._report import heading, report
 from ._watch import Watch
 
@@ -145,7 +146,8 @@ def _train(
         say(f"{'resumed at step ' + str(begin) if begin else 'ready'}; compiled in {job.compile_s:.1f} s", flush=True)
         if speaks:
             config.save(directory.config)
-        outcome = run_loop(job, state, directory=directory, checkpoints=checkpoints, watch=watch, unigram=unigram)
+        with Progress(job, unigram, directory.log, begin) as progress:
+            outcome = run_loop(job, state, checkpoints, watch, progress)
     if speaks:
         records = read_log(directory.log)
         title = f"{config.preset}, {config.batch} x {config.seq} tokens a step, on {corpus.name}"

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from ..collectives import enter, leave, split_features
 from ..mesh import ALIGNMENT, BATCH_AXES, TP, Layout, current_view, degree
 from ..ops import layer_norm, linear, rms_norm
-from ._layer import Weight, between_layers, inside_layer
+from ._layer import between_layers, inside_layer
 from ._weight import Initializer, WeightOwner, make_vector, make_weight
 
 Parallel = Literal["column", "row"] | None
@@ -79,7 +79,7 @@ class Dense(WeightOwner):
         self.sequence_parallel = sequence_parallel and parallel is not None
         tp_dim = {"column": 1, "row": 0, None: None}[parallel]
 
-        def kernel(size: int) -> Weight:
+        def kernel(size: int) -> nnx.Param:
             layout = Layout.on_mesh((in_features, size), dim=1, tp_dim=tp_dim, alignment=alignment)
             return make_weight(layout, kernel_init, rngs.params(), param_dtype)
 
@@ -92,7 +92,7 @@ class Dense(WeightOwner):
         self.kernel: Any = kernels[""] if alone else nnx.Dict(kernels)
         self.bias: Any = nnx.data(None) if not bias else biases[""] if alone else nnx.Dict(biases)
 
-    def weights(self) -> tuple[Weight, ...]:
+    def weights(self) -> tuple[nnx.Param, ...]:
         return (self.kernel,) if self.names == ("",) else tuple(self.kernel[name] for name in self.names)
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:

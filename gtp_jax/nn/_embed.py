@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from ..collectives import enter, leave, split_features
 from ..mesh import ALIGNMENT, BATCH_AXES, TP, Layout, current_view, degree
 from ..ops import linear, rms_norm
-from ._layer import Layer, Weight, between_layers, inside_layer
+from ._layer import Layer, between_layers, inside_layer
 from ._weight import Initializer, WeightOwner, make_vector, make_weight
 
 default_table_init = initializers.normal(0.02)
@@ -56,7 +56,7 @@ class Embed(WeightOwner):
         self.table = make_weight(layout, table_init, rngs.params(), param_dtype)
         self.sequence_parallel = sequence_parallel
 
-    def weights(self) -> tuple[Weight, ...]:
+    def weights(self) -> tuple[nnx.Param, ...]:
         return (self.table,)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:

@@ -13,13 +13,12 @@ from jax.sharding import PartitionSpec
 from ..mesh import BATCH_AXES, GTP, TP, Layout, current_view, degree, degrees, stacked_spec
 
 
-class Weight(nnx.Param):
-    """A parameter that is cut over gtp. Its metadata `layout` says how; its array has the layout's physical shape."""
-
-
 def layout_of(variable: nnx.Variable) -> Layout | None:
-    """The layout of a `Weight`, else `None`."""
-    return variable.get_metadata().get("layout") if isinstance(variable, Weight) else None
+    """The layout of a weight that is cut over gtp, from its metadata; `None` for any other variable.
+
+    A weight is a plain `nnx.Param`, so that Flax, its Linen bridge above all, treats it as one.
+    """
+    return variable.get_metadata().get("layout")
 
 
 def partition_of(variable: nnx.Variable) -> PartitionSpec:

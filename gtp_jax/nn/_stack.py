@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..chain import Link, Remat, Schedule, run, with_remat
-from ._layer import Layer, Weight
+from ._layer import Layer, layout_of
 from ._weight import WeightOwner
 
 
@@ -110,7 +110,7 @@ def _link(module: Layer, remat: Remat) -> Link:
 
     def apply(weights: dict[Any, jax.Array], whole: list[jax.Array], x: Any) -> Any:
         values = iter(whole)
-        put = [v if isinstance(v, Weight) else v.replace(next(values)) for v in variables]
+        put = [v if layout_of(v) is not None else v.replace(next(values)) for v in variables]
         one = nnx.merge(graph, jax.tree.unflatten(tree, put))
         for path, owner in nnx.iter_modules(one):
             if isinstance(owner, WeightOwner):
@@ -119,7 +119,7 @@ def _link(module: Layer, remat: Remat) -> Link:
 
     return Link(
         slices={path: owner.slices() for path, owner in owners.items()},
-        whole=[v.get_value() for v in variables if not isinstance(v, Weight)],
+        whole=[v.get_value() for v in variables if layout_of(v) is None],
         gather=lambda slices: {path: owner.gather(slices[path]) for path, owner in owners.items()},
         scatter=lambda gradients: {path: owner.scatter(gradients[path]) for path, owner in owners.items()},
         apply=with_remat(apply, remat),

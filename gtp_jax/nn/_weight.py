@@ -13,15 +13,15 @@ from jax.sharding import PartitionSpec
 
 from ..collectives import Slices, gather_weight, gathered, scatter_gradient
 from ..mesh import TP, Layout, current_view
-from ._layer import Layer, Weight
+from ._layer import Layer
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
 
-def make_weight(layout: Layout, init: Initializer, key: jax.Array, dtype: Any) -> Weight:
+def make_weight(layout: Layout, init: Initializer, key: jax.Array, dtype: Any) -> nnx.Param:
     """A weight whose values are those of the logical array that `init` makes, whatever the mesh."""
     value = layout.physical(init(key, layout.shape, dtype))
-    return Weight(value, layout=layout, **_partition(layout.spec))
+    return nnx.Param(value, layout=layout, **_partition(layout.spec))
 
 
 def make_vector(size: int, init: Initializer, key: jax.Array, dtype: Any, *, cut: bool = False) -> nnx.Param:
@@ -50,7 +50,7 @@ class WeightOwner(Layer):
         self.whole_weight = nnx.data(None)
 
     @abc.abstractmethod
-    def weights(self) -> tuple[Weight, ...]:
+    def weights(self) -> tuple[nnx.Param, ...]:
         """The kernels, in the order in which their rows are laid out."""
 
     @property

@@ -1,0 +1,122 @@
+"""What a run shows and logs while it goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+import jax
+from tqdm import tqdm
+
+from ..data import bits_per_byte
+from ._job import Job
+from ._log import Log
+
+
+class Diverged(Exception):
+    """The loss is no number any more."""
+
+
+class Progress:
+    """The progress bar, the lines above it and the log. A context manager; silent in every process but the first.
+
+    Args:
+        job: what is run.
+        unigram: entropy of single tokens, in nats a token.
+        log: file of the log.
+        begin: updates made before.
+    """
+
+    def __init__(self, job: Job, unigram: float, log: Path, begin: int) -> None:
+        self._job, self._unigram = job, unigram
+        self._speaks = jax.process_index() == 0
+        self._log = Log(log if self._speaks else None, begin)
+        self._pace = _Pace(job.config.batch * job.config.seq)
+        self._shown = {"unigram": f"{unigram:.2f}"}
+        self._bar = tqdm(
+            total=job.config.steps,
+            initial=begin,
+            unit="step",
+            disable=not self._speaks,
+            dynamic_ncols=True,
+            mininterval=0.2 if sys.stderr.isatty() else 15,  # a file gets a line a quarter of a minute
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+        self._log.close()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Over all devices, without the first step and what was `paused`; 0 if unknown."""
+        return self._pace.tokens_per_s
+
+    def step(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """Shows a step, once it has ended.
+
+        Raises:
+            Diverged: if its loss is not finite.
+        """
+        loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+        self._pace.step()
+        rate = self._job.learning_rate(step - 1)
+        self._log.write(
+            step, loss=loss, grad_norm=norm, learning_rate=rate, tokens_per_s=round(self._pace.tokens_per_s, 1)
+        )
+        self._shown |= {"loss": f"{loss:.3f}", "tokens/s": f"{self._pace.tokens_per_s:,.0f}"}
+        self._bar.set_postfix(self._shown, refresh=False)
+        self._bar.update(1)
+        if not math.isfinite(loss):
+            raise Diverged(f"the loss of step {step} is {loss}. Take a lower --lr or a longer --warmup.")
+
+    def held_out(self, step: int, loss: float) -> None:
+        """Shows an evaluation, beside what it must beat."""
+        bits = bits_per_byte(loss, self._job.corpus.bytes_per_token)
+        self._log.write(step, held_out=loss, bits_per_byte=bits)
+        self._shown["held out"] = f"{loss:.3f}"
+        if self._speaks:
+            line = f"step {step:>6}   held-out loss {loss:.3f} nats a token ({bits:.2f} bits a byte)"
+            self._bar.write(f"{line}   unigram entropy {self._unigram:.3f}", file=sys.stdout)
+            sys.stdout.flush()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out of the pace what is done meanwhile."""
+        began = time.perf_counter()
+        yield
+        self._pace.skip(time.perf_counter() - began)
+
+
+class _Pace:
+    """Tokens a second, from the end of the first step on, which also warms up."""
+
+    def __init__(self, tokens_per_step: int) -> None:
+        self._tokens_per_step = tokens_per_step
+        self._ends: tuple[float, float] | None = None  # of the first and the last step
+        self._steps = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        if self._ends is None or not self._steps:
+            return 0.0
+        return self._steps * self._tokens_per_step / (self._ends[1] - self._ends[0])
+
+    def step(self) -> None:
+        now = time.perf_counter()
+        if self._ends is None:
+            self._ends = now, now
+        else:
+            self._ends = self._ends[0], now
+            self._steps += 1
+
+    def skip(self, seconds: float) -> None:
+        if self._ends is not None:
+            self._ends = self._ends[0] + seconds, self._ends[1] + seconds

@@ -1,0 +1,35 @@
+"""Compiled steps of abstract models: nothing is allocated."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gtp_jax as gtp
+from gtp_jax import plan
+from gtp_jax.models import Llama, LlamaConfig, next_token_loss
+from gtp_jax.nn import abstract_model
+
+
+def lowered_step(config: LlamaConfig, mesh, *, batch: int, seq: int, microbatches: int = 1, gradients=False, **options):
+    """The lowered train step, or its loss and gradients alone, on `batch` sequences."""
+    with jax.set_mesh(mesh):
+        optimizer = optax.sgd(0.1)
+        state = gtp.TrainState.create(abstract_model(lambda rngs: Llama(config, rngs=rngs)), optimizer)
+        tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=NamedSharding(mesh, P(("dp", "gtp"))))
+        data = {"tokens": tokens, "targets": tokens}
+        if gradients:
+            return jax.jit(lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b)).lower(state, data)
+        return gtp.train_step(next_token_loss, optimizer, microbatches=microbatches, **options).lower(state, data)
+
+
+def counted(found: list[plan.Collective]) -> Counter:
+    """Times that each (pass, whole shape) moves."""
+    count: Counter = Counter()
+    for c in found:
+        (whole,) = c.results if c.kind == "all-gather" else c.operands
+        count[c.direction, whole.dims] += c.times
+    return count

@@ -1,0 +1,74 @@
+"""The collectives of a compiled train step: how many, how large, in which dtype. Counted, not estimated."""
+
+import pytest
+
+import gtp_jax as gtp
+from gtp_jax import plan
+from gtp_jax.models import LlamaConfig
+
+from .programs import counted, lowered_step
+
+LAYERS = 3
+# every size a multiple of gtp * 16, so nothing is padded; every weight of a shape of its own
+SIZES = dict(vocab=640, dim=128, layers=LAYERS, heads=4, kv_heads=2, head_dim=64, ffn=384)
+
+
+def weights(tp: int) -> list[tuple[int, int]]:
+    """Whole weights of a block on one tp rank, `(cut over gtp, other)`: qkv, out, gate and up, down."""
+    return [(512 // tp, 128), (128, 256 // tp), (768 // tp, 128), (128, 384 // tp)]
+
+
+CASES = {
+    "gtp 8": (dict(gtp=8), {}, 1),
+    "gtp 8, three microbatches": (dict(gtp=8), {}, 3),
+    "gtp 8, looped": (dict(gtp=8), dict(unroll=1), 1),
+    "gtp 8, waited for": (dict(gtp=8), dict(prefetch=False), 1),
+    "gtp 8, all kept": (dict(gtp=8), dict(kept="all"), 1),
+    "gtp 4 x tp 2": (dict(gtp=4, tp=2), {}, 1),
+    "dp 2 x gtp 4": (dict(dp=2, gtp=4), {}, 1),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_weight_is_gathered_once_a_pass_and_scattered_once(case):
+    degrees, fields, parts = CASES[case]
+    mesh, tp = gtp.make_mesh(**degrees), degrees.get("tp", 1)
+    step = lowered_step(LlamaConfig(**SIZES, **fields), mesh, batch=8 * parts, seq=16, microbatches=parts)
+    found = plan.collectives(step.compile().as_text())
+    assert all(c.exact for c in found)
+    over_gtp = [c for c in found if c.axes == ("gtp",)]
+    gathers = [c for c in over_gtp if c.kind == "all-gather"]
+    scatters = [c for c in over_gtp if c.kind == "reduce-scatter"]
+
+    each, table = LAYERS * parts, (640 // tp, 128)
+    blocks = dict.fromkeys(weights(tp), each)
+    ends = {table: 2 * parts}  # embedding and head
+    forward = {("forward", shape): n for shape, n in {**blocks, **ends}.items()}
+    # the head, last of the chain, is kept; an embedding's backward wants no table; blocks are gathered again
+    again = {} if fields.get("kept") == "all" else {("backward", shape): n for shape, n in blocks.items()}
+    assert counted(gathers) == {**forward, **again}
+    assert counted(scatters) == {("backward", shape): n for shape, n in {**blocks, **ends}.items()}
+
+    gtp_degree = degrees["gtp"]
+    for c in gathers:
+        (whole,) = c.results
+        assert c.dtype == "u16"  # bfloat16's bits
+        assert c.result_bytes == 2 * whole.dims[0] * whole.dims[1] == gtp_degree * c.operand_bytes
+    for c in scatters:
+        assert c.operand_bytes == gtp_degree * c.result_bytes
+
+    over_dp = [c for c in found if c.axes == ("dp",)]
+    if degrees.get("dp", 1) == 1:
+        assert not over_dp
+    else:  # slices only, all in one, after the last microbatch
+        (total,) = over_dp
+        assert (total.kind, total.times, len(total.operands)) == ("all-reduce", 1, 9)
+        elements = LAYERS * sum(a * b for a, b in weights(tp)) + 2 * 640 * 128
+        assert sum(s.elements for s in total.operands) == elements // gtp_degree
+    # activations: sequence gathered ahead of qkv, up and head; scattered behind embedding, out and down
+    over_tp = [c for c in found if c.axes == ("tp",) and c.kind != "all-reduce"]
+    times = {
+        (k, d): sum(c.times for c in over_tp if (c.kind, c.direction) == (k, d))
+        for k, d in (("all-gather", "forward"), ("reduce-scatter", "forward"), ("reduce-scatter", "backward"))
+    }
+    assert set(times.values()) == {(2 * LAYERS + 1) * parts if tp > 1 else 0}

@@ -1,0 +1,49 @@
+"""What depth costs: a slice and an activation a layer, never a gathered weight."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import gtp_jax as gtp
+from gtp_jax.models import LlamaConfig
+
+from .programs import lowered_step
+
+# weights large, activations small
+SIZES = dict(vocab=256, dim=512, heads=8, kv_heads=4, head_dim=64, ffn=1024)
+GATHERED_LAYER = 2 * (512 * 1024 + 512 * 512 + 3 * 512 * 1024)  # bytes of bfloat16
+
+
+def temporary_bytes(layers: int, kept) -> int:
+    config = LlamaConfig(**SIZES, layers=layers, kept=kept)
+    step = lowered_step(config, gtp.make_mesh(gtp=8), batch=8, seq=8, gradients=True)
+    return step.compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("kept, least, most", [(1, -0.5, 0.25), ("all", 0.6, 1.2)])
+def test_gathered_weights_pile_up_with_depth_only_if_all_are_kept(kept, least, most):
+    growth = (temporary_bytes(8, kept) - temporary_bytes(4, kept)) / 4 / GATHERED_LAYER
+    assert least < growth < most
+
+
+@pytest.mark.parametrize("kept, whole", [(0, 0), (1, 1), ("all", 3)])
+@pytest.mark.parametrize("unroll", ["full", 1])
+def test_forward_hands_backward_only_the_weights_it_keeps(kept, whole, unroll):
+    schedule = gtp.Schedule(kept=kept, unroll=unroll)
+    found = []
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        make = lambda rngs: gtp.Stack(lambda rngs: gtp.Dense(128, 128, rngs=rngs), 3, schedule=schedule, rngs=rngs)  # noqa: E731
+        graph, state = nnx.split(gtp.init(make, nnx.Rngs(0)))
+
+        def local(state, x):
+            y, backward = jax.vjp(lambda state, x: nnx.merge(graph, state)(x), state, x)
+            found.extend(leaf.shape for leaf in jax.tree.leaves(backward))
+            return y
+
+        specs = P(None, None, "gtp")
+        mapped = jax.shard_map(local, in_specs=(specs, P("gtp")), out_specs=P("gtp"), check_vma=False)
+        jax.eval_shape(mapped, state, jax.ShapeDtypeStruct((8, 2, 128), jnp.bfloat16))
+    layers = [shape[0] if len(shape) == 3 else 1 for shape in found if shape[-2:] == (128, 128)]
+    assert sum(layers) == whole

@@ -1,0 +1,149 @@
+"""Bad input is refused at the door, in words that name the argument, what came, and the remedy."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+
+import gtp_jax as gtp
+from gtp_jax.models import Llama, LlamaConfig, next_token_loss
+
+TINY = LlamaConfig(vocab=32, dim=16, layers=1, heads=2, kv_heads=2, head_dim=8, ffn=16)
+
+
+def rngs() -> nnx.Rngs:
+    return nnx.Rngs(0)
+
+
+def tokens(*shape: int) -> jax.Array:
+    return jnp.zeros(shape, jnp.int32)
+
+
+WITHOUT_A_MESH = {
+    "parallel": (lambda: gtp.Dense(8, 8, parallel="rows", rngs=rngs()), "`parallel` is 'rows'; it is 'column', 'row'"),
+    "size": (lambda: gtp.Dense(8, 0, rngs=rngs()), r"Dense\(8, 0\): feature sizes are whole numbers of at least 1"),
+    "features": (lambda: gtp.Dense(8, 8, rngs=rngs())(jnp.ones((2, 7))), r"Dense takes 8 input features; got shape"),
+    "norm": (lambda: gtp.LayerNormDense(8, 8, norm="batch", rngs=rngs()), "`norm` is 'batch'; it is 'rms', 'layer'"),
+    "kv heads": (lambda: gtp.Attention(16, heads=4, kv_heads=3, rngs=rngs()), "`kv_heads` 3 does not divide `heads` 4"),
+    "heads": (lambda: gtp.Attention(15, heads=4, rngs=rngs()), "`heads` 4 does not divide `features` 15; pass `head_"),
+    "length": (lambda: gtp.Stack(lambda rngs: None, 0, rngs=rngs()), "`length` is 0; a stack has at least one layer"),
+    "remat": (
+        lambda: gtp.Stack(lambda rngs: None, 1, remat="some", rngs=rngs()),
+        r"`remat` is 'some'; it is one of \['everything', 'matmuls', 'nothing'\]",
+    ),
+    "no modules": (lambda: gtp.run_chain(jnp.ones(1)), "`run_chain` joins one module or more; it got none"),
+    "unroll 0": (lambda: gtp.Schedule(unroll=0), "`unroll` is 0; it is a number of layers, at least 1, or 'full'"),
+    "unroll true": (lambda: gtp.Schedule(unroll=True), "`unroll` is True; it is a number of layers"),
+    "kept -1": (lambda: gtp.Schedule(kept=-1), "`kept` is -1; it is a number of layers, at least 0, or 'all'"),
+    "kept true": (lambda: gtp.Schedule(kept=True), "`kept` is True; it is a number of layers"),
+    "loss shapes": (
+        lambda: gtp.cross_entropy(jnp.ones((2, 3, 8)), tokens(2, 4)),
+        r"logits \(2, 3, 8\), targets \(2, 4\), weights None: targets and weights have the shape",
+    ),
+    "microbatches": (
+        lambda: gtp.train_step(next_token_loss, optax.sgd(1), microbatches=0),
+        "`microbatches` is 0; it is a whole number of at least 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_MESH)
+def test_bad_argument_is_named(name):
+    call, message = WITHOUT_A_MESH[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_tokens_and_targets_are_integers():
+    with pytest.raises(TypeError, match="Embed takes integer tokens; got float32"):
+        gtp.Embed(8, 8, rngs=rngs())(jnp.ones((2, 3)))
+    with pytest.raises(TypeError, match="`targets` are token ids, integers; got float32"):
+        gtp.cross_entropy(jnp.ones((2, 3, 8)), jnp.ones((2, 3)))
+
+
+def dense(**options) -> gtp.Dense:
+    return gtp.init(lambda rngs: gtp.Dense(32, 32, rngs=rngs, **options), rngs())
+
+
+ON_A_MESH = {
+    "tp": (lambda: gtp.Dense(8, 7, parallel="column", rngs=rngs()), r"dimension 1 of a weight .* 2 does not divide 7"),
+    "tp heads": (lambda: gtp.Attention(8, heads=1, rngs=rngs()), "tp 2 does not divide the 1 key-value heads"),
+    "batch": (lambda: dense()(jnp.ones((6, 32))), r"input of Dense has shape \(6, 32\).* multiple of dp \* gtp = 4"),
+    "sequence": (
+        lambda: dense(parallel="column")(jnp.ones((4, 3, 32))),
+        r"Dense is sequence parallel over tp = 2, .*\(4, 3, 32\).* pass `sequence_parallel=False`",
+    ),
+    "dimensions": (
+        lambda: dense(parallel="row")(jnp.ones(32)),
+        r"Dense takes \(batch, sequence, features\) under this",
+    ),
+    "attend": (lambda: gtp.Embed(32, 8, rngs=rngs()).attend(jnp.ones((4, 2, 8))), "call it through a `TiedHead`"),
+}
+
+
+@pytest.mark.parametrize("name", ON_A_MESH)
+def test_bad_argument_under_a_mesh_is_named(name):
+    call, message = ON_A_MESH[name]
+    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)), pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_model_built_for_another_mesh_is_refused():
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        model = dense()
+    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
+        with pytest.raises(ValueError, match=r"laid out for gtp 8 x tp 1; the mesh in scope has gtp 4 x tp 2. Build"):
+            model(jnp.ones((8, 32)))
+
+
+def test_mesh_without_an_axis_is_refused():
+    with jax.set_mesh(Mesh(jax.devices(), ("data",))):
+        with pytest.raises(ValueError, match=r"the mesh in scope has the axes \('data',\), and none named 'tp'"):
+            gtp.Dense(8, 8, rngs=rngs())
+
+
+def test_shard_map_over_some_axes_only_is_refused():
+    P = jax.sharding.PartitionSpec
+    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
+        model = dense()
+        part = jax.shard_map(model, in_specs=P("gtp"), out_specs=P("gtp"), axis_names={"gtp"}, check_vma=False)
+        with pytest.raises(ValueError, match="manual over only|manual over every mesh axis"):
+            jax.jit(part)(jnp.ones((8, 32)))
+
+
+def test_state_other_than_parameters_is_refused():
+    class Noisy(nnx.Module):
+        def __init__(self):
+            self.dense = gtp.Dense(8, 8, rngs=rngs())
+            self.mean = nnx.BatchStat(jnp.zeros(8))
+
+    with pytest.raises(ValueError, match=r"the model holds BatchStat at mean; a train step carries parameters"):
+        gtp.TrainState.create(Noisy(), optax.sgd(1))
+
+
+def step_on(loss, *shape: int, microbatches: int = 1):
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        optimizer = optax.sgd(0.1)
+        model = gtp.nn.abstract_model(lambda rngs: Llama(dataclasses.replace(TINY), rngs=rngs))
+        state = gtp.TrainState.create(model, optimizer)
+        batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("tokens", "targets")}
+        gtp.train_step(loss, optimizer, microbatches=microbatches).lower(state, batch)
+
+
+def test_batch_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match=r"`batch`\['targets'\] has shape \(12, 4\); its first dimension is the batch"):
+        step_on(next_token_loss, 12, 4)
+    with pytest.raises(ValueError, match=r"`batch`\['targets'\] has shape \(8, 4\); its first dimension"):
+        step_on(next_token_loss, 8, 4, microbatches=2)
+
+
+def test_loss_returns_two_scalars():
+    message = r"`loss` returns \(sum of token losses, number of tokens\), two scalars; it returned "
+    with pytest.raises(TypeError, match=message + r"\(\)"):
+        step_on(lambda model, batch: jnp.sum(model(batch["tokens"])), 8, 4)
+    with pytest.raises(TypeError, match=message + r"\(\(1, 4\), \(\)\)"):
+        step_on(lambda model, batch: (jnp.sum(model(batch["tokens"]), -1), jnp.ones(())), 8, 4)
