@@ -59,7 +59,7 @@ class TrainConfig:
     )
     seq: int = _knob(128, "text", "tokens of a sequence", metavar="N")
 
-    steps: int = _knob(150, "training", "optimizer steps in all", metavar="N")
+    steps: int = _knob(200, "training", "optimizer steps in all", metavar="N")
     batch: int = _knob(16, "training", "sequences of a step, over all devices", metavar="N")
     microbatches: int = _knob(1, "training", "parts that a device's sequences are taken in", metavar="N")
     lr: float | None = _knob(

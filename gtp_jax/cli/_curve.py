@@ -27,7 +27,7 @@ def draw_curve(records: list[Record], unigram: float, title: str, path: Path) ->
     axis = figure.subplots()
     axis.plot(*zip(*train, strict=True), color=_TRAIN, linewidth=1.2, label="train") if train else None
     if held_out:
-        style: dict[str, Any] = dict(color=_HELD_OUT, linestyle="none", marker="o", markersize=6)
+        style: dict[str, Any] = dict(color=_HELD_OUT, linestyle="none", marker="o", markersize=6, clip_on=False)
         axis.plot(*zip(*held_out, strict=True), **style, label="held out")
         step, loss = held_out[-1]
         axis.annotate(f"{loss:.2f}", (step, loss), (6, 0), textcoords="offset points", va="center", color=_HELD_OUT)

@@ -59,7 +59,7 @@ def test_every_weight_is_gathered_and_scattered_for_every_microbatch(found):
 
 def test_text_has_every_section(found):
     text = as_text(found)
-    assert text.startswith("tiny: 853,120 parameters on 8 virtual CPU devices, dp 1 x gtp 4 x tp 2\n")
+    assert text.startswith("tiny: 1,049,728 parameters on 8 virtual CPU devices, dp 1 x gtp 4 x tp 2\n")
     assert "8 sequences of 64 tokens in 2 microbatch(es)" in text
     assert "embed.table" in text and "tp*gtp, -" in text and "stored as 4x128x128" in text
     assert "\nactivations" in text and "leave each device" in text
