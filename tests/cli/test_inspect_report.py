@@ -61,7 +61,8 @@ def test_text_has_every_section(found):
     text = as_text(found)
     assert text.startswith("tiny: 1,049,728 parameters on 8 virtual CPU devices, dp 1 x gtp 4 x tp 2\n")
     assert "8 sequences of 64 tokens in 2 microbatch(es)" in text
-    assert "embed.table" in text and "tp*gtp, -" in text and "stored as 4x128x128" in text
+    assert "embed.table" in text and "tp*gtp, -" in text
+    assert "stored as" not in text  # every cut of this preset comes out even
     assert "\nactivations" in text and "leave each device" in text
     assert "exposed" not in text  # the order on a CPU means nothing
 
