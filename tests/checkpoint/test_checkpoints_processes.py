@@ -53,7 +53,9 @@ def test_two_processes_share_a_checkpoint_that_one_process_can_read(tmp_path, lo
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    # Compiled as this process compiles: LLVM's passes decide whether the values at birth fuse a multiply with an add.
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     shared, private = str(tmp_path / "shared"), str(tmp_path / "private")
     workers = [
         subprocess.Popen(
