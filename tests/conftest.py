@@ -6,7 +6,10 @@ import zlib
 ON_GPU = os.environ.get("GTP_TEST_PLATFORM") == "gpu"
 # Tests compile far more than they compute: LLVM's expensive passes would double their time.
 QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-if not ON_GPU:
+if ON_GPU:
+    # Tests start processes of their own on the same GPUs.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+else:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"{QUICK_COMPILE} {os.environ.get('XLA_FLAGS', '')}"
 

@@ -11,6 +11,8 @@ ones, which keeps every gathered weight alive, and starts others so early that n
 tied, through an optimization barrier, to the activation that enters the layer ahead of it, and to the one that leaves
 it: it starts no sooner than that layer does, and ends with it. The scatters are tied likewise. As nothing of one layer
 can then be joined with another's, XLA may be told to join all it can: then a layer is one gather and one scatter.
+What a layer left for its backward pass is tied to the gradient that arrives there, or XLA would find what is to be
+computed again already computed in forward, and keep it.
 
 Known limits: float inputs shared by all layers (beside the activation that is handed on) are not supported, as they
 would need a gradient of their own; put them into the activation.
@@ -213,7 +215,7 @@ class _Pass:
             following = self._gather_again(before, gradient) if before is not None else ()
         else:
             weights = self._gather_again(layer, gradient)
-        closure = layer.closure
+        closure, gradient = _together(layer.closure, gradient)
         if _wants_weights(closure):
             closure = closure.replace(args_res=[weights, *closure.args_res[1:]])
         scattered = self.links[late[0]].scatter(late[1]) if late is not None else ()

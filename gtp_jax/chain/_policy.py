@@ -14,7 +14,8 @@ def _saves_matmuls(primitive: Any, *_: Any, **params: Any) -> bool:
     # A product with batch dimensions is attention written out: sequence x sequence, never worth keeping.
     if primitive.name == "dot_general":
         return not any(params["dimension_numbers"][1])
-    return "dot_product_attention_fwd" in primitive.name
+    # Of a row-parallel product the sum over tp is kept, in place of the partial product.
+    return primitive.name in ("reduce_scatter", "psum") or "dot_product_attention_fwd" in primitive.name
 
 
 _POLICIES: dict[str, Callable[..., Any] | None] = {
@@ -28,8 +29,8 @@ def with_remat(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]
     """`function`, keeping for backward only what the policy names.
 
     - `nothing`: the input alone; the forward pass is run again. Least memory.
-    - `matmuls`: outputs of matmuls and of fused attention; norms, activations, rotary embedding and the tp axis'
-      gathers of activations are run again. The default.
+    - `matmuls`: outputs of matmuls, summed over tp where they are partial, and of fused attention; norms, activations,
+      rotary embedding and the tp axis' gathers of activations are run again. The default.
     - `everything`: all that backward needs; nothing is run again.
 
     Raises:
@@ -39,5 +40,5 @@ def with_remat(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]
         raise ValueError(f"`remat` is {remat!r}; it is one of {sorted(_POLICIES)}.")
     if remat == "everything":
         return function
-    # The chain keeps forward and backward apart itself; a second barrier would only hinder fusion.
+    # The chain keeps forward and backward apart itself ([Note: ties]); a second barrier would only hinder fusion.
     return jax.checkpoint(function, policy=_POLICIES[remat], prevent_cse=False)

@@ -72,3 +72,18 @@ def test_each_weight_is_gathered_once_a_pass_and_scattered_once(case):
         for k, d in (("all-gather", "forward"), ("reduce-scatter", "forward"), ("reduce-scatter", "backward"))
     }
     assert set(times.values()) == {(2 * LAYERS + 1) * parts if tp > 1 else 0}
+
+
+@pytest.mark.parametrize("unroll", ["full", 1])
+@pytest.mark.parametrize("remat, again", [("nothing", True), ("matmuls", True), ("everything", False)])
+def test_what_is_not_kept_is_computed_again(remat, again, unroll):
+    config = LlamaConfig(**SIZES, remat=remat, unroll=unroll)
+    step = lowered_step(config, gtp.make_mesh(gtp=4, tp=2), batch=4, seq=16, gradients=True)
+    found = plan.collectives(step.compile().as_text())
+    over_tp = [c for c in found if c.axes == ("tp",) and c.direction == "backward"]
+    times = {kind: sum(c.times for c in over_tp if c.kind == kind) for kind in ("all-gather", "reduce-scatter")}
+    sides = 2 * LAYERS + 1
+    # A gather is its scatter's gradient; another gathers the sequence again for a weight's gradient.
+    assert times["all-gather"] == sides * (1 + again)
+    # A sum over tp is never repeated, but for attention's, which the feed-forward half reads, if nothing is kept.
+    assert times["reduce-scatter"] == sides + (LAYERS if remat == "nothing" else 0)

@@ -28,6 +28,19 @@ def test_gathered_weights_pile_up_with_depth_only_if_all_are_kept(kept, least, m
     assert least < growth < most
 
 
+@pytest.mark.parametrize("unroll", ["full", 1])
+def test_each_recomputation_policy_keeps_less_than_the_next(unroll):
+    sizes = dict(vocab=256, dim=128, layers=6, heads=4, kv_heads=2, head_dim=64, ffn=384)
+
+    def temporary(remat):
+        config = LlamaConfig(**sizes, remat=remat, unroll=unroll)
+        step = lowered_step(config, gtp.make_mesh(gtp=4, tp=2), batch=4, seq=256, gradients=True)
+        return step.compile().memory_analysis().temp_size_in_bytes
+
+    nothing, matmuls, everything = map(temporary, ("nothing", "matmuls", "everything"))
+    assert nothing < 0.8 * matmuls and matmuls < 0.6 * everything
+
+
 @pytest.mark.parametrize("kept, whole", [(0, 0), (1, 1), ("all", 3)])
 @pytest.mark.parametrize("unroll", ["full", 1])
 def test_forward_hands_backward_only_the_weights_it_keeps(kept, whole, unroll):

@@ -37,12 +37,12 @@ def small(text: Path, out: Path, **changes: Any) -> list[str]:
     return [f"--{k.replace('_', '-')}={v}" for k, v in {**flags, **changes}.items()]
 
 
-def start(flags: list[str], *, output: Path | None = None) -> subprocess.Popen[str]:
-    """Starts a run; its output goes to a file if one is given."""
+def start(flags: list[str], *, output: Path | None = None, gpus: str | None = None) -> subprocess.Popen[str]:
+    """Starts a run on virtual CPU devices, or on the GPUs named; its output goes to a file if one is given."""
     root = Path(gtp_jax.__file__).parents[1]
     environment = {
         **os.environ,
-        "JAX_PLATFORMS": "cpu",
+        **({"JAX_PLATFORMS": "cpu"} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}),
         "PYTHONPATH": str(root),
         "JAX_COMPILATION_CACHE_DIR": _COMPILED.name,  # one program for all tests of a module
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
@@ -66,9 +66,9 @@ def finish(run: subprocess.Popen[str]) -> str:
         raise AssertionError(f"still running after {TIMEOUT_S} s: {run.communicate()[0][-2000:]}") from None
 
 
-def train(flags: list[str]) -> str:
+def train(flags: list[str], *, gpus: str | None = None) -> str:
     """A run that must succeed; returns its output."""
-    run = start(flags)
+    run = start(flags, gpus=gpus)
     output = finish(run)
     assert run.returncode == 0, output[-4000:]
     return output
@@ -76,7 +76,7 @@ def train(flags: list[str]) -> str:
 
 @contextmanager
 def processes(
-    count: int, flags: list[str], folder: Path, *, last: list[str] | None = None
+    count: int, flags: list[str], folder: Path, *, last: list[str] | None = None, gpu_each: bool = False
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """A run in several processes, whose output goes to `folder/process0.txt` and so on; `last`: more for the last."""
     with socket.socket() as free:
@@ -85,7 +85,11 @@ def processes(
     folder.mkdir(parents=True, exist_ok=True)
     shared = [*flags, f"--coordinator=127.0.0.1:{port}", f"--num-processes={count}"]
     extra = [[]] * (count - 1) + [last or []]
-    runs = [start([*shared, f"--process-id={i}", *extra[i]], output=folder / f"process{i}.txt") for i in range(count)]
+    runs = []
+    for i in range(count):
+        gpus = str(i) if gpu_each else None
+        own = [f"--process-id={i}", *extra[i]]
+        runs.append(start([*shared, *own], output=folder / f"process{i}.txt", gpus=gpus))
     try:
         yield runs
     finally:

@@ -67,6 +67,13 @@ def test_text_has_every_section(found):
     assert "exposed" not in text  # the order on a CPU means nothing
 
 
+def test_text_shows_how_a_padded_weight_is_stored():
+    """256 rows in three slices, each a multiple of 16."""
+    found = inspect(InspectOptions(gtp=3, tp=1, seq=16, batch=3))
+    (line,) = [line for line in as_text(found).splitlines() if line.startswith("embed.table")]
+    assert line.rstrip().endswith("stored as 288x128")
+
+
 def test_json_holds_the_same_numbers(found):
     data = json.loads(json.dumps(as_json(found)))
     assert data["mesh"] == {"dp": 1, "gtp": 4, "tp": 2} and data["batch"] == 8

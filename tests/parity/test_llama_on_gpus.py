@@ -1,0 +1,51 @@
+"""The same Llama on this machine's GPUs and in stock Flax on one of them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gtp_jax.ops import causal_attention
+
+from .test_llama_parity import UNALIGNED, assert_close, batches, oracle, train
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_gpus_agree_with_the_plain_model_in_float32(tp):
+    if jax.device_count() % tp:
+        pytest.skip(f"{jax.device_count()} GPUs do not divide by tp = {tp}")
+    config = dataclasses.replace(UNALIGNED, dtype="float32")
+    data = batches(config, 8, 8)
+    with jax.default_matmul_precision("highest"):  # else Hopper multiplies float32 in TF32
+        start, gradient, losses, _ = train(config, dict(gtp=jax.device_count() // tp, tp=tp), data, rate=1e-3)
+        wanted_gradient, wanted_losses, _ = oracle(config, start, data, rate=1e-3)
+    assert_close(gradient, wanted_gradient, 1e-5, "gradient of ")
+    assert_close(losses, wanted_losses, 1e-5, "loss of step ")
+
+
+def test_gpus_agree_with_the_plain_model_in_bfloat16():
+    """Aligned sizes, so that cuDNN takes the attention; against float32, as far off as eight bits allow."""
+    sizes = dict(vocab=1024, dim=256, heads=4, head_dim=64, ffn=512)
+    config = dataclasses.replace(UNALIGNED, **sizes, dtype="bfloat16")
+    data = batches(config, 8, 128)
+    start, gradient, losses, _ = train(config, dict(gtp=jax.device_count()), data, rate=1e-3)
+    with jax.default_matmul_precision("highest"):
+        plain = dataclasses.replace(config, dtype="float32")
+        wanted_gradient, wanted_losses, _ = oracle(plain, start, data, rate=1e-3)
+    assert_close(gradient, wanted_gradient, 5e-2, "gradient of ")
+    assert_close(losses, wanted_losses, 5e-3, "loss of step ")
+
+
+def test_cudnn_attention_agrees_with_the_written_out_one(key):
+    shapes = ((2, 256, 8, 128), (2, 256, 2, 128), (2, 256, 2, 128))
+    q, k, v = (jax.random.normal(one, shape) for one, shape in zip(jax.random.split(key, 3), shapes, strict=True))
+    half = [t.astype(jnp.bfloat16) for t in (q, k, v)]
+    found = jax.jit(lambda *t: causal_attention(*t, platform="gpu"))(*half)
+    with jax.default_matmul_precision("highest"):
+        wanted = causal_attention(*(t.astype(jnp.float32) for t in half), platform="cpu")
+    error = np.linalg.norm(np.asarray(found, np.float32) - np.asarray(wanted)) / np.linalg.norm(np.asarray(wanted))
+    assert error < 1e-2
