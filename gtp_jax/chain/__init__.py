@@ -2,6 +2,7 @@
 
 from ._chain import Link as Link
 from ._chain import run as run
+from ._policy import REMAT as REMAT
 from ._policy import Remat as Remat
 from ._policy import with_remat as with_remat
 from ._schedule import Schedule as Schedule

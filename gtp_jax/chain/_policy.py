@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 
 Remat = Literal["nothing", "matmuls", "everything"]
+REMAT: tuple[Remat, ...] = get_args(Remat)
 
 
 def _saves_matmuls(primitive: Any, *_: Any, **params: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,10 +23,14 @@ class Schedule:
     kept: int | Literal["all"] = 1
 
     def __post_init__(self) -> None:
-        if self.unroll != "full" and (isinstance(self.unroll, bool) or self.unroll < 1):
+        if self.unroll != "full" and not _is_count(self.unroll, 1):
             raise ValueError(f"`unroll` is {self.unroll!r}; it is a number of layers, at least 1, or 'full'.")
-        if self.kept != "all" and (isinstance(self.kept, bool) or self.kept < 0):
+        if self.kept != "all" and not _is_count(self.kept, 0):
             raise ValueError(f"`kept` is {self.kept!r}; it is a number of layers, at least 0, or 'all'.")
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import operator
 import os
 from pathlib import Path
@@ -15,14 +14,18 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from ._digest import digests
 from ._leaf import leaves
-from ._manifest import check, manifest
+from ._manifest import check, manifest, read
+from ._sums import SummedArrays, damage
 
 _State = TypeVar("_State")
 
 # The two parts of a step's directory.
 _ARRAYS, _MANIFEST = "arrays", "manifest"
 _MANIFEST_FILE = "manifest.json"
+
+_SHOWN = 8
 
 
 class Checkpoints:
@@ -97,7 +100,8 @@ class Checkpoints:
                 )
             if leaf.array.is_deleted():
                 raise ValueError(f"`{leaf.name}` of the state has been donated. Save the state that the step returned.")
-        description = manifest(step, found, {} if extra is None else extra)
+        stored = [leaf.to_disk() for leaf in found]
+        description = manifest(step, found, digests(stored), {} if extra is None else extra)
         manager = self._writer()
         latest = manager.latest_step()
         if latest is not None and step <= latest:
@@ -105,7 +109,7 @@ class Checkpoints:
                 f"`step` is {step}, but {self._directory} already has step {latest}; steps must ascend. Resume from "
                 "it, or save to another directory."
             )
-        arrays = _nested([(leaf.path, leaf.to_disk()) for leaf in found])
+        arrays = _nested([(leaf.path, array) for leaf, array in zip(found, stored, strict=True)])
         items = {_ARRAYS: ocp.args.StandardSave(arrays), _MANIFEST: ocp.args.JsonSave(description)}
         manager.save(step, args=ocp.args.Composite(**items), force=True)
 
@@ -121,25 +125,56 @@ class Checkpoints:
 
         Raises:
             FileNotFoundError: if there is no such step.
-            ValueError: if the checkpoint holds other arrays than `state_like`, naming their paths; nothing has been
-                read then.
+            ValueError: if the checkpoint holds other arrays than `state_like`, naming their paths, before any is
+                read; if an array's values are not those that were saved, naming it; or if files are damaged.
         """
         self.wait()
         wanted = leaves(state_like)
         path = self._path(step)
-        try:
-            found = json.loads((path / _MANIFEST / _MANIFEST_FILE).read_text())
-        except FileNotFoundError as error:
-            raise ValueError(
-                f"{path} has no {_MANIFEST_FILE}: it was not written by gtp_jax, or has been deleted in part. "
-                "Choose another step or directory."
-            ) from error
+        found = _manifest(path)
         check(found, wanted, f"the checkpoint {path}")
         target = _nested([(leaf.path, leaf.stored()) for leaf in wanted])
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
-            arrays = reader.restore(path / _ARRAYS, args=ocp.args.StandardRestore(target))
-        restored = [leaf.to_memory(_at(arrays, leaf.path)) for leaf in wanted]
+            try:
+                arrays = reader.restore(path / _ARRAYS, args=ocp.args.StandardRestore(target))
+            except Exception as error:  # whatever the decoders below make of damaged bytes
+                broken = damage(path / _ARRAYS)
+                if not broken:
+                    raise
+                raise ValueError(_damaged(path, broken)) from error
+        stored = [_at(arrays, leaf.path) for leaf in wanted]
+        wrong = [
+            f"{leaf.name}: other values than were saved"
+            for leaf, digest in zip(wanted, digests(stored), strict=True)
+            if digest != found["leaves"][leaf.name]["digest"]
+        ]
+        if wrong:
+            raise ValueError(_damaged(path, wrong))
+        restored = [leaf.to_memory(array) for leaf, array in zip(wanted, stored, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(state_like), restored), found["extra"]
+
+    def manifest(self, step: int | None = None) -> dict[str, Any]:
+        """What a step's checkpoint says about itself: format, version, arrays with shape, dtype and digest, extra.
+
+        Raises:
+            FileNotFoundError: if there is no such step.
+            ValueError: if the manifest is missing or damaged.
+        """
+        return _manifest(self._path(step))
+
+    def verify(self, step: int | None = None) -> list[str]:
+        """Reads every file of a step and says which are not as they were written, a line each; none if all are.
+
+        Raises:
+            FileNotFoundError: if there is no such step.
+        """
+        path = self._path(step)
+        lines = damage(path / _ARRAYS)
+        try:
+            _manifest(path)
+        except ValueError as error:
+            lines.append(str(error))
+        return lines
 
     def wait(self) -> None:
         """Waits until the last save is committed, and raises its error if it failed."""
@@ -194,12 +229,35 @@ class Checkpoints:
         # another run's work in progress if this object only reads.
         if self._manager is None:
             registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+            registry.add(_ARRAYS, ocp.args.StandardSave, SummedArrays())
             registry.add(_MANIFEST, ocp.args.JsonSave, ocp.JsonCheckpointHandler(filename=_MANIFEST_FILE))
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=self._keep, cleanup_tmp_directories=True, save_root_metadata=False
             )
             self._manager = ocp.CheckpointManager(self._directory, options=options, handler_registry=registry)
         return self._manager
+
+
+def _manifest(path: Any) -> dict[str, Any]:
+    file = path / _MANIFEST / _MANIFEST_FILE
+    try:
+        return read(file.read_bytes().decode(errors="replace"))
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{path} has no {_MANIFEST_FILE}: it was not written by gtp_jax, or has been deleted in part. "
+            "Choose another step or directory."
+        ) from error
+    except ValueError as error:
+        raise ValueError(_damaged(path, [f"{file}: {error}"])) from error
+
+
+def _damaged(path: Any, lines: list[str]) -> str:
+    shown = "\n".join(f"  {line}" for line in lines[:_SHOWN])
+    more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    return (
+        f"the checkpoint {path} is damaged:\n{shown}{more}\nRestore another step; `gtp-jax checkpoint verify "
+        f"{path.parent}` says which are whole."
+    )
 
 
 def _check_writable(directory: Path) -> None:

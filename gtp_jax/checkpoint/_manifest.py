@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
@@ -14,9 +15,18 @@ FORMAT = 1
 
 _SHOWN = 8
 
+# The key of the checksum of all else.
+_SEAL = "crc32"
 
-def manifest(step: int, leaves: Sequence[Leaf], extra: dict[str, Any]) -> dict[str, Any]:
+
+def manifest(step: int, leaves: Sequence[Leaf], digests: Sequence[str], extra: dict[str, Any]) -> dict[str, Any]:
     """The manifest of a checkpoint.
+
+    Args:
+        step: of the checkpoint.
+        leaves: its arrays.
+        digests: of the arrays as they are on disk.
+        extra: the caller's own.
 
     Raises:
         TypeError: if `extra` is not a dict that JSON can hold.
@@ -29,13 +39,25 @@ def manifest(step: int, leaves: Sequence[Leaf], extra: dict[str, Any]) -> dict[s
         raise TypeError(
             f"`extra` cannot be written as JSON: {error}. Use numbers, strings, lists and dicts."
         ) from error
-    return {
-        "format": FORMAT,
-        "gtp_jax": _version(),
-        "step": step,
-        "leaves": {leaf.name: _entry(leaf) for leaf in leaves},
-        "extra": extra,
-    }
+    entries = {leaf.name: {**_entry(leaf), "digest": d} for leaf, d in zip(leaves, digests, strict=True)}
+    content = {"format": FORMAT, "gtp_jax": _version(), "step": step, "leaves": entries, "extra": extra}
+    return {**content, _SEAL: _crc(content)}
+
+
+def read(text: str) -> dict[str, Any]:
+    """A manifest from its file's text.
+
+    Raises:
+        ValueError: if any of it has changed since it was written.
+    """
+    try:
+        content = json.loads(text)
+        whole = json.dumps(content) == text and content.pop(_SEAL) == _crc(content)
+    except (ValueError, KeyError, AttributeError, TypeError):
+        whole = False
+    if not whole:
+        raise ValueError("changed since it was written")
+    return content
 
 
 def check(found: dict[str, Any], leaves: Sequence[Leaf], where: str) -> None:
@@ -50,7 +72,7 @@ def check(found: dict[str, Any], leaves: Sequence[Leaf], where: str) -> None:
             f"{where} has format {found['format']}, written by gtp_jax {found['gtp_jax']}; this version reads formats "
             f"up to {FORMAT}. Upgrade gtp_jax."
         )
-    has: dict[str, Any] = found["leaves"]
+    has = {name: {"shape": e["shape"], "dtype": e["dtype"]} for name, e in found["leaves"].items()}
     wants = {leaf.name: _entry(leaf) for leaf in leaves}
     names = [name for name in {**wants, **has} if has.get(name) != wants.get(name)]
     if not names:
@@ -74,6 +96,10 @@ def _text(entries: dict[str, Any], name: str) -> str:
         return "no such array"
     entry = entries[name]
     return f"{entry['dtype']}{entry['shape']}".replace(" ", "")
+
+
+def _crc(content: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(content).encode()):08x}"
 
 
 def _version() -> str:

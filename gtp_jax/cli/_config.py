@@ -6,14 +6,20 @@ import dataclasses
 import difflib
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+from .. import __version__
+from ..chain import REMAT, Remat, Schedule
 from ..models import PRESETS, LlamaConfig
 from ..nn import check_heads
 
 # Without a GPU, and without degrees that ask for another number.
 VIRTUAL_DEVICES = 8
+
+# The key of config.json that says who wrote it.
+_MARK = "gtp_jax"
 
 _VOCAB_MULTIPLE = 128
 
@@ -25,8 +31,11 @@ def _knob(default: Any, group: str, text: str, *, kind: Any = int, **options: An
     return dataclasses.field(default=default, metadata={"group": group, "help": text, "type": kind, **options})
 
 
-def _layers(text: str) -> int | str:
-    return text if text == "full" else int(text)
+def _count_or(word: str) -> Callable[[str], int | str]:
+    def count(text: str) -> int | str:
+        return text if text == word else int(text)
+
+    return count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,8 +52,16 @@ class TrainConfig:
     )
     prefetch: bool = _knob(True, "model", "gather the next layer's weights under this layer's compute", kind=bool)
     unroll: int | Literal["full"] = _knob(
-        "full", "model", "layers in one loop body, or 'full'", kind=_layers, metavar="N"
+        "full", "model", "layers in one loop body, or 'full'", kind=_count_or("full"), metavar="N"
     )
+    kept: int | Literal["all"] = _knob(
+        1,
+        "model",
+        "layers, from the last, that keep gathered weights for backward, or 'all'",
+        kind=_count_or("all"),
+        metavar="N",
+    )
+    remat: Remat = _knob("matmuls", "model", "what a layer keeps for backward", kind=str, choices=REMAT)
 
     data: tuple[str, ...] = _knob(
         (),
@@ -76,7 +93,12 @@ class TrainConfig:
     gtp: int | None = _knob(
         None, "mesh", "slices a weight is cut into (default: what dp and tp leave over)", metavar="N"
     )
-    tp: int | None = _knob(None, "mesh", "tensor-parallel degree (default: 1; 2 on virtual CPU devices)", metavar="N")
+    tp: int | None = _knob(
+        None,
+        "mesh",
+        "tensor-parallel degree (default: 1; 2 on virtual CPU devices, unless --gtp is given)",
+        metavar="N",
+    )
 
     out: str = _knob("gtp-run", "output", "directory of checkpoints, log, curve and report", kind=str, metavar="DIR")
     eval_every: int = _knob(25, "output", "steps between evaluations on held-out text", metavar="N")
@@ -92,8 +114,10 @@ class TrainConfig:
             raise ValueError(f"unknown `preset` {self.preset!r}; known are {', '.join(PRESETS)}.{hint}")
         for name in _COUNTS:
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"`{name}` is {value}; it is a whole number of at least 1.")
+        if not (isinstance(self.seed, int) and 0 <= self.seed < 1 << 32):
+            raise ValueError(f"`seed` is {self.seed}; it is a whole number from 0 to {(1 << 32) - 1}.")
         for name in ("lr", "max_grad_norm"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -104,8 +128,9 @@ class TrainConfig:
             raise ValueError(f"`warmup` is {self.warmup}; it is at least 0 and less than `steps`, {self.steps}.")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"`dtype` is {self.dtype!r}; it is one of {', '.join(DTYPES)}.")
-        if self.unroll != "full" and (not isinstance(self.unroll, int) or self.unroll < 1):
-            raise ValueError(f"`unroll` is {self.unroll!r}; it is a number of layers, at least 1, or 'full'.")
+        if self.remat not in REMAT:
+            raise ValueError(f"`remat` is {self.remat!r}; it is one of {', '.join(REMAT)}.")
+        Schedule(prefetch=self.prefetch, unroll=self.unroll, kept=self.kept)
 
     @property
     def virtual_devices(self) -> int:
@@ -158,7 +183,8 @@ class TrainConfig:
         """
         preset = PRESETS[self.preset]
         vocab = -(-vocab // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
-        chosen: Any = {"dtype": self.dtype or dtype, "prefetch": self.prefetch, "unroll": self.unroll}
+        chosen: Any = {name: getattr(self, name) for name in ("prefetch", "unroll", "kept", "remat")}
+        chosen["dtype"] = self.dtype or dtype
         return dataclasses.replace(preset, vocab=max(vocab, preset.vocab), **chosen)
 
     @property
@@ -179,7 +205,7 @@ class TrainConfig:
 
     def save(self, path: Path) -> None:
         """Writes the configuration as JSON."""
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+        path.write_text(json.dumps({_MARK: __version__, **dataclasses.asdict(self)}, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> TrainConfig:
@@ -189,9 +215,14 @@ class TrainConfig:
             ValueError: if the file is not one that `save` wrote.
         """
         try:
-            return cls(**json.loads(path.read_text()))
-        except (TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} is not the configuration of a run: {error}. Start anew with --force.") from error
+            found = json.loads(path.read_text())
+            found.pop(_MARK)
+            return cls(**found)
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"{path} is not the configuration of a run of gtp-jax ({error}). Choose another --out, or move what is "
+                "there."
+            ) from error
 
 
 _COUNTS = (

@@ -55,14 +55,24 @@ class RunDirectory:
         """Checks that a run may be started or resumed here.
 
         Raises:
-            ValueError: if there is a run and it is neither to be resumed nor to be replaced, or none to be resumed.
+            ValueError: if there is a run and it is neither to be resumed nor to be replaced, or none to be resumed; or
+                if there is something else that a run would overwrite.
         """
         if self.root.exists() and not self.root.is_dir():
             raise ValueError(f"`out` {self.root} is a file. Choose a directory.")
-        exists = self.config.exists()
-        if resume and not exists:
+        ours = self.config.exists()
+        if ours:
+            TrainConfig.load(self.config)
+        else:
+            foreign = [p.name for p in (self.log, self.curve, self.report, self.checkpoints, self.alive) if p.exists()]
+            if foreign:
+                raise ValueError(
+                    f"{self.root} holds {', '.join(foreign)}, and no run of gtp-jax has written them. Choose an empty "
+                    "or a new directory for --out."
+                )
+        if resume and not ours:
             raise ValueError(f"there is no run in {self.root} to resume. Leave out --resume, or give its --out.")
-        if exists and not (resume or force):
+        if ours and not (resume or force):
             raise ValueError(
                 f"{self.root} holds a run already. Go on with it (--resume), replace it (--force), or choose another "
                 "--out."

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..chain import REMAT
 from ..models import PRESETS
 from ._inspect_report import as_json, as_text
 from ._inspection import Inspection, InspectOptions, inspect
@@ -34,6 +35,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--unroll", type=_count_or("full"), default=defaults.unroll, help="layers in a loop, or 'full'")
     parser.add_argument(
         "--kept", type=_count_or("all"), default=defaults.kept, help="layers that gather once, or 'all'"
+    )
+    parser.add_argument(
+        "--remat", choices=REMAT, default=defaults.remat, help="what a layer keeps for backward (default: %(default)s)"
     )
     parser.add_argument("--prefetch", action=argparse.BooleanOptionalAction, default=defaults.prefetch)
     parser.add_argument("--target", metavar="CHIP:DEVICES", help="compile for GPUs that are not there, e.g. h200:8")
@@ -65,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
     options = InspectOptions(**{name: getattr(args, name) for name in names})
     if args.png is not None and options.target is None:
         raise ValueError("`--png` draws the schedule of a GPU program: give `--target`, `h200:8` for instance.")
+    if args.png is not None and not args.png.absolute().parent.is_dir():
+        raise ValueError(f"`--png` is {args.png}, whose directory does not exist. Make it first.")
     show(inspect(options), json_output=args.json, png=args.png)
     return 0
 

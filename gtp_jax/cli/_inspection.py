@@ -15,6 +15,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import plan
+from ..chain import Remat
 from ..mesh import BATCH_AXES, Layout, make_mesh
 from ..models import PRESETS, Llama, LlamaConfig, next_token_loss
 from ..nn import abstract_model, check_heads
@@ -35,6 +36,7 @@ class InspectOptions:
         seq: tokens of a sequence.
         microbatches: parts of a rank's batch.
         unroll, prefetch, kept: the chain's schedule.
+        remat: what a layer keeps for backward.
         target: GPUs to compile for, `h200:8` for instance; virtual CPU devices if `None`.
     """
 
@@ -48,6 +50,7 @@ class InspectOptions:
     unroll: int | str = "full"
     prefetch: bool = True
     kept: int | str = 1
+    remat: Remat = "matmuls"
     target: str | None = None
 
     def __post_init__(self) -> None:
@@ -64,7 +67,7 @@ class InspectOptions:
         Raises:
             ValueError: if the schedule is malformed, or tp does not divide the heads or the sequence.
         """
-        chosen: Any = {"unroll": self.unroll, "prefetch": self.prefetch, "kept": self.kept}
+        chosen: Any = {"unroll": self.unroll, "prefetch": self.prefetch, "kept": self.kept, "remat": self.remat}
         config = dataclasses.replace(PRESETS[self.preset], **chosen)
         check_heads(config.heads, config.kv_heads, self.tp)
         if config.sequence_parallel and self.seq % self.tp:

@@ -63,7 +63,7 @@ class Progress:
         """Shows a step, once it has ended.
 
         Raises:
-            Diverged: if its loss is not finite.
+            Diverged: if its loss or the norm of its gradient is not finite.
         """
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
         self._pace.step()
@@ -74,14 +74,16 @@ class Progress:
         self._shown |= {"loss": f"{loss:.3f}", "tokens/s": f"{self._pace.tokens_per_s:,.0f}"}
         self._bar.set_postfix(self._shown, refresh=False)
         self._bar.update(1)
-        if not math.isfinite(loss):
-            raise Diverged(f"the loss of step {step} is {loss}. Take a lower --lr or a longer --warmup.")
+        for name, value in (("loss", loss), ("gradient norm", norm)):
+            if not math.isfinite(value):
+                raise Diverged(f"the {name} of step {step} is {value}. Take a lower --lr or a longer --warmup.")
 
     def held_out(self, step: int, loss: float) -> None:
         """Shows an evaluation, beside what it must beat."""
         bits = bits_per_byte(loss, self._job.corpus.bytes_per_token)
         self._log.write(step, held_out=loss, bits_per_byte=bits)
         self._shown["held out"] = f"{loss:.3f}"
+        self._bar.set_postfix(self._shown, refresh=False)
         if self._speaks:
             line = f"step {step:>6}   held-out loss {loss:.3f} nats a token ({bits:.2f} bits a byte)"
             self._bar.write(f"{line}   unigram entropy {self._unigram:.3f}", file=sys.stdout)

@@ -141,6 +141,11 @@ def _train(
     with Checkpoints(directory.checkpoints, keep=config.keep) as checkpoints:
         job, state = prepare(config, model, mesh, corpus, checkpoints, resume=resume)
         begin = int(state.step)
+        if begin > config.steps:
+            raise ValueError(
+                f"`steps` is {config.steps}, but the run in {directory.root} has made {begin} already. Ask for more, "
+                "or start another run with another --out."
+            )
         if changes:
             say(f"changed {', '.join(changes)}: the run goes on, but not as if never stopped", flush=True)
         say(f"{'resumed at step ' + str(begin) if begin else 'ready'}; compiled in {job.compile_s:.1f} s", flush=True)

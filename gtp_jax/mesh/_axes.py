@@ -37,8 +37,8 @@ def make_mesh(*, dp: int | None = None, gtp: int = 1, tp: int = 1, devices: Any 
     """
     array = np.asarray(jax.devices() if devices is None else devices, dtype=object).reshape(-1)
     for name, degree in (("dp", dp), ("gtp", gtp), ("tp", tp)):
-        if degree is not None and degree < 1:
-            raise ValueError(f"`{name}` is {degree}; a degree is a whole number of at least 1.")
+        if degree is not None and (not isinstance(degree, int) or degree < 1):
+            raise ValueError(f"`{name}` is {degree!r}; a degree is a whole number of at least 1.")
     if dp is None:
         dp = max(1, array.size // (gtp * tp))
     if dp * gtp * tp != array.size:

@@ -42,6 +42,8 @@ class Layout:
     alignment: int = ALIGNMENT
 
     def __post_init__(self) -> None:
+        if not isinstance(self.alignment, int) or self.alignment < 1:
+            raise ValueError(f"`alignment` is {self.alignment!r}; it is a whole number of at least 1.")
         if self.tp_dim is not None and self.shape[self.tp_dim] % self.tp:
             raise ValueError(
                 f"dimension {self.tp_dim} of a weight of shape {self.shape} is cut over tp, but {self.tp} does not "

@@ -8,6 +8,7 @@ from ._embed import Embed as Embed
 from ._embed import TiedHead as TiedHead
 from ._init import abstract_model as abstract_model
 from ._init import init as init
+from ._layer import Layer as Layer
 from ._loss import cross_entropy as cross_entropy
 from ._mlp import MLP as MLP
 from ._skeleton import Skeleton as Skeleton

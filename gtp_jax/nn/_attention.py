@@ -52,6 +52,8 @@ class Attention(Layer):
             if features % heads:
                 raise ValueError(f"`heads` {heads} does not divide `features` {features}; pass `head_dim` as well.")
             head_dim = features // heads
+        if head_dim < 1 or (head_dim % 2 and rope_theta is not None):
+            raise ValueError(f"`head_dim` is {head_dim}; rotary embedding needs an even number of at least 2.")
         shared: dict[str, Any] = {"sequence_parallel": sequence_parallel, "rngs": rngs, **options}
         sizes = {"query": heads * head_dim, "key": kv_heads * head_dim, "value": kv_heads * head_dim}
         self.qkv = LayerNormDense(features, sizes, norm=norm, eps=eps, **shared)
@@ -62,6 +64,8 @@ class Attention(Layer):
 
     def local(self, x: jax.Array) -> jax.Array:
         """`(batch, sequence, features)` to the same."""
+        if x.ndim != 3:
+            raise ValueError(f"Attention takes (batch, sequence, features); got shape {x.shape}.")
         by_head = {name: jnp.reshape(y, (*y.shape[:-1], -1, self.head_dim)) for name, y in self.qkv(x).items()}
         q, k, v = by_head["query"], by_head["key"], by_head["value"]
         if self.rope_theta is not None:
@@ -76,6 +80,8 @@ def check_heads(heads: int, kv_heads: int, tp: int) -> None:
     Raises:
         ValueError: naming the two numbers and the remedy.
     """
+    if min(heads, kv_heads) < 1:
+        raise ValueError(f"`heads` is {heads} and `kv_heads` {kv_heads}; both are whole numbers of at least 1.")
     if heads % kv_heads:
         raise ValueError(f"`kv_heads` {kv_heads} does not divide `heads` {heads}; every group has as many queries.")
     if kv_heads % tp:

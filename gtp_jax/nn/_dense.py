@@ -32,7 +32,8 @@ class Dense(WeightOwner):
     | `row` | in over tp, out over gtp | cut over tp | whole, summed over tp |
     | `None` | out over gtp | whole | whole |
 
-    Sequence parallel, the whole-feature side of a parallel layer is cut along the sequence over tp.
+    Sequence parallel, the whole-feature side of a parallel layer is cut along the sequence over tp. An input without a
+    sequence, `(batch, in_features)`, is whole on every tp rank.
 
     Args:
         in_features: size of the last dimension of the input.
@@ -71,7 +72,7 @@ class Dense(WeightOwner):
         if parallel not in ("column", "row", None):
             raise ValueError(f"`parallel` is {parallel!r}; it is 'column', 'row' or None.")
         sizes = dict(out_features) if isinstance(out_features, Mapping) else {"": out_features}
-        if min(in_features, *sizes.values()) < 1:
+        if not sizes or min(in_features, *sizes.values()) < 1:
             raise ValueError(f"Dense({in_features}, {out_features}): feature sizes are whole numbers of at least 1.")
         self.in_features = in_features
         self.names = tuple(sizes)
@@ -98,7 +99,7 @@ class Dense(WeightOwner):
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
         if self.parallel is None:
             return PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES)
-        sides = between_layers(self.sequence_parallel), inside_layer(ndim)
+        sides = between_layers(self.sequence_parallel and ndim > 2), inside_layer(ndim)
         return sides if self.parallel == "column" else (sides[1], sides[0])
 
     def __call__(self, x: jax.Array) -> Any:
@@ -112,11 +113,12 @@ class Dense(WeightOwner):
 
     def local(self, x: jax.Array) -> Any:
         x = x.astype(self.dtype)
+        cut = self.sequence_parallel and x.ndim > 2
         if self.parallel == "column":
-            x = enter(x, sequence_parallel=self.sequence_parallel)
+            x = enter(x, sequence_parallel=cut)
         outputs = split_features(self.with_weight(lambda w, x: linear(x, w), x), self.layouts)
         if self.parallel == "row":
-            outputs = tuple(leave(y, sequence_parallel=self.sequence_parallel) for y in outputs)
+            outputs = tuple(leave(y, sequence_parallel=cut) for y in outputs)
         if self.bias is not None:
             biases = [self.bias] if self.names == ("",) else [self.bias[name] for name in self.names]
             outputs = tuple(y + b.get_value().astype(y.dtype) for y, b in zip(outputs, biases, strict=True))
@@ -147,6 +149,11 @@ class LayerNormDense(Dense):
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
+        if parallel == "row":
+            raise ValueError(
+                "`parallel` is 'row', whose input is cut over tp: no rank sees all the features that a norm needs. "
+                "Take `Dense`, and normalise ahead of the column-parallel layer."
+            )
         super().__init__(in_features, out_features, parallel=parallel, param_dtype=param_dtype, rngs=rngs, **options)
         if norm not in ("rms", "layer", None):
             raise ValueError(f"`norm` is {norm!r}; it is 'rms', 'layer' or None.")

@@ -21,7 +21,7 @@ default_table_init = initializers.normal(0.02)
 
 
 class Embed(WeightOwner):
-    """A table of vectors, its vocabulary cut over tp, then gtp.
+    """A table of vectors, its vocabulary cut over tp, then gtp. Ids outside are taken for the nearest inside.
 
     Args:
         vocab: number of rows.
@@ -35,7 +35,7 @@ class Embed(WeightOwner):
         rngs: the `params` stream is used.
 
     Raises:
-        ValueError: if tp does not divide `vocab`.
+        ValueError: if tp does not divide `vocab`, or a size is not positive.
     """
 
     def __init__(
@@ -52,6 +52,8 @@ class Embed(WeightOwner):
         rngs: nnx.Rngs,
     ) -> None:
         super().__init__(dtype=dtype, reduce_dtype=reduce_dtype)
+        if min(vocab, features) < 1:
+            raise ValueError(f"Embed({vocab}, {features}): sizes are whole numbers of at least 1.")
         layout = Layout.on_mesh((vocab, features), dim=0, tp_dim=0, alignment=alignment)
         self.table = make_weight(layout, table_init, rngs.params(), param_dtype)
         self.sequence_parallel = sequence_parallel
@@ -80,6 +82,7 @@ class Embed(WeightOwner):
         return split_features(self.with_weight(lambda w, x: linear(x, w), x), self.layouts)[0]
 
     def _look_up(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+        tokens = jnp.clip(tokens, 0, self.layouts[0].shape[0] - 1)
         if degree(TP) == 1:
             return jnp.take(table, tokens, axis=0, mode="clip")
         rows = self.layouts[0].rows

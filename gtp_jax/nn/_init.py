@@ -25,6 +25,12 @@ def init[M: nnx.Module](factory: Callable[[nnx.Rngs], M], rngs: nnx.Rngs) -> M:
     Returns:
         The model, its arrays sharded.
     """
+    graph, make, keys = _birth(factory, rngs)
+    return nnx.merge(graph, make(keys))
+
+
+def _birth(factory: Callable[[nnx.Rngs], Any], rngs: nnx.Rngs) -> tuple[Any, Any, Any]:
+    """A model's graph, the jitted program that makes its arrays, and that program's argument."""
     abstract = abstract_model(factory)
     graph, state = nnx.split(abstract)
     mesh = jax.sharding.get_mesh()
@@ -37,7 +43,7 @@ def init[M: nnx.Module](factory: Callable[[nnx.Rngs], M], rngs: nnx.Rngs) -> M:
         )
     streams, keys = nnx.split(rngs)
     make = jax.jit(lambda keys: nnx.split(factory(nnx.merge(streams, keys)))[1], out_shardings=shardings)
-    return nnx.merge(graph, make(keys))
+    return graph, make, keys
 
 
 def abstract_model[M: nnx.Module](factory: Callable[[nnx.Rngs], M]) -> M:

@@ -83,7 +83,10 @@ def in_shard_map(module: nnx.Module, x: jax.Array, into: PartitionSpec, out: Par
     _check_input(x, into, type(module).__name__)
     graph, state = nnx.split(module)
     variables, tree = jax.tree.flatten(state, is_leaf=lambda v: isinstance(v, nnx.Variable))
-    _check_mesh(variables, type(module).__name__)
+    for variable in variables:
+        layout = layout_of(variable)
+        if layout is not None:
+            check_degrees((layout.gtp, layout.tp), f"the weight of shape {layout.shape} of {type(module).__name__}")
 
     def local(values: list[jax.Array], x: jax.Array) -> Any:
         put = [v.replace(value) for v, value in zip(variables, values, strict=True)]
@@ -110,13 +113,15 @@ def _check_input(x: jax.Array, into: PartitionSpec, name: str) -> None:
         )
 
 
-def _check_mesh(variables: list[nnx.Variable], name: str) -> None:
-    for variable in variables:
-        layout = layout_of(variable)
-        wanted = (degree(GTP), degree(TP))
-        if layout is not None and (layout.gtp, layout.tp) != wanted:
-            raise ValueError(
-                f"{name} holds a weight of shape {layout.shape} that was laid out for gtp {layout.gtp} x tp "
-                f"{layout.tp}; the mesh in scope has gtp {wanted[0]} x tp {wanted[1]}. Build the model under that "
-                "mesh: `with jax.set_mesh(mesh): model = gtp_jax.init(...)`."
-            )
+def check_degrees(built_for: tuple[int, int], name: str) -> None:
+    """Refuses weights whose layouts are for other gtp and tp degrees than the mesh in scope has.
+
+    Raises:
+        ValueError: naming both, and the remedy.
+    """
+    wanted = (degree(GTP), degree(TP))
+    if built_for != wanted:
+        raise ValueError(
+            f"{name} was built for gtp {built_for[0]} x tp {built_for[1]}; the mesh in scope has gtp {wanted[0]} x tp "
+            f"{wanted[1]}. Build the model under that mesh: `with jax.set_mesh(mesh): model = gtp_jax.init(...)`."
+        )

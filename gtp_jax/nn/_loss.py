@@ -20,7 +20,7 @@ def cross_entropy(
 
     Args:
         logits: `(batch, sequence, vocab)`, the vocabulary cut over tp as a head leaves it.
-        targets: `(batch, sequence)`, integers.
+        targets: `(batch, sequence)`, integers below vocab. Negative ones are left out, like those of weight 0.
         weights: `(batch, sequence)`: 0 leaves a token out of loss and count, 1 counts it. All count by default.
 
     Raises:
@@ -37,6 +37,7 @@ def cross_entropy(
         raise TypeError(f"`targets` are token ids, integers; got {targets.dtype}.")
     if weights is None:
         weights = jnp.ones(targets.shape, jnp.float32)
+    weights = jnp.where(targets < 0, 0, weights)
     if current_view() != "global":
         return _sums(logits, targets, weights)
     batch = PartitionSpec(BATCH_AXES)

@@ -29,7 +29,7 @@ class Stack(Layer):
         rngs: split, one stream a layer.
 
     Raises:
-        ValueError: if `length` is less than 1, or `remat` is not a known policy.
+        ValueError: if `length` is less than 1, `remat` is not a known policy, or a layer holds a `Stack` of its own.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Stack(Layer):
         if length < 1:
             raise ValueError(f"`length` is {length}; a stack has at least one layer.")
         with_remat(lambda x: x, remat)
+        _check_schedule(schedule)
         self.length = length
         self.schedule = Schedule() if schedule is None else schedule
         self.remat: Remat = remat
@@ -56,6 +57,7 @@ class Stack(Layer):
             return factory(rngs=rngs)
 
         self.layers = make(rngs)
+        _refuse_inner_stacks(self.layers)
 
     def local(self, x: Any) -> Any:
         return run([_link(self, self.remat)], x, self.schedule)
@@ -70,14 +72,31 @@ def run_chain(x: Any, *modules: Layer, schedule: Schedule | None = None, remat: 
     Args:
         x: the first module's input.
         modules: `Stack`s and other modules.
-        schedule: that of the first `Stack` by default.
-        remat: likewise.
+        schedule: that of the `Stack`s by default.
+        remat: for all modules; by default each `Stack` has its own, and the others that of the first.
 
     Raises:
-        ValueError: without modules.
+        ValueError: without modules; if `Stack`s differ in their schedules and none is given; if a module holds a
+            `Stack`.
+        TypeError: if one is not a `gtp_jax.nn.Layer`.
     """
     if not modules:
         raise ValueError("`run_chain` joins one module or more; it got none.")
+    for number, module in enumerate(modules):
+        if not isinstance(module, Layer):
+            raise TypeError(
+                f"`run_chain` joins modules of gtp_jax; number {number} is a {type(module).__name__}. Derive it from "
+                "`gtp_jax.nn.Layer`, with the call as its method `local`."
+            )
+        if not isinstance(module, Stack):
+            _refuse_inner_stacks(module)
+    _check_schedule(schedule)
+    schedules = {m.schedule for m in modules if isinstance(m, Stack)}
+    if schedule is None and len(schedules) > 1:
+        raise ValueError(
+            f"the stacks of a chain have different schedules: {', '.join(map(str, schedules))}. Pass `schedule` to "
+            "`run_chain`."
+        )
     return _Row(modules, schedule, remat)(x)
 
 
@@ -88,16 +107,31 @@ class _Row(Layer):
         stacks = [m for m in modules if isinstance(m, Stack)]
         self.links = nnx.List(modules)
         self.schedule = schedule or (stacks[0].schedule if stacks else Schedule())
-        self.remat: Remat = remat or (stacks[0].remat if stacks else "matmuls")
+        others: Remat = stacks[0].remat if stacks else "matmuls"
+        self.remat: tuple[Remat, ...] = tuple(remat or (m.remat if isinstance(m, Stack) else others) for m in modules)
         self.sequence_parallel = False
 
     def local(self, x: Any) -> Any:
-        return run([_link(module, self.remat) for module in self.links], x, self.schedule)
+        links = [_link(module, remat) for module, remat in zip(self.links, self.remat, strict=True)]
+        return run(links, x, self.schedule)
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
         first: Layer = self.links[0]
         last: Layer = self.links[-1]
         return first.partitions(ndim)[0], last.partitions(3)[1]
+
+
+def _check_schedule(schedule: Any) -> None:
+    if schedule is not None and not isinstance(schedule, Schedule):
+        raise TypeError(f"`schedule` is {schedule!r}; it is a `gtp_jax.Schedule`.")
+
+
+def _refuse_inner_stacks(module: nnx.Module) -> None:
+    if any(isinstance(inner, Stack) for _, inner in nnx.iter_modules(module)):
+        raise ValueError(
+            f"{type(module).__name__} holds a `Stack`, which cannot be a part of another chain's layer. Put stacks "
+            "side by side: `run_chain(x, stack, other_stack)`."
+        )
 
 
 def _link(module: Layer, remat: Remat) -> Link:

@@ -14,8 +14,8 @@ from jax import lax
 def token_cross_entropy(logits: jax.Array, targets: jax.Array, axis: str | None) -> jax.Array:
     """`-log softmax(logits)[target]` of every token.
 
-    Only the logits, in their own dtype, and one log-sum-exp a token are kept for backward: the wide copy of the
-    logits lives inside fused reductions and is never an array.
+    Only the logits, in their own dtype, and one log-sum-exp a token are kept for backward. On GPUs the wide copy of
+    the logits lives inside fused reductions and is never an array; XLA's CPU compiler makes one.
 
     Args:
         logits: `(..., vocab_slice)`: this rank's slice of the vocabulary.

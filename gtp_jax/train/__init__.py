@@ -1,6 +1,7 @@
 """Training on plain pytrees: state, step, evaluation."""
 
 from ._options import GPU_OPTIONS as GPU_OPTIONS
+from ._options import GPU_OPTIONS_WITH_TP as GPU_OPTIONS_WITH_TP
 from ._options import compile_options as compile_options
 from ._state import TrainState as TrainState
 from ._step import eval_step as eval_step

@@ -13,12 +13,15 @@ class Option(NamedTuple):
     reason: str
 
 
+_SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
+_ESTIMATOR = "xla_gpu_enable_analytical_sol_latency_estimator"
+
 # Measured together on 4 x H200, reference step, against XLA's defaults: 403 ms to 391 ms.
 GPU_OPTIONS: Mapping[str, Option] = {
-    "xla_gpu_enable_latency_hiding_scheduler": Option(
+    _SCHEDULER: Option(
         True, "collectives start early and end late; by default on only where the estimator below is in use"
     ),
-    "xla_gpu_enable_analytical_sol_latency_estimator": Option(
+    _ESTIMATOR: Option(
         False, "it takes NVLink collectives for faster than they are, and starts them too late to be hidden"
     ),
     "xla_gpu_all_gather_combine_threshold_bytes": Option(
@@ -27,8 +30,24 @@ GPU_OPTIONS: Mapping[str, Option] = {
     "xla_gpu_reduce_scatter_combine_threshold_bytes": Option(1 << 31, "likewise for the gradients"),
 }
 
+# What differs where tp cuts activations: the collectives of two axes are in flight at once.
+GPU_OPTIONS_WITH_TP: Mapping[str, Option] = {
+    _ESTIMATOR: Option(
+        True, "without, all collectives count as equally long, and a weight's gather is not drawn out beyond a tp one"
+    ),
+    "xla_gpu_experimental_parallel_collective_overlap_limit": Option(
+        2, "a weight's gather or scatter stays in flight while activations move over tp"
+    ),
+}
 
-def compile_options(platform: str, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Options for `jax.jit(compiler_options=...)`: those above on `gpu`, none elsewhere; `own` ones win."""
-    chosen = {name: option.value for name, option in GPU_OPTIONS.items()} if platform == "gpu" else {}
-    return {**chosen, **(own or {})}
+
+def compile_options(platform: str, own: Mapping[str, Any] | None = None, *, tp: int = 1) -> dict[str, Any]:
+    """Options for `jax.jit(compiler_options=...)`: those above on `gpu`, none elsewhere.
+
+    Args:
+        platform: what is compiled for.
+        own: options that win over these.
+        tp: degree of the tp axis.
+    """
+    chosen = {**GPU_OPTIONS, **(GPU_OPTIONS_WITH_TP if tp > 1 else {})} if platform == "gpu" else {}
+    return {**{name: option.value for name, option in chosen.items()}, **(own or {})}

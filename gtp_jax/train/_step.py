@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -53,12 +54,15 @@ def train_step(
         ValueError: if `microbatches` is less than 1; by `step`, if it does not divide the batch.
         TypeError: by `step`, if `loss` returns anything but two scalars.
     """
-    if microbatches < 1:
-        raise ValueError(f"`microbatches` is {microbatches}; it is a whole number of at least 1.")
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise ValueError(f"`microbatches` is {microbatches!r}; it is a whole number of at least 1.")
+    if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
+        raise ValueError(f"`max_grad_norm` is {max_grad_norm}; it is a number above 0, or `None` for no limit.")
 
     def step(state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
+        _check_state(state)
         total, tokens, gradients = _gradients(loss, state.skeleton, state.params, batch, microbatches)
-        gradients = jax.tree.map(lambda g: g / tokens.astype(g.dtype), gradients)
+        gradients = jax.tree.map(lambda g: _mean(g, tokens), gradients)
         norm = optax.tree.norm(gradients)
         if max_grad_norm is not None:
             scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
@@ -68,9 +72,9 @@ def train_step(
         params = optax.apply_updates(state.params, updates)
         after = TrainState(params, opt_state, state.step + 1, state.skeleton)  # pyright: ignore[reportArgumentType]
         specs = state_specs(state.skeleton, optimizer, state.params)
-        return _place(after, specs), {"loss": total / tokens, "tokens": _token_count(tokens), "grad_norm": norm}
+        return _place(after, specs), {"loss": _mean(total, tokens), "tokens": _token_count(tokens), "grad_norm": norm}
 
-    return jax.jit(step, donate_argnums=0, compiler_options=compile_options(platform(), compiler_options))
+    return jax.jit(step, donate_argnums=0, compiler_options=_options(compiler_options))
 
 
 def eval_step(
@@ -79,14 +83,16 @@ def eval_step(
     """A jitted evaluation: `(state, batch) -> {"loss", "tokens"}`, the mean loss over the batch's tokens."""
 
     def step(state: TrainState, batch: Tree) -> dict[str, jax.Array]:
+        _check_state(state)
+
         def local(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
             total, tokens = _checked(loss, state.skeleton.model(params), batch)
             return _over_all_ranks((total, tokens))
 
         total, tokens = _over_mesh(local, state.skeleton, 1, (PartitionSpec(), PartitionSpec()))(state.params, batch)
-        return {"loss": total / tokens, "tokens": _token_count(tokens)}
+        return {"loss": _mean(total, tokens), "tokens": _token_count(tokens)}
 
-    return jax.jit(step, compiler_options=compile_options(platform(), compiler_options))
+    return jax.jit(step, compiler_options=_options(compiler_options))
 
 
 def loss_and_gradients(loss: Loss, state: TrainState, batch: Tree, *, microbatches: int = 1) -> tuple[jax.Array, Tree]:
@@ -94,8 +100,9 @@ def loss_and_gradients(loss: Loss, state: TrainState, batch: Tree, *, microbatch
 
     Call it under `jax.jit`, with the mesh in scope. Arguments as in `train_step`.
     """
+    _check_state(state)
     total, tokens, gradients = _gradients(loss, state.skeleton, state.params, batch, microbatches)
-    return total / tokens, jax.tree.map(lambda g: g / tokens.astype(g.dtype), gradients)
+    return _mean(total, tokens), jax.tree.map(lambda g: _mean(g, tokens), gradients)
 
 
 def _gradients(loss: Loss, skeleton: Skeleton, params: Tree, batch: Tree, microbatches: int):
@@ -129,6 +136,7 @@ def _over_mesh(local: Callable[..., Any], skeleton: Skeleton, microbatches: int,
     """`local(params, batch)` on every rank's own part; as it is without a mesh."""
 
     def run(params: Tree, batch: Tree) -> Any:
+        skeleton.check_mesh()
         parts = degrees(BATCH_AXES) * microbatches
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
             if jnp.ndim(leaf) == 0 or leaf.shape[0] % parts:
@@ -151,6 +159,23 @@ def _over_all_ranks(values: Tree) -> Tree:
     """
     names = jax.sharding.get_abstract_mesh().axis_names
     return lax.psum(values, names) if names else values
+
+
+def _options(own: dict[str, Any] | None) -> dict[str, Any]:
+    return compile_options(platform(), own, tp=degree(TP))
+
+
+def _mean(total: jax.Array, tokens: jax.Array) -> jax.Array:
+    """`total` a token, 0 of no tokens: a batch that is masked throughout changes nothing but the optimizer's state."""
+    return (total / jnp.where(tokens > 0, tokens, 1)).astype(total.dtype)
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"a step takes a `TrainState`; got {type(state).__name__}. `gtp_jax.TrainState.create(model, optimizer)` "
+            "makes one."
+        )
 
 
 def _token_count(tokens: jax.Array) -> jax.Array:

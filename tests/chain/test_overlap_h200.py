@@ -19,19 +19,30 @@ pytestmark = pytest.mark.skipif(bool(missing), reason=f"compiling for H200 needs
 
 
 @functools.cache
-def exposed(prefetch: bool) -> tuple[tuple[plan.Event, ...], tuple[plan.Event, ...]]:
+def exposed(tp: int, prefetch: bool) -> tuple[tuple[plan.Event, ...], tuple[plan.Event, ...]]:
     """Gathers and scatters of weights with neither matmul nor attention between start and end; and all of them."""
-    mesh = gtp.make_mesh(gtp=8, devices=plan.topology_devices(plan.parse_target("h200:8")))
-    options = {**plan.COMPILE_OPTIONS, **compile_options("gpu")}
+    mesh = gtp.make_mesh(gtp=8 // tp, tp=tp, devices=plan.topology_devices(plan.parse_target("h200:8")))
+    options = {**plan.COMPILE_OPTIONS, **compile_options("gpu", tp=tp)}
     config = LlamaConfig(**SIZES, prefetch=prefetch)
-    step = lowered_step(config, mesh, batch=8, seq=8192, compiler_options=options)
+    step = lowered_step(config, mesh, batch=8 // tp, seq=8192, compiler_options=options)
     found = plan.schedule(step.compile().as_text())
     kinds = ("all-gather", "reduce-scatter")
-    return found.exposed(*kinds), found.collectives(*kinds)
+
+    def over_gtp(events: tuple[plan.Event, ...]) -> tuple[plan.Event, ...]:
+        return tuple(e for e in events if e.collective.axes == ("gtp",))
+
+    return over_gtp(found.exposed(*kinds)), over_gtp(found.collectives(*kinds))
 
 
-def test_every_gather_and_scatter_but_the_outermost_runs_under_compute():
-    bare, every = exposed(prefetch=True)
+def test_weights_are_gathered_and_their_gradients_scattered_in_bfloat16():
+    _, every = exposed(1, prefetch=True)
+    assert {e.collective.dtype for e in every if e.kind == "all-gather"} == {"u16"}  # its bits
+    assert {e.collective.dtype for e in every if e.kind == "reduce-scatter"} == {"bf16"}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_every_gather_and_scatter_but_the_outermost_runs_under_compute(tp):
+    bare, every = exposed(tp, prefetch=True)
     gathers = [e for e in every if e.kind == "all-gather"]
     scatters = [e for e in every if e.kind == "reduce-scatter"]
     assert {e.direction for e in gathers} == {"forward", "backward"}
@@ -44,5 +55,5 @@ def test_every_gather_and_scatter_but_the_outermost_runs_under_compute():
 
 
 def test_without_prefetch_gathers_are_exposed():
-    bare, _ = exposed(prefetch=False)
+    bare, _ = exposed(1, prefetch=False)
     assert len([e for e in bare if e.kind == "all-gather"]) >= LAYERS

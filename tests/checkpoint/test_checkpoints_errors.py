@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +95,9 @@ def test_a_foreign_checkpoint_is_refused(saved, plain):
 
 def test_a_newer_format_is_refused(saved, plain):
     file = saved / "4/manifest/manifest.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 2, "gtp_jax": "9.0"}))
+    content = json.loads(file.read_text()) | {"format": 2, "gtp_jax": "9.0"}
+    del content["crc32"]
+    file.write_text(json.dumps(content | {"crc32": f"{zlib.crc32(json.dumps(content).encode()):08x}"}))
     with pytest.raises(
         ValueError, match="has format 2, written by gtp_jax 9.0; this version reads formats up to 1. Up"
     ):

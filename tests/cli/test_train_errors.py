@@ -125,6 +125,24 @@ def test_damaged_configuration_is_named(run_of_two_steps, tmp_path, capsys):
     assert "config.json is not the configuration of a run" in message
 
 
+def test_a_directory_of_something_else_is_left_alone(text, tmp_path, capsys):
+    (tmp_path / "checkpoints/mine").mkdir(parents=True)
+    (tmp_path / "checkpoints/mine/weights").write_text("precious")
+    for flags in ((), ("--force",), ("--resume",)):
+        message = refused(capsys, *small(text, tmp_path), *flags)
+        assert "holds checkpoints, and no run of gtp-jax has written them. Choose an empty or a new" in message
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    for flags in ((), ("--force",), ("--resume",)):
+        assert "config.json is not the configuration of a run" in refused(capsys, *small(text, tmp_path), *flags)
+    assert (tmp_path / "checkpoints/mine/weights").read_text() == "precious"
+
+
+def test_fewer_steps_than_were_made_are_refused(run_of_two_steps, capsys):
+    assert main(["train", f"--out={run_of_two_steps}", "--resume", "--steps=1"]) == 2
+    assert "`steps` is 1, but the run in" in capsys.readouterr().err
+    assert TrainConfig.load(run_of_two_steps / "config.json").steps == 2
+
+
 def test_traceback_is_shown_when_asked_for(text, tmp_path):
     with pytest.raises(ValueError, match="unknown `preset`"):
         main(["--traceback", "train", *small(text, tmp_path / "run", preset="x")])

@@ -19,6 +19,10 @@ def rngs() -> nnx.Rngs:
     return nnx.Rngs(0)
 
 
+def stack(rngs: nnx.Rngs, **options) -> gtp.Stack:
+    return gtp.Stack(lambda rngs: gtp.Dense(8, 8, rngs=rngs), 2, rngs=rngs, **options)
+
+
 def tokens(*shape: int) -> jax.Array:
     return jnp.zeros(shape, jnp.int32)
 
@@ -30,6 +34,19 @@ WITHOUT_A_MESH = {
     "norm": (lambda: gtp.LayerNormDense(8, 8, norm="batch", rngs=rngs()), "`norm` is 'batch'; it is 'rms', 'layer'"),
     "kv heads": (lambda: gtp.Attention(16, heads=4, kv_heads=3, rngs=rngs()), "`kv_heads` 3 does not divide `heads` 4"),
     "heads": (lambda: gtp.Attention(15, heads=4, rngs=rngs()), "`heads` 4 does not divide `features` 15; pass `head_"),
+    "no heads": (lambda: gtp.Attention(16, heads=0, rngs=rngs()), "`heads` is 0 and `kv_heads` 0; both are whole"),
+    "odd head": (lambda: gtp.Attention(36, heads=4, rngs=rngs()), "`head_dim` is 9; rotary embedding needs an even"),
+    "no sequence": (
+        lambda: gtp.Attention(16, heads=2, rngs=rngs())(jnp.ones((2, 16))),
+        r"Attention takes \(batch, seq",
+    ),
+    "no outputs": (lambda: gtp.Dense(8, {}, rngs=rngs()), r"Dense\(8, {}\): feature sizes are whole numbers"),
+    "alignment": (lambda: gtp.Dense(8, 8, alignment=0, rngs=rngs()), "`alignment` is 0; it is a whole number of at l"),
+    "table": (lambda: gtp.Embed(0, 8, rngs=rngs()), r"Embed\(0, 8\): sizes are whole numbers of at least 1"),
+    "norm of a row": (
+        lambda: gtp.LayerNormDense(8, 8, parallel="row", rngs=rngs()),
+        "`parallel` is 'row', whose input",
+    ),
     "length": (lambda: gtp.Stack(lambda rngs: None, 0, rngs=rngs()), "`length` is 0; a stack has at least one layer"),
     "remat": (
         lambda: gtp.Stack(lambda rngs: None, 1, remat="some", rngs=rngs()),
@@ -38,6 +55,17 @@ WITHOUT_A_MESH = {
     "no modules": (lambda: gtp.run_chain(jnp.ones(1)), "`run_chain` joins one module or more; it got none"),
     "unroll 0": (lambda: gtp.Schedule(unroll=0), "`unroll` is 0; it is a number of layers, at least 1, or 'full'"),
     "unroll true": (lambda: gtp.Schedule(unroll=True), "`unroll` is True; it is a number of layers"),
+    "unroll 2.5": (
+        lambda: gtp.Schedule(unroll=2.5),
+        "`unroll` is 2.5; it is a number of layers, at least 1, or 'full'",
+    ),
+    "unroll all": (lambda: gtp.Schedule(unroll="all"), "`unroll` is 'all'; it is a number of layers, at least 1, or"),
+    "kept none": (lambda: gtp.Schedule(kept="none"), "`kept` is 'none'; it is a number of layers, at least 0, or"),
+    "inner stack": (lambda: gtp.Stack(lambda rngs: stack(rngs), 2, rngs=rngs()), "Stack holds a `Stack`, which cannot"),
+    "two schedules": (
+        lambda: gtp.run_chain(jnp.ones((2, 8)), stack(rngs()), stack(rngs(), schedule=gtp.Schedule(kept=0))),
+        "the stacks of a chain have different schedules",
+    ),
     "kept -1": (lambda: gtp.Schedule(kept=-1), "`kept` is -1; it is a number of layers, at least 0, or 'all'"),
     "kept true": (lambda: gtp.Schedule(kept=True), "`kept` is True; it is a number of layers"),
     "loss shapes": (
@@ -48,6 +76,11 @@ WITHOUT_A_MESH = {
         lambda: gtp.train_step(next_token_loss, optax.sgd(1), microbatches=0),
         "`microbatches` is 0; it is a whole number of at least 1",
     ),
+    "clipping": (
+        lambda: gtp.train_step(next_token_loss, optax.sgd(1), max_grad_norm=0),
+        "`max_grad_norm` is 0; it is a number above 0, or `None` for no limit",
+    ),
+    "degree": (lambda: gtp.make_mesh(gtp=8.0), "`gtp` is 8.0; a degree is a whole number of at least 1"),
 }
 
 
@@ -63,6 +96,15 @@ def test_tokens_and_targets_are_integers():
         gtp.Embed(8, 8, rngs=rngs())(jnp.ones((2, 3)))
     with pytest.raises(TypeError, match="`targets` are token ids, integers; got float32"):
         gtp.cross_entropy(jnp.ones((2, 3, 8)), jnp.ones((2, 3)))
+
+
+def test_what_is_no_module_or_schedule_is_refused():
+    with pytest.raises(TypeError, match="`run_chain` joins modules of gtp_jax; number 1 is a function. Derive it"):
+        gtp.run_chain(jnp.ones((2, 8)), stack(rngs()), lambda x: x)
+    with pytest.raises(TypeError, match="`schedule` is 'full'; it is a `gtp_jax.Schedule`"):
+        gtp.run_chain(jnp.ones((2, 8)), stack(rngs()), schedule="full")
+    with pytest.raises(TypeError, match="a step takes a `TrainState`; got Dense. `gtp_jax.TrainState.create"):
+        gtp.eval_step(next_token_loss)(gtp.Dense(8, 8, rngs=rngs()), {})
 
 
 def dense(**options) -> gtp.Dense:
@@ -96,7 +138,9 @@ def test_model_built_for_another_mesh_is_refused():
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
         model = dense()
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
-        with pytest.raises(ValueError, match=r"laid out for gtp 8 x tp 1; the mesh in scope has gtp 4 x tp 2. Build"):
+        with pytest.raises(
+            ValueError, match=r"Dense was built for gtp 8 x tp 1; the mesh in scope has gtp 4 x tp 2. B"
+        ):
             model(jnp.ones((8, 32)))
 
 

@@ -1,0 +1,115 @@
+"""Checksums of the files that hold a step's arrays, written as the step is."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+SUMS = "sums.json"
+_OWN = "sums.process_{}.json"
+# orbax's mark of a finished directory, made after the sums.
+_COMMITTED = "commit_success.txt"
+_CHUNK_BYTES = 1 << 24
+_THREADS = 16
+
+
+class SummedArrays(ocp.StandardCheckpointHandler):
+    """orbax's arrays, with the size and the CRC-32 of every file beside them.
+
+    Each process sums what it has written as soon as it is on disk, in the background; the first process adds what it
+    merges at the end. So `sums.json` is there before the step appears under its name.
+    """
+
+    async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
+        writes = await super().async_save(directory, *args, **kwargs)
+        return [*(writes or ()), _Summing(directory, writes or ())]
+
+    def finalize(self, directory: epath.Path) -> None:
+        super().finalize(directory)
+        sums: dict[str, Any] = {}
+        for part in sorted(directory.glob(_OWN.format("*"))):
+            sums.update(json.loads(part.read_text()))
+            part.unlink()
+        sums.update(_sum(directory, (name for name in files(directory) if name not in sums)))
+        (directory / SUMS).write_text(sealed(sums))
+
+
+class _Summing:
+    """The sum of a process' own files, for orbax to wait for after the writes."""
+
+    def __init__(self, directory: Any, writes: Iterable[Any]) -> None:
+        self._directory = directory
+        self._writes = writes
+
+    def result(self, timeout: float | None = None) -> None:
+        for write in self._writes:
+            write.result(timeout)
+        directory = epath.Path(getattr(self._directory, "path", self._directory))
+        process = jax.process_index()
+        own = (name for name in files(directory) if name.startswith(f"ocdbt.process_{process}/"))
+        (directory / _OWN.format(process)).write_text(json.dumps(_sum(directory, own)))
+
+
+def damage(directory: epath.Path) -> list[str]:
+    """What is wrong with the files of a step's arrays, a line each; none if all are as they were written."""
+    try:
+        sums = unsealed((directory / SUMS).read_bytes().decode(errors="replace"))
+    except (OSError, ValueError) as error:
+        return [f"{directory / SUMS}: {error}"]
+    there = set(files(directory)) - {SUMS, _COMMITTED}
+    found = _sum(directory, (name for name in sums if name in there))
+    lines = [f"{directory / name}: missing" for name in sums if name not in there]
+    lines += [f"{directory / name}: not part of the checkpoint" for name in sorted(there - set(sums))]
+    for name, (size, crc) in found.items():
+        if size != sums[name][0]:
+            lines.append(f"{directory / name}: {size} bytes, {sums[name][0]} were written")
+        elif crc != sums[name][1]:
+            lines.append(f"{directory / name}: changed since it was written")
+    return lines
+
+
+def files(directory: epath.Path) -> list[str]:
+    """All files below a directory, by their paths in it."""
+    found: list[str] = []
+    for path in directory.iterdir():
+        found += [f"{path.name}/{name}" for name in files(path)] if path.is_dir() else [path.name]
+    return found
+
+
+def sealed(content: Any) -> str:
+    """JSON with a checksum of its own, in its last line."""
+    text = json.dumps(content, indent=1)
+    return f"{text}\n{zlib.crc32(text.encode()):08x}\n"
+
+
+def unsealed(text: str) -> Any:
+    """The content of `sealed`.
+
+    Raises:
+        ValueError: if any of it has changed.
+    """
+    body, _, seal = text.removesuffix("\n").rpartition("\n")
+    if f"{zlib.crc32(body.encode()):08x}" != seal:
+        raise ValueError("changed since it was written")
+    return json.loads(body)
+
+
+def _sum(directory: epath.Path, names: Iterable[str]) -> dict[str, list[int]]:
+    names = list(names)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return dict(zip(names, pool.map(lambda name: _sum_file(directory / name), names), strict=True))
+
+
+def _sum_file(path: epath.Path) -> list[int]:
+    size = crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return [size, crc]

@@ -1,0 +1,151 @@
+"""`gtp-jax checkpoint`: looks at checkpoints on disk, without a model and without GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from ..checkpoint import Checkpoints
+from ..plan import columns, quantity
+
+_EXAMPLES = """\
+examples:
+  gtp-jax checkpoint list gtp-run                  the steps that a run has saved
+  gtp-jax checkpoint show gtp-run --step 100       the arrays of one
+  gtp-jax checkpoint verify gtp-run                reads every byte: are all steps whole?
+  gtp-jax checkpoint diff gtp-run@100 gtp-run@200  which arrays differ
+
+A directory is that of a run, or its `checkpoints`. A digest is of an array's values, whatever mesh saved it.
+"""
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Adds the subcommand."""
+    parser = subparsers.add_parser(
+        "checkpoint",
+        help="list, show, verify and compare checkpoints",
+        description="Looks at checkpoints on disk. Needs neither the model nor a GPU.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+
+    def verb(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        added = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        added.set_defaults(run=run)
+        return added
+
+    for name, run, text in (
+        ("list", _list, "the steps saved, with their sizes"),
+        ("show", _show, "a step's arrays: shape, dtype, bytes, digest"),
+        ("verify", _verify, "read every file and name those that are not as they were written"),
+    ):
+        added = verb(name, run, text)
+        added.add_argument("directory", type=Path, help="of a run, or its checkpoints")
+        if name != "list":
+            which = "every one" if name == "verify" else "the latest"
+            added.add_argument("--step", type=int, help=f"which step (default: {which})")
+        if name == "show":
+            added.add_argument("--json", action="store_true", help="print the manifest as JSON")
+    added = verb("diff", _diff, "arrays that differ between two checkpoints, by digest")
+    added.add_argument("left", metavar="DIR[@STEP]")
+    added.add_argument("right", metavar="DIR[@STEP]")
+    return parser
+
+
+def _list(args: argparse.Namespace) -> int:
+    found = _open(args.directory)
+    rows = []
+    for step in found.steps():
+        try:
+            manifest = found.manifest(step)
+        except ValueError:
+            rows.append([str(step), "", "", "", "damaged: see `gtp-jax checkpoint verify`"])
+            continue
+        leaves = manifest["leaves"].values()
+        rows.append([str(step), str(len(leaves)), quantity(sum(map(_bytes, leaves)), "B"), manifest["gtp_jax"], ""])
+    header = ("step", "arrays", "in memory", "gtp_jax", "")
+    print(columns(header, rows, right=(0, 1, 2)) if rows else f"no complete step in {args.directory}")
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    manifest = _open(args.directory).manifest(args.step)
+    if args.json:
+        print(json.dumps(manifest, indent=1))
+        return 0
+    print(f"step {manifest['step']}, written by gtp_jax {manifest['gtp_jax']}, format {manifest['format']}")
+    if manifest["extra"]:
+        print(f"beside the arrays: {json.dumps(manifest['extra'])}")
+    rows = [
+        (name, leaf["dtype"], _shape(leaf), quantity(_bytes(leaf), "B"), leaf["digest"])
+        for name, leaf in manifest["leaves"].items()
+    ]
+    print("\n" + columns(("array", "dtype", "shape", "in memory", "digest"), rows, right=(3,)))
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    found = _open(args.directory)
+    steps = found.steps() if args.step is None else [args.step]
+    if not steps:
+        raise ValueError(f"no complete step in {args.directory}. Give the directory of a run that has saved one.")
+    broken = {}
+    for step in tqdm(steps, desc="verify", unit="step", disable=None):
+        if lines := found.verify(step):
+            broken[step] = lines
+    for step in steps:
+        lines = broken.get(step, [])
+        print(f"step {step}: " + (f"{len(lines)} file(s) damaged" if lines else "whole"))
+        for line in lines:
+            print(f"  {line}")
+    return 1 if broken else 0
+
+
+def _diff(args: argparse.Namespace) -> int:
+    left, right = (_manifest_of(name)["leaves"] for name in (args.left, args.right))
+    rows = []
+    for name in {**left, **right}:
+        a, b = left.get(name), right.get(name)
+        if a != b:
+            alike = a and b and (a["shape"], a["dtype"]) == (b["shape"], b["dtype"])
+            rows.append([name, *("no such array" if x is None else x["digest"] if alike else _kind(x) for x in (a, b))])
+    if rows:
+        print(columns(("array", args.left, args.right), rows) + "\n")
+    print(f"{len({**left, **right}) - len(rows)} arrays are equal, {len(rows)} differ")
+    return 1 if rows else 0
+
+
+def _open(directory: Path) -> Checkpoints:
+    inside = directory / "checkpoints"
+    if not directory.is_dir():
+        raise FileNotFoundError(f"no directory {directory}. Give that of a run, or its checkpoints.")
+    return Checkpoints(inside if inside.is_dir() else directory, read_only=True)
+
+
+def _manifest_of(name: str) -> dict[str, Any]:
+    directory, at, step = name.rpartition("@")
+    if at and step.isdigit() and not Path(name).exists():
+        return _open(Path(directory)).manifest(int(step))
+    return _open(Path(name)).manifest()
+
+
+def _bytes(leaf: dict[str, Any]) -> int:
+    kind = leaf["dtype"]
+    # A typed key is stored as words; its dtype names the generator.
+    return math.prod(leaf["shape"]) * (0 if kind.startswith("key<") else jnp.dtype(kind).itemsize)
+
+
+def _shape(leaf: dict[str, Any]) -> str:
+    return "x".join(map(str, leaf["shape"])) or "scalar"
+
+
+def _kind(leaf: dict[str, Any]) -> str:
+    return f"{leaf['dtype']} {_shape(leaf)}"

@@ -1,0 +1,140 @@
+"""No damage is restored in silence: every changed byte is found, and named."""
+
+import random
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gtp_jax as gtp
+from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.checkpoint._digest import digests
+
+MESH = dict(gtp=2, tp=2, dp=2)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, make_state, filled):
+    """A state, and a directory with its checkpoint."""
+    state = filled(make_state(MESH))
+    directory = tmp_path_factory.mktemp("saved")
+    with Checkpoints(directory) as checkpoints:
+        checkpoints.save(7, state, {"text": "abc"})
+    return state, directory
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    """The directory again, to be damaged."""
+    return shutil.copytree(saved[1], tmp_path / "copy")
+
+
+def written(directory):
+    """The files that hold something; orbax's own marks are empty or read by nobody."""
+    found = [p for part in ("arrays", "manifest") for p in (directory / "7" / part).rglob("*") if p.is_file()]
+    return sorted(p for p in found if p.stat().st_size and p.name != "commit_success.txt")
+
+
+def flip(path, place: int, bits: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(place)
+        (byte,) = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte ^ bits]))
+
+
+def test_a_checkpoint_as_it_was_written_is_whole(saved, logical, assert_same_bits):
+    state, directory = saved
+    checkpoints = Checkpoints(directory, read_only=True)
+    assert checkpoints.verify() == []
+    restored, extra = checkpoints.restore(state)
+    assert_same_bits(logical(restored), logical(state))
+    assert extra == {"text": "abc"}
+
+
+def test_a_thousand_changed_bytes_are_found_and_named(copy):
+    files = written(copy)
+    sizes = [path.stat().st_size for path in files]
+    rng = random.Random(1)
+    checkpoints = Checkpoints(copy, read_only=True)
+    for trial in range(1000):
+        # half by bytes, half by files, for nearly all bytes are in a few
+        path = rng.choices(files, sizes)[0] if trial % 2 else rng.choice(files)
+        place, bits = rng.randrange(path.stat().st_size), rng.randrange(1, 256)
+        flip(path, place, bits)
+        (line,) = checkpoints.verify()
+        assert str(path) in line and "changed since it was written" in line, (path, place, bits, line)
+        flip(path, place, bits)
+    assert checkpoints.verify() == []
+
+
+def test_what_is_restored_is_what_was_saved_or_an_error(saved, copy, logical, assert_same_bits):
+    state, wanted = saved[0], logical(saved[0])
+    files, rng = written(copy), random.Random(2)
+    refused = 0
+    for trial in range(16):
+        path = rng.choices(files, [p.stat().st_size for p in files])[0] if trial % 2 else rng.choice(files)
+        place, bits = rng.randrange(path.stat().st_size), rng.randrange(1, 256)
+        flip(path, place, bits)
+        try:
+            restored, _ = Checkpoints(copy, read_only=True).restore(state)
+        except ValueError as error:
+            refused += 1
+            assert "is damaged:" in str(error) and "gtp-jax checkpoint verify" in str(error), (path, error)
+        else:
+            assert_same_bits(logical(restored), wanted)
+        flip(path, place, bits)
+    assert refused > 4
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "added"])
+def test_missing_truncated_and_foreign_files_are_named(copy, damage):
+    path = max((copy / "7" / "arrays").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
+    size = path.stat().st_size
+    if damage == "missing":
+        path.unlink()
+        line = f"{path}: missing"
+    elif damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-1])
+        line = f"{path}: {size - 1} bytes, {size} were written"
+    else:
+        path = path.with_name("other")
+        path.write_bytes(b"x")
+        line = f"{path}: not part of the checkpoint"
+    assert Checkpoints(copy, read_only=True).verify() == [line]
+
+
+def test_values_that_differ_from_those_saved_are_named_by_path(tmp_path, plain, monkeypatch):
+    """As if memory or a bus had failed between the digest and the disk."""
+    from gtp_jax.checkpoint import _checkpoints
+
+    monkeypatch.setattr(_checkpoints, "digests", lambda arrays: ["0" * 16, *digests(arrays)[1:]])
+    state = plain({"a": {"w": jnp.ones((2, 3))}, "b": jnp.ones(4)})
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=re.escape("params/a/w: other values than were saved")):
+        Checkpoints(tmp_path).restore(state)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "uint8", "bool", "float8_e4m3fn"])
+def test_a_digest_depends_on_every_element_and_on_no_mesh(dtype, key):
+    array = jax.random.randint(key, (48, 8), -99, 100).astype(dtype)
+    (wanted,) = digests([array])
+    for degrees, spec in ((dict(gtp=8), P("gtp")), (dict(gtp=4, tp=2), P(("tp", "gtp"))), (dict(dp=4, tp=2), P())):
+        mesh = gtp.make_mesh(**degrees)
+        assert digests([jax.device_put(array, NamedSharding(mesh, spec))]) == [wanted]
+    host = np.asarray(array)
+    seen = {wanted}
+    for place in range(host.size):
+        changed = host.copy()
+        flat = changed.reshape(-1).view(np.uint8)
+        flat[place * host.itemsize] ^= 1
+        seen.update(digests([jnp.asarray(changed)]))
+    assert len(seen) == host.size + 1
+    assert digests([array[::-1]]) != [wanted]

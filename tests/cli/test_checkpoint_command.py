@@ -1,0 +1,58 @@
+"""`gtp-jax checkpoint` lists, shows, verifies and compares what a run has saved."""
+
+import json
+
+import pytest
+
+from gtp_jax.cli import main
+
+from .runs import small, train, write_text
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("command")
+    text = write_text(folder / "text")
+    train(small(text, folder / "run", steps=4))
+    return folder / "run"
+
+
+def printed(capsys, *args) -> tuple[int, str]:
+    code = main(["checkpoint", *map(str, args)])
+    out, err = capsys.readouterr()
+    return code, out + err
+
+
+def test_list_and_show_say_what_is_there(run, capsys):
+    code, text = printed(capsys, "list", run)
+    assert code == 0 and [line.split()[0] for line in text.splitlines()[2:]] == ["2", "4"]
+    code, text = printed(capsys, "show", run, "--step", 2)
+    assert code == 0 and "step 2, written by gtp_jax" in text and "params/embed/table" in text
+    code, text = printed(capsys, "show", run / "checkpoints", "--json")
+    assert json.loads(text)["leaves"]["params/embed/table"]["shape"] == [256, 128]
+
+
+def test_diff_names_the_arrays_that_differ(run, capsys):
+    code, text = printed(capsys, "diff", f"{run}@2", f"{run}@4")
+    assert code == 1 and "params/embed/table" in text and text.endswith("differ\n")
+    code, text = printed(capsys, "diff", f"{run}@4", run)
+    assert code == 0 and text.endswith("arrays are equal, 0 differ\n")
+
+
+def test_verify_names_the_step_and_the_file(run, capsys):
+    assert printed(capsys, "verify", run) == (0, "step 2: whole\nstep 4: whole\n")
+    path = max((run / "checkpoints/2/arrays").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
+    before = path.read_bytes()
+    path.write_bytes(before[:-1])
+    code, text = printed(capsys, "verify", run)
+    path.write_bytes(before)
+    assert code == 1 and "step 2: 1 file(s) damaged" in text and str(path) in text and "step 4: whole" in text
+
+
+def test_what_is_not_there_is_named(run, tmp_path, capsys):
+    code, text = printed(capsys, "list", tmp_path / "missing")
+    assert code == 2 and f"no directory {tmp_path / 'missing'}" in text
+    code, text = printed(capsys, "show", run, "--step", 3)
+    assert code == 2 and "no step 3 in" in text
+    code, text = printed(capsys, "verify", tmp_path)
+    assert code == 2 and f"no complete step in {tmp_path}" in text

@@ -1,0 +1,113 @@
+"""What a step promises beside its numbers: donation, one compilation, a mesh, batches without tokens."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+from gtp_jax.models import Llama, LlamaConfig, next_token_loss
+from gtp_jax.nn._init import _birth
+
+CONFIG = LlamaConfig(vocab=96, dim=32, layers=2, heads=2, kv_heads=2, head_dim=16, ffn=48, dtype="float32")
+
+
+def make_state(config=CONFIG, optimizer=None):
+    model = gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(1))
+    return gtp.TrainState.create(model, optimizer or optax.adamw(1e-2))
+
+
+def make_batch(key, size=8, length=8, **weights):
+    tokens = jax.random.randint(key, (size, length + 1), 0, CONFIG.vocab)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], **weights}
+
+
+def host(tree):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def test_the_state_is_donated_and_a_step_is_compiled_once(key):
+    compiled = []
+
+    def listen(event: str, seconds: float, **_) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(seconds)
+
+    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
+        state, batch = make_state(), make_batch(key)
+        step = gtp.train_step(next_token_loss, optax.adamw(1e-2), microbatches=2)
+        state, _ = step(state, batch)
+        before = jax.tree.leaves((state.params, state.opt_state))
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        try:
+            state, _ = step(state, batch)
+            state, _ = step(state, batch)
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listen)
+    assert all(array.is_deleted() for array in before)
+    assert not compiled
+
+
+def test_a_batch_without_tokens_is_no_loss_and_moves_nothing(key):
+    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
+        state = make_state(optimizer=optax.sgd(1.0))
+        before = host(state.params)
+        batch = make_batch(key, weights=jnp.zeros((8, 8)))
+        assert float(gtp.eval_step(next_token_loss)(state, batch)["loss"]) == 0
+        state, metrics = gtp.train_step(next_token_loss, optax.sgd(1.0))(state, batch)
+    assert {name: float(value) for name, value in metrics.items()} == {"loss": 0, "tokens": 0, "grad_norm": 0}
+    for a, b in zip(host(state.params), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_negative_target_is_left_out_like_a_weight_of_zero(key):
+    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
+        state, batch = make_state(), make_batch(key)
+        out = jax.random.bernoulli(key, 0.3, (8, 8))
+        evaluate = gtp.eval_step(next_token_loss)
+        marked = evaluate(state, {**batch, "targets": jnp.where(out, -100, batch["targets"])})
+        weighed = evaluate(state, {**batch, "weights": jnp.where(out, 0.0, 1.0)})
+    assert float(marked["tokens"]) == float(weighed["tokens"]) == float(jnp.sum(~out))
+    assert float(marked["loss"]) == float(weighed["loss"])
+
+
+def test_evaluation_is_the_loss_that_the_next_step_reports(key):
+    with jax.set_mesh(gtp.make_mesh(dp=2, gtp=2, tp=2)):
+        state, batch = make_state(), make_batch(key)
+        found = gtp.eval_step(next_token_loss)(state, batch)
+        _, metrics = gtp.train_step(next_token_loss, optax.adamw(1e-2))(state, batch)
+    assert float(found["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-6)
+    assert float(found["tokens"]) == float(metrics["tokens"]) == 64
+
+
+def test_ids_outside_the_vocabulary_are_the_same_on_every_mesh(key):
+    found = []
+    for degrees in (dict(), dict(gtp=8), dict(gtp=4, tp=2)):
+        with jax.set_mesh(gtp.make_mesh(**degrees, devices=None if degrees else jax.devices()[:1])):
+            embed = gtp.init(lambda rngs: gtp.Embed(40, 16, dtype=jnp.float32, rngs=rngs), nnx.Rngs(3))
+            found.append(np.asarray(embed(jnp.asarray([[0, 39, 40, 99, -1, 7, 8, 9]] * 8))))
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])
+    np.testing.assert_array_equal(found[0][:, 2], found[0][:, 1])
+
+
+def test_a_state_made_for_another_mesh_is_refused(key):
+    state = make_state()
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        message = "the model was built for gtp 1 x tp 1; the mesh in scope has gtp 8 x tp 1. Build the model under that"
+        with pytest.raises(ValueError, match=message):
+            gtp.train_step(next_token_loss, optax.adamw(1e-2))(state, make_batch(key))
+        with pytest.raises(ValueError, match=message):
+            gtp.eval_step(next_token_loss)(state, make_batch(key))
+
+
+@pytest.mark.parametrize("degrees", [dict(gtp=8), dict(gtp=4, tp=2)], ids=str)
+def test_no_device_holds_a_whole_model_at_birth(degrees):
+    config = LlamaConfig(vocab=8192, dim=256, layers=8, heads=4, kv_heads=4, head_dim=64, ffn=768)
+    with jax.set_mesh(gtp.make_mesh(**degrees)):
+        _, make, keys = _birth(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(0))
+        memory = make.lower(keys).compile().memory_analysis()
+    whole = 4 * config.param_count()
+    assert memory.temp_size_in_bytes + memory.output_size_in_bytes < whole / 2
