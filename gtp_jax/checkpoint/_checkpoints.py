@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import os
 from pathlib import Path
@@ -17,6 +18,7 @@ from jax.experimental import multihost_utils
 from ._digest import digests
 from ._leaf import leaves
 from ._manifest import check, manifest, read
+from ._retention import Retention
 from ._sums import SummedArrays, damage
 
 _State = TypeVar("_State")
@@ -44,14 +46,24 @@ class Checkpoints:
     Args:
         directory: where the steps are; made at the first save. A path, or a URL that orbax knows (`gs://...`).
         keep: how many steps to keep, the latest ones; `None` keeps all.
+        keep_best: how many of the lowest loss to keep beside them, of those that were saved with one.
         read_only: never write, so that the directory need not be writable.
 
     Raises:
-        ValueError: if `keep` is less than 1.
+        ValueError: if `keep` is less than 1, or `keep_best` less than 0.
         OSError: if `directory` cannot be written.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], keep: int | None = 3, *, read_only: bool = False) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        keep: int | None = 3,
+        *,
+        keep_best: int = 0,
+        read_only: bool = False,
+    ) -> None:
+        if keep_best < 0:
+            raise ValueError(f"`keep_best` is {keep_best}; it is a whole number of at least 0.")
         if keep is not None and keep < 1:
             raise ValueError(f"`keep` is {keep}; at least 1 step must be kept, or `None` for all of them.")
         self._directory = os.fspath(directory)
@@ -59,7 +71,7 @@ class Checkpoints:
             self._directory = str(Path(self._directory).expanduser().absolute())
             if not read_only:
                 _check_writable(Path(self._directory))
-        self._keep = keep
+        self._retention = Retention(keep, keep_best, self._loss)
         self._read_only = read_only
         self._manager: ocp.CheckpointManager | None = None
 
@@ -71,17 +83,24 @@ class Checkpoints:
         """The latest committed step, or `None` if there is none."""
         return max(self._paths(), default=None)
 
-    def save(self, step: int, state: Any, extra: dict[str, Any] | None = None) -> None:
+    def best(self) -> int | None:
+        """The committed step of the lowest loss, or `None` if none was saved with one."""
+        losses = [(loss, step) for step in self.steps() if not math.isnan(loss := self._loss(step))]
+        return min(losses)[1] if losses else None
+
+    def save(self, step: int, state: Any, extra: dict[str, Any] | None = None, *, loss: float | None = None) -> None:
         """Saves a train state, in the background.
 
         On return the arrays have been copied off the devices and may be donated. The step appears under its name all
-        at once, when it is complete; then the oldest steps beyond `keep` are deleted. Errors of the background work
-        are raised by the next `save`, `wait` or `close`. Half-written steps of killed runs are swept at the first save.
+        at once, when it is complete; then the oldest steps beyond `keep` and `keep_best` are deleted. Errors
+        of the background work are raised by the next `save`, `wait` or `close`. Half-written steps of killed runs are
+        swept at the first save.
 
         Args:
             step: number of the step, above every earlier one.
             state: a train state of jax arrays.
             extra: JSON to come back with the state, the same in every process.
+            loss: by which `keep_best` and `best` rank the step, the same in every process.
 
         Raises:
             ValueError: if `step` is not above the latest one in the directory, or if `state` has been donated.
@@ -101,7 +120,7 @@ class Checkpoints:
             if leaf.array.is_deleted():
                 raise ValueError(f"`{leaf.name}` of the state has been donated. Save the state that the step returned.")
         stored = [leaf.to_disk() for leaf in found]
-        description = manifest(step, found, digests(stored), {} if extra is None else extra)
+        description = manifest(step, found, digests(stored), {} if extra is None else extra, loss)
         manager = self._writer()
         latest = manager.latest_step()
         if latest is not None and step <= latest:
@@ -196,6 +215,14 @@ class Checkpoints:
         del kind, error, trace
         self.close()
 
+    def _loss(self, step: int) -> float:
+        """A step's loss; NaN if it has none, or no readable manifest."""
+        try:
+            loss = _manifest(self._paths()[step])["loss"]
+        except (KeyError, ValueError):
+            return math.nan
+        return math.nan if loss is None else loss
+
     def _paths(self) -> dict[int, Any]:
         found = ocp.path.step.standard_name_format().find_all(self._directory)
         return {step.step: step.path for step in found}
@@ -232,7 +259,7 @@ class Checkpoints:
             registry.add(_ARRAYS, ocp.args.StandardSave, SummedArrays())
             registry.add(_MANIFEST, ocp.args.JsonSave, ocp.JsonCheckpointHandler(filename=_MANIFEST_FILE))
             options = ocp.CheckpointManagerOptions(
-                max_to_keep=self._keep, cleanup_tmp_directories=True, save_root_metadata=False
+                preservation_policy=self._retention, cleanup_tmp_directories=True, save_root_metadata=False
             )
             self._manager = ocp.CheckpointManager(self._directory, options=options, handler_registry=registry)
         return self._manager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Sequence
 from importlib import metadata
@@ -19,7 +20,9 @@ _SHOWN = 8
 _SEAL = "crc32"
 
 
-def manifest(step: int, leaves: Sequence[Leaf], digests: Sequence[str], extra: dict[str, Any]) -> dict[str, Any]:
+def manifest(
+    step: int, leaves: Sequence[Leaf], digests: Sequence[str], extra: dict[str, Any], loss: float | None
+) -> dict[str, Any]:
     """The manifest of a checkpoint.
 
     Args:
@@ -27,6 +30,7 @@ def manifest(step: int, leaves: Sequence[Leaf], digests: Sequence[str], extra: d
         leaves: its arrays.
         digests: of the arrays as they are on disk.
         extra: the caller's own.
+        loss: that the state has; NaN and infinities count as none.
 
     Raises:
         TypeError: if `extra` is not a dict that JSON can hold.
@@ -41,6 +45,7 @@ def manifest(step: int, leaves: Sequence[Leaf], digests: Sequence[str], extra: d
         ) from error
     entries = {leaf.name: {**_entry(leaf), "digest": d} for leaf, d in zip(leaves, digests, strict=True)}
     content = {"format": FORMAT, "gtp_jax": _version(), "step": step, "leaves": entries, "extra": extra}
+    content["loss"] = loss if loss is not None and math.isfinite(loss) else None
     return {**content, _SEAL: _crc(content)}
 
 

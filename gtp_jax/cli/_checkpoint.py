@@ -67,12 +67,15 @@ def _list(args: argparse.Namespace) -> int:
         try:
             manifest = found.manifest(step)
         except ValueError:
-            rows.append([str(step), "", "", "", "damaged: see `gtp-jax checkpoint verify`"])
+            rows.append([str(step), "", "", "", "", "damaged: see `gtp-jax checkpoint verify`"])
             continue
         leaves = manifest["leaves"].values()
-        rows.append([str(step), str(len(leaves)), quantity(sum(map(_bytes, leaves)), "B"), manifest["gtp_jax"], ""])
-    header = ("step", "arrays", "in memory", "gtp_jax", "")
-    print(columns(header, rows, right=(0, 1, 2)) if rows else f"no complete step in {args.directory}")
+        loss = "" if manifest["loss"] is None else f"{manifest['loss']:.4f}"
+        rows.append(
+            [str(step), str(len(leaves)), quantity(sum(map(_bytes, leaves)), "B"), loss, manifest["gtp_jax"], ""]
+        )
+    header = ("step", "arrays", "in memory", "loss", "gtp_jax", "")
+    print(columns(header, rows, right=(0, 1, 2, 3)) if rows else f"no complete step in {args.directory}")
     return 0
 
 

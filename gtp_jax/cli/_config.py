@@ -105,6 +105,7 @@ class TrainConfig:
     eval_batches: int = _knob(4, "output", "batches of an evaluation", metavar="N")
     save_every: int = _knob(50, "output", "steps between checkpoints", metavar="N")
     keep: int = _knob(3, "output", "checkpoints to keep, the latest ones", metavar="N")
+    keep_best: int = _knob(1, "output", "checkpoints of the lowest held-out loss to keep beside them", metavar="N")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "data", tuple(self.data))  # a list, out of JSON or argparse
@@ -128,6 +129,8 @@ class TrainConfig:
             raise ValueError(f"`warmup` is {self.warmup}; it is at least 0 and less than `steps`, {self.steps}.")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"`dtype` is {self.dtype!r}; it is one of {', '.join(DTYPES)}.")
+        if not (isinstance(self.keep_best, int) and self.keep_best >= 0):
+            raise ValueError(f"`keep_best` is {self.keep_best}; it is a whole number of at least 0.")
         if self.remat not in REMAT:
             raise ValueError(f"`remat` is {self.remat!r}; it is one of {', '.join(REMAT)}.")
         Schedule(prefetch=self.prefetch, unroll=self.unroll, kept=self.kept)

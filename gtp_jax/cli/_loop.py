@@ -52,17 +52,20 @@ def run_loop(job: Job, state: TrainState, checkpoints: Checkpoints, watch: Watch
             progress.step(*launched.popleft())
             watch.progress()
 
+    held_out: dict[int, float] = {}
+
     def evaluate() -> None:
         settle()
         with progress.paused():
             loss = job.held_out_loss(state)
         progress.held_out(step, loss)
+        held_out[step] = loss
         watch.progress()
 
     def save() -> None:
         settle()
         with progress.paused():
-            checkpoints.save(step, state, {"text": job.corpus.fingerprint})
+            checkpoints.save(step, state, {"text": job.corpus.fingerprint}, loss=held_out.get(step))
         watch.progress()
 
     with Interrupt() as interrupt:

@@ -138,7 +138,7 @@ def _train(
     speaks = jax.process_index() == 0
     say = print if speaks else lambda *_, **__: None
     say(heading(config, model, mesh, corpus, unigram), flush=True)
-    with Checkpoints(directory.checkpoints, keep=config.keep) as checkpoints:
+    with Checkpoints(directory.checkpoints, keep=config.keep, keep_best=config.keep_best) as checkpoints:
         job, state = prepare(config, model, mesh, corpus, checkpoints, resume=resume)
         begin = int(state.step)
         if begin > config.steps:

@@ -33,6 +33,20 @@ def test_the_last_n_are_kept(tmp_path, plain, keep, left):
         assert (restored.params["w"] == step).all()
 
 
+def test_the_best_are_kept_beside_the_latest(tmp_path, plain):
+    losses = [3.0, 1.0, float("nan"), 2.0, None, 5.0, 4.0]
+    with Checkpoints(tmp_path, keep=2, keep_best=2) as checkpoints:
+        for step, loss in enumerate(losses, 1):
+            checkpoints.save(step, plain({"w": jnp.full(3, step)}), loss=loss)
+        checkpoints.wait()
+        assert checkpoints.steps() == [2, 4, 6, 7]
+        assert (checkpoints.best(), checkpoints.latest()) == (2, 7)
+    restored, _ = Checkpoints(tmp_path).restore(plain({"w": jnp.zeros(3, int)}), Checkpoints(tmp_path).best())
+    assert (restored.params["w"] == 2).all()
+    with pytest.raises(ValueError, match="`keep_best` is -1; it is a whole number of at least 0"):
+        Checkpoints(tmp_path, keep_best=-1)
+
+
 def test_a_later_run_prunes_what_an_earlier_one_left(tmp_path, plain):
     state = plain({"w": jnp.ones(3)})
     for step in range(1, 5):
