@@ -66,6 +66,8 @@ class PackPlan:
     pieces: tuple[Piece, ...]
 
     def __post_init__(self) -> None:
+        if not self.pieces:
+            raise ValueError("`pieces` is empty; a plan has at least one piece.")
         for index, piece in enumerate(self.pieces):
             for name in ("rows", "cols", "total_rows", "out", "out_row"):
                 if getattr(piece, name) < 0:
