@@ -42,9 +42,8 @@ def check_dequantize(q: QuantizedArray, implementation, dtype, what="") -> None:
     """The values of a quantized array against the oracle's."""
     got = gtp.dequantize(q, dtype, implementation=implementation)
     lead = q.codes.shape[:-2]
-    whole = np.zeros(lead, np.float32)
-    if q.amax is not None:
-        whole = whole + np.asarray(q.amax).reshape(*q.amax.shape, *(1,) * (len(lead) - q.amax.ndim))
+    whole = np.float32(0) if q.amax is None else np.asarray(q.amax)
+    whole = np.broadcast_to(whole.reshape((*whole.shape, *[1] * (len(lead) - whole.ndim))), lead)
     scales = None if q.scales is None else _matrices(q.scales)
     expected = oracle.dequantize(
         q.format.name, _matrices(q.codes), scales, whole.reshape(-1), q.matrix, _numpy(dtype), columns=q.columns

@@ -15,7 +15,7 @@ def to_blocks(x: jax.Array, block: tuple[int, int]) -> jax.Array:
     return jnp.reshape(jnp.pad(x, widths), (*lead, down, block[0], across, block[1]))
 
 
-def from_blocks(x: jax.Array, matrix: tuple[int, int]) -> jax.Array:
+def from_blocks(x: jax.Array, matrix: tuple[int, ...]) -> jax.Array:
     """The inverse of `to_blocks`: the padding is cut off."""
     *lead, down, rows, across, cols = x.shape
     return jnp.reshape(x, (*lead, down * rows, across * cols))[..., : matrix[0], : matrix[1]]
@@ -41,4 +41,4 @@ def pack_nibbles(codes: jax.Array) -> jax.Array:
 def unpack_nibbles(codes: jax.Array, cols: int) -> jax.Array:
     """The inverse of `pack_nibbles`, for rows of `cols` elements."""
     pairs = jnp.stack([codes & 0xF, codes >> 4], axis=-1)
-    return jnp.reshape(pairs, (*codes.shape[:-1], -1))[..., :cols]
+    return jnp.reshape(pairs, (*codes.shape[:-1], 2 * codes.shape[-1]))[..., :cols]

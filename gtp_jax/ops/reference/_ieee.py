@@ -41,7 +41,7 @@ def as_bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
-def as_float(bits: jax.Array) -> jax.Array:
+def as_float(bits: jax.Array | np.int32) -> jax.Array:
     """The float32 of a bit pattern."""
     return lax.bitcast_convert_type(bits, jnp.float32)
 

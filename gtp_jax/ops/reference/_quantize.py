@@ -74,7 +74,7 @@ def _copy(
         code = encode(product, element)
     else:
         runs = (*bits.shape[:-1], -(-bits.shape[-1] // _RUN))
-        octets = jnp.reshape(random_bytes(runs, key, copy), (*bits.shape[:-1], -1))
+        octets = jnp.reshape(random_bytes(runs, key, copy), (*runs[:-1], runs[-1] * _RUN))
         code = _round_stochastically(product, to_blocks(octets, format.block))
     codes = jnp.where(over_blocks(poisoned), 0, with_sign(code, blocks, element))
     codes = from_blocks(codes, bits.shape[-2:])
