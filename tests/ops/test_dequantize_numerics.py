@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gtp_jax as gtp
-from gtp_jax.formats import FORMATS, MXFP8, NVFP4, NVFP4_1D, QuantizedArray
+from gtp_jax.formats import FORMATS, FP8_E4M3, FP8_E5M2, MXFP8, NVFP4, NVFP4_1D, QuantizedArray
 
 from . import oracle
 from .bits import AMAXES, assert_same_bits, every_bfloat16_as_float32
@@ -43,7 +43,7 @@ def test_every_code_under_every_scale(format, dtype, implementation):
     check_dequantize(every_code_and_scale(format), implementation, dtype)
 
 
-@pytest.mark.parametrize("format", [NVFP4_1D, FORMATS["FP8_E4M3"], FORMATS["FP8_E5M2"]], ids=str)
+@pytest.mark.parametrize("format", [NVFP4_1D, FP8_E4M3, FP8_E5M2], ids=str)
 def test_every_bfloat16_as_amax(format, implementation):
     wholes = jnp.asarray(every_bfloat16_as_float32())
     codes = np.array([0x80, 0x01, 0x7F, 0x9A], np.uint8)
@@ -54,7 +54,7 @@ def test_every_bfloat16_as_amax(format, implementation):
         check_dequantize(QuantizedArray(tiled, scales, wholes, format, matrix), implementation, jnp.float32)
 
 
-@every_format
+@pytest.mark.parametrize("format", [NVFP4, NVFP4_1D, MXFP8, FP8_E4M3], ids=str)
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(data=st.data())
 def test_any_shape_and_orientation(format, implementation, data):

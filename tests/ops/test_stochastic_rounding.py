@@ -37,7 +37,7 @@ def test_philox_gives_the_known_answers(counter, key, expected):
 
 
 @formats
-@pytest.mark.parametrize("shape", [(5, 37), (2, 18, 33), (16, 16)], ids=str)
+@pytest.mark.parametrize("shape", [(5, 37), (2, 18, 33)], ids=str)
 def test_codes_equal_the_oracles(format, shape, implementation):
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     x[..., 0, 0] = -0.0

@@ -140,7 +140,7 @@ def divide(a: jax.Array, b: jax.Array) -> jax.Array:
     divisor = jnp.maximum(d, 1)
     quotient = (p.astype(jnp.float32) / divisor.astype(jnp.float32) * 2.0**25).astype(jnp.int32)
     remainder = (p << 25) - quotient * divisor
-    correction = remainder // divisor
+    correction = lax.div(remainder + (divisor << 6), divisor) - 64  # rounded down, for the dividend is positive
     inexact = remainder - correction * divisor != 0
     bits = round_to_float32(quotient + correction << 1 | inexact, p_exponent - d_exponent - 26)
     return jnp.where(d == 0, INFINITY, bits)
