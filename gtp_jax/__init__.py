@@ -1,6 +1,9 @@
 """Generalized Tensor Parallelism for JAX: weights kept as slices, gathered just in time."""
 
+from . import formats as formats
 from .chain import Schedule as Schedule
+from .formats import PackPlan as PackPlan
+from .formats import QuantizedArray as QuantizedArray
 from .mesh import make_mesh as make_mesh
 from .nn import MLP as MLP
 from .nn import Attention as Attention
@@ -12,6 +15,13 @@ from .nn import TiedHead as TiedHead
 from .nn import cross_entropy as cross_entropy
 from .nn import init as init
 from .nn import run_chain as run_chain
+from .ops import dequantize as dequantize
+from .ops import hadamard as hadamard
+from .ops import hadamard_amax as hadamard_amax
+from .ops import multi_amax as multi_amax
+from .ops import pack as pack
+from .ops import quantize as quantize
+from .ops import unpack as unpack
 from .train import TrainState as TrainState
 from .train import eval_step as eval_step
 from .train import loss_and_gradients as loss_and_gradients

@@ -1,8 +1,16 @@
-"""Numeric operations on plain arrays."""
+"""Numeric operations on plain arrays, and on quantized ones."""
 
+from ._amax import hadamard as hadamard
+from ._amax import hadamard_amax as hadamard_amax
+from ._amax import multi_amax as multi_amax
 from ._attention import causal_attention as causal_attention
 from ._cross_entropy import token_cross_entropy as token_cross_entropy
+from ._implementation import Implementation as Implementation
 from ._linear import linear as linear
 from ._norm import layer_norm as layer_norm
 from ._norm import rms_norm as rms_norm
+from ._pack import pack as pack
+from ._pack import unpack as unpack
+from ._quantize import dequantize as dequantize
+from ._quantize import quantize as quantize
 from ._rope import rope as rope

@@ -1,0 +1,23 @@
+"""Number formats: what they are, and how their arrays lie in memory."""
+
+from ._array import QuantizedArray as QuantizedArray
+from ._array import codes_shape as codes_shape
+from ._array import scales_shape as scales_shape
+from ._array import validate as validate
+from ._pack import SECTION_BYTES as SECTION_BYTES
+from ._pack import PackPlan as PackPlan
+from ._pack import Piece as Piece
+from ._pack import Section as Section
+from ._spec import E2M1 as E2M1
+from ._spec import E4M3 as E4M3
+from ._spec import E5M2 as E5M2
+from ._spec import ELEMENTS as ELEMENTS
+from ._spec import FORMATS as FORMATS
+from ._spec import FP8_E4M3 as FP8_E4M3
+from ._spec import FP8_E5M2 as FP8_E5M2
+from ._spec import MXFP8 as MXFP8
+from ._spec import MXFP8_E5M2 as MXFP8_E5M2
+from ._spec import NVFP4 as NVFP4
+from ._spec import NVFP4_1D as NVFP4_1D
+from ._spec import Element as Element
+from ._spec import Format as Format

@@ -1,0 +1,134 @@
+"""The wire format of a layer: where each weight's codes and scales lie in one buffer of bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from ._array import codes_shape, scales_shape
+from ._spec import Format
+
+# Every section of a buffer starts at a multiple of this, and its length is one, so that the sections of a gathered
+# buffer are aligned for the widest loads of a GPU.
+SECTION_BYTES = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One weight's slice within a layer.
+
+    Attributes:
+        rows: rows of a slice, padding included; a multiple of the format's alignment where there are several slices.
+        cols: contraction size. Blocks run along it.
+        transposed: whether the slice is stored `(cols, rows)` instead of `(rows, cols)`.
+        total_rows: logical rows of all slices together; what lies beyond is padding and is stripped.
+        out: which output array it becomes part of.
+        out_row: the row of that output at which it starts.
+    """
+
+    rows: int
+    cols: int
+    transposed: bool
+    total_rows: int
+    out: int
+    out_row: int
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        """Shape of a slice as stored."""
+        return (self.cols, self.rows) if self.transposed else (self.rows, self.cols)
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A run of bytes that holds a matrix of `shape`."""
+
+    start: int
+    shape: tuple[int, int]
+
+    @property
+    def bytes(self) -> int:
+        """Length, without the padding up to the next section."""
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackPlan:
+    """How one layer's weights share a buffer: all pieces' codes in order, then all pieces' scales in order.
+
+    The pieces of an output lie one after another, without gaps: piece by piece in order of `out_row`, each starts
+    where the last one ends. The amax does not travel, for it is the same on every rank.
+
+    Raises:
+        ValueError: if the pieces do not make whole outputs.
+    """
+
+    pieces: tuple[Piece, ...]
+
+    def __post_init__(self) -> None:
+        if not self.pieces:
+            raise ValueError("`pieces` is empty; a plan has at least one piece.")
+        for index, piece in enumerate(self.pieces):
+            for name in ("rows", "cols", "total_rows", "out", "out_row"):
+                if getattr(piece, name) < 0:
+                    raise ValueError(f"piece {index}: `{name}` is {getattr(piece, name)}; it is 0 or more.")
+        outs = sorted({piece.out for piece in self.pieces})
+        if outs != list(range(len(outs))):
+            raise ValueError(
+                f"the pieces name the outputs {outs}; outputs are numbered 0, 1, 2 and so on, without gaps."
+            )
+        for out in outs:
+            self._check_output(out)
+
+    def _check_output(self, out: int) -> None:
+        members = self.members(out)
+        row = 0
+        for index in members:
+            piece = self.pieces[index]
+            if piece.out_row != row:
+                raise ValueError(
+                    f"piece {index} starts at row {piece.out_row} of output {out}, but the pieces before it end at row "
+                    f"{row}. Let `out_row` be the sum of `total_rows` of the pieces before."
+                )
+            if piece.cols != self.pieces[members[0]].cols:
+                raise ValueError(
+                    f"pieces {members[0]} and {index} have {self.pieces[members[0]].cols} and {piece.cols} columns, "
+                    f"but share output {out}. Pieces of one output have the same `cols`."
+                )
+            row += piece.total_rows
+
+    def members(self, out: int) -> tuple[int, ...]:
+        """The pieces that make an output, from its first row to its last."""
+        found = [index for index, piece in enumerate(self.pieces) if piece.out == out]
+        return tuple(sorted(found, key=lambda index: (self.pieces[index].out_row, self.pieces[index].total_rows)))
+
+    @property
+    def outputs(self) -> tuple[tuple[int, int], ...]:
+        """Shape `(rows, cols)` of each output."""
+        return tuple(
+            (sum(self.pieces[index].total_rows for index in members), self.pieces[members[0]].cols)
+            for members in map(self.members, range(len({piece.out for piece in self.pieces})))
+        )
+
+    def sections(self, format: Format) -> tuple[tuple[Section, Section | None], ...]:
+        """Where the codes and the scales of each piece lie in the buffer of one slice."""
+        return self._lay_out(format)[0]
+
+    def bytes(self, format: Format) -> int:
+        """Length of the buffer of one slice; a multiple of 16."""
+        return self._lay_out(format)[1]
+
+    def _lay_out(self, format: Format) -> tuple[tuple[tuple[Section, Section | None], ...], int]:
+        end = 0
+
+        def section(shape: tuple[int, int]) -> Section:
+            nonlocal end
+            placed = Section(end, shape)
+            end += -(-placed.bytes // SECTION_BYTES) * SECTION_BYTES
+            return placed
+
+        matrices = [(piece.rows, piece.cols) for piece in self.pieces]
+        codes = [section(codes_shape(format, matrix, False)) for matrix in matrices]
+        shapes = [scales_shape(format, matrix, False) for matrix in matrices]
+        scales = [None if shape is None else section(shape) for shape in shapes]
+        return tuple(zip(codes, scales, strict=True)), end

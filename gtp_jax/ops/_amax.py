@@ -1,0 +1,75 @@
+"""The largest finite magnitudes of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+
+from ._checks import as_matrix, as_values
+from ._implementation import Implementation, call
+from .reference import hadamard as _transform
+
+
+def multi_amax(arrays: Sequence[jax.Array], *, implementation: Implementation | None = None) -> jax.Array:
+    """The largest finite magnitude of each of many arrays, in one launch.
+
+    NaN and Inf are left out, so that they spoil their own block and not the scale of the whole tensor.
+
+    Args:
+        arrays: float32, bfloat16 or float16, any number, shapes and mixture; an empty one has amax 0.
+        implementation: `"reference"`, `"native"`, or `None` for the best at hand.
+
+    Returns:
+        float32 `(len(arrays),)`.
+
+    Raises:
+        TypeError: if `arrays` is a single array, or one of them has another dtype.
+    """
+    if hasattr(arrays, "dtype"):
+        raise TypeError("`arrays` is one array; it is a list of arrays. Write `multi_amax([x])[0]`.")
+    return call("multi_amax", implementation, [as_values(f"arrays[{i}]", x) for i, x in enumerate(arrays)])
+
+
+def hadamard_amax(x: jax.Array, *, implementation: Implementation | None = None) -> jax.Array:
+    """The largest finite magnitude of `hadamard(x)`, without making it; a float32 scalar.
+
+    Args:
+        x: `(*lead, M, K)` or `(K,)`, float32, bfloat16 or float16.
+        implementation: as in `multi_amax`.
+
+    Raises:
+        TypeError: if `x` has another dtype.
+        ValueError: if `x` is a scalar.
+    """
+    return call("hadamard_amax", implementation, as_matrix("x", x))
+
+
+@jax.jit
+def _forward(x: jax.Array) -> jax.Array:
+    return _transform(x)
+
+
+@jax.jit
+def _inverse(x: jax.Array) -> jax.Array:
+    return _transform(x, inverse=True)
+
+
+def hadamard(x: jax.Array, *, inverse: bool = False) -> jax.Array:
+    """The 16 x 16 random Hadamard transform along the rows, as the column-wise copy of `NVFP4_1D` may use it.
+
+    Every run of 16 rows becomes `H (d * x)`, H orthogonal with entries +-1/4, d fixed signs. A matmul that contracts
+    the rows of two arrays transformed alike is unchanged by it.
+
+    Args:
+        x: `(*lead, M, K)` or `(K,)`, float32, bfloat16 or float16; M is padded with zeros to a multiple of 16.
+        inverse: undo it: `d * (H x)`.
+
+    Returns:
+        bfloat16 `(*lead, M rounded up to 16, K)`, computed in float32 and rounded once.
+
+    Raises:
+        TypeError: if `x` has another dtype.
+        ValueError: if `x` is a scalar.
+    """
+    return (_inverse if inverse else _forward)(as_matrix("x", x))

@@ -1,0 +1,192 @@
+"""Arrays to quantized arrays and back."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+
+from ..formats import NVFP4, NVFP4_1D, Format, QuantizedArray, validate
+from ._checks import as_amax, as_matrix, check_dtype, check_format
+from ._implementation import Implementation, call
+
+_AXES = ("row", "column", "both")
+_HADAMARD_RUN = 16
+
+
+@overload
+def quantize(
+    x: jax.Array,
+    format: Format,
+    *,
+    amax: Any = None,
+    axis: Literal["row", "column"] = "row",
+    hadamard: bool = False,
+    key: jax.Array | None = None,
+    implementation: Implementation | None = None,
+) -> QuantizedArray: ...
+
+
+@overload
+def quantize(
+    x: jax.Array,
+    format: Format,
+    *,
+    amax: Any = None,
+    axis: Literal["both"],
+    hadamard: bool = False,
+    key: jax.Array | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[QuantizedArray, QuantizedArray]: ...
+
+
+def quantize(x, format, *, amax=None, axis="row", hadamard=False, key=None, implementation=None):
+    """Writes an array in one of `gtp_jax.formats`, row-wise, column-wise, or both in one pass over it.
+
+    The formulas are TransformerEngine's, bit for bit on finite input (`gtp_jax/formats/README.md`). Unlike there, a
+    block with NaN or Inf comes back as NaN, and no other block is touched. A stack of matrices has one amax, unless
+    `amax` says otherwise or the call is vmapped.
+
+    Not to be called on a sharded array outside `jax.shard_map`: XLA gathers the operands of a kernel silently.
+
+    Args:
+        x: `(*lead, M, K)` or `(K,)`, float32, bfloat16 or float16.
+        format: such as `gtp_jax.formats.NVFP4`.
+        amax: the largest finite magnitude to scale by, float32, `()` or the first of the leading dimensions; a pair of
+            them, row then column, if `axis` is `"both"`. `None` computes it. Formats without an amax take none.
+        axis: `"row"`: blocks along K. `"column"`: blocks along M; codes are transposed where the format says so.
+            With FP8, `"both"` is the cast and transpose that a matmul's operands need.
+        hadamard: transform the column-wise copy first (`NVFP4_1D` only); its amax is taken after, and its M is
+            rounded up to 16. `dequantize` gives the transformed array, and `gtp_jax.hadamard(..., inverse=True)` x.
+        key: round stochastically (NVFP4 only): a JAX key of two words, or uint32 `(2,)`. A new key, no new compilation.
+        implementation: `"reference"`, `"native"`, or `None` for the best at hand.
+
+    Returns:
+        A `QuantizedArray`; the row-wise and the column-wise one if `axis` is `"both"`.
+
+    Raises:
+        TypeError: if `x`, `format`, `amax` or `key` is of another type or dtype.
+        ValueError: if `x` is a scalar, `amax` or `key` has another shape, or `format` or `axis` does not go with
+            `amax`, `hadamard` or `key`.
+        NotImplementedError: if `implementation` is `"native"` and there is no kernel for the platform at hand.
+    """
+    check_format(format)
+    x = as_matrix("x", x)
+    if axis not in _AXES:
+        raise ValueError(f"`axis` is {axis!r}; it is one of {list(_AXES)}.")
+    rows, columns = axis != "column", axis != "row"
+    if hadamard and (format != NVFP4_1D or not columns):
+        raise ValueError(
+            f"`hadamard` goes with the column-wise copy of NVFP4_1D; this is {format.name} with axis {axis!r}. "
+            "Leave it out, or transform the array with `gtp_jax.hadamard`."
+        )
+    if key is not None and format not in (NVFP4, NVFP4_1D):
+        raise ValueError(f"`key` asks for stochastic rounding, which {format.name} does not have; leave it out.")
+
+    amax_rows, amax_columns = _amaxes(x, format, amax, axis, hadamard, implementation)
+    row_codes, row_scales, column_codes, column_scales = call(
+        "quantize",
+        implementation,
+        x,
+        amax_rows,
+        amax_columns,
+        jnp.zeros(2, jnp.uint32) if key is None else _words(key),
+        format=format,
+        hadamard=hadamard,
+        stochastic=key is not None,
+        rows=rows,
+        columns=columns,
+    )
+
+    def wrap(codes: jax.Array, scales: jax.Array, amax: jax.Array, matrix: tuple[int, int], columns: bool):
+        kept_scales = None if format.block is None else scales
+        return QuantizedArray(codes, kept_scales, amax if format.has_amax else None, format, matrix, columns)
+
+    m, k = x.shape[-2:]
+    padded = -(-m // _HADAMARD_RUN) * _HADAMARD_RUN if hadamard else m
+    made = []
+    if rows:
+        made.append(wrap(row_codes, row_scales, amax_rows, (m, k), False))
+    if columns:
+        made.append(wrap(column_codes, column_scales, amax_columns, (padded, k), True))
+    return tuple(made) if axis == "both" else made[0]
+
+
+def dequantize(
+    q: QuantizedArray, dtype: Any = jnp.bfloat16, *, implementation: Implementation | None = None
+) -> jax.Array:
+    """The values of a quantized array, in logical orientation.
+
+    `code * scale` in float32, then rounded to `dtype`; exact in bfloat16 for MXFP8. A Hadamard transform is not undone.
+
+    Args:
+        q: row-wise or column-wise.
+        dtype: float32, bfloat16 or float16.
+        implementation: as in `quantize`.
+
+    Returns:
+        `(*lead, M, K)`.
+
+    Raises:
+        TypeError: if `q` is no `QuantizedArray`, or `dtype` is another one.
+        ValueError: if `q` breaks an invariant of its type.
+    """
+    validate(q)
+    dtype = check_dtype("dtype", dtype)
+    return call(
+        "dequantize",
+        implementation,
+        q.codes,
+        jnp.zeros(0, jnp.uint8) if q.scales is None else q.scales,
+        jnp.zeros((), jnp.float32) if q.amax is None else q.amax,
+        format=q.format,
+        columns=q.columns,
+        shape=q.shape,
+        dtype=dtype,
+    )
+
+
+def _amaxes(
+    x: jax.Array, format: Format, amax: Any, axis: str, hadamard: bool, implementation: Implementation | None
+) -> tuple[jax.Array, jax.Array]:
+    """The amax of the row-wise and of the column-wise copy; 0 for one that is not used."""
+    unused = jnp.zeros((), jnp.float32)
+    if not format.has_amax:
+        if amax is not None:
+            raise ValueError(f"`amax` is given, but {format.name} scales every block by itself; leave it out.")
+        return unused, unused
+    lead = x.shape[:-2]
+    if amax is None:
+        whole = call("multi_amax", implementation, [x])[0] if axis != "column" or not hadamard else unused
+        return whole, call("hadamard_amax", implementation, x) if hadamard else whole
+    if isinstance(amax, tuple | list):
+        if axis != "both" or len(amax) != 2:
+            raise ValueError(
+                f"`amax` is a sequence of {len(amax)}, and `axis` is {axis!r}; "
+                "a pair goes with axis 'both': the row-wise copy's, then the column-wise copy's."
+            )
+        return as_amax(amax[0], lead), as_amax(amax[1], lead)
+    if axis == "both" and hadamard:
+        raise ValueError(
+            "`amax` is one, but the Hadamard transform gives the column-wise copy another amax. "
+            "Pass a pair: `multi_amax([x])[0]` and `hadamard_amax(x)`, each over all slices of x."
+        )
+    both = as_amax(amax, lead)
+    return both, both
+
+
+def _words(key: Any) -> jax.Array:
+    words = key
+    if hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        words = jax.random.key_data(key)
+    if getattr(words, "dtype", None) != jnp.uint32:
+        raise TypeError(
+            f"`key` is {getattr(words, 'dtype', type(key).__name__)}; it is a JAX key, or two uint32 words."
+        )
+    if words.shape != (2,):
+        raise ValueError(
+            f"`key` has words of shape {words.shape}; it has two. Make it with "
+            "`jax.random.key(seed, impl='threefry2x32')`."
+        )
+    return jnp.asarray(words)

@@ -1,0 +1,9 @@
+"""What every native kernel must equal bit for bit: the operations in plain jnp, with the same signatures as theirs."""
+
+from ._amax import multi_amax as multi_amax
+from ._dequantize import dequantize as dequantize
+from ._hadamard import hadamard as hadamard
+from ._hadamard import hadamard_amax as hadamard_amax
+from ._pack import pack as pack
+from ._pack import unpack as unpack
+from ._quantize import quantize as quantize

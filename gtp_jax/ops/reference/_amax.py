@@ -1,0 +1,28 @@
+"""The largest finite magnitude. NaN and Inf are left out, so that they spoil their own block and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from . import _ieee
+
+
+def multi_amax(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Float32 amax of each array; 0 of an empty one."""
+    if not arrays:
+        return jnp.zeros((0,), jnp.float32)
+    return jnp.stack([_ieee.as_float(finite_amax(_ieee.widen(x))) for x in arrays])
+
+
+def finite_amax(bits: jax.Array, axis: tuple[int, ...] | None = None) -> jax.Array:
+    """Bits of the amax. Patterns of magnitudes order as integers do."""
+    magnitude = bits & _ieee.MAGNITUDE
+    return jnp.max(jnp.where(magnitude < _ieee.INFINITY, magnitude, 0), axis=axis, initial=0)
+
+
+def any_non_finite(bits: jax.Array, axis: tuple[int, ...]) -> jax.Array:
+    """Whether NaN or Inf is among them."""
+    return jnp.any((bits & _ieee.MAGNITUDE) >= _ieee.INFINITY, axis=axis)

@@ -1,0 +1,58 @@
+"""The 16 x 16 random Hadamard transform along the rows of a matrix, which spreads outliers over a block."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import _ieee
+from ._amax import finite_amax
+
+RUN = 16
+
+# The signs that TransformerEngine fixes, so that every rank and every version transforms alike.
+_SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], np.int32)
+
+
+def hadamard(x: jax.Array, *, inverse: bool = False) -> jax.Array:
+    """`H (d * x)` on every run of 16 rows, or with `inverse` `d * (H x)`; bfloat16.
+
+    H is the orthogonal Sylvester matrix (entries +-1/4) and d the signs; as H is its own inverse, so is the second
+    of the first. In float32 by butterflies of strides 1, 2, 4, 8, then times 1/4, then rounded to bfloat16.
+
+    Args:
+        x: `(*lead, M, K)`; M is padded with zeros to a multiple of 16.
+
+    Returns:
+        `(*lead, M rounded up to 16, K)`.
+    """
+    bits = _ieee.widen(x)
+    bits = jnp.pad(bits, [(0, 0)] * (bits.ndim - 2) + [(0, -bits.shape[-2] % RUN), (0, 0)])
+    *lead, rows, cols = bits.shape
+    runs = jnp.reshape(bits, (*lead, rows // RUN, RUN, cols))
+    signs = jnp.where(_SIGNS < 0, _ieee.SIGN, 0)[:, None]
+    runs = _butterflies(runs) ^ signs if inverse else _butterflies(runs ^ signs)
+    return _ieee.narrow(jnp.reshape(_quarter(runs), bits.shape), jnp.bfloat16)
+
+
+def hadamard_amax(x: jax.Array) -> jax.Array:
+    """Float32 amax of `hadamard(x)`."""
+    return _ieee.as_float(finite_amax(_ieee.widen(hadamard(x))))
+
+
+def _butterflies(runs: jax.Array) -> jax.Array:
+    *lead, _, cols = runs.shape
+    for stride in (1, 2, 4, 8):
+        pairs = jnp.reshape(runs, (*lead, RUN // (2 * stride), 2, stride, cols))
+        first, second = pairs[..., 0, :, :], pairs[..., 1, :, :]
+        pairs = jnp.stack([_ieee.add(first, second), _ieee.add(first, second ^ _ieee.SIGN)], axis=-3)
+        runs = jnp.reshape(pairs, runs.shape)
+    return runs
+
+
+def _quarter(bits: jax.Array) -> jax.Array:
+    magnitude = bits & _ieee.MAGNITUDE
+    significand, exponent = _ieee.split(magnitude)
+    finite = _ieee.round_to_float32(significand, exponent - 2)
+    return jnp.where(magnitude >= _ieee.INFINITY, magnitude, finite) | bits & _ieee.SIGN

@@ -1,0 +1,56 @@
+"""A layer's weights to one buffer of bytes, and the buffers of all slices to the layer's weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from ...formats import SECTION_BYTES, Format, PackPlan
+from ...formats import Section as Section
+from ._dequantize import dequantize
+from ._quantize import quantize
+
+
+def pack(slices: Sequence[jax.Array], amax: jax.Array, *, format: Format, plan: PackPlan) -> jax.Array:
+    """The row-wise copies of `(*lead, ...)` slices, with amax `(*lead, pieces)`: uint8 `(*lead, bytes)`."""
+    lead = amax.shape[:-1]
+    all_codes, all_scales = [], []
+    for index, (piece, stored) in enumerate(zip(plan.pieces, slices, strict=True)):
+        x = jnp.swapaxes(stored, -1, -2) if piece.transposed else stored
+        whole, no_key = amax[..., index], jnp.zeros(2, jnp.uint32)
+        codes, scales, *_ = quantize(
+            x, whole, whole, no_key, format=format, hadamard=False, stochastic=False, rows=True, columns=False
+        )
+        all_codes.append(codes)
+        if format.block is not None:
+            all_scales.append(scales)
+    sections = [jnp.reshape(array, (*lead, math.prod(array.shape[len(lead) :]))) for array in all_codes + all_scales]
+    padded = [jnp.pad(s, [(0, 0)] * len(lead) + [(0, -s.shape[-1] % SECTION_BYTES)]) for s in sections]
+    return jnp.concatenate([jnp.zeros((*lead, 0), jnp.uint8), *padded], axis=-1)
+
+
+def unpack(
+    buffer: jax.Array, amax: jax.Array, *, format: Format, plan: PackPlan, dtype: jnp.dtype
+) -> tuple[jax.Array, ...]:
+    """The outputs of a plan from the buffers of its slices, `(slices, bytes)`, and amax `(pieces,)`."""
+    slices = buffer.shape[0]
+
+    def read(section: Section) -> jax.Array:
+        return jnp.reshape(buffer[:, section.start : section.start + section.bytes], (slices, *section.shape))
+
+    parts = []
+    for index, (piece, (codes, scales)) in enumerate(zip(plan.pieces, plan.sections(format), strict=True)):
+        values = dequantize(
+            read(codes),
+            jnp.zeros(0, jnp.uint8) if scales is None else read(scales),
+            amax[index],
+            format=format,
+            columns=False,
+            shape=(slices, piece.rows, piece.cols),
+            dtype=dtype,
+        )
+        parts.append(jnp.reshape(values, (slices * piece.rows, piece.cols))[: piece.total_rows])
+    return tuple(jnp.concatenate([parts[index] for index in plan.members(out)]) for out in range(len(plan.outputs)))

@@ -1,0 +1,139 @@
+"""A QuantizedArray is a pytree like any other, and a broken one is refused by name."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import gtp_jax as gtp
+from gtp_jax.formats import FORMATS, FP8_E4M3, MXFP8, NVFP4, NVFP4_1D, QuantizedArray, validate
+
+every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+
+
+def made(format, shape=(33, 47), axis="row") -> QuantizedArray:
+    x = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+    return gtp.quantize(x, format, axis=axis, implementation="reference")
+
+
+def assert_equal(a: QuantizedArray, b: QuantizedArray) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+
+
+# rows 33, columns 47: shapes of codes and scales of the row-wise and of the column-wise copy
+SHAPES = {
+    "NVFP4": ((33, 24), (3, 3), (47, 17), (3, 3)),
+    "NVFP4_1D": ((33, 24), (33, 3), (47, 17), (47, 3)),
+    "MXFP8": ((33, 47), (33, 2), (33, 47), (2, 47)),
+    "MXFP8_E5M2": ((33, 47), (33, 2), (33, 47), (2, 47)),
+    "FP8_E4M3": ((33, 47), None, (47, 33), None),
+    "FP8_E5M2": ((33, 47), None, (47, 33), None),
+}
+
+
+@every_format
+def test_shapes_are_the_documented_ones(format):
+    row, column = made(format, axis="both")
+    shapes = tuple(None if leaf is None else leaf.shape for q in (row, column) for leaf in (q.codes, q.scales))
+    assert shapes == SHAPES[format.name]
+    assert row.shape == column.shape == (33, 47)
+    assert (row.amax is not None) == format.has_amax
+
+
+@every_format
+def test_bytes_of_a_large_array_are_the_formats(format):
+    q = made(format, (512, 1024))
+    assert q.nbytes == 512 * 1024 * format.bytes_per_element + 4 * format.has_amax
+
+
+def test_jit_and_scan_and_vmap_carry_it():
+    q = jax.vmap(lambda x: gtp.quantize(x, NVFP4, implementation="reference"))(jnp.ones((3, 17, 20)))
+    assert_equal(jax.jit(lambda q: q)(q), q)
+    _, scanned = jax.lax.scan(lambda carry, layer: (carry, layer), 0, q)
+    assert_equal(scanned, q)
+    one = jax.tree.map(lambda leaf: leaf[1], q)
+    validate(one)
+    assert (q.shape, one.shape) == ((3, 17, 20), (17, 20))
+
+
+def test_no_recompilation_for_the_same_format_and_shape():
+    count = 0
+
+    @jax.jit
+    def read(q):
+        nonlocal count
+        count += 1
+        return q.codes
+
+    for format in (NVFP4, NVFP4, MXFP8, MXFP8):
+        read(made(format))
+    assert count == 2
+
+
+def test_eval_shape_makes_one_of_shapes():
+    q = jax.eval_shape(lambda: made(NVFP4))
+    validate(q)
+    assert isinstance(q.codes, jax.ShapeDtypeStruct) and q.shape == (33, 47)
+
+
+@every_format
+def test_orbax_restores_it(format, tmp_path):
+    tree = {"kernel": made(format), "column": made(format, (2, 33, 47), axis="column")}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "step", tree)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "step", jax.eval_shape(lambda: tree))
+    for name, q in tree.items():
+        assert_equal(restored[name], q)
+
+
+FOUR, EIGHT, NO_BLOCKS = made(NVFP4_1D), made(MXFP8), made(FP8_E4M3)
+
+BROKEN = {
+    "no quantized array": (lambda: jnp.ones(3), TypeError, "`q` is a .*; it is a QuantizedArray, which"),
+    "codes dtype": (
+        lambda: replace(FOUR, codes=FOUR.codes.astype(jnp.int8)),
+        TypeError,
+        "`codes` .* int8; it must be uint8",
+    ),
+    "codes shape": (
+        lambda: replace(FOUR, codes=FOUR.codes[:, :-1]),
+        ValueError,
+        r"`codes` of a row-wise NVFP4_1D matrix of shape \(33, 47\) has shape \(33, 23\); it must be \(33, 24\)",
+    ),
+    "scales shape": (lambda: replace(EIGHT, scales=EIGHT.scales.T), ValueError, r"\(2, 33\); it must be \(33, 2\)"),
+    "scales missing": (lambda: replace(EIGHT, scales=None), ValueError, "`scales` is missing in a row-wise MXFP8"),
+    "scales too many": (
+        lambda: replace(NO_BLOCKS, scales=EIGHT.scales),
+        ValueError,
+        "`scales` is too many in a row-wise FP8",
+    ),
+    "amax missing": (lambda: replace(FOUR, amax=None), ValueError, "`amax` is missing in a row-wise NVFP4_1D matrix"),
+    "amax too many": (lambda: replace(EIGHT, amax=FOUR.amax), ValueError, "`amax` is too many in a row-wise MXFP8"),
+    "amax shape": (lambda: replace(FOUR, amax=jnp.ones(2)), ValueError, r"`amax` .* has shape \(2,\); it must be \(\)"),
+    "amax dtype": (lambda: replace(FOUR, amax=jnp.int32(3)), TypeError, "`amax` .* is int32; it must be float32"),
+    "orientation": (
+        lambda: replace(FOUR, columns=True),
+        ValueError,
+        r"a column-wise NVFP4_1D .* it must be \(47, 17\)",
+    ),
+}
+
+
+def replace(q: QuantizedArray, **changes) -> QuantizedArray:
+    return dataclasses.replace(q, **changes)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_one_is_refused_by_name(name):
+    make, error, message = BROKEN[name]
+    with pytest.raises(error, match=message):
+        validate(make())
+    with pytest.raises(error, match=message):
+        gtp.dequantize(make())

@@ -1,0 +1,94 @@
+"""Dequantization equals the oracle for every code under every scale, in every dtype and orientation."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import gtp_jax as gtp
+from gtp_jax.formats import FORMATS, FP8_E4M3, FP8_E5M2, MXFP8, NVFP4, NVFP4_1D, QuantizedArray
+
+from . import oracle
+from .bits import AMAXES, assert_same_bits, every_bfloat16_as_float32
+from .both import check_dequantize
+
+every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+every_dtype = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=["f32", "bf16", "f16"])
+FINITE = np.append(AMAXES, [7.0, 2.0**-126, 1e-42, 3e35]).astype(np.float32)
+
+
+def every_code_and_scale(format) -> QuantizedArray:
+    """All bytes of codes under all bytes of scales, for each amax in the leading dimension."""
+    height, width = format.block or (1, 256)
+    codes = np.arange(256, dtype=np.uint8).reshape(-1, width * format.element_bits // 8)
+    scales = None
+    if format.block:
+        scales = np.arange(256, dtype=np.uint8).repeat(len(codes) // height).reshape(-1, 1)
+        codes = np.tile(codes, (256, 1))
+    amaxes = jnp.asarray(FINITE) if format.has_amax else None
+    lead = (len(FINITE),) if format.has_amax else ()
+
+    def over_lead(array):
+        return jnp.asarray(np.broadcast_to(array, (*lead, *array.shape)))
+
+    return QuantizedArray(
+        over_lead(codes), None if scales is None else over_lead(scales), amaxes, format, (len(codes), width)
+    )
+
+
+@every_dtype
+@every_format
+def test_every_code_under_every_scale(format, dtype, implementation):
+    check_dequantize(every_code_and_scale(format), implementation, dtype)
+
+
+@pytest.mark.parametrize("format", [NVFP4_1D, FP8_E4M3, FP8_E5M2], ids=str)
+def test_every_bfloat16_as_amax(format, implementation):
+    wholes = jnp.asarray(every_bfloat16_as_float32())
+    codes = np.array([0x80, 0x01, 0x7F, 0x9A], np.uint8)
+    matrix = (1, 4 * 8 // format.element_bits)
+    tiled = jnp.asarray(np.tile(codes, (65536, 1, 1)))
+    for scale in (0x7E, 0x01) if format.block else (None,):
+        scales = None if scale is None else jnp.full((65536, 1, 1), scale, jnp.uint8)
+        check_dequantize(QuantizedArray(tiled, scales, wholes, format, matrix), implementation, jnp.float32)
+
+
+@pytest.mark.parametrize("format", [NVFP4, NVFP4_1D, MXFP8, FP8_E4M3], ids=str)
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@given(data=st.data())
+def test_any_shape_and_orientation(format, implementation, data):
+    lead = data.draw(st.lists(st.integers(1, 2), max_size=2))
+    m, k = data.draw(st.integers(0, 35)), data.draw(st.integers(0, 67))
+    columns = data.draw(st.booleans())
+    x = np.random.default_rng(m * 100 + k).normal(size=(*lead, m, k)).astype(np.float32)
+    whole = oracle.amax(x)
+    codes, scales = oracle.quantize(format.name, x, whole, columns=columns)
+    q = QuantizedArray(
+        jnp.asarray(codes),
+        None if scales is None else jnp.asarray(scales),
+        jnp.asarray(whole) if format.has_amax else None,
+        format,
+        (m, k),
+        columns,
+    )
+    check_dequantize(q, implementation, jnp.bfloat16, f"{x.shape} {'column' if columns else 'row'}")
+
+
+@pytest.mark.parametrize("format", [NVFP4, NVFP4_1D, MXFP8], ids=str)
+def test_quantizing_again_changes_nothing(format, implementation):
+    x = np.random.default_rng(0).normal(size=(64, 128)).astype(np.float32)
+    q = gtp.quantize(jnp.asarray(x), format, implementation=implementation)
+    once = gtp.dequantize(q, jnp.float32, implementation=implementation)
+    amax = None if q.amax is None else jnp.max(jnp.abs(jnp.asarray(x)))
+    again = gtp.quantize(once, format, amax=amax, implementation=implementation)
+    assert_same_bits(gtp.dequantize(again, jnp.float32, implementation=implementation), once)
+
+
+def test_mxfp8_is_exact_in_bfloat16(implementation):
+    x = np.random.default_rng(0).normal(size=(64, 128)).astype(np.float32)
+    q = gtp.quantize(jnp.asarray(x), MXFP8, implementation=implementation)
+    short, long = (
+        np.asarray(gtp.dequantize(q, d, implementation=implementation), np.float32) for d in ("bfloat16", "float32")
+    )
+    assert_same_bits(short, long)

@@ -1,0 +1,101 @@
+"""The reference's float32 arithmetic is numpy's, bit for bit, on the whole range: subnormals, overflow, ties."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gtp_jax.ops.reference import _ieee
+
+from .bits import assert_same_bits, bits_of, device, every_pattern
+
+_SPECIAL = [0.0, 2.0**-149, 2.0**-148, 2.0**-127, 2.0**-126, 1.5 * 2.0**-126, 1e-30, 1.0, 3.0, 2688.0, 1e30, 3.4e38]
+
+
+def magnitudes(count: int, seed: int) -> np.ndarray:
+    """Finite magnitudes of all exponents, evenly, and the special ones."""
+    random = np.random.default_rng(seed)
+    patterns = random.integers(0, 0x7F800000, count, dtype=np.uint32)
+    patterns[: count // 4] &= 0x7FFFFF >> random.integers(0, 23, count // 4).astype(np.uint32)  # subnormals
+    patterns[-12:] = bits_of(np.array(_SPECIAL, np.float32))
+    return patterns.view(np.float32)
+
+
+def pairs() -> tuple[np.ndarray, np.ndarray]:
+    a, b = magnitudes(1 << 16, 1), magnitudes(1 << 16, 2)
+    special = np.array(_SPECIAL + [np.finfo(np.float32).max], np.float32)
+    return np.append(a, np.repeat(special, len(special))), np.append(b, np.tile(special, len(special)))
+
+
+def run(function, *operands: np.ndarray) -> np.ndarray:
+    return np.asarray(jax.jit(function)(*(jnp.asarray(x.view(np.int32)) for x in operands))).view(np.float32)
+
+
+def test_products():
+    a, b = pairs()
+    with np.errstate(all="ignore"):
+        assert_same_bits(run(_ieee.multiply, a, b), a * b)
+
+
+def test_products_of_close_exponents_reach_every_rounding():
+    random = np.random.default_rng(3)
+    a = random.integers(0x20000000, 0x20800000, 1 << 16, dtype=np.uint32).view(np.float32)  # about 2**-63
+    for shift in range(12):  # products from normal down to the smallest subnormals
+        b = (bits_of(a[::-1].copy()) - np.uint32(0x800000 * 2 * shift)).view(np.float32)
+        with np.errstate(all="ignore"):
+            assert_same_bits(run(_ieee.multiply, a, b), a * b, f"shift {shift}")
+
+
+def test_quotients():
+    a, b = pairs()
+    with np.errstate(all="ignore"):
+        quotient = np.where(b == 0, np.float32(np.inf), a / b)
+        assert_same_bits(run(_ieee.divide, a, b), quotient)
+
+
+def test_sums_of_either_sign():
+    a, b = pairs()
+    random = np.random.default_rng(4)
+    a, b = (x * random.choice(np.array([-1, 1], np.float32), x.shape) for x in (a, b))
+    with np.errstate(all="ignore"):
+        assert_same_bits(run(_ieee.add, a, b), a + b)
+        near = (bits_of(a) ^ np.uint32(0x80000003)).view(np.float32)  # almost cancels
+        near = np.where(np.isfinite(near), near, 0)
+        assert_same_bits(run(_ieee.add, a, near), a + near, "cancelling")
+
+
+def test_scaled_is_the_product_where_a_code_can_tell():
+    a, b = pairs()
+    with np.errstate(all="ignore"):
+        product = a * b
+    expected = np.minimum(np.where(product < 2.0**-126, np.float32(0), product), np.finfo(np.float32).max)
+    got = run(_ieee.scaled, a, b)
+    # a product just below the normal numbers may round up to the first of them in one way and not in the other
+    border = (product <= np.float32(2.0**-126)) & (got <= np.float32(2.0**-126))
+    assert_same_bits(np.where(border, 0, got).astype(np.float32), np.where(border, 0, expected).astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def test_widening_is_exact_for_every_pattern(dtype):
+    values = every_pattern(dtype)
+    wide = values.astype(np.float32)
+    got = np.asarray(jax.jit(_ieee.widen)(device(values))).view(np.float32)
+    finite = np.isfinite(wide)
+    assert_same_bits(got[finite], wide[finite])
+    assert (np.isnan(got) == np.isnan(wide)).all() and (np.isinf(got) == np.isinf(wide)).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=["float32", "bfloat16", "float16"])
+def test_narrowing_rounds_to_nearest_even(dtype):
+    edges = np.arange(0, 1 << 32, 4093, dtype=np.uint64).astype(np.uint32)
+    halves = (np.arange(65536, dtype=np.uint32) << 16)[:, None] + np.array([0x7FFF, 0x8000, 0x8001], np.uint32)
+    ties = every_pattern(np.float16).astype(np.float32).view(np.uint32)[:, None] + np.array([0xFFF, 0x1000, 0x1001])
+    bits = np.concatenate([edges, halves.ravel(), ties.astype(np.uint32).ravel()])
+    wide = bits.view(np.float32)
+    got = np.asarray(jax.jit(_ieee.narrow, static_argnums=1)(jnp.asarray(bits.view(np.int32)), jnp.dtype(dtype)))
+    with np.errstate(all="ignore"):
+        expected = wide.astype(dtype)
+    number = ~np.isnan(wide)
+    assert_same_bits(got[number], expected[number])
+    canonical = {"float32": 0x7FC00000, "bfloat16": 0x7FC0, "float16": 0x7E00}[got.dtype.name]
+    assert set(bits_of(got[~number]).tolist()) == {canonical}

@@ -1,0 +1,162 @@
+"""A layer's buffer: its bytes, and that packing slices and unpacking the gathered buffers is quantizing the whole."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import gtp_jax as gtp
+from gtp_jax.formats import FORMATS, FP8_E4M3, MXFP8, NVFP4, PackPlan, Piece
+
+from . import oracle
+from .bits import assert_same_bits, device
+
+every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+
+# Two outputs: 0 is a fused weight of two pieces, one of them stored transposed; 1 is a weight of odd sizes.
+LOGICAL = [(70, 48, 0), (33, 48, 0), (45, 19, 1)]
+TRANSPOSED = [False, True, False]
+
+
+def weights(dtype, seed=0) -> list[np.ndarray]:
+    random = np.random.default_rng(seed)
+    return [(random.normal(size=(r, c)) * 10.0**i).astype(dtype) for i, (r, c, _) in enumerate(LOGICAL)]
+
+
+def plan_for(format, slices: int) -> PackPlan:
+    pieces, next_row = [], {}
+    for (rows, cols, out), transposed in zip(LOGICAL, TRANSPOSED, strict=True):
+        step = format.alignment * slices if slices > 1 else 1
+        per_slice = -(-rows // step) * step // slices
+        pieces.append(
+            Piece(
+                rows=per_slice, cols=cols, transposed=transposed, total_rows=rows, out=out, out_row=next_row.get(out, 0)
+            )
+        )
+        next_row[out] = pieces[-1].out_row + rows
+    return PackPlan(tuple(pieces))
+
+
+def slice_of(weight: np.ndarray, piece: Piece, slices: int, rank: int) -> np.ndarray:
+    padded = np.zeros((piece.rows * slices, piece.cols), weight.dtype)
+    padded[: len(weight)] = weight
+    mine = padded[rank * piece.rows : (rank + 1) * piece.rows]
+    return np.ascontiguousarray(mine.T) if piece.transposed else mine
+
+
+def gathered(format, dtype, slices: int, implementation):
+    plan, whole = plan_for(format, slices), weights(dtype)
+    amax = jnp.array([oracle.amax(w) for w in whole])
+    buffers = [
+        gtp.pack(
+            [device(slice_of(w, p, slices, rank)) for w, p in zip(whole, plan.pieces, strict=True)],
+            format,
+            amax,
+            plan,
+            implementation=implementation,
+        )
+        for rank in range(slices)
+    ]
+    return plan, whole, amax, jnp.stack(buffers)
+
+
+@every_format
+def test_unpacking_the_gathered_slices_is_dequantizing_the_whole_weight(format, implementation):
+    check_unpacking(format, ml_dtypes.bfloat16, 3, implementation)
+
+
+@pytest.mark.parametrize("format", [NVFP4, MXFP8], ids=str)
+def test_one_slice_needs_no_padding(format, implementation):
+    check_unpacking(format, np.float32, 1, implementation)
+
+
+def check_unpacking(format, dtype, slices, implementation):
+    plan, whole, amax, buffer = gathered(format, dtype, slices, implementation)
+    outputs = gtp.unpack(buffer, format, amax, plan, implementation=implementation)
+    assert len(outputs) == 2
+    expected = [value_of(format, weight) for weight in whole]
+    assert_same_bits(outputs[0], np.concatenate(expected[:2]), "output 0")
+    assert_same_bits(outputs[1], expected[2], "output 1")
+
+
+def value_of(format, weight: np.ndarray, dtype=oracle.BFLOAT16) -> np.ndarray:
+    """The whole weight, quantized and dequantized."""
+    whole = oracle.amax(weight)
+    codes, scales = oracle.quantize(format.name, weight[None], whole)
+    return oracle.dequantize(format.name, codes, scales, whole[None], weight.shape, dtype)[0]
+
+
+@pytest.mark.parametrize("format", [NVFP4, MXFP8], ids=str)
+def test_quantize_then_gather_is_gather_then_quantize(format, implementation):
+    plan, whole, amax, buffer = gathered(format, ml_dtypes.bfloat16, 3, implementation)
+    fused, other = gtp.unpack(buffer, format, amax, plan, implementation=implementation)
+    gathered_first = gtp.quantize(device(whole[2]), format, implementation=implementation)
+    assert_same_bits(other, gtp.dequantize(gathered_first, implementation=implementation))
+
+
+@every_format
+def test_the_buffer_is_the_documented_one_byte_for_byte(format, implementation):
+    plan, whole, amax, buffer = gathered(format, np.float32, 2, implementation)
+    for rank in range(2):
+        slices = []
+        for weight, piece in zip(whole, plan.pieces, strict=True):
+            stored = slice_of(weight, piece, 2, rank)
+            slices.append(stored.T if piece.transposed else stored)
+        expected = np.frombuffer(oracle.pack(format.name, slices, np.asarray(amax)), np.uint8)
+        assert_same_bits(buffer[rank], expected, f"slice {rank}")
+    assert buffer.shape == (2, plan.bytes(format))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=["float32", "float16"])
+def test_other_dtypes_in_and_out(dtype, implementation):
+    plan, whole, amax, buffer = gathered(NVFP4, dtype, 2, implementation)
+    outputs = gtp.unpack(buffer, NVFP4, amax, plan, dtype, implementation=implementation)
+    assert_same_bits(outputs[1], value_of(NVFP4, whole[2], dtype))
+
+
+@pytest.mark.parametrize("format", [NVFP4, MXFP8, FP8_E4M3], ids=str)
+def test_a_stack_of_layers_packs_as_its_layers_do(format, implementation):
+    plan = plan_for(format, 2)
+    layers = [
+        [device(slice_of(w, p, 2, 0)) for w, p in zip(weights(np.float32, seed), plan.pieces, strict=True)]
+        for seed in (0, 1)
+    ]
+    amaxes = jnp.stack([gtp.multi_amax(layer) for layer in layers])
+    stacked = [jnp.stack(arrays) for arrays in zip(*layers, strict=True)]
+    together = gtp.pack(stacked, format, amaxes, plan, implementation=implementation)
+    for index, layer in enumerate(layers):
+        alone = gtp.pack(layer, format, amaxes[index], plan, implementation=implementation)
+        assert_same_bits(together[index], alone, f"layer {index}")
+
+
+def test_a_nan_spoils_its_block_of_its_weight(implementation):
+    plan, whole = plan_for(NVFP4, 1), weights(np.float32)
+    whole[1][20, 40] = np.nan
+    slices = [jnp.asarray(slice_of(w, p, 1, 0)) for w, p in zip(whole, plan.pieces, strict=True)]
+    amax = gtp.multi_amax(slices, implementation=implementation)
+    buffer = gtp.pack(slices, NVFP4, amax, plan, implementation=implementation)
+    fused, other = gtp.unpack(buffer[None], NVFP4, amax, plan, implementation=implementation)
+    bad = np.isnan(np.asarray(fused, np.float32))
+    assert (
+        bad[70 + 16 : 70 + 32, 32:48].all() and bad.sum() == 256 and not np.isnan(np.asarray(other, np.float32)).any()
+    )
+
+
+def test_a_piece_without_rows(implementation):
+    plan = PackPlan((Piece(rows=0, cols=16, transposed=False, total_rows=0, out=0, out_row=0),))
+    buffer = gtp.pack([jnp.zeros((0, 16))], NVFP4, jnp.zeros(1), plan, implementation=implementation)
+    assert buffer.shape == (0,)
+    (out,) = gtp.unpack(buffer[None], NVFP4, jnp.zeros(1), plan, implementation=implementation)
+    assert out.shape == (0, 16)
+
+
+def test_under_jit_it_is_the_same(implementation):
+    plan, _, amax, buffer = gathered(NVFP4, np.float32, 2, implementation)
+
+    @jax.jit
+    def unpacked(buffer, amax):
+        return gtp.unpack(buffer, NVFP4, amax, plan, implementation=implementation)
+
+    for jitted, eager in zip(unpacked(buffer, amax), gtp.unpack(buffer, NVFP4, amax, plan), strict=True):
+        assert_same_bits(jitted, eager)

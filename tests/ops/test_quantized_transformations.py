@@ -1,0 +1,117 @@
+"""Quantization under jax's transformations equals quantization of the parts."""
+
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gtp_jax as gtp
+from gtp_jax.formats import FP8_E4M3, MXFP8, NVFP4, NVFP4_1D, validate
+
+from .bits import assert_same_bits
+
+a_format_of_each_kind = pytest.mark.parametrize("format", [NVFP4, MXFP8, FP8_E4M3], ids=str)
+SHAPE = (3, 20, 40)
+
+
+def stack() -> jax.Array:
+    # layers of different sizes, so that each needs its own amax
+    return jnp.asarray(np.random.default_rng(0).normal(size=SHAPE) * np.array([1, 10, 0.1])[:, None, None], jnp.float32)
+
+
+def assert_same_arrays(a, b, what=""):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert_same_bits(x, y, what)
+
+
+@a_format_of_each_kind
+def test_vmap(format, implementation):
+    x = stack()
+
+    def round_trip(x):
+        q = gtp.quantize(x, format, axis="both", implementation=implementation)
+        return q, gtp.dequantize(q[1], jnp.float32, implementation=implementation)
+
+    pair, back = jax.vmap(round_trip)(x)
+    for q in pair:
+        validate(q)
+        assert q.shape == SHAPE
+    for layer in range(3):
+        expected = gtp.quantize(x[layer], format, axis="both", implementation=implementation)
+        assert_same_arrays(jax.tree.map(operator.itemgetter(layer), pair), expected, f"layer {layer}")
+        assert_same_bits(back[layer], gtp.dequantize(expected[1], jnp.float32))
+    # and the whole stack at once, with an amax a layer
+    assert_same_bits(gtp.dequantize(pair[1], jnp.float32, implementation=implementation), back)
+
+
+def test_vmap_of_stochastic_rounding_with_a_key_each(implementation):
+    x, keys = stack(), jax.random.split(jax.random.key(0), 3)
+
+    def codes(x, key):
+        return gtp.quantize(x, NVFP4_1D, key=key, implementation=implementation).codes
+
+    together = jax.vmap(codes)(x, keys)
+    for layer in range(3):
+        assert_same_bits(together[layer], codes(x[layer], keys[layer]), f"layer {layer}")
+
+
+def test_vmap_of_one_matrix_over_amaxes(implementation):
+    x, amaxes = stack()[0], jnp.array([1.0, 5.0, 100.0])
+    together = jax.vmap(lambda amax: gtp.quantize(x, NVFP4, amax=amax, implementation=implementation).codes)(amaxes)
+    for index, amax in enumerate(amaxes):
+        assert_same_bits(together[index], gtp.quantize(x, NVFP4, amax=amax, implementation=implementation).codes)
+
+
+def test_vmap_of_the_amaxes(implementation):
+    x = stack()
+    for function in (lambda x: gtp.multi_amax([x], implementation=implementation)[0], lambda x: gtp.hadamard_amax(x)):
+        assert_same_bits(jax.vmap(function)(x), np.array([function(layer) for layer in x]))
+
+
+@pytest.mark.parametrize("format", [NVFP4, MXFP8], ids=str)
+def test_scan(format, implementation):
+    x = stack()
+
+    def body(carry, layer):
+        q = gtp.quantize(layer, format, implementation=implementation)
+        return carry + 1, q
+
+    _, stacked = jax.lax.scan(body, 0, x)
+    validate(stacked)
+
+    def read(carry, q):
+        return carry, gtp.dequantize(q, jnp.float32, implementation=implementation)
+
+    _, back = jax.lax.scan(read, 0, stacked)
+    for layer in range(3):
+        q = gtp.quantize(x[layer], format, implementation=implementation)
+        assert_same_bits(back[layer], gtp.dequantize(q, jnp.float32), f"layer {layer}")
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("format", [NVFP4, MXFP8], ids=str)
+def test_shard_map_sees_its_own_part(format, check_vma, implementation):
+    if implementation == "native" and check_vma:
+        pytest.skip("a kernel's results carry no varying axes; gtp_jax maps with check_vma=False")
+    mesh = gtp.make_mesh(dp=1, gtp=2, devices=jax.devices()[:2])
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(64, 32)), jnp.float32)
+    amax = gtp.multi_amax([x])[0] if format.has_amax else None
+
+    def codes(x):
+        return gtp.quantize(x, format, amax=amax, implementation=implementation).codes
+
+    mapped = jax.jit(jax.shard_map(codes, mesh=mesh, in_specs=P("gtp"), out_specs=P("gtp"), check_vma=check_vma))
+    assert_same_bits(mapped(x), codes(x))
+
+
+def test_abstractly(implementation):
+    q = jax.eval_shape(
+        lambda x: gtp.quantize(x, NVFP4, axis="column", implementation=implementation),
+        jax.ShapeDtypeStruct((5, 33, 47), jnp.bfloat16),
+    )
+    validate(q)
+    assert q.shape == (5, 33, 47) and q.codes.shape == (5, 47, 17) and q.scales.shape == (5, 3, 3)
