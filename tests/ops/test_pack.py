@@ -1,6 +1,5 @@
 """A layer's buffer: its bytes, and that packing slices and unpacking the gathered buffers is quantizing the whole."""
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -149,14 +148,3 @@ def test_a_piece_without_rows(implementation):
     assert buffer.shape == (0,)
     (out,) = gtp.unpack(buffer[None], NVFP4, jnp.zeros(1), plan, implementation=implementation)
     assert out.shape == (0, 16)
-
-
-def test_under_jit_it_is_the_same(implementation):
-    plan, _, amax, buffer = gathered(NVFP4, np.float32, 2, implementation)
-
-    @jax.jit
-    def unpacked(buffer, amax):
-        return gtp.unpack(buffer, NVFP4, amax, plan, implementation=implementation)
-
-    for jitted, eager in zip(unpacked(buffer, amax), gtp.unpack(buffer, NVFP4, amax, plan), strict=True):
-        assert_same_bits(jitted, eager)
