@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 MAGNITUDE = np.int32(0x7FFFFFFF)
 SIGN = np.int32(-(2**31))
@@ -62,7 +63,7 @@ def widen(x: jax.Array) -> jax.Array:
     return jnp.where(magnitude >= 0x7C00, special, wide) | (bits & 0x8000) << 16
 
 
-def narrow(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def narrow(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Float32 bits to a float32, bfloat16 or float16 array, to nearest even; every NaN becomes the canonical one."""
     bits = jnp.where((bits & MAGNITUDE) > INFINITY, NAN, bits)
     if dtype == jnp.float32:
