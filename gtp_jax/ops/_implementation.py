@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import types
 from typing import Any, Literal
 
 import jax
 
+from .. import native
 from ..mesh import platform
 from . import reference
 
@@ -16,17 +15,6 @@ Implementation = Literal["reference", "native"]
 
 # The platform's name in `lax.platform_dependent`, in the FFI registry, and in `gtp_jax.mesh.platform`.
 _PLATFORMS = (("cpu", "cpu", "cpu"), ("cuda", "CUDA", "gpu"))
-
-
-@functools.cache
-def native() -> Any:
-    """The kernels' module, imported at the first operation, so that importing gtp_jax loads no extension."""
-    try:
-        return importlib.import_module("gtp_jax.native")
-    except ModuleNotFoundError as missing:  # a tree without its native half; what is broken within it raises
-        if missing.name != "gtp_jax.native":
-            raise
-        return types.SimpleNamespace(has=lambda target, platform: False, describe=lambda: "gtp_jax.native is missing")
 
 
 def call(operation: str, implementation: Implementation | None, *operands: Any, **attributes: Any) -> Any:
@@ -48,9 +36,9 @@ def call(operation: str, implementation: Implementation | None, *operands: Any, 
     target = f"gtp_{operation}"
     if implementation == "native":
         registry = next((name for _, name, here in _PLATFORMS if here == platform()), None)
-        if registry is None or not native().has(target, registry):
+        if registry is None or not native.has(target, registry):
             raise NotImplementedError(
-                f"there is no native {operation!r} for {platform()!r} here: {native().describe()}. "
+                f"there is no native {operation!r} for {platform()!r} here: {native.describe()}. "
                 "Leave `implementation` out to use the reference there."
             )
     return _run(operands, operation=operation, implementation=implementation, attributes=tuple(attributes.items()))
@@ -68,7 +56,7 @@ def _run(
         return functools.partial(getattr(module, operation), **dict(attributes))
 
     if implementation is not None:
-        return by(native() if implementation == "native" else reference)(*operands)
-    kernels = {name: by(native()) for name, registry, _ in _PLATFORMS if native().has(f"gtp_{operation}", registry)}
+        return by(native if implementation == "native" else reference)(*operands)
+    kernels = {name: by(native) for name, registry, _ in _PLATFORMS if native.has(f"gtp_{operation}", registry)}
     in_jnp = by(reference)
     return jax.lax.platform_dependent(*operands, **kernels, default=in_jnp) if kernels else in_jnp(*operands)

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from gtp_jax.ops._implementation import native
+from gtp_jax import native
 
 TARGETS = ("gtp_multi_amax", "gtp_hadamard_amax", "gtp_quantize", "gtp_dequantize", "gtp_pack", "gtp_unpack")
 
@@ -11,8 +11,8 @@ TARGETS = ("gtp_multi_amax", "gtp_hadamard_amax", "gtp_quantize", "gtp_dequantiz
 def missing_kernels() -> str | None:
     """Why the native kernels cannot run here, or `None` if they can."""
     platform = "cpu" if jax.default_backend() == "cpu" else "CUDA"
-    absent = [target for target in TARGETS if not native().has(target, platform)]
-    return f"no {', '.join(absent)} for {platform}: {native().describe()}" if absent else None
+    absent = [target for target in TARGETS if not native.has(target, platform)]
+    return f"no {', '.join(absent)} for {platform}: {native.describe()}" if absent else None
 
 
 @pytest.fixture(params=["reference", "native"])

@@ -1,0 +1,161 @@
+#include "backend.h"
+#include "checks.h"
+
+namespace gtp {
+namespace {
+
+// gtp_jax.formats.Piece, and where its sections begin.
+struct Piece {
+  int64_t rows, cols;
+  bool transposed;
+  int64_t total_rows, out, out_row;
+  int64_t codes_start, scales_start;
+};
+
+struct Plan {
+  std::vector<Piece> pieces;
+  int64_t bytes;
+};
+
+// The plan as numbers, six a piece: rows, cols, transposed, total_rows, out, out_row. All pieces' codes come first, then all
+// pieces' scales, each section at a multiple of kSectionBytes.
+ffi::Error read_plan(const Format& format, ffi::Span<const int64_t> table, Plan& plan) {
+  constexpr size_t kFields = 6;
+  if (table.size() % kFields) return invalid("the plan has not six numbers a piece");
+  for (size_t i = 0; i < table.size(); i += kFields) {
+    for (size_t field = 0; field < kFields; ++field) {
+      if (table[i + field] < 0) return invalid("the plan has a negative number");
+    }
+    plan.pieces.push_back({table[i], table[i + 1], table[i + 2] != 0, table[i + 3], table[i + 4], table[i + 5], 0, 0});
+  }
+  plan.bytes = 0;
+  for (Piece& piece : plan.pieces) {
+    piece.codes_start = plan.bytes;
+    plan.bytes += round_up(copy_shape(format, piece.rows, piece.cols, false).codes_bytes(), kSectionBytes);
+  }
+  for (Piece& piece : plan.pieces) {
+    piece.scales_start = plan.bytes;
+    plan.bytes += round_up(copy_shape(format, piece.rows, piece.cols, false).scales_bytes(), kSectionBytes);
+  }
+  return ffi::Error::Success();
+}
+
+// amax: float32 (*lead, pieces). slices: one a piece, (*lead, rows, cols), or (*lead, cols, rows) if it is transposed.
+// buffer: uint8 (*lead, bytes).
+template <class B>
+ffi::Error pack(typename B::Context context, ffi::AnyBuffer amax, ffi::RemainingArgs slices,
+                ffi::Result<ffi::AnyBuffer> buffer, int32_t format_code, ffi::Span<const int64_t> table) {
+  return guarded([&]() -> ffi::Error {
+    GTP_CHECK(check_format(format_code));
+    const Format& format = kFormats[format_code];
+    Plan plan;
+    GTP_CHECK(read_plan(format, table, plan));
+    const int64_t count = static_cast<int64_t>(plan.pieces.size());
+    if (static_cast<int64_t>(slices.size()) != count) return invalid("there is not one slice a piece");
+    GTP_CHECK(check_f32("amax", amax));
+    Dims lead = dims_of(amax);
+    if (lead.empty() || lead.back() != count) return invalid("amax has not one element a piece");
+    lead.pop_back();
+    GTP_CHECK(check_bytes("buffer", *buffer, lead, {plan.bytes}));
+
+    auto* bytes = static_cast<uint8_t*>(buffer->untyped_data());
+    std::vector<QuantizeJob> jobs;
+    for (int64_t i = 0; i < count; ++i) {
+      const Piece& piece = plan.pieces[i];
+      const auto slice = slices.get<ffi::AnyBuffer>(i);
+      if (!slice.has_value()) return slice.error();
+      const std::string name = "slice " + std::to_string(i);
+      QuantizeJob job{};
+      GTP_CHECK(check_values(name, *slice, job.dtype));
+      job.rows = piece.transposed ? piece.cols : piece.rows;
+      job.cols = piece.transposed ? piece.rows : piece.cols;
+      Dims expected = lead;
+      expected.insert(expected.end(), {job.rows, job.cols});
+      if (dims_of(*slice) != expected) {
+        return invalid(name + " has shape " + to_string(dims_of(*slice)) + "; it is " + to_string(expected));
+      }
+      job.x = slice->untyped_data();
+      job.count = product(lead);
+      job.count_per_amax = 1;
+      job.amax_stride = count;
+      job.column_transposed = true;
+      const CopyShape shape = copy_shape(format, piece.rows, piece.cols, false);
+      Copy& copy = piece.transposed ? job.column : job.row;
+      copy.codes = bytes + piece.codes_start;
+      copy.scales = bytes + piece.scales_start;
+      copy.amax = static_cast<const float*>(amax.untyped_data()) + i;
+      copy.codes_stride = copy.scales_stride = plan.bytes;
+      copy.codes_bytes = shape.codes_bytes();
+      copy.scales_bytes = shape.scales_bytes();
+      copy.codes_gap = static_cast<int32_t>(round_up(copy.codes_bytes, kSectionBytes) - copy.codes_bytes);
+      copy.scales_gap = static_cast<int32_t>(round_up(copy.scales_bytes, kSectionBytes) - copy.scales_bytes);
+      if (slice->element_count() > 0) jobs.push_back(job);
+    }
+    return B::run(context, B::quantize, jobs, QuantizeOptions{format_code, false, nullptr});
+  });
+}
+
+// buffer: uint8 (slices, bytes). amax: float32 (pieces,). weights: (rows, cols) each.
+template <class B>
+ffi::Error unpack(typename B::Context context, ffi::AnyBuffer buffer, ffi::AnyBuffer amax, ffi::RemainingRets weights,
+                  int32_t format_code, ffi::Span<const int64_t> table) {
+  return guarded([&]() -> ffi::Error {
+    GTP_CHECK(check_format(format_code));
+    const Format& format = kFormats[format_code];
+    Plan plan;
+    GTP_CHECK(read_plan(format, table, plan));
+    const Dims buffer_dims = dims_of(buffer);
+    if (buffer_dims.size() != 2) return invalid("buffer has not two dimensions");
+    const int64_t slices = buffer_dims[0], count = static_cast<int64_t>(plan.pieces.size());
+    GTP_CHECK(check_bytes("buffer", buffer, {slices}, {plan.bytes}));
+    GTP_CHECK(check_f32("amax", amax));
+    if (dims_of(amax) != Dims{count}) return invalid("amax has not one element a piece");
+
+    const auto* bytes = static_cast<const uint8_t*>(buffer.untyped_data());
+    std::vector<DequantizeJob> jobs;
+    for (int64_t i = 0; i < count; ++i) {
+      const Piece& piece = plan.pieces[i];
+      const std::string name = "output " + std::to_string(piece.out);
+      const auto weight = weights.get<ffi::AnyBuffer>(piece.out);
+      if (!weight.has_value()) return weight.error();
+      DequantizeJob job{};
+      GTP_CHECK(check_values(name, **weight, job.dtype));
+      const Dims dims = dims_of(**weight);
+      if (dims.size() != 2 || dims[1] != piece.cols || dims[0] < piece.out_row + piece.total_rows) {
+        return invalid(name + " has shape " + to_string(dims) + ", which does not hold piece " + std::to_string(i));
+      }
+      if (piece.total_rows > slices * piece.rows) return invalid("the slices hold fewer rows than their total");
+      job.codes = bytes + piece.codes_start;
+      job.scales = bytes + piece.scales_start;
+      job.amax = static_cast<const float*>(amax.untyped_data()) + i;
+      job.x = static_cast<uint8_t*>((*weight)->untyped_data()) + piece.out_row * piece.cols * dtype_bytes(job.dtype);
+      job.count = slices;
+      job.rows = piece.rows;
+      job.cols = piece.cols;
+      job.rows_kept = piece.total_rows;
+      job.codes_stride = job.scales_stride = plan.bytes;
+      job.count_per_amax = slices;
+      job.amax_stride = 0;
+      job.layout = Layout::kRows;
+      if (piece.total_rows * piece.cols > 0) jobs.push_back(job);
+    }
+    return B::run(context, B::dequantize, jobs, format_code);
+  });
+}
+
+}  // namespace
+
+GTP_DEFINE_HANDLERS(pack, pack,
+                    .Arg<ffi::AnyBuffer>()
+                        .RemainingArgs()
+                        .Ret<ffi::AnyBuffer>()
+                        .Attr<int32_t>("format")
+                        .Attr<ffi::Span<const int64_t>>("table"));
+GTP_DEFINE_HANDLERS(unpack, unpack,
+                    .Arg<ffi::AnyBuffer>()
+                        .Arg<ffi::AnyBuffer>()
+                        .RemainingRets()
+                        .Attr<int32_t>("format")
+                        .Attr<ffi::Span<const int64_t>>("table"));
+
+}  // namespace gtp

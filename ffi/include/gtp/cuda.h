@@ -1,0 +1,19 @@
+// The CUDA kernels. They are put on the stream, nothing more: no allocation, no waiting. Each returns nullptr, or what
+// CUDA says is wrong.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "gtp/jobs.h"
+
+namespace gtp::cuda {
+
+using Stream = void*;  // cudaStream_t
+
+const char* multi_amax(const std::vector<Array>& arrays, float* amax, Stream stream);
+const char* hadamard_amax(const Array& x, int64_t count, int64_t rows, int64_t cols, float* amax, Stream stream);
+const char* quantize(const std::vector<QuantizeJob>& jobs, const QuantizeOptions& options, Stream stream);
+const char* dequantize(const std::vector<DequantizeJob>& jobs, int format, Stream stream);
+
+}  // namespace gtp::cuda

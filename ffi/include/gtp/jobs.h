@@ -1,0 +1,68 @@
+// What the kernels are asked to do: plain pointers, sizes and strides. Neither XLA nor Python is known from here down.
+#pragma once
+
+#include <cstdint>
+
+#include "gtp/formats.h"
+
+namespace gtp {
+
+// Where one copy of a stack of matrices goes. With R x C the copy's matrix, blocks along C, codes are R rows of
+// ceil(C * bits / 8) bytes and scales ceil(R / block rows) rows of ceil(C / block columns) bytes, without gaps.
+struct Copy {
+  uint8_t* codes;  // nullptr: not wanted
+  uint8_t* scales;
+  const float* amax;
+  int64_t codes_stride;  // bytes from one matrix of the stack to the next
+  int64_t scales_stride;
+  int64_t codes_bytes;  // of one matrix
+  int64_t scales_bytes;
+  int32_t codes_gap;  // bytes to zero after those of each matrix; fewer than kSectionBytes
+  int32_t scales_gap;
+};
+
+// Quantizes `count` matrices of M x K, one after another in memory.
+struct QuantizeJob {
+  const void* x;
+  int64_t count, rows, cols;
+  Copy row;                // R x C = M x K
+  Copy column;             // R x C = K x M, blocks along M
+  int64_t count_per_amax;  // so many matrices share an amax,
+  int64_t amax_stride;     // and the next ones' lies so many floats on
+  DType dtype;
+  bool column_transposed;  // whether column codes and scales are stored R x C; otherwise C x R
+};
+
+struct QuantizeOptions {
+  int format;           // index into kFormats
+  bool hadamard;        // transform the column copy, with M rounded up to 16
+  const uint32_t* key;  // two words to round stochastically with; nullptr: to nearest even
+};
+
+// How the codes of a dequantization lie.
+enum class Layout : int {
+  kRows,            // codes R x C, values R x C
+  kColumns,         // codes and values C x R, blocks still along C: a column copy that is not transposed
+  kColumnsTurned,   // codes R x C, values C x R: a transposed column copy
+};
+
+// Dequantizes `count` copies of R x C. Of all their rows together only the first `rows_kept` are written.
+struct DequantizeJob {
+  const uint8_t* codes;
+  const uint8_t* scales;
+  const float* amax;
+  void* x;
+  int64_t count, rows, cols, rows_kept;
+  int64_t codes_stride, scales_stride;  // bytes from one copy to the next; values lie without gaps
+  int64_t count_per_amax, amax_stride;
+  DType dtype;
+  Layout layout;
+};
+
+struct Array {
+  const void* data;
+  int64_t size;
+  DType dtype;
+};
+
+}  // namespace gtp

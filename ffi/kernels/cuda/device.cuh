@@ -1,0 +1,214 @@
+// Small device helpers: wide loads and stores, packed magnitudes, hardware conversions.
+#pragma once
+
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "gtp/numerics.h"
+
+namespace gtp::cuda {
+
+struct F32 {
+  using Storage = float;
+  static constexpr int kBytes = 4;
+};
+struct BF16 {
+  using Storage = uint16_t;
+  static constexpr int kBytes = 2;
+};
+struct F16 {
+  using Storage = uint16_t;
+  static constexpr int kBytes = 2;
+};
+
+__device__ __forceinline__ bool aligned(const void* pointer, uint32_t bytes) {
+  return (reinterpret_cast<uintptr_t>(pointer) & (bytes - 1)) == 0;
+}
+
+// ---- values ----------------------------------------------------------------------------------------------------------
+
+// Two 16-bit numbers a word, the first in the low half; or one float32 a word.
+template <class T>
+__device__ __forceinline__ float value_of(const uint32_t* words, int i) {
+  if constexpr (T::kBytes == 4) {
+    return __uint_as_float(words[i]);
+  } else if constexpr (sizeof(T) && __is_same(T, BF16)) {
+    return __uint_as_float(i % 2 ? words[i / 2] & 0xFFFF0000u : words[i / 2] << 16);
+  } else {
+    return __half2float(__ushort_as_half(static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16))));
+  }
+}
+
+// Magnitudes as unsigned integers order as the numbers do, so maxima are taken on the stored patterns.
+template <class T>
+__device__ __forceinline__ uint32_t max_magnitude(uint32_t top, uint32_t word) {
+  if constexpr (T::kBytes == 4) {
+    return max(top, word & kMagnitude);
+  } else {
+    return __vmaxu2(top, word & 0x7FFF7FFFu);
+  }
+}
+
+// The larger of a word's two halves; a float32 pattern is one number already.
+template <class T>
+__device__ __forceinline__ uint32_t fold_halves(uint32_t top) {
+  if constexpr (T::kBytes == 4) return top;
+  return max(top & 0xFFFFu, top >> 16);
+}
+
+// A stored magnitude as float32 bits; what is not finite stays at or above infinity.
+template <class T>
+__device__ __forceinline__ uint32_t widen_magnitude(uint32_t pattern) {
+  if constexpr (T::kBytes == 4) return pattern;
+  if constexpr (__is_same(T, BF16)) return pattern << 16;
+  return __float_as_uint(__half2float(__ushort_as_half(static_cast<uint16_t>(pattern))));
+}
+
+__device__ __forceinline__ uint32_t shuffle_max(uint32_t top, int lanes) {
+  return max(top, __shfl_xor_sync(0xFFFFFFFFu, top, lanes));
+}
+
+// ---- encoding --------------------------------------------------------------------------------------------------------
+
+// Codes of eight numbers in e2m1, the first in the lowest nibble. See [Note: e2m1 by minima].
+__device__ __forceinline__ uint32_t encode_e2m1_x8(const float (&x)[8], float factor) {
+#if defined(__CUDA_ARCH_FEAT_SM100_ALL)
+  uint32_t word = 0;
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) {
+    uint32_t pair;
+    asm("{.reg .b8 b; cvt.rn.satfinite.e2m1x2.f32 b, %1, %2; cvt.u32.u8 %0, b;}"
+        : "=r"(pair)
+        : "f"(x[i + 1] * factor), "f"(x[i] * factor));
+    word |= pair << (4 * i);
+  }
+  return word;
+#else
+  constexpr float kRound = 12582912.0f;
+  constexpr uint32_t kRoundBits = 0x4B400000u;
+  // every term below carries the bits of kRound besides its code; together they add up to this
+  uint32_t word = 0u - kRoundBits * 0x11111111u;
+  uint32_t signs = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float product = fabsf(x[i]) * factor;
+    const int doubled = __float_as_int(__fmaf_rn(product, 2.0f, kRound));
+    const int shifted = __float_as_int(__fadd_rn(product, kRound + 2.0f));
+    const int halved = __float_as_int(__fmaf_rn(product, 0.5f, kRound + 4.0f));
+    const int code = min(__vimin3_s32(doubled, shifted, halved), static_cast<int>(kRoundBits + 7));
+    word += static_cast<uint32_t>(code) << (4 * i);
+    signs |= __float_as_uint(x[i]) >> (28 - 4 * i) & 8u << (4 * i);
+  }
+  return word | signs;
+#endif
+}
+
+__device__ __forceinline__ uint32_t encode_fp8_x2(float low, float high, bool e5m2) {
+#if __CUDA_ARCH__ >= 890
+  uint16_t pair;
+  if (e5m2) {
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  }
+  return pair;
+#else
+  const auto encode = [e5m2](float x) {
+    const uint32_t code = e5m2 ? encode_e5m2(fabsf(x)) : encode_e4m3(fabsf(x));
+    return code | (__float_as_uint(x) >> 24 & 0x80u);
+  };
+  return encode(low) | encode(high) << 8;
+#endif
+}
+
+__device__ __forceinline__ uint2 encode_fp8_x8(const float (&x)[8], float factor, bool e5m2) {
+  uint32_t pairs[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) pairs[i] = encode_fp8_x2(x[2 * i] * factor, x[2 * i + 1] * factor, e5m2);
+  return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
+}
+
+// As numerics.h has it, by the hardware's conversions.
+__device__ __forceinline__ BlockScale fast_e4m3_block_scale(float amax, Nvfp4Scale tensor) {
+#if __CUDA_ARCH__ >= 890
+  const uint32_t code = encode_fp8_x2(fminf(amax * tensor.per_step, kFloatMax), 0.0f, false) & 0xFFu;
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(code)));
+  const float decoded = __half2float(__ushort_as_half(static_cast<uint16_t>(halves))) * tensor.inverse;
+  return {static_cast<uint8_t>(code), fminf(__frcp_rn(decoded), kFloatMax)};
+#else
+  return e4m3_block_scale(amax, tensor);
+#endif
+}
+
+// ---- decoding --------------------------------------------------------------------------------------------------------
+
+// Eight e2m1 codes of a word.
+__device__ __forceinline__ void decode_e2m1_x8(uint32_t word, float (&x)[8]) {
+  const __half2 lift = __half2half2(__ushort_as_half(0x7400));  // 2**14: exponents of e2m1 begin there
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    // the nibbles i and i + 4 as the high bits of two halves; subnormals fall into place
+    const uint32_t magnitudes = (i < 3 ? word << (9 - 4 * i) : word >> (4 * i - 9)) & 0x0E000E00u;
+    const uint32_t signs = word << (12 - 4 * i) & 0x80008000u;
+    uint32_t halves = magnitudes | signs;
+    __half2 pair = __hmul2(*reinterpret_cast<__half2*>(&halves), lift);
+    x[i] = __low2float(pair);
+    x[i + 4] = __high2float(pair);
+  }
+}
+
+// Four 8-bit codes of a word. NaN and Inf come out as some NaN and Inf.
+__device__ __forceinline__ void decode_fp8_x4(uint32_t word, bool e5m2, float* x) {
+#if __CUDA_ARCH__ >= 890
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint16_t pair = static_cast<uint16_t>(word >> (16 * i));
+    uint32_t halves;
+    if (e5m2) {
+      asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(pair));
+    } else {
+      asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
+    }
+    const __half2 both = *reinterpret_cast<__half2*>(&halves);
+    x[2 * i] = __low2float(both);
+    x[2 * i + 1] = __high2float(both);
+  }
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t code = word >> (8 * i) & 0xFFu;
+    x[i] = e5m2 ? decode_e5m2(code) : decode_e4m3(code);
+  }
+#endif
+}
+
+// Whether one of a word's four codes is NaN or Inf.
+__device__ __forceinline__ bool special_fp8_x4(uint32_t word, bool e5m2) {
+  return (((word & 0x7F7F7F7Fu) + (e5m2 ? 0x04040404u : 0x01010101u)) & 0x80808080u) != 0;
+}
+
+// ---- rounding to the output --------------------------------------------------------------------------------------------
+
+// A pair as a word. NaN must have been made canonical before.
+template <class T>
+__device__ __forceinline__ uint32_t narrow_x2(float low, float high) {
+  uint32_t word;
+  if constexpr (__is_same(T, BF16)) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  }
+  return word;
+}
+
+template <class T>
+__device__ __forceinline__ typename T::Storage narrow(float x) {
+  if constexpr (__is_same(T, F32)) return canonical(x);
+  if constexpr (__is_same(T, BF16)) return to_bf16(x);
+  if constexpr (__is_same(T, F16)) return to_f16(x);
+}
+
+}  // namespace gtp::cuda

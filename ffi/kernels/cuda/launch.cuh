@@ -1,0 +1,68 @@
+// Many jobs in one launch: a table of them, passed by value as the kernel's parameter, and the job that a tile belongs to.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace gtp::cuda {
+
+constexpr int kParameterBytes = 30 * 1024;  // of the 32,764 that a kernel may have
+
+// `first_tile[i]` is the number of tiles before job i; `first_tile[count]` their total.
+template <class Job, int kCapacity>
+struct Table {
+  int count;
+  uint32_t first_tile[kCapacity + 1];
+  Job jobs[kCapacity];
+
+  // The job of a tile, by bisection.
+  __device__ __forceinline__ int find(uint32_t tile) const {
+    int low = 0, high = count;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (first_tile[middle] <= tile) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    return low;
+  }
+};
+
+template <class Job>
+constexpr int capacity_for(int bytes) {
+  return (bytes - 2 * static_cast<int>(sizeof(uint64_t))) / static_cast<int>(sizeof(Job) + sizeof(uint32_t));
+}
+
+// Adds jobs to tables and launches each table when it is full. `launch(table)` is told the table's tiles.
+template <class Table, class Job, class Launch>
+const char* launch_all(const Job* jobs, int64_t count, int capacity, int64_t (*tiles_of)(const Job&), Table& table,
+                       Launch launch) {
+  table.count = 0;
+  table.first_tile[0] = 0;
+  int64_t tiles = 0;
+  const auto flush = [&]() -> const char* {
+    if (table.count == 0) return nullptr;
+    launch(table, static_cast<unsigned>(tiles));
+    table.count = 0;
+    tiles = 0;
+    const cudaError_t error = cudaGetLastError();
+    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  };
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t more = tiles_of(jobs[i]);
+    if (more == 0) continue;
+    if (more > INT32_MAX) return "an array has more tiles than a CUDA grid has blocks";
+    if (table.count == capacity || tiles + more > INT32_MAX) {
+      if (const char* error = flush()) return error;
+    }
+    table.jobs[table.count++] = jobs[i];
+    tiles += more;
+    table.first_tile[table.count] = static_cast<uint32_t>(tiles);
+  }
+  return flush();
+}
+
+}  // namespace gtp::cuda

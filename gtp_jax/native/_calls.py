@@ -1,0 +1,129 @@
+"""One call a handler: the shapes of its results, and how long it takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.xla_metadata import set_xla_metadata
+
+from ..formats import Format, PackPlan, codes_shape, scales_shape
+
+_RUN = 16
+_NOTHING = jax.ShapeDtypeStruct((0,), jnp.uint8)
+
+# What XLA's scheduler is told a kernel takes on a GPU: a launch, and the bytes it moves at a Hopper GPU's rate.
+_LAUNCH_NS = 2000
+_BYTES_PER_NS = 4000
+
+
+def multi_amax(arrays: Sequence[jax.Array]) -> jax.Array:
+    """See `reference.multi_amax`."""
+    if not arrays:
+        return jnp.zeros((0,), jnp.float32)
+    return _call("gtp_multi_amax", jax.ShapeDtypeStruct((len(arrays),), jnp.float32), arrays, "sequential")
+
+
+def hadamard_amax(x: jax.Array) -> jax.Array:
+    """See `reference.hadamard_amax`."""
+    return _call("gtp_hadamard_amax", jax.ShapeDtypeStruct((), jnp.float32), [x], "sequential")
+
+
+def quantize(
+    x: jax.Array,
+    amax: jax.Array,
+    amax_columns: jax.Array,
+    key: jax.Array,
+    *,
+    format: Format,
+    hadamard: bool,
+    stochastic: bool,
+    rows: bool,
+    columns: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """See `reference.quantize`."""
+    *lead, m, k = x.shape
+    padded = -(-m // _RUN) * _RUN if hadamard else m
+    if rows and columns and amax.ndim != amax_columns.ndim:  # the handler reads both alike
+        longest = max(amax.shape, amax_columns.shape, key=len)
+        amax, amax_columns = (
+            jnp.broadcast_to(jnp.reshape(a, (*a.shape, *(1,) * (len(longest) - a.ndim))), longest)
+            for a in (amax, amax_columns)
+        )
+    results = [
+        *(_copy(format, tuple(lead), (m, k), False) if rows else (_NOTHING, _NOTHING)),
+        *(_copy(format, tuple(lead), (padded, k), True) if columns else (_NOTHING, _NOTHING)),
+    ]
+    return tuple(
+        _call(
+            "gtp_quantize",
+            results,
+            [x, amax, amax_columns, key],
+            # examples that draw random numbers each count their runs from 0
+            "sequential" if stochastic else "broadcast_all",
+            format=np.int32(format.code),
+            hadamard=hadamard,
+            stochastic=stochastic,
+            rows=rows,
+            columns=columns,
+        )
+    )
+
+
+def dequantize(
+    codes: jax.Array,
+    scales: jax.Array,
+    amax: jax.Array,
+    *,
+    format: Format,
+    columns: bool,
+    shape: tuple[int, ...],
+    dtype: jnp.dtype,
+) -> jax.Array:
+    """See `reference.dequantize`."""
+    result = jax.ShapeDtypeStruct((*codes.shape[:-2], *shape[-2:]), dtype)
+    operands = [codes, scales, amax]
+    return _call(
+        "gtp_dequantize", result, operands, "broadcast_all", format=np.int32(format.code), columns=columns
+    )
+
+
+def pack(slices: Sequence[jax.Array], amax: jax.Array, *, format: Format, plan: PackPlan) -> jax.Array:
+    """See `reference.pack`."""
+    result = jax.ShapeDtypeStruct((*amax.shape[:-1], plan.bytes(format)), jnp.uint8)
+    return _call("gtp_pack", result, [amax, *slices], "broadcast_all", **_plan(format, plan))
+
+
+def unpack(
+    buffer: jax.Array, amax: jax.Array, *, format: Format, plan: PackPlan, dtype: jnp.dtype
+) -> tuple[jax.Array, ...]:
+    """See `reference.unpack`."""
+    results = [jax.ShapeDtypeStruct(shape, dtype) for shape in plan.outputs]
+    return tuple(_call("gtp_unpack", results, [buffer, amax], "sequential", **_plan(format, plan)))
+
+
+def _copy(
+    format: Format, lead: tuple[int, ...], matrix: tuple[int, int], columns: bool
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    scales = scales_shape(format, matrix, columns)
+    return (
+        jax.ShapeDtypeStruct((*lead, *codes_shape(format, matrix, columns)), jnp.uint8),
+        _NOTHING if scales is None else jax.ShapeDtypeStruct((*lead, *scales), jnp.uint8),
+    )
+
+
+def _plan(format: Format, plan: PackPlan) -> dict[str, Any]:
+    numbers = [
+        (piece.rows, piece.cols, piece.transposed, piece.total_rows, piece.out, piece.out_row) for piece in plan.pieces
+    ]
+    return {"format": np.int32(format.code), "table": np.array(numbers, np.int64).reshape(-1)}
+
+
+def _call(target: str, results: Any, operands: Sequence[jax.Array], vmap_method: str, **attributes: Any) -> Any:
+    moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in [*operands, *jax.tree.leaves(results)])
+    with set_xla_metadata(latency_metadata=str(_LAUNCH_NS + moved // _BYTES_PER_NS)):
+        return jax.ffi.ffi_call(target, results, vmap_method=vmap_method)(*operands, **attributes)

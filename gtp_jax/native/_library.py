@@ -1,0 +1,77 @@
+"""The compiled module: found or not, fit for this jaxlib or not, registered once, when first used."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pathlib
+import re
+from typing import Any
+
+import jax
+
+_MODULE = f"{__package__}._native"
+REBUILD = "pip install --force-reinstall --no-deps gtp_jax, or `pip install -e .` in a checkout"
+
+
+@functools.cache
+def _library() -> Any:
+    """The module, its handlers registered, or `None` where the package was installed without a compiler.
+
+    Raises:
+        ImportError: if the module is there but broken, or newer than jaxlib; JAX would die of it later.
+    """
+    try:
+        library = importlib.import_module(_MODULE)
+    except ModuleNotFoundError as missing:  # never built; any other failure is loud
+        if missing.name != _MODULE:
+            raise
+        return None
+    _check_version(library.ffi_version)
+    for platform, handlers in library.handlers().items():
+        for target, handler in handlers.items():
+            jax.ffi.register_ffi_target(target, handler, platform=platform)
+    return library
+
+
+def _check_version(built: tuple[int, int]) -> None:
+    """jaxlib refuses handlers built for a newer interface than its own, and takes the whole backend down with them."""
+    header = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
+    major, minor = (
+        int(found.group(1)) if (found := re.search(rf"define XLA_FFI_API_{part} (\d+)", header)) else -1
+        for part in ("MAJOR", "MINOR")
+    )
+    if built[0] != major or built[1] > minor:
+        raise ImportError(
+            f"the kernels of gtp_jax were built for version {built[0]}.{built[1]} of XLA's foreign function interface, "
+            f"but jaxlib {jax.lib.__version__} has {major}.{minor}. Build them again: {REBUILD}."
+        )
+
+
+def is_built() -> bool:
+    """Whether there is a compiled module."""
+    return _library() is not None
+
+
+def has(target: str, platform: str) -> bool:
+    """Whether there is a handler.
+
+    Args:
+        target: its name, such as `"gtp_quantize"`.
+        platform: `"cpu"` or `"CUDA"`, XLA's names.
+
+    Raises:
+        ImportError: if the module is there but broken, or newer than jaxlib.
+    """
+    library = _library()
+    return library is not None and target in library.handlers()[platform]
+
+
+def describe() -> str:
+    """What was built, or why not, in a few words."""
+    library = _library()
+    if library is None:
+        return "no compiled module; a C++ compiler was missing when gtp_jax was installed"
+    if not library.cuda_version:
+        return "CPU kernels only; no nvcc was found when gtp_jax was installed"
+    return f"CPU and CUDA {library.cuda_version} kernels ({library.cuda_architectures})"
