@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from .. import __version__, plan
+from .. import __version__, native, plan
 from ..mesh import AXES, make_mesh
 from ..plan import columns
 from ._config import VIRTUAL_DEVICES
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the subcommand."""
     del args
     choose_devices(VIRTUAL_DEVICES)
-    findings = [*_versions(), *_devices(), *_extras()]
+    findings = [*_versions(), *_devices(), _kernels(), *_extras()]
     marks = {"ok": "ok", "optional": "-", "broken": "BROKEN"}
     print(columns(("", "what", "found"), [(marks[f.status], f.name, f.found) for f in findings]))
     remedies = [f for f in findings if f.remedy]
@@ -145,6 +145,20 @@ def _gpu(used: bool, plugin: tuple[str, str] | None) -> Finding:
     if jaxlib and _numbers(plugin[1])[:3] != _numbers(jaxlib)[:3]:
         return Finding(name, "optional", f"{installed}, but jaxlib {jaxlib}", f'pip install "{plugin[0]}=={jaxlib}"')
     return Finding(name, "optional", f"a GPU that jax cannot use ({installed})", "see whether `nvidia-smi` works")
+
+
+def _kernels() -> Finding:
+    name = "kernels"
+    try:
+        found = native.describe()
+    except ImportError as error:
+        return Finding(name, "broken", _first_line(error), f"build them again: {native.REBUILD}")
+    here = "CUDA" if jax.default_backend() == "gpu" else "cpu"
+    if native.has("gtp_quantize", here):
+        return Finding(name, "ok", found)
+    needed = "nvcc (the CUDA toolkit) on the PATH" if native.is_built() else "a C++20 compiler, and nvcc for GPUs,"
+    remedy = f"install {needed} and build them: {native.REBUILD}; without, quantization runs as XLA compiles it"
+    return Finding(name, "optional", found, remedy)
 
 
 def _extras() -> Iterator[Finding]:

@@ -1,7 +1,7 @@
 """The Python half of `ffi/`: C++ and CUDA handlers, equal to `gtp_jax.ops.reference` bit for bit.
 
-Functions here have the signatures of those in the reference, and check nothing: `gtp_jax.ops` does, and is the one to call
-them.
+Functions here have the signatures of those in the reference, and check nothing: `gtp_jax.ops` does, and is the one to
+call them.
 """
 
 from ._calls import dequantize as dequantize
@@ -10,6 +10,7 @@ from ._calls import multi_amax as multi_amax
 from ._calls import pack as pack
 from ._calls import quantize as quantize
 from ._calls import unpack as unpack
+from ._library import REBUILD as REBUILD
 from ._library import describe as describe
 from ._library import has as has
 from ._library import is_built as is_built

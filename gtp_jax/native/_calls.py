@@ -87,9 +87,7 @@ def dequantize(
     """See `reference.dequantize`."""
     result = jax.ShapeDtypeStruct((*codes.shape[:-2], *shape[-2:]), dtype)
     operands = [codes, scales, amax]
-    return _call(
-        "gtp_dequantize", result, operands, "broadcast_all", format=np.int32(format.code), columns=columns
-    )
+    return _call("gtp_dequantize", result, operands, "broadcast_all", format=np.int32(format.code), columns=columns)
 
 
 def pack(slices: Sequence[jax.Array], amax: jax.Array, *, format: Format, plan: PackPlan) -> jax.Array:

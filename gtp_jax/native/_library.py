@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import pathlib
 import re
 from typing import Any
@@ -44,7 +45,7 @@ def _check_version(built: tuple[int, int]) -> None:
     if built[0] != major or built[1] > minor:
         raise ImportError(
             f"the kernels of gtp_jax were built for version {built[0]}.{built[1]} of XLA's foreign function interface, "
-            f"but jaxlib {jax.lib.__version__} has {major}.{minor}. Build them again: {REBUILD}."
+            f"but jaxlib {importlib.metadata.version('jaxlib')} has {major}.{minor}. Build them again: {REBUILD}."
         )
 
 
@@ -71,7 +72,7 @@ def describe() -> str:
     """What was built, or why not, in a few words."""
     library = _library()
     if library is None:
-        return "no compiled module; a C++ compiler was missing when gtp_jax was installed"
+        return "not built: no working C++ compiler when gtp_jax was installed"
     if not library.cuda_version:
-        return "CPU kernels only; no nvcc was found when gtp_jax was installed"
-    return f"CPU and CUDA {library.cuda_version} kernels ({library.cuda_architectures})"
+        return "for CPU only: no nvcc when gtp_jax was installed"
+    return f"for CPU and CUDA {library.cuda_version} ({library.cuda_architectures})"

@@ -118,21 +118,30 @@ GTP_HD uint32_t encode_minifloat(float magnitude) {
 GTP_HD uint32_t encode_e4m3(float magnitude) { return encode_minifloat<3, -6, 0x7E>(magnitude); }
 GTP_HD uint32_t encode_e5m2(float magnitude) { return encode_minifloat<2, -14, 0x7B>(magnitude); }
 
+// The value of a code. Subnormals are counted, so that no arithmetic here meets a subnormal float32, which is slow.
+template <int kMantissa, int kMinExponent>
+GTP_HD float decode_minifloat(uint32_t magnitude) {
+  const float subnormal = static_cast<float>(static_cast<int32_t>(magnitude)) *
+                          float_of(static_cast<uint32_t>(127 + kMinExponent - kMantissa) << 23);
+  const float normal = float_of((magnitude << (23 - kMantissa)) + (static_cast<uint32_t>(126 + kMinExponent) << 23));
+  return magnitude < 1u << kMantissa ? subnormal : normal;
+}
+
 GTP_HD float decode_e2m1(uint32_t code) {
-  // as a float32 whose exponent is too small by 126; subnormals fall into place
-  return float_of((code & 7u) << 22 | (code & 8u) << 28) * 0x1p126f;
+  return float_of(bits_of(decode_minifloat<1, 0>(code & 7u)) | (code & 8u) << 28);
 }
 
 GTP_HD float decode_e4m3(uint32_t code) {
   const uint32_t magnitude = code & 0x7Fu;
-  const float finite = float_of(magnitude << 20 | (code & 0x80u) << 24) * 0x1p120f;
-  return magnitude == 0x7Fu ? float_of(kNan) : finite;
+  const uint32_t bits = magnitude == 0x7Fu ? kNan : bits_of(decode_minifloat<3, -6>(magnitude));
+  return float_of(bits | (code & 0x80u) << 24);
 }
 
 GTP_HD float decode_e5m2(uint32_t code) {
   const uint32_t magnitude = code & 0x7Fu;
-  const float finite = float_of(magnitude << 21 | (code & 0x80u) << 24) * 0x1p112f;
-  return magnitude >= 0x7Cu ? float_of(kInfinity | (magnitude & 3u) << 21 | (code & 0x80u) << 24) : finite;
+  const uint32_t special = kInfinity | (magnitude & 3u) << 21;
+  const uint32_t bits = magnitude >= 0x7Cu ? special : bits_of(decode_minifloat<2, -14>(magnitude));
+  return float_of(bits | (code & 0x80u) << 24);
 }
 
 // Stochastic rounding to e2m1: floor of a random shift by less than a step.

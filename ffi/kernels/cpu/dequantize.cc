@@ -1,27 +1,17 @@
-// Dequantization: look the code up, multiply with its block's factor, round.
+// Dequantization, panel by panel: 32 rows x 256 columns of a copy, each value a code times its block's factor.
 #include <algorithm>
-#include <array>
+#include <cstring>
 
 #include "gtp/cpu.h"
-#include "ieee.h"
 #include "parallel.h"
 #include "values.h"
 
 namespace gtp::cpu {
 namespace {
 
-using Table = std::array<float, 256>;
-
-Table table_of(Element element) {
-  IeeeArithmetic ieee;
-  Table table{};
-  for (uint32_t code = 0; code < table.size(); ++code) {
-    table[code] = element == Element::kE2M1   ? decode_e2m1(code & 0xF)
-                  : element == Element::kE4M3 ? decode_e4m3(code)
-                                              : decode_e5m2(code);
-  }
-  return table;
-}
+// Rows at a time: stored transposed, a panel's column is a whole cache line.
+constexpr int kRows = 32;
+constexpr int kCols = 256;
 
 // One copy, R x C, and where its values go.
 struct View {
@@ -32,37 +22,6 @@ struct View {
   int64_t x_row, x_col;  // elements
   float amax;
 };
-
-float factor_of(const View& view, int64_t row, int64_t block) {
-  if (view.format->scale == ScaleType::kNone) return tensor_factor(view.format->largest(), view.amax);
-  const uint8_t scale = view.scales[row / view.format->block_rows * view.scales_row + block * view.scales_col];
-  return view.format->scale == ScaleType::kE4M3 ? e4m3_block_factor(scale, view.amax) : e8m0_block_factor(scale);
-}
-
-template <class T>
-GTP_CLONES void scale_block(const float* values, float factor, typename T::Storage* x, int64_t step, int size) {
-  if (step == 1) {
-    for (int i = 0; i < size; ++i) x[i] = T::narrow(values[i] * factor);
-  } else {
-    for (int i = 0; i < size; ++i) x[i * step] = T::narrow(values[i] * factor);
-  }
-}
-
-template <class T>
-void dequantize_row(const View& view, const Table& table, int64_t row, typename T::Storage* x) {
-  const int64_t block_size = view.format->block_cols ? view.format->block_cols : kPanelCols;
-  const uint8_t* codes = view.codes + row * view.codes_row;
-  float values[kPanelCols];
-  for (int64_t col = 0; col < view.cols; col += block_size) {
-    const int size = static_cast<int>(std::min(block_size, view.cols - col));
-    if (view.format->element_bits == 4) {
-      for (int i = 0; i < size; ++i) values[i] = table[codes[(col + i) / 2] >> ((col + i) % 2 * 4) & 0xF];
-    } else {
-      for (int i = 0; i < size; ++i) values[i] = table[codes[(col + i) * view.codes_col]];
-    }
-    scale_block<T>(values, factor_of(view, row, col / block_size), x + col * view.x_col, view.x_col, size);
-  }
-}
 
 View view_of(const DequantizeJob& job, const Format& format, int64_t index) {
   const bool turned = job.layout == Layout::kColumns;
@@ -83,27 +42,108 @@ View view_of(const DequantizeJob& job, const Format& format, int64_t index) {
   return view;
 }
 
+float factor_of(const View& view, int64_t row, int64_t block) {
+  if (view.format->scale == ScaleType::kNone) return tensor_factor(view.format->largest(), view.amax);
+  const uint8_t scale = view.scales[row / view.format->block_rows * view.scales_row + block * view.scales_col];
+  return view.format->scale == ScaleType::kE4M3 ? e4m3_block_factor(scale, view.amax) : e8m0_block_factor(scale);
+}
+
+// Codes of one row, one a byte. Panels begin at even columns.
+GTP_CLONES void read_codes(const View& view, int64_t row, int64_t col, int cols, uint8_t* __restrict codes) {
+  const uint8_t* in = view.codes + row * view.codes_row;
+  if (view.format->element_bits == 4) {
+    in += col / 2;
+    for (int i = 0; i < (cols + 1) / 2; ++i) {
+      codes[2 * i] = in[i] & 0xF;
+      codes[2 * i + 1] = in[i] >> 4;
+    }
+  } else if (view.codes_col == 1) {
+    std::memcpy(codes, in + col, cols);
+  } else {
+    for (int i = 0; i < cols; ++i) codes[i] = in[(col + i) * view.codes_col];
+  }
+}
+
+// A whole number of blocks, so that the inner loop has a fixed length.
+template <class T, Element kElement, int kBlock>
+GTP_CLONES void scale_blocks(const uint8_t* __restrict codes, const float* __restrict factors, int blocks,
+                             typename T::Storage* __restrict x) {
+  for (int block = 0; block < blocks; ++block, codes += kBlock, x += kBlock) {
+    for (int i = 0; i < kBlock; ++i) {
+      const float value = kElement == Element::kE2M1   ? decode_e2m1(codes[i])
+                          : kElement == Element::kE4M3 ? decode_e4m3(codes[i])
+                                                       : decode_e5m2(codes[i]);
+      x[i] = T::narrow(value * factors[block]);
+    }
+  }
+}
+
+// Without block scales every run of 32 has the same factor.
+constexpr int kUnscaledBlock = 32;
+
+template <class T>
+auto scaler_of(const Format& format) {
+  if (format.element == Element::kE2M1) return &scale_blocks<T, Element::kE2M1, 16>;
+  if (format.element == Element::kE4M3) return &scale_blocks<T, Element::kE4M3, 32>;
+  return &scale_blocks<T, Element::kE5M2, 32>;
+}
+
+// `x` has room for whole blocks.
+template <class T>
+void dequantize_row(const View& view, int64_t row, int64_t col, int cols, typename T::Storage* x) {
+  alignas(64) uint8_t codes[kCols];
+  float factors[kCols / 16];
+  const int size = view.format->block_cols ? view.format->block_cols : kUnscaledBlock;
+  const int blocks = static_cast<int>(ceil_div(cols, size));
+  read_codes(view, row, col, cols, codes);
+  std::fill(codes + cols, codes + blocks * size, uint8_t{0});
+  for (int block = 0; block < blocks; ++block) factors[block] = factor_of(view, row, col / size + block);
+  scaler_of<T>(*view.format)(codes, factors, blocks, x);
+}
+
+void store_transposed(const auto (&panel)[kRows][kCols], int rows, int cols, int64_t step, auto* x) {
+  for (int c = 0; c < cols; ++c) {
+    for (int r = 0; r < rows; ++r) x[c * step + r] = panel[r][c];
+  }
+}
+
+template <class T>
+void dequantize_rows(const View& view, int64_t first_row, int rows, typename T::Storage* x) {
+  alignas(64) typename T::Storage panel[kRows][kCols];
+  x += first_row * view.x_row;
+  for (int64_t col = 0; col < view.cols; col += kCols) {
+    const int cols = static_cast<int>(std::min<int64_t>(kCols, view.cols - col));
+    const bool in_place = view.x_col == 1 && cols == kCols;
+    for (int r = 0; r < rows; ++r) {
+      auto* out = x + r * view.x_row + col;
+      dequantize_row<T>(view, first_row + r, col, cols, in_place ? out : panel[r]);
+      if (view.x_col == 1 && !in_place) std::copy_n(panel[r], cols, out);
+    }
+    if (view.x_col != 1) store_transposed(panel, rows, cols, view.x_col, x + col * view.x_col);
+  }
+}
+
 }  // namespace
 
 void dequantize(const std::vector<DequantizeJob>& jobs, int format_code, const Pool& pool) {
   const Format& format = kFormats[format_code];
   std::vector<int64_t> first_panel{0};
   for (const DequantizeJob& job : jobs) {
-    const int64_t panels = job.cols == 0 ? 0 : job.count * ceil_div(job.rows, kPanelRows);
+    const int64_t panels = job.cols == 0 ? 0 : job.count * ceil_div(job.rows, kRows);
     first_panel.push_back(first_panel.back() + panels);
   }
-  const Table table = table_of(format.element);
   parallel_for(pool, first_panel.back(), [&](int64_t unit) {
     const size_t which = std::upper_bound(first_panel.begin(), first_panel.end(), unit) - first_panel.begin() - 1;
     const DequantizeJob& job = jobs[which];
-    const int64_t panels = ceil_div(job.rows, kPanelRows), panel = unit - first_panel[which];
-    const int64_t index = panel / panels, first_row = panel % panels * kPanelRows;
+    const int64_t panels = ceil_div(job.rows, kRows), panel = unit - first_panel[which];
+    const int64_t index = panel / panels, first_row = panel % panels * kRows;
+    const int64_t end = std::min({job.rows, first_row + kRows, job.rows_kept - index * job.rows});
+    if (end <= first_row) return;
     const View view = view_of(job, format, index);
     with_dtype(job.dtype, [&](auto type) {
       using T = decltype(type);
       auto* x = static_cast<typename T::Storage*>(job.x) + index * job.rows * job.cols;
-      const int64_t end = std::min({job.rows, first_row + kPanelRows, job.rows_kept - index * job.rows});
-      for (int64_t row = first_row; row < end; ++row) dequantize_row<T>(view, table, row, x + row * view.x_row);
+      dequantize_rows<T>(view, first_row, static_cast<int>(end - first_row), x);
     });
   });
 }

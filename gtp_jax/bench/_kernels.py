@@ -1,0 +1,247 @@
+"""The kernels of quantization beside a copy and beside what XLA makes of the reference.
+
+A program runs the operation on several arrays, one after another, so that the cost of starting a program is shared and
+the arrays do not stay in a cache. The copy is a program of the same form over the same arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import formats, ops
+from ..formats import FORMATS, Format, PackPlan, Piece
+from ..ops import Implementation
+from ._timing import seconds_a_call
+
+_COLS = 4096
+_SMALL_BYTES = 64 * 1024
+_SLICES = 4  # of which an unpacked buffer consists
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """An operation in one format.
+
+    Attributes:
+        operation: `multi_amax`, `quantize`, `dequantize`, `pack` or `unpack`.
+        variant: which of its ways: `row`, `both`, `large` and so on.
+        format: a name in `FORMATS`, or empty.
+    """
+
+    operation: str
+    variant: str
+    format: str = ""
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return " ".join(filter(None, (self.operation, self.variant, self.format)))
+
+
+_FORMATS = ("NVFP4", "NVFP4_1D", "MXFP8", "FP8_E4M3")
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel("multi_amax", "one"),
+    Kernel("multi_amax", "small"),
+    *(
+        Kernel(operation, variant, form)
+        for operation, variants in (
+            ("quantize", ("row", "column", "both")),
+            ("dequantize", ("row", "column")),
+            ("pack", ("", "transposed")),
+            ("unpack", ("",)),
+        )
+        for variant in variants
+        for form in _FORMATS
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """One kernel on arrays of one size and dtype.
+
+    Attributes:
+        kernel: which.
+        dtype: of the values.
+        mebibytes: of the values of one array.
+        microseconds: for one array.
+        bytes_moved: read and written at least, for one array.
+        copy_rate: bytes a second of a device-to-device copy of arrays of this size in the same run, read and written.
+        reference_microseconds: of the jnp reference as XLA compiles it; `None` if it was not asked for.
+    """
+
+    kernel: Kernel
+    dtype: str
+    mebibytes: float
+    microseconds: float
+    bytes_moved: int
+    copy_rate: float
+    reference_microseconds: float | None
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second."""
+        return self.bytes_moved / (self.microseconds * 1e-6)
+
+    @property
+    def of_copy(self) -> float:
+        """Rate as a share of the copy's."""
+        return self.rate / self.copy_rate
+
+    @property
+    def of_reference(self) -> float | None:
+        """How many times as fast as the reference."""
+        return self.reference_microseconds and self.reference_microseconds / self.microseconds
+
+
+def kernels(only: Sequence[str]) -> list[Kernel]:
+    """Those of `KERNELS` whose name has all the words of one of `only`; all of them if `only` is empty.
+
+    Raises:
+        ValueError: if none has.
+    """
+    if not only:
+        return list(KERNELS)
+    found = [k for k in KERNELS if any(set(words.split()) <= set(k.name.split()) for words in only)]
+    if not found:
+        raise ValueError(f"no kernel is called {' or '.join(only)}; there are {', '.join(k.name for k in KERNELS)}.")
+    return found
+
+
+def measure(
+    chosen: Sequence[Kernel],
+    *,
+    mebibytes: float,
+    dtype: Any,
+    copies: int = 4,
+    reference: bool = True,
+) -> Iterator[Measurement]:
+    """Measures kernels one after another.
+
+    Args:
+        chosen: which.
+        mebibytes: size of the values of one array.
+        dtype: of the values; float32, bfloat16 or float16.
+        copies: arrays a program works on.
+        reference: whether to time the reference as well.
+    """
+    dtype = jnp.dtype(dtype)
+    rows = max(_SLICES * 32, round(mebibytes * 2**20 / dtype.itemsize / _COLS) // 128 * 128)
+    arrays = [jax.random.normal(jax.random.key(i), (rows, _COLS), dtype) for i in range(copies)]
+    copy = jax.jit(lambda xs: [jnp.copy(x) for x in xs])
+    copy_rate = 2 * sum(x.nbytes for x in arrays) / seconds_a_call(copy, arrays)
+    for kernel in chosen:
+        program, operands, moved = _program(kernel, arrays)
+        implementations: tuple[Implementation, ...] = ("native", "reference") if reference else ("native",)
+        seconds = [seconds_a_call(jax.jit(program(choice)), operands) / copies for choice in implementations]
+        yield Measurement(
+            kernel,
+            dtype.name,
+            arrays[0].nbytes / 2**20,
+            seconds[0] * 1e6,
+            moved,
+            copy_rate,
+            seconds[1] * 1e6 if reference else None,
+        )
+
+
+_Program = Callable[[Implementation], Callable[[Any], Any]]
+
+
+def _program(kernel: Kernel, arrays: list[jax.Array]) -> tuple[_Program, Any, int]:
+    """A program for each implementation, what it is called with, and the bytes that one array of it must move."""
+    form = FORMATS.get(kernel.format)
+    if form is None:
+        return _amax(kernel.variant, arrays)
+    return {"quantize": _quantize, "dequantize": _dequantize, "pack": _pack, "unpack": _unpack}[kernel.operation](
+        kernel.variant, form, arrays
+    )
+
+
+def _bytes(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _amax(variant: str, arrays: list[jax.Array]) -> tuple[_Program, Any, int]:
+    operands: Any = [[x] for x in arrays]
+    if variant == "small":
+        each = _SMALL_BYTES // arrays[0].dtype.itemsize
+        cut = jax.jit(lambda x: jnp.split(jnp.ravel(x), x.size // each))
+        operands = [cut(x) for x in arrays]
+    return lambda how: lambda xs: [ops.multi_amax(x, implementation=how) for x in xs], operands, arrays[0].nbytes
+
+
+def _given(form: Format, x: jax.Array) -> jax.Array | None:
+    return ops.multi_amax([x])[0] if form.has_amax else None
+
+
+def _quantize(axis: Any, form: Format, arrays: list[jax.Array]) -> tuple[_Program, Any, int]:
+    operands = [(x, _given(form, x)) for x in arrays]
+
+    def program(how: Implementation):
+        return lambda pairs: [ops.quantize(x, form, amax=a, axis=axis, implementation=how) for x, a in pairs]
+
+    out = jax.eval_shape(program("reference"), operands[:1])
+    return program, operands, arrays[0].nbytes + _bytes(out)
+
+
+def _dequantize(axis: Any, form: Format, arrays: list[jax.Array]) -> tuple[_Program, Any, int]:
+    dtype = arrays[0].dtype
+    operands = [ops.quantize(x, form, axis=axis) for x in arrays]
+
+    def program(how: Implementation):
+        return lambda quantized: [ops.dequantize(q, dtype, implementation=how) for q in quantized]
+
+    return program, operands, arrays[0].nbytes + _bytes(operands[0])
+
+
+def _plan(rows: int, transposed: bool) -> PackPlan:
+    """A layer of four weights, of a quarter of the rows each; two of them share an output."""
+    outs = ((0, 0), (0, rows // 4), (1, 0), (2, 0))
+    return PackPlan(
+        tuple(
+            Piece(rows=rows // 4, cols=_COLS, transposed=transposed, total_rows=rows // 4, out=out, out_row=row)
+            for out, row in outs
+        )
+    )
+
+
+def _layers(arrays: list[jax.Array], transposed: bool) -> list[list[jax.Array]]:
+    quarters = jax.jit(lambda x: [jnp.asarray(q.T) if transposed else q for q in jnp.split(x, 4)])
+    return [quarters(x) for x in arrays]
+
+
+def _pack(variant: str, form: Format, arrays: list[jax.Array]) -> tuple[_Program, Any, int]:
+    transposed = variant == "transposed"
+    plan = _plan(arrays[0].shape[0], transposed)
+    operands = [(layer, ops.multi_amax(layer) if form.has_amax else None) for layer in _layers(arrays, transposed)]
+
+    def program(how: Implementation):
+        return lambda layers: [ops.pack(ws, form, a, plan, implementation=how) for ws, a in layers]
+
+    return program, operands, arrays[0].nbytes + plan.bytes(form)
+
+
+def _unpack(variant: str, form: Format, arrays: list[jax.Array]) -> tuple[_Program, Any, int]:
+    del variant
+    rows, dtype = arrays[0].shape[0], arrays[0].dtype
+    whole = _plan(rows, False)
+    cut = formats.PackPlan(tuple(dataclasses.replace(p, rows=p.rows // _SLICES) for p in whole.pieces))
+    operands = []
+    for layer in _layers(arrays, False):
+        amax = ops.multi_amax(layer) if form.has_amax else None
+        parts = [jnp.split(w, _SLICES) for w in layer]
+        buffer = jnp.stack([ops.pack([p[rank] for p in parts], form, amax, cut) for rank in range(_SLICES)])
+        operands.append((buffer, amax))
+
+    def program(how: Implementation):
+        return lambda buffers: [ops.unpack(b, form, a, cut, dtype, implementation=how) for b, a in buffers]
+
+    return program, operands, arrays[0].nbytes + _bytes(operands[0][0])

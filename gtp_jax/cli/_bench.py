@@ -1,0 +1,144 @@
+"""`gtp-jax bench`: measures, and prints ratios within one run."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+from .. import bench, native
+from ..mesh import platform
+from ..plan import columns
+from ._devices import choose_devices
+
+_EXAMPLES = """\
+examples:
+  gtp-jax bench kernels                             all kernels, on arrays of 256 MiB on a GPU, 16 MiB on a CPU
+  gtp-jax bench kernels --only pack --only unpack   the two that run every step
+  gtp-jax bench kernels --only "quantize NVFP4" --mebibytes 64 512 --dtype float32
+  gtp-jax bench kernels --json kernels.json --png kernels.png
+"""
+
+_GOAL = 0.85
+_MEBIBYTES = {"gpu": 256.0, "cpu": 16.0}
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Adds the subcommand."""
+    parser = subparsers.add_parser("bench", help="measure kernels", description="Measures on this machine.")
+    topics = parser.add_subparsers(dest="topic", metavar="TOPIC", required=True)
+    kernels = topics.add_parser(
+        "kernels",
+        help="quantization kernels beside a copy and beside XLA",
+        description="Times every kernel. GB/s counts the bytes that must be read and written; `of copy` is its ratio "
+        "to a device-to-device copy, `x XLA` how many times as fast it is as XLA's own code for the reference; all in "
+        "this run.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    kernels.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="WORDS",
+        help="kernels with these words in their name; may be repeated",
+    )
+    kernels.add_argument(
+        "--mebibytes",
+        type=_positive,
+        nargs="+",
+        metavar="MIB",
+        help="sizes of an array (default: 256 on a GPU, 16 on a CPU)",
+    )
+    kernels.add_argument(
+        "--dtype",
+        nargs="+",
+        default=["bfloat16"],
+        choices=["bfloat16", "float32", "float16"],
+        help="of the values (default: bfloat16)",
+    )
+    kernels.add_argument("--no-reference", action="store_true", help="do not time the reference")
+    kernels.add_argument("--json", type=Path, metavar="FILE", help="write the measurements there too")
+    kernels.add_argument("--png", type=Path, metavar="FILE", help="draw them there")
+    kernels.set_defaults(run=_kernels)
+    return parser
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"is {text!r}; it is a positive number")
+    return value
+
+
+def _kernels(args: argparse.Namespace) -> int:
+    chosen = bench.kernels(args.only)
+    for path in filter(None, (args.json, args.png)):
+        if not path.absolute().parent.is_dir():
+            raise ValueError(f"{path.absolute().parent} is no directory; create it first, or name another file.")
+    choose_devices(1)
+    here = platform()
+    if not native.has("gtp_quantize", "CUDA" if here == "gpu" else here):
+        raise ValueError(f"there are no kernels for {here!r} here: {native.describe()}. See `gtp-jax doctor`.")
+    sizes = args.mebibytes or [_MEBIBYTES[here]]
+    done: list[bench.Measurement] = []
+    total = len(chosen) * len(sizes) * len(args.dtype)
+    with tqdm(total=total, unit="kernel", file=sys.stderr, disable=None) as progress:
+        for dtype in args.dtype:
+            for size in sizes:
+                for measured in bench.measure(chosen, mebibytes=size, dtype=dtype, reference=not args.no_reference):
+                    done.append(measured)
+                    progress.set_description(measured.kernel.name)
+                    progress.update()
+    device = jax.devices()[0].device_kind
+    print(f"{device}, jax {jax.__version__}; {native.describe()}\n")
+    print(_table(done))
+    below = [m for m in done if m.of_copy < _GOAL]
+    print(f"\n{len(done) - len(below)} of {len(done)} at {_GOAL:.0%} of a copy or more")
+    if args.json:
+        args.json.write_text(
+            json.dumps({"device": device, "jax": jax.__version__, "kernels": [_record(m) for m in done]}, indent=1)
+        )
+    if args.png:
+        bench.draw_ratios(done, _GOAL, f"Quantization kernels on one {device}", args.png)
+    return 0
+
+
+def _table(done: list[bench.Measurement]) -> str:
+    header = ("kernel", "dtype", "MiB", "us", "GB/s", "of copy", "x XLA")
+    rows = [
+        (
+            m.kernel.name,
+            m.dtype,
+            f"{m.mebibytes:.0f}",
+            f"{m.microseconds:.1f}",
+            f"{m.rate / 1e9:.0f}",
+            f"{m.of_copy:.0%}",
+            "" if m.of_reference is None else f"{m.of_reference:.1f}",
+        )
+        for m in done
+    ]
+    return columns(header, rows, right=range(2, len(header)))
+
+
+def _record(m: bench.Measurement) -> dict[str, Any]:
+    return {
+        **dataclasses.asdict(m.kernel),
+        "dtype": m.dtype,
+        "mebibytes": m.mebibytes,
+        "microseconds": m.microseconds,
+        "bytes_moved": m.bytes_moved,
+        "bytes_a_second": m.rate,
+        "copy_bytes_a_second": m.copy_rate,
+        "of_copy": m.of_copy,
+        "reference_microseconds": m.reference_microseconds,
+    }

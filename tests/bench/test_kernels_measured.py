@@ -1,0 +1,59 @@
+"""`gtp-jax bench kernels`: what it measures, prints, writes and refuses."""
+
+import json
+
+import pytest
+
+from gtp_jax import bench, native
+from gtp_jax.cli import main
+
+needs_kernels = pytest.mark.skipif(not native.has("gtp_quantize", "cpu"), reason=native.describe())
+
+
+def test_every_operation_is_measured_in_every_format():
+    names = {kernel.name for kernel in bench.KERNELS}
+    for operation in ("quantize row", "quantize both", "dequantize row", "pack", "unpack"):
+        for form in ("NVFP4", "NVFP4_1D", "MXFP8", "FP8_E4M3"):
+            assert f"{operation} {form}" in names
+    assert {"multi_amax one", "multi_amax small"} <= names
+
+
+def test_words_choose_kernels():
+    assert [k.name for k in bench.kernels(["row NVFP4", "multi_amax"])] == [
+        "multi_amax one",
+        "multi_amax small",
+        "quantize row NVFP4",
+        "dequantize row NVFP4",
+    ]
+    assert len(bench.kernels([])) == len(bench.KERNELS)
+    with pytest.raises(ValueError, match="no kernel is called amin; there are multi_amax one, "):
+        bench.kernels(["amin"])
+
+
+@needs_kernels
+def test_the_command_prints_a_table_and_writes_json_and_a_picture(tmp_path, capsys):
+    record, picture = tmp_path / "k.json", tmp_path / "k.png"
+    words = ["--only", "pack NVFP4", "--only", "multi_amax one", "--no-reference"]
+    files = ["--json", str(record), "--png", str(picture)]
+    assert main(["bench", "kernels", *words, "--mebibytes", "2", "--dtype", "float32", *files]) == 0
+    printed = capsys.readouterr().out
+    assert "of copy" in printed and "pack NVFP4" in printed and " of 3 at 85% of a copy or more" in printed
+    written = json.loads(record.read_text())["kernels"]
+    packed = next(r for r in written if r["operation"] == "pack" and not r["variant"])
+    # 128 x 4096 of float32; a code of half a byte and a 256th of a scale each
+    assert packed["bytes_moved"] == 2**19 * 4 + 2**19 // 2 + 2**19 // 256
+    assert packed["of_copy"] == pytest.approx(packed["bytes_a_second"] / packed["copy_bytes_a_second"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@needs_kernels
+def test_bad_arguments_are_refused_before_anything_runs(tmp_path, capsys):
+    for arguments, message in (
+        (["--only", "amin"], "no kernel is called amin"),
+        (["--json", str(tmp_path / "no" / "k.json")], "is no directory; create it first"),
+    ):
+        assert main(["bench", "kernels", *arguments]) == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["bench", "kernels", "--mebibytes", "-1"])
+    assert "is '-1'; it is a positive number" in capsys.readouterr().err

@@ -1,0 +1,127 @@
+"""Handlers called past the checks of `gtp_jax.ops`: an error in Python, never a crash."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gtp_jax as gtp
+from gtp_jax import native
+from gtp_jax.formats import FP8_E4M3, MXFP8, NVFP4, NVFP4_1D
+
+pytestmark = pytest.mark.skipif(not native.has("gtp_quantize", "cpu"), reason=native.describe())
+
+U8 = jnp.uint8
+
+
+def shape(*dims: int, dtype=U8) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+X = jnp.ones((32, 64), jnp.bfloat16)
+ONE, KEY = jnp.ones(()), jnp.zeros(2, jnp.uint32)
+NO = shape(0)
+QUANTIZE = dict(format=np.int32(NVFP4.code), hadamard=False, stochastic=False, rows=True, columns=False)
+GOOD = [shape(32, 32), shape(2, 4), NO, NO]
+DEQUANTIZE = dict(format=np.int32(NVFP4.code), columns=False)
+TABLE = np.array([32, 64, 0, 32, 0, 0], np.int64)
+PACK = dict(format=np.int32(NVFP4.code), table=TABLE)
+
+CASES = {
+    "dtype": (
+        "gtp_quantize",
+        GOOD,
+        [X.astype(jnp.int32), ONE, ONE, KEY],
+        QUANTIZE,
+        "it is float32, bfloat16 or float16",
+    ),
+    "one dimension": ("gtp_quantize", GOOD, [X[0], ONE, ONE, KEY], QUANTIZE, r"x has shape \(64\)"),
+    "codes": (
+        "gtp_quantize",
+        [shape(32, 31), *GOOD[1:]],
+        [X, ONE, ONE, KEY],
+        QUANTIZE,
+        r"row codes has .*it is \(32, 32\)",
+    ),
+    "scales": ("gtp_quantize", [GOOD[0], shape(32, 4), NO, NO], [X, ONE, ONE, KEY], QUANTIZE, r"row scales .*\(2, 4\)"),
+    "signed codes": (
+        "gtp_quantize",
+        [shape(32, 32, dtype=jnp.int8), *GOOD[1:]],
+        [X, ONE, ONE, KEY],
+        QUANTIZE,
+        "not uint8",
+    ),
+    "amax": ("gtp_quantize", GOOD, [X, jnp.ones(3), ONE, KEY], QUANTIZE, r"amax has shape \(3\)"),
+    "amax dtype": ("gtp_quantize", GOOD, [X, jnp.ones((), jnp.int32), ONE, KEY], QUANTIZE, "amax is not float32"),
+    "key": ("gtp_quantize", GOOD, [X, ONE, ONE, KEY[:1]], {**QUANTIZE, "stochastic": True}, "key is not two words"),
+    "format": ("gtp_quantize", GOOD, [X, ONE, ONE, KEY], {**QUANTIZE, "format": np.int32(6)}, "format is 6"),
+    "hadamard": ("gtp_quantize", GOOD, [X, ONE, ONE, KEY], {**QUANTIZE, "hadamard": True}, "does not go with NVFP4"),
+    "stochastic": (
+        "gtp_quantize",
+        GOOD,
+        [X, ONE, ONE, KEY],
+        {**QUANTIZE, "format": np.int32(MXFP8.code), "stochastic": True},
+        "stochastic rounding does not go with MXFP8",
+    ),
+    "column codes": (
+        "gtp_quantize",
+        [*GOOD[:2], shape(64, 15), shape(64, 2)],
+        [X, ONE, ONE, KEY],
+        {**QUANTIZE, "format": np.int32(NVFP4_1D.code), "rows": False, "columns": True},
+        r"column codes .*\(64, 16\)",
+    ),
+    "other scales": (
+        "gtp_dequantize",
+        shape(32, 64, dtype=jnp.float32),
+        [jnp.zeros((32, 32), U8), jnp.zeros((32, 4), U8), ONE],
+        DEQUANTIZE,
+        r"scales has shape \(32, 4\); it is \(2, 4\)",
+    ),
+    "double": (
+        "gtp_dequantize",
+        shape(32, 64, dtype=jnp.int32),
+        [jnp.zeros((32, 32), U8), jnp.zeros((2, 4), U8), ONE],
+        DEQUANTIZE,
+        "x has XLA's element type",
+    ),
+    "fp8 codes": (
+        "gtp_dequantize",
+        shape(32, 64, dtype=jnp.float32),
+        [jnp.zeros((32, 32), U8), jnp.zeros(0, U8), ONE],
+        {**DEQUANTIZE, "format": np.int32(FP8_E4M3.code)},
+        r"codes has shape \(32, 32\); it is \(32, 64\)",
+    ),
+    "slices": ("gtp_pack", shape(1040), [jnp.ones(1)], PACK, "not one slice a piece"),
+    "slice": ("gtp_pack", shape(1040), [jnp.ones(1), X.T], PACK, r"slice 0 has shape \(64, 32\); it is \(32, 64\)"),
+    "buffer": ("gtp_pack", shape(1041), [jnp.ones(1), X], PACK, r"buffer has shape \(1041\); it is \(1040\)"),
+    "pieces": ("gtp_pack", shape(1040), [jnp.ones(2), X], PACK, "amax has not one element a piece"),
+    "table": ("gtp_pack", shape(1040), [jnp.ones(1), X], {**PACK, "table": TABLE[:5]}, "not six numbers a piece"),
+    "negative": ("gtp_pack", shape(1040), [jnp.ones(1), X], {**PACK, "table": -TABLE}, "negative number"),
+    "weights": (
+        "gtp_unpack",
+        [shape(31, 64, dtype=jnp.float32)],
+        [jnp.zeros((1, 1040), U8), jnp.ones(1)],
+        PACK,
+        r"output 0 has shape \(31, 64\), which does not hold piece 0",
+    ),
+    "too few rows": (
+        "gtp_unpack",
+        [shape(64, 64, dtype=jnp.float32)],
+        [jnp.zeros((1, 1040), U8), jnp.ones(1)],
+        {**PACK, "table": np.array([32, 64, 0, 64, 0, 0], np.int64)},
+        "hold fewer rows",
+    ),
+    "amax size": ("gtp_multi_amax", shape(2, dtype=jnp.float32), [X], {}, "not one element an array"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_wrong_call_is_an_error_in_python(case):
+    target, results, operands, attributes, message = CASES[case]
+    call = jax.ffi.ffi_call(target, results)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(jax.jit(lambda *xs: call(*xs, **attributes))(*operands))
+
+
+def test_the_process_works_on_after_a_refusal():
+    assert gtp.quantize(X, NVFP4, implementation="native").codes.shape == (32, 32)

@@ -1,0 +1,88 @@
+"""The compiled module: its facts are the library's, and a missing, broken or newer one is dealt with."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import jax
+import pytest
+
+import gtp_jax
+from gtp_jax import native
+from gtp_jax.formats import ELEMENTS, FORMATS
+from gtp_jax.native import _library
+
+needs_library = pytest.mark.skipif(not native.is_built(), reason=native.describe())
+
+
+@needs_library
+def test_formats_are_those_of_python():
+    from gtp_jax.native import _native
+
+    known = {facts.pop("name"): facts for facts in _native.formats()}
+    assert list(known) == list(FORMATS)  # in the order of their codes
+    for index, (name, form) in enumerate(FORMATS.items()):
+        assert form.code == index
+        assert known[name] == {
+            "element": list(ELEMENTS).index(form.element),
+            "element_max": form.element_max,
+            "element_bits": form.element_bits,
+            "block": form.block or (0, 0),
+            "scale": [None, "e4m3", "e8m0"].index(form.scale),
+            "scale_max": form.scale_max or 1.0,
+            "has_amax": form.has_amax,
+            "transposed_columns": form.transposed_columns,
+        }
+
+
+def test_newer_module_is_refused_before_jax_sees_it():
+    with pytest.raises(
+        ImportError, match=r"were built for version 0\.99 .* but jaxlib .* has 0\.\d+\. Build them again"
+    ):
+        _library._check_version((0, 99))
+    with pytest.raises(ImportError, match=r"version 7\.0"):
+        _library._check_version((7, 0))
+
+
+PROGRAM = """
+import jax, jax.numpy as jnp
+import gtp_jax as gtp
+from gtp_jax import native
+from gtp_jax.cli import main
+x = jnp.linspace(-3, 3, 64).reshape(2, 32)
+q = gtp.quantize(x, gtp.formats.NVFP4)
+assert abs(gtp.dequantize(q, jnp.float32) - x).max() < 0.51
+print(native.describe())
+main(["doctor"])
+"""
+
+
+def run_with(module: bytes | None, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs the program with a copy of the package whose compiled module is these bytes, or missing."""
+    source = Path(gtp_jax.__file__).parent
+    shutil.copytree(source, folder / "gtp_jax", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    if module is not None:
+        name = f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+        (folder / "gtp_jax" / "native" / name).write_bytes(module)
+    # without `site` and the working directory, no other copy of the package comes first
+    paths = [str(folder), str(Path(jax.__file__).parents[1])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-S", "-P", "-c", PROGRAM]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_everything_works_without_the_module_and_the_doctor_says_what_to_do(tmp_path):
+    ran = run_with(None, tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("not built: no working C++ compiler when gtp_jax was installed")
+    assert "kernels: install a C++20 compiler, and nvcc for GPUs, and build them: pip install" in ran.stdout
+    assert "Training works here" in ran.stdout
+
+
+def test_broken_module_fails_loudly(tmp_path):
+    ran = run_with(b"not a shared object", tmp_path)
+    assert ran.returncode != 0
+    assert "ImportError" in ran.stderr and "_native" in ran.stderr
