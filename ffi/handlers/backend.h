@@ -61,8 +61,8 @@ struct Cuda {
 
 }  // namespace gtp
 
-// Defines the handlers `gtp_<name>_cpu` and, with CUDA, `gtp_<name>_cuda` from the template `function`. The arguments after
-// it bind operands, results and attributes.
+// Defines the handlers `gtp_<name>_cpu` and, with CUDA, `gtp_<name>_cuda` from the template `function`. The arguments
+// after it bind operands, results and attributes.
 #define GTP_DEFINE_CPU_HANDLER(name, function, ...)                             \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(gtp_##name##_cpu, function<::gtp::Cpu>,         \
                                 ::xla::ffi::Ffi::Bind().Ctx<::gtp::Cpu::ContextTag>() __VA_ARGS__)

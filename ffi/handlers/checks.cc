@@ -80,8 +80,8 @@ ffi::Error check_amax(const char* name, const ffi::AnyBuffer& amax, const Dims& 
   GTP_CHECK(check_f32(name, amax));
   const Dims dims = dims_of(amax);
   if (dims.size() > lead.size() || !std::equal(dims.begin(), dims.end(), lead.begin())) {
-    return invalid(std::string(name) + " has shape " + to_string(dims) + "; it is the first of the leading dimensions " +
-                   to_string(lead));
+    return invalid(std::string(name) + " has shape " + to_string(dims) +
+                   "; it is the first of the leading dimensions " + to_string(lead));
   }
   count_per_amax = std::max<int64_t>(1, product(Dims(lead.begin() + dims.size(), lead.end())));
   return ffi::Error::Success();

@@ -32,7 +32,8 @@ ffi::Error split_matrix(const char* name, const ffi::AnyBuffer& buffer, Dims& le
 ffi::Error check_format(int32_t format);
 // float32, bfloat16 or float16, aligned to its size.
 ffi::Error check_values(const std::string& name, const ffi::AnyBuffer& buffer, DType& dtype);
-ffi::Error check_bytes(const char* name, const ffi::AnyBuffer& buffer, const Dims& lead, std::initializer_list<int64_t> matrix);
+ffi::Error check_bytes(const char* name, const ffi::AnyBuffer& buffer, const Dims& lead,
+                       std::initializer_list<int64_t> matrix);
 ffi::Error check_f32(const char* name, const ffi::AnyBuffer& buffer);
 
 // An amax whose dimensions are the first of `lead`: how many matrices share one.

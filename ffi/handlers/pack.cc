@@ -17,8 +17,8 @@ struct Plan {
   int64_t bytes;
 };
 
-// The plan as numbers, six a piece: rows, cols, transposed, total_rows, out, out_row. All pieces' codes come first, then all
-// pieces' scales, each section at a multiple of kSectionBytes.
+// The plan as numbers, six a piece: rows, cols, transposed, total_rows, out, out_row. All pieces' codes come first,
+// then all pieces' scales, each section at a multiple of kSectionBytes.
 ffi::Error read_plan(const Format& format, ffi::Span<const int64_t> table, Plan& plan) {
   constexpr size_t kFields = 6;
   if (table.size() % kFields) return invalid("the plan has not six numbers a piece");

@@ -16,8 +16,8 @@ ffi::Error describe_copy(const char* codes_name, const char* scales_name, const 
   return ffi::Error::Success();
 }
 
-// x: (*lead, M, K). amax, amax_columns: float32, the first of lead; not looked at if the format has none. key: uint32 (2,),
-// looked at if `stochastic`. Codes and scales of copies that are not wanted are not written.
+// x: (*lead, M, K). amax, amax_columns: float32, the first of lead; not looked at if the format has none. key: uint32
+// (2,), looked at if `stochastic`. Codes and scales of copies that are not wanted are not written.
 template <class B>
 ffi::Error quantize(typename B::Context context, ffi::AnyBuffer x, ffi::AnyBuffer amax, ffi::AnyBuffer amax_columns,
                     ffi::AnyBuffer key, ffi::Result<ffi::AnyBuffer> row_codes, ffi::Result<ffi::AnyBuffer> row_scales,

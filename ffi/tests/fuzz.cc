@@ -1,5 +1,5 @@
-// Random jobs for the CPU kernels, in buffers of exactly their size at odd addresses: built with sanitizers, it finds what
-// is read or written beyond them. What can be said about the results without an oracle is checked too.
+// Random jobs for the CPU kernels, in buffers of exactly their size at odd addresses: built with sanitizers, it finds
+// what is read or written beyond them. What can be said about the results without an oracle is checked too.
 //
 //     fuzz SEED CASES
 #include <cmath>

@@ -1,7 +1,7 @@
 // The arithmetic of gtp_jax/formats/README.md on single numbers, for host and device alike.
 //
-// Everything is IEEE 754 float32 to nearest even, subnormals included. It holds only where the compiler neither contracts
-// (-ffp-contract=off, -fmad=false) nor flushes: the CPU kernels clear FTZ and DAZ around their work.
+// Everything is IEEE 754 float32 to nearest even, subnormals included. It holds only where the compiler neither
+// contracts (-ffp-contract=off, -fmad=false) nor flushes: the CPU kernels clear FTZ and DAZ around their work.
 #pragma once
 
 #include <cstdint>
@@ -55,7 +55,7 @@ GTP_HD T larger(T a, T b) {
   return a < b ? b : a;
 }
 
-// ---- 16-bit floats ---------------------------------------------------------------------------------------------------
+// ---- 16-bit floats ------------------------------------------------------------------------------------------------
 
 GTP_HD float from_bf16(uint16_t x) { return float_of(static_cast<uint32_t>(x) << 16); }
 
@@ -87,13 +87,13 @@ GTP_HD uint16_t to_f16(float x) {
 
 GTP_HD float canonical(float x) { return (bits_of(x) & kMagnitude) > kInfinity ? float_of(kNan) : x; }
 
-// ---- elements --------------------------------------------------------------------------------------------------------
+// ---- elements -----------------------------------------------------------------------------------------------------
 
 // Code of a magnitude in e2m1, without its sign, saturating.
 //
 // [Note: e2m1 by minima] The grid 0, .5, 1, 1.5, 2, 3, 4, 6 has the codes 0 to 7, so the code is the concave function
-// min(2x, x + 2, x/2 + 4) of x. Adding 1.5 * 2**23 rounds each branch to an integer, once and to nearest even; rounding is
-// monotone, so it may come before the minimum; and a code's parity is that of its branch's integer.
+// min(2x, x + 2, x/2 + 4) of x. Adding 1.5 * 2**23 rounds each branch to an integer, once and to nearest even; rounding
+// is monotone, so it may come before the minimum; and a code's parity is that of its branch's integer.
 GTP_HD uint32_t encode_e2m1(float magnitude) {
   constexpr float kRound = 12582912.0f;
   const float branches = smaller(smaller(magnitude * 2.0f + kRound, magnitude + (kRound + 2.0f)),
@@ -106,8 +106,8 @@ template <int kMantissa, int kMinExponent, uint32_t kMaxCode>
 GTP_HD uint32_t encode_minifloat(float magnitude) {
   constexpr int kCut = 23 - kMantissa;
   const uint32_t bits = bits_of(magnitude);
-  const uint32_t normal =
-      ((bits + (1u << (kCut - 1)) - 1u + (bits >> kCut & 1u)) >> kCut) - (static_cast<uint32_t>(126 + kMinExponent) << kMantissa);
+  const uint32_t rebias = static_cast<uint32_t>(126 + kMinExponent) << kMantissa;
+  const uint32_t normal = ((bits + (1u << (kCut - 1)) - 1u + (bits >> kCut & 1u)) >> kCut) - rebias;
   // below, adding a power of two whose last place is the step of the subnormals rounds to that step
   const uint32_t base = static_cast<uint32_t>(127 + 23 + kMinExponent - kMantissa) << 23;
   const uint32_t subnormal = bits_of(magnitude + float_of(base)) - base;
@@ -152,7 +152,7 @@ GTP_HD uint32_t encode_e2m1_stochastic(float magnitude, uint32_t octet) {
   return static_cast<uint32_t>(shifted) + (m < 2.0f ? 0u : m < 4.0f ? 2u : 4u);
 }
 
-// ---- scales ----------------------------------------------------------------------------------------------------------
+// ---- scales -------------------------------------------------------------------------------------------------------
 
 GTP_HD float tensor_scale(float largest, float amax) {
   const bool usable = amax > 0.0f && bits_of(amax) < kInfinity;
@@ -200,7 +200,7 @@ GTP_HD float e8m0_block_factor(uint32_t code) {
 
 GTP_HD float tensor_factor(float largest, float amax) { return 1.0f / tensor_scale(largest, amax); }
 
-// ---- random Hadamard transform and random numbers ----------------------------------------------------------------------
+// ---- random Hadamard transform and random numbers -----------------------------------------------------------------
 
 // Which of 16 rows have their sign flipped: bit i for row i. TransformerEngine's signs.
 constexpr uint32_t kHadamardSigns = 0xD7E8u;

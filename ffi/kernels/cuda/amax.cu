@@ -1,7 +1,7 @@
 // The largest finite magnitudes of many arrays in one launch.
 //
-// A block takes one chunk of one array; blocks of an array meet in an integer atomic maximum, which is exact and does not
-// depend on their order.
+// A block takes one chunk of one array; blocks of an array meet in an integer atomic maximum, which is exact and does
+// not depend on their order.
 #include <algorithm>
 
 #include "device.cuh"
@@ -110,7 +110,8 @@ __global__ void __launch_bounds__(kThreads) hadamard_amax_kernel(const typename 
                                                                  uint32_t* amax) {
   uint32_t top = 0;
   // a thread takes 16 rows of one column at a time
-  for (int64_t unit = int64_t{blockIdx.x} * kThreads + threadIdx.x; unit < units; unit += int64_t{gridDim.x} * kThreads) {
+  const int64_t step = int64_t{gridDim.x} * kThreads;
+  for (int64_t unit = int64_t{blockIdx.x} * kThreads + threadIdx.x; unit < units; unit += step) {
     const int64_t col = unit % cols, first_row = unit / cols % runs * kRun, matrix = unit / cols / runs;
     const auto* data = x + (matrix * rows + first_row) * cols + col;
     float y[kRun];

@@ -13,19 +13,11 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kRowsPerThread = 4;
 // without a transposition a warp takes 256 columns of one row at a time
 constexpr int kFlatRows = kWarps * kRowsPerThread, kFlatCols = 256;
-// a transposed tile goes through shared memory, 64 x 64
-constexpr int kTile = 64;
-constexpr int kTileElements = kTile * kTile + kTile;
-
-enum class Kind { kTiles, kRuns, kExponents, kTensor };  // NVFP4, NVFP4_1D, MXFP8, FP8
 
 struct Parameters {
   float largest;
   bool e5m2;
 };
-
-template <Kind kind>
-constexpr bool kFp4 = kind == Kind::kTiles || kind == Kind::kRuns;
 
 // Bytes of codes of eight numbers.
 template <Kind kind>
@@ -52,6 +44,22 @@ __device__ __forceinline__ void load_codes(const uint8_t* codes, int bytes, bool
   for (int i = 0; i < kBytes; ++i) {
     if (i < bytes) words[i / 4] |= static_cast<uint32_t>(codes[i]) << (i % 4 * 8);
   }
+}
+
+// The scale of the block at (row, col) of a copy with so many columns.
+template <Kind kind>
+__device__ __forceinline__ uint32_t load_scale(const uint8_t* scales, int64_t row, int64_t col, int64_t cols) {
+  if constexpr (kind == Kind::kTiles) return scales[row / 16 * ceil_div(cols, 16) + col / 16];
+  if constexpr (kind == Kind::kRuns) return scales[row * ceil_div(cols, 16) + col / 16];
+  if constexpr (kind == Kind::kExponents) return scales[row * ceil_div(cols, 32) + col / 32];
+  return 0;
+}
+
+template <Kind kind>
+__device__ __forceinline__ float factor_of(uint32_t scale, float amax, const Parameters& p) {
+  if constexpr (kFp4<kind>) return e4m3_block_factor(scale, amax);
+  if constexpr (kind == Kind::kExponents) return e8m0_block_factor(scale);
+  return tensor_factor(p.largest, amax);
 }
 
 // Eight values times their factors; NaN is canonical.
@@ -82,8 +90,11 @@ __device__ __forceinline__ void store_eight(typename T::Storage* out, const floa
   if (wide && valid == 8) {
     auto* wide_out = reinterpret_cast<uint4*>(out);
     if constexpr (T::kBytes == 4) {
-      __stcs(wide_out, make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])));
-      __stcs(wide_out + 1, make_uint4(__float_as_uint(x[4]), __float_as_uint(x[5]), __float_as_uint(x[6]), __float_as_uint(x[7])));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        wide_out[i] = make_uint4(__float_as_uint(x[4 * i]), __float_as_uint(x[4 * i + 1]),
+                                 __float_as_uint(x[4 * i + 2]), __float_as_uint(x[4 * i + 3]));
+      }
     } else {
       uint32_t words[4];
 #pragma unroll
@@ -103,7 +114,7 @@ __device__ __forceinline__ void store_eight(typename T::Storage* out, const floa
   }
 }
 
-// ---- without a transposition -----------------------------------------------------------------------------------------
+// ---- without a transposition --------------------------------------------------------------------------------------
 
 // `kColumns`: an MXFP8 column copy, rows x cols of which are C x R: every column has its own scale.
 template <class T, Kind kind, bool kColumns>
@@ -134,9 +145,7 @@ __device__ __forceinline__ void flat_tile(const DequantizeJob& job, const Parame
     const int64_t row = first_row + i * kWarps + threadIdx.x / 32;
     if (row >= end) break;
     load_codes<kBytes>(codes + row * pitch + (kFp4<kind> ? col / 2 : col), bytes, wide, words[i]);
-    if constexpr (kind == Kind::kTiles) scale[i] = scales[row / 16 * ceil_div(cols, 16) + col / 16];
-    if constexpr (kind == Kind::kRuns) scale[i] = scales[row * ceil_div(cols, 16) + col / 16];
-    if constexpr (kind == Kind::kExponents && !kColumns) scale[i] = scales[row * ceil_div(cols, 32) + col / 32];
+    if constexpr (!kColumns) scale[i] = load_scale<kind>(scales, row, col, cols);
   }
   auto* out = static_cast<typename T::Storage*>(job.x) + matrix * rows * cols;
   const bool wide_out = cols * T::kBytes % 16 == 0 && aligned(out, 16);
@@ -149,10 +158,7 @@ __device__ __forceinline__ void flat_tile(const DequantizeJob& job, const Parame
 #pragma unroll
       for (int k = 0; k < 8; ++k) factors[k] = e8m0_block_factor(k < valid ? scales[row / 32 * cols + col + k] : 0);
     } else {
-      float factor;
-      if constexpr (kFp4<kind>) factor = e4m3_block_factor(scale[i], amax);
-      if constexpr (kind == Kind::kExponents) factor = e8m0_block_factor(scale[i]);
-      if constexpr (kind == Kind::kTensor) factor = tensor_factor(p.largest, amax);
+      const float factor = factor_of<kind>(scale[i], amax, p);
 #pragma unroll
       for (int k = 0; k < 8; ++k) factors[k] = factor;
     }
@@ -162,9 +168,7 @@ __device__ __forceinline__ void flat_tile(const DequantizeJob& job, const Parame
   }
 }
 
-// ---- with a transposition --------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ int tile_offset(int row, int col) { return row * kTile + row / 16 * 16 + col; }
+// ---- with a transposition -----------------------------------------------------------------------------------------
 
 // Codes R x C to values C x R: a thread reads 16 codes of two of the 64 rows, then writes 8 values of four rows.
 template <class T, Kind kind>
@@ -194,13 +198,7 @@ __device__ __forceinline__ void turned_tile(const DequantizeJob& job, const Para
     uint32_t words[kBytes / 4];
     load_codes<kBytes>(codes + row * pitch + (kFp4<kind> ? col / 2 : col), kFp4<kind> ? (valid + 1) / 2 : valid, wide,
                        words);
-    float factor;
-    if constexpr (kind == Kind::kTiles) {
-      factor = e4m3_block_factor(scales[row / 16 * ceil_div(job.cols, 16) + col / 16], amax);
-    }
-    if constexpr (kind == Kind::kRuns) factor = e4m3_block_factor(scales[row * ceil_div(job.cols, 16) + col / 16], amax);
-    if constexpr (kind == Kind::kExponents) factor = e8m0_block_factor(scales[row * ceil_div(job.cols, 32) + col / 32]);
-    if constexpr (kind == Kind::kTensor) factor = tensor_factor(p.largest, amax);
+    const float factor = factor_of<kind>(load_scale<kind>(scales, row, col, job.cols), amax, p);
     const float factors[8] = {factor, factor, factor, factor, factor, factor, factor, factor};
     float x[8];
     decode<kind>(words, factors, p.e5m2, x);
@@ -229,7 +227,7 @@ __device__ __forceinline__ void turned_tile(const DequantizeJob& job, const Para
   }
 }
 
-// ---- kernels ---------------------------------------------------------------------------------------------------------
+// ---- kernels ------------------------------------------------------------------------------------------------------
 
 template <class T, Kind kind>
 __device__ __forceinline__ void dequantize_tile(const DequantizeJob& job, const Parameters& p, uint32_t tile,

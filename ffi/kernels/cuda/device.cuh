@@ -23,11 +23,23 @@ struct F16 {
   static constexpr int kBytes = 2;
 };
 
+enum class Kind { kTiles, kRuns, kExponents, kTensor };  // NVFP4, NVFP4_1D, MXFP8, FP8
+
+template <Kind kind>
+constexpr bool kFp4 = kind == Kind::kTiles || kind == Kind::kRuns;
+
+// A tile that goes through shared memory is 64 x 64. Every 16 rows a gap of 16 elements lets four runs of 16 rows be
+// read without bank conflicts.
+constexpr int kTile = 64;
+constexpr int kTileElements = kTile * kTile + kTile;
+
+__device__ __forceinline__ int tile_offset(int row, int col) { return row * kTile + row / 16 * 16 + col; }
+
 __device__ __forceinline__ bool aligned(const void* pointer, uint32_t bytes) {
   return (reinterpret_cast<uintptr_t>(pointer) & (bytes - 1)) == 0;
 }
 
-// ---- values ----------------------------------------------------------------------------------------------------------
+// ---- values -------------------------------------------------------------------------------------------------------
 
 // Two 16-bit numbers a word, the first in the low half; or one float32 a word.
 template <class T>
@@ -70,7 +82,7 @@ __device__ __forceinline__ uint32_t shuffle_max(uint32_t top, int lanes) {
   return max(top, __shfl_xor_sync(0xFFFFFFFFu, top, lanes));
 }
 
-// ---- encoding --------------------------------------------------------------------------------------------------------
+// ---- encoding -----------------------------------------------------------------------------------------------------
 
 // Codes of eight numbers in e2m1, the first in the lowest nibble. See [Note: e2m1 by minima].
 __device__ __forceinline__ uint32_t encode_e2m1_x8(const float (&x)[8], float factor) {
@@ -143,7 +155,7 @@ __device__ __forceinline__ BlockScale fast_e4m3_block_scale(float amax, Nvfp4Sca
 #endif
 }
 
-// ---- decoding --------------------------------------------------------------------------------------------------------
+// ---- decoding -----------------------------------------------------------------------------------------------------
 
 // Eight e2m1 codes of a word.
 __device__ __forceinline__ void decode_e2m1_x8(uint32_t word, float (&x)[8]) {
@@ -190,7 +202,7 @@ __device__ __forceinline__ bool special_fp8_x4(uint32_t word, bool e5m2) {
   return (((word & 0x7F7F7F7Fu) + (e5m2 ? 0x04040404u : 0x01010101u)) & 0x80808080u) != 0;
 }
 
-// ---- rounding to the output --------------------------------------------------------------------------------------------
+// ---- rounding to the output ---------------------------------------------------------------------------------------
 
 // A pair as a word. NaN must have been made canonical before.
 template <class T>

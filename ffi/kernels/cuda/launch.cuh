@@ -1,4 +1,5 @@
-// Many jobs in one launch: a table of them, passed by value as the kernel's parameter, and the job that a tile belongs to.
+// Many jobs in one launch: a table of them, passed by value as the kernel's parameter, and the job that a tile belongs
+// to.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -2,7 +2,8 @@
 //
 // A block of 128 threads takes a tile of 64 rows x 64 columns. A warp loads 16 of its rows, a thread 8 columns of 4 of
 // them, which stay in registers for the row copy. The column copy reads the tile again from shared memory, so that a
-// thread holds 16 rows of two columns; only the column copy that is not transposed (MXFP8) is made from the registers too.
+// thread holds 16 rows of two columns; only the column copy that is not transposed (MXFP8) is made from the registers
+// too.
 #include <algorithm>
 
 #include "device.cuh"
@@ -12,11 +13,8 @@
 namespace gtp::cuda {
 namespace {
 
-constexpr int kTile = 64;
 constexpr int kThreads = 128;
 constexpr int kRowsPerThread = 4;
-
-enum class Kind { kTiles, kRuns, kExponents, kTensor };  // NVFP4, NVFP4_1D, MXFP8, FP8
 
 struct Parameters {
   const uint32_t* key;
@@ -31,7 +29,7 @@ struct Place {
   int64_t matrix, row, col;
 };
 
-// ---- in and out ------------------------------------------------------------------------------------------------------
+// ---- in and out ---------------------------------------------------------------------------------------------------
 
 // Eight numbers of a row as they are stored.
 template <class T>
@@ -96,7 +94,7 @@ __device__ __forceinline__ void store(uint8_t* out, const uint32_t (&words)[kWor
   }
 }
 
-// ---- a block's scale, and codes of eight numbers -------------------------------------------------------------------------
+// ---- a block's scale, and codes of eight numbers ------------------------------------------------------------------
 
 struct Scaled {
   uint8_t code;
@@ -150,20 +148,19 @@ __device__ __forceinline__ Nvfp4Scale tensor_of(const Copy& copy, const Quantize
   return nvfp4_scale(amax);
 }
 
-// ---- the row copy ----------------------------------------------------------------------------------------------------
+// ---- the row copy -------------------------------------------------------------------------------------------------
 
 template <class T, Kind kind, bool kStochastic>
 __device__ __forceinline__ void row_copy(const QuantizeJob& job, const Parameters& p, const Place& at,
                                          const Eight<T> (&x)[kRowsPerThread]) {
-  constexpr bool kFp4 = kind == Kind::kTiles || kind == Kind::kRuns;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane % 8;
   const Nvfp4Scale tensor = tensor_of(job.row, job, at.matrix, kind, p);
   const int64_t col = at.col + group * 8, first_row = at.row + warp * 16;
   const int valid = static_cast<int>(min(static_cast<int64_t>(8), job.cols - col));
-  const int64_t pitch = kFp4 ? ceil_div(job.cols, 2) : job.cols;
+  const int64_t pitch = kFp4<kind> ? ceil_div(job.cols, 2) : job.cols;
   uint8_t* codes = job.row.codes + at.matrix * job.row.codes_stride;
   uint8_t* scales = job.row.scales + at.matrix * job.row.scales_stride;
-  const bool wide = pitch % (kFp4 ? 4 : 8) == 0 && aligned(codes, kFp4 ? 4 : 8);
+  const bool wide = pitch % (kFp4<kind> ? 4 : 8) == 0 && aligned(codes, kFp4<kind> ? 4 : 8);
 
   Scaled tile{};
   if constexpr (kind == Kind::kTiles) {
@@ -192,7 +189,7 @@ __device__ __forceinline__ void row_copy(const QuantizeJob& job, const Parameter
       }
     }
     if (row >= job.rows || valid <= 0) continue;
-    if constexpr (kFp4) {
+    if constexpr (kFp4<kind>) {
       uint32_t word[1];
       if constexpr (kStochastic) {
         const uint64_t run = (at.matrix * job.rows + row) * ceil_div(job.cols, 16) + col / 16;
@@ -216,7 +213,7 @@ __device__ __forceinline__ void row_copy(const QuantizeJob& job, const Parameter
   }
 }
 
-// ---- the column copy that stays as it is -----------------------------------------------------------------------------
+// ---- the column copy that stays as it is --------------------------------------------------------------------------
 
 // Blocks of 32 rows of a column: two warps each.
 template <class T>
@@ -273,12 +270,7 @@ __device__ __forceinline__ void column_copy_in_place(const QuantizeJob& job, con
   }
 }
 
-// ---- the transposed column copy --------------------------------------------------------------------------------------
-
-// Where an element of the tile lies in shared memory, counted in elements. Every 16 rows a gap of 16 elements lets four
-// runs of 16 rows be read without bank conflicts.
-__device__ __forceinline__ int tile_offset(int row, int col) { return row * kTile + row / 16 * 16 + col; }
-constexpr int kTileElements = kTile * kTile + kTile;
+// ---- the transposed column copy -----------------------------------------------------------------------------------
 
 template <class T>
 __device__ __forceinline__ void store_tile(const Eight<T> (&x)[kRowsPerThread], uint32_t* shared) {
@@ -329,7 +321,6 @@ __device__ __forceinline__ uint32_t column_max(const float (&x)[kRun]) {
 template <class T, Kind kind, bool kExtras>
 __device__ __forceinline__ void column_copy_transposed(const QuantizeJob& job, const Parameters& p, const Place& at,
                                                        const uint32_t* shared) {
-  constexpr bool kFp4 = kind == Kind::kTiles || kind == Kind::kRuns;
   // a warp takes 16 columns, so that it holds whole 16 x 16 blocks; four lanes write one column's 64 codes
   const int lane = threadIdx.x % 32, run = lane % 4, pair = threadIdx.x / 32 * 8 + lane / 4;
   const bool hadamard = kExtras && kind == Kind::kRuns && p.hadamard;
@@ -337,10 +328,10 @@ __device__ __forceinline__ void column_copy_transposed(const QuantizeJob& job, c
   const int64_t row = at.row + run * kRun;
   const int valid = static_cast<int>(max(static_cast<int64_t>(0), min(static_cast<int64_t>(kRun), length - row)));
   const Nvfp4Scale tensor = tensor_of(job.column, job, at.matrix, kind, p);
-  const int64_t pitch = kFp4 ? ceil_div(length, 2) : length;
+  const int64_t pitch = kFp4<kind> ? ceil_div(length, 2) : length;
   uint8_t* codes = job.column.codes + at.matrix * job.column.codes_stride;
   uint8_t* scales = job.column.scales + at.matrix * job.column.scales_stride;
-  const bool wide = pitch % (kFp4 ? 8 : 16) == 0 && aligned(codes, kFp4 ? 8 : 16);
+  const bool wide = pitch % (kFp4<kind> ? 8 : 16) == 0 && aligned(codes, kFp4<kind> ? 8 : 16);
 
   TwoColumns<T> columns = load_columns<T>(shared, run, pair);
   if (hadamard) {
@@ -373,7 +364,7 @@ __device__ __forceinline__ void column_copy_transposed(const QuantizeJob& job, c
     if (col >= job.cols || valid == 0) continue;
     const float(&first)[8] = reinterpret_cast<const float(&)[8]>(x[0]);
     const float(&second)[8] = reinterpret_cast<const float(&)[8]>(x[8]);
-    if constexpr (kFp4) {
+    if constexpr (kFp4<kind>) {
       uint32_t words[2];
       if (kExtras && p.key) {
         const uint64_t index = (at.matrix * job.cols + col) * ceil_div(length, kRun) + row / kRun;
@@ -410,7 +401,7 @@ __device__ __forceinline__ void zero_gaps(const Copy& copy, const Place& at) {
   if (i < copy.scales_gap) copy.scales[at.matrix * copy.scales_stride + copy.scales_bytes + i] = 0;
 }
 
-// ---- a tile, and the kernel ------------------------------------------------------------------------------------------
+// ---- a tile, and the kernel ---------------------------------------------------------------------------------------
 
 template <class T, Kind kind, bool kExtras>
 __device__ __forceinline__ void quantize_tile(const QuantizeJob& job, const Parameters& p, const Place& at,
