@@ -22,6 +22,10 @@ from .ops import multi_amax as multi_amax
 from .ops import pack as pack
 from .ops import quantize as quantize
 from .ops import unpack as unpack
+from .recipes import BF16 as BF16
+from .recipes import FP8 as FP8
+from .recipes import MXFP8 as MXFP8
+from .recipes import NVFP4 as NVFP4
 from .train import TrainState as TrainState
 from .train import eval_step as eval_step
 from .train import loss_and_gradients as loss_and_gradients

@@ -4,20 +4,30 @@
 namespace gtp {
 namespace {
 
-// arrays: N of float32, bfloat16 or float16, any shapes. amax: float32 (N,).
+// arrays: N of float32, bfloat16 or float16, any shapes, each of so many equal parts. amax: float32, one a part.
 template <class B>
-ffi::Error multi_amax(typename B::Context context, ffi::RemainingArgs arrays, ffi::Result<ffi::AnyBuffer> amax) {
+ffi::Error multi_amax(typename B::Context context, ffi::RemainingArgs arrays, ffi::Result<ffi::AnyBuffer> amax,
+                      ffi::Span<const int64_t> parts) {
   return guarded([&]() -> ffi::Error {
+    if (parts.size() != arrays.size()) return invalid("there is not one number of parts an array");
     std::vector<Array> found;
     for (size_t i = 0; i < arrays.size(); ++i) {
       const auto array = arrays.get<ffi::AnyBuffer>(i);
       if (!array.has_value()) return array.error();
       DType dtype;
       GTP_CHECK(check_values("array " + std::to_string(i), *array, dtype));
-      found.push_back({array->untyped_data(), static_cast<int64_t>(array->element_count()), dtype});
+      const int64_t size = static_cast<int64_t>(array->element_count());
+      if (parts[i] < 0 || (parts[i] == 0 ? size : size % parts[i]) != 0) {
+        return invalid("array " + std::to_string(i) + " has not " + std::to_string(parts[i]) + " equal parts");
+      }
+      const auto* data = static_cast<const uint8_t*>(array->untyped_data());
+      for (int64_t part = 0; part < parts[i]; ++part) {
+        const int64_t each = size / parts[i];
+        found.push_back({data + part * each * dtype_bytes(dtype), each, dtype});
+      }
     }
     GTP_CHECK(check_f32("amax", *amax));
-    if (amax->element_count() != found.size()) return invalid("amax has not one element an array");
+    if (amax->element_count() != found.size()) return invalid("amax has not one element a part");
     return B::run(context, B::multi_amax, found, static_cast<float*>(amax->untyped_data()));
   });
 }
@@ -41,7 +51,7 @@ ffi::Error hadamard_amax(typename B::Context context, ffi::AnyBuffer x, ffi::Res
 
 }  // namespace
 
-GTP_DEFINE_HANDLERS(multi_amax, multi_amax, .RemainingArgs().Ret<ffi::AnyBuffer>());
+GTP_DEFINE_HANDLERS(multi_amax, multi_amax, .RemainingArgs().Ret<ffi::AnyBuffer>().Attr<ffi::Span<const int64_t>>("parts"));
 GTP_DEFINE_HANDLERS(hadamard_amax, hadamard_amax, .Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
 
 }  // namespace gtp

@@ -1,3 +1,5 @@
+#include <map>
+
 #include "backend.h"
 #include "checks.h"
 
@@ -95,15 +97,18 @@ ffi::Error pack(typename B::Context context, ffi::AnyBuffer amax, ffi::Remaining
   });
 }
 
-// buffer: uint8 (slices, bytes). amax: float32 (pieces,). weights: (rows, cols) each.
+// buffer: uint8 (slices, bytes). amax: float32 (pieces,). weights: (rows, cols) each; by slice, slices x the rows of all
+// pieces of an output.
 template <class B>
 ffi::Error unpack(typename B::Context context, ffi::AnyBuffer buffer, ffi::AnyBuffer amax, ffi::RemainingRets weights,
-                  int32_t format_code, ffi::Span<const int64_t> table) {
+                  int32_t format_code, ffi::Span<const int64_t> table, bool by_slice) {
   return guarded([&]() -> ffi::Error {
     GTP_CHECK(check_format(format_code));
     const Format& format = kFormats[format_code];
     Plan plan;
     GTP_CHECK(read_plan(format, table, plan));
+    std::map<int64_t, int64_t> slice_rows;  // of each output
+    for (const Piece& piece : plan.pieces) slice_rows[piece.out] += piece.rows;
     const Dims buffer_dims = dims_of(buffer);
     if (buffer_dims.size() != 2) return invalid("buffer has not two dimensions");
     const int64_t slices = buffer_dims[0], count = static_cast<int64_t>(plan.pieces.size());
@@ -121,10 +126,12 @@ ffi::Error unpack(typename B::Context context, ffi::AnyBuffer buffer, ffi::AnyBu
       DequantizeJob job{};
       GTP_CHECK(check_values(name, **weight, job.dtype));
       const Dims dims = dims_of(**weight);
-      if (dims.size() != 2 || dims[1] != piece.cols || dims[0] < piece.out_row + piece.total_rows) {
+      const int64_t before = by_slice ? (slices - 1) * slice_rows[piece.out] : 0;
+      const int64_t rows = by_slice ? piece.rows : piece.total_rows;
+      if (dims.size() != 2 || dims[1] != piece.cols || dims[0] < before + piece.out_row + rows) {
         return invalid(name + " has shape " + to_string(dims) + ", which does not hold piece " + std::to_string(i));
       }
-      if (piece.total_rows > slices * piece.rows) return invalid("the slices hold fewer rows than their total");
+      if (!by_slice && piece.total_rows > slices * piece.rows) return invalid("the slices hold fewer rows than their total");
       job.codes = bytes + piece.codes_start;
       job.scales = bytes + piece.scales_start;
       job.amax = static_cast<const float*>(amax.untyped_data()) + i;
@@ -132,12 +139,13 @@ ffi::Error unpack(typename B::Context context, ffi::AnyBuffer buffer, ffi::AnyBu
       job.count = slices;
       job.rows = piece.rows;
       job.cols = piece.cols;
-      job.rows_kept = piece.total_rows;
+      job.rows_kept = by_slice ? slices * piece.rows : piece.total_rows;
+      job.x_stride = (by_slice ? slice_rows[piece.out] : piece.rows) * piece.cols;
       job.codes_stride = job.scales_stride = plan.bytes;
       job.count_per_amax = slices;
       job.amax_stride = 0;
       job.layout = Layout::kRows;
-      if (piece.total_rows * piece.cols > 0) jobs.push_back(job);
+      if (job.rows_kept * piece.cols > 0) jobs.push_back(job);
     }
     return B::run(context, B::dequantize, jobs, format_code);
   });
@@ -156,6 +164,7 @@ GTP_DEFINE_HANDLERS(unpack, unpack,
                         .Arg<ffi::AnyBuffer>()
                         .RemainingRets()
                         .Attr<int32_t>("format")
-                        .Attr<ffi::Span<const int64_t>>("table"));
+                        .Attr<ffi::Span<const int64_t>>("table")
+                        .Attr<bool>("by_slice"));
 
 }  // namespace gtp

@@ -97,6 +97,7 @@ ffi::Error dequantize(typename B::Context context, ffi::AnyBuffer codes, ffi::An
     job.rows_kept = job.count * job.rows;
     job.codes_stride = shape.codes_bytes();
     job.scales_stride = shape.scales_bytes();
+    job.x_stride = job.rows * job.cols;
     job.amax_stride = 1;
     job.layout = !columns ? Layout::kRows : turned ? Layout::kColumns : Layout::kColumnsTurned;
     return B::run(context, B::dequantize, std::vector<DequantizeJob>{job}, format_code);

@@ -112,6 +112,7 @@ void run_case() {
   undo.rows_kept = below(count * rows + 1);
   undo.codes_stride = row_codes;
   undo.scales_stride = row_scales;
+  undo.x_stride = rows * cols;
   undo.count_per_amax = count;
   undo.dtype = out_type;
   undo.layout = Layout::kRows;
@@ -131,6 +132,7 @@ void run_case() {
   undo.rows_kept = count * cols;
   undo.codes_stride = column_codes;
   undo.scales_stride = column_scales;
+  undo.x_stride = length * cols;
   undo.dtype = DType::kF32;
   undo.layout = job.column_transposed ? Layout::kColumnsTurned : Layout::kColumns;
   cpu::dequantize({undo}, code, pool);

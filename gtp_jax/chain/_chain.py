@@ -40,8 +40,9 @@ class Link:
 
     Attributes:
         slices: pytree of the weights' slices. If `stacked`, each leaf has a leading dimension of `length`.
+        sent: what is gathered in their stead, stacked likewise; `None`: they are. Gradients are those of `slices`.
         whole: pytree of the parameters that are not cut over gtp, stacked likewise.
-        gather: one layer's slices to its whole weights.
+        gather: what one layer sends to its whole weights.
         scatter: the gradient of one layer's whole weights to that of its slices.
         apply: `(weights, whole, x) -> y` for one layer.
         length: number of layers.
@@ -55,6 +56,7 @@ class Link:
     apply: Callable[[Tree, Tree, Tree], Tree]
     length: int = 1
     stacked: bool = False
+    sent: Tree = None
 
 
 def run(links: list[Link], x: Tree, schedule: Schedule) -> Tree:
@@ -70,19 +72,20 @@ def run(links: list[Link], x: Tree, schedule: Schedule) -> Tree:
     """
 
     @jax.custom_vjp
-    def chain(slices: Tree, whole: Tree, x: Tree) -> Tree:
-        return _Pass(links, slices, whole, schedule).forward(x)[0]
+    def chain(slices: Tree, sent: Tree, whole: Tree, x: Tree) -> Tree:
+        return _Pass(links, slices, sent, whole, schedule).forward(x)[0]
 
-    def fwd(slices: Tree, whole: Tree, x: Tree):
-        y, residuals = _Pass(links, slices, whole, schedule).forward(x)
-        return y, (slices, whole, residuals)
+    def fwd(slices: Tree, sent: Tree, whole: Tree, x: Tree):
+        y, residuals = _Pass(links, slices, sent, whole, schedule).forward(x)
+        return y, (slices, sent, whole, residuals)
 
     def bwd(saved: Tree, gradient: Tree):
-        slices, whole, residuals = saved
-        return _Pass(links, slices, whole, schedule).backward(residuals, gradient)
+        slices, sent, whole, residuals = saved
+        to_slices, to_whole, to_x = _Pass(links, slices, sent, whole, schedule).backward(residuals, gradient)
+        return to_slices, None, to_whole, to_x  # straight through what was sent
 
     chain.defvjp(fwd, bwd)
-    return chain([link.slices for link in links], [link.whole for link in links], x)
+    return chain([link.slices for link in links], [link.sent for link in links], [link.whole for link in links], x)
 
 
 class _Layer(NamedTuple):
@@ -104,11 +107,11 @@ class _Waiting(NamedTuple):
 class _Pass:
     """One pass over the chain."""
 
-    def __init__(self, links: list[Link], slices: Tree, whole: Tree, schedule: Schedule):
+    def __init__(self, links: list[Link], slices: list[Tree], sent: list[Tree], whole: list[Tree], schedule: Schedule):
         lengths = [link.length for link in links]
         kept = sum(lengths) if schedule.kept == "all" else schedule.kept
         self.links = links
-        self.slices = slices
+        self.sent = [own if other is None else other for own, other in zip(slices, sent, strict=True)]
         self.whole = whole
         self.prefetch = schedule.prefetch
         self.segments = segments(lengths, schedule)
@@ -228,8 +231,8 @@ class _Pass:
         return gradient, following, (), scattered, whole
 
     def _gather(self, layer: _Layer, *events: Tree) -> Tree:
-        slices, _ = lax.optimization_barrier((self._at(self.slices, layer), events))
-        return self.links[layer.link].gather(slices)
+        sent, _ = lax.optimization_barrier((self._at(self.sent, layer), events))
+        return self.links[layer.link].gather(sent)
 
     def _gather_again(self, layer: _Layer, *events: Tree) -> Tree:
         return self._gather(layer, *events) if _wants_weights(layer.closure) else ()

@@ -12,8 +12,8 @@ cutting is free, and drops the columns that come from padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -95,25 +95,32 @@ def split_features(y: jax.Array, layouts: Sequence[Layout]) -> Slices:
 
 
 def gathered(
-    slices: Slices, layouts: Sequence[Layout], dtype: jax.typing.DTypeLike, reduce_dtype: jax.typing.DTypeLike
+    slices: Slices,
+    sent: Any,
+    layouts: Sequence[Layout],
+    gather: Callable[[Any], jax.Array],
+    reduce_dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """`gather_weight` with `scatter_gradient` as its gradient, for a layer that stands outside a chain."""
-    out = tuple(s.dtype for s in slices)
-    return _gathered(slices, tuple(layouts), np.dtype(dtype), np.dtype(reduce_dtype), out)
+    """A gather with `scatter_gradient` as its gradient, for a layer that stands outside a chain.
 
+    Args:
+        slices: what the gradient belongs to.
+        sent: what is gathered: the slices, or what they were quantized to.
+        layouts: the kernels' layouts.
+        gather: `sent` to the fused weight.
+        reduce_dtype: in which the gradient is summed.
+    """
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _gathered(slices, layouts, dtype, reduce_dtype, out):
-    return gather_weight(slices, layouts, dtype)
+    @jax.custom_vjp
+    def apply(slices: Slices, sent: Any) -> jax.Array:
+        return gather(sent)
 
+    def fwd(slices: Slices, sent: Any) -> tuple[jax.Array, None]:
+        return gather(sent), None
 
-def _gathered_fwd(slices, layouts, dtype, reduce_dtype, out):
-    return gather_weight(slices, layouts, dtype), None
+    def bwd(residuals: None, gradient: jax.Array) -> tuple[Slices, None]:
+        del residuals
+        return scatter_gradient(gradient, layouts, reduce_dtype, [s.dtype for s in slices]), None
 
-
-def _gathered_bwd(layouts, dtype, reduce_dtype, out, residuals, gradient):
-    del dtype, residuals
-    return (scatter_gradient(gradient, layouts, reduce_dtype, out),)
-
-
-_gathered.defvjp(_gathered_fwd, _gathered_bwd)
+    apply.defvjp(fwd, bwd)
+    return apply(slices, sent)

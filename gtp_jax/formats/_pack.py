@@ -23,7 +23,7 @@ class Piece:
         transposed: whether the slice is stored `(cols, rows)` instead of `(rows, cols)`.
         total_rows: logical rows of all slices together; what lies beyond is padding and is stripped.
         out: which output array it becomes part of.
-        out_row: the row of that output at which it starts.
+        out_row: the row of that output at which it starts; in a plan `by_slice`, of a slice's part of it.
     """
 
     rows: int
@@ -59,11 +59,18 @@ class PackPlan:
     The pieces of an output lie one after another, without gaps: piece by piece in order of `out_row`, each starts
     where the last one ends. The amax does not travel, for it is the same on every rank.
 
+    Attributes:
+        pieces: the weights.
+        by_slice: whether an output is slice after slice, each with the rows of all its pieces, padding included, as a
+            gather of the weights themselves would leave them; instead of piece after piece without padding. Then
+            `total_rows` is `rows`.
+
     Raises:
         ValueError: if the pieces do not make whole outputs.
     """
 
     pieces: tuple[Piece, ...]
+    by_slice: bool = False
 
     def __post_init__(self) -> None:
         if not self.pieces:
@@ -72,6 +79,11 @@ class PackPlan:
             for name in ("rows", "cols", "total_rows", "out", "out_row"):
                 if getattr(piece, name) < 0:
                     raise ValueError(f"piece {index}: `{name}` is {getattr(piece, name)}; it is 0 or more.")
+            if self.by_slice and piece.total_rows != piece.rows:
+                raise ValueError(
+                    f"piece {index}: `total_rows` is {piece.total_rows}, but by slice nothing is stripped; it is "
+                    f"{piece.rows}, the rows of a slice."
+                )
         outs = sorted({piece.out for piece in self.pieces})
         if outs != list(range(len(outs))):
             raise ValueError(
@@ -102,11 +114,11 @@ class PackPlan:
         found = [index for index, piece in enumerate(self.pieces) if piece.out == out]
         return tuple(sorted(found, key=lambda index: (self.pieces[index].out_row, self.pieces[index].total_rows)))
 
-    @property
-    def outputs(self) -> tuple[tuple[int, int], ...]:
-        """Shape `(rows, cols)` of each output."""
+    def outputs(self, slices: int) -> tuple[tuple[int, int], ...]:
+        """Shape `(rows, cols)` of each output, of so many slices."""
+        times = slices if self.by_slice else 1
         return tuple(
-            (sum(self.pieces[index].total_rows for index in members), self.pieces[members[0]].cols)
+            (times * sum(self.pieces[index].total_rows for index in members), self.pieces[members[0]].cols)
             for members in map(self.members, range(len({piece.out for piece in self.pieces})))
         )
 

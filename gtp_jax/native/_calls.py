@@ -21,11 +21,13 @@ _LAUNCH_NS = 2000
 _BYTES_PER_NS = 4000
 
 
-def multi_amax(arrays: Sequence[jax.Array]) -> jax.Array:
+def multi_amax(arrays: Sequence[jax.Array], *, stacked: bool) -> jax.Array:
     """See `reference.multi_amax`."""
-    if not arrays:
+    parts = [x.shape[0] if stacked else 1 for x in arrays]
+    if not sum(parts):
         return jnp.zeros((0,), jnp.float32)
-    return _call("gtp_multi_amax", jax.ShapeDtypeStruct((len(arrays),), jnp.float32), arrays, "sequential")
+    result = jax.ShapeDtypeStruct((sum(parts),), jnp.float32)
+    return _call("gtp_multi_amax", result, arrays, "sequential", parts=np.array(parts, np.int64))
 
 
 def hadamard_amax(x: jax.Array) -> jax.Array:
@@ -100,8 +102,9 @@ def unpack(
     buffer: jax.Array, amax: jax.Array, *, format: Format, plan: PackPlan, dtype: jnp.dtype
 ) -> tuple[jax.Array, ...]:
     """See `reference.unpack`."""
-    results = [jax.ShapeDtypeStruct(shape, dtype) for shape in plan.outputs]
-    return tuple(_call("gtp_unpack", results, [buffer, amax], "sequential", **_plan(format, plan)))
+    results = [jax.ShapeDtypeStruct(shape, dtype) for shape in plan.outputs(buffer.shape[0])]
+    attributes = {**_plan(format, plan), "by_slice": plan.by_slice}
+    return tuple(_call("gtp_unpack", results, [buffer, amax], "sequential", **attributes))
 
 
 def _copy(

@@ -139,12 +139,15 @@ def _link(module: Layer, remat: Remat) -> Link:
     stack = module if isinstance(module, Stack) else None
     layer = stack.layers if stack is not None else module
     owners = {path: m for path, m in nnx.iter_modules(layer) if isinstance(m, WeightOwner)}
+    any_packed = any(owner.packed is not None for owner in owners.values())
     graph, state = nnx.split(layer)
-    variables, tree = jax.tree.flatten(state, is_leaf=lambda v: isinstance(v, nnx.Variable))
+    # beside the variables, arrays of quantized slices, which no layer looks at once its weights are gathered
+    leaves, tree = jax.tree.flatten(state, is_leaf=lambda v: isinstance(v, nnx.Variable))
+    is_whole = [isinstance(v, nnx.Variable) and layout_of(v) is None for v in leaves]
 
     def apply(weights: dict[Any, jax.Array], whole: list[jax.Array], x: Any) -> Any:
         values = iter(whole)
-        put = [v if layout_of(v) is not None else v.replace(next(values)) for v in variables]
+        put = [v.replace(next(values)) if whole else v for v, whole in zip(leaves, is_whole, strict=True)]
         one = nnx.merge(graph, jax.tree.unflatten(tree, put))
         for path, owner in nnx.iter_modules(one):
             if isinstance(owner, WeightOwner):
@@ -153,10 +156,11 @@ def _link(module: Layer, remat: Remat) -> Link:
 
     return Link(
         slices={path: owner.slices() for path, owner in owners.items()},
-        whole=[v.get_value() for v in variables if layout_of(v) is None],
-        gather=lambda slices: {path: owner.gather(slices[path]) for path, owner in owners.items()},
+        whole=[v.get_value() for v, whole in zip(leaves, is_whole, strict=True) if whole],
+        gather=lambda sent: {path: owner.gather(sent[path]) for path, owner in owners.items()},
         scatter=lambda gradients: {path: owner.scatter(gradients[path]) for path, owner in owners.items()},
         apply=with_remat(apply, remat),
         length=1 if stack is None else stack.length,
         stacked=stack is not None,
+        sent={path: owner.sent() for path, owner in owners.items()} if any_packed else None,
     )

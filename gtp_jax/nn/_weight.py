@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ..collectives import Slices, gather_weight, gathered, scatter_gradient
+from ..collectives import Packed, Slices, gather_packed, gather_weight, gathered, scatter_gradient
 from ..mesh import TP, Layout, current_view
 from ._layer import Layer
 
@@ -40,14 +40,17 @@ class WeightOwner(Layer):
         dtype: of the weight on the wire and in the matmul.
         reduce_dtype: in which its gradient is summed over the gtp axis.
         whole_weight: the gathered weight, put there by a chain; `None` where the module gathers for itself.
+        packed: the slices as a recipe has quantized them, to be gathered in their stead; `None` without one.
     """
 
     whole_weight: Any = nnx.data()
+    packed: Any = nnx.data()
 
     def __init__(self, *, dtype: Any, reduce_dtype: Any | None) -> None:
         self.dtype = np.dtype(dtype)
         self.reduce_dtype = np.dtype(dtype if reduce_dtype is None else reduce_dtype)
         self.whole_weight = nnx.data(None)
+        self.packed = nnx.data(None)
 
     @abc.abstractmethod
     def weights(self) -> tuple[nnx.Param, ...]:
@@ -62,9 +65,14 @@ class WeightOwner(Layer):
         """This rank's slice of each kernel."""
         return tuple(w.get_value() for w in self.weights())
 
-    def gather(self, slices: Slices) -> jax.Array:
+    def sent(self) -> Slices | Packed:
+        """What this rank sends in a gather."""
+        return self.slices() if self.packed is None else self.packed
+
+    def gather(self, sent: Slices | Packed) -> jax.Array:
         """The fused weight."""
-        return gather_weight(slices, self.layouts, self.dtype)
+        gather = gather_packed if isinstance(sent, Packed) else gather_weight
+        return gather(sent, self.layouts, self.dtype)  # pyright: ignore[reportArgumentType]
 
     def scatter(self, gradient: jax.Array) -> Slices:
         """The fused weight's gradient to that of the slices."""
@@ -77,7 +85,8 @@ class WeightOwner(Layer):
             return function(self.whole_weight, *operands)
 
         def gather_and_apply(slices: Slices, *operands: Any) -> Any:
-            return function(gathered(slices, self.layouts, self.dtype, self.reduce_dtype), *operands)
+            weight = gathered(slices, self.sent(), self.layouts, self.gather, self.reduce_dtype)
+            return function(weight, *operands)
 
         if self.layouts[0].gtp > 1:
             gather_and_apply = jax.checkpoint(gather_and_apply)  # else backward would keep the gathered weight

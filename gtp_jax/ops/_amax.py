@@ -11,24 +11,32 @@ from ._implementation import Implementation, call
 from .reference import hadamard as _transform
 
 
-def multi_amax(arrays: Sequence[jax.Array], *, implementation: Implementation | None = None) -> jax.Array:
+def multi_amax(
+    arrays: Sequence[jax.Array], *, stacked: bool = False, implementation: Implementation | None = None
+) -> jax.Array:
     """The largest finite magnitude of each of many arrays, in one launch.
 
     NaN and Inf are left out, so that they spoil their own block and not the scale of the whole tensor.
 
     Args:
         arrays: float32, bfloat16 or float16, any number, shapes and mixture; an empty one has amax 0.
+        stacked: whether every array is a stack along its first dimension, of which each index has an amax.
         implementation: `"reference"`, `"native"`, or `None` for the best at hand.
 
     Returns:
-        float32 `(len(arrays),)`.
+        float32 `(len(arrays),)`; if `stacked`, the stacks' amaxes one after another.
 
     Raises:
         TypeError: if `arrays` is a single array, or one of them has another dtype.
+        ValueError: if `stacked`, and one is a scalar.
     """
     if hasattr(arrays, "dtype"):
         raise TypeError("`arrays` is one array; it is a list of arrays. Write `multi_amax([x])[0]`.")
-    return call("multi_amax", implementation, [as_values(f"arrays[{i}]", x) for i, x in enumerate(arrays)])
+    found = [as_values(f"arrays[{i}]", x) for i, x in enumerate(arrays)]
+    for index, x in enumerate(found):
+        if stacked and x.ndim == 0:
+            raise ValueError(f"`arrays[{index}]` is a scalar; with `stacked` it has a first dimension.")
+    return call("multi_amax", implementation, found, stacked=stacked)
 
 
 def hadamard_amax(x: jax.Array, *, implementation: Implementation | None = None) -> jax.Array:

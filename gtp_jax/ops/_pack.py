@@ -100,10 +100,11 @@ def unpack(
             raise ValueError(
                 f"piece {index} has {piece.total_rows} rows in all, but {slices} slices of {piece.rows} hold fewer."
             )
-        if slices > 1 and piece.rows % format.alignment:
+        block_rows = format.block[0] if format.block else 1
+        if slices > 1 and piece.rows % block_rows:
             raise ValueError(
                 f"piece {index} has slices of {piece.rows} rows; with {slices} slices they are a multiple of "
-                f"{format.alignment} in {format.name}. Pad them."
+                f"{block_rows} in {format.name}. Pad them."
             )
     amax = _amaxes(amax, format, (len(plan.pieces),))
     return tuple(call("unpack", implementation, jnp.asarray(buffer), amax, format=format, plan=plan, dtype=dtype))

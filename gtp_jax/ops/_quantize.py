@@ -158,7 +158,9 @@ def _amaxes(
         return unused, unused
     lead = x.shape[:-2]
     if amax is None:
-        whole = call("multi_amax", implementation, [x])[0] if axis != "column" or not hadamard else unused
+        whole = (
+            call("multi_amax", implementation, [x], stacked=False)[0] if axis != "column" or not hadamard else unused
+        )
         return whole, call("hadamard_amax", implementation, x) if hadamard else whole
     if isinstance(amax, tuple | list):
         if axis != "both" or len(amax) != 2:

@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..collectives import sum_over_replicas
 from ..mesh import BATCH_AXES, TP, degree, degrees, platform
-from ..nn import Skeleton
+from ..nn import Skeleton, put_quantized, quantize_weights
+from ..recipes import Recipe, check_recipe
 from ._logical import on_logical
 from ._options import compile_options
 from ._state import TrainState, state_specs
@@ -29,6 +30,7 @@ def train_step(
     *,
     microbatches: int = 1,
     max_grad_norm: float | None = None,
+    recipe: Recipe | None = None,
     compiler_options: dict[str, Any] | None = None,
 ) -> Callable[[TrainState, Tree], tuple[TrainState, dict[str, jax.Array]]]:
     """A jitted optimizer step. The state is donated.
@@ -44,6 +46,7 @@ def train_step(
         optimizer: any optax optimizer.
         microbatches: parts of a rank's batch, one after the other.
         max_grad_norm: scales gradients down to this global L2 norm.
+        recipe: what is quantized, such as `gtp_jax.NVFP4()`; nothing by default.
         compiler_options: XLA options, which win over those of `compile_options` for the mesh in scope.
 
     Returns:
@@ -58,10 +61,11 @@ def train_step(
         raise ValueError(f"`microbatches` is {microbatches!r}; it is a whole number of at least 1.")
     if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
         raise ValueError(f"`max_grad_norm` is {max_grad_norm}; it is a number above 0, or `None` for no limit.")
+    check_recipe(recipe)
 
     def step(state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
         _check_state(state)
-        total, tokens, gradients = _gradients(loss, state.skeleton, state.params, batch, microbatches)
+        total, tokens, gradients = _gradients(loss, state.skeleton, state.params, batch, microbatches, recipe)
         gradients = jax.tree.map(lambda g: _mean(g, tokens), gradients)
         norm = optax.tree.norm(gradients)
         if max_grad_norm is not None:
@@ -78,15 +82,19 @@ def train_step(
 
 
 def eval_step(
-    loss: Loss, *, compiler_options: dict[str, Any] | None = None
+    loss: Loss, *, recipe: Recipe | None = None, compiler_options: dict[str, Any] | None = None
 ) -> Callable[[TrainState, Tree], dict[str, jax.Array]]:
-    """A jitted evaluation: `(state, batch) -> {"loss", "tokens"}`, the mean loss over the batch's tokens."""
+    """A jitted evaluation: `(state, batch) -> {"loss", "tokens"}`, the mean loss over the batch's tokens.
+
+    Arguments as in `train_step`.
+    """
+    check_recipe(recipe)
 
     def step(state: TrainState, batch: Tree) -> dict[str, jax.Array]:
         _check_state(state)
 
         def local(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
-            total, tokens = _checked(loss, state.skeleton.model(params), batch)
+            total, tokens = _checked(loss, _model_of(state.skeleton, params, recipe)(params), batch)
             return _over_all_ranks((total, tokens))
 
         total, tokens = _over_mesh(local, state.skeleton, 1, (PartitionSpec(), PartitionSpec()))(state.params, batch)
@@ -95,22 +103,27 @@ def eval_step(
     return jax.jit(step, compiler_options=_options(compiler_options))
 
 
-def loss_and_gradients(loss: Loss, state: TrainState, batch: Tree, *, microbatches: int = 1) -> tuple[jax.Array, Tree]:
+def loss_and_gradients(
+    loss: Loss, state: TrainState, batch: Tree, *, microbatches: int = 1, recipe: Recipe | None = None
+) -> tuple[jax.Array, Tree]:
     """The mean loss over the batch's tokens and its gradient with respect to `state.params`, for a step of one's own.
 
     Call it under `jax.jit`, with the mesh in scope. Arguments as in `train_step`.
     """
     _check_state(state)
-    total, tokens, gradients = _gradients(loss, state.skeleton, state.params, batch, microbatches)
+    check_recipe(recipe)
+    total, tokens, gradients = _gradients(loss, state.skeleton, state.params, batch, microbatches, recipe)
     return _mean(total, tokens), jax.tree.map(lambda g: _mean(g, tokens), gradients)
 
 
-def _gradients(loss: Loss, skeleton: Skeleton, params: Tree, batch: Tree, microbatches: int):
+def _gradients(loss: Loss, skeleton: Skeleton, params: Tree, batch: Tree, microbatches: int, recipe: Recipe | None):
     """Sums over all ranks and sequences: of losses, of tokens, and of gradients."""
 
     def local(params: Tree, batch: Tree):
+        model_of = _model_of(skeleton, params, recipe)
+
         def one(params: Tree, part: Tree):
-            total, tokens = _checked(loss, skeleton.model(params), part)
+            total, tokens = _checked(loss, model_of(params), part)
             return total, tokens
 
         value_and_grad = jax.value_and_grad(one, has_aux=True)
@@ -130,6 +143,18 @@ def _gradients(loss: Loss, skeleton: Skeleton, params: Tree, batch: Tree, microb
 
     whole = PartitionSpec()
     return _over_mesh(local, skeleton, microbatches, (whole, whole, skeleton.specs))(params, batch)
+
+
+def _model_of(skeleton: Skeleton, params: Tree, recipe: Recipe | None) -> Callable[[Tree], Any]:
+    """`params -> model`, whose weights are quantized here, once, for all its calls. Called in local view."""
+    packed = quantize_weights(skeleton.model(params), recipe)
+
+    def model_of(params: Tree) -> Any:
+        model = skeleton.model(params)
+        put_quantized(model, packed)
+        return model
+
+    return model_of
 
 
 def _over_mesh(local: Callable[..., Any], skeleton: Skeleton, microbatches: int, out: Any) -> Callable[..., Any]:

@@ -50,7 +50,7 @@ def test_sections_are_aligned_and_do_not_overlap(format):
 
 
 def test_outputs_are_the_logical_rows_of_their_pieces():
-    assert PLAN.outputs == ((200, 128), (50, 33))
+    assert PLAN.outputs(2) == ((200, 128), (50, 33))
 
 
 def test_pieces_of_an_output_come_in_order_of_their_rows():

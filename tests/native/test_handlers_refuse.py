@@ -25,7 +25,10 @@ QUANTIZE = dict(format=np.int32(NVFP4.code), hadamard=False, stochastic=False, r
 GOOD = [shape(32, 32), shape(2, 4), NO, NO]
 DEQUANTIZE = dict(format=np.int32(NVFP4.code), columns=False)
 TABLE = np.array([32, 64, 0, 32, 0, 0], np.int64)
+PARTS = {"parts": np.array([1], np.int64)}
 PACK = dict(format=np.int32(NVFP4.code), table=TABLE)
+
+UNPACK = {**PACK, "by_slice": False}
 
 CASES = {
     "dtype": (
@@ -101,17 +104,25 @@ CASES = {
         "gtp_unpack",
         [shape(31, 64, dtype=jnp.float32)],
         [jnp.zeros((1, 1040), U8), jnp.ones(1)],
-        PACK,
+        UNPACK,
         r"output 0 has shape \(31, 64\), which does not hold piece 0",
     ),
     "too few rows": (
         "gtp_unpack",
         [shape(64, 64, dtype=jnp.float32)],
         [jnp.zeros((1, 1040), U8), jnp.ones(1)],
-        {**PACK, "table": np.array([32, 64, 0, 64, 0, 0], np.int64)},
+        {**UNPACK, "table": np.array([32, 64, 0, 64, 0, 0], np.int64)},
         "hold fewer rows",
     ),
-    "amax size": ("gtp_multi_amax", shape(2, dtype=jnp.float32), [X], {}, "not one element an array"),
+    "amax size": ("gtp_multi_amax", shape(2, dtype=jnp.float32), [X], PARTS, "not one element a part"),
+    "no parts": ("gtp_multi_amax", shape(1, dtype=jnp.float32), [X, X], PARTS, "not one number of parts an array"),
+    "uneven parts": (
+        "gtp_multi_amax",
+        shape(3, dtype=jnp.float32),
+        [X],
+        {"parts": np.array([3], np.int64)},
+        "array 0 has not 3 equal parts",
+    ),
 }
 
 

@@ -45,3 +45,21 @@ def test_values_that_are_not_finite_are_left_out(implementation):
 
 def test_none_at_all(implementation):
     assert gtp.multi_amax([], implementation=implementation).shape == (0,)
+
+
+def test_each_index_of_a_stack_has_its_own(implementation):
+    random = np.random.default_rng(0)
+    arrays = [
+        (random.normal(size=(3, 7, 33)) * np.array([1, 100, 0.01])[:, None, None]).astype(np.float32),
+        random.normal(size=(2, 1000)).astype(ml_dtypes.bfloat16),
+        np.zeros((1, 0), np.float32),
+        random.normal(size=(4,)).astype(np.float16),
+    ]
+    found = gtp.multi_amax([device(x) for x in arrays], stacked=True, implementation=implementation)
+    assert_same_bits(found, np.array([oracle.amax(part) for x in arrays for part in x], np.float32))
+    assert gtp.multi_amax([], stacked=True, implementation=implementation).shape == (0,)
+
+
+def test_a_stack_has_a_first_dimension():
+    with pytest.raises(ValueError, match=r"`arrays\[1\]` is a scalar; with `stacked` it has a first dimension"):
+        gtp.multi_amax([jnp.ones(2), jnp.ones(())], stacked=True)

@@ -1,5 +1,7 @@
 """A layer's buffer: its bytes, and that packing slices and unpacking the gathered buffers is quantizing the whole."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -148,3 +150,25 @@ def test_a_piece_without_rows(implementation):
     assert buffer.shape == (0,)
     (out,) = gtp.unpack(buffer[None], NVFP4, jnp.zeros(1), plan, implementation=implementation)
     assert out.shape == (0, 16)
+
+
+@every_format
+def test_by_slice_the_weights_lie_as_a_gather_of_their_slices_would_leave_them(format, implementation):
+    plan, whole, amax, buffer = gathered(format, ml_dtypes.bfloat16, 3, implementation)
+    fused = [p for p in plan.pieces if p.out == 0]
+    rows = [p.rows for p in plan.pieces]
+    starts = {0: 0, 1: fused[0].rows, 2: 0}
+    by_slice = PackPlan(
+        tuple(dataclasses.replace(p, total_rows=p.rows, out_row=starts[i]) for i, p in enumerate(plan.pieces)),
+        by_slice=True,
+    )
+    outputs = gtp.unpack(buffer, format, amax, by_slice, implementation=implementation)
+    assert [o.shape for o in outputs] == [(3 * (rows[0] + rows[1]), 48), (3 * rows[2], 19)]
+    for out, members in ((0, (0, 1)), (1, (2,))):
+        parts = []
+        for rank in range(3):
+            for index in members:
+                padded = np.zeros((3 * rows[index], LOGICAL[index][1]), oracle.BFLOAT16)
+                padded[: LOGICAL[index][0]] = value_of(format, whole[index])
+                parts.append(padded[rank * rows[index] : (rank + 1) * rows[index]])
+        assert_same_bits(outputs[out], np.concatenate(parts), f"output {out}")

@@ -53,7 +53,8 @@ struct DequantizeJob {
   const float* amax;
   void* x;
   int64_t count, rows, cols, rows_kept;
-  int64_t codes_stride, scales_stride;  // bytes from one copy to the next; values lie without gaps
+  int64_t codes_stride, scales_stride;  // bytes from one copy to the next
+  int64_t x_stride;                     // elements from the values of one copy to those of the next
   int64_t count_per_amax, amax_stride;
   DType dtype;
   Layout layout;

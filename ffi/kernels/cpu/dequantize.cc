@@ -142,7 +142,7 @@ void dequantize(const std::vector<DequantizeJob>& jobs, int format_code, const P
     const View view = view_of(job, format, index);
     with_dtype(job.dtype, [&](auto type) {
       using T = decltype(type);
-      auto* x = static_cast<typename T::Storage*>(job.x) + index * job.rows * job.cols;
+      auto* x = static_cast<typename T::Storage*>(job.x) + index * job.x_stride;
       dequantize_rows<T>(view, first_row, static_cast<int>(end - first_row), x);
     });
   });

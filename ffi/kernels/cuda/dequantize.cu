@@ -147,7 +147,7 @@ __device__ __forceinline__ void flat_tile(const DequantizeJob& job, const Parame
     load_codes<kBytes>(codes + row * pitch + (kFp4<kind> ? col / 2 : col), bytes, wide, words[i]);
     if constexpr (!kColumns) scale[i] = load_scale<kind>(scales, row, col, cols);
   }
-  auto* out = static_cast<typename T::Storage*>(job.x) + matrix * rows * cols;
+  auto* out = static_cast<typename T::Storage*>(job.x) + matrix * job.x_stride;
   const bool wide_out = cols * T::kBytes % 16 == 0 && aligned(out, 16);
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) {
@@ -206,7 +206,7 @@ __device__ __forceinline__ void turned_tile(const DequantizeJob& job, const Para
     for (int k = 0; k < 8; ++k) shared[tile_offset(c + k, r)] = narrow<T>(x[k]);
   }
   __syncthreads();
-  auto* out = static_cast<typename T::Storage*>(job.x) + matrix * job.rows * job.cols;
+  auto* out = static_cast<typename T::Storage*>(job.x) + matrix * job.x_stride;
   const bool wide_out = job.rows * T::kBytes % 16 == 0 && aligned(out, 16);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 from . import _ieee
 
 
-def multi_amax(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Float32 amax of each array; 0 of an empty one."""
-    if not arrays:
-        return jnp.zeros((0,), jnp.float32)
-    return jnp.stack([_ieee.as_float(finite_amax(_ieee.widen(x))) for x in arrays])
+def multi_amax(arrays: Sequence[jax.Array], *, stacked: bool) -> jax.Array:
+    """Float32 amax of each array, or if `stacked` of each index of its first dimension; 0 of what is empty."""
+    found = [jnp.zeros((0,), jnp.int32)]
+    for x in arrays:
+        bits = _ieee.widen(x)
+        found.append(finite_amax(bits, tuple(range(1, x.ndim))) if stacked else finite_amax(bits)[None])
+    return _ieee.as_float(jnp.concatenate(found))
 
 
 def finite_amax(bits: jax.Array, axis: tuple[int, ...] | None = None) -> jax.Array:

@@ -52,5 +52,10 @@ def unpack(
             shape=(slices, piece.rows, piece.cols),
             dtype=dtype,
         )
-        parts.append(jnp.reshape(values, (slices * piece.rows, piece.cols))[: piece.total_rows])
-    return tuple(jnp.concatenate([parts[index] for index in plan.members(out)]) for out in range(len(plan.outputs)))
+        if not plan.by_slice:
+            values = jnp.reshape(values, (slices * piece.rows, piece.cols))[: piece.total_rows]
+        parts.append(values)
+    return tuple(
+        jnp.reshape(jnp.concatenate([parts[index] for index in plan.members(out)], axis=-2), shape)
+        for out, shape in enumerate(plan.outputs(slices))
+    )

@@ -1,0 +1,94 @@
+"""Recipes for the wire: slices of weights travel as codes and scales; matmuls run in the modules' dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from .. import formats
+from ..formats import Format
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What of a model is quantized.
+
+    Every weight is quantized once a step, from its float32 master, with one amax over all its slices; forward, backward
+    and every microbatch use these values. Gradients flow straight through to the master (Bengio et al. 2013, arXiv
+    1308.3432).
+
+    Attributes:
+        keep: names of modules whose weights stay in high precision, with all below them. By default the embedding and
+            the head, where a Llama of this library has them.
+    """
+
+    keep: tuple[str, ...] = ("embed", "head")
+
+    def __post_init__(self) -> None:
+        if isinstance(self.keep, str) or not all(isinstance(name, str) for name in self.keep):
+            raise TypeError(f"`keep` is {self.keep!r}; it is a tuple of names of modules, such as ('embed', 'head').")
+
+    @property
+    def wire(self) -> Format | None:
+        """Format of the weights on the wire; `None`: the modules' dtype."""
+        return None
+
+    def wire_of(self, path: Iterable[Any]) -> Format | None:
+        """Format of the weights of the module at `path`."""
+        return None if set(map(str, path)) & set(self.keep) else self.wire
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BF16(Recipe):
+    """Nothing is quantized: weights travel in the modules' dtype."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FP8(Recipe):
+    """Weights travel as E4M3, scaled by their own amax (per-tensor current scaling): 1 byte an element."""
+
+    @property
+    def wire(self) -> Format:
+        return formats.FP8_E4M3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MXFP8(Recipe):
+    """Weights travel as MXFP8 (OCP Microscaling Formats 1.0): E4M3 in blocks of 1 x 32, 1.031 bytes an element."""
+
+    @property
+    def wire(self) -> Format:
+        return formats.MXFP8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NVFP4(Recipe):
+    """Weights travel as NVFP4 (arXiv 2509.25149): E2M1 in blocks of 16 x 16, 0.504 bytes an element.
+
+    Attributes:
+        block: `(16, 16)`, or `(1, 16)` along the contraction, which is finer and takes 0.563 bytes.
+    """
+
+    block: tuple[int, int] = (16, 16)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if tuple(self.block) not in ((16, 16), (1, 16)):
+            raise ValueError(f"`block` is {self.block!r}; it is (16, 16) or (1, 16).")
+
+    @property
+    def wire(self) -> Format:
+        return formats.NVFP4 if tuple(self.block) == (16, 16) else formats.NVFP4_1D
+
+
+# By the name that the command line knows.
+RECIPES: dict[str, type[Recipe]] = {"bf16": BF16, "fp8": FP8, "mxfp8": MXFP8, "nvfp4": NVFP4}
+
+
+def check_recipe(recipe: Any) -> None:
+    """Raises TypeError unless it is a recipe or `None`."""
+    if recipe is not None and not isinstance(recipe, Recipe):
+        hint = " Write it with parentheses." if isinstance(recipe, type) and issubclass(recipe, Recipe) else ""
+        known = ", ".join(f"gtp_jax.{kind.__name__}()" for kind in RECIPES.values())
+        raise TypeError(f"`recipe` is {recipe!r}; it is one of {known}, or `None`.{hint}")
