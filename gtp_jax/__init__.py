@@ -13,6 +13,7 @@ from .nn import LayerNormDense as LayerNormDense
 from .nn import Stack as Stack
 from .nn import TiedHead as TiedHead
 from .nn import cross_entropy as cross_entropy
+from .nn import explain as explain
 from .nn import init as init
 from .nn import run_chain as run_chain
 from .ops import dequantize as dequantize

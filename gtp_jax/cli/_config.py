@@ -14,6 +14,7 @@ from .. import __version__
 from ..chain import REMAT, Remat, Schedule
 from ..models import PRESETS, LlamaConfig
 from ..nn import check_heads
+from ..recipes import RECIPES, Recipe
 
 # Without a GPU, and without degrees that ask for another number.
 VIRTUAL_DEVICES = 8
@@ -62,6 +63,7 @@ class TrainConfig:
         metavar="N",
     )
     remat: Remat = _knob("matmuls", "model", "what a layer keeps for backward", kind=str, choices=REMAT)
+    recipe: str = _knob("bf16", "model", "in which format weights travel", kind=str, choices=tuple(RECIPES))
 
     data: tuple[str, ...] = _knob(
         (),
@@ -133,7 +135,14 @@ class TrainConfig:
             raise ValueError(f"`keep_best` is {self.keep_best}; it is a whole number of at least 0.")
         if self.remat not in REMAT:
             raise ValueError(f"`remat` is {self.remat!r}; it is one of {', '.join(REMAT)}.")
+        if self.recipe not in RECIPES:
+            raise ValueError(f"`recipe` is {self.recipe!r}; it is one of {', '.join(RECIPES)}.")
         Schedule(prefetch=self.prefetch, unroll=self.unroll, kept=self.kept)
+
+    @property
+    def quantization(self) -> Recipe:
+        """The recipe of that name."""
+        return RECIPES[self.recipe]()
 
     @property
     def virtual_devices(self) -> int:

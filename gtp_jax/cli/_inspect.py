@@ -11,6 +11,7 @@ from typing import Any
 
 from ..chain import REMAT
 from ..models import PRESETS
+from ..recipes import RECIPES
 from ._inspect_report import as_json, as_text
 from ._inspection import Inspection, InspectOptions, inspect
 from ._timeline import draw
@@ -38,6 +39,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--remat", choices=REMAT, default=defaults.remat, help="what a layer keeps for backward (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--recipe",
+        choices=tuple(RECIPES),
+        default=defaults.recipe,
+        help="in which format weights travel (default: %(default)s)",
     )
     parser.add_argument("--prefetch", action=argparse.BooleanOptionalAction, default=defaults.prefetch)
     parser.add_argument("--target", metavar="CHIP:DEVICES", help="compile for GPUs that are not there, e.g. h200:8")

@@ -16,6 +16,7 @@ def as_text(found: Inspection) -> str:
     sections = [
         _heading(found),
         _parameters(found),
+        f"how weights travel, recipe {found.options.recipe}\n\n{found.wire}",
         found.memory.table() + _capacity(found),
         "collectives of one step\n\n" + plan.table(found.collectives),
     ]
@@ -34,6 +35,7 @@ def as_json(found: Inspection) -> dict[str, Any]:
         "flops_per_step": found.flops,
         "compile_s": found.compile_s,
         "parameters": [dataclasses.asdict(p) for p in found.parameters],
+        "wire": [dataclasses.asdict(fact) for fact in found.wire.facts],
         "memory": {**dataclasses.asdict(found.memory), "peak_bytes": found.memory.peak_bytes},
         "collectives": [{"count": count, **_collective(c)} for c, count in plan.summary(found.collectives)],
     }

@@ -18,7 +18,8 @@ from .. import plan
 from ..chain import Remat
 from ..mesh import BATCH_AXES, Layout, make_mesh
 from ..models import PRESETS, Llama, LlamaConfig, next_token_loss
-from ..nn import abstract_model, check_heads
+from ..nn import Explanation, abstract_model, check_heads, explain
+from ..recipes import RECIPES
 from ..train import TrainState, train_step
 
 _DEFAULT_DEVICES = 8
@@ -37,6 +38,7 @@ class InspectOptions:
         microbatches: parts of a rank's batch.
         unroll, prefetch, kept: the chain's schedule.
         remat: what a layer keeps for backward.
+        recipe: a key of `RECIPES`.
         target: GPUs to compile for, `h200:8` for instance; virtual CPU devices if `None`.
     """
 
@@ -51,11 +53,14 @@ class InspectOptions:
     prefetch: bool = True
     kept: int | str = 1
     remat: Remat = "matmuls"
+    recipe: str = "bf16"
     target: str | None = None
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
             raise ValueError(f"unknown `preset` {self.preset!r}; known are {', '.join(PRESETS)}.")
+        if self.recipe not in RECIPES:
+            raise ValueError(f"`recipe` is {self.recipe!r}; it is one of {', '.join(RECIPES)}.")
         for name in ("dp", "gtp", "tp", "batch", "seq", "microbatches"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -109,6 +114,7 @@ class Inspection:
         batch: sequences of a step.
         param_count: parameters of the model.
         parameters: how each lies on the mesh.
+        wire: how each travels.
         memory: bytes a device.
         collectives: of the compiled step.
         flops: operations of a step over all devices, recomputation not counted.
@@ -122,6 +128,7 @@ class Inspection:
     batch: int
     param_count: int
     parameters: tuple[Parameter, ...]
+    wire: Explanation
     memory: plan.Memory
     collectives: tuple[plan.Collective, ...]
     flops: int
@@ -145,9 +152,13 @@ def inspect(options: InspectOptions) -> Inspection:
     host = _cpu_devices(1 if target else count)  # also for a target: compiling needs no GPU, and takes none
     mesh = make_mesh(dp=options.dp, gtp=gtp, tp=options.tp, devices=plan.topology_devices(target) if target else host)
     optimizer = optax.adamw(1e-3)
-    step = train_step(next_token_loss, optimizer, microbatches=options.microbatches, max_grad_norm=_MAX_GRAD_NORM)
+    recipe = RECIPES[options.recipe]()
+    step = train_step(
+        next_token_loss, optimizer, microbatches=options.microbatches, max_grad_norm=_MAX_GRAD_NORM, recipe=recipe
+    )
     with jax.set_mesh(mesh):
-        state = TrainState.create(abstract_model(lambda rngs: Llama(config, rngs=rngs)), optimizer)
+        model = abstract_model(lambda rngs: Llama(config, rngs=rngs))
+        state = TrainState.create(model, optimizer)
         lowered = step.lower(state, _batch(mesh, batch, options.seq))  # pyright: ignore[reportFunctionMemberAccess]
         began = time.perf_counter()
         compiled = lowered.compile(compiler_options=dict(plan.COMPILE_OPTIONS) if target else None)
@@ -160,6 +171,7 @@ def inspect(options: InspectOptions) -> Inspection:
         batch=batch,
         param_count=config.param_count(),
         parameters=_parameters(state),
+        wire=explain(model, recipe),
         memory=plan.memory(compiled, params=state.params, opt_state=state.opt_state),
         collectives=tuple(plan.collectives(module)),
         flops=plan.step_flops(

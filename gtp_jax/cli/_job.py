@@ -92,7 +92,14 @@ def prepare(
         state = TrainState.create(init(lambda rngs: Llama(model, rngs=rngs), nnx.Rngs(config.seed)), optimizer)
     schedule = learning_rate(config)
     train = Loader(Windows(corpus.train, config.seq, config.seed), config.batch, mesh)
-    step = train_step(next_token_loss, optimizer, microbatches=config.microbatches, max_grad_norm=config.max_grad_norm)
+    recipe = config.quantization
+    step = train_step(
+        next_token_loss,
+        optimizer,
+        microbatches=config.microbatches,
+        max_grad_norm=config.max_grad_norm,
+        recipe=recipe,
+    )
     lowered = step.lower(state, train.at(0))  # pyright: ignore[reportFunctionMemberAccess]
     began = time.perf_counter()
     compiled = lowered.compile()
@@ -105,7 +112,7 @@ def prepare(
         train=train,
         held_out=Loader(Windows(corpus.held_out, config.seq, config.seed, repeat=False), config.batch, mesh),
         step=compiled,
-        evaluate=eval_step(next_token_loss),
+        evaluate=eval_step(next_token_loss, recipe=recipe),
         compile_s=time.perf_counter() - began,
         memory=plan.memory(compiled, params=state.params, opt_state=state.opt_state),
     )

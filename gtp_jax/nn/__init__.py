@@ -6,6 +6,9 @@ from ._dense import Dense as Dense
 from ._dense import LayerNormDense as LayerNormDense
 from ._embed import Embed as Embed
 from ._embed import TiedHead as TiedHead
+from ._explain import Explanation as Explanation
+from ._explain import WireFact as WireFact
+from ._explain import explain as explain
 from ._init import abstract_model as abstract_model
 from ._init import init as init
 from ._layer import Layer as Layer

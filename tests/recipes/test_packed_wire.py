@@ -1,0 +1,89 @@
+"""Quantizing slices and gathering their codes is gathering the slices and quantizing the whole, bit for bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gtp_jax as gtp
+from gtp_jax import formats, plan
+from gtp_jax.collectives import gather_packed, gather_weight, pack_all, plan_of
+from gtp_jax.mesh import Layout
+
+from ..ops.bits import assert_same_bits
+
+FORMATS = {name: formats.FORMATS[name] for name in ("NVFP4", "NVFP4_1D", "MXFP8", "FP8_E4M3")}
+
+
+def weights_of(layout: Layout, case: str) -> np.ndarray:
+    rng = np.random.default_rng(len(case))
+    w = rng.normal(size=layout.shape).astype(np.float32)
+    if case == "unequal":  # the largest slice decides the scale of all
+        w *= np.geomspace(1e-3, 1e3, w.shape[layout.dim]).reshape((-1, 1) if layout.dim == 0 else (1, -1))
+    if case == "zero":
+        w[:32, :32] = 0
+    if case == "nan":
+        w[5, 7] = np.nan
+        w[40, 30] = np.inf
+    return w
+
+
+@pytest.mark.parametrize("case", ["unequal", "zero", "nan"])
+@pytest.mark.parametrize(
+    "size, degrees", [((64, 128), dict(gtp=4)), ((64, 120), dict(gtp=8)), ((64, 128), dict(gtp=2, tp=2))]
+)
+@pytest.mark.parametrize("form", FORMATS.values(), ids=str)
+def test_quantize_then_gather_is_gather_then_quantize(form, size, degrees, case):
+    count = int(np.prod(list(degrees.values())))
+    mesh = gtp.make_mesh(**degrees, devices=jax.devices()[:count])
+    with jax.set_mesh(mesh):
+        layout = Layout.on_mesh(size, dim=1, tp_dim=1)
+        whole = weights_of(layout, case)
+
+        def local(w):
+            (packed,) = pack_all([((w,), (layout,), form)])
+            amax = gtp.multi_amax([w])[0]
+            amax = jax.lax.pmax(amax, ("tp", "gtp"))
+            late = gather_weight((w,), (layout,), jnp.float32)  # rank after rank
+            late = gtp.quantize(late, form, amax=amax if form.has_amax else None)
+            return gather_packed(packed, (layout,), jnp.float32), gtp.dequantize(late, jnp.float32)
+
+        mapped = jax.shard_map(local, in_specs=layout.spec, out_specs=P("tp"), check_vma=False)
+        early, late = jax.jit(mapped)(layout.physical(jnp.asarray(whole)))
+    assert_same_bits(early, late)
+    if case == "nan":
+        assert (
+            np.isnan(np.asarray(early)).sum() == {"NVFP4": 512, "NVFP4_1D": 32, "MXFP8": 64, "FP8_E4M3": 2}[form.name]
+        )
+
+
+def test_several_kernels_and_layers_share_one_buffer_and_one_amax_vector():
+    rng = np.random.default_rng(0)
+    shapes, layers = [(64, 128), (64, 64)], 3
+    stacks = [rng.normal(size=(layers, *s)).astype(np.float32) * 10.0**i for i, s in enumerate(shapes)]
+    with jax.set_mesh(gtp.make_mesh(gtp=4, devices=jax.devices()[:4])):
+        layouts = [Layout.on_mesh(s, dim=1, tp_dim=None) for s in shapes]
+
+        def local(stacks):
+            (packed,) = pack_all([(tuple(stacks), layouts, formats.NVFP4)])
+            return packed.amax, [
+                gather_packed(jax.tree.map(lambda a, i=i: a[i], packed), layouts, jnp.float32) for i in range(layers)
+            ]
+
+        specs = [P(None, None, "gtp")] * 2
+        mapped = jax.jit(jax.shard_map(local, in_specs=(specs,), out_specs=P(), check_vma=False))
+        amax, fused = mapped([jnp.asarray(s) for s in stacks])
+        found = plan.collectives(mapped.lower([jnp.asarray(s) for s in stacks]).compile().as_text())
+    np.testing.assert_array_equal(amax, np.stack([np.abs(s).max((1, 2)) for s in stacks], -1))
+    assert sorted(c.kind for c in found) == ["all-gather"] * layers + ["all-reduce"]
+    for layer in range(layers):
+        wholes = [gtp.dequantize(gtp.quantize(jnp.asarray(s[layer].T), formats.NVFP4), jnp.float32) for s in stacks]
+        by_rank = [np.asarray(w).reshape(4, -1, 64) for w in wholes]
+        assert_same_bits(fused[layer], np.concatenate(by_rank, axis=1).reshape(-1, 64), f"layer {layer}")
+
+
+def test_slices_that_cut_blocks_are_refused():
+    layout = Layout((64, 32), dim=1, tp_dim=None, gtp=4, alignment=8)
+    with pytest.raises(ValueError, match=r"slices of 8 rows, which cut NVFP4's blocks of 16 rows.*`alignment=16`"):
+        plan_of([layout], formats.NVFP4)

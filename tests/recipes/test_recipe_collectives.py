@@ -1,0 +1,97 @@
+"""What moves in a step with a recipe: bytes, dtypes and counts from the compiled program."""
+
+import jax.numpy as jnp
+import pytest
+
+import gtp_jax as gtp
+from gtp_jax import plan
+from gtp_jax.formats import codes_shape, scales_shape
+from gtp_jax.models import LlamaConfig
+
+from ..chain.programs import lowered_step
+
+LAYERS = 3
+SIZES = dict(vocab=640, dim=128, layers=LAYERS, heads=4, kv_heads=2, head_dim=64, ffn=384)
+
+
+def section(*shapes) -> int:
+    return sum(-(-a * b // 16) * 16 for a, b in shapes)
+
+
+def buffer_bytes(form, gtp_degree, kernels) -> int:
+    """Of one rank, by the documented layout: codes, then scales, each section rounded up to 16 bytes."""
+    matrices = [(rows // gtp_degree, cols) for rows, cols in kernels]
+    scales = [scales_shape(form, m, False) for m in matrices]
+    return section(*(codes_shape(form, m, False) for m in matrices), *(s for s in scales if s))
+
+
+@pytest.mark.parametrize("recipe", [gtp.FP8(), gtp.MXFP8(), gtp.NVFP4()], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize("tp, parts", [(1, 3), (2, 1)])
+def test_each_layer_is_one_gather_of_bytes_a_pass_and_the_model_one_amax_a_step(recipe, tp, parts):
+    degree = 4
+    config = LlamaConfig(**SIZES)
+    mesh = gtp.make_mesh(gtp=degree, tp=tp, dp=2 // tp)
+    step = lowered_step(config, mesh, batch=8 * parts, seq=16, microbatches=parts, recipe=recipe)
+    found = plan.collectives(step.compile().as_text())
+    over_gtp = [c for c in found if c.axes == ("gtp",)]
+    gathers = [c for c in over_gtp if c.kind == "all-gather"]
+    kernels = {  # rows and columns on one tp rank
+        "qkv": [(256 // tp, 128), (128 // tp, 128), (128 // tp, 128)],
+        "out": [(128, 256 // tp)],
+        "up": [(384 // tp, 128), (384 // tp, 128)],
+        "down": [(128, 384 // tp)],
+    }
+    # a pass each: forward and, gathered again, backward
+    expected = sorted(buffer_bytes(recipe.wire, degree, k) for k in kernels.values() for _ in range(2 * LAYERS * parts))
+    quantized = [c for c in gathers if c.dtype == "u8"]
+    assert sorted(size for c in quantized for size in [c.operand_bytes] * c.times) == expected
+    assert all(c.result_bytes == degree * c.operand_bytes for c in quantized)
+    # what stays in high precision: embedding and head, once a microbatch; no master ever travels
+    others = [c for c in gathers if c.dtype != "u8"]
+    assert {c.dtype for c in others} == {"u16"} and sum(c.times for c in others) == 2 * parts
+
+    maxima = [c for c in found if c.kind == "all-reduce" and "pmax" in c.op_name and "gtp" in c.axes]
+    if recipe.wire.has_amax:
+        (amax,) = maxima
+        assert amax.times == 1 and set(amax.axes) == {"gtp", "tp"}  # never the replicas
+        assert amax.operand_bytes == 4 * LAYERS * 7  # seven kernels a layer
+    else:
+        assert not maxima
+    scatters = [c for c in over_gtp if c.kind == "reduce-scatter"]
+    assert sum(c.times for c in scatters) == (4 * LAYERS + 2) * parts
+
+
+def test_bytes_an_element_are_those_of_the_formats():
+    sizes = dict(vocab=512, dim=512, layers=1, heads=8, kv_heads=8, head_dim=64, ffn=1024)
+    bytes_of = {}
+    for name, recipe in (
+        ("bf16", None),
+        ("mxfp8", gtp.MXFP8()),
+        ("nvfp4", gtp.NVFP4()),
+        ("1d", gtp.NVFP4(block=(1, 16))),
+    ):
+        step = lowered_step(LlamaConfig(**sizes), gtp.make_mesh(gtp=8), batch=8, seq=16, recipe=recipe)
+        found = plan.collectives(step.compile().as_text())
+        kinds = {"u16"} if recipe is None else {"u8"}
+        gathered = [c for c in found if c.kind == "all-gather" and c.dtype in kinds and c.axes == ("gtp",)]
+        ends = 2 * 512 * 512 * 2 if recipe is None else 0  # embedding and head, in bfloat16
+        bytes_of[name] = sum(c.result_bytes * c.times for c in gathered) - ends
+    elements = 2 * (512 * 512 * 4 + 512 * 1024 * 3)  # of one layer, twice
+    assert bytes_of["bf16"] == 2 * elements
+    assert bytes_of["mxfp8"] == elements * 33 // 32
+    assert bytes_of["nvfp4"] == elements * 129 // 256
+    assert bytes_of["1d"] == elements * 9 // 16
+
+
+def test_dequantized_weights_are_no_residual():
+    sizes = dict(vocab=256, dim=512, heads=8, kv_heads=4, head_dim=64, ffn=1024)
+    layer = jnp.dtype(jnp.bfloat16).itemsize * (512 * 1024 + 512 * 512 + 3 * 512 * 1024)
+
+    def temporary(layers):
+        step = lowered_step(
+            LlamaConfig(**sizes, layers=layers), gtp.make_mesh(gtp=8), batch=8, seq=8, recipe=gtp.NVFP4()
+        )
+        return step.compile().memory_analysis().temp_size_in_bytes
+
+    # a slice's codes and its gradient a layer, never a gathered weight
+    assert (temporary(8) - temporary(4)) / 4 / layer < 0.5

@@ -1,0 +1,178 @@
+"""A sharded model with a recipe is the plain Flax model at quantized weights, gradients going straight to the master.
+
+The quantized lines of TransformerEngine #2960 (`test_etp.py`) and Megatron-LM's GTP tests, and where each is held:
+
+| upstream | here |
+|---|---|
+| 11 NVFP4, 12 MXFP8 forward and backward, aligned | `test_gradients_are_those_of_the_plain_model...` |
+| unaligned 56 and 120 | the same, `unaligned` |
+| microbatches share the quantized weights | the same, `four microbatches`; counted in `test_recipe_collectives.py` |
+| master updated, codes change each step | `test_steps_update_the_master_and_quantize_it_anew` |
+| global amax over the group | `test_packed_wire.py`, slices of unequal magnitudes |
+| wire bytes of a quantized gather | `test_recipe_collectives.py` |
+| grouped experts, full-operand matmuls | not there yet |
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+from gtp_jax.models import Llama, LlamaConfig, next_token_loss
+
+from ..parity.plain_llama import Oracle
+from .oracles import dequantized
+
+ALIGNED = LlamaConfig(vocab=128, dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=128, dtype="float64")
+UNALIGNED = LlamaConfig(vocab=128, dim=56, layers=2, heads=4, kv_heads=2, head_dim=14, ffn=120, dtype="float64")
+RECIPES = {"FP8": gtp.FP8(), "MXFP8": gtp.MXFP8(), "NVFP4": gtp.NVFP4(), "NVFP4 1x16": gtp.NVFP4(block=(1, 16))}
+MESHES = {
+    "gtp 4": (ALIGNED, dict(gtp=4), 1),
+    "gtp 2 x tp 2": (ALIGNED, dict(gtp=2, tp=2), 1),
+    "dp 2 x gtp 2, four microbatches": (ALIGNED, dict(dp=2, gtp=2), 4),
+    "gtp 8, unaligned": (UNALIGNED, dict(gtp=8), 1),
+    "one device": (UNALIGNED, dict(gtp=1), 1),
+}
+
+
+def batch_of(config, size=16, length=8):
+    rng = np.random.default_rng(size)
+    tokens = rng.integers(0, config.vocab, (size, length + 1)).astype(np.int32)
+    weights = (rng.random((size, length)) > 0.3).astype(np.float32)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
+
+
+def scope(degrees):
+    return jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))]))
+
+
+def start(config, optimizer):
+    return gtp.TrainState.create(gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(3)), optimizer)
+
+
+def host(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+def assert_close(found, wanted, tolerance):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+        error = np.linalg.norm(np.ravel(a - b)) / max(np.linalg.norm(np.ravel(b)), 1e-30)
+        assert error <= tolerance, f"{jax.tree_util.keystr(path)}: relative error {error:.2e} > {tolerance}"
+
+
+def check(config, degrees, microbatches, recipe, tolerance):
+    batch = batch_of(config)
+    with scope(degrees):
+        state = start(config, optax.sgd(1.0))
+        run = jax.jit(
+            lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, microbatches=microbatches, recipe=recipe)
+        )
+        loss, gradient = run(state, batch)
+        gradient = host(state.skeleton.logical(gradient))
+        params = host(state.logical_params())
+    quantized = dequantized(params, recipe.wire, config.dtype)
+    assert not np.array_equal(
+        quantized["blocks"]["layers"]["mlp"]["down"]["kernel"], params["blocks"]["layers"]["mlp"]["down"]["kernel"]
+    )
+    wanted_loss, wanted = jax.jit(jax.value_and_grad(Oracle(config).loss))(quantized, batch)
+    assert abs(float(loss) - float(wanted_loss)) <= tolerance * abs(float(wanted_loss))
+    assert_close(gradient, host(wanted), tolerance)
+
+
+@pytest.mark.parametrize(
+    "recipe, mesh", [*(("NVFP4", mesh) for mesh in MESHES), ("MXFP8", "gtp 2 x tp 2"), ("MXFP8", "gtp 8, unaligned")]
+)
+def test_gradients_are_those_of_the_plain_model_at_quantized_weights(recipe, mesh, x64):
+    check(*MESHES[mesh], RECIPES[recipe], 1e-12)
+
+
+@pytest.mark.parametrize("recipe", ["FP8", "NVFP4 1x16"])
+def test_other_recipes_too(recipe, x64):
+    check(*MESHES["gtp 4"], RECIPES[recipe], 1e-12)
+
+
+def test_in_float32_too():
+    config, degrees, parts = MESHES["gtp 2 x tp 2"]
+    check(dataclasses.replace(config, dtype="float32"), degrees, parts, RECIPES["NVFP4"], 1e-5)
+
+
+def test_steps_update_the_master_and_quantize_it_anew(x64):
+    config, degrees, _ = MESHES["gtp 4"]
+    recipe, batch, optimizer = gtp.NVFP4(), batch_of(config), optax.adam(1e-2)
+    with scope(degrees):
+        state = start(config, optimizer)
+        params = host(state.logical_params())
+        step = gtp.train_step(next_token_loss, optimizer, recipe=recipe)
+        losses = []
+        for _ in range(3):
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+        end = host(state.logical_params())
+    loss = jax.jit(jax.value_and_grad(Oracle(config).loss))
+    moments, wanted, codes = optimizer.init(params), [], []
+    for _ in range(3):
+        quantized = dequantized(params, recipe.wire, config.dtype)
+        codes.append(quantized["blocks"]["layers"]["attention"]["out"]["kernel"])
+        value, gradient = loss(quantized, batch)
+        updates, moments = optimizer.update(gradient, moments, params)
+        params = optax.apply_updates(params, updates)
+        wanted.append(float(value))
+    np.testing.assert_allclose(losses, wanted, rtol=1e-11)
+    assert_close(end, host(params), 1e-10)
+    assert all(np.mean(a != b) > 0.05 for a, b in zip(codes, codes[1:], strict=False))
+
+
+@pytest.mark.parametrize("schedule", [dict(prefetch=False), dict(unroll=1, kept=0)])
+def test_no_schedule_changes_the_numbers(schedule):
+    base = dataclasses.replace(ALIGNED, layers=3, dtype="float32")
+    found = []
+    for config in (base, dataclasses.replace(base, **schedule)):
+        with scope(dict(gtp=4)):
+            state = start(config, optax.sgd(1.0))
+            run = jax.jit(lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, recipe=gtp.NVFP4()))
+            found.append(host(run(state, batch_of(config))))
+    assert_close(found[1], found[0], 1e-6)
+
+
+def test_bf16_is_no_recipe_at_all_and_evaluation_has_the_recipe_of_training():
+    config = dataclasses.replace(ALIGNED, dtype="float32")
+    batch = batch_of(config)
+    with scope(dict(gtp=4)):
+        state = start(config, optax.sgd(1.0))
+        plain = gtp.eval_step(next_token_loss)(state, batch)["loss"]
+        assert plain == gtp.eval_step(next_token_loss, recipe=gtp.BF16())(state, batch)["loss"]
+        quantized = gtp.eval_step(next_token_loss, recipe=gtp.NVFP4())(state, batch)["loss"]
+        trained = gtp.train_step(next_token_loss, optax.sgd(1.0), recipe=gtp.NVFP4())(state, batch)[1]["loss"]
+    assert quantized == trained != plain
+
+
+def test_a_module_outside_a_chain_gathers_bytes_too():
+    """As a loss would call it that does not use `run_chain`."""
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(8, 4, 64)).astype(np.float32), rng.normal(size=(64, 96)).astype(np.float32)
+
+    class Plain(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = gtp.Dense(64, 96, dtype="float32", kernel_init=lambda *_: w, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dense(x)
+
+    def loss(model, batch):
+        return (model(batch["x"]) ** 2).sum(), np.float32(1)
+
+    with scope(dict(gtp=4)):
+        state = gtp.TrainState.create(gtp.init(Plain, nnx.Rngs(0)), optax.sgd(1.0))
+        run = jax.jit(lambda s, b: gtp.loss_and_gradients(loss, s, b, recipe=gtp.MXFP8()))
+        _, gradient = run(state, {"x": x})
+        text = run.lower(state, {"x": x}).compile().as_text()
+        gradient = host(state.skeleton.logical(gradient))
+    form = gtp.MXFP8().wire
+    quantized = dequantized({"layers": {"kernel": w[None]}}, form, "float32")["layers"]["kernel"][0]
+    wanted = 2 * np.einsum("bsi,bso->io", x, x @ quantized) / 4  # four ranks count a token each
+    np.testing.assert_allclose(gradient["dense"]["kernel"], wanted, rtol=1e-4, atol=1e-3)
+    assert "u8[4," in text
