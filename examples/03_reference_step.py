@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import gtp_jax as gtp
 from gtp_jax.models import PRESETS, Llama, next_token_loss
 from gtp_jax.plan import step_flops
+from gtp_jax.recipes import RECIPES
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--layers", type=int, default=16)
@@ -28,6 +29,7 @@ parser.add_argument("--tp", type=int, default=1)
 parser.add_argument("--kept", default="1", help="layers that keep gathered weights for backward, or 'all'")
 parser.add_argument("--remat", default="matmuls", help="what a layer keeps: nothing, matmuls or everything")
 parser.add_argument("--unroll", default="full", help="layers in one loop body, or 'full'")
+parser.add_argument("--recipe", default="bf16", choices=RECIPES, help="in which format weights travel")
 parser.add_argument("--steps", type=int, default=12)
 args = parser.parse_args()
 
@@ -51,7 +53,7 @@ with jax.set_mesh(gtp.make_mesh(gtp=devices // args.tp, tp=args.tp)) as mesh:
     batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
     batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(("dp", "gtp"))))
     begin = time.perf_counter()
-    step = gtp.train_step(next_token_loss, optimizer).lower(state, batch).compile()
+    step = gtp.train_step(next_token_loss, optimizer, recipe=RECIPES[args.recipe]()).lower(state, batch).compile()
     compile_s = time.perf_counter() - begin
     times = []
     for _ in range(args.steps + 3):

@@ -40,7 +40,7 @@ class Link:
 
     Attributes:
         slices: pytree of the weights' slices. If `stacked`, each leaf has a leading dimension of `length`.
-        sent: what is gathered in their stead, stacked likewise; `None`: they are. Gradients are those of `slices`.
+        sent: what is gathered: they themselves, or what they were quantized to, stacked likewise.
         whole: pytree of the parameters that are not cut over gtp, stacked likewise.
         gather: what one layer sends to its whole weights.
         scatter: the gradient of one layer's whole weights to that of its slices.
@@ -50,13 +50,13 @@ class Link:
     """
 
     slices: Tree
+    sent: Tree
     whole: Tree
     gather: Callable[[Tree], Tree]
     scatter: Callable[[Tree], Tree]
     apply: Callable[[Tree, Tree, Tree], Tree]
     length: int = 1
     stacked: bool = False
-    sent: Tree = None
 
 
 def run(links: list[Link], x: Tree, schedule: Schedule) -> Tree:
@@ -73,15 +73,17 @@ def run(links: list[Link], x: Tree, schedule: Schedule) -> Tree:
 
     @jax.custom_vjp
     def chain(slices: Tree, sent: Tree, whole: Tree, x: Tree) -> Tree:
-        return _Pass(links, slices, sent, whole, schedule).forward(x)[0]
+        del slices
+        return _Pass(links, sent, whole, schedule).forward(x)[0]
 
     def fwd(slices: Tree, sent: Tree, whole: Tree, x: Tree):
-        y, residuals = _Pass(links, slices, sent, whole, schedule).forward(x)
-        return y, (slices, sent, whole, residuals)
+        del slices
+        y, residuals = _Pass(links, sent, whole, schedule).forward(x)
+        return y, (sent, whole, residuals)
 
     def bwd(saved: Tree, gradient: Tree):
-        slices, sent, whole, residuals = saved
-        to_slices, to_whole, to_x = _Pass(links, slices, sent, whole, schedule).backward(residuals, gradient)
+        sent, whole, residuals = saved
+        to_slices, to_whole, to_x = _Pass(links, sent, whole, schedule).backward(residuals, gradient)
         return to_slices, None, to_whole, to_x  # straight through what was sent
 
     chain.defvjp(fwd, bwd)
@@ -107,11 +109,11 @@ class _Waiting(NamedTuple):
 class _Pass:
     """One pass over the chain."""
 
-    def __init__(self, links: list[Link], slices: list[Tree], sent: list[Tree], whole: list[Tree], schedule: Schedule):
+    def __init__(self, links: list[Link], sent: Tree, whole: Tree, schedule: Schedule):
         lengths = [link.length for link in links]
         kept = sum(lengths) if schedule.kept == "all" else schedule.kept
         self.links = links
-        self.sent = [own if other is None else other for own, other in zip(slices, sent, strict=True)]
+        self.sent = sent
         self.whole = whole
         self.prefetch = schedule.prefetch
         self.segments = segments(lengths, schedule)

@@ -1,5 +1,6 @@
 """What moves between ranks, and when it is summed. One file a movement; all run inside a `shard_map`."""
 
+from ._packed import Bundle as Bundle
 from ._packed import Packed as Packed
 from ._packed import gather_packed as gather_packed
 from ._packed import pack_all as pack_all

@@ -1,7 +1,8 @@
-"""Quantized slices to a whole weight. Called inside a `shard_map`.
+"""Quantized slices to whole weights. Called inside a `shard_map`.
 
-The slices of one layer travel as one buffer of bytes. What comes out lies as `gather_weight` would leave it, see
-[Note: the fused weight], so that nothing behind the gather knows whether there was a format.
+All kernels of one layer travel as one buffer of bytes, even those of several modules. What comes out lies as
+`gather_weight` would leave it, see [Note: the fused weight], so that nothing behind the gather knows whether there was
+a format.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,91 +22,124 @@ from ..mesh import GTP, TP, Layout, degree
 from ..ops import multi_amax, pack, unpack
 from ._weight import Slices
 
+# The layouts of each fused weight's kernels.
+Fused = Sequence[Sequence[Layout]]
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("buffer", "amax"), meta_fields=("format",))
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("buffer", "amax"), meta_fields=("format", "members"))
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """This rank's slices of a layer's kernels, or of a stack of layers', as they travel.
+    """This rank's slices of a layer's weights, or of a stack of layers', as they travel.
 
     Attributes:
         buffer: uint8 `(*stack, bytes)`.
         amax: float32 `(*stack, kernels)`, over all slices; `None` if the format has none. It does not travel.
         format: of the codes.
+        members: names of the fused weights in it, in order.
     """
 
     buffer: jax.Array
     amax: jax.Array | None
     format: Format
+    members: tuple[Any, ...]
 
 
-def pack_all(
-    owned: Sequence[tuple[Slices, Sequence[Layout], Format]],
-) -> list[Packed]:
-    """Quantizes the slices of all owners: one amax kernel and one reduction of one vector for the whole model.
+@dataclasses.dataclass(frozen=True)
+class Bundle:
+    """Weights that are to travel in one buffer.
+
+    Attributes:
+        slices: by name of the fused weight, this rank's slices of its kernels, with the leading dimension of a stack or
+            without.
+        fused: the layouts of each one's kernels.
+        format: of the codes.
+    """
+
+    slices: dict[Any, Slices]
+    fused: Fused
+    format: Format
+
+    @property
+    def kernels(self) -> list[jax.Array]:
+        """All slices, in the order in which they travel."""
+        return [_values(x) for slices in self.slices.values() for x in slices]
+
+
+def pack_all(bundles: Sequence[Bundle]) -> list[Packed]:
+    """Quantizes slices: one amax kernel and one reduction of one vector for all bundles, one launch for each.
 
     The amax of a weight is taken over the axes that cut it, gtp and tp, and never over replicas, which agree already.
-
-    Args:
-        owned: of each owner its kernels' slices (with the leading dimension of a stack or without), their layouts and
-            the format.
     """
-    scaled = [slices for slices, _, form in owned if form.has_amax]
-    flat = [_values(x)[None] if x.ndim == 2 else _values(x) for slices in scaled for x in slices]
-    amaxes = iter(())
-    if flat:
-        vector = multi_amax(flat, stacked=True)
+    scaled = [x for bundle in bundles if bundle.format.has_amax for x in bundle.kernels]
+    stacks = [x[None] if x.ndim == 2 else x for x in scaled]
+    amaxes: list[jax.Array] = []
+    if stacks:
+        vector = multi_amax(stacks, stacked=True)
         if degree(GTP) * degree(TP) > 1:
             vector = lax.pmax(vector, (TP, GTP))
-        ends = np.cumsum([x.shape[0] for x in flat])
-        amaxes = iter(jnp.split(vector, ends[:-1]))
+        ends = np.cumsum([x.shape[0] for x in stacks])
+        amaxes = [
+            part[0] if x.ndim == 2 else part for part, x in zip(jnp.split(vector, ends[:-1]), scaled, strict=True)
+        ]
     found = []
-    for slices, layouts, form in owned:
-        amax = jnp.stack([next(amaxes) for _ in slices], axis=-1) if form.has_amax else None
-        if amax is not None and slices[0].ndim == 2:
-            amax = amax[0]
-        buffer = pack([_values(x) for x in slices], form, amax, plan_of(layouts, form))
-        found.append(Packed(buffer, amax, form))
+    for bundle in bundles:
+        amax = None
+        if bundle.format.has_amax:
+            mine, amaxes = amaxes[: len(bundle.kernels)], amaxes[len(bundle.kernels) :]
+            amax = jnp.stack(mine, axis=-1)
+        buffer = pack(bundle.kernels, bundle.format, amax, plan_of(bundle.fused, bundle.format))
+        found.append(Packed(buffer, amax, bundle.format, tuple(bundle.slices)))
     return found
 
 
-def gather_packed(packed: Packed, layouts: Sequence[Layout], dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The fused weight of one layer, as `gather_weight` gives it, from one gather of bytes.
+def gather_packed(packed: Packed, fused: Fused, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, ...]:
+    """The fused weights of one layer, each as `gather_weight` gives it, from one gather of bytes.
 
     Args:
         packed: of one layer.
-        layouts: the kernels' layouts.
-        dtype: of the weight.
+        fused: the layouts of each member's kernels.
+        dtype: of the weights.
     """
     buffer = packed.buffer
-    slices = lax.all_gather(buffer, GTP) if layouts[0].gtp > 1 else buffer[None]
+    slices = lax.all_gather(buffer, GTP) if fused[0][0].gtp > 1 else buffer[None]
     exact = jnp.float32 if np.dtype(dtype) == np.float64 else dtype
-    (whole,) = unpack(slices, packed.format, packed.amax, plan_of(layouts, packed.format), exact)
-    return whole.astype(dtype)
+    weights = unpack(slices, packed.format, packed.amax, plan_of(fused, packed.format), exact)
+    return tuple(weight.astype(dtype) for weight in weights)
 
 
-def plan_of(layouts: Sequence[Layout], form: Format) -> PackPlan:
-    """How one layer's kernels share a buffer.
+def plan_of(fused: Fused, form: Format) -> PackPlan:
+    """How the kernels of a layer's weights share a buffer.
 
     Raises:
         ValueError: if a slice's rows cut the format's blocks in two.
     """
-    return _plan(tuple(layouts), form)
+    return _plan(tuple(map(tuple, fused)), form)
 
 
 @functools.cache
-def _plan(layouts: tuple[Layout, ...], form: Format) -> PackPlan:
-    pieces, row = [], 0
-    for layout in layouts:
-        rows = layout.padded_rows // layout.gtp
-        block_rows = form.block[0] if form.block else 1
-        if layout.gtp > 1 and rows % block_rows:
-            raise ValueError(
-                f"a weight of shape {layout.shape} has slices of {rows} rows, which cut {form.name}'s blocks of "
-                f"{block_rows} rows in two. Build the model with `alignment={form.alignment}`."
+def _plan(fused: tuple[tuple[Layout, ...], ...], form: Format) -> PackPlan:
+    block_rows = form.block[0] if form.block else 1
+    pieces = []
+    for out, layouts in enumerate(fused):
+        row = 0
+        for layout in layouts:
+            rows = layout.padded_rows // layout.gtp
+            if layout.gtp > 1 and rows % block_rows:
+                raise ValueError(
+                    f"a weight of shape {layout.shape} has slices of {rows} rows, which cut {form.name}'s blocks of "
+                    f"{block_rows} rows in two. Build the model with `alignment={form.alignment}`."
+                )
+            pieces.append(
+                Piece(
+                    rows=rows,
+                    cols=layout.slice_shape[1 - layout.dim],
+                    transposed=layout.dim == 1,
+                    total_rows=rows,
+                    out=out,
+                    out_row=row,
+                )
             )
-        cols = layout.slice_shape[1 - layout.dim]
-        pieces.append(Piece(rows=rows, cols=cols, transposed=layout.dim == 1, total_rows=rows, out=0, out_row=row))
-        row += rows
+            row += rows
     return PackPlan(tuple(pieces), by_slice=True)
 
 

@@ -16,7 +16,6 @@ from ._loss import cross_entropy as cross_entropy
 from ._mlp import MLP as MLP
 from ._quantized import put_quantized as put_quantized
 from ._quantized import quantize_weights as quantize_weights
-from ._quantized import quantized_owners as quantized_owners
 from ._skeleton import Skeleton as Skeleton
 from ._skeleton import take_apart as take_apart
 from ._stack import Stack as Stack

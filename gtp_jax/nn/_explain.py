@@ -83,7 +83,7 @@ def explain(model: nnx.Module, recipe: Recipe | None) -> Explanation:
         if form is None:
             total = slices * sum(int(np.prod(layout.slice_shape)) for layout in layouts) * owner.dtype.itemsize
         else:
-            total = slices * plan_of(layouts, form).bytes(form)
+            total = slices * plan_of([layouts], form).bytes(form)
         elements = sum(int(np.prod(layout.shape)) for layout in layouts)
         found.append(
             WireFact(

@@ -6,33 +6,57 @@ from typing import Any
 
 from flax import nnx
 
-from ..collectives import Packed, pack_all
-from ..formats import Format
+from ..collectives import Bundle, Packed, pack_all
 from ..recipes import Recipe
+from ._stack import Stack
 from ._weight import WeightOwner
 
 Path = tuple[Any, ...]
 
+# What a module gathers in place of its slices, or a stack in place of its layers'.
+Quantized = dict[Path, tuple[Packed, ...]]
 
-def quantized_owners(model: nnx.Module, recipe: Recipe | None) -> dict[Path, tuple[WeightOwner, Format]]:
-    """The modules whose weights a recipe quantizes, by path, with the format."""
+
+def quantize_weights(model: nnx.Module, recipe: Recipe | None) -> Quantized:
+    """Quantizes the weights of a model in local view, as the recipe says. By path of the module that gathers them."""
     if recipe is None:
         return {}
-    owners = {path: m for path, m in nnx.iter_modules(model) if isinstance(m, WeightOwner)}
-    formats = {path: recipe.wire_of(path) for path in owners}
-    return {path: (owner, form) for path, owner in owners.items() if (form := formats[path]) is not None}
+    found = _bundles(model, recipe)
+    packed = pack_all([bundle for _, bundle in found])
+    quantized: Quantized = {}
+    for (path, _), one in zip(found, packed, strict=True):
+        quantized[path] = (*quantized.get(path, ()), one)
+    return quantized
 
 
-def quantize_weights(model: nnx.Module, recipe: Recipe | None) -> dict[Path, Packed]:
-    """Quantizes all weights of a model in local view, as the recipe says."""
-    owners = quantized_owners(model, recipe)
-    packed = pack_all([(owner.slices(), owner.layouts, form) for owner, form in owners.values()])
-    return dict(zip(owners, packed, strict=True))
-
-
-def put_quantized(model: nnx.Module, packed: dict[Path, Packed]) -> None:
+def put_quantized(model: nnx.Module, quantized: Quantized) -> None:
     """Has the model's modules gather these from now on; gradients still go to their parameters."""
     for path, module in nnx.iter_modules(model):
-        if path in packed:
-            assert isinstance(module, WeightOwner)
-            module.packed = nnx.data(packed[path])
+        if path in quantized:
+            assert isinstance(module, WeightOwner | Stack)
+            module.packed = nnx.data(quantized[path])
+
+
+def _bundles(model: nnx.Module, recipe: Recipe) -> list[tuple[Path, Bundle]]:
+    """What travels together: the weights of a stack's layer of one format and dtype, and each other module's own."""
+    modules = dict(nnx.iter_modules(model))
+    stacks = {path: m for path, m in modules.items() if isinstance(m, Stack)}
+    found: list[tuple[Path, Bundle]] = []
+    for path, module in modules.items():
+        if path in stacks:
+            owners = stacks[path].owners()
+            groups: dict[Any, dict[Path, WeightOwner]] = {}
+            for inner, owner in owners.items():
+                form = recipe.wire_of((*path, *inner))
+                if form is not None:
+                    groups.setdefault((form, owner.dtype), {})[inner] = owner
+            found += [(path, _bundle(members, form)) for (form, _), members in groups.items()]
+        elif isinstance(module, WeightOwner) and not any(path[: len(stack)] == stack for stack in stacks):
+            form = recipe.wire_of(path)
+            if form is not None:
+                found.append((path, _bundle({(): module}, form)))
+    return found
+
+
+def _bundle(owners: dict[Path, WeightOwner], form: Any) -> Bundle:
+    return Bundle({path: o.slices() for path, o in owners.items()}, [o.layouts for o in owners.values()], form)

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..chain import Link, Remat, Schedule, run, with_remat
+from ..collectives import Packed, gather_packed
 from ._layer import Layer, layout_of
 from ._weight import WeightOwner
 
@@ -27,6 +28,9 @@ class Stack(Layer):
         remat: what is kept for backward; see `with_remat`.
         sequence_parallel: whether the activation that is handed on is cut along the sequence over tp.
         rngs: split, one stream a layer.
+
+    Attributes:
+        packed: what is gathered in place of the layers' slices: buffers of quantized weights; none without a recipe.
 
     Raises:
         ValueError: if `length` is less than 1, `remat` is not a known policy, or a layer holds a `Stack` of its own.
@@ -50,6 +54,7 @@ class Stack(Layer):
         self.schedule = Schedule() if schedule is None else schedule
         self.remat: Remat = remat
         self.sequence_parallel = sequence_parallel
+        self.packed: tuple[Packed, ...] = nnx.data(())
 
         @nnx.split_rngs(splits=length)
         @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
@@ -58,6 +63,10 @@ class Stack(Layer):
 
         self.layers = make(rngs)
         _refuse_inner_stacks(self.layers)
+
+    def owners(self) -> dict[Any, WeightOwner]:
+        """The modules of a layer that own weights, by path within the layer."""
+        return {path: m for path, m in nnx.iter_modules(self.layers) if isinstance(m, WeightOwner)}
 
     def local(self, x: Any) -> Any:
         return run([_link(self, self.remat)], x, self.schedule)
@@ -139,7 +148,6 @@ def _link(module: Layer, remat: Remat) -> Link:
     stack = module if isinstance(module, Stack) else None
     layer = stack.layers if stack is not None else module
     owners = {path: m for path, m in nnx.iter_modules(layer) if isinstance(m, WeightOwner)}
-    any_packed = any(owner.packed is not None for owner in owners.values())
     graph, state = nnx.split(layer)
     # beside the variables, arrays of quantized slices, which no layer looks at once its weights are gathered
     leaves, tree = jax.tree.flatten(state, is_leaf=lambda v: isinstance(v, nnx.Variable))
@@ -154,13 +162,25 @@ def _link(module: Layer, remat: Remat) -> Link:
                 owner.whole_weight = weights[path]
         return one(x)
 
+    packed: tuple[Packed, ...] = stack.packed if stack is not None else ()
+    bundled = {path for one in packed for path in one.members}
+
+    def gather(sent: tuple[tuple[Packed, ...], dict[Any, Any]]) -> dict[Any, jax.Array]:
+        packed, others = sent
+        weights = {path: owners[path].gather(own) for path, own in others.items()}
+        for one in packed:
+            members = [owners[path] for path in one.members]
+            found = gather_packed(one, [member.layouts for member in members], members[0].dtype)
+            weights.update(zip(one.members, found, strict=True))
+        return weights
+
     return Link(
         slices={path: owner.slices() for path, owner in owners.items()},
         whole=[v.get_value() for v, whole in zip(leaves, is_whole, strict=True) if whole],
-        gather=lambda sent: {path: owner.gather(sent[path]) for path, owner in owners.items()},
+        gather=gather,
         scatter=lambda gradients: {path: owner.scatter(gradients[path]) for path, owner in owners.items()},
         apply=with_remat(apply, remat),
         length=1 if stack is None else stack.length,
         stacked=stack is not None,
-        sent={path: owner.sent() for path, owner in owners.items()} if any_packed else None,
+        sent=(packed, {path: owner.sent() for path, owner in owners.items() if path not in bundled}),
     )

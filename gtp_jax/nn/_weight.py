@@ -40,7 +40,7 @@ class WeightOwner(Layer):
         dtype: of the weight on the wire and in the matmul.
         reduce_dtype: in which its gradient is summed over the gtp axis.
         whole_weight: the gathered weight, put there by a chain; `None` where the module gathers for itself.
-        packed: the slices as a recipe has quantized them, to be gathered in their stead; `None` without one.
+        packed: the slices as a recipe has quantized them, to be gathered in their stead: one, or none without a recipe.
     """
 
     whole_weight: Any = nnx.data()
@@ -50,7 +50,7 @@ class WeightOwner(Layer):
         self.dtype = np.dtype(dtype)
         self.reduce_dtype = np.dtype(dtype if reduce_dtype is None else reduce_dtype)
         self.whole_weight = nnx.data(None)
-        self.packed = nnx.data(None)
+        self.packed = nnx.data(())
 
     @abc.abstractmethod
     def weights(self) -> tuple[nnx.Param, ...]:
@@ -67,12 +67,13 @@ class WeightOwner(Layer):
 
     def sent(self) -> Slices | Packed:
         """What this rank sends in a gather."""
-        return self.slices() if self.packed is None else self.packed
+        return self.packed[0] if self.packed else self.slices()
 
     def gather(self, sent: Slices | Packed) -> jax.Array:
         """The fused weight."""
-        gather = gather_packed if isinstance(sent, Packed) else gather_weight
-        return gather(sent, self.layouts, self.dtype)  # pyright: ignore[reportArgumentType]
+        if isinstance(sent, Packed):
+            return gather_packed(sent, [self.layouts], self.dtype)[0]
+        return gather_weight(sent, self.layouts, self.dtype)
 
     def scatter(self, gradient: jax.Array) -> Slices:
         """The fused weight's gradient to that of the slices."""

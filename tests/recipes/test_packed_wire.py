@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import gtp_jax as gtp
 from gtp_jax import formats, plan
-from gtp_jax.collectives import gather_packed, gather_weight, pack_all, plan_of
+from gtp_jax.collectives import Bundle, gather_packed, gather_weight, pack_all, plan_of
 from gtp_jax.mesh import Layout
 
 from ..ops.bits import assert_same_bits
@@ -42,12 +42,12 @@ def test_quantize_then_gather_is_gather_then_quantize(form, size, degrees, case)
         whole = weights_of(layout, case)
 
         def local(w):
-            (packed,) = pack_all([((w,), (layout,), form)])
+            (packed,) = pack_all([Bundle({"w": (w,)}, [(layout,)], form)])
             amax = gtp.multi_amax([w])[0]
             amax = jax.lax.pmax(amax, ("tp", "gtp"))
             late = gather_weight((w,), (layout,), jnp.float32)  # rank after rank
             late = gtp.quantize(late, form, amax=amax if form.has_amax else None)
-            return gather_packed(packed, (layout,), jnp.float32), gtp.dequantize(late, jnp.float32)
+            return gather_packed(packed, [(layout,)], jnp.float32)[0], gtp.dequantize(late, jnp.float32)
 
         mapped = jax.shard_map(local, in_specs=layout.spec, out_specs=P("tp"), check_vma=False)
         early, late = jax.jit(mapped)(layout.physical(jnp.asarray(whole)))
@@ -66,9 +66,10 @@ def test_several_kernels_and_layers_share_one_buffer_and_one_amax_vector():
         layouts = [Layout.on_mesh(s, dim=1, tp_dim=None) for s in shapes]
 
         def local(stacks):
-            (packed,) = pack_all([(tuple(stacks), layouts, formats.NVFP4)])
+            (packed,) = pack_all([Bundle({"fused": tuple(stacks)}, [layouts], formats.NVFP4)])
             return packed.amax, [
-                gather_packed(jax.tree.map(lambda a, i=i: a[i], packed), layouts, jnp.float32) for i in range(layers)
+                gather_packed(jax.tree.map(lambda a, i=i: a[i], packed), [layouts], jnp.float32)[0]
+                for i in range(layers)
             ]
 
         specs = [P(None, None, "gtp")] * 2
@@ -86,4 +87,4 @@ def test_several_kernels_and_layers_share_one_buffer_and_one_amax_vector():
 def test_slices_that_cut_blocks_are_refused():
     layout = Layout((64, 32), dim=1, tp_dim=None, gtp=4, alignment=8)
     with pytest.raises(ValueError, match=r"slices of 8 rows, which cut NVFP4's blocks of 16 rows.*`alignment=16`"):
-        plan_of([layout], formats.NVFP4)
+        plan_of([[layout]], formats.NVFP4)

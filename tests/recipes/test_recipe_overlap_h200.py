@@ -1,0 +1,33 @@
+"""The schedule that XLA makes for eight H200s of a step with a recipe. Needs no GPU, but the CUDA kernels' names."""
+
+import pytest
+
+import gtp_jax as gtp
+from gtp_jax import native, plan
+from gtp_jax.models import LlamaConfig
+from gtp_jax.train import compile_options
+
+from ..chain.programs import lowered_step
+from ..plan.programs import needs_target
+
+LAYERS = 3
+SIZES = dict(vocab=32768, dim=4096, layers=LAYERS, heads=32, kv_heads=8, head_dim=128, ffn=14336)
+
+
+@needs_target
+@pytest.mark.skipif(not native.has("gtp_unpack", "CUDA"), reason=native.describe())
+def test_a_layer_is_one_gather_of_bytes_under_the_layer_ahead_and_one_kernel():
+    mesh = gtp.make_mesh(gtp=8, devices=plan.topology_devices(plan.parse_target("h200:8")))
+    options = {**plan.COMPILE_OPTIONS, **compile_options("gpu", tp=1)}
+    step = lowered_step(LlamaConfig(**SIZES), mesh, batch=8, seq=8192, compiler_options=options, recipe=gtp.NVFP4())
+    text = step.compile().as_text()
+    found = plan.schedule(text)
+    gathers = [e for e in found.collectives("all-gather") if e.collective.axes == ("gtp",)]
+    quantized = [e for e in gathers if "u8" in e.collective.dtype]  # XLA may join one with the head's
+    assert [e.direction for e in quantized] == ["forward"] * LAYERS + ["backward"] * LAYERS
+    assert len(gathers) <= len(quantized) + 2  # embedding and head
+    # the embedding's has nothing ahead of it, and no matmul for the first layer's to hide under
+    assert {e.name for e in found.exposed("all-gather")} <= {e.name for e in gathers[:2]}
+    assert all(e.collective.asynchronous for e in gathers[2:])
+    launches = [text.count(f'custom_call_target="gtp_{name}"') for name in ("multi_amax", "pack", "unpack")]
+    assert launches == [1, 1, 2 * LAYERS]
