@@ -145,7 +145,9 @@ def test_meshes_agree_with_the_plain_model_in_float32(name):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_agree_with_the_plain_model(name, x64):
-    check(dataclasses.replace(UNALIGNED, layers=4, **SCHEDULES[name]), dict(gtp=2, tp=2), 1e-12)
+    fields = SCHEDULES[name]
+    layers = 4 if fields.get("unroll") == 2 else 3  # the fewest that leave a loop in the middle
+    check(dataclasses.replace(UNALIGNED, layers=layers, **fields), dict(gtp=2, tp=2), 1e-12)
 
 
 @pytest.mark.parametrize("remat", ["nothing", "everything"])

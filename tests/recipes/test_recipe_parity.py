@@ -126,16 +126,16 @@ def test_steps_update_the_master_and_quantize_it_anew(x64):
     assert all(np.mean(a != b) > 0.05 for a, b in zip(codes, codes[1:], strict=False))
 
 
-@pytest.mark.parametrize("schedule", [dict(prefetch=False), dict(unroll=1, kept=0)])
-def test_no_schedule_changes_the_numbers(schedule):
+def test_no_schedule_changes_the_numbers():
     base = dataclasses.replace(ALIGNED, layers=3, dtype="float32")
     found = []
-    for config in (base, dataclasses.replace(base, **schedule)):
+    for schedule in ({}, dict(prefetch=False), dict(unroll=1, kept=0)):
         with scope(dict(gtp=4)):
-            state = start(config, optax.sgd(1.0))
+            state = start(dataclasses.replace(base, **schedule), optax.sgd(1.0))
             run = jax.jit(lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, recipe=gtp.NVFP4()))
-            found.append(host(run(state, batch_of(config))))
-    assert_close(found[1], found[0], 1e-6)
+            found.append(host(run(state, batch_of(base))))
+    for other in found[1:]:
+        assert_close(other, found[0], 1e-6)
 
 
 def test_bf16_is_no_recipe_at_all_and_evaluation_has_the_recipe_of_training():
