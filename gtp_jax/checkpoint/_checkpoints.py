@@ -6,6 +6,7 @@ import functools
 import math
 import operator
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -15,19 +16,19 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from ._digest import digests
-from ._leaf import leaves
-from ._manifest import check, manifest, read
+from ._digest import Digest, digests
+from ._leaf import Leaf, leaves
+from ._manifest import check, manifest
 from ._retention import Retention
-from ._sums import SummedArrays, damage
+from ._step import ARRAYS, damaged, new_manager, read_arrays, read_manifest, write_step
+from ._stored import StoredArray, open_array
+from ._streamed import StreamedArray
+from ._sums import damage
 
 _State = TypeVar("_State")
 
-# The two parts of a step's directory.
-_ARRAYS, _MANIFEST = "arrays", "manifest"
-_MANIFEST_FILE = "manifest.json"
-
-_SHOWN = 8
+# Where the parameters are in a state.
+_PARAMS = "params"
 
 
 class Checkpoints:
@@ -106,11 +107,7 @@ class Checkpoints:
             ValueError: if `step` is not above the latest one in the directory, or if `state` has been donated.
             TypeError: if a leaf of `state` is not a jax array, or if JSON cannot hold `extra`.
         """
-        step = operator.index(step)
-        if self._read_only:
-            raise ValueError(f"the checkpoints in {self._directory} were opened with `read_only=True`; leave it out.")
-        if step < 0:
-            raise ValueError(f"`step` is {step}; it is a whole number of at least 0.")
+        step = self._checked(step)
         found = leaves(state)
         for leaf in found:
             if not isinstance(leaf.array, jax.Array):
@@ -121,16 +118,63 @@ class Checkpoints:
                 raise ValueError(f"`{leaf.name}` of the state has been donated. Save the state that the step returned.")
         stored = [leaf.to_disk() for leaf in found]
         description = manifest(step, found, digests(stored), {} if extra is None else extra, loss)
-        manager = self._writer()
-        latest = manager.latest_step()
-        if latest is not None and step <= latest:
-            raise ValueError(
-                f"`step` is {step}, but {self._directory} already has step {latest}; steps must ascend. Resume from "
-                "it, or save to another directory."
+        # Not before the first save: it sweeps what looks half-written, which would be another run's work in progress if
+        # this object only reads.
+        if self._manager is None:
+            self._manager = new_manager(self._directory, self._retention)
+        write_step(self._manager, {leaf.name: array for leaf, array in zip(found, stored, strict=True)}, description)
+
+    def save_params(self, step: int, params: Mapping[str, StreamedArray], extra: dict[str, Any] | None = None) -> None:
+        """Saves parameters that are made while they are written, a part in memory at a time. In one process.
+
+        Every part is made twice: for its digest, then for the disk. On return the step is committed.
+
+        Args:
+            step: number of the step, above every earlier one.
+            params: arrays by their paths, joined by slashes.
+            extra: as in `save`.
+
+        Raises:
+            ValueError: as in `save`.
+            TypeError: if JSON cannot hold `extra`.
+        """
+        step = self._checked(step)
+        found, sums = [], []
+        for name, array in params.items():
+            path = (_PARAMS, *name.split("/"))
+            found.append(Leaf(path, jax.ShapeDtypeStruct(array.shape, array.dtype)))
+            digest = Digest()
+            for begin, part in array.parts():
+                digest.add(begin, part)
+            sums.append(digest.text())
+        description = manifest(step, found, sums, {} if extra is None else extra, None)
+        self.close()
+        # In the background orbax makes directories, which must be there before the first part is written.
+        manager = new_manager(self._directory, self._retention, background=False)
+        try:
+            write_step(manager, {leaf.name: a for leaf, a in zip(found, params.values(), strict=True)}, description)
+        finally:
+            manager.close()
+
+    def arrays(self, step: int | None = None) -> dict[str, StoredArray]:
+        """A step's arrays by name, to be read in part.
+
+        Raises:
+            FileNotFoundError: if there is no such step.
+            ValueError: if the manifest is missing or damaged.
+        """
+        self.wait()
+        path = self._path(step)
+        return {
+            name: StoredArray(
+                name,
+                tuple(leaf["shape"]),
+                leaf["dtype"],
+                leaf["digest"],
+                functools.partial(open_array, path / ARRAYS, tuple(name.split("/"))),
             )
-        arrays = _nested([(leaf.path, array) for leaf, array in zip(found, stored, strict=True)])
-        items = {_ARRAYS: ocp.args.StandardSave(arrays), _MANIFEST: ocp.args.JsonSave(description)}
-        manager.save(step, args=ocp.args.Composite(**items), force=True)
+            for name, leaf in read_manifest(path)["leaves"].items()
+        }
 
     def restore(self, state_like: _State, step: int | None = None) -> tuple[_State, dict[str, Any]]:
         """Restores a train state onto the shardings of another.
@@ -147,30 +191,43 @@ class Checkpoints:
             ValueError: if the checkpoint holds other arrays than `state_like`, naming their paths, before any is
                 read; if an array's values are not those that were saved, naming it; or if files are damaged.
         """
+        found, wanted = self._read(leaves(state_like), step)
+        return jax.tree.unflatten(jax.tree.structure(state_like), wanted), found["extra"]
+
+    def restore_params(self, state_like: Any, step: int | None = None) -> dict[str, Any]:
+        """Restores the parameters alone, of any checkpoint: of a run, or imported.
+
+        Args:
+            state_like: as in `restore`; only its parameters and its skeleton are looked at.
+            step: which step; the latest by default.
+
+        Returns:
+            What `state_like.params` is, with the checkpoint's values.
+
+        Raises:
+            FileNotFoundError, ValueError: as in `restore`.
+        """
+        mine = [leaf for leaf in leaves(state_like) if leaf.path[0] == _PARAMS]
+        return jax.tree.unflatten(jax.tree.structure(state_like.params), self._read(mine, step, part=_PARAMS)[1])
+
+    def _read(self, wanted: list[Leaf], step: int | None, part: str = "") -> tuple[dict[str, Any], list[jax.Array]]:
+        """A step's manifest and its arrays; of only a part of it if one is named."""
         self.wait()
-        wanted = leaves(state_like)
         path = self._path(step)
-        found = _manifest(path)
+        found = read_manifest(path)
+        if part:
+            inside = {name: leaf for name, leaf in found["leaves"].items() if name.startswith(f"{part}/")}
+            found = {**found, "leaves": inside}
         check(found, wanted, f"the checkpoint {path}")
-        target = _nested([(leaf.path, leaf.stored()) for leaf in wanted])
-        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
-            try:
-                arrays = reader.restore(path / _ARRAYS, args=ocp.args.StandardRestore(target))
-            except Exception as error:  # whatever the decoders below make of damaged bytes
-                broken = damage(path / _ARRAYS)
-                if not broken:
-                    raise
-                raise ValueError(_damaged(path, broken)) from error
-        stored = [_at(arrays, leaf.path) for leaf in wanted]
+        stored = read_arrays(path, wanted, partial=bool(part))
         wrong = [
             f"{leaf.name}: other values than were saved"
             for leaf, digest in zip(wanted, digests(stored), strict=True)
             if digest != found["leaves"][leaf.name]["digest"]
         ]
         if wrong:
-            raise ValueError(_damaged(path, wrong))
-        restored = [leaf.to_memory(array) for leaf, array in zip(wanted, stored, strict=True)]
-        return jax.tree.unflatten(jax.tree.structure(state_like), restored), found["extra"]
+            raise ValueError(damaged(path, wrong))
+        return found, [leaf.to_memory(array) for leaf, array in zip(wanted, stored, strict=True)]
 
     def manifest(self, step: int | None = None) -> dict[str, Any]:
         """What a step's checkpoint says about itself: format, version, arrays with shape, dtype and digest, extra.
@@ -179,7 +236,7 @@ class Checkpoints:
             FileNotFoundError: if there is no such step.
             ValueError: if the manifest is missing or damaged.
         """
-        return _manifest(self._path(step))
+        return read_manifest(self._path(step))
 
     def verify(self, step: int | None = None) -> list[str]:
         """Reads every file of a step and says which are not as they were written, a line each; none if all are.
@@ -188,12 +245,16 @@ class Checkpoints:
             FileNotFoundError: if there is no such step.
         """
         path = self._path(step)
-        lines = damage(path / _ARRAYS)
+        lines = damage(path / ARRAYS)
         try:
-            _manifest(path)
+            read_manifest(path)
         except ValueError as error:
             lines.append(str(error))
         return lines
+
+    def damage_report(self, step: int, names: Sequence[str]) -> str:
+        """What to tell about arrays that read otherwise than they were saved."""
+        return damaged(self._path(step), [f"{name}: other values than were saved" for name in names])
 
     def wait(self) -> None:
         """Waits until the last save is committed, and raises its error if it failed."""
@@ -218,7 +279,7 @@ class Checkpoints:
     def _loss(self, step: int) -> float:
         """A step's loss; NaN if it has none, or no readable manifest."""
         try:
-            loss = _manifest(self._paths()[step])["loss"]
+            loss = read_manifest(self._paths()[step])["loss"]
         except (KeyError, ValueError):
             return math.nan
         return math.nan if loss is None else loss
@@ -251,40 +312,13 @@ class Checkpoints:
             + ". Give the directory that an earlier run saved to, or start without restoring."
         )
 
-    def _writer(self) -> ocp.CheckpointManager:
-        # Not before the first save: it makes the directory and sweeps what looks half-written, which would be
-        # another run's work in progress if this object only reads.
-        if self._manager is None:
-            registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-            registry.add(_ARRAYS, ocp.args.StandardSave, SummedArrays())
-            registry.add(_MANIFEST, ocp.args.JsonSave, ocp.JsonCheckpointHandler(filename=_MANIFEST_FILE))
-            options = ocp.CheckpointManagerOptions(
-                preservation_policy=self._retention, cleanup_tmp_directories=True, save_root_metadata=False
-            )
-            self._manager = ocp.CheckpointManager(self._directory, options=options, handler_registry=registry)
-        return self._manager
-
-
-def _manifest(path: Any) -> dict[str, Any]:
-    file = path / _MANIFEST / _MANIFEST_FILE
-    try:
-        return read(file.read_bytes().decode(errors="replace"))
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"{path} has no {_MANIFEST_FILE}: it was not written by gtp_jax, or has been deleted in part. "
-            "Choose another step or directory."
-        ) from error
-    except ValueError as error:
-        raise ValueError(_damaged(path, [f"{file}: {error}"])) from error
-
-
-def _damaged(path: Any, lines: list[str]) -> str:
-    shown = "\n".join(f"  {line}" for line in lines[:_SHOWN])
-    more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-    return (
-        f"the checkpoint {path} is damaged:\n{shown}{more}\nRestore another step; `gtp-jax checkpoint verify "
-        f"{path.parent}` says which are whole."
-    )
+    def _checked(self, step: int) -> int:
+        step = operator.index(step)
+        if self._read_only:
+            raise ValueError(f"the checkpoints in {self._directory} were opened with `read_only=True`; leave it out.")
+        if step < 0:
+            raise ValueError(f"`step` is {step}; it is a whole number of at least 0.")
+        return step
 
 
 def _check_writable(directory: Path) -> None:
@@ -296,17 +330,3 @@ def _check_writable(directory: Path) -> None:
             f"`directory` is {directory}, but {nearest} cannot be written. Choose another directory, or pass "
             "`read_only=True` to restore only."
         )
-
-
-def _nested(items: list[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, value in items:
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = value
-    return tree
-
-
-def _at(tree: dict[str, Any], path: tuple[str, ...]) -> Any:
-    return functools.reduce(operator.getitem, path, tree)

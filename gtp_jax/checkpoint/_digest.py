@@ -26,17 +26,46 @@ def digests(arrays: Sequence[jax.Array]) -> list[str]:
         TypeError: on a dtype without a fixed number of bytes.
     """
     found = _all_sums(list(arrays))
-    return [f"{int(a):08x}{int(b):08x}" for a, b in (np.asarray(pair.addressable_data(0)) for pair in found)]
+    return [_text(np.asarray(pair.addressable_data(0))) for pair in found]
+
+
+class Digest:
+    """The digest of an array that is in memory only a part at a time; the parts may come in any order."""
+
+    def __init__(self) -> None:
+        self._sums = np.zeros(len(_LANES), np.uint32)
+
+    def add(self, begin: int, part: np.ndarray) -> None:
+        """Takes in a part: the array's indices of the first dimension from `begin` on."""
+        size = part.dtype.itemsize
+        # Without 64-bit types in jax, words of 32: the same bits.
+        words = part.view(f"uint{8 * min(size, 4)}")
+        if size == 8:
+            words = words.reshape(*part.shape, 2)
+        self._sums += np.asarray(_part_sums(words, np.uint32(begin)))
+
+    def text(self) -> str:
+        """As `digests` has it."""
+        return _text(self._sums)
+
+
+def _text(sums: np.ndarray) -> str:
+    return "".join(f"{int(value):08x}" for value in sums)
 
 
 @jax.jit
 def _all_sums(arrays: list[jax.Array]) -> list[jax.Array]:
-    return [_sums(array) for array in arrays]
+    return [_sums(array, 0) for array in arrays]
 
 
-def _sums(array: jax.Array) -> jax.Array:
+@jax.jit
+def _part_sums(words: jax.Array, begin: jax.Array) -> jax.Array:
+    return _sums(words, begin)
+
+
+def _sums(array: jax.Array, begin: jax.Array | int) -> jax.Array:
     words = _words(array)
-    place = jnp.zeros(words.shape, jnp.uint32)
+    place = jnp.full(words.shape, jnp.asarray(begin, jnp.uint32) * jnp.uint32(_DIMS[0]))
     for dim in range(words.ndim):
         constant = jnp.uint32(_DIMS[dim % len(_DIMS)] + 2 * (dim // len(_DIMS)))
         place += lax.broadcasted_iota(jnp.uint32, words.shape, dim) * constant

@@ -12,6 +12,8 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from ._streamed import StreamedArray, StreamHandler
+
 SUMS = "sums.json"
 _OWN = "sums.process_{}.json"
 # orbax's mark of a finished directory, made after the sums.
@@ -20,25 +22,38 @@ _CHUNK_BYTES = 1 << 24
 _THREADS = 16
 
 
-class SummedArrays(ocp.StandardCheckpointHandler):
-    """orbax's arrays, with the size and the CRC-32 of every file beside them.
+class _Summed:
+    """A handler of arrays that writes the size and the CRC-32 of every file beside them.
 
     Each process sums what it has written as soon as it is on disk, in the background; the first process adds what it
     merges at the end. So `sums.json` is there before the step appears under its name.
     """
 
     async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
-        writes = await super().async_save(directory, *args, **kwargs)
+        writes = await super().async_save(directory, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         return [*(writes or ()), _Summing(directory, writes or ())]
 
     def finalize(self, directory: epath.Path) -> None:
-        super().finalize(directory)
+        super().finalize(directory)  # pyright: ignore[reportAttributeAccessIssue]
         sums: dict[str, Any] = {}
         for part in sorted(directory.glob(_OWN.format("*"))):
             sums.update(json.loads(part.read_text()))
             part.unlink()
         sums.update(_sum(directory, (name for name in files(directory) if name not in sums)))
         (directory / SUMS).write_text(sealed(sums))
+
+
+class SummedArrays(_Summed, ocp.StandardCheckpointHandler):
+    """orbax's handler of arrays in memory."""
+
+
+class SummedStreams(_Summed, ocp.PyTreeCheckpointHandler):
+    """orbax's handler of trees, for arrays that are made while they are written."""
+
+    def __init__(self) -> None:
+        handlers = (StreamedArray, StreamHandler()), (jax.Array, ocp.type_handlers.ArrayHandler())
+        registry = ocp.type_handlers.create_type_handler_registry(*handlers)
+        super().__init__(type_handler_registry=registry)
 
 
 class _Summing:

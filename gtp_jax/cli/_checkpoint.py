@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from ..checkpoint import Checkpoints
 from ..plan import columns, quantity
+from ._directory import checkpoints_in
 
 _EXAMPLES = """\
 examples:
@@ -127,10 +128,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _open(directory: Path) -> Checkpoints:
-    inside = directory / "checkpoints"
-    if not directory.is_dir():
-        raise FileNotFoundError(f"no directory {directory}. Give that of a run, or its checkpoints.")
-    return Checkpoints(inside if inside.is_dir() else directory, read_only=True)
+    return Checkpoints(checkpoints_in(directory), read_only=True)
 
 
 def _manifest_of(name: str) -> dict[str, Any]:

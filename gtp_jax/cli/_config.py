@@ -48,6 +48,13 @@ class TrainConfig:
     """
 
     preset: str = _knob("tiny", "model", f"size of the model: {', '.join(PRESETS)}", kind=str, metavar="NAME")
+    from_: str | None = _knob(
+        None,
+        "model",
+        "start from the parameters in a directory of checkpoints: imported, or of another run (default: random ones)",
+        kind=str,
+        metavar="DIR",
+    )
     dtype: str | None = _knob(
         None, "model", "compute dtype (default: bfloat16 on GPUs, float32 on CPUs)", kind=str, choices=DTYPES
     )

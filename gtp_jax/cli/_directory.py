@@ -101,3 +101,15 @@ class RunDirectory:
         if latest is None:
             return f"There is no checkpoint yet; start again from the beginning with: {command}"
         return f"The last checkpoint is of step {latest}, in {self.checkpoints}; go on with: {command}"
+
+
+def checkpoints_in(directory: Path) -> Path:
+    """Where the steps are: in a run's directory, or in a directory of checkpoints.
+
+    Raises:
+        FileNotFoundError: if there is no such directory.
+    """
+    inside = directory / "checkpoints"
+    if not directory.is_dir():
+        raise FileNotFoundError(f"no directory {directory}. Give that of a run, or its checkpoints.")
+    return inside if inside.is_dir() else directory

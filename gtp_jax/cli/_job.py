@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from ..models import Llama, LlamaConfig, next_token_loss
 from ..nn import abstract_model, init, take_apart
 from ..train import TrainState, eval_step, train_step
 from ._config import TrainConfig
+from ._start import start_params
 
 Metrics = dict[str, jax.Array]
 
@@ -88,6 +90,10 @@ def prepare(
                 f"{corpus.name} is not the text that this run was trained on: its content has changed, or --data "
                 "names another. Resume with the text as it was, or start a new run with another --out."
             )
+    elif config.from_ is not None:
+        like = TrainState.create(abstract, optimizer)
+        params = start_params(Path(config.from_), like)
+        state = TrainState.create(dataclasses.replace(like, params=params).model(), optimizer)
     else:
         state = TrainState.create(init(lambda rngs: Llama(model, rngs=rngs), nnx.Rngs(config.seed)), optimizer)
     schedule = learning_rate(config)

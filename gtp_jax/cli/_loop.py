@@ -65,7 +65,8 @@ def run_loop(job: Job, state: TrainState, checkpoints: Checkpoints, watch: Watch
     def save() -> None:
         settle()
         with progress.paused():
-            checkpoints.save(step, state, {"text": job.corpus.fingerprint}, loss=held_out.get(step))
+            extra = {"text": job.corpus.fingerprint, "model": job.model.architecture()}
+            checkpoints.save(step, state, extra, loss=held_out.get(step))
         watch.progress()
 
     with Interrupt() as interrupt:

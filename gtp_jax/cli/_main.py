@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import _bench, _checkpoint, _doctor, _inspect, _train
+from . import _bench, _checkpoint, _convert, _doctor, _inspect, _train
 from ._progress import Diverged
 
 _EXAMPLES = """\
@@ -20,6 +20,7 @@ examples:
   gtp-jax inspect --preset 8b --target h200:8
                                         what a step costs on GPUs, on a machine that has none
   gtp-jax checkpoint verify gtp-run     is every byte of a run's checkpoints as it was written
+  gtp-jax convert export gtp-run hf     its weights as Hugging Face's safetensors; also import
   gtp-jax bench kernels                 how fast the quantization kernels are on this machine
   gtp-jax doctor                        what is installed, what is missing, what to do
 
@@ -63,6 +64,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"gtp_jax {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where in the code an error was raised")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (_train, _inspect, _checkpoint, _bench, _doctor):
+    for command in (_train, _inspect, _checkpoint, _convert, _bench, _doctor):
         command.add_parser(commands)
     return parser

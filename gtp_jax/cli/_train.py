@@ -25,6 +25,7 @@ from ._log import read_log
 from ._loop import run_loop
 from ._progress import Diverged, Progress
 from ._report import heading, report
+from ._start import check_start
 from ._watch import Watch
 
 _DESCRIPTION = """\
@@ -63,12 +64,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         name, text, kind = options.pop("group"), options.pop("help"), options.pop("type")
         if name not in groups:
             groups[name] = parser.add_argument_group(name)
-        flag = f"--{field.name.replace('_', '-')}"
+        flag = f"--{field.name.rstrip('_').replace('_', '-')}"
         shown = "" if field.default in (None, ()) or "(default" in text else f" (default: {field.default})"
         if kind is bool:
             groups[name].add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
         else:
-            groups[name].add_argument(flag, type=kind, help=text + shown, **options)
+            groups[name].add_argument(flag, dest=field.name, type=kind, help=text + shown, **options)
     output = groups["output"].add_mutually_exclusive_group()
     output.add_argument("--resume", action="store_true", default=False, help="go on with the run in --out")
     output.add_argument("--force", action="store_true", default=False, help="replace the run in --out")
@@ -90,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
     directory.check(resume=args.resume, force=args.force)
     changes: list[str] = []
     if args.resume:
+        if "from_" in given:
+            raise ValueError("`from` is for a new run; a resumed one has its parameters. Leave out --from or --resume.")
         before = TrainConfig.load(directory.config)
         config = dataclasses.replace(before, **{**given, "out": config.out})
         changes = config.changes(before)
@@ -98,6 +101,9 @@ def run(args: argparse.Namespace) -> int:
     launch.join()
     degrees, corpus = together(lambda: _check(config))
     together(lambda: check_same(corpus.fingerprint))
+    if config.from_ is not None and not args.resume:
+        start = Path(config.from_)
+        together(lambda: check_start(start, config.model(corpus.vocab, dtype="float32")))
     mesh = make_mesh(**degrees)
     if jax.process_index() == 0:
         directory.prepare(config, keep=args.resume)

@@ -14,6 +14,8 @@ from ..chain import Remat, Schedule
 from ..mesh import ALIGNMENT
 from ..nn import MLP, Attention, Embed, LayerNormDense, Stack, TiedHead, check_heads, cross_entropy, run_chain
 
+_ARCHITECTURE = ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "tied", "rope_theta", "eps")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
@@ -70,6 +72,10 @@ class LlamaConfig:
     def schedule(self) -> Schedule:
         """The chain's schedule."""
         return Schedule(prefetch=self.prefetch, unroll=self.unroll, kept=self.kept)
+
+    def architecture(self) -> dict[str, Any]:
+        """The fields that say which model the weights are of; the others say how it is computed."""
+        return {name: getattr(self, name) for name in _ARCHITECTURE}
 
     def matmul_params(self) -> int:
         """Parameters that take part in a matmul: all but the norms' and an untied embedding's."""

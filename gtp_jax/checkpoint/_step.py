@@ -1,0 +1,132 @@
+"""The directory of one step: how orbax writes and reads it, and what is said when it is damaged."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from ._leaf import Leaf
+from ._manifest import read
+from ._streamed import StreamedArray
+from ._sums import SummedArrays, SummedStreams, damage
+
+# Its two parts.
+ARRAYS, _MANIFEST = "arrays", "manifest"
+_MANIFEST_FILE = "manifest.json"
+
+_SHOWN = 8
+
+
+def new_manager(directory: str, preservation: Any, *, background: bool = True) -> ocp.CheckpointManager:
+    """What writes steps. Makes the directory, and sweeps steps that look half-written.
+
+    Args:
+        directory: of all steps.
+        preservation: orbax's policy of which steps to keep.
+        background: whether it writes while the caller goes on.
+    """
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    registry.add(ARRAYS, ocp.args.StandardSave, SummedArrays())
+    registry.add(ARRAYS, ocp.args.PyTreeSave, SummedStreams())
+    registry.add(_MANIFEST, ocp.args.JsonSave, ocp.JsonCheckpointHandler(filename=_MANIFEST_FILE))
+    options = ocp.CheckpointManagerOptions(
+        preservation_policy=preservation,
+        cleanup_tmp_directories=True,
+        save_root_metadata=False,
+        enable_async_checkpointing=background,
+    )
+    return ocp.CheckpointManager(directory, options=options, handler_registry=registry)
+
+
+def write_step(manager: ocp.CheckpointManager, arrays: Mapping[str, Any], description: dict[str, Any]) -> None:
+    """Writes a step: arrays by name, all in memory or all streamed, and their manifest.
+
+    Raises:
+        ValueError: if the step is not above the latest one.
+    """
+    step, latest = description["step"], manager.latest_step()
+    if latest is not None and step <= latest:
+        raise ValueError(
+            f"`step` is {step}, but {manager.directory} already has step {latest}; steps must ascend. Resume from "
+            "it, or save to another directory."
+        )
+    tree = _nested({tuple(name.split("/")): array for name, array in arrays.items()})
+    if any(isinstance(array, StreamedArray) for array in arrays.values()):
+        save: Any = ocp.args.PyTreeSave(tree)
+    else:
+        # A stack of matrices lies on disk by the matrix, so that a reader of one need not read them all.
+        chunks = jax.tree.map(lambda array: ocp.SaveArgs(shard_axes=(0,) if array.ndim > 2 else ()), tree)
+        save = ocp.args.StandardSave(tree, save_args=chunks)
+    items = {ARRAYS: save, _MANIFEST: ocp.args.JsonSave(description)}
+    manager.save(step, args=ocp.args.Composite(**items), force=True)
+
+
+def read_arrays(path: Any, wanted: Sequence[Leaf], *, partial: bool) -> list[jax.Array]:
+    """Reads arrays as they are on disk.
+
+    Args:
+        path: of the step's directory.
+        wanted: which.
+        partial: whether there are others.
+
+    Raises:
+        ValueError: if files are damaged.
+    """
+    target = _nested({leaf.path: leaf.stored() for leaf in wanted})
+    restore_args = jax.tree.map(
+        lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype), target
+    )
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        try:
+            arrays = reader.restore(
+                path / ARRAYS, args=ocp.args.PyTreeRestore(target, restore_args, partial_restore=partial)
+            )
+        except Exception as error:  # whatever the decoders below make of damaged bytes
+            broken = damage(path / ARRAYS)
+            if not broken:
+                raise
+            raise ValueError(damaged(path, broken)) from error
+    return [functools.reduce(operator.getitem, leaf.path, arrays) for leaf in wanted]
+
+
+def read_manifest(path: Any) -> dict[str, Any]:
+    """The manifest of a step's directory.
+
+    Raises:
+        ValueError: if it is missing or damaged.
+    """
+    file = path / _MANIFEST / _MANIFEST_FILE
+    try:
+        return read(file.read_bytes().decode(errors="replace"))
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{path} has no {_MANIFEST_FILE}: it was not written by gtp_jax, or has been deleted in part. "
+            "Choose another step or directory."
+        ) from error
+    except ValueError as error:
+        raise ValueError(damaged(path, [f"{file}: {error}"])) from error
+
+
+def damaged(path: Any, lines: Sequence[str]) -> str:
+    """What to tell about a step's directory of which this is damaged."""
+    shown = "\n".join(f"  {line}" for line in lines[:_SHOWN])
+    more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    return (
+        f"the checkpoint {path} is damaged:\n{shown}{more}\nRestore another step; `gtp-jax checkpoint verify "
+        f"{path.parent}` says which are whole."
+    )
+
+
+def _nested(items: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in items.items():
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = value
+    return tree

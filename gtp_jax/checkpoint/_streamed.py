@@ -1,0 +1,74 @@
+"""Arrays that are made row by row while they are written, for models that no memory holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamedArray:
+    """A logical array, made some rows at a time. A row is an index of its first dimension.
+
+    Attributes:
+        shape: logical shape.
+        dtype: of its elements.
+        rows: how many rows are made and written at a time; divides their number.
+        make: `make(begin)` makes rows `begin` to `begin + rows`; called twice for each.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    rows: int
+    make: Callable[[int], np.ndarray]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", np.dtype(self.dtype))
+
+    def parts(self) -> Iterator[tuple[int, np.ndarray]]:
+        """All of the array: first row and values, part after part."""
+        wanted = (self.rows, *self.shape[1:])
+        for begin in range(0, self.shape[0], self.rows):
+            part = self.make(begin)
+            assert (part.shape, part.dtype) == (wanted, self.dtype), (part.shape, part.dtype, self)
+            yield begin, part
+
+
+class StreamHandler(ocp.type_handlers.TypeHandler):
+    """Writes streamed arrays one after the other, in chunks of a part each, as orbax writes arrays in memory."""
+
+    def typestr(self) -> str:
+        return "jax.Array"
+
+    async def metadata(self, infos: Sequence[Any]) -> Sequence[Any]:
+        raise NotImplementedError("arrays are described by the manifest")
+
+    async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
+        del args
+        for value, info in zip(values, infos, strict=True):
+            await info.await_path_creation()
+            own = f"{info.parent_dir}/ocdbt.process_{jax.process_index()}/"
+            store = {"driver": "ocdbt", "base": {"driver": "file", "path": own}, "path": info.name + "/"}
+            layout = {
+                "shape": value.shape,
+                "chunks": (value.rows, *value.shape[1:]),
+                "compressor": {"id": "zstd", "level": 1},
+            }
+            array = await ts.open(
+                {"driver": "zarr", "kvstore": store, "metadata": layout, "store_data_equal_to_fill_value": True},
+                dtype=value.dtype,
+                create=True,
+                context=info.ts_context,
+            )
+            for begin, part in value.parts():
+                await array[begin : begin + value.rows].write(part)
+        return []
+
+    async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
+        raise NotImplementedError("arrays are restored as `jax.Array`, by orbax's own handler")

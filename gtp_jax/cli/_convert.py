@@ -1,0 +1,102 @@
+"""`gtp-jax convert`: Llamas from and to Hugging Face's files."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ..convert import EXPORT_DTYPES, Converted, export_llama, import_llama
+from ..plan import quantity
+from ._directory import checkpoints_in
+
+_EXAMPLES = """\
+examples:
+  gtp-jax convert import Meta-Llama-3-8B/ llama     then: gtp-jax train --preset 8b --from llama ...
+  gtp-jax convert export gtp-run exported           the latest step, in bfloat16
+  gtp-jax convert export gtp-run exported-fp4 --step 100 --dtype nvfp4
+
+One tensor is in memory at a time. A directory that is written appears at the end, complete.
+"""
+
+_IMPORT = """\
+Makes a checkpoint at step 0 of a Hugging Face Llama: float32 parameters, without optimizer state.
+
+HF_DIR holds config.json and safetensors, in one file or in several with an index. Llamas only, without scaled rotary
+embedding and without quantized weights.
+"""
+
+_EXPORT = """\
+Writes the parameters of a checkpoint as a Hugging Face Llama: safetensors, their index, config.json.
+
+mxfp8 and nvfp4 quantize the linear layers of attention and MLP and leave embedding, norms and head in bfloat16, in the
+layout of NVIDIA ModelOpt, which vLLM reads. The tokenizer's files are for you to copy.
+"""
+
+_GB = 10**9
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Adds the subcommand."""
+    shared: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": _EXAMPLES}
+    parser = subparsers.add_parser(
+        "convert",
+        help="import and export Hugging Face Llamas",
+        description="Converts Llamas between checkpoints and Hugging Face's safetensors. Needs no GPU.",
+        **shared,
+    )
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    importer = verbs.add_parser(
+        "import", help="from Hugging Face's files to a checkpoint", description=_IMPORT, **shared
+    )
+    importer.add_argument("source", type=Path, metavar="HF_DIR", help="with config.json and safetensors")
+    importer.add_argument("out", type=Path, metavar="OUT", help="a new or an empty directory")
+    importer.set_defaults(run=_import)
+    exporter = verbs.add_parser(
+        "export", help="from a checkpoint to Hugging Face's files", description=_EXPORT, **shared
+    )
+    exporter.add_argument("source", type=Path, metavar="CHECKPOINT_DIR", help="of a run, or its checkpoints")
+    exporter.add_argument("out", type=Path, metavar="OUT", help="a new or an empty directory")
+    exporter.add_argument("--step", type=int, metavar="N", help="which step (default: the latest)")
+    exporter.add_argument("--dtype", choices=EXPORT_DTYPES, default="bfloat16", help="of weights (default: bfloat16)")
+    exporter.add_argument("--shard-gb", type=_size, default=5.0, metavar="X", help="most GB of a file (default: 5)")
+    exporter.set_defaults(run=_export)
+    return parser
+
+
+def _import(args: argparse.Namespace) -> int:
+    _on_cpu()
+    done = import_llama(args.source, args.out, progress=True)
+    print(f"read {_tensors(done)} in {args.source}")
+    print(f"{done.config.param_count():,} float32 parameters are in {args.out}, a checkpoint at step {done.step}")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    _on_cpu()
+    source = checkpoints_in(args.source)
+    shard_bytes = max(1, int(args.shard_gb * _GB))
+    done = export_llama(source, args.out, step=args.step, dtype=args.dtype, shard_bytes=shard_bytes, progress=True)
+    print(f"step {done.step} in {source}: {done.config.param_count():,} parameters as {args.dtype}")
+    print(f"wrote {_tensors(done)} to {args.out}, and config.json")
+    return 0
+
+
+def _on_cpu() -> None:
+    # A GPU's memory may be taken by a run, and what there is to compute is little beside reading and writing.
+    jax.config.update("jax_platforms", "cpu")
+
+
+def _tensors(done: Converted) -> str:
+    files = "1 file" if len(done.files) == 1 else f"{len(done.files)} files"
+    return f"{done.tensors} tensors, {quantity(done.nbytes, 'B')}, of {files}"
+
+
+def _size(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return value

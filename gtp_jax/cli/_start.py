@@ -1,0 +1,46 @@
+"""The parameters that a run starts from, if they are not random."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint import Checkpoints
+from ..models import LlamaConfig
+from ._directory import checkpoints_in
+
+
+def check_start(directory: Path, model: LlamaConfig) -> None:
+    """Checks that a checkpoint is of a model.
+
+    Raises:
+        FileNotFoundError: if there is no checkpoint.
+        ValueError: if it is of another model, naming what differs, or does not say of which.
+    """
+    found = _open(directory).manifest()["extra"].get("model")
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"the checkpoint in {directory} does not say of which model it is, so that a run cannot start from it. "
+            "Take one that `gtp-jax train` or `gtp-jax convert import` of this version has written."
+        )
+    wanted = model.architecture()
+    lines = [
+        f"  {name}: {found.get(name)} there, {wanted.get(name)} here"
+        for name in {**wanted, **found}
+        if found.get(name) != wanted.get(name)
+    ]
+    if lines:
+        raise ValueError(
+            f"the checkpoint in {directory} is of another model than this run's:\n"
+            + "\n".join(lines)
+            + "\nChoose the --preset, and the --tokenizer, that belong to it."
+        )
+
+
+def start_params(directory: Path, state_like: Any) -> dict[str, Any]:
+    """The parameters of the latest step there, on the shardings of a state's."""
+    return _open(directory).restore_params(state_like)
+
+
+def _open(directory: Path) -> Checkpoints:
+    return Checkpoints(checkpoints_in(directory.expanduser()), read_only=True)

@@ -1,0 +1,27 @@
+"""What a conversion has done."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from ..models import LlamaConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Converted:
+    """A model that was imported or exported.
+
+    Attributes:
+        config: sizes of the model.
+        step: of our checkpoint.
+        files: Hugging Face's files with tensors, those read or those written.
+        tensors: how many tensors they hold, scales included.
+        nbytes: of these tensors.
+    """
+
+    config: LlamaConfig
+    step: int
+    files: tuple[Path, ...]
+    tensors: int
+    nbytes: int

@@ -1,0 +1,66 @@
+"""How an export writes a model's tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from ._names import Tensor
+from ._quantized import LAYOUTS, Quantized
+from ._safetensors import DTYPES, Entry
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoding:
+    """Types of tensors in a file.
+
+    Attributes:
+        dtype: torch's name of the type of what is not quantized.
+        plain: safetensors' name of it.
+        quantized: of the weights of linear layers in attention and MLP, if they are.
+    """
+
+    dtype: str
+    plain: str
+    quantized: Quantized | None = None
+
+    def check(self, tensors: Iterable[Tensor]) -> None:
+        """Refuses tensors that cannot be written so.
+
+        Raises:
+            ValueError: naming one.
+        """
+        if self.quantized is not None:
+            self.quantized.check(tensor for tensor in tensors if _in_a_layer(tensor))
+
+    def entries(self, tensor: Tensor) -> list[Entry]:
+        """What a tensor becomes."""
+        if self.quantized is not None and _in_a_layer(tensor):
+            return self.quantized.entries(tensor)
+        return [Entry(tensor.name, self.plain, tensor.shape)]
+
+    def arrays(self, tensor: Tensor, values: np.ndarray, amax: Callable[[Tensor], np.float32]) -> list[np.ndarray]:
+        """The values of `entries`; rounding is to nearest, ties to even.
+
+        Args:
+            tensor: which.
+            values: of it.
+            amax: gives the largest finite magnitude of all weights that readers fuse with a weight.
+        """
+        if self.quantized is not None and _in_a_layer(tensor):
+            return self.quantized.arrays(values, amax(tensor) if self.quantized.format.has_amax else None)
+        return [values.astype(DTYPES[self.plain][0])]
+
+
+def _in_a_layer(tensor: Tensor) -> bool:
+    return tensor.linear and tensor.layer is not None
+
+
+ENCODINGS = {
+    "bfloat16": Encoding("bfloat16", "BF16"),
+    "float32": Encoding("float32", "F32"),
+    **{layout.name: Encoding("bfloat16", "BF16", layout) for layout in LAYOUTS},
+}
+EXPORT_DTYPES = tuple(ENCODINGS)

@@ -1,0 +1,172 @@
+"""From our checkpoint to Hugging Face's files."""
+
+from __future__ import annotations
+
+import collections
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from ..checkpoint import Checkpoints, Digest, StoredArray
+from ..models import LlamaConfig
+from ..ops import multi_amax
+from ._config import write_config
+from ._converted import Converted
+from ._encoding import ENCODINGS, Encoding
+from ._files import INDEX_FILE, SINGLE_FILE, shard_file
+from ._fresh import fresh_directory
+from ._names import Tensor, array_shapes, tensors
+from ._safetensors import Entry, Writer, shard
+
+_SHOWN = 8
+
+
+def export_llama(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    step: int | None = None,
+    dtype: str = "bfloat16",
+    shard_bytes: int = 5_000_000_000,
+    config: LlamaConfig | None = None,
+    max_positions: int | None = None,
+    progress: bool = False,
+) -> Converted:
+    """Writes the parameters of a checkpoint as a Hugging Face Llama: safetensors, their index, config.json.
+
+    One tensor is in memory at a time. What was read is checked against the checkpoint's digests, and `out` appears at
+    the end, complete. The tokenizer is not part of a checkpoint; its files are to be copied there.
+
+    Args:
+        checkpoint: the directory of checkpoints.
+        out: a new or an empty directory.
+        step: which step; the latest by default.
+        dtype: of the weights: `bfloat16` (rounded to nearest, ties to even) or `float32`; or `mxfp8` or `nvfp4`, which
+            quantize the linear layers of attention and MLP and leave the rest in bfloat16.
+        shard_bytes: bytes of tensors in a file, at most, unless a single tensor has more.
+        config: sizes of the model; by default, those that the checkpoint was saved with.
+        max_positions: for config.json; by default what the model was imported with, if it was.
+        progress: show a bar on a terminal.
+
+    Returns:
+        What was written.
+
+    Raises:
+        FileNotFoundError: if there is no such step.
+        ValueError: if the checkpoint is damaged, is not of a Llama of these sizes, or does not say which and neither
+            does `config`; if the rows of a weight are not whole blocks; if `out` is not empty; or if an argument is
+            out of range.
+    """
+    if dtype not in ENCODINGS:
+        raise ValueError(f"`dtype` is {dtype!r}; it is one of {', '.join(ENCODINGS)}.")
+    if shard_bytes < 1:
+        raise ValueError(f"`shard_bytes` is {shard_bytes}; it is a whole number of at least 1.")
+    found = Checkpoints(checkpoint, read_only=True)
+    manifest = found.manifest(step)
+    config = _config(manifest["extra"], str(checkpoint)) if config is None else config
+    encoding = ENCODINGS[dtype]
+    stored = _parameters(found.arrays(manifest["step"]), config, f"step {manifest['step']} in {checkpoint}")
+    wanted = tensors(config)
+    encoding.check(wanted)
+    entries = [entry for tensor in wanted for entry in encoding.entries(tensor)]
+    parts = list(shard(entries, shard_bytes))
+    files = [SINGLE_FILE] if len(parts) == 1 else [shard_file(i, len(parts)) for i in range(len(parts))]
+    values = _Values(stored, wanted)
+    arrays = values.encoded(encoding)
+    nbytes = sum(entry.nbytes for entry in entries)
+    bar = tqdm(total=nbytes, desc="export", unit="B", unit_scale=True, disable=None if progress else True)
+    with fresh_directory(Path(out)) as directory, bar:
+        for file, part in zip(files, parts, strict=True):
+            with Writer(directory / file, part, {"format": "pt"}) as writer:
+                for entry in part:
+                    writer.write(next(arrays))
+                    bar.update(entry.nbytes)
+        values.check(found, manifest["step"])
+        if len(parts) > 1:
+            _write_index(directory / INDEX_FILE, files, parts)
+        write_config(directory, config, encoding, manifest["extra"].get("hugging_face", {}), max_positions)
+    return Converted(config, manifest["step"], tuple(Path(out) / file for file in files), len(entries), nbytes)
+
+
+class _Values:
+    """Tensors' values, read from our arrays, with a digest of all that was read."""
+
+    def __init__(self, stored: dict[str, StoredArray], wanted: list[Tensor]) -> None:
+        self._stored = stored
+        self._wanted = wanted
+        self._digests: dict[str, Digest] = collections.defaultdict(Digest)
+        self._fused = ""
+        self._amax = np.float32(0)
+
+    def encoded(self, encoding: Encoding) -> Iterator[np.ndarray]:
+        """What is to be written, in order."""
+        for tensor in self._wanted:
+            yield from encoding.arrays(tensor, self._read(tensor, digest=True), self._fused_amax)
+
+    def check(self, checkpoints: Checkpoints, step: int) -> None:
+        """Compares what was read with what was saved."""
+        wrong = [a.name for path, a in self._stored.items() if self._digests[path].text() != a.digest]
+        if wrong:
+            raise ValueError(checkpoints.damage_report(step, wrong))
+
+    def _read(self, tensor: Tensor, *, digest: bool) -> np.ndarray:
+        array = self._stored[tensor.path]
+        begin, end = (0, array.shape[0]) if tensor.layer is None else (tensor.layer, tensor.layer + 1)
+        part = array.read(begin, end)
+        if digest:
+            self._digests[tensor.path].add(begin, part)
+        whole = part if tensor.layer is None else part[0]
+        return whole.T if tensor.linear else whole
+
+    def _fused_amax(self, tensor: Tensor) -> np.float32:
+        if tensor.fused != self._fused:  # they come one after the other
+            members = (other for other in self._wanted if other.fused == tensor.fused)
+            found = [multi_amax([jnp.asarray(self._read(other, digest=False), jnp.float32)]) for other in members]
+            self._fused, self._amax = tensor.fused, np.float32(np.max(found))
+        return self._amax
+
+
+def _config(extra: dict[str, Any], where: str) -> LlamaConfig:
+    try:
+        return LlamaConfig(**extra["model"])
+    except KeyError:
+        raise ValueError(
+            f"the checkpoint in {where} does not say of which model it is. Pass `config`, the `LlamaConfig` that it "
+            "was trained with, to `gtp_jax.convert.export_llama`; or save with `{'model': config.architecture()}` as "
+            "`extra`, as `gtp-jax train` does."
+        ) from None
+    except TypeError as error:
+        raise ValueError(f"the checkpoint in {where} is not of a Llama of this version: {error}.") from error
+
+
+def _parameters(arrays: dict[str, StoredArray], config: LlamaConfig, where: str) -> dict[str, StoredArray]:
+    """A checkpoint's parameters by path, if they are those of such a model."""
+    prefix = "params/"
+    has = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+    wants = array_shapes(config)
+    shapes: dict[str, Any] = {path: array.shape for path, array in has.items()}
+    lines = [
+        f"  {prefix}{path}: {shapes.get(path, 'no such array')} found, {wants.get(path, 'no such array')} wanted"
+        for path in {**wants, **shapes}
+        if shapes.get(path) != wants.get(path)
+    ]
+    if lines:
+        more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        raise ValueError(
+            f"{where} is not of a Llama of the sizes {config.architecture()}:\n"
+            + "\n".join([*lines[:_SHOWN], *more])
+            + "\nPass the configuration that it was trained with."
+        )
+    return has
+
+
+def _write_index(path: Path, files: Sequence[str], parts: Sequence[Sequence[Entry]]) -> None:
+    where = {entry.name: file for file, part in zip(files, parts, strict=True) for entry in part}
+    total = sum(entry.nbytes for part in parts for entry in part)
+    content = {"metadata": {"total_size": total}, "weight_map": where}
+    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,31 @@
+"""A directory that is there in full or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def fresh_directory(out: Path) -> Iterator[Path]:
+    """A directory beside `out` to write to, which takes its name at the end, or is deleted after an error.
+
+    Raises:
+        ValueError: if `out` is a file, or a directory with something in it.
+    """
+    out = out.expanduser().absolute()
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        what = "is a directory with something in it" if out.is_dir() else "is a file"
+        raise ValueError(f"`out` {out} {what}. Choose a new or an empty directory.")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = out.with_name(f".{out.name}.incomplete-{os.getpid()}")
+    part.mkdir()
+    try:
+        yield part
+        part.replace(out)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise

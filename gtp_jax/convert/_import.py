@@ -1,0 +1,98 @@
+"""From Hugging Face's files to our checkpoint."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from ..checkpoint import Checkpoints, StreamedArray
+from ._config import read_config
+from ._converted import Converted
+from ._files import open_tensors
+from ._fresh import fresh_directory
+from ._names import Tensor, array_shapes, tensors
+from ._safetensors import Reader
+
+# What a float32 master holds exactly.
+_DTYPES = ("F32", "BF16", "F16")
+# Tables of the rotary embedding that old files carry along.
+_IGNORED = ".rotary_emb.inv_freq"
+
+_SHOWN = 8
+
+
+def import_llama(hugging_face: str | Path, out: str | Path, *, progress: bool = False) -> Converted:
+    """Makes a checkpoint at step 0 of a Hugging Face Llama in safetensors: float32 parameters, no optimizer state.
+
+    One tensor is in memory at a time, and is read twice. `out` appears at the end, complete.
+
+    Args:
+        hugging_face: directory with config.json and safetensors, in one file or in several with an index.
+        out: a new or an empty directory, of checkpoints then.
+        progress: show a bar on a terminal.
+
+    Returns:
+        What was read; the model's sizes are in the checkpoint's `extra` too, as `model`.
+
+    Raises:
+        FileNotFoundError: if a file is missing.
+        ValueError: if the model is not one that our Llama computes, if tensors are missing, too many, or of another
+            shape or dtype, if a file is damaged, or if `out` is not empty.
+    """
+    source = Path(hugging_face).expanduser()
+    config, original = read_config(source)
+    readers = open_tensors(source)
+    wanted = tensors(config)
+    _check(source, readers, wanted)
+    nbytes = sum(readers[tensor.name].entries[tensor.name].nbytes for tensor in wanted)
+    bar = tqdm(total=2 * nbytes, desc="import", unit="B", unit_scale=True, disable=None if progress else True)
+
+    def make(rows: list[Tensor], begin: int) -> np.ndarray:
+        tensor = rows[begin]
+        values = readers[tensor.name].read(tensor.name)
+        bar.update(values.nbytes)
+        whole = np.ascontiguousarray(values.T if tensor.linear else values, np.float32)
+        return whole if tensor.layer is None else whole[None]
+
+    rows: dict[str, list[Tensor]] = {}
+    for tensor in wanted:
+        rows.setdefault(tensor.path, []).append(tensor)
+    params = {
+        path: StreamedArray(
+            shape, np.float32, shape[0] if rows[path][0].layer is None else 1, functools.partial(make, rows[path])
+        )
+        for path, shape in array_shapes(config).items()
+    }
+    extra: dict[str, Any] = {"model": config.architecture(), "hugging_face": original}
+    with bar, fresh_directory(Path(out)) as directory, Checkpoints(directory) as checkpoints:
+        checkpoints.save_params(0, params, extra)
+    files = dict.fromkeys(readers[tensor.name].path for tensor in wanted)
+    return Converted(config, 0, tuple(files), len(wanted), nbytes)
+
+
+def _check(source: Path, readers: dict[str, Reader], wanted: list[Tensor]) -> None:
+    """Compares the tensors that are there with those of the model."""
+    shapes = {tensor.name: tensor.shape for tensor in wanted}
+    lines = []
+    for name in {**shapes, **readers}:
+        if name not in readers:
+            lines.append(f"  {name}: in no file, {list(shapes[name])} wanted")
+            continue
+        entry, file = readers[name].entries[name], readers[name].path.name
+        found = f"{entry.dtype}{list(entry.shape)}"
+        if name not in shapes:
+            if not name.endswith(_IGNORED):
+                lines.append(f"  {name}: {found} in {file}, no such tensor wanted")
+        elif entry.shape != shapes[name] or entry.dtype not in _DTYPES:
+            lines.append(f"  {name}: {found} in {file}, {list(shapes[name])} of {', '.join(_DTYPES)} wanted")
+    if lines:
+        more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        raise ValueError(
+            f"the tensors in {source} are not those of the Llama in its config.json ({len(lines)} differ):\n"
+            + "\n".join([*lines[:_SHOWN], *more])
+            + "\nTake the config.json that belongs to the weights, without adapters or other heads."
+        )

@@ -1,0 +1,83 @@
+"""Which tensor of a Hugging Face Llama is which of our arrays: the one table."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..models import LlamaConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor of a Hugging Face model, and where it is among our parameters.
+
+    Both use the half-split rotary embedding, so no rows are permuted; a linear layer's weight is (out, in) there and
+    (in, out) here; layers are separate there and stacked here.
+
+    Attributes:
+        name: theirs.
+        shape: theirs.
+        path: of our array, joined by slashes, below `params`.
+        layer: the row of our array that this is; `None` if it is the whole array.
+        linear: whether it is the weight of a linear layer, whose two dimensions change places.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    path: str
+    layer: int | None
+    linear: bool
+
+    @property
+    def fused(self) -> str:
+        """The same for those linear weights that are one matmul, with us and with other tools; of linear weights."""
+        return f"{self.path.rpartition('kernel')[0]}{self.layer}"
+
+
+# Theirs, ours, shape of theirs. A norm and the layers it feeds are one module here.
+_BEFORE = (("model.embed_tokens.weight", "embed/table", ("vocab", "dim")),)
+_LAYER = (
+    ("input_layernorm.weight", "attention/qkv/scale", ("dim",)),
+    ("self_attn.q_proj.weight", "attention/qkv/kernel/query", ("query", "dim")),
+    ("self_attn.k_proj.weight", "attention/qkv/kernel/key", ("key", "dim")),
+    ("self_attn.v_proj.weight", "attention/qkv/kernel/value", ("key", "dim")),
+    ("self_attn.o_proj.weight", "attention/out/kernel", ("dim", "query")),
+    ("post_attention_layernorm.weight", "mlp/up/scale", ("dim",)),
+    ("mlp.gate_proj.weight", "mlp/up/kernel/gate", ("ffn", "dim")),
+    ("mlp.up_proj.weight", "mlp/up/kernel/up", ("ffn", "dim")),
+    ("mlp.down_proj.weight", "mlp/down/kernel", ("dim", "ffn")),
+)
+_AFTER = (("model.norm.weight", "head/scale", ("dim",)),)
+# A tied head has no weight of its own.
+_HEAD = (("lm_head.weight", "head/kernel", ("vocab", "dim")),)
+
+
+def tensors(config: LlamaConfig) -> list[Tensor]:
+    """All tensors of a model, in the order in which Hugging Face writes them."""
+    sizes = {
+        "vocab": config.vocab,
+        "dim": config.dim,
+        "ffn": config.ffn,
+        "query": config.heads * config.head_dim,
+        "key": config.kv_heads * config.head_dim,
+    }
+
+    def tensor(row: tuple[str, str, tuple[str, ...]], layer: int | None = None) -> Tensor:
+        theirs, ours, dims = row
+        if layer is not None:
+            theirs, ours = f"model.layers.{layer}.{theirs}", f"blocks/layers/{ours}"
+        return Tensor(theirs, tuple(sizes[dim] for dim in dims), ours, layer, linear="kernel" in ours.split("/"))
+
+    before = [tensor(row) for row in _BEFORE]
+    layers = [tensor(row, layer) for layer in range(config.layers) for row in _LAYER]
+    after = [tensor(row) for row in (*_AFTER, *(() if config.tied else _HEAD))]
+    return [*before, *layers, *after]
+
+
+def array_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of our arrays, by path."""
+    found: dict[str, tuple[int, ...]] = {}
+    for tensor in tensors(config):
+        shape = tensor.shape[::-1] if tensor.linear else tensor.shape
+        found[tensor.path] = shape if tensor.layer is None else (config.layers, *shape)
+    return found

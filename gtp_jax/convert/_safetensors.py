@@ -1,0 +1,207 @@
+"""The safetensors format: 8 bytes with the header's length, a JSON header, the tensors' bytes one after the other.
+
+Our own, because the `safetensors` package knows the types of MXFP8 and NVFP4 in the header but not in numpy; and
+because a model is written as it comes, tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import ml_dtypes
+import numpy as np
+
+# Name in the header: numpy's type and bits of an element. Of elements narrower than a byte, numpy holds packed bytes.
+DTYPES: dict[str, tuple[np.dtype[Any], int]] = {
+    "BOOL": (np.dtype(np.bool_), 8),
+    "F4": (np.dtype(np.uint8), 4),
+    "U8": (np.dtype(np.uint8), 8),
+    "I8": (np.dtype(np.int8), 8),
+    "F8_E4M3": (np.dtype(ml_dtypes.float8_e4m3fn), 8),
+    "F8_E5M2": (np.dtype(ml_dtypes.float8_e5m2), 8),
+    "F8_E8M0": (np.dtype(ml_dtypes.float8_e8m0fnu), 8),
+    "U16": (np.dtype(np.uint16), 16),
+    "I16": (np.dtype(np.int16), 16),
+    "F16": (np.dtype(np.float16), 16),
+    "BF16": (np.dtype(ml_dtypes.bfloat16), 16),
+    "U32": (np.dtype(np.uint32), 32),
+    "I32": (np.dtype(np.int32), 32),
+    "F32": (np.dtype(np.float32), 32),
+    "U64": (np.dtype(np.uint64), 64),
+    "I64": (np.dtype(np.int64), 64),
+    "F64": (np.dtype(np.float64), 64),
+}
+
+_METADATA = "__metadata__"
+_LENGTH_BYTES = 8
+# The reference implementation refuses more.
+_MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A tensor of a file.
+
+    Attributes:
+        name: its name.
+        dtype: a key of `DTYPES`.
+        shape: in elements.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * DTYPES[self.dtype][1] // 8
+
+    @property
+    def packed_shape(self) -> tuple[int, ...]:
+        """Shape of numpy's array: the last dimension counts bytes where an element is less than one."""
+        bits = DTYPES[self.dtype][1]
+        return self.shape if bits >= 8 else (*self.shape[:-1], self.shape[-1] * bits // 8)
+
+
+class Writer:
+    """Writes a file whose tensors are known by name, type and shape, as their values come, in their order.
+
+    Args:
+        path: of the file, which must not be there.
+        entries: its tensors.
+        metadata: strings by name, for the header.
+    """
+
+    def __init__(self, path: Path, entries: Sequence[Entry], metadata: dict[str, str]) -> None:
+        header: dict[str, Any] = {_METADATA: metadata}
+        end = 0
+        for entry in entries:
+            begin, end = end, end + entry.nbytes
+            header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [begin, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _LENGTH_BYTES)  # so that tensors are aligned
+        self._left = list(reversed(entries))
+        self._file = path.open("xb")
+        self._file.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+
+    def write(self, values: np.ndarray) -> None:
+        """Writes the next tensor."""
+        entry = self._left.pop()
+        assert (values.shape, values.dtype) == (entry.packed_shape, DTYPES[entry.dtype][0]), (entry, values.dtype)
+        self._file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del kind, trace
+        with self._file:
+            if error is None:
+                assert not self._left, self._left
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+
+class Reader:
+    """A file, whose header is read and checked at once and whose tensors are read one at a time.
+
+    Attributes:
+        path: of the file.
+        entries: its tensors by name.
+        metadata: the header's strings.
+
+    Raises:
+        ValueError: if the file is not whole, or not of the format; naming file, tensor, what is there and what is
+            wanted.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
+                raise self._broken(
+                    f"its first 8 bytes announce a header of {length} bytes, but the file has {size} (and a header at "
+                    f"most {_MAX_HEADER_BYTES})"
+                )
+            text = file.read(length)
+        self._begin = _LENGTH_BYTES + length
+        try:
+            header = json.loads(text, object_pairs_hook=_unique)
+        except ValueError as error:
+            raise self._broken(f"its header is not JSON: {error}") from error
+        if not isinstance(header, dict):
+            raise self._broken(f"its header is a {type(header).__name__}, not an object of tensors")
+        self.metadata: dict[str, str] = header.pop(_METADATA, {})
+        parsed = {name: self._entry(name, found) for name, found in header.items()}
+        self.entries: dict[str, Entry] = {name: entry for name, (entry, _) in parsed.items()}
+        self._offsets = {name: begin for name, (_, begin) in parsed.items()}
+        end, last = 0, "the header"
+        for name in sorted(parsed, key=lambda name: (self._offsets[name], self.entries[name].nbytes)):
+            begin = self._offsets[name]
+            if begin != end:
+                what = "overlaps" if begin < end else "leaves a hole behind"
+                raise self._broken(f"{name} begins at byte {begin} and so {what} {last}, which ends at byte {end}")
+            end, last = begin + self.entries[name].nbytes, name
+        if self._begin + end != size:
+            what = "truncated" if self._begin + end > size else "longer than its tensors"
+            raise self._broken(f"it is {what}: {size} bytes, {self._begin + end} are wanted")
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor's values; packed bytes where an element is narrower than a byte."""
+        entry = self.entries[name]
+        with self.path.open("rb") as file:
+            file.seek(self._begin + self._offsets[name])
+            flat = np.fromfile(file, np.uint8, entry.nbytes)
+        if flat.nbytes != entry.nbytes:
+            raise self._broken(f"{name} ends after {flat.nbytes} of {entry.nbytes} bytes")
+        return flat.view(DTYPES[entry.dtype][0]).reshape(entry.packed_shape)
+
+    def _entry(self, name: str, found: Any) -> tuple[Entry, int]:
+        try:
+            dtype, shape, (begin, end) = found["dtype"], tuple(found["shape"]), found["data_offsets"]
+        except (TypeError, KeyError, ValueError) as error:
+            raise self._broken(f"{name} is described by {found}; dtype, shape and data_offsets are wanted") from error
+        if dtype not in DTYPES:
+            raise self._broken(f"{name} has the unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
+        if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+            raise self._broken(f"{name} has shape {list(shape)} and offsets {[begin, end]}; whole numbers are wanted")
+        entry = Entry(name, dtype, shape)
+        if math.prod(shape) * DTYPES[dtype][1] % 8 or (shape and shape[-1] * DTYPES[dtype][1] % 8):
+            raise self._broken(f"{name}, {dtype}{list(shape)}, does not fill whole bytes")
+        if end - begin != entry.nbytes:
+            raise self._broken(f"{name}, {dtype}{list(shape)}, has {end - begin} bytes, {entry.nbytes} are wanted")
+        return entry, begin
+
+    def _broken(self, what: str) -> ValueError:
+        return ValueError(f"{self.path} is not a whole safetensors file: {what}. Download or write it again.")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
+    return found
+
+
+def shard(entries: Sequence[Entry], limit: int) -> Iterator[list[Entry]]:
+    """Splits tensors, in their order, into files of at most `limit` bytes of tensors, or of one that is larger."""
+    part: list[Entry] = []
+    for entry in entries:
+        if part and sum(e.nbytes for e in part) + entry.nbytes > limit:
+            yield part
+            part = []
+        part.append(entry)
+    yield part

@@ -1,0 +1,158 @@
+"""Hugging Face Llamas made and read without gtp_jax: by the `safetensors` package, numpy, and their documentation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import safetensors.numpy
+
+TYPES = {
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "U8": np.uint8,
+}
+
+# Grouped queries, a vocabulary and an ffn that need padding on a mesh, and wavelengths that are not the default.
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 102,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 160,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "bos_token_id": 7,
+}
+
+
+def shapes(config: dict) -> dict[str, tuple[int, ...]]:
+    """Names and shapes, as transformers' `LlamaForCausalLM` has them."""
+    dim, ffn, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    query = config["num_attention_heads"] * config["head_dim"]
+    key = config["num_key_value_heads"] * config["head_dim"]
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, dim), "model.norm.weight": (dim,)}
+    for i in range(config["num_hidden_layers"]):
+        found |= {
+            f"model.layers.{i}.input_layernorm.weight": (dim,),
+            f"model.layers.{i}.self_attn.q_proj.weight": (query, dim),
+            f"model.layers.{i}.self_attn.k_proj.weight": (key, dim),
+            f"model.layers.{i}.self_attn.v_proj.weight": (key, dim),
+            f"model.layers.{i}.self_attn.o_proj.weight": (dim, query),
+            f"model.layers.{i}.post_attention_layernorm.weight": (dim,),
+            f"model.layers.{i}.mlp.gate_proj.weight": (ffn, dim),
+            f"model.layers.{i}.mlp.up_proj.weight": (ffn, dim),
+            f"model.layers.{i}.mlp.down_proj.weight": (dim, ffn),
+        }
+    return found if config["tie_word_embeddings"] else {**found, "lm_head.weight": (vocab, dim)}
+
+
+def random_tensors(config: dict, dtype=np.float32, seed: int = 0) -> dict[str, np.ndarray]:
+    """Values that keep activations near one, norms near one."""
+    rng = np.random.default_rng(seed)
+
+    def values(name, shape):
+        host = rng.standard_normal(shape)
+        return (1 + 0.1 * host if "norm" in name else host if "embed" in name else host / np.sqrt(shape[1])).astype(
+            dtype
+        )
+
+    return {name: values(name, shape) for name, shape in shapes(config).items()}
+
+
+def write_file(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """A file, by the `safetensors` package."""
+    contiguous = {name: np.ascontiguousarray(values) for name, values in tensors.items()}
+    safetensors.numpy.save_file(contiguous, str(path), {"format": "pt"})
+
+
+def write_model(folder: Path, tensors: dict[str, np.ndarray], config: dict, files: int = 1) -> Path:
+    """A directory, in one file or in several with an index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if files == 1:
+        write_file(folder / "model.safetensors", tensors)
+        return folder
+    where = {name: f"model-{i % files + 1:05d}-of-{files:05d}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(where.values()):
+        write_file(folder / file, {name: tensors[name] for name in tensors if where[name] == file})
+    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def read_file(path: Path) -> dict[str, np.ndarray]:
+    """A file's tensors, by the `safetensors` package."""
+    return {
+        name: np.frombuffer(tensor["data"], TYPES[tensor["dtype"]]).reshape(tensor["shape"])
+        for name, tensor in safetensors.deserialize(path.read_bytes())
+    }
+
+
+def read_model(folder: Path) -> dict[str, np.ndarray]:
+    """A directory's tensors, found through the index where there is one."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return read_file(folder / "model.safetensors")
+    where = json.loads(index.read_text())["weight_map"]
+    files = {file: read_file(folder / file) for file in set(where.values())}
+    assert {name: file for file, held in files.items() for name in held} == where
+    return {name: files[file][name] for name, file in where.items()}
+
+
+def assert_same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    """The same names, dtypes, shapes and bits."""
+    assert sorted(found) == sorted(wanted)
+    for name, values in wanted.items():
+        assert (found[name].dtype, found[name].shape) == (values.dtype, values.shape), name
+        assert found[name].tobytes() == values.tobytes(), name
+
+
+def logits(tensors: dict[str, np.ndarray], config: dict, tokens: np.ndarray) -> np.ndarray:
+    """What transformers' Llama computes, in float64."""
+    weights = {name: values.astype(np.float64) for name, values in tensors.items()}
+    heads, kv_heads, width = (config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    batch, length = tokens.shape
+
+    def norm(x, name):
+        return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + config["rms_norm_eps"]) * weights[name]
+
+    def linear(x, name):
+        return x @ weights[name].T
+
+    frequencies = config["rope_theta"] ** (-np.arange(0, width, 2) / width)
+    angles = np.concatenate([np.outer(np.arange(length), frequencies)] * 2, -1)[:, None]
+
+    def rotate(x):
+        half = np.concatenate([-x[..., width // 2 :], x[..., : width // 2]], -1)
+        return x * np.cos(angles) + half * np.sin(angles)
+
+    x = weights["model.embed_tokens.weight"][tokens]
+    for i in range(config["num_hidden_layers"]):
+        at = f"model.layers.{i}."
+        h = norm(x, at + "input_layernorm.weight")
+        q = rotate(linear(h, at + "self_attn.q_proj.weight").reshape(batch, length, heads, width))
+        k = rotate(linear(h, at + "self_attn.k_proj.weight").reshape(batch, length, kv_heads, width))
+        v = linear(h, at + "self_attn.v_proj.weight").reshape(batch, length, kv_heads, width)
+        k, v = (np.repeat(t, heads // kv_heads, axis=2) for t in (k, v))
+        scores = np.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(width)
+        scores = np.where(np.tril(np.ones((length, length), bool)), scores, -np.inf)
+        weight = np.exp(scores - scores.max(-1, keepdims=True))
+        mixed = np.einsum("bhqk,bkhd->bqhd", weight / weight.sum(-1, keepdims=True), v)
+        x = x + linear(mixed.reshape(batch, length, -1), at + "self_attn.o_proj.weight")
+        h = norm(x, at + "post_attention_layernorm.weight")
+        gate = linear(h, at + "mlp.gate_proj.weight")
+        up = linear(h, at + "mlp.up_proj.weight")
+        x = x + linear(gate / (1 + np.exp(-gate)) * up, at + "mlp.down_proj.weight")
+    x = norm(x, "model.norm.weight")
+    return linear(x, "model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight")

@@ -1,0 +1,260 @@
+"""What cannot be converted is refused by a message that says why, and nothing is left behind."""
+
+import json
+import random
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+from gtp_jax.checkpoint import Checkpoints, StreamedArray
+from gtp_jax.convert import export_llama, import_llama
+from gtp_jax.convert._files import open_tensors
+from gtp_jax.convert._import import _check
+from gtp_jax.convert._names import tensors as wanted_tensors
+from gtp_jax.convert._safetensors import Reader
+from gtp_jax.models import LlamaConfig
+
+from .hugging_face import CONFIG, assert_same, random_tensors, read_model, write_model
+
+SIZES = dict(vocab=102, dim=64, layers=1, heads=4, kv_heads=2, head_dim=32, ffn=160)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A model in two files, and the checkpoint made of it."""
+    folder = tmp_path_factory.mktemp("made")
+    write_model(folder / "hf", random_tensors(CONFIG), CONFIG, files=2)
+    import_llama(folder / "hf", folder / "imported")
+    return folder
+
+
+@pytest.fixture
+def source(made, tmp_path):
+    """The model again, to be changed."""
+    return shutil.copytree(made / "hf", tmp_path / "hf")
+
+
+def refused(convert, *arguments, out, error=ValueError, **options) -> str:
+    """The message; nothing has been written."""
+    before = sorted(p.name for p in out.parent.iterdir())
+    with pytest.raises(error) as caught:
+        convert(*arguments, out, **options)
+    assert sorted(p.name for p in out.parent.iterdir()) == before
+    return str(caught.value)
+
+
+def change_config(source, **fields):
+    (source / "config.json").write_text(json.dumps({**CONFIG, **fields}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(model_type="mistral"), "has model_type 'mistral' .* Only Llamas can be imported"),
+        (dict(architectures=["LlamaForSequenceClassification"]), "Only Llamas can be imported"),
+        (dict(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "has rope_scaling of the type 'llama3'.*without"),
+        (dict(rope_scaling={"type": "linear", "factor": 2.0}), "has rope_scaling of the type 'linear'"),
+        (dict(rope_parameters={"rope_type": "yarn"}), "has rope_parameters of the type 'yarn'"),
+        (dict(attention_bias=True), "has attention_bias True, False is wanted: .* biases in the attention"),
+        (dict(hidden_act="gelu"), "has hidden_act 'gelu'.*another activation"),
+        (dict(num_attention_heads=3), "`kv_heads` 2 does not divide `heads` 3"),
+        (dict(hidden_size=None), "lacks hidden_size. Take the config.json that belongs to the weights"),
+        (dict(hidden_size="64"), "config.json: "),
+    ],
+)
+def test_configurations_that_our_llama_does_not_compute(source, tmp_path, fields, message):
+    change_config(source, **fields)
+    assert re.search(message, refused(import_llama, source, out=tmp_path / "out"))
+
+
+def test_newer_place_of_the_wavelengths_is_read(source, tmp_path):
+    config = {**CONFIG, "rope_parameters": {"rope_type": "default", "rope_theta": 1234.0}}
+    del config["rope_theta"]
+    (source / "config.json").write_text(json.dumps(config))
+    assert import_llama(source, tmp_path / "out").config.rope_theta == 1234.0
+
+
+def test_files_that_are_not_there(source, tmp_path):
+    out = tmp_path / "out"
+    (source / "model-00002-of-00002.safetensors").unlink()
+    message = refused(import_llama, source, out=out, error=FileNotFoundError)
+    assert "names model-00002-of-00002.safetensors, not in" in message and "Download them as well" in message
+    (source / "model.safetensors.index.json").unlink()
+    message = refused(import_llama, source, out=out, error=FileNotFoundError)
+    assert "has neither model.safetensors nor model.safetensors.index.json" in message
+    (source / "config.json").unlink()
+    assert "has no config.json" in refused(import_llama, source, out=out, error=FileNotFoundError)
+    message = refused(import_llama, tmp_path / "nowhere", out=out, error=FileNotFoundError)
+    assert "nowhere has no config.json. Give a directory with a Hugging Face model" in message
+
+
+def test_files_that_are_not_json(source, tmp_path):
+    (source / "model.safetensors.index.json").write_text("{}")
+    assert "has no object `weight_map`" in refused(import_llama, source, out=tmp_path / "out")
+    (source / "config.json").write_text("[1]")
+    assert "is not a JSON object" in refused(import_llama, source, out=tmp_path / "out")
+
+
+def test_an_index_of_other_files(source, tmp_path):
+    index = source / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.norm.weight"] = "model-00001-of-00002.safetensors"
+    index.write_text(json.dumps(content))
+    message = refused(import_llama, source, out=tmp_path / "out")
+    assert re.search("model.norm.weight is in model-00002.*index.json has it in model-00001", message)
+    del content["weight_map"]["model.norm.weight"]
+    index.write_text(json.dumps(content))
+    assert "has it in no file" in refused(import_llama, source, out=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("lm_head.weight"), "lm_head.weight: in no file, [102, 64] wanted"),
+        (
+            lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"][:-1]}),
+            "lm_head.weight: F32[101, 64] in model.safetensors, [102, 64] of F32, BF16, F16 wanted",
+        ),
+        (
+            lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].T}),
+            "lm_head.weight: F32[64, 102] in model.safetensors, [102, 64]",
+        ),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": np.ones(64, np.int32)}),
+            "model.norm.weight: I32[64] in model.safetensors, [64] of F32, BF16, F16 wanted",
+        ),
+        (
+            lambda tensors: tensors.update({"model.layers.3.input_layernorm.weight": np.ones(64, np.float32)}),
+            "model.layers.3.input_layernorm.weight: F32[64] in model.safetensors, no such tensor wanted",
+        ),
+    ],
+)
+def test_tensors_that_are_not_the_models(tmp_path, change, message):
+    tensors = random_tensors(CONFIG)
+    change(tensors)
+    found = refused(import_llama, write_model(tmp_path / "hf", tensors, CONFIG), out=tmp_path / "out")
+    assert "are not those of the Llama in its config.json (1 differ)" in found and message in found
+
+
+def test_files_that_are_not_whole(source, tmp_path):
+    path = source / "model-00001-of-00002.safetensors"
+    whole = path.read_bytes()
+    for changed, message in (
+        (whole[:-1], f"it is truncated: {len(whole) - 1} bytes, {len(whole)} are wanted"),
+        (whole + b"\0", f"it is longer than its tensors: {len(whole) + 1} bytes"),
+        (whole[:100], "announce a header of"),
+        (whole[:4], "announce a header of"),
+        (b"", "announce a header of 0 bytes"),
+        (b"\xff" * 8 + whole[8:], "announce a header of 18446744073709551615 bytes"),
+        (whole[:8] + b"[" + whole[9:], "its header is not JSON"),
+    ):
+        path.write_bytes(changed)
+        found = refused(import_llama, source, out=tmp_path / "out")
+        assert f"{path} is not a whole safetensors file" in found and message in found
+
+
+def test_a_changed_byte_of_a_header_is_found_or_harmless(tmp_path):
+    config = {**CONFIG, "num_hidden_layers": 1}
+    tensors = random_tensors(config)
+    source = write_model(tmp_path / "hf", tensors, config)
+    path = source / "model.safetensors"
+    whole = path.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    rng = random.Random(0)
+    found = 0
+    for place in rng.sample(range(header), 400):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << rng.randrange(8)]) + whole[place + 1 :])
+        try:
+            readers = open_tensors(source)
+            _check(source, readers, wanted_tensors(LlamaConfig(**SIZES)))
+        except ValueError:
+            found += 1
+        else:
+            assert_same({name: reader.read(name) for name, reader in readers.items()}, tensors)
+    assert found > 350
+
+
+def test_out_is_not_overwritten(made, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for convert, source in ((import_llama, made / "hf"), (export_llama, made / "imported")):
+        message = refused(convert, source, out=tmp_path / "full")
+        assert "is a directory with something in it. Choose a new or an empty directory" in message
+        assert "is a file. Choose" in refused(convert, source, out=tmp_path / "file")
+    assert (tmp_path / "full" / "mine").read_text() == (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_missing_checkpoint(made, tmp_path):
+    message = refused(export_llama, tmp_path / "nowhere", out=tmp_path / "out", error=FileNotFoundError)
+    assert "no checkpoint in" in message and "no such directory" in message
+    message = refused(export_llama, made / "imported", out=tmp_path / "out", error=FileNotFoundError, step=5)
+    assert "no step 5 in" in message and "it has [0]" in message
+
+
+def test_arguments_out_of_range(made, tmp_path):
+    message = refused(export_llama, made / "imported", out=tmp_path / "out", dtype="int4")
+    assert message == "`dtype` is 'int4'; it is one of bfloat16, float32, mxfp8, nvfp4."
+    message = refused(export_llama, made / "imported", out=tmp_path / "out", shard_bytes=0)
+    assert message == "`shard_bytes` is 0; it is a whole number of at least 1."
+
+
+def test_a_checkpoint_of_another_or_of_an_unknown_model(made, tmp_path):
+    other = LlamaConfig(**{**SIZES, "layers": 4})
+    message = refused(export_llama, made / "imported", out=tmp_path / "out", config=other)
+    assert "is not of a Llama of the sizes" in message and "(3, 64, 128) found, (4, 64, 128) wanted" in message
+    array = StreamedArray((2, 2), np.float32, 1, lambda begin: np.zeros((1, 2), np.float32))
+    with Checkpoints(tmp_path / "unknown") as checkpoints:
+        checkpoints.save_params(0, {"kernel": array})
+    message = refused(export_llama, tmp_path / "unknown", out=tmp_path / "out")
+    assert "does not say of which model it is. Pass `config`" in message
+    message = refused(export_llama, tmp_path / "unknown", out=tmp_path / "out", config=other)
+    assert "params/embed/table: no such array found, (102, 64) wanted" in message and "and 5 more" in message
+
+
+def test_rows_that_are_not_whole_blocks(tmp_path):
+    config = {**CONFIG, "intermediate_size": 168}
+    import_llama(write_model(tmp_path / "hf", random_tensors(config), config), tmp_path / "imported")
+    for dtype, block in (("mxfp8", 32), ("nvfp4", 16)):
+        message = refused(export_llama, tmp_path / "imported", out=tmp_path / "out", dtype=dtype)
+        assert (
+            f"has blocks of {block} input features, which model.layers.0.mlp.down_proj.weight with its 168" in message
+        )
+
+
+def test_of_a_damaged_checkpoint_nothing_wrong_is_exported(made, tmp_path):
+    copy = shutil.copytree(made / "imported", tmp_path / "copy")
+    path = max((copy / "0/arrays").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
+    content = path.read_bytes()
+    rng = random.Random(0)
+    found = 0
+    for i in range(20):
+        place = rng.randrange(len(content))
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        out = tmp_path / f"out{i}"
+        try:
+            export_llama(copy, out, dtype="float32")
+        except ValueError:
+            found += 1
+            assert not out.exists()
+        else:  # a byte of what is not part of the arrays any more
+            assert_same(read_model(out), random_tensors(CONFIG))
+    assert found > 5
+
+
+def test_an_error_while_tensors_are_written_leaves_nothing(made, tmp_path, monkeypatch):
+    left = 3 + len(random_tensors(CONFIG))  # the first pass is for the digests
+    read = Reader.read
+
+    def failing(self, name):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError("Input/output error")
+        return read(self, name)
+
+    monkeypatch.setattr(Reader, "read", failing)
+    assert "Input/output error" in refused(import_llama, made / "hf", out=tmp_path / "out", error=OSError)
+    assert left == -1
