@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import formats, ops
+from .. import ops
 from ..formats import FORMATS, Format, PackPlan, Piece
 from ..ops import Implementation
 from ._timing import seconds_a_call
@@ -233,7 +233,7 @@ def _unpack(variant: str, form: Format, arrays: list[jax.Array]) -> tuple[_Progr
     del variant
     rows, dtype = arrays[0].shape[0], arrays[0].dtype
     whole = _plan(rows, False)
-    cut = formats.PackPlan(tuple(dataclasses.replace(p, rows=p.rows // _SLICES) for p in whole.pieces))
+    cut = PackPlan(tuple(dataclasses.replace(p, rows=p.rows // _SLICES) for p in whole.pieces))
     operands = []
     for layer in _layers(arrays, False):
         amax = ops.multi_amax(layer) if form.has_amax else None

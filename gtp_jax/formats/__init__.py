@@ -19,5 +19,6 @@ from ._spec import MXFP8 as MXFP8
 from ._spec import MXFP8_E5M2 as MXFP8_E5M2
 from ._spec import NVFP4 as NVFP4
 from ._spec import NVFP4_1D as NVFP4_1D
+from ._spec import RUN as RUN
 from ._spec import Element as Element
 from ._spec import Format as Format

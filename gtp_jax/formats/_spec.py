@@ -30,6 +30,9 @@ E2M1 = Element(name="e2m1", bits=4, mantissa_bits=1, min_exponent=0, max=6.0)
 E4M3 = Element(name="e4m3", bits=8, mantissa_bits=3, min_exponent=-6, max=448.0)
 E5M2 = Element(name="e5m2", bits=8, mantissa_bits=2, min_exponent=-14, max=57344.0)
 
+# Elements that share the 16 random bytes of one Philox call, and rows that a Hadamard transform mixes.
+RUN = 16
+
 ELEMENTS = {element.name: element for element in (E2M1, E4M3, E5M2)}
 
 
@@ -41,8 +44,6 @@ class Format:
         name: upper case, the name of the instance.
         code: the number by which native code knows it.
         element: name of the code's number format, a key of `ELEMENTS`.
-        element_max: its largest magnitude.
-        element_bits: its width; two codes of four bits share a byte, the even one in the low nibble.
         block: `(rows, columns)` that share a scale, columns along the contraction; `None`: no block scales.
         scale: `"e4m3"`, `"e8m0"` (a power of two) or `None`: number format of the block scales, one byte each.
         scale_max: largest block scale, where that bounds the tensor's scale.
@@ -54,14 +55,22 @@ class Format:
     name: str
     code: int
     element: str
-    element_max: float
-    element_bits: int
     block: tuple[int, int] | None
     scale: str | None
     scale_max: float | None
     has_amax: bool
     alignment: int
     transposed_columns: bool
+
+    @property
+    def element_max(self) -> float:
+        """The element's largest magnitude."""
+        return ELEMENTS[self.element].max
+
+    @property
+    def element_bits(self) -> int:
+        """The element's width; two codes of four bits share a byte, the even one in the low nibble."""
+        return ELEMENTS[self.element].bits
 
     @property
     def bytes_per_element(self) -> float:
@@ -78,8 +87,6 @@ def _nvfp4(name: str, code: int, block: tuple[int, int]) -> Format:
         name=name,
         code=code,
         element=E2M1.name,
-        element_max=E2M1.max,
-        element_bits=E2M1.bits,
         block=block,
         scale=E4M3.name,
         scale_max=E4M3.max,
@@ -94,8 +101,6 @@ def _mxfp8(name: str, code: int, element: Element) -> Format:
         name=name,
         code=code,
         element=element.name,
-        element_max=element.max,
-        element_bits=element.bits,
         block=(1, 32),
         scale="e8m0",
         scale_max=None,
@@ -110,8 +115,6 @@ def _fp8(name: str, code: int, element: Element) -> Format:
         name=name,
         code=code,
         element=element.name,
-        element_max=element.max,
-        element_bits=element.bits,
         block=None,
         scale=None,
         scale_max=None,

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from ..formats import Format, PackPlan, codes_shape, scales_shape
+from ..formats import RUN, Format, PackPlan, codes_shape, scales_shape
 
-_RUN = 16
 _NOTHING = jax.ShapeDtypeStruct((0,), jnp.uint8)
 
 # What XLA's scheduler is told a kernel takes on a GPU: a launch, and the bytes it moves at a Hopper GPU's rate.
@@ -49,7 +48,7 @@ def quantize(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """See `reference.quantize`."""
     *lead, m, k = x.shape
-    padded = -(-m // _RUN) * _RUN if hadamard else m
+    padded = -(-m // RUN) * RUN if hadamard else m
     if rows and columns and amax.ndim != amax_columns.ndim:  # the handler reads both alike
         longest = max(amax.shape, amax_columns.shape, key=len)
         amax, amax_columns = (

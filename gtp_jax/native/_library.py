@@ -54,6 +54,7 @@ def is_built() -> bool:
     return _library() is not None
 
 
+@functools.cache
 def has(target: str, platform: str) -> bool:
     """Whether there is a handler.
 

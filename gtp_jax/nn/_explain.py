@@ -10,7 +10,7 @@ from flax import nnx
 from ..collectives import plan_of
 from ..plan import columns, quantity
 from ..recipes import Recipe, check_recipe
-from ._weight import WeightOwner
+from ._weight import weight_owners
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,14 +67,12 @@ def explain(model: nnx.Module, recipe: Recipe | None) -> Explanation:
         recipe: such as `gtp_jax.NVFP4()`.
 
     Raises:
-        TypeError: if `recipe` is none.
+        TypeError: if `recipe` is something else.
         ValueError: if slices cut the format's blocks in two.
     """
     check_recipe(recipe)
     found = []
-    for path, owner in nnx.iter_modules(model):
-        if not isinstance(owner, WeightOwner):
-            continue
+    for path, owner in weight_owners(model).items():
         form = None if recipe is None else recipe.wire_of(path)
         layouts, value = owner.layouts, owner.weights()[0].get_value()
         stacked = value.ndim > len(layouts[0].shape)

@@ -9,7 +9,7 @@ from flax import nnx
 from ..collectives import Bundle, Packed, pack_all
 from ..recipes import Recipe
 from ._stack import Stack
-from ._weight import WeightOwner
+from ._weight import WeightOwner, weight_owners
 
 Path = tuple[Any, ...]
 
@@ -17,10 +17,8 @@ Path = tuple[Any, ...]
 Quantized = dict[Path, tuple[Packed, ...]]
 
 
-def quantize_weights(model: nnx.Module, recipe: Recipe | None) -> Quantized:
+def quantize_weights(model: nnx.Module, recipe: Recipe) -> Quantized:
     """Quantizes the weights of a model in local view, as the recipe says. By path of the module that gathers them."""
-    if recipe is None:
-        return {}
     found = _bundles(model, recipe)
     packed = pack_all([bundle for _, bundle in found])
     quantized: Quantized = {}
@@ -39,22 +37,19 @@ def put_quantized(model: nnx.Module, quantized: Quantized) -> None:
 
 def _bundles(model: nnx.Module, recipe: Recipe) -> list[tuple[Path, Bundle]]:
     """What travels together: the weights of a stack's layer of one format and dtype, and each other module's own."""
-    modules = dict(nnx.iter_modules(model))
-    stacks = {path: m for path, m in modules.items() if isinstance(m, Stack)}
+    stacks = {path: m for path, m in nnx.iter_modules(model) if isinstance(m, Stack)}
     found: list[tuple[Path, Bundle]] = []
-    for path, module in modules.items():
-        if path in stacks:
-            owners = stacks[path].owners()
-            groups: dict[Any, dict[Path, WeightOwner]] = {}
-            for inner, owner in owners.items():
-                form = recipe.wire_of((*path, *inner))
-                if form is not None:
-                    groups.setdefault((form, owner.dtype), {})[inner] = owner
-            found += [(path, _bundle(members, form)) for (form, _), members in groups.items()]
-        elif isinstance(module, WeightOwner) and not any(path[: len(stack)] == stack for stack in stacks):
-            form = recipe.wire_of(path)
+    for path, stack in stacks.items():
+        groups: dict[Any, dict[Path, WeightOwner]] = {}
+        for inner, owner in weight_owners(stack.layers).items():
+            form = recipe.wire_of((*path, *inner))
             if form is not None:
-                found.append((path, _bundle({(): module}, form)))
+                groups.setdefault((form, owner.dtype), {})[inner] = owner
+        found += [(path, _bundle(members, form)) for (form, _), members in groups.items()]
+    for path, owner in weight_owners(model).items():
+        form = recipe.wire_of(path)
+        if form is not None and not any(path[: len(stack)] == stack for stack in stacks):
+            found.append((path, _bundle({(): owner}, form)))
     return found
 
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from ..chain import Link, Remat, Schedule, run, with_remat
 from ..collectives import Packed, gather_packed
 from ._layer import Layer, layout_of
-from ._weight import WeightOwner
+from ._weight import weight_owners
 
 
 class Stack(Layer):
@@ -63,10 +63,6 @@ class Stack(Layer):
 
         self.layers = make(rngs)
         _refuse_inner_stacks(self.layers)
-
-    def owners(self) -> dict[Any, WeightOwner]:
-        """The modules of a layer that own weights, by path within the layer."""
-        return {path: m for path, m in nnx.iter_modules(self.layers) if isinstance(m, WeightOwner)}
 
     def local(self, x: Any) -> Any:
         return run([_link(self, self.remat)], x, self.schedule)
@@ -147,7 +143,7 @@ def _link(module: Layer, remat: Remat) -> Link:
     """A module as the chain sees it: slices, gather, scatter, and one layer's function."""
     stack = module if isinstance(module, Stack) else None
     layer = stack.layers if stack is not None else module
-    owners = {path: m for path, m in nnx.iter_modules(layer) if isinstance(m, WeightOwner)}
+    owners = weight_owners(layer)
     graph, state = nnx.split(layer)
     # beside the variables, arrays of quantized slices, which no layer looks at once its weights are gathered
     leaves, tree = jax.tree.flatten(state, is_leaf=lambda v: isinstance(v, nnx.Variable))
@@ -157,9 +153,8 @@ def _link(module: Layer, remat: Remat) -> Link:
         values = iter(whole)
         put = [v.replace(next(values)) if whole else v for v, whole in zip(leaves, is_whole, strict=True)]
         one = nnx.merge(graph, jax.tree.unflatten(tree, put))
-        for path, owner in nnx.iter_modules(one):
-            if isinstance(owner, WeightOwner):
-                owner.whole_weight = weights[path]
+        for path, owner in weight_owners(one).items():
+            owner.whole_weight = weights[path]
         return one(x)
 
     packed: tuple[Packed, ...] = stack.packed if stack is not None else ()

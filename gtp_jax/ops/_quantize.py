@@ -7,12 +7,11 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from ..formats import NVFP4, NVFP4_1D, Format, QuantizedArray, validate
+from ..formats import NVFP4, NVFP4_1D, RUN, Format, QuantizedArray, validate
 from ._checks import as_amax, as_matrix, check_dtype, check_format
 from ._implementation import Implementation, call
 
 _AXES = ("row", "column", "both")
-_HADAMARD_RUN = 16
 
 
 @overload
@@ -104,7 +103,7 @@ def quantize(x, format, *, amax=None, axis="row", hadamard=False, key=None, impl
         return QuantizedArray(codes, kept_scales, amax if format.has_amax else None, format, matrix, columns)
 
     m, k = x.shape[-2:]
-    padded = -(-m // _HADAMARD_RUN) * _HADAMARD_RUN if hadamard else m
+    padded = -(-m // RUN) * RUN if hadamard else m
     made = []
     if rows:
         made.append(wrap(row_codes, row_scales, amax_rows, (m, k), False))

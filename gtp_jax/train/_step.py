@@ -147,6 +147,8 @@ def _gradients(loss: Loss, skeleton: Skeleton, params: Tree, batch: Tree, microb
 
 def _model_of(skeleton: Skeleton, params: Tree, recipe: Recipe | None) -> Callable[[Tree], Any]:
     """`params -> model`, whose weights are quantized here, once, for all its calls. Called in local view."""
+    if recipe is None:
+        return skeleton.model
     packed = quantize_weights(skeleton.model(params), recipe)
 
     def model_of(params: Tree) -> Any:

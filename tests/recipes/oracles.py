@@ -5,9 +5,6 @@ import numpy as np
 
 from ..ops import oracle
 
-# Of a Llama's parameters, those that a recipe quantizes by default.
-KERNELS = ("kernel",)
-
 
 def dequantized(params, form, dtype):
     """The logical parameters with every block's kernels quantized whole, layer by layer, and back, in `dtype`.

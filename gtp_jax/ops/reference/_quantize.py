@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ...formats import ELEMENTS, Format
+from ...formats import ELEMENTS, RUN, Format
 from . import _ieee
 from ._amax import any_non_finite, finite_amax
 from ._blocks import from_blocks, over_blocks, over_matrices, pack_nibbles, to_blocks
@@ -13,7 +13,6 @@ from ._hadamard import hadamard as transform
 from ._minifloat import NAN_CODE, encode, split, with_sign
 from ._philox import random_bytes
 
-_RUN = 16
 _NO_BYTES = (0,)
 
 
@@ -73,8 +72,8 @@ def _copy(
     if key is None:
         code = encode(product, element)
     else:
-        runs = (*bits.shape[:-1], -(-bits.shape[-1] // _RUN))
-        octets = jnp.reshape(random_bytes(runs, key, copy), (*runs[:-1], runs[-1] * _RUN))
+        runs = (*bits.shape[:-1], -(-bits.shape[-1] // RUN))
+        octets = jnp.reshape(random_bytes(runs, key, copy), (*runs[:-1], runs[-1] * RUN))
         code = _round_stochastically(product, to_blocks(octets, format.block))
     codes = jnp.where(over_blocks(poisoned), 0, with_sign(code, blocks, element))
     codes = from_blocks(codes, bits.shape[-2:])
