@@ -7,3 +7,4 @@ from ._kernels import kernels as kernels
 from ._kernels import measure as measure
 from ._picture import draw_ratios as draw_ratios
 from ._timing import seconds_a_call as seconds_a_call
+from ._timing import seconds_on_device as seconds_on_device

@@ -27,8 +27,7 @@ struct AmaxJob {
 template <int kCapacity>
 using AmaxTable = Table<AmaxJob, kCapacity>;
 
-constexpr int kFew = 32;
-constexpr int kMany = capacity_for<AmaxJob>(kParameterBytes);
+constexpr int kFew = capacity_for<AmaxJob>(kFewBytes), kMany = capacity_for<AmaxJob>(kManyBytes);
 
 // Adding a half turns what is not finite negative, where a signed maximum does not see it.
 template <DType kType>
@@ -141,7 +140,7 @@ template <int kCapacity>
 const char* launch(const std::vector<AmaxJob>& jobs, float* amax, cudaStream_t stream) {
   AmaxTable<kCapacity> table;
   return launch_all(
-      jobs.data(), static_cast<int64_t>(jobs.size()), kCapacity,
+      jobs,
       +[](const AmaxJob& job) { return ceil_div(job.size() * dtype_bytes(job.dtype()), kChunkBytes); }, table,
       [&](const AmaxTable<kCapacity>& full, unsigned blocks) {
         multi_amax_kernel<kCapacity><<<blocks, kThreads, 0, stream>>>(full, reinterpret_cast<uint32_t*>(amax));

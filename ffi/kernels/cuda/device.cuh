@@ -11,14 +11,17 @@
 namespace gtp::cuda {
 
 struct F32 {
+  static constexpr DType kDType = DType::kF32;
   using Storage = float;
   static constexpr int kBytes = 4;
 };
 struct BF16 {
+  static constexpr DType kDType = DType::kBF16;
   using Storage = uint16_t;
   static constexpr int kBytes = 2;
 };
 struct F16 {
+  static constexpr DType kDType = DType::kF16;
   using Storage = uint16_t;
   static constexpr int kBytes = 2;
 };
@@ -37,6 +40,14 @@ __device__ __forceinline__ int tile_offset(int row, int col) { return row * kTil
 
 __device__ __forceinline__ bool aligned(const void* pointer, uint32_t bytes) {
   return (reinterpret_cast<uintptr_t>(pointer) & (bytes - 1)) == 0;
+}
+
+// 4, 8 or 16 bytes in one instruction: the compiler splits an assignment of a vector where its parts come from branches.
+template <int kWords>
+__device__ __forceinline__ void store_words(void* out, const uint32_t (&words)[kWords]) {
+  if constexpr (kWords == 1) __stwb(static_cast<uint32_t*>(out), words[0]);
+  if constexpr (kWords == 2) __stwb(static_cast<uint2*>(out), make_uint2(words[0], words[1]));
+  if constexpr (kWords == 4) __stwb(static_cast<uint4*>(out), make_uint4(words[0], words[1], words[2], words[3]));
 }
 
 // ---- values -------------------------------------------------------------------------------------------------------
@@ -63,6 +74,15 @@ __device__ __forceinline__ uint32_t max_magnitude(uint32_t top, uint32_t word) {
   }
 }
 
+template <class T>
+__device__ __forceinline__ uint32_t max_magnitude(uint32_t top, uint32_t first, uint32_t second) {
+  if constexpr (T::kBytes == 4) {
+    return __vimax3_u32(top, first & kMagnitude, second & kMagnitude);
+  } else {
+    return __vimax3_u16x2(top, first & 0x7FFF7FFFu, second & 0x7FFF7FFFu);
+  }
+}
+
 // The larger of a word's two halves; a float32 pattern is one number already.
 template <class T>
 __device__ __forceinline__ uint32_t fold_halves(uint32_t top) {
@@ -84,8 +104,18 @@ __device__ __forceinline__ uint32_t shuffle_max(uint32_t top, int lanes) {
 
 // ---- encoding -----------------------------------------------------------------------------------------------------
 
-// Codes of eight numbers in e2m1, the first in the lowest nibble. See [Note: e2m1 by minima].
-__device__ __forceinline__ uint32_t encode_e2m1_x8(const float (&x)[8], float factor) {
+// Signs of eight numbers as the top bits of nibbles, from bytes whose top bits are those of the numbers 0, 2, 4, 6 and
+// 1, 3, 5, 7.
+__device__ __forceinline__ uint32_t nibble_signs(uint32_t even, uint32_t odd) {
+  return (even >> 4 & 0x08080808u) | (odd & 0x80808080u);
+}
+
+// A product below this is never rounded past e2m1's largest code. [Note: e2m1 by minima]
+constexpr float kE2m1Safe = 7.0f;
+
+// Codes of eight numbers in e2m1, the first in the lowest nibble. Saturating, or for products below `kE2m1Safe`.
+template <bool kSaturate>
+__device__ __forceinline__ uint32_t encode_e2m1_x8(const float (&x)[8], float factor, uint32_t signs) {
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL)
   uint32_t word = 0;
 #pragma unroll
@@ -102,16 +132,15 @@ __device__ __forceinline__ uint32_t encode_e2m1_x8(const float (&x)[8], float fa
   constexpr uint32_t kRoundBits = 0x4B400000u;
   // every term below carries the bits of kRound besides its code; together they add up to this
   uint32_t word = 0u - kRoundBits * 0x11111111u;
-  uint32_t signs = 0;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const float product = fabsf(x[i]) * factor;
     const int doubled = __float_as_int(__fmaf_rn(product, 2.0f, kRound));
     const int shifted = __float_as_int(__fadd_rn(product, kRound + 2.0f));
     const int halved = __float_as_int(__fmaf_rn(product, 0.5f, kRound + 4.0f));
-    const int code = min(__vimin3_s32(doubled, shifted, halved), static_cast<int>(kRoundBits + 7));
+    int code = __vimin3_s32(doubled, shifted, halved);
+    if (kSaturate) code = min(code, static_cast<int>(kRoundBits + 7));
     word += static_cast<uint32_t>(code) << (4 * i);
-    signs |= __float_as_uint(x[i]) >> (28 - 4 * i) & 8u << (4 * i);
   }
   return word | signs;
 #endif
@@ -137,39 +166,58 @@ __device__ __forceinline__ uint32_t encode_fp8_x2(float low, float high, bool e5
 
 __device__ __forceinline__ uint2 encode_fp8_x8(const float (&x)[8], float factor, bool e5m2) {
   uint32_t pairs[4];
+  if (e5m2) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) pairs[i] = encode_fp8_x2(x[2 * i] * factor, x[2 * i + 1] * factor, e5m2);
+    for (int i = 0; i < 4; ++i) pairs[i] = encode_fp8_x2(x[2 * i] * factor, x[2 * i + 1] * factor, true);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pairs[i] = encode_fp8_x2(x[2 * i] * factor, x[2 * i + 1] * factor, false);
+  }
   return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
 }
 
-// As numerics.h has it, by the hardware's conversions.
-__device__ __forceinline__ BlockScale fast_e4m3_block_scale(float amax, Nvfp4Scale tensor) {
+// What numerics.h's e4m3_block_scale does, in its two steps and by the hardware's conversions: the code of a block's
+// scale, and the factor that belongs to a code.
+__device__ __forceinline__ uint32_t e4m3_scale_code(float amax, const Nvfp4Scale& tensor) {
+  return encode_fp8_x2(fminf(amax * tensor.per_step, kFloatMax), 0.0f, false) & 0xFFu;
+}
+
+__device__ __forceinline__ float e4m3_scale_factor(uint32_t code, const Nvfp4Scale& tensor) {
 #if __CUDA_ARCH__ >= 890
-  const uint32_t code = encode_fp8_x2(fminf(amax * tensor.per_step, kFloatMax), 0.0f, false) & 0xFFu;
   uint32_t halves;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(code)));
-  const float decoded = __half2float(__ushort_as_half(static_cast<uint16_t>(halves))) * tensor.inverse;
-  return {static_cast<uint8_t>(code), fminf(__frcp_rn(decoded), kFloatMax)};
+  const float decoded = __half2float(__ushort_as_half(static_cast<uint16_t>(halves)));
 #else
-  return e4m3_block_scale(amax, tensor);
+  const float decoded = decode_e4m3(code);
 #endif
+  return fminf(__frcp_rn(decoded * tensor.inverse), kFloatMax);
 }
 
 // ---- decoding -----------------------------------------------------------------------------------------------------
 
-// Eight e2m1 codes of a word.
-__device__ __forceinline__ void decode_e2m1_x8(uint32_t word, float (&x)[8]) {
+// Two e2m1 codes, nibble i of each half of a word, as float32.
+__device__ __forceinline__ void decode_e2m1_x2(uint32_t word, int i, float& low, float& high) {
   const __half2 lift = __half2half2(__ushort_as_half(0x7400));  // 2**14: exponents of e2m1 begin there
+  // as the high bits of two halves; subnormals fall into place
+  const uint32_t magnitudes = (i < 3 ? word << (9 - 4 * i) : word >> (4 * i - 9)) & 0x0E000E00u;
+  const uint32_t signs = word << (12 - 4 * i) & 0x80008000u;
+  uint32_t halves = magnitudes | signs;
+  const __half2 pair = __hmul2(*reinterpret_cast<__half2*>(&halves), lift);
+  low = __low2float(pair);
+  high = __high2float(pair);
+}
+
+// Eight e2m1 codes of a word.
+__device__ __forceinline__ void decode_e2m1(uint32_t word, float (&x)[8]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    // the nibbles i and i + 4 as the high bits of two halves; subnormals fall into place
-    const uint32_t magnitudes = (i < 3 ? word << (9 - 4 * i) : word >> (4 * i - 9)) & 0x0E000E00u;
-    const uint32_t signs = word << (12 - 4 * i) & 0x80008000u;
-    uint32_t halves = magnitudes | signs;
-    __half2 pair = __hmul2(*reinterpret_cast<__half2*>(&halves), lift);
-    x[i] = __low2float(pair);
-    x[i + 4] = __high2float(pair);
-  }
+  for (int i = 0; i < 4; ++i) decode_e2m1_x2(word, i, x[i], x[i + 4]);
+}
+
+// Four, of its lower half.
+__device__ __forceinline__ void decode_e2m1(uint32_t word, float (&x)[4]) {
+  const uint32_t spread = (word & 0xFFu) | (word & 0xFF00u) << 8;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) decode_e2m1_x2(spread, i, x[i], x[i + 2]);
 }
 
 // Four 8-bit codes of a word. NaN and Inf come out as some NaN and Inf.

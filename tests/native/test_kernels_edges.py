@@ -1,0 +1,45 @@
+"""Kernels treat whole tiles, their edges and their neighbours alike: the oracle's bytes at sizes around every unit of work."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import gtp_jax as gtp
+from gtp_jax.formats import FP8_E4M3, MXFP8, NVFP4, NVFP4_1D
+
+from ..ops.both import check_dequantize, check_quantize
+from ..ops.conftest import missing_kernels
+
+a_format_of_each_kind = pytest.mark.parametrize("format", [NVFP4, NVFP4_1D, MXFP8, FP8_E4M3], ids=str)
+DTYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
+every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+pytestmark = pytest.mark.skipif(missing_kernels() is not None, reason=missing_kernels() or "")
+
+
+@a_format_of_each_kind
+@every_dtype
+def test_no_row_sees_its_neighbours(format, dtype):
+    # ever larger rows, of widths that are and are not multiples of what is loaded at a time
+    for cols in (4, 12, 24, 67, 68, 72, 100):
+        x = np.random.default_rng(cols).normal(size=(70, cols)) * 2.0 ** np.linspace(-6, 6, 70).reshape(-1, 1)
+        check_quantize(x.astype(dtype), format, "native", what=f"{cols} columns")
+
+
+@a_format_of_each_kind
+@every_dtype
+def test_whole_tiles_edges_and_the_tiles_after_the_first(format, dtype):
+    x = np.random.default_rng(0).normal(size=(2, 130, 584)).astype(dtype)
+    check_quantize(x, format, "native")
+    for axis in ("row", "column"):
+        q = gtp.quantize(jnp.asarray(x), format, axis=axis, implementation="native")
+        for out in (jnp.float32, jnp.bfloat16, jnp.float16):
+            check_dequantize(q, "native", out, axis)
+
+
+@a_format_of_each_kind
+def test_whole_tiles_alone(format):
+    x = np.random.default_rng(1).normal(size=(128, 1088)).astype(np.float32)
+    check_quantize(x, format, "native")
+    for axis in ("row", "column"):
+        check_dequantize(gtp.quantize(jnp.asarray(x), format, axis=axis, implementation="native"), "native", jnp.bfloat16)
