@@ -12,13 +12,14 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from ._crc import joined
 from ._streamed import StreamedArray, StreamHandler
 
 SUMS = "sums.json"
 _OWN = "sums.process_{}.json"
 # orbax's mark of a finished directory, made after the sums.
 _COMMITTED = "commit_success.txt"
-_CHUNK_BYTES = 1 << 24
+_PART_BYTES = 1 << 24
 _THREADS = 16
 
 
@@ -117,14 +118,18 @@ def unsealed(text: str) -> Any:
 
 
 def _sum(directory: epath.Path, names: Iterable[str]) -> dict[str, list[int]]:
-    names = list(names)
+    """Size and CRC-32 of files, read in parts by several threads: data are in few files, and large ones."""
+    sizes = {name: (directory / name).stat().length for name in names}
+    parts = [(name, begin) for name, size in sizes.items() for begin in range(0, size, _PART_BYTES)]
     with ThreadPoolExecutor(_THREADS) as pool:
-        return dict(zip(names, pool.map(lambda name: _sum_file(directory / name), names), strict=True))
+        crcs = pool.map(lambda part: _sum_part(directory / part[0], part[1]), parts)
+        found = {name: [size, 0] for name, size in sizes.items()}
+        for (name, begin), crc in zip(parts, crcs, strict=True):
+            found[name][1] = joined(found[name][1], crc, min(_PART_BYTES, sizes[name] - begin))
+    return found
 
 
-def _sum_file(path: epath.Path) -> list[int]:
-    size = crc = 0
+def _sum_part(path: epath.Path, begin: int) -> int:
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
-    return [size, crc]
+        file.seek(begin)
+        return zlib.crc32(file.read(_PART_BYTES))

@@ -138,3 +138,11 @@ def test_a_digest_depends_on_every_element_and_on_no_mesh(dtype, key):
         seen.update(digests([jnp.asarray(changed)]))
     assert len(seen) == host.size + 1
     assert digests([array[::-1]]) != [wanted]
+
+
+def test_copies_of_an_array_that_differ_are_an_error():
+    mesh = gtp.make_mesh(dp=8)
+    parts = [jax.device_put(np.full(4, rank == 5, np.float32), d) for rank, d in enumerate(mesh.devices.flat)]
+    array = jax.make_array_from_single_device_arrays((4,), NamedSharding(mesh, P()), parts)
+    with pytest.raises(ValueError, match=r"the copies of a replicated array of shape \(4,\) differ between devices"):
+        digests([array])
