@@ -16,6 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from ..recipes import Recipe, check_recipe
 from ._digest import Digest, digests
 from ._leaf import Leaf, leaves
 from ._manifest import check, manifest
@@ -89,7 +90,15 @@ class Checkpoints:
         losses = [(loss, step) for step in self.steps() if not math.isnan(loss := self._loss(step))]
         return min(losses)[1] if losses else None
 
-    def save(self, step: int, state: Any, extra: dict[str, Any] | None = None, *, loss: float | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        extra: dict[str, Any] | None = None,
+        *,
+        loss: float | None = None,
+        recipe: Recipe | None = None,
+    ) -> None:
         """Saves a train state, in the background.
 
         On return the arrays have been copied off the devices and may be donated. The step appears under its name all
@@ -102,12 +111,16 @@ class Checkpoints:
             state: a train state of jax arrays.
             extra: JSON to come back with the state, the same in every process.
             loss: by which `keep_best` and `best` rank the step, the same in every process.
+            recipe: that the state was trained with, for the record. Codes and scales are not saved: each step makes
+                them of the parameters, so that the run may go on with any recipe.
 
         Raises:
-            ValueError: if `step` is not above the latest one in the directory, or if `state` has been donated.
-            TypeError: if a leaf of `state` is not a jax array, or if JSON cannot hold `extra`.
+            ValueError: if `step` is not above the latest one in the directory, if `state` has been donated, or if the
+                copies of a replicated array differ.
+            TypeError: if a leaf of `state` is not a jax array, if JSON cannot hold `extra`, or if `recipe` is none.
         """
         step = self._checked(step)
+        check_recipe(recipe)
         found = leaves(state)
         for leaf in found:
             if not isinstance(leaf.array, jax.Array):
@@ -117,7 +130,7 @@ class Checkpoints:
             if leaf.array.is_deleted():
                 raise ValueError(f"`{leaf.name}` of the state has been donated. Save the state that the step returned.")
         stored = [leaf.to_disk() for leaf in found]
-        description = manifest(step, found, digests(stored), {} if extra is None else extra, loss)
+        description = manifest(step, found, digests(stored), {} if extra is None else extra, loss=loss, recipe=recipe)
         # Not before the first save: it sweeps what looks half-written, which would be another run's work in progress if
         # this object only reads.
         if self._manager is None:
@@ -147,7 +160,7 @@ class Checkpoints:
             for begin, part in array.parts():
                 digest.add(begin, part)
             sums.append(digest.text())
-        description = manifest(step, found, sums, {} if extra is None else extra, None)
+        description = manifest(step, found, sums, {} if extra is None else extra)
         self.close()
         # In the background orbax makes directories, which must be there before the first part is written.
         manager = new_manager(self._directory, self._retention, background=False)
@@ -163,7 +176,6 @@ class Checkpoints:
             FileNotFoundError: if there is no such step.
             ValueError: if the manifest is missing or damaged.
         """
-        self.wait()
         path = self._path(step)
         return {
             name: StoredArray(
@@ -212,7 +224,6 @@ class Checkpoints:
 
     def _read(self, wanted: list[Leaf], step: int | None, part: str = "") -> tuple[dict[str, Any], list[jax.Array]]:
         """A step's manifest and its arrays; of only a part of it if one is named."""
-        self.wait()
         path = self._path(step)
         found = read_manifest(path)
         if part:
@@ -230,7 +241,9 @@ class Checkpoints:
         return found, [leaf.to_memory(array) for leaf, array in zip(wanted, stored, strict=True)]
 
     def manifest(self, step: int | None = None) -> dict[str, Any]:
-        """What a step's checkpoint says about itself: format, version, arrays with shape, dtype and digest, extra.
+        """What a step's checkpoint says about itself.
+
+        Format, versions, step, arrays with shape, dtype and digest, recipe, loss, extra.
 
         Raises:
             FileNotFoundError: if there is no such step.
@@ -289,6 +302,7 @@ class Checkpoints:
         return {step.step: step.path for step in found}
 
     def _path(self, step: int | None) -> Any:
+        self.wait()
         paths = self._paths()
         if step is None:
             step = max(paths, default=None)
