@@ -7,14 +7,11 @@ import math
 import operator
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 from ..recipes import Recipe, check_recipe
 from ._digest import Digest, digests
@@ -22,6 +19,7 @@ from ._leaf import Leaf, leaves
 from ._manifest import check, manifest
 from ._retention import Retention
 from ._step import ARRAYS, damaged, new_manager, read_arrays, read_manifest, write_step
+from ._steps import absolute, find_step, steps_in
 from ._stored import StoredArray, open_array
 from ._streamed import StreamedArray
 from ._sums import damage
@@ -68,22 +66,18 @@ class Checkpoints:
             raise ValueError(f"`keep_best` is {keep_best}; it is a whole number of at least 0.")
         if keep is not None and keep < 1:
             raise ValueError(f"`keep` is {keep}; at least 1 step must be kept, or `None` for all of them.")
-        self._directory = os.fspath(directory)
-        if "://" not in self._directory:
-            self._directory = str(Path(self._directory).expanduser().absolute())
-            if not read_only:
-                _check_writable(Path(self._directory))
+        self._directory = absolute(directory, writable=not read_only)
         self._retention = Retention(keep, keep_best, self._loss)
         self._read_only = read_only
         self._manager: ocp.CheckpointManager | None = None
 
     def steps(self) -> list[int]:
         """The committed steps, ascending; a step still being written is not among them."""
-        return sorted(self._paths())
+        return sorted(steps_in(self._directory))
 
     def latest(self) -> int | None:
         """The latest committed step, or `None` if there is none."""
-        return max(self._paths(), default=None)
+        return max(steps_in(self._directory), default=None)
 
     def best(self) -> int | None:
         """The committed step of the lowest loss, or `None` if none was saved with one."""
@@ -292,39 +286,14 @@ class Checkpoints:
     def _loss(self, step: int) -> float:
         """A step's loss; NaN if it has none, or no readable manifest."""
         try:
-            loss = read_manifest(self._paths()[step])["loss"]
+            loss = read_manifest(steps_in(self._directory)[step])["loss"]
         except (KeyError, ValueError):
             return math.nan
         return math.nan if loss is None else loss
 
-    def _paths(self) -> dict[int, Any]:
-        found = ocp.path.step.standard_name_format().find_all(self._directory)
-        return {step.step: step.path for step in found}
-
     def _path(self, step: int | None) -> Any:
         self.wait()
-        paths = self._paths()
-        if step is None:
-            step = max(paths, default=None)
-        mine = -1 if step not in paths else step
-        if jax.process_count() > 1:
-            # All of them must raise, or none: the others would wait for the one that did.
-            seen = np.ravel(multihost_utils.process_allgather(np.int32(mine)))
-            if len(set(seen.tolist())) > 1:
-                raise OSError(
-                    f"the processes see different checkpoints in {self._directory}: step {seen.tolist()} in process "
-                    f"0 to {len(seen) - 1} (-1: none). The directory must be on a file system that all of them share."
-                )
-        if mine >= 0:
-            return paths[mine]
-        if paths:
-            raise FileNotFoundError(f"no step {step} in {self._directory}; it has {sorted(paths)}.")
-        missing = "://" not in self._directory and not os.path.isdir(self._directory)
-        raise FileNotFoundError(
-            f"no checkpoint in {self._directory}: "
-            + ("no such directory" if missing else "it holds no complete step")
-            + ". Give the directory that an earlier run saved to, or start without restoring."
-        )
+        return find_step(self._directory, step)
 
     def _checked(self, step: int) -> int:
         step = operator.index(step)
@@ -333,14 +302,3 @@ class Checkpoints:
         if step < 0:
             raise ValueError(f"`step` is {step}; it is a whole number of at least 0.")
         return step
-
-
-def _check_writable(directory: Path) -> None:
-    nearest = next(path for path in (directory, *directory.parents) if os.path.exists(path))
-    if not nearest.is_dir():
-        raise NotADirectoryError(f"`directory` is {directory}, but {nearest} is a file. Choose another directory.")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise PermissionError(
-            f"`directory` is {directory}, but {nearest} cannot be written. Choose another directory, or pass "
-            "`read_only=True` to restore only."
-        )

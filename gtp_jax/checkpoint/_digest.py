@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,10 @@ _LANES = (0x9E3779B1, 0xBB67AE85)
 _DIMS = (0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0x2545F491, 0x9FB21C65, 0xE6546B65, 0x1B873593)
 
 
+# What jax.monitoring is told the seconds of.
+DIGEST_EVENT = "/gtp_jax/checkpoint/digests"
+
+
 def digests(arrays: Sequence[jax.Array]) -> list[str]:
     """A digest of each array, 16 hexadecimal digits.
 
@@ -31,12 +36,15 @@ def digests(arrays: Sequence[jax.Array]) -> list[str]:
         TypeError: on a dtype without a fixed number of bytes.
         ValueError: if the copies of a replicated array differ.
     """
+    begin = time.perf_counter()
     launched = [_device_sums(array) for array in arrays]
     pairs = [_own_sums(array, sums) for array, sums in zip(arrays, launched, strict=True)]
     totals = np.array(pairs, np.uint32).reshape(len(arrays), 2, len(_LANES))
     if jax.process_count() > 1:
         totals = np.sum(multihost_utils.process_allgather(totals), axis=0, dtype=np.uint32)
-    return [_agreed(array, *pair) for array, pair in zip(arrays, totals, strict=True)]
+    found = [_agreed(array, *pair) for array, pair in zip(arrays, totals, strict=True)]
+    jax.monitoring.record_event_duration_secs(DIGEST_EVENT, time.perf_counter() - begin)
+    return found
 
 
 class Digest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,10 @@ SUMS = "sums.json"
 _OWN = "sums.process_{}.json"
 # orbax's mark of a finished directory, made after the sums.
 _COMMITTED = "commit_success.txt"
+# What jax.monitoring is told the seconds of.
+SUMS_EVENT = "/gtp_jax/checkpoint/sums"
 _PART_BYTES = 1 << 24
+_BUFFER_BYTES = 1 << 18
 _THREADS = 16
 
 
@@ -119,17 +123,24 @@ def unsealed(text: str) -> Any:
 
 def _sum(directory: epath.Path, names: Iterable[str]) -> dict[str, list[int]]:
     """Size and CRC-32 of files, read in parts by several threads: data are in few files, and large ones."""
+    begin = time.perf_counter()
     sizes = {name: (directory / name).stat().length for name in names}
-    parts = [(name, begin) for name, size in sizes.items() for begin in range(0, size, _PART_BYTES)]
+    parts = [(name, start) for name, size in sizes.items() for start in range(0, size, _PART_BYTES)]
     with ThreadPoolExecutor(_THREADS) as pool:
         crcs = pool.map(lambda part: _sum_part(directory / part[0], part[1]), parts)
         found = {name: [size, 0] for name, size in sizes.items()}
-        for (name, begin), crc in zip(parts, crcs, strict=True):
-            found[name][1] = joined(found[name][1], crc, min(_PART_BYTES, sizes[name] - begin))
+        for (name, start), crc in zip(parts, crcs, strict=True):
+            found[name][1] = joined(found[name][1], crc, min(_PART_BYTES, sizes[name] - start))
+    jax.monitoring.record_event_duration_secs(SUMS_EVENT, time.perf_counter() - begin)
     return found
 
 
 def _sum_part(path: epath.Path, begin: int) -> int:
-    with path.open("rb") as file:
+    # Through a buffer that stays in a core's cache, twice as fast as reading the part at once.
+    crc, left, buffer = 0, _PART_BYTES, memoryview(bytearray(_BUFFER_BYTES))
+    with path.open("rb") as opened:
+        file: Any = opened
         file.seek(begin)
-        return zlib.crc32(file.read(_PART_BYTES))
+        while left and (size := file.readinto(buffer[: min(left, _BUFFER_BYTES)])):
+            crc, left = zlib.crc32(buffer[:size], crc), left - size
+    return crc
