@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -19,7 +20,7 @@ from ._leaf import Leaf, leaves
 from ._manifest import check, manifest
 from ._retention import Retention
 from ._step import ARRAYS, damaged, new_manager, read_arrays, read_manifest, write_step
-from ._steps import absolute, find_step, steps_in
+from ._steps import absolute, find_step, full_disk, is_full, steps_in
 from ._stored import StoredArray, open_array
 from ._streamed import StreamedArray
 from ._sums import damage
@@ -111,6 +112,7 @@ class Checkpoints:
         Raises:
             ValueError: if `step` is not above the latest one in the directory, if `state` has been donated, or if the
                 copies of a replicated array differ.
+            OSError: if the disk is full; earlier steps are as they were.
             TypeError: if a leaf of `state` is not a jax array, if JSON cannot hold `extra`, or if `recipe` is none.
         """
         step = self._checked(step)
@@ -127,9 +129,11 @@ class Checkpoints:
         description = manifest(step, found, digests(stored), {} if extra is None else extra, loss=loss, recipe=recipe)
         # Not before the first save: it sweeps what looks half-written, which would be another run's work in progress if
         # this object only reads.
-        if self._manager is None:
-            self._manager = new_manager(self._directory, self._retention)
-        write_step(self._manager, {leaf.name: array for leaf, array in zip(found, stored, strict=True)}, description)
+        arrays = {leaf.name: array for leaf, array in zip(found, stored, strict=True)}
+        with self._failures():
+            if self._manager is None:
+                self._manager = new_manager(self._directory, self._retention)
+            write_step(self._manager, arrays, description)
 
     def save_params(self, step: int, params: Mapping[str, StreamedArray], extra: dict[str, Any] | None = None) -> None:
         """Saves parameters that are made while they are written, a part in memory at a time. In one process.
@@ -158,10 +162,8 @@ class Checkpoints:
         self.close()
         # In the background orbax makes directories, which must be there before the first part is written.
         manager = new_manager(self._directory, self._retention, background=False)
-        try:
+        with self._failures(), contextlib.closing(manager):
             write_step(manager, {leaf.name: a for leaf, a in zip(found, params.values(), strict=True)}, description)
-        finally:
-            manager.close()
 
     def arrays(self, step: int | None = None) -> dict[str, StoredArray]:
         """A step's arrays by name, to be read in part.
@@ -266,13 +268,15 @@ class Checkpoints:
     def wait(self) -> None:
         """Waits until the last save is committed, and raises its error if it failed."""
         if self._manager is not None:
-            self._manager.wait_until_finished()
+            with self._failures():
+                self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Waits for the last save and frees the threads; the object can be used again."""
         if self._manager is not None:
             manager, self._manager = self._manager, None
-            manager.close()
+            with self._failures():
+                manager.close()
 
     def __enter__(self) -> Self:
         return self
@@ -290,6 +294,17 @@ class Checkpoints:
         except (KeyError, ValueError):
             return math.nan
         return math.nan if loss is None else loss
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Says what a full disk means. The next save begins anew: it sweeps what this one has left."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            if not is_full(error):
+                raise
+            self._manager = None
+            raise full_disk(self._directory, error) from error
 
     def _path(self, step: int | None) -> Any:
         self.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
+
+# A full disk, an exhausted quota, and a limit on the size of files.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def absolute(directory: str | os.PathLike[str], *, writable: bool) -> str:
@@ -60,6 +64,24 @@ def find_step(directory: str, step: int | None) -> Any:
         f"no checkpoint in {directory}: "
         + ("no such directory" if missing else "it holds no complete step")
         + ". Give the directory that an earlier run saved to, or start without restoring."
+    )
+
+
+def is_full(error: Exception) -> bool:
+    """Whether a save has failed for want of room; what orbax raises has the reason in its text."""
+    return any(os.strerror(number) in str(error) for number in _FULL)
+
+
+def full_disk(directory: str, error: Exception) -> OSError:
+    """What to raise then."""
+    number = next(number for number in _FULL if os.strerror(number) in str(error))
+    left = sorted(steps_in(directory))
+    return OSError(
+        number,
+        f"{os.strerror(number)}: a step was not saved in {directory}. "
+        + (f"Steps {left} are whole" if left else "It has no earlier step")
+        + ". Make room, keep fewer steps (`keep`), or save to another directory; the next save removes what is "
+        "half-written.",
     )
 
 
