@@ -15,13 +15,13 @@ import jax
 import orbax.checkpoint as ocp
 
 from ..recipes import Recipe, check_recipe
-from ._digest import Digest, digests
+from ._digest import digests
 from ._leaf import Leaf, leaves
 from ._manifest import check, manifest
 from ._retention import Retention
-from ._step import ARRAYS, damaged, new_manager, read_arrays, read_manifest, write_step
+from ._step import ARRAYS, damaged, loss_of, new_manager, read_arrays, read_manifest, write_step
 from ._steps import absolute, find_step, full_disk, is_full, steps_in
-from ._stored import StoredArray, open_array
+from ._stored import StoredArray, stored_arrays
 from ._streamed import StreamedArray
 from ._sums import damage
 
@@ -68,7 +68,7 @@ class Checkpoints:
         if keep is not None and keep < 1:
             raise ValueError(f"`keep` is {keep}; at least 1 step must be kept, or `None` for all of them.")
         self._directory = absolute(directory, writable=not read_only)
-        self._retention = Retention(keep, keep_best, self._loss)
+        self._retention = Retention(keep, keep_best, functools.partial(loss_of, self._directory))
         self._read_only = read_only
         self._manager: ocp.CheckpointManager | None = None
 
@@ -82,7 +82,7 @@ class Checkpoints:
 
     def best(self) -> int | None:
         """The committed step of the lowest loss, or `None` if none was saved with one."""
-        losses = [(loss, step) for step in self.steps() if not math.isnan(loss := self._loss(step))]
+        losses = [(loss, step) for step in self.steps() if not math.isnan(loss := loss_of(self._directory, step))]
         return min(losses)[1] if losses else None
 
     def save(
@@ -154,10 +154,7 @@ class Checkpoints:
         for name, array in params.items():
             path = (_PARAMS, *name.split("/"))
             found.append(Leaf(path, jax.ShapeDtypeStruct(array.shape, array.dtype)))
-            digest = Digest()
-            for begin, part in array.parts():
-                digest.add(begin, part)
-            sums.append(digest.text())
+            sums.append(array.digest())
         description = manifest(step, found, sums, {} if extra is None else extra)
         self.close()
         # In the background orbax makes directories, which must be there before the first part is written.
@@ -173,16 +170,7 @@ class Checkpoints:
             ValueError: if the manifest is missing or damaged.
         """
         path = self._path(step)
-        return {
-            name: StoredArray(
-                name,
-                tuple(leaf["shape"]),
-                leaf["dtype"],
-                leaf["digest"],
-                functools.partial(open_array, path / ARRAYS, tuple(name.split("/"))),
-            )
-            for name, leaf in read_manifest(path)["leaves"].items()
-        }
+        return stored_arrays(path / ARRAYS, read_manifest(path)["leaves"])
 
     def restore(self, state_like: _State, step: int | None = None) -> tuple[_State, dict[str, Any]]:
         """Restores a train state onto the shardings of another.
@@ -286,14 +274,6 @@ class Checkpoints:
     ) -> None:
         del kind, error, trace
         self.close()
-
-    def _loss(self, step: int) -> float:
-        """A step's loss; NaN if it has none, or no readable manifest."""
-        try:
-            loss = read_manifest(steps_in(self._directory)[step])["loss"]
-        except (KeyError, ValueError):
-            return math.nan
-        return math.nan if loss is None else loss
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
