@@ -69,6 +69,7 @@ class _Saver(Protocol):
     def wait(self) -> None: ...
     def restore(self, like: Any) -> Any: ...
     def clear(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class _Ours:
@@ -87,6 +88,9 @@ class _Ours:
         return self._checkpoints.restore(like)[0]
 
     def clear(self) -> None:
+        pass  # the next save prunes, as in a run
+
+    def close(self) -> None:
         self._checkpoints.close()
 
 
@@ -107,7 +111,10 @@ class _Orbax:
         return self._checkpointer.restore(self._directory, args=ocp.args.StandardRestore(_plain(like)))
 
     def clear(self) -> None:
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self._directory)
+
+    def close(self) -> None:
+        self._checkpointer.close()
 
 
 def _plain(state: TrainState) -> dict[str, Any]:
@@ -121,7 +128,7 @@ def measure_checkpoints(
 
     Args:
         model: whose parameters and AdamW moments are saved, filled with random numbers.
-        directory: for the files; emptied after each round.
+        directory: for the files, three states at most.
         rounds: after one that is not counted.
         report: told what was done, `steps_of(rounds)` times.
 
@@ -135,16 +142,17 @@ def measure_checkpoints(
     if any(layout is not None for layout in jax.tree.leaves(state.skeleton.layouts, is_leaf=lambda x: x is None)):
         raise ValueError(f"the model's weights need padding on {count} devices, which plain orbax does not take off.")
     state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    savers: dict[str, Callable[[Path], _Saver]] = {"gtp_jax": _Ours, "orbax": _Orbax}
+    savers: dict[str, _Saver] = {"gtp_jax": _Ours(directory / "gtp_jax"), "orbax": _Orbax(directory / "orbax")}
     times = {who: CheckpointTimes(who, state_bytes) for who in savers}
     for index in range(rounds + 1):
-        for who, new in savers.items():
-            measured = _round(new(directory / who), state, like, other)
+        for who, saver in savers.items():
+            measured = _round(saver, state, like, other)
             if index:
                 for what, seconds in measured.items():
                     getattr(times[who], what).append(seconds)
             report(who if index else f"{who}, first")
-            shutil.rmtree(directory / who, ignore_errors=True)
+    for saver in savers.values():
+        saver.close()
     return list(times.values())
 
 

@@ -19,10 +19,17 @@ from ..models import PRESETS
 from ..plan import columns, quantity
 from ._devices import choose_devices, on_gpu
 
+_DESCRIPTION = """\
+Saves and restores a Llama's parameters and AdamW moments, in rounds with the rivals in turn, after one round that is
+not counted. `blocks`: until training may go on; `saved`: until the step is committed; `restored`: onto the mesh that
+saved, weights cut over gtp; `moved`: onto half the gtp and tp 2. torch DCP, a process a device, joins in where torch
+is installed. Three such states must fit on the disk.
+"""
+
 _EXAMPLES = """\
 examples:
   gtp-jax bench checkpoint                          1 B parameters and AdamW's moments on GPUs, 100 M on a CPU
-  gtp-jax bench checkpoint --preset 8b --dir /nvme  where there is room for two
+  gtp-jax bench checkpoint --preset 8b --dir /nvme  where there is room for three
   gtp-jax bench checkpoint --rounds 5 --json checkpoint.json
 """
 
@@ -35,10 +42,7 @@ def add_parser(topics: Any) -> None:
     parser = topics.add_parser(
         "checkpoint",
         help="saving and restoring beside plain orbax and torch DCP",
-        description="Saves and restores a Llama's parameters and AdamW moments, in rounds with the rivals in turn, "
-        "after one round that is not counted. `blocks`: until training may go on; `saved`: until the step is "
-        "committed; `restored`: onto the mesh that saved, weights cut over gtp; `moved`: onto half the gtp and tp 2. "
-        "torch DCP, a process a device, joins in where torch is installed.",
+        description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -65,10 +69,10 @@ def _run(args: argparse.Namespace) -> int:
     preset = args.preset or _DEFAULT[on_gpu()]
     model = PRESETS[preset] if args.layers is None else dataclasses.replace(PRESETS[preset], layers=args.layers)
     shapes = bench.state_shapes(model)
-    needed, free = 2 * bench.float32_bytes(shapes), shutil.disk_usage(args.dir).free
+    needed, free = 3 * bench.float32_bytes(shapes), shutil.disk_usage(args.dir).free
     if needed > free:
         raise ValueError(
-            f"two checkpoints of {preset} take {quantity(needed, 'B')}, but {args.dir.absolute()} has "
+            f"three checkpoints of {preset} take {quantity(needed, 'B')}, but {args.dir.absolute()} has "
             f"{quantity(free, 'B')} free. Choose a smaller --preset, fewer --layers, or another --dir."
         )
     total = bench.steps_of(args.rounds)
