@@ -1,6 +1,11 @@
 """Sharded checkpoints that any mesh can read: logical arrays, plain nested dicts, a manifest beside them."""
 
 from ._checkpoints import Checkpoints as Checkpoints
+from ._digest import DIGEST_EVENT
 from ._digest import Digest as Digest
 from ._stored import StoredArray as StoredArray
 from ._streamed import StreamedArray as StreamedArray
+from ._sums import SUMS_EVENT
+
+# Under which `jax.monitoring` hears how many seconds went into checksums.
+CHECKSUM_EVENTS = (DIGEST_EVENT, SUMS_EVENT)

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import operator
 import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
-from ._digest import Digest, digests
+from ..recipes import Recipe, check_recipe
+from ._digest import digests
 from ._leaf import Leaf, leaves
 from ._manifest import check, manifest
 from ._retention import Retention
-from ._step import ARRAYS, damaged, new_manager, read_arrays, read_manifest, write_step
-from ._stored import StoredArray, open_array
+from ._step import ARRAYS, damaged, loss_of, new_manager, read_arrays, read_manifest, write_step
+from ._steps import absolute, find_step, full_disk, is_full, steps_in
+from ._stored import StoredArray, stored_arrays
 from ._streamed import StreamedArray
 from ._sums import damage
 
@@ -67,29 +67,33 @@ class Checkpoints:
             raise ValueError(f"`keep_best` is {keep_best}; it is a whole number of at least 0.")
         if keep is not None and keep < 1:
             raise ValueError(f"`keep` is {keep}; at least 1 step must be kept, or `None` for all of them.")
-        self._directory = os.fspath(directory)
-        if "://" not in self._directory:
-            self._directory = str(Path(self._directory).expanduser().absolute())
-            if not read_only:
-                _check_writable(Path(self._directory))
-        self._retention = Retention(keep, keep_best, self._loss)
+        self._directory = absolute(directory, writable=not read_only)
+        self._retention = Retention(keep, keep_best, functools.partial(loss_of, self._directory))
         self._read_only = read_only
         self._manager: ocp.CheckpointManager | None = None
 
     def steps(self) -> list[int]:
         """The committed steps, ascending; a step still being written is not among them."""
-        return sorted(self._paths())
+        return sorted(steps_in(self._directory))
 
     def latest(self) -> int | None:
         """The latest committed step, or `None` if there is none."""
-        return max(self._paths(), default=None)
+        return max(steps_in(self._directory), default=None)
 
     def best(self) -> int | None:
         """The committed step of the lowest loss, or `None` if none was saved with one."""
-        losses = [(loss, step) for step in self.steps() if not math.isnan(loss := self._loss(step))]
+        losses = [(loss, step) for step in self.steps() if not math.isnan(loss := loss_of(self._directory, step))]
         return min(losses)[1] if losses else None
 
-    def save(self, step: int, state: Any, extra: dict[str, Any] | None = None, *, loss: float | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        extra: dict[str, Any] | None = None,
+        *,
+        loss: float | None = None,
+        recipe: Recipe | None = None,
+    ) -> None:
         """Saves a train state, in the background.
 
         On return the arrays have been copied off the devices and may be donated. The step appears under its name all
@@ -102,12 +106,17 @@ class Checkpoints:
             state: a train state of jax arrays.
             extra: JSON to come back with the state, the same in every process.
             loss: by which `keep_best` and `best` rank the step, the same in every process.
+            recipe: that the state was trained with, for the record. Codes and scales are not saved: each step makes
+                them of the parameters, so that the run may go on with any recipe.
 
         Raises:
-            ValueError: if `step` is not above the latest one in the directory, or if `state` has been donated.
-            TypeError: if a leaf of `state` is not a jax array, or if JSON cannot hold `extra`.
+            ValueError: if `step` is not above the latest one in the directory, if `state` has been donated, or if the
+                copies of a replicated array differ.
+            OSError: if the disk is full; earlier steps are as they were.
+            TypeError: if a leaf of `state` is not a jax array, if JSON cannot hold `extra`, or if `recipe` is none.
         """
         step = self._checked(step)
+        check_recipe(recipe)
         found = leaves(state)
         for leaf in found:
             if not isinstance(leaf.array, jax.Array):
@@ -117,12 +126,14 @@ class Checkpoints:
             if leaf.array.is_deleted():
                 raise ValueError(f"`{leaf.name}` of the state has been donated. Save the state that the step returned.")
         stored = [leaf.to_disk() for leaf in found]
-        description = manifest(step, found, digests(stored), {} if extra is None else extra, loss)
+        description = manifest(step, found, digests(stored), {} if extra is None else extra, loss=loss, recipe=recipe)
         # Not before the first save: it sweeps what looks half-written, which would be another run's work in progress if
         # this object only reads.
-        if self._manager is None:
-            self._manager = new_manager(self._directory, self._retention)
-        write_step(self._manager, {leaf.name: array for leaf, array in zip(found, stored, strict=True)}, description)
+        arrays = {leaf.name: array for leaf, array in zip(found, stored, strict=True)}
+        with self._failures():
+            if self._manager is None:
+                self._manager = new_manager(self._directory, self._retention)
+            write_step(self._manager, arrays, description)
 
     def save_params(self, step: int, params: Mapping[str, StreamedArray], extra: dict[str, Any] | None = None) -> None:
         """Saves parameters that are made while they are written, a part in memory at a time. In one process.
@@ -143,18 +154,13 @@ class Checkpoints:
         for name, array in params.items():
             path = (_PARAMS, *name.split("/"))
             found.append(Leaf(path, jax.ShapeDtypeStruct(array.shape, array.dtype)))
-            digest = Digest()
-            for begin, part in array.parts():
-                digest.add(begin, part)
-            sums.append(digest.text())
-        description = manifest(step, found, sums, {} if extra is None else extra, None)
+            sums.append(array.digest())
+        description = manifest(step, found, sums, {} if extra is None else extra)
         self.close()
         # In the background orbax makes directories, which must be there before the first part is written.
         manager = new_manager(self._directory, self._retention, background=False)
-        try:
+        with self._failures(), contextlib.closing(manager):
             write_step(manager, {leaf.name: a for leaf, a in zip(found, params.values(), strict=True)}, description)
-        finally:
-            manager.close()
 
     def arrays(self, step: int | None = None) -> dict[str, StoredArray]:
         """A step's arrays by name, to be read in part.
@@ -163,18 +169,8 @@ class Checkpoints:
             FileNotFoundError: if there is no such step.
             ValueError: if the manifest is missing or damaged.
         """
-        self.wait()
         path = self._path(step)
-        return {
-            name: StoredArray(
-                name,
-                tuple(leaf["shape"]),
-                leaf["dtype"],
-                leaf["digest"],
-                functools.partial(open_array, path / ARRAYS, tuple(name.split("/"))),
-            )
-            for name, leaf in read_manifest(path)["leaves"].items()
-        }
+        return stored_arrays(path / ARRAYS, read_manifest(path)["leaves"])
 
     def restore(self, state_like: _State, step: int | None = None) -> tuple[_State, dict[str, Any]]:
         """Restores a train state onto the shardings of another.
@@ -212,7 +208,6 @@ class Checkpoints:
 
     def _read(self, wanted: list[Leaf], step: int | None, part: str = "") -> tuple[dict[str, Any], list[jax.Array]]:
         """A step's manifest and its arrays; of only a part of it if one is named."""
-        self.wait()
         path = self._path(step)
         found = read_manifest(path)
         if part:
@@ -230,7 +225,9 @@ class Checkpoints:
         return found, [leaf.to_memory(array) for leaf, array in zip(wanted, stored, strict=True)]
 
     def manifest(self, step: int | None = None) -> dict[str, Any]:
-        """What a step's checkpoint says about itself: format, version, arrays with shape, dtype and digest, extra.
+        """What a step's checkpoint says about itself.
+
+        Format, versions, step, arrays with shape, dtype and digest, recipe, loss, extra.
 
         Raises:
             FileNotFoundError: if there is no such step.
@@ -259,13 +256,15 @@ class Checkpoints:
     def wait(self) -> None:
         """Waits until the last save is committed, and raises its error if it failed."""
         if self._manager is not None:
-            self._manager.wait_until_finished()
+            with self._failures():
+                self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Waits for the last save and frees the threads; the object can be used again."""
         if self._manager is not None:
             manager, self._manager = self._manager, None
-            manager.close()
+            with self._failures():
+                manager.close()
 
     def __enter__(self) -> Self:
         return self
@@ -276,41 +275,20 @@ class Checkpoints:
         del kind, error, trace
         self.close()
 
-    def _loss(self, step: int) -> float:
-        """A step's loss; NaN if it has none, or no readable manifest."""
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Says what a full disk means. The next save begins anew: it sweeps what this one has left."""
         try:
-            loss = read_manifest(self._paths()[step])["loss"]
-        except (KeyError, ValueError):
-            return math.nan
-        return math.nan if loss is None else loss
-
-    def _paths(self) -> dict[int, Any]:
-        found = ocp.path.step.standard_name_format().find_all(self._directory)
-        return {step.step: step.path for step in found}
+            yield
+        except (OSError, ValueError) as error:
+            if not is_full(error):
+                raise
+            self._manager = None
+            raise full_disk(self._directory, error) from error
 
     def _path(self, step: int | None) -> Any:
-        paths = self._paths()
-        if step is None:
-            step = max(paths, default=None)
-        mine = -1 if step not in paths else step
-        if jax.process_count() > 1:
-            # All of them must raise, or none: the others would wait for the one that did.
-            seen = np.ravel(multihost_utils.process_allgather(np.int32(mine)))
-            if len(set(seen.tolist())) > 1:
-                raise OSError(
-                    f"the processes see different checkpoints in {self._directory}: step {seen.tolist()} in process "
-                    f"0 to {len(seen) - 1} (-1: none). The directory must be on a file system that all of them share."
-                )
-        if mine >= 0:
-            return paths[mine]
-        if paths:
-            raise FileNotFoundError(f"no step {step} in {self._directory}; it has {sorted(paths)}.")
-        missing = "://" not in self._directory and not os.path.isdir(self._directory)
-        raise FileNotFoundError(
-            f"no checkpoint in {self._directory}: "
-            + ("no such directory" if missing else "it holds no complete step")
-            + ". Give the directory that an earlier run saved to, or start without restoring."
-        )
+        self.wait()
+        return find_step(self._directory, step)
 
     def _checked(self, step: int) -> int:
         step = operator.index(step)
@@ -319,14 +297,3 @@ class Checkpoints:
         if step < 0:
             raise ValueError(f"`step` is {step}; it is a whole number of at least 0.")
         return step
-
-
-def _check_writable(directory: Path) -> None:
-    nearest = next(path for path in (directory, *directory.parents) if os.path.exists(path))
-    if not nearest.is_dir():
-        raise NotADirectoryError(f"`directory` is {directory}, but {nearest} is a file. Choose another directory.")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise PermissionError(
-            f"`directory` is {directory}, but {nearest} cannot be written. Choose another directory, or pass "
-            "`read_only=True` to restore only."
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import zlib
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
+from ..recipes import Recipe
 from ._leaf import Leaf
 
 # Raised when a checkpoint is written that older versions would misread.
@@ -21,7 +23,13 @@ _SEAL = "crc32"
 
 
 def manifest(
-    step: int, leaves: Sequence[Leaf], digests: Sequence[str], extra: dict[str, Any], loss: float | None
+    step: int,
+    leaves: Sequence[Leaf],
+    digests: Sequence[str],
+    extra: dict[str, Any],
+    *,
+    loss: float | None = None,
+    recipe: Recipe | None = None,
 ) -> dict[str, Any]:
     """The manifest of a checkpoint.
 
@@ -31,6 +39,7 @@ def manifest(
         digests: of the arrays as they are on disk.
         extra: the caller's own.
         loss: that the state has; NaN and infinities count as none.
+        recipe: that the state was trained with.
 
     Raises:
         TypeError: if `extra` is not a dict that JSON can hold.
@@ -44,7 +53,9 @@ def manifest(
             f"`extra` cannot be written as JSON: {error}. Use numbers, strings, lists and dicts."
         ) from error
     entries = {leaf.name: {**_entry(leaf), "digest": d} for leaf, d in zip(leaves, digests, strict=True)}
-    content = {"format": FORMAT, "gtp_jax": _version(), "step": step, "leaves": entries, "extra": extra}
+    versions = {name: _version(name) for name in ("gtp_jax", "jax", "orbax-checkpoint")}
+    content = {"format": FORMAT, **versions, "step": step, "leaves": entries, "extra": extra}
+    content["recipe"] = recipe and {"name": type(recipe).__name__, **dataclasses.asdict(recipe)}
     content["loss"] = loss if loss is not None and math.isfinite(loss) else None
     return {**content, _SEAL: _crc(content)}
 
@@ -107,8 +118,8 @@ def _crc(content: dict[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(content).encode()):08x}"
 
 
-def _version() -> str:
+def _version(package: str) -> str:
     try:
-        return metadata.version("gtp_jax")
+        return metadata.version(package)
     except metadata.PackageNotFoundError:  # a checkout on the path, not installed
         return "unknown"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import orbax.checkpoint as ocp
 
 from ._leaf import Leaf
 from ._manifest import read
+from ._steps import steps_in
 from ._streamed import StreamedArray
 from ._sums import SummedArrays, SummedStreams, damage
 
@@ -110,6 +112,15 @@ def read_manifest(path: Any) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise ValueError(damaged(path, [f"{file}: {error}"])) from error
+
+
+def loss_of(directory: str, step: int) -> float:
+    """The loss of a step in a directory; NaN if it has none, or no readable manifest."""
+    try:
+        loss = read_manifest(steps_in(directory)[step])["loss"]
+    except (KeyError, ValueError):
+        return math.nan
+    return math.nan if loss is None else loss
 
 
 def damaged(path: Any, lines: Sequence[str]) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,16 @@ class StoredArray:
         return self.open()[begin:end].read().result()
 
 
-def open_array(directory: Any, path: tuple[str, ...]) -> Any:
+def stored_arrays(directory: Any, leaves: Mapping[str, Any]) -> dict[str, StoredArray]:
+    """The arrays of a step's directory of arrays, by name, as the manifest describes them."""
+    found = {}
+    for name, leaf in leaves.items():
+        opened = functools.partial(_open_array, directory, tuple(name.split("/")))
+        found[name] = StoredArray(name, tuple(leaf["shape"]), leaf["dtype"], leaf["digest"], opened)
+    return found
+
+
+def _open_array(directory: Any, path: tuple[str, ...]) -> Any:
     """Opens an array of a step's directory of arrays, as orbax lays it out."""
     where = str(directory)
     base = where.rstrip("/") + "/" if "://" in where else {"driver": "file", "path": where + "/"}

@@ -11,6 +11,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
+from ._digest import Digest
+
 
 @dataclasses.dataclass(frozen=True)
 class StreamedArray:
@@ -38,6 +40,13 @@ class StreamedArray:
             part = self.make(begin)
             assert (part.shape, part.dtype) == (wanted, self.dtype), (part.shape, part.dtype, self)
             yield begin, part
+
+    def digest(self) -> str:
+        """Of all of it; makes each part."""
+        digest = Digest()
+        for begin, part in self.parts():
+            digest.add(begin, part)
+        return digest.text()
 
 
 class StreamHandler(ocp.type_handlers.TypeHandler):

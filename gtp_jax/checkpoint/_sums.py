@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,13 +13,17 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from ._crc import joined
 from ._streamed import StreamedArray, StreamHandler
 
 SUMS = "sums.json"
 _OWN = "sums.process_{}.json"
 # orbax's mark of a finished directory, made after the sums.
 _COMMITTED = "commit_success.txt"
-_CHUNK_BYTES = 1 << 24
+# What jax.monitoring is told the seconds of.
+SUMS_EVENT = "/gtp_jax/checkpoint/sums"
+_PART_BYTES = 1 << 24
+_BUFFER_BYTES = 1 << 18
 _THREADS = 16
 
 
@@ -117,14 +122,25 @@ def unsealed(text: str) -> Any:
 
 
 def _sum(directory: epath.Path, names: Iterable[str]) -> dict[str, list[int]]:
-    names = list(names)
+    """Size and CRC-32 of files, read in parts by several threads: data are in few files, and large ones."""
+    begin = time.perf_counter()
+    sizes = {name: (directory / name).stat().length for name in names}
+    parts = [(name, start) for name, size in sizes.items() for start in range(0, size, _PART_BYTES)]
     with ThreadPoolExecutor(_THREADS) as pool:
-        return dict(zip(names, pool.map(lambda name: _sum_file(directory / name), names), strict=True))
+        crcs = pool.map(lambda part: _sum_part(directory / part[0], part[1]), parts)
+        found = {name: [size, 0] for name, size in sizes.items()}
+        for (name, start), crc in zip(parts, crcs, strict=True):
+            found[name][1] = joined(found[name][1], crc, min(_PART_BYTES, sizes[name] - start))
+    jax.monitoring.record_event_duration_secs(SUMS_EVENT, time.perf_counter() - begin)
+    return found
 
 
-def _sum_file(path: epath.Path) -> list[int]:
-    size = crc = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
-    return [size, crc]
+def _sum_part(path: epath.Path, begin: int) -> int:
+    # Through a buffer that stays in a core's cache, twice as fast as reading the part at once.
+    crc, left, buffer = 0, _PART_BYTES, memoryview(bytearray(_BUFFER_BYTES))
+    with path.open("rb") as opened:
+        file: Any = opened
+        file.seek(begin)
+        while left and (size := file.readinto(buffer[: min(left, _BUFFER_BYTES)])):
+            crc, left = zlib.crc32(buffer[:size], crc), left - size
+    return crc

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from .. import bench, native
 from ..mesh import platform
 from ..plan import columns
+from . import _bench_checkpoint
 from ._devices import choose_devices
 
 _EXAMPLES = """\
@@ -31,7 +32,9 @@ _MEBIBYTES = {"gpu": 256.0, "cpu": 16.0}
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Adds the subcommand."""
-    parser = subparsers.add_parser("bench", help="measure kernels", description="Measures on this machine.")
+    parser = subparsers.add_parser(
+        "bench", help="measure kernels and checkpoints", description="Measures on this machine."
+    )
     topics = parser.add_subparsers(dest="topic", metavar="TOPIC", required=True)
     kernels = topics.add_parser(
         "kernels",
@@ -67,6 +70,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     kernels.add_argument("--json", type=Path, metavar="FILE", help="write the measurements there too")
     kernels.add_argument("--png", type=Path, metavar="FILE", help="draw them there")
     kernels.set_defaults(run=_kernels)
+    _bench_checkpoint.add_parser(topics)
     return parser
 
 

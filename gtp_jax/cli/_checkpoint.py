@@ -68,14 +68,22 @@ def _list(args: argparse.Namespace) -> int:
         try:
             manifest = found.manifest(step)
         except ValueError:
-            rows.append([str(step), "", "", "", "", "damaged: see `gtp-jax checkpoint verify`"])
+            rows.append([str(step), "", "", "", "", "", "damaged: see `gtp-jax checkpoint verify`"])
             continue
         leaves = manifest["leaves"].values()
         loss = "" if manifest["loss"] is None else f"{manifest['loss']:.4f}"
         rows.append(
-            [str(step), str(len(leaves)), quantity(sum(map(_bytes, leaves)), "B"), loss, manifest["gtp_jax"], ""]
+            [
+                str(step),
+                str(len(leaves)),
+                quantity(sum(map(_bytes, leaves)), "B"),
+                loss,
+                _recipe(manifest),
+                manifest["gtp_jax"],
+                "",
+            ]
         )
-    header = ("step", "arrays", "in memory", "loss", "gtp_jax", "")
+    header = ("step", "arrays", "in memory", "loss", "recipe", "gtp_jax", "")
     print(columns(header, rows, right=(0, 1, 2, 3)) if rows else f"no complete step in {args.directory}")
     return 0
 
@@ -86,6 +94,9 @@ def _show(args: argparse.Namespace) -> int:
         print(json.dumps(manifest, indent=1))
         return 0
     print(f"step {manifest['step']}, written by gtp_jax {manifest['gtp_jax']}, format {manifest['format']}")
+    if found := manifest.get("recipe"):
+        settings = ", ".join(f"{key} {json.dumps(value)}" for key, value in found.items() if key != "name")
+        print(f"trained with recipe {found['name']}" + (f" ({settings})" if settings else ""))
     if manifest["extra"]:
         print(f"beside the arrays: {json.dumps(manifest['extra'])}")
     rows = [
@@ -136,6 +147,10 @@ def _manifest_of(name: str) -> dict[str, Any]:
     if at and step.isdigit() and not Path(name).exists():
         return _open(Path(directory)).manifest(int(step))
     return _open(Path(name)).manifest()
+
+
+def _recipe(manifest: dict[str, Any]) -> str:
+    return (manifest.get("recipe") or {}).get("name", "")
 
 
 def _bytes(leaf: dict[str, Any]) -> int:

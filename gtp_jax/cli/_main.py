@@ -22,6 +22,7 @@ examples:
   gtp-jax checkpoint verify gtp-run     is every byte of a run's checkpoints as it was written
   gtp-jax convert export gtp-run hf     its weights as Hugging Face's safetensors; also import
   gtp-jax bench kernels                 how fast the quantization kernels are on this machine
+  gtp-jax bench checkpoint              how fast training states are saved and restored
   gtp-jax doctor                        what is installed, what is missing, what to do
 
 `gtp-jax COMMAND --help` explains a command's options.

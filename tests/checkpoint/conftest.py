@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import numpy as np
-import optax
 import pytest
 
 import gtp_jax as gtp
-from gtp_jax.models import Llama, LlamaConfig
-from gtp_jax.nn import Skeleton, abstract_model
+from gtp_jax.nn import Skeleton
 
-# Vocabulary and ffn need padding on every mesh with gtp > 1, and no mesh of more than 2 divides the vocabulary; width
-# 128 is what Adafactor starts to factor at.
-SIZES = {"vocab": 1002, "dim": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 120}
+from .meshes import OPTIMIZERS, Place
 
 
 @pytest.fixture(scope="session")
@@ -23,11 +17,7 @@ def make_state():
     """`make_state(degrees, optimizer)`: shapes and shardings of a state on a mesh; nothing is computed."""
 
     def make(degrees, optimizer=None, **sizes):
-        config = LlamaConfig(**{**SIZES, **sizes})
-        count = int(np.prod(list(degrees.values())))
-        with jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[:count])):
-            model = abstract_model(lambda rngs: Llama(config, rngs=rngs))
-            return gtp.TrainState.create(model, optimizer or optax.adamw(1e-3))
+        return Place(degrees).state(optimizer or OPTIMIZERS["adamw"], **sizes)
 
     return make
 
@@ -62,7 +52,7 @@ def filled():
 
 @pytest.fixture(scope="session")
 def logical():
-    """`logical(state, optimizer)`: its arrays in numpy without padding, in the order of `jax.tree.leaves`."""
+    """`logical(state)`: its arrays in numpy without padding, in the order of `jax.tree.leaves`."""
 
     def unpad(layout, array):
         array = np.asarray(array)
@@ -72,13 +62,18 @@ def logical():
         parts = np.split(array, layout.tp_outer, axis=dim)
         return np.concatenate([part.take(np.arange(layout.rows), axis=dim) for part in parts], axis=dim)
 
-    def strip(state, optimizer=None):
-        layouts = state.skeleton.layouts
-        undo = jax.tree.map(lambda layout: functools.partial(unpad, layout), layouts, is_leaf=lambda x: x is None)
-        params = jax.tree.map(lambda undo, array: undo(array), undo, state.params)
-        optimizer = optimizer or optax.adamw(1e-3)
-        opt_state = optax.tree_map_params(optimizer, lambda array, undo: undo(array), state.opt_state, undo)
-        return [np.asarray(leaf) for leaf in jax.tree.leaves((params, opt_state, state.step))]
+    def keys(path):
+        return tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
+
+    def strip(state):
+        flat = jax.tree_util.tree_leaves_with_path(state.skeleton.layouts, is_leaf=lambda x: x is None)
+        layouts = {keys(path): layout for path, layout in flat}
+        found = []
+        for path, leaf in jax.tree_util.tree_leaves_with_path((state.params, state.opt_state, state.step)):
+            names = keys(path)
+            ends = [names[begin:] for begin in range(len(names))]
+            found.append(unpad(next((layouts[end] for end in ends if end in layouts), None), leaf))
+        return found
 
     return strip
 

@@ -1,7 +1,9 @@
 """What one mesh saved, any other restores bit for bit."""
 
 import dataclasses
+import itertools
 import json
+import secrets
 
 import jax
 import numpy as np
@@ -11,42 +13,65 @@ import pytest
 
 from gtp_jax.checkpoint import Checkpoints
 
-MESHES = {
-    "gtp8": {"gtp": 8},
-    "gtp4_tp2": {"gtp": 4, "tp": 2},
-    "dp2_gtp2_tp2": {"dp": 2, "gtp": 2, "tp": 2},
-    "one_device": {"gtp": 1},
-}
-OPTIMIZERS = {
-    "adamw": optax.adamw(1e-3),
-    "adafactor": optax.adafactor(1e-3),
-}
+from .meshes import OPTIMIZERS, PLACES
+
+RING = list(itertools.pairwise([*PLACES, next(iter(PLACES))]))
 
 
-@pytest.mark.parametrize("saved_on", MESHES)
-@pytest.mark.parametrize("name", ["adamw", "adafactor"])
-def test_any_mesh_restores_any_other(tmp_path, make_state, filled, logical, assert_same_bits, name, saved_on):
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_mesh_restores_what_the_one_before_saved(tmp_path, filled, assert_restored, name):
     optimizer = OPTIMIZERS[name]
-    state = filled(make_state(MESHES[saved_on], optimizer), seed=1)
+    for index, (saved_on, restored_on) in enumerate(RING):
+        state = filled(PLACES[saved_on].state(optimizer), seed=index)
+        with Checkpoints(tmp_path / saved_on) as checkpoints:
+            checkpoints.save(7, state, {"batches": [1, 2]})
+            assert_restored(checkpoints, PLACES[restored_on].state(optimizer), state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("saved_on", PLACES)
+def test_every_mesh_restores_what_any_other_saved(tmp_path, filled, assert_restored, name, saved_on):
+    optimizer = OPTIMIZERS[name]
+    state = filled(PLACES[saved_on].state(optimizer), seed=secrets.randbits(31))
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(7, state, {"batches": [1, 2]})
-    for degrees in MESHES.values():
-        like = make_state(degrees, optimizer)
-        restored, extra = Checkpoints(tmp_path).restore(like)
+        for place in PLACES.values():
+            assert_restored(checkpoints, place.state(optimizer), state)
+
+
+@pytest.fixture(scope="module")
+def assert_restored(logical, assert_same_bits):
+    """`assert_restored(checkpoints, like, saved)`: on the shardings of `like`, bit for bit what was saved."""
+
+    def check(checkpoints, like, saved):
+        restored, extra = checkpoints.restore(like)
         assert extra == {"batches": [1, 2]}
-        bare = logical(restored, optimizer)
-        assert_same_bits(bare, logical(state, optimizer))
+        bare = logical(restored)
+        assert_same_bits(bare, logical(saved))
         for leaf, array, wanted in zip(bare, jax.tree.leaves(restored), jax.tree.leaves(like), strict=True):
             assert array.sharding == wanted.sharding
             assert np.count_nonzero(np.asarray(array)) == np.count_nonzero(leaf), "padding is not zero"
 
+    return check
+
 
 def test_the_states_of_these_tests_have_padded_and_factored_arrays(make_state):
-    state = make_state(MESHES["gtp4_tp2"], OPTIMIZERS["adafactor"])
+    state = make_state({"gtp": 4, "tp": 2}, OPTIMIZERS["adafactor"])
     layouts = [layout for layout in jax.tree.leaves(state.skeleton.layouts) if layout is not None]
     assert {layout.shape for layout in layouts} >= {(1002, 128), (128, 1002), (128, 120)}
     assert state.opt_state[0].v_row["embed"]["table"].shape == (128,)
     assert state.opt_state[0].v_col["embed"]["table"].shape == (1002,)
+
+
+def test_the_meshes_of_these_tests_cut_in_both_orders_and_pad_differently():
+    tables = {name: place.state(OPTIMIZERS["muon"]).params["embed"]["table"] for name, place in PLACES.items()}
+    assert tables["gtp4_tp2"].sharding.spec[0] == ("tp", "gtp") and tables["fsdp"].shape[0] == 1024
+    assert tables["gtp4_tp2_strided"].sharding.spec[0] == ("gtp", "tp")
+    assert {table.shape[0] for table in tables.values()} == {1002, 1008, 1024}
+    moments = PLACES["fsdp"].state(OPTIMIZERS["muon"]).opt_state.inner_states["muon"].inner_state[0].mu
+    assert moments["embed"]["table"].shape == (1024, 128)
+    assert {leaf.ndim for leaf in jax.tree.leaves(moments)} == {2, 3}, "no stacks of matrices"
 
 
 def test_masked_moments_of_padded_weights_are_logical_on_disk(tmp_path, make_state, filled, assert_same_bits):
@@ -54,10 +79,10 @@ def test_masked_moments_of_padded_weights_are_logical_on_disk(tmp_path, make_sta
         head = {"kernel": state.params["head"]["kernel"], "scale": optax.MaskedNode()}
         return dataclasses.replace(state, opt_state=optax.MaskedState(optax.TraceState({"head": head})))
 
-    state = filled(masked(make_state(MESHES["gtp8"])))
+    state = filled(masked(make_state({"gtp": 8})))
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state)
-        restored, _ = checkpoints.restore(masked(make_state(MESHES["one_device"])))
+        restored, _ = checkpoints.restore(masked(make_state({"gtp": 1})))
     kernel = np.asarray(state.opt_state.inner_state.trace["head"]["kernel"])
     assert kernel.shape == (128, 1024)
     assert_same_bits([np.asarray(restored.opt_state.inner_state.trace["head"]["kernel"])], [kernel[:, :1002].copy()])
@@ -65,7 +90,7 @@ def test_masked_moments_of_padded_weights_are_logical_on_disk(tmp_path, make_sta
 
 def test_a_history_of_a_padded_weight_is_logical_on_disk(tmp_path, make_state, filled):
     optimizer = optax.scale_by_lbfgs(memory_size=3)
-    state = filled(make_state(MESHES["gtp8"], optimizer))
+    state = filled(make_state({"gtp": 8}, optimizer))
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state)
     leaves = json.loads((tmp_path / "1/manifest/manifest.json").read_text())["leaves"]
@@ -74,7 +99,7 @@ def test_a_history_of_a_padded_weight_is_logical_on_disk(tmp_path, make_state, f
 
 
 def test_real_arrays_serve_as_the_target_and_stay_as_they_are(tmp_path, make_state, filled, logical, assert_same_bits):
-    state, other = (filled(make_state(MESHES["gtp4_tp2"]), seed) for seed in (1, 2))
+    state, other = (filled(make_state({"gtp": 4, "tp": 2}), seed) for seed in (1, 2))
     before = logical(other)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state)
@@ -84,7 +109,7 @@ def test_real_arrays_serve_as_the_target_and_stay_as_they_are(tmp_path, make_sta
 
 
 def test_the_disk_holds_nested_dicts_of_logical_arrays_and_a_manifest(tmp_path, make_state, filled, logical):
-    state = filled(make_state(MESHES["gtp8"]))
+    state = filled(make_state({"gtp": 8}))
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(3, state, {"seed": 5})
     manifest = json.loads((tmp_path / "3/manifest/manifest.json").read_text())

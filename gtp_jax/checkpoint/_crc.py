@@ -1,0 +1,44 @@
+"""CRC-32 of a whole from those of its parts, so that several threads can share a file."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+
+_BITS = 32
+# Of a linear map on 32 bits: what it makes of each bit.
+_Columns = tuple[int, ...]
+
+
+def joined(left: int, right: int, right_bytes: int) -> int:
+    """The CRC-32 of two parts, one behind the other.
+
+    A CRC without its inversions is linear over GF(2), so that `right_bytes` more bytes are a linear map of what came
+    before (M. Adler's `crc32_combine` in zlib).
+
+    Args:
+        left: CRC-32 of the first part; 0 of nothing.
+        right: of the second.
+        right_bytes: length of the second.
+    """
+    return _apply(_zeros(right_bytes), left) ^ right
+
+
+@functools.cache
+def _zeros(count: int) -> _Columns:
+    """What `count` bytes of zero make of a CRC without inversions."""
+    if count == 0:
+        return tuple(1 << bit for bit in range(_BITS))
+    if count == 1:
+        return tuple(zlib.crc32(b"\0", 1 << bit) ^ zlib.crc32(b"\0") for bit in range(_BITS))
+    half = _zeros(count // 2)
+    both = tuple(_apply(half, column) for column in half)
+    return tuple(_apply(_zeros(1), column) for column in both) if count % 2 else both
+
+
+def _apply(columns: _Columns, bits: int) -> int:
+    found = 0
+    for column in columns:
+        found ^= column if bits & 1 else 0
+        bits >>= 1
+    return found

@@ -1,0 +1,96 @@
+"""The steps in a directory of checkpoints."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+# A full disk, an exhausted quota, and a limit on the size of files.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def absolute(directory: str | os.PathLike[str], *, writable: bool) -> str:
+    """A directory's absolute path, or its URL.
+
+    Raises:
+        OSError: if it is to be written, and cannot be.
+    """
+    name = os.fspath(directory)
+    if "://" in name:
+        return name
+    path = Path(name).expanduser().absolute()
+    if writable:
+        _check_writable(path)
+    return str(path)
+
+
+def steps_in(directory: str) -> dict[int, Any]:
+    """The committed steps and their paths."""
+    return {step.step: step.path for step in ocp.path.step.standard_name_format().find_all(directory)}
+
+
+def find_step(directory: str, step: int | None) -> Any:
+    """The path of a step, the latest one if it is `None`. Every process must call this.
+
+    Raises:
+        FileNotFoundError: if there is no such step.
+        OSError: if the processes do not see the same.
+    """
+    paths = steps_in(directory)
+    if step is None:
+        step = max(paths, default=None)
+    mine = -1 if step not in paths else step
+    if jax.process_count() > 1:
+        # All of them must raise, or none: the others would wait for the one that did.
+        seen = np.ravel(multihost_utils.process_allgather(np.int32(mine)))
+        if len(set(seen.tolist())) > 1:
+            raise OSError(
+                f"the processes see different checkpoints in {directory}: step {seen.tolist()} in process "
+                f"0 to {len(seen) - 1} (-1: none). The directory must be on a file system that all of them share."
+            )
+    if mine >= 0:
+        return paths[mine]
+    if paths:
+        raise FileNotFoundError(f"no step {step} in {directory}; it has {sorted(paths)}.")
+    missing = "://" not in directory and not os.path.isdir(directory)
+    raise FileNotFoundError(
+        f"no checkpoint in {directory}: "
+        + ("no such directory" if missing else "it holds no complete step")
+        + ". Give the directory that an earlier run saved to, or start without restoring."
+    )
+
+
+def is_full(error: Exception) -> bool:
+    """Whether a save has failed for want of room; what orbax raises has the reason in its text."""
+    return any(os.strerror(number) in str(error) for number in _FULL)
+
+
+def full_disk(directory: str, error: Exception) -> OSError:
+    """What to raise then."""
+    number = next(number for number in _FULL if os.strerror(number) in str(error))
+    left = sorted(steps_in(directory))
+    return OSError(
+        number,
+        f"{os.strerror(number)}: a step was not saved in {directory}. "
+        + (f"Steps {left} are whole" if left else "It has no earlier step")
+        + ". Make room, keep fewer steps (`keep`), or save to another directory; the next save removes what is "
+        "half-written.",
+    )
+
+
+def _check_writable(directory: Path) -> None:
+    nearest = next(path for path in (directory, *directory.parents) if os.path.exists(path))
+    if not nearest.is_dir():
+        raise NotADirectoryError(f"`directory` is {directory}, but {nearest} is a file. Choose another directory.")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise PermissionError(
+            f"`directory` is {directory}, but {nearest} cannot be written. Choose another directory, or pass "
+            "`read_only=True` to restore only."
+        )

@@ -1,0 +1,81 @@
+"""Meshes, orders of axes and optimizers between which checkpoints move."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import optax
+import optax.contrib
+from jax.sharding import NamedSharding, PartitionSpec
+
+import gtp_jax as gtp
+from gtp_jax.models import Llama, LlamaConfig
+from gtp_jax.nn import abstract_model
+
+# Vocabulary and ffn need padding on every mesh with gtp > 1, and no mesh of more than 3 divides the vocabulary; width
+# 128 is what Adafactor starts to factor at.
+SIZES = {"vocab": 1002, "dim": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 120}
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A mesh and how weights lie on it.
+
+    Attributes:
+        degrees: of the axes, for `make_mesh`.
+        alignment: of the slices, which decides how far they are padded.
+        gtp_major: cut dimensions over gtp first and tp inside it, as strided shards do; no model of ours trains so.
+    """
+
+    degrees: dict[str, int]
+    alignment: int = 16
+    gtp_major: bool = False
+
+    def mesh(self) -> jax.sharding.Mesh:
+        """The mesh, of the first devices."""
+        count = 1
+        for degree in self.degrees.values():
+            count *= degree
+        return gtp.make_mesh(**self.degrees, devices=jax.devices()[:count])
+
+    def state(self, optimizer: optax.GradientTransformation, **sizes: Any) -> gtp.TrainState:
+        """Shapes and shardings of a small Llama's state; nothing is computed."""
+        config = LlamaConfig(**{**SIZES, "dtype": "float32", "alignment": self.alignment, **sizes})
+        with jax.set_mesh(self.mesh()):
+            state = gtp.TrainState.create(abstract_model(lambda rngs: Llama(config, rngs=rngs)), optimizer)
+        return jax.tree.map(_gtp_major, state) if self.gtp_major else state
+
+
+def _gtp_major(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    spec = [tuple(reversed(entry)) if isinstance(entry, tuple) else entry for entry in leaf.sharding.spec]
+    sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(*spec))
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+PLACES = {
+    "fsdp": Place({"gtp": 8}),
+    "hsdp": Place({"dp": 2, "gtp": 4}),
+    "gtp4_tp2": Place({"gtp": 4, "tp": 2}),
+    "gtp4_tp2_strided": Place({"gtp": 4, "tp": 2}, gtp_major=True),
+    "gtp4_tp2_aligned64": Place({"gtp": 4, "tp": 2}, alignment=64),
+    "hsdp_tp2": Place({"dp": 2, "gtp": 2, "tp": 2}),
+    "three_devices": Place({"gtp": 3}),
+    "one_device": Place({"gtp": 1}),
+}
+
+
+def muon() -> optax.GradientTransformation:
+    """Muon for all matrices, those in stacks too; AdamW for the rest."""
+
+    def matrices(params: Any) -> Any:
+        def dims(path: Any, leaf: Any) -> Any:
+            return optax.contrib.MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1) if path[-1].key != "scale" else None
+
+        return jax.tree_util.tree_map_with_path(dims, params)
+
+    return optax.contrib.muon(1e-3, muon_weight_dimension_numbers=matrices)
+
+
+OPTIMIZERS = {"adamw": optax.adamw(1e-3), "adafactor": optax.adafactor(1e-3), "muon": muon()}

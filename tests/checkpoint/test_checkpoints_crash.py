@@ -1,0 +1,123 @@
+"""Killed at any moment of a save, or out of room, a run loses nothing that was committed."""
+
+import errno
+import multiprocessing
+import os
+import random
+import re
+import runpy
+import secrets
+import shutil
+import signal
+import subprocess
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gtp_jax.checkpoint import Checkpoints
+
+SAVE_FOREVER = """
+import itertools
+import jax.numpy as jnp
+import gtp_jax as gtp
+from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.nn import Skeleton
+
+log = open(directory + ".log", "a", buffering=1)
+with Checkpoints(directory, keep=2) as checkpoints:
+    for step in itertools.count(1):
+        params = {f"w{i}": jnp.full((256, 1024), step * 100 + i, jnp.float32) for i in range(8)}
+        state = gtp.TrainState(params, (), jnp.int32(step), Skeleton(None, None, {}, {}))
+        checkpoints.save(step, state, {"step": step})
+        checkpoints.wait()
+        print(step, file=log)
+"""
+
+
+@pytest.fixture(scope="module")
+def start_saving(tmp_path_factory):
+    """`start_saving(directory)`: a process that saves until it is killed, forked from one that has imported all."""
+    script = tmp_path_factory.mktemp("script") / "save_forever.py"
+    script.write_text(SAVE_FOREVER)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["gtp_jax", "gtp_jax.checkpoint", "gtp_jax.nn"])
+
+    def start(directory):
+        arguments = (str(script), {"directory": str(directory)})
+        process = context.Process(target=runpy.run_path, args=arguments, daemon=True)
+        process.start()
+        return process
+
+    return start
+
+
+def committed(directory) -> list[int]:
+    log = directory.with_name(directory.name + ".log")
+    return [int(step) for step in re.findall(r"(\d+)\n", log.read_text())] if log.exists() else []
+
+
+@pytest.mark.parametrize("kills", [6, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_killed_run_leaves_its_last_committed_step(tmp_path, plain, start_saving, kills):
+    seed = secrets.randbits(31)
+    rng = random.Random(seed)
+    like = plain({f"w{i}": jnp.zeros((256, 1024)) for i in range(8)})
+    half_written = 0
+    for trial in range(kills):
+        directory = tmp_path / f"run{trial}"
+        process = start_saving(directory)
+        deadline = time.monotonic() + 120
+        while not committed(directory):
+            assert process.is_alive() and time.monotonic() < deadline
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0, 0.6))  # one to several saves
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        half_written += any("tmp" in entry for entry in os.listdir(directory))
+        with Checkpoints(directory, keep=2) as checkpoints:
+            latest = checkpoints.latest()
+            assert latest is not None and latest >= max(committed(directory)), (seed, trial)
+            for step in checkpoints.steps()[-2:]:
+                assert checkpoints.verify(step) == [], (seed, trial)
+                restored, extra = checkpoints.restore(like, step)
+                assert extra == {"step": step} and restored.step == step, (seed, trial)
+                for i in range(8):
+                    assert np.all(np.asarray(restored.params[f"w{i}"]) == step * 100 + i), (seed, trial)
+            checkpoints.save(latest + 1, restored)
+        assert sorted(map(int, os.listdir(directory))) == [latest, latest + 1], (seed, trial, os.listdir(directory))
+        shutil.rmtree(directory)
+    assert half_written, "no run was killed in the middle of a save"
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 12 MiB."""
+    where = tmp_path / "disk"
+    where.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", where], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"only root may mount a small file system: {mounted.stderr.decode().strip()}")
+    yield where
+    subprocess.run(["umount", "--lazy", where], check=True)
+
+
+def test_a_full_disk_is_an_error_that_says_so_and_loses_nothing(small_disk, plain):
+    def state(step, rows):
+        return plain({"w": jax.random.normal(jax.random.key(step), (rows, 1024))})
+
+    checkpoints = Checkpoints(small_disk / "run")
+    checkpoints.save(1, state(1, 512))
+    checkpoints.save(2, state(2, 8192))
+    with pytest.raises(
+        OSError, match=r"No space left on device: a step was not saved in .*/run. Steps \[1\]"
+    ) as caught:
+        checkpoints.wait()
+    assert caught.value.errno == errno.ENOSPC and "Make room, keep fewer steps (`keep`)" in str(caught.value)
+    restored, _ = checkpoints.restore(state(0, 512))
+    assert (np.asarray(restored.params["w"]) == np.asarray(state(1, 512).params["w"])).all()
+    assert checkpoints.verify(1) == []
+    checkpoints.save(3, restored)
+    checkpoints.wait()
+    assert sorted(os.listdir(small_disk / "run")) == ["1", "3"], "what the failed save left was not removed"
