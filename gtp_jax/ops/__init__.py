@@ -5,6 +5,8 @@ from ._amax import hadamard_amax as hadamard_amax
 from ._amax import multi_amax as multi_amax
 from ._attention import causal_attention as causal_attention
 from ._cross_entropy import token_cross_entropy as token_cross_entropy
+from ._grouped_matmul import GROUPED_MATMUL as GROUPED_MATMUL
+from ._grouped_matmul import grouped_matmul as grouped_matmul
 from ._implementation import Implementation as Implementation
 from ._linear import linear as linear
 from ._norm import layer_norm as layer_norm
