@@ -13,6 +13,9 @@ from ._norm import layer_norm as layer_norm
 from ._norm import rms_norm as rms_norm
 from ._pack import pack as pack
 from ._pack import unpack as unpack
+from ._permute import permute as permute
 from ._quantize import dequantize as dequantize
 from ._quantize import quantize as quantize
 from ._rope import rope as rope
+from ._route import balanced as balanced
+from ._route import route as route
