@@ -52,27 +52,31 @@ def product(
         tile, column = _place(pl.program_id(0), down, across)
         group, start, stop = group_of[tile], start_of[tile], stop_of[tile]
 
-        @pl.when(start < stop)
-        def _():
-            row = start + jnp.arange(block.rows)
-            real = row < stop
-            mine = real & (group < groups)  # rows of no group come out as zeros
-            out, has_out = _span(column, block.columns, columns)
-            kernel = jnp.minimum(group, groups - 1)
+        row = start + jnp.arange(block.rows)
+        real = row < stop
+        out, has_out = _span(column, block.columns, columns)
 
+        def write(total):
+            mask = _outer_mask(total.shape, real, has_out)
+            pltriton.store(y.at[row[:, None], out[None, :]], total.astype(y.dtype), mask=mask)
+
+        @pl.when((start < stop) & (group < groups))
+        def _():
             def step(i, total):
                 inner, has_inner = _span(i, block.depth, depth)
-                left = _load(x.at[row[:, None], inner[None, :]], mine, has_inner)
+                left = _load(x.at[row[:, None], inner[None, :]], real, has_inner)
                 if transposed:
-                    right = _load(weight.at[kernel, out[:, None], inner[None, :]], has_out, has_inner)
+                    right = _load(weight.at[group, out[:, None], inner[None, :]], has_out, has_inner)
                 else:
-                    right = _load(weight.at[kernel, inner[:, None], out[None, :]], has_inner, has_out)
+                    right = _load(weight.at[group, inner[:, None], out[None, :]], has_inner, has_out)
                 return total + pltriton.dot(left, right, trans_b=transposed)
 
             total = jnp.zeros((block.rows, block.columns), jnp.float32)
-            total = jax.lax.fori_loop(0, pl.cdiv(depth, block.depth), step, total)
-            mask = _outer_mask(total.shape, real, has_out)
-            pltriton.store(y.at[row[:, None], out[None, :]], total.astype(y.dtype), mask=mask)
+            write(jax.lax.fori_loop(0, pl.cdiv(depth, block.depth), step, total))
+
+        @pl.when((start < stop) & (group == groups))
+        def _():
+            write(jnp.zeros((block.rows, block.columns), jnp.float32))  # rows of no group
 
     return _call(program, (down * across,), (rows, columns), x.dtype, block, interpret)(*tiles, x, weight)
 
