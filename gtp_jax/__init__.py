@@ -9,7 +9,9 @@ from .nn import MLP as MLP
 from .nn import Attention as Attention
 from .nn import Dense as Dense
 from .nn import Embed as Embed
+from .nn import GroupedDense as GroupedDense
 from .nn import LayerNormDense as LayerNormDense
+from .nn import MoE as MoE
 from .nn import Stack as Stack
 from .nn import TiedHead as TiedHead
 from .nn import cross_entropy as cross_entropy

@@ -7,6 +7,8 @@ from typing import Any, Literal, get_args
 
 import jax
 
+from ..ops import GROUPED_MATMUL
+
 Remat = Literal["nothing", "matmuls", "everything"]
 REMAT: tuple[Remat, ...] = get_args(Remat)
 
@@ -16,6 +18,8 @@ def _saves_matmuls(primitive: Any, *_: Any, **params: Any) -> bool:
     if primitive.name == "dot_general":
         return not any(params["dimension_numbers"][1])
     # Of a row-parallel product the sum over tp is kept, in place of the partial product.
+    if primitive.name == "name":
+        return params["name"] == GROUPED_MATMUL
     return primitive.name in ("reduce_scatter", "psum") or "dot_product_attention_fwd" in primitive.name
 
 

@@ -18,9 +18,9 @@ import numpy as np
 from jax import lax
 
 from ..formats import Format, PackPlan, Piece
-from ..mesh import GTP, TP, Layout, degree
+from ..mesh import AXES, TP, Layout, degrees
 from ..ops import multi_amax, pack, unpack
-from ._weight import Slices
+from ._weight import Slices, as_fused
 
 # The layouts of each fused weight's kernels.
 Fused = Sequence[Sequence[Layout]]
@@ -61,22 +61,27 @@ class Bundle:
 
     @property
     def kernels(self) -> list[jax.Array]:
-        """All slices, in the order in which they travel."""
-        return [_values(x) for slices in self.slices.values() for x in slices]
+        """All slices, in the order in which they travel: matrices, an expert's each by itself."""
+        weights = zip(self.slices.values(), self.fused, strict=True)
+        return [_values(x) for slices, layouts in weights for x in _matrices(slices, layouts)]
+
+    @property
+    def divided(self) -> np.ndarray:
+        """Of every amax of the kernels, layer by layer of a stack, whether each tp rank has one of its own."""
+        kinds = [one.divided for layouts in self.fused for _ in range(layouts[0].matrices) for one in layouts]
+        return np.repeat(kinds, [1 if x.ndim == 2 else x.shape[0] for x in self.kernels])
 
 
 def pack_all(bundles: Sequence[Bundle]) -> list[Packed]:
     """Quantizes slices: one amax kernel and one reduction of one vector for all bundles, one launch for each.
 
-    The amax of a weight is taken over the axes that cut it, gtp and tp, and never over replicas, which agree already.
+    The amax of a weight is taken over the axes that cut it, gtp and tp, and not over replicas, which agree already.
     """
     scaled = [x for bundle in bundles if bundle.format.has_amax for x in bundle.kernels]
     stacks = [x[None] if x.ndim == 2 else x for x in scaled]
     amaxes: list[jax.Array] = []
     if stacks:
-        vector = multi_amax(stacks, stacked=True)
-        if degree(GTP) * degree(TP) > 1:
-            vector = lax.pmax(vector, (TP, GTP))
+        vector = _over_slices(multi_amax(stacks, stacked=True), [b for b in bundles if b.format.has_amax])
         ends = np.cumsum([x.shape[0] for x in stacks])
         amaxes = [
             part[0] if x.ndim == 2 else part for part, x in zip(jnp.split(vector, ends[:-1]), scaled, strict=True)
@@ -92,19 +97,38 @@ def pack_all(bundles: Sequence[Bundle]) -> list[Packed]:
     return found
 
 
+def _over_slices(vector: jax.Array, bundles: Sequence[Bundle]) -> jax.Array:
+    """The maximum of each weight's amax over the axes that cut any of them; on the others all ranks agree already.
+
+    Experts that tp divides are other ones on each of its ranks: they go into the vector side by side.
+    """
+    axes = {TP, *(axis for bundle in bundles for layouts in bundle.fused for axis in layouts[0].axes)}
+    names = tuple(axis for axis in reversed(AXES) if axis in axes)
+    if degrees(names) == 1:
+        return vector
+    own = np.concatenate([bundle.divided for bundle in bundles])
+    if not own.any():
+        return lax.pmax(vector, names)
+    rank, ranks = lax.axis_index(TP), degrees((TP,))
+    side_by_side = jnp.zeros((ranks, int(own.sum())), vector.dtype).at[rank].set(vector[own])
+    whole = lax.pmax(jnp.concatenate([vector[~own], jnp.ravel(side_by_side)]), names)
+    shared, divided = jnp.split(whole, [int((~own).sum())])
+    return vector.at[~own].set(shared).at[own].set(jnp.reshape(divided, (ranks, -1))[rank])
+
+
 def gather_packed(packed: Packed, fused: Fused, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, ...]:
     """The fused weights of one layer, each as `gather_weight` gives it, from one gather of bytes.
 
     Args:
         packed: of one layer.
-        fused: the layouts of each member's kernels.
+        fused: the layouts of each member's kernels; all with the same axes.
         dtype: of the weights.
     """
     buffer = packed.buffer
-    slices = lax.all_gather(buffer, GTP) if fused[0][0].gtp > 1 else buffer[None]
+    slices = lax.all_gather(buffer, fused[0][0].axes) if fused[0][0].gtp > 1 else buffer[None]
     exact = jnp.float32 if np.dtype(dtype) == np.float64 else dtype
     weights = unpack(slices, packed.format, packed.amax, plan_of(fused, packed.format), exact)
-    return tuple(weight.astype(dtype) for weight in weights)
+    return tuple(as_fused(weight.astype(dtype), layouts) for weight, layouts in zip(weights, fused, strict=True))
 
 
 def plan_of(fused: Fused, form: Format) -> PackPlan:
@@ -122,7 +146,7 @@ def _plan(fused: tuple[tuple[Layout, ...], ...], form: Format) -> PackPlan:
     pieces = []
     for out, layouts in enumerate(fused):
         row = 0
-        for layout in layouts:
+        for layout in [one.matrix for _ in range(layouts[0].matrices) for one in layouts]:
             rows = layout.padded_rows // layout.gtp
             if layout.gtp > 1 and rows % block_rows:
                 raise ValueError(
@@ -141,6 +165,13 @@ def _plan(fused: tuple[tuple[Layout, ...], ...], form: Format) -> PackPlan:
             )
             row += rows
     return PackPlan(tuple(pieces), by_slice=True)
+
+
+def _matrices(slices: Slices, layouts: Sequence[Layout]) -> list[jax.Array]:
+    """The kernels' slices; of experts, every expert's kernels in turn."""
+    if len(layouts[0].shape) == 2:
+        return list(slices)
+    return [x[..., expert, :, :] for expert in range(layouts[0].matrices) for x in slices]
 
 
 def _values(x: jax.Array) -> jax.Array:

@@ -7,7 +7,8 @@ after the other and travel in one gather, so the gathered weight holds, rank aft
     (gtp, rows of kernel 0 | rows of kernel 1 | ..., features_in)
 
 It goes into one matmul as it is. `split_features` then takes the kernels' outputs apart in the activation, where
-cutting is free, and drops the columns that come from padding.
+cutting is free, and drops the columns that come from padding. Of a layer of experts a rank's part has every expert's
+kernels in turn, and the fused weight is `(gtp, experts, rows of kernel 0 | rows of kernel 1 | ..., features_in)`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jax import lax
 from jax.experimental.layout import Layout as DeviceLayout
 from jax.experimental.layout import with_layout_constraint
 
-from ..mesh import GTP, Layout
+from ..mesh import Layout
 
 Slices = tuple[jax.Array, ...]
 
@@ -35,21 +36,29 @@ def gather_weight(slices: Slices, layouts: Sequence[Layout], dtype: jax.typing.D
 
     Args:
         slices: one array a kernel, each of its layout's `slice_shape`.
-        layouts: the kernels' layouts; all with the same gtp degree.
+        layouts: the kernels' layouts; all with the same experts, axes and gtp degree.
         dtype: the dtype on the wire and in the matmul.
 
     Returns:
         `(gtp * rows, other)`, see [Note: the fused weight]. With gtp 1 no collective is issued.
     """
-    rows = [jnp.moveaxis(s.astype(dtype), layout.dim, 0) for s, layout in zip(slices, layouts, strict=True)]
-    part = rows[0] if len(rows) == 1 else jnp.concatenate(rows)
+    rows = [jnp.moveaxis(s.astype(dtype), layout.dim, -2) for s, layout in zip(slices, layouts, strict=True)]
+    part = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=-2)
     if layouts[0].gtp == 1:
-        return part
-    wire = _WIRE.get(part.dtype)
+        return as_fused(part, layouts)
+    axes, wire = layouts[0].axes, _WIRE.get(part.dtype)
+    part = jnp.reshape(part, (-1, part.shape[-1]))
     if wire is None:
-        return lax.all_gather(part, GTP, axis=0, tiled=True)
-    whole = lax.all_gather(lax.bitcast_convert_type(part, wire), GTP, axis=0, tiled=True)
-    return lax.bitcast_convert_type(whole, part.dtype)
+        return as_fused(lax.all_gather(part, axes, axis=0, tiled=True), layouts)
+    whole = lax.all_gather(lax.bitcast_convert_type(part, wire), axes, axis=0, tiled=True)
+    return as_fused(lax.bitcast_convert_type(whole, part.dtype), layouts)
+
+
+def as_fused(weight: jax.Array, layouts: Sequence[Layout]) -> jax.Array:
+    """All ranks' rows, one after another, in the shape of the fused weight."""
+    if len(layouts[0].shape) == 2:
+        return weight
+    return jnp.reshape(weight, (layouts[0].gtp, layouts[0].matrices, -1, weight.shape[-1]))
 
 
 def scatter_gradient(
@@ -58,18 +67,19 @@ def scatter_gradient(
     """Sums the fused weight's gradient over the gtp axis and returns this rank's slices: `gather_weight`, transposed.
 
     Args:
-        gradient: `(gtp * rows, other)`.
+        gradient: of the fused weight's shape.
         layouts: as in `gather_weight`.
         dtype: the dtype on the wire, in which the sum is taken.
         out: dtype of each returned slice.
     """
-    part = gradient.astype(dtype)
+    part = jnp.reshape(gradient.astype(dtype), (-1, gradient.shape[-1]))
     if layouts[0].gtp > 1:
-        part = lax.psum_scatter(part, GTP, scatter_dimension=0, tiled=True)
+        part = lax.psum_scatter(part, layouts[0].axes, scatter_dimension=0, tiled=True)
+    part = jnp.reshape(part, (*layouts[0].slice_shape[:-2], -1, part.shape[-1]))
     ends = np.cumsum([layout.padded_rows // layout.gtp for layout in layouts])
-    pieces = jnp.split(part, ends[:-1])
+    pieces = jnp.split(part, ends[:-1], axis=-2)
     return tuple(
-        _row_major(jnp.moveaxis(piece, 0, layout.dim).astype(kind))
+        _row_major(jnp.moveaxis(piece, -2, layout.dim).astype(kind))
         for piece, layout, kind in zip(pieces, layouts, out, strict=True)
     )
 

@@ -53,7 +53,16 @@ _HEAD = (("lm_head.weight", "head/kernel", ("vocab", "dim")),)
 
 
 def tensors(config: LlamaConfig) -> list[Tensor]:
-    """All tensors of a model, in the order in which Hugging Face writes them."""
+    """All tensors of a model, in the order in which Hugging Face writes them.
+
+    Raises:
+        ValueError: if the model has experts, whose tensors have other names.
+    """
+    if config.experts:
+        raise ValueError(
+            f"the model has {config.experts} experts in a layer; only Llamas without are converted. Take its "
+            "parameters from the checkpoint with `gtp_jax.checkpoint.Checkpoints.restore_params`."
+        )
     sizes = {
         "vocab": config.vocab,
         "dim": config.dim,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ._axes import GTP, TP, degree
+from ._axes import GTP, TP, degree, degrees
 
 # Rows of a slice come in multiples of this, so that no block of a wire format straddles two slices:
 # 16 serves BF16, FP8 and NVFP4, 32 serves MXFP8 (TransformerEngine #2960 pads alike).
@@ -32,6 +33,7 @@ class Layout:
         tp: tensor-parallel degree.
         gtp: number of slices.
         alignment: rows of a slice are a multiple of this when gtp > 1.
+        axes: the mesh axes that the slices lie along; gtp is the product of their sizes.
     """
 
     shape: tuple[int, ...]
@@ -40,8 +42,16 @@ class Layout:
     tp: int = 1
     gtp: int = 1
     alignment: int = ALIGNMENT
+    axes: tuple[str, ...] = (GTP,)
 
     def __post_init__(self) -> None:
+        if isinstance(self.axes, str) or not self.axes or len(set(self.axes)) < len(self.axes):
+            raise ValueError(f"`axes` is {self.axes!r}; it is a tuple of different mesh axes, such as ('gtp',).")
+        if self.tp_dim is not None and TP in self.axes:
+            raise ValueError(
+                f"`axes` {self.axes} of a weight of shape {self.shape} has {TP!r}, which cuts its dimension "
+                f"{self.tp_dim} already. Leave it out, or choose `parallel=None`."
+            )
         if not isinstance(self.alignment, int) or self.alignment < 1:
             raise ValueError(f"`alignment` is {self.alignment!r}; it is a whole number of at least 1.")
         if self.tp_dim is not None and self.shape[self.tp_dim] % self.tp:
@@ -51,9 +61,17 @@ class Layout:
             )
 
     @classmethod
-    def on_mesh(cls, shape: tuple[int, ...], *, dim: int, tp_dim: int | None, alignment: int = ALIGNMENT) -> Layout:
+    def on_mesh(
+        cls,
+        shape: tuple[int, ...],
+        *,
+        dim: int,
+        tp_dim: int | None,
+        alignment: int = ALIGNMENT,
+        axes: tuple[str, ...] = (GTP,),
+    ) -> Layout:
         """The layout for the mesh in scope; degree 1 on every axis without one."""
-        return cls(shape, dim, tp_dim, degree(TP), degree(GTP), alignment)
+        return cls(shape, dim, tp_dim, degree(TP), degrees(axes), alignment, axes)
 
     @property
     def tp_outer(self) -> int:
@@ -93,8 +111,26 @@ class Layout:
         entries: list[str | tuple[str, ...] | None] = [None] * len(self.shape)
         if self.tp_dim is not None:
             entries[self.tp_dim] = TP
-        entries[self.dim] = (TP, GTP) if self.tp_dim == self.dim else GTP
+        axes = (TP, *self.axes) if self.tp_dim == self.dim else self.axes
+        entries[self.dim] = axes[0] if len(axes) == 1 else axes
         return PartitionSpec(*entries)
+
+    @property
+    def matrices(self) -> int:
+        """How many matrices one rank stores: its experts; 1 of a weight that is a matrix itself."""
+        return math.prod(self.slice_shape[:-2])
+
+    @property
+    def matrix(self) -> Layout:
+        """The layout of one of the matrices."""
+        lead = len(self.shape) - 2
+        tp_dim = None if self.tp_dim is None or self.divided else self.tp_dim - lead
+        return dataclasses.replace(self, shape=self.shape[lead:], dim=self.dim - lead, tp_dim=tp_dim)
+
+    @property
+    def divided(self) -> bool:
+        """Whether tp divides the matrices among its ranks, instead of cutting each."""
+        return self.tp_dim is not None and self.tp_dim < len(self.shape) - 2
 
     @property
     def padded(self) -> bool:

@@ -1,4 +1,7 @@
-"""Llama: RMSNorm, rotary embedding, grouped queries, gated MLP (Touvron et al. 2023, arXiv 2302.13971, 2307.09288)."""
+"""Llama: RMSNorm, rotary embedding, grouped queries, gated MLP (Touvron et al. 2023, arXiv 2302.13971, 2307.09288).
+
+With experts in place of the MLP it is Mixtral (arXiv 2401.04088).
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,24 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..chain import Remat, Schedule
-from ..mesh import ALIGNMENT
-from ..nn import MLP, Attention, Embed, LayerNormDense, Stack, TiedHead, check_heads, cross_entropy, run_chain
+from ..mesh import ALIGNMENT, GTP
+from ..nn import (
+    MLP,
+    Attention,
+    Embed,
+    ExpertParallel,
+    LayerNormDense,
+    MoE,
+    Stack,
+    TiedHead,
+    check_experts,
+    check_heads,
+    cross_entropy,
+    run_chain,
+)
 
 _ARCHITECTURE = ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "tied", "rope_theta", "eps")
+_OF_EXPERTS = ("experts", "top_k")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +45,12 @@ class LlamaConfig:
         heads: query heads.
         kv_heads: key-value heads.
         head_dim: width of a head.
-        ffn: hidden width of the MLP.
+        ffn: hidden width of the MLP, or of each expert.
+        experts: how many stand in place of each MLP; 0 for an MLP.
+        top_k: experts a token.
+        balance: weight of the term that keeps experts evenly loaded; see `MoE`.
+        expert_parallel: what tp does to experts; see `MoE`.
+        expert_axes: mesh axes along which the slices of experts lie; see `GroupedDense`.
         tied: whether the head uses the embedding's table.
         rope_theta: base of the rotary wavelengths.
         eps: of the norms.
@@ -47,6 +69,11 @@ class LlamaConfig:
     kv_heads: int
     head_dim: int
     ffn: int
+    experts: int = 0
+    top_k: int = 2
+    balance: float = 0.01
+    expert_parallel: ExpertParallel = "features"
+    expert_axes: tuple[str, ...] = (GTP,)
     tied: bool = False
     rope_theta: float = 10_000.0
     eps: float = 1e-5
@@ -66,6 +93,10 @@ class LlamaConfig:
         if self.head_dim % 2:
             raise ValueError(f"`head_dim` is {self.head_dim}; rotary embedding needs an even number.")
         check_heads(self.heads, self.kv_heads, 1)
+        if self.experts < 0:
+            raise ValueError(f"`experts` is {self.experts}; it is a whole number, 0 for an MLP.")
+        if self.experts:
+            check_experts(self.experts, self.top_k, self.balance)
         self.schedule  # noqa: B018  validates its three fields
 
     @property
@@ -75,21 +106,25 @@ class LlamaConfig:
 
     def architecture(self) -> dict[str, Any]:
         """The fields that say which model the weights are of; the others say how it is computed."""
-        return {name: getattr(self, name) for name in _ARCHITECTURE}
+        return {name: getattr(self, name) for name in (*_ARCHITECTURE, *(_OF_EXPERTS if self.experts else ()))}
 
     def matmul_params(self) -> int:
-        """Parameters that take part in a matmul: all but the norms' and an untied embedding's."""
+        """Parameters that a token is multiplied with: not the norms', an untied embedding's, or other experts'."""
         attention = self.dim * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return self.layers * (attention + 3 * self.dim * self.ffn) + self.vocab * self.dim
+        mlp = 3 * self.dim * self.ffn
+        if self.experts:
+            mlp = self.top_k * mlp + self.dim * self.experts  # and the router's
+        return self.layers * (attention + mlp) + self.vocab * self.dim
 
     def param_count(self) -> int:
         """All parameters."""
         embedding = 0 if self.tied else self.vocab * self.dim
-        return self.matmul_params() + embedding + (2 * self.layers + 1) * self.dim
+        idle = self.layers * (self.experts - self.top_k) * 3 * self.dim * self.ffn if self.experts else 0
+        return self.matmul_params() + idle + embedding + (2 * self.layers + 1) * self.dim
 
 
 class LlamaBlock(nnx.Module):
-    """Attention and MLP, each on a residual branch."""
+    """Attention and MLP or experts, each on a residual branch."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
         shared = _shared(config)
@@ -103,7 +138,21 @@ class LlamaBlock(nnx.Module):
             rngs=rngs,
             **shared,
         )
-        self.mlp = MLP(config.dim, config.ffn, eps=config.eps, rngs=rngs, **shared)
+        if config.experts:
+            self.mlp = MoE(
+                config.dim,
+                config.ffn,
+                experts=config.experts,
+                top_k=config.top_k,
+                parallel=config.expert_parallel,
+                balance=config.balance,
+                axes=config.expert_axes,
+                eps=config.eps,
+                rngs=rngs,
+                **shared,
+            )
+        else:
+            self.mlp = MLP(config.dim, config.ffn, eps=config.eps, rngs=rngs, **shared)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x + self.attention(x)

@@ -9,11 +9,15 @@ from ._embed import TiedHead as TiedHead
 from ._explain import Explanation as Explanation
 from ._explain import WireFact as WireFact
 from ._explain import explain as explain
+from ._grouped import GroupedDense as GroupedDense
 from ._init import abstract_model as abstract_model
 from ._init import init as init
 from ._layer import Layer as Layer
 from ._loss import cross_entropy as cross_entropy
 from ._mlp import MLP as MLP
+from ._moe import ExpertParallel as ExpertParallel
+from ._moe import MoE as MoE
+from ._moe import check_experts as check_experts
 from ._quantized import put_quantized as put_quantized
 from ._quantized import quantize_weights as quantize_weights
 from ._skeleton import Skeleton as Skeleton

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import abc
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ..mesh import BATCH_AXES, GTP, TP, Layout, current_view, degree, degrees, stacked_spec
+from ..mesh import BATCH_AXES, TP, Layout, current_view, degree, degrees, stacked_spec
 
 
 def layout_of(variable: nnx.Variable) -> Layout | None:
@@ -86,7 +86,7 @@ def in_shard_map(module: nnx.Module, x: jax.Array, into: PartitionSpec, out: Par
     for variable in variables:
         layout = layout_of(variable)
         if layout is not None:
-            check_degrees((layout.gtp, layout.tp), f"the weight of shape {layout.shape} of {type(module).__name__}")
+            check_degrees(cut_of(layout), f"the weight of shape {layout.shape} of {type(module).__name__}")
 
     def local(values: list[jax.Array], x: jax.Array) -> Any:
         put = [v.replace(value) for v, value in zip(variables, values, strict=True)]
@@ -113,15 +113,30 @@ def _check_input(x: jax.Array, into: PartitionSpec, name: str) -> None:
         )
 
 
-def check_degrees(built_for: tuple[int, int], name: str) -> None:
-    """Refuses weights whose layouts are for other gtp and tp degrees than the mesh in scope has.
+class Cut(NamedTuple):
+    """What of a layout depends on the mesh: the slices' axes, the product of their degrees, and that of tp."""
+
+    axes: tuple[str, ...]
+    slices: int
+    tp: int
+
+
+def cut_of(layout: Layout) -> Cut:
+    """A layout's cut."""
+    return Cut(layout.axes, layout.gtp, layout.tp)
+
+
+def check_degrees(built_for: Cut, name: str) -> None:
+    """Refuses weights whose layouts are for other degrees than the mesh in scope has.
 
     Raises:
         ValueError: naming both, and the remedy.
     """
-    wanted = (degree(GTP), degree(TP))
-    if built_for != wanted:
+    here = Cut(built_for.axes, degrees(built_for.axes), degree(TP))
+    if built_for != here:
+        axes = " * ".join(here.axes)
         raise ValueError(
-            f"{name} was built for gtp {built_for[0]} x tp {built_for[1]}; the mesh in scope has gtp {wanted[0]} x tp "
-            f"{wanted[1]}. Build the model under that mesh: `with jax.set_mesh(mesh): model = gtp_jax.init(...)`."
+            f"{name} was built for {axes} {built_for.slices} x tp {built_for.tp}; the mesh in scope has {axes} "
+            f"{here.slices} x tp {here.tp}. Build the model under that mesh: `with jax.set_mesh(mesh): model = "
+            "gtp_jax.init(...)`."
         )

@@ -36,7 +36,7 @@ def put_quantized(model: nnx.Module, quantized: Quantized) -> None:
 
 
 def _bundles(model: nnx.Module, recipe: Recipe) -> list[tuple[Path, Bundle]]:
-    """What travels together: the weights of a stack's layer of one format and dtype, and each other module's own."""
+    """What travels together: weights of a stack's layer of one format, dtype and axes; each other module's own."""
     stacks = {path: m for path, m in nnx.iter_modules(model) if isinstance(m, Stack)}
     found: list[tuple[Path, Bundle]] = []
     for path, stack in stacks.items():
@@ -44,8 +44,8 @@ def _bundles(model: nnx.Module, recipe: Recipe) -> list[tuple[Path, Bundle]]:
         for inner, owner in weight_owners(stack.layers).items():
             form = recipe.wire_of((*path, *inner))
             if form is not None:
-                groups.setdefault((form, owner.dtype), {})[inner] = owner
-        found += [(path, _bundle(members, form)) for (form, _), members in groups.items()]
+                groups.setdefault((form, owner.dtype, owner.layouts[0].axes), {})[inner] = owner
+        found += [(path, _bundle(members, form)) for (form, *_), members in groups.items()]
     for path, owner in weight_owners(model).items():
         form = recipe.wire_of(path)
         if form is not None and not any(path[: len(stack)] == stack for stack in stacks):

@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from ..mesh import Layout
-from ._layer import check_degrees, layout_of, partition_of
+from ._layer import Cut, check_degrees, cut_of, layout_of, partition_of
 
 Tree = Any
 
@@ -23,14 +23,14 @@ class Skeleton:
         state: the parameters' variables, without values.
         layouts: nested dict of `Layout`, or `None` where the stored array is the logical one.
         specs: nested dict of partitions.
-        degrees: of gtp and tp, that the model was built for; `None` without cut weights.
+        cuts: how its weights are cut over the mesh that it was built for.
     """
 
     graph: Any
     state: Any
     layouts: dict[str, Any]
     specs: dict[str, Any]
-    degrees: tuple[int, int] | None = None
+    cuts: frozenset[Cut] = frozenset()
 
     def check_mesh(self) -> None:
         """Refuses a mesh in scope that the model was not built for.
@@ -38,8 +38,8 @@ class Skeleton:
         Raises:
             ValueError: naming both.
         """
-        if self.degrees is not None:
-            check_degrees(self.degrees, "the model")
+        for cut in self.cuts:
+            check_degrees(cut, "the model")
 
     def model(self, params: Tree) -> Any:
         """The model with `params` for its parameters."""
@@ -81,9 +81,9 @@ def take_apart(model: nnx.Module) -> tuple[Skeleton, dict[str, Any]]:
     specs = jax.tree.map(partition_of, state, is_leaf=_is_variable)
     params = jax.tree.map(lambda v: v.get_value(), state, is_leaf=_is_variable)
     bare = jax.tree.map(lambda v: v.replace(None), state, is_leaf=_is_variable)
-    cuts = [layout_of(v) for v in jax.tree.leaves(state, is_leaf=_is_variable)]
-    degrees = next(((cut.gtp, cut.tp) for cut in cuts if cut is not None), None)
-    return Skeleton(graph, bare, _dicts(layouts), _dicts(specs), degrees), _dicts(params)
+    found = [layout_of(v) for v in jax.tree.leaves(state, is_leaf=_is_variable)]
+    cuts = frozenset(cut_of(layout) for layout in found if layout is not None)
+    return Skeleton(graph, bare, _dicts(layouts), _dicts(specs), cuts), _dicts(params)
 
 
 def _padded_layout(variable: nnx.Variable) -> Layout | None:

@@ -29,6 +29,11 @@ def make_vector(size: int, init: Initializer, key: jax.Array, dtype: Any, *, cut
     return nnx.Param(init(key, (size,), dtype), **_partition(PartitionSpec(TP if cut else None)))
 
 
+def make_whole(shape: tuple[int, ...], init: Initializer, key: jax.Array, dtype: Any) -> nnx.Param:
+    """A matrix that is whole on every rank: a router."""
+    return nnx.Param(init(key, shape, dtype), **_partition(PartitionSpec(*(None,) * len(shape))))
+
+
 def weight_owners(module: nnx.Module) -> dict[tuple[Any, ...], WeightOwner]:
     """The modules within one, itself included, that own weights, by path."""
     return {path: m for path, m in nnx.iter_modules(module) if isinstance(m, WeightOwner)}

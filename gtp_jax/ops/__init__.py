@@ -5,12 +5,17 @@ from ._amax import hadamard_amax as hadamard_amax
 from ._amax import multi_amax as multi_amax
 from ._attention import causal_attention as causal_attention
 from ._cross_entropy import token_cross_entropy as token_cross_entropy
+from ._grouped_matmul import GROUPED_MATMUL as GROUPED_MATMUL
+from ._grouped_matmul import grouped_matmul as grouped_matmul
 from ._implementation import Implementation as Implementation
 from ._linear import linear as linear
 from ._norm import layer_norm as layer_norm
 from ._norm import rms_norm as rms_norm
 from ._pack import pack as pack
 from ._pack import unpack as unpack
+from ._permute import permute as permute
 from ._quantize import dequantize as dequantize
 from ._quantize import quantize as quantize
 from ._rope import rope as rope
+from ._route import balanced as balanced
+from ._route import route as route

@@ -21,6 +21,7 @@ _LIBRARY_CALLS = {
     "__cublas$": "matmul",
     "__cudnn$blockScaledDot": "matmul",
     "__cudnn$fmha": "attention",
+    "__gpu$xla.gpu.triton": "matmul",  # Pallas: grouped matmuls
 }
 
 # Instructions that run as one kernel or call, whatever computations they name.

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import gtp_jax as gtp
+from gtp_jax.convert._names import tensors
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 
 TINY = LlamaConfig(vocab=32, dim=16, layers=1, heads=2, kv_heads=2, head_dim=8, ffn=16)
@@ -79,6 +80,12 @@ WITHOUT_A_MESH = {
     "clipping": (
         lambda: gtp.train_step(next_token_loss, optax.sgd(1), max_grad_norm=0),
         "`max_grad_norm` is 0; it is a number above 0, or `None` for no limit",
+    ),
+    "experts": (lambda: dataclasses.replace(TINY, experts=-1), "`experts` is -1; it is a whole number, 0 for an MLP"),
+    "experts a token": (lambda: dataclasses.replace(TINY, experts=4, top_k=5), "`top_k` is 5 of 4 `experts`; it is at"),
+    "conversion": (
+        lambda: tensors(dataclasses.replace(TINY, experts=4)),
+        "the model has 4 experts in a layer; only Lla",
     ),
     "degree": (lambda: gtp.make_mesh(gtp=8.0), "`gtp` is 8.0; a degree is a whole number of at least 1"),
 }

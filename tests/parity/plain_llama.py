@@ -6,6 +6,8 @@ import numpy as np
 import optax
 from flax import nnx
 
+from .plain_moe import plain_experts
+
 
 class PlainBlock(nnx.Module):
     def __init__(self, c, rngs):
@@ -19,7 +21,8 @@ class PlainBlock(nnx.Module):
         self.o = linear(c.heads * c.head_dim, c.dim)
         self.gate, self.up, self.down = linear(c.dim, c.ffn), linear(c.dim, c.ffn), linear(c.ffn, c.dim)
 
-    def __call__(self, x):
+    def __call__(self, x, experts=None):
+        """The output, and the balance term of experts if there are any in place of the MLP."""
         c, (b, s, _) = self.c, x.shape
         h = self.norm1(x)
         q = rotate(self.q(h).reshape(b, s, c.heads, c.head_dim), c.rope_theta)
@@ -30,8 +33,11 @@ class PlainBlock(nnx.Module):
         scores = jnp.where(np.tril(np.ones((s, s), bool)), scores, -jnp.inf)
         mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, -1), v)
         x = x + self.o(mixed.reshape(b, s, -1))
+        if experts is not None:
+            y, balance = plain_experts(experts, x, c.top_k, c.eps)
+            return x + y, balance
         h = self.norm2(x)
-        return x + self.down(jax.nn.silu(self.gate(h)) * self.up(h))
+        return x + self.down(jax.nn.silu(self.gate(h)) * self.up(h)), 0.0
 
 
 class PlainLlama(nnx.Module):
@@ -41,11 +47,12 @@ class PlainLlama(nnx.Module):
         self.norm = nnx.RMSNorm(c.dim, epsilon=c.eps, rngs=rngs, param_dtype=c.dtype, dtype=c.dtype)
         self.head = nnx.Linear(c.dim, c.vocab, use_bias=False, rngs=rngs, param_dtype=c.dtype, dtype=c.dtype)
 
-    def __call__(self, tokens, head_kernel):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x) @ head_kernel
+    def __call__(self, tokens, head_kernel, experts=None):
+        x, balance = self.embed(tokens), 0.0
+        for i, block in enumerate(self.blocks):
+            x, term = block(x, experts and jax.tree.map(lambda a, i=i: a[i], experts))
+            balance += term
+        return self.norm(x) @ head_kernel, balance
 
 
 def rotate(x, theta):
@@ -72,17 +79,22 @@ class Oracle:
         for i in range(c.layers):
             attention, mlp = layers["attention"], layers["mlp"]
             put(("blocks", i, "norm1", "scale"), attention["qkv"]["scale"][i])
-            put(("blocks", i, "norm2", "scale"), mlp["up"]["scale"][i])
             for mine, theirs in (("q", "query"), ("k", "key"), ("v", "value")):
                 put(("blocks", i, mine, "kernel"), attention["qkv"]["kernel"][theirs][i])
             put(("blocks", i, "o", "kernel"), attention["out"]["kernel"][i])
+            if c.experts:
+                continue
+            put(("blocks", i, "norm2", "scale"), mlp["up"]["scale"][i])
             put(("blocks", i, "gate", "kernel"), mlp["up"]["kernel"]["gate"][i])
             put(("blocks", i, "up", "kernel"), mlp["up"]["kernel"]["up"][i])
             put(("blocks", i, "down", "kernel"), mlp["down"]["kernel"][i])
         head = params["embed"]["table"].T if c.tied else params["head"]["kernel"]
-        logits = nnx.merge(self.graph, state)(batch["tokens"], head)
+        experts = layers["mlp"] if c.experts else None
+        logits, balance = nnx.merge(self.graph, state)(batch["tokens"], head, experts)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-        return jnp.sum(losses * batch["weights"]) / jnp.sum(batch["weights"])
+        unseen = c.balance * balance  # in the gradient, and not in the loss
+        total = jnp.sum(losses * batch["weights"]) + unseen - jax.lax.stop_gradient(unseen)
+        return total / jnp.sum(batch["weights"])
 
     def train(self, params, batches, optimizer, max_grad_norm):
         """The first batch's gradient, every step's loss, and the parameters at the end."""

@@ -6,7 +6,7 @@ that concern bf16 and plain weights, and where each is held here:
 | upstream | here |
 |---|---|
 | 3a, 3b shard content, unaligned padding | `tests/mesh/test_layout_padding.py` |
-| 4a, 4b weight replaced, grouped list | replaced: `tests/nn/test_dense_views.py`; grouped experts: not there yet |
+| 4a, 4b weight replaced, grouped list | `tests/nn/test_dense_views.py`; `test_moe_parity.py` |
 | 5 Linear forward, backward at 0.1; 1e-5 in Megatron | this module, at 1e-12 in float64 |
 | 6 LayerNormLinear smoke | this module: every block has two |
 | 8a, 21 chain wired, prefetch disabled | `test_schedules_agree_with_the_plain_model` |

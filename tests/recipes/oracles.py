@@ -9,14 +9,16 @@ from ..ops import oracle
 def dequantized(params, form, dtype):
     """The logical parameters with every block's kernels quantized whole, layer by layer, and back, in `dtype`.
 
-    A kernel is `(layers, in, out)`; blocks run along `in`.
+    A kernel is `(layers, in, out)`, or `(layers, experts, in, out)` of which each is quantized by itself; blocks run
+    along `in`.
     """
 
     def visit(path, value):
         names = [str(key.key) for key in path]
         if form is None or "layers" not in names or "kernel" not in names:
             return value
-        return np.stack([matrix(np.asarray(layer).T, form, dtype).T for layer in value])
+        matrices = np.asarray(value).reshape(-1, *value.shape[-2:])
+        return np.stack([matrix(one.T, form, dtype).T for one in matrices]).reshape(value.shape)
 
     return jax.tree_util.tree_map_with_path(visit, params)
 

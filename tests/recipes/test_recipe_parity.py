@@ -10,7 +10,8 @@ The quantized lines of TransformerEngine #2960 (`test_etp.py`) and Megatron-LM's
 | master updated, codes change each step | `test_steps_update_the_master_and_quantize_it_anew` |
 | global amax over the group | `test_packed_wire.py`, slices of unequal magnitudes |
 | wire bytes of a quantized gather | `test_recipe_collectives.py` |
-| grouped experts, full-operand matmuls | not there yet |
+| grouped experts | `test_moe_recipes.py`, `tests/nn/test_grouped_dense.py` |
+| full-operand matmuls | not there yet |
 """
 
 import dataclasses

@@ -1,0 +1,130 @@
+"""The feed-forward half of a transformer block, as a mixture of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.nn import initializers
+
+from ..collectives import enter, leave
+from ..mesh import GTP, TP, degree
+from ..ops import balanced, permute, rms_norm, route
+from ._grouped import GroupedDense
+from ._layer import Layer
+from ._weight import make_vector, make_whole
+
+ExpertParallel = Literal["features", "expert"] | None
+
+# How the first and the second layer of every expert are cut over tp.
+_PARALLEL = {"features": ("column", "row"), "expert": ("expert", "expert"), None: (None, None)}
+
+router_init = initializers.variance_scaling(1.0, "fan_in", "normal")
+
+
+class MoE(Layer):
+    """Each token through its `top_k` likeliest experts, each an `MLP` with SwiGLU, summed by their shares.
+
+    As in Mixtral (arXiv 2401.04088): RMSNorm, a softmax over all experts, the `top_k` largest scaled to a sum of 1. No
+    token is dropped. The router is computed in float32 at least, and is neither cut nor quantized.
+
+    Args:
+        features: size of the input and of the output.
+        hidden: size in between, of each expert.
+        experts: how many.
+        top_k: experts a token.
+        parallel: what tp does: `features` cuts every expert's hidden features, `expert` divides the experts among the
+            ranks, `None` leaves a rank its own part of the sequence.
+        balance: weight of the term that keeps experts evenly loaded; see `gtp_jax.ops.balanced`. It is added to the
+            gradient and not to the loss that is reported, and supposes a loss that is a sum over tokens, as
+            `train_step` does.
+        activation: elementwise, on the gate.
+        eps: of the norm.
+        sequence_parallel: whether input and output are cut along the sequence over tp.
+        axes: as in `GroupedDense`.
+        rngs: the `params` stream is used.
+        options: passed to both `GroupedDense` layers.
+
+    Raises:
+        ValueError: if `top_k` is not between 1 and `experts`, or tp does not divide what it cuts.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden: int,
+        *,
+        experts: int,
+        top_k: int = 2,
+        parallel: ExpertParallel = "features",
+        balance: float = 0.01,
+        activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+        eps: float = 1e-6,
+        sequence_parallel: bool = True,
+        axes: tuple[str, ...] = (GTP,),
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:
+        check_experts(experts, top_k, balance)
+        if parallel not in _PARALLEL:
+            raise ValueError(f"`parallel` is {parallel!r}; it is 'features', 'expert' or None.")
+        first, second = _PARALLEL[parallel]
+        shared: dict[str, Any] = {"axes": axes, "param_dtype": param_dtype, "summed": False, "rngs": rngs, **options}
+        self.scale = make_vector(features, initializers.ones, rngs.params(), param_dtype)
+        self.router = make_whole((features, experts), router_init, rngs.params(), param_dtype)
+        self.up = GroupedDense(experts, features, {"gate": hidden, "up": hidden}, parallel=first, **shared)
+        self.down = GroupedDense(experts, hidden, features, parallel=second, **shared)
+        self.experts = experts
+        self.top_k = top_k
+        self.parallel = parallel
+        self.balance = balance
+        self.activation = activation
+        self.eps = eps
+        self.sequence_parallel = sequence_parallel
+
+    def local(self, x: jax.Array) -> jax.Array:
+        """`(batch, sequence, features)` to the same."""
+        x = rms_norm(x, self.scale.get_value(), eps=self.eps)
+        if self.parallel is not None:
+            x = enter(x, sequence_parallel=self.sequence_parallel)
+        chosen, shares = self._route(x)
+        rows = jnp.reshape(x.astype(self.up.dtype), (-1, x.shape[-1]))
+        expert_of = jnp.reshape(chosen, -1)  # of each token's every choice, one after another
+        order = jnp.argsort(expert_of, stable=True)
+        inverse = jnp.argsort(order)
+        sizes = jnp.bincount(expert_of, length=self.experts).astype(jnp.int32)
+        hidden = self.up(permute(jnp.repeat(rows, self.top_k, axis=0), order, inverse), sizes)
+        found = self.down(self.activation(hidden["gate"]) * hidden["up"], sizes)
+        by_token = jnp.reshape(permute(found, inverse, order), (*x.shape[:-1], self.top_k, -1))
+        y = jnp.sum(by_token * shares[..., None].astype(by_token.dtype), axis=-2)
+        return y if self.parallel is None else leave(y, sequence_parallel=self.sequence_parallel)
+
+    def _route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        logits = x.astype(wide) @ self.router.get_value().astype(wide)
+        chance = jax.nn.softmax(logits, axis=-1)
+        chosen, _ = route(lax.stop_gradient(chance), self.top_k)
+        here = jnp.sum(jax.nn.one_hot(chosen, self.experts, dtype=wide), axis=(1, 2))  # (batch, experts)
+        length, weight = x.shape[1], self.balance
+        if self.parallel is None and self.sequence_parallel and degree(TP) > 1:
+            # A rank sees a part of the sequence; but all see every token's loss, so that it counts tp times.
+            here, length, weight = lax.psum(here, TP), length * degree(TP), weight * degree(TP)
+        load = here * (self.experts / (self.top_k * length))
+        return route(balanced(chance, load, weight), self.top_k)
+
+
+def check_experts(experts: int, top_k: int, balance: float) -> None:
+    """Refuses numbers that make no mixture.
+
+    Raises:
+        ValueError: naming them and what is allowed.
+    """
+    if not 1 <= top_k <= experts:
+        raise ValueError(f"`top_k` is {top_k} of {experts} `experts`; it is at least 1 and at most all of them.")
+    if not balance >= 0:
+        raise ValueError(f"`balance` is {balance}; it is a number of at least 0.")

@@ -1,0 +1,56 @@
+"""Grouped matmuls in plain XLA, tile after tile: for CPUs, and for dtypes that the GPU kernels do not take."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ._tiles import Tiles, cut_into_tiles
+
+
+def product(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, transposed: bool) -> jax.Array:
+    """See `grouped_matmul`; the kernels are `(groups, out, in)` if `transposed`, else `(groups, in, out)`."""
+    tiles, rows, found = _tiles(group_sizes, x.shape[0])
+    groups = weight.shape[0]
+    contracted = (((1,), (1 if transposed else 0,)), ((), ()))
+
+    def one(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
+        group, part = tile
+        kernel = lax.dynamic_index_in_dim(weight, jnp.minimum(group, groups - 1), keepdims=False)
+        y = lax.dot_general(part, kernel, contracted, preferred_element_type=_wide(x.dtype)).astype(x.dtype)
+        return jnp.where(group < groups, y, 0)
+
+    parts = lax.map(one, (tiles.group, x[jnp.minimum(rows, x.shape[0] - 1)]))
+    flat = jnp.where(found, rows, x.shape[0])  # out of bounds is dropped
+    return jnp.zeros((x.shape[0], parts.shape[-1]), x.dtype).at[flat].set(parts, mode="drop")
+
+
+def outer(y: jax.Array, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """The sum over each group's rows of `y[row] x[row]^T`: `(groups, out, in)`."""
+    groups = group_sizes.shape[0]
+    tiles, rows, found = _tiles(group_sizes, x.shape[0])
+    wide = _wide(x.dtype)
+
+    def add(total: jax.Array, tile: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        group, rows, found = tile
+        rows = jnp.minimum(rows, x.shape[0] - 1)
+        left, right = (jnp.where(found[:, None], a[rows], 0) for a in (y, x))
+        part = lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=wide)
+        return total.at[group].add(part, mode="drop"), None  # out of bounds: rows of no group
+
+    zeros = jnp.zeros((groups, y.shape[1], x.shape[1]), wide)
+    return lax.scan(add, zeros, (tiles.group, rows, found))[0].astype(x.dtype)
+
+
+def _tiles(group_sizes: jax.Array, rows: int) -> tuple[Tiles, jax.Array, jax.Array]:
+    """The tiles, the rows of each `(tiles, size)`, and which of them it really has."""
+    mean = rows // group_sizes.shape[0]
+    size = min(128, max(8, 1 << mean.bit_length()))  # a group's rows mostly fit one tile
+    tiles = cut_into_tiles(group_sizes, rows, size)
+    index = tiles.start[:, None] + jnp.arange(size, dtype=jnp.int32)
+    return tiles, index, index < tiles.stop[:, None]
+
+
+def _wide(dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
+    return jnp.promote_types(dtype, jnp.float32)

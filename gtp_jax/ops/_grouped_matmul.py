@@ -1,0 +1,93 @@
+"""The matmul of a layer of experts: each row with its own group's kernel.
+
+`jax.lax.ragged_dot` says the same, but XLA (jax 0.11.2, compiled for H200) computes it densely: every row with every
+group's kernel, rows of other groups masked to zero, at `groups` times the operations and with a copy of the operand a
+group. Its option for grouped GEMMs changes nothing on NVIDIA GPUs, and the one for fusions ends the compiler.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from . import _grouped_blocked as blocked
+
+# The name by which a recomputation policy knows the result.
+GROUPED_MATMUL = "grouped_matmul"
+
+
+def grouped_matmul(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, platform: str) -> jax.Array:
+    """`y[row] = x[row] @ kernel[group of row].T`, of rows that are sorted by group.
+
+    Operations are spent on each row's own group alone, but for groups' last tiles. Sums are taken in float32 at least.
+    For backward `weight` is kept as it is given, so that whoever gathered it can drop it and gather again.
+
+    Args:
+        x: `(rows, in)`.
+        weight: `(slices, groups, part, in)`: of every slice of a gather, each group's part of its output features, all
+            of `x`'s dtype. One slice: `(1, groups, out, in)`.
+        group_sizes: int32 `(groups,)`: rows of each group, in order; zeros are fine.
+        platform: what the program is compiled for. Pallas takes bfloat16 and float16 on `gpu`; other dtypes, and other
+            platforms, go tile by tile through XLA's own matmuls.
+
+    Returns:
+        `(rows, slices * part)`, slice after slice; zeros in rows behind the last group.
+
+    Raises:
+        ValueError: if shapes do not agree.
+        TypeError: if `group_sizes` is not int32, or the dtypes of `x` and `weight` differ.
+    """
+    if x.ndim != 2 or weight.ndim != 4 or weight.shape[3] != x.shape[1]:
+        raise ValueError(
+            f"`x` has shape {x.shape} and `weight` {weight.shape}; they are (rows, in) and (slices, groups, part, in)."
+        )
+    if group_sizes.shape != weight.shape[1:2]:
+        raise ValueError(
+            f"`group_sizes` has shape {group_sizes.shape}, but there are {weight.shape[1]} groups; it has one number a "
+            "group. Count with `jnp.bincount(group_of_row, length=groups)`."
+        )
+    if group_sizes.dtype != jnp.int32:
+        raise TypeError(f"`group_sizes` is {group_sizes.dtype}; it is int32.")
+    if weight.dtype != x.dtype:
+        raise TypeError(f"`x` is {x.dtype} and `weight` {weight.dtype}; cast one to the other's dtype.")
+    on_gpu = platform == "gpu" and x.dtype in (jnp.bfloat16, jnp.float16)
+    return checkpoint_name(_grouped_matmul(x, weight, group_sizes, "triton" if on_gpu else "blocked"), GROUPED_MATMUL)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _grouped_matmul(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, kernels: str) -> jax.Array:
+    return _kernels(kernels).product(x, _by_group(weight), group_sizes, transposed=True)
+
+
+def _fwd(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, kernels: str):
+    return _grouped_matmul(x, weight, group_sizes, kernels), (x, weight, group_sizes)
+
+
+def _bwd(kernels: str, saved: tuple[jax.Array, jax.Array, jax.Array], gradient: jax.Array):
+    x, weight, group_sizes = saved
+    to_x = _kernels(kernels).product(gradient, _by_group(weight), group_sizes, transposed=False)
+    to_kernels = _kernels(kernels).outer(gradient, x, group_sizes)
+    slices, groups, part, features = weight.shape
+    to_weight = jnp.swapaxes(jnp.reshape(to_kernels, (groups, slices, part, features)), 0, 1)
+    return to_x, to_weight, None
+
+
+_grouped_matmul.defvjp(_fwd, _bwd)
+
+
+def _by_group(weight: jax.Array) -> jax.Array:
+    """`(slices, groups, part, in)` to `(groups, slices * part, in)`."""
+    slices, groups, part, features = weight.shape
+    return jnp.reshape(jnp.swapaxes(weight, 0, 1), (groups, slices * part, features))
+
+
+def _kernels(name: str) -> Any:
+    if name == "blocked":
+        return blocked
+    from . import _grouped_triton  # Pallas takes a second to import, and only GPUs need it
+
+    return _grouped_triton

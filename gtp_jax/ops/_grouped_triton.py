@@ -1,0 +1,172 @@
+"""Grouped matmuls for NVIDIA GPUs, in Pallas: a program of the grid computes one tile of the result.
+
+The tiles of the rows are made beforehand, each within one group (see `Tiles`), so that no operation is spent on rows of
+another group. Loads are masked, so that nothing needs to be aligned or padded.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jax.experimental.xla_metadata import set_xla_metadata
+
+from ._tiles import cut_into_tiles
+
+
+class Block(NamedTuple):
+    """Sizes of a tile of the result and of the contraction, and how the program runs."""
+
+    rows: int = 128
+    columns: int = 256
+    depth: int = 64
+    warps: int = 8
+    stages: int = 3
+
+
+# Tiles of rows that one stretch of the grid walks through for every column, so that both operands stay in the L2 cache.
+_STRETCH = 8
+
+# What a matmul is supposed to reach on an H200, half of the datasheet's; only the scheduler asks.
+_FLOPS_PER_NS = 500_000
+
+
+@functools.partial(jax.jit, static_argnames=("transposed", "block", "interpret"))
+def product(
+    x: jax.Array,
+    weight: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    transposed: bool,
+    block: Block = Block(),  # noqa: B008  immutable
+    interpret: bool = False,
+) -> jax.Array:
+    """See `grouped_matmul`; the kernels are `(groups, out, in)` if `transposed`, else `(groups, in, out)`."""
+    rows, depth = x.shape
+    groups, columns = weight.shape[0], weight.shape[1 if transposed else 2]
+    tiles = cut_into_tiles(group_sizes, rows, block.rows)
+    across = pl.cdiv(columns, block.columns)
+    down = tiles.group.shape[0]
+
+    def program(group_of, start_of, stop_of, x, weight, y):
+        tile, column = _place(pl.program_id(0), down, across)
+        group, start, stop = group_of[tile], start_of[tile], stop_of[tile]
+
+        row = start + jnp.arange(block.rows)
+        real = row < stop
+        out, has_out = _span(column, block.columns, columns)
+
+        def write(total):
+            mask = _outer_mask(total.shape, real, has_out)
+            pltriton.store(y.at[row[:, None], out[None, :]], total.astype(y.dtype), mask=mask)
+
+        @pl.when((start < stop) & (group < groups))
+        def _():
+            def step(i, total):
+                inner, has_inner = _span(i, block.depth, depth)
+                left = _load(x.at[row[:, None], inner[None, :]], real, has_inner)
+                if transposed:
+                    right = _load(weight.at[group, out[:, None], inner[None, :]], has_out, has_inner)
+                else:
+                    right = _load(weight.at[group, inner[:, None], out[None, :]], has_inner, has_out)
+                return total + pltriton.dot(left, right, trans_b=transposed)
+
+            total = jnp.zeros((block.rows, block.columns), jnp.float32)
+            write(jax.lax.fori_loop(0, pl.cdiv(depth, block.depth), step, total))
+
+        @pl.when((start < stop) & (group == groups))
+        def _():
+            write(jnp.zeros((block.rows, block.columns), jnp.float32))  # rows of no group
+
+    flops = 2 * rows * columns * depth
+    return _call(program, (down * across,), (rows, columns), x.dtype, block, flops, interpret)(*tiles, x, weight)
+
+
+@functools.partial(jax.jit, static_argnames=("block", "interpret"))
+def outer(
+    y: jax.Array,
+    x: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    block: Block = Block(),  # noqa: B008  immutable
+    interpret: bool = False,
+) -> jax.Array:
+    """The sum over each group's rows of `y[row] x[row]^T`: `(groups, out, in)`."""
+    rows, down, across, groups = x.shape[0], y.shape[1], x.shape[1], group_sizes.shape[0]
+    ends = jnp.minimum(jnp.cumsum(group_sizes, dtype=jnp.int32), rows)
+    starts = jnp.append(jnp.int32(0), ends[:-1])
+    wide = pl.cdiv(across, block.columns)
+    high = pl.cdiv(down, block.rows)
+
+    def program(start_of, end_of, y, x, total_of):
+        group = pl.program_id(1)
+        start, end = start_of[group], end_of[group]
+        tile, column = _place(pl.program_id(0), high, wide)
+        line, has_line = _span(tile, block.rows, down)
+        out, has_out = _span(column, block.columns, across)
+
+        def step(i, total):
+            row = start + i * block.depth + jnp.arange(block.depth)
+            mine = row < end
+            left = _load(y.at[row[:, None], line[None, :]], mine, has_line)
+            right = _load(x.at[row[:, None], out[None, :]], mine, has_out)
+            return total + pltriton.dot(left, right, trans_a=True)
+
+        total = jnp.zeros((block.rows, block.columns), jnp.float32)
+        total = jax.lax.fori_loop(0, pl.cdiv(end - start, block.depth), step, total)
+        mask = _outer_mask(total.shape, has_line, has_out)
+        pltriton.store(total_of.at[group, line[:, None], out[None, :]], total.astype(total_of.dtype), mask=mask)
+
+    grid = (high * wide, groups)
+    flops = 2 * rows * down * across
+    return _call(program, grid, (groups, down, across), x.dtype, block, flops, interpret)(starts, ends, y, x)
+
+
+def _call(program, grid: tuple[int, ...], shape: tuple[int, ...], dtype, block: Block, flops: int, interpret: bool):
+    call = pl.pallas_call(
+        program,
+        grid=grid,
+        out_shape=jax.ShapeDtypeStruct(shape, dtype),
+        compiler_params=pltriton.CompilerParams(num_warps=block.warps, num_stages=block.stages),
+        interpret=interpret,
+        name="grouped_matmul",
+    )
+
+    def run(*operands: jax.Array) -> jax.Array:
+        # XLA's scheduler takes a kernel that it does not know for one of no duration, with room for no collective
+        with set_xla_metadata(latency_metadata=str(1 + flops // _FLOPS_PER_NS)):
+            return call(*operands)
+
+    return run
+
+
+def _place(program: jax.Array, down: int, across: int) -> tuple[jax.Array, jax.Array]:
+    """Row and column of the result's tile that a program computes: stretch by stretch of rows, down each column."""
+    stretch = program // (_STRETCH * across)
+    first = stretch * _STRETCH
+    high = jnp.minimum(down - first, _STRETCH)
+    within = program - first * across
+    return first + within % high, within // high
+
+
+def _span(number: jax.Array, size: int, limit: int) -> tuple[jax.Array, jax.Array | None]:
+    """The indices of a block, and which of them the array has; `None` if all blocks are whole."""
+    index = number * size + jnp.arange(size)
+    return index, None if limit % size == 0 else index < limit
+
+
+def _load(block, rows: jax.Array | None, columns: jax.Array | None) -> jax.Array:
+    """A block, with zeros where `rows` or `columns` is false."""
+    mask = _outer_mask(block.shape, rows, columns)
+    return pltriton.load(block) if mask is None else pltriton.load(block, mask=mask, other=0)
+
+
+def _outer_mask(shape: tuple[int, ...], rows: jax.Array | None, columns: jax.Array | None) -> jax.Array | None:
+    masks = [rows[:, None]] if rows is not None else []
+    if columns is not None:
+        masks.append(columns[None, :])
+    return jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), shape) if masks else None

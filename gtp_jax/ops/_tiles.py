@@ -1,0 +1,42 @@
+"""Rows sorted by group, cut into tiles that belong to one group each."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Tiles(NamedTuple):
+    """A fixed number of tiles, whatever the groups' sizes: what is not needed comes last and holds no rows.
+
+    Attributes:
+        group: int32 `(tiles,)`, non-decreasing; the number of groups for rows that belong to none.
+        start: int32 `(tiles,)`, the first row.
+        stop: int32 `(tiles,)`, the row behind the last; at most `start` in a tile without rows.
+    """
+
+    group: jax.Array
+    start: jax.Array
+    stop: jax.Array
+
+
+def cut_into_tiles(group_sizes: jax.Array, rows: int, size: int) -> Tiles:
+    """Tiles of at most `size` rows. Every row is in one of them, also those behind the last group.
+
+    Args:
+        group_sizes: int32 `(groups,)`, rows of each, one group after the other; what reaches beyond `rows` is cut off.
+        rows: number of rows.
+        size: of a tile.
+    """
+    groups = group_sizes.shape[0]
+    ends = jnp.minimum(jnp.cumsum(group_sizes, dtype=jnp.int32), rows)
+    ends = jnp.append(ends, jnp.int32(rows))  # one group more, of the rows that belong to none
+    starts = jnp.append(jnp.int32(0), ends[:-1])
+    counts = -(-(ends - starts) // size)
+    behind = jnp.cumsum(counts, dtype=jnp.int32)
+    index = jnp.arange(rows // size + groups + 1, dtype=jnp.int32)  # no sum of the counts is larger
+    group = jnp.minimum(jnp.searchsorted(behind, index, side="right").astype(jnp.int32), groups)
+    start = starts[group] + (index - (behind - counts)[group]) * size
+    return Tiles(group, start, jnp.minimum(start + size, ends[group]))

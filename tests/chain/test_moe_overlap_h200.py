@@ -1,0 +1,31 @@
+"""The schedule that XLA makes for eight H200s of a step with experts. Needs no GPU."""
+
+import pytest
+
+import gtp_jax as gtp
+from gtp_jax import plan
+from gtp_jax.models import LlamaConfig
+from gtp_jax.train import compile_options
+
+from ..plan.programs import needs_target
+from .programs import lowered_step
+
+LAYERS = 3
+SIZES = dict(vocab=32768, dim=2048, layers=LAYERS, heads=16, kv_heads=8, head_dim=128, ffn=4096, experts=8)
+
+
+@pytest.mark.slow
+@needs_target
+def test_experts_are_gathered_and_scattered_under_compute_and_multiplied_by_kernels():
+    mesh = gtp.make_mesh(gtp=8, devices=plan.topology_devices(plan.parse_target("h200:8")))
+    options = {**plan.COMPILE_OPTIONS, **compile_options("gpu", tp=1)}
+    step = lowered_step(LlamaConfig(**SIZES), mesh, batch=8, seq=4096, compiler_options=options)
+    text = step.compile().as_text()
+    found = plan.schedule(text)
+    gathers = [e for e in found.collectives("all-gather") if e.collective.axes == ("gtp",)]
+    scatters = [e for e in found.collectives("reduce-scatter") if e.collective.axes == ("gtp",)]
+    exposed = {e.name for e in found.exposed("all-gather", "reduce-scatter")}
+    # the first gather has nothing ahead of it, the last scatters nothing behind
+    assert not exposed & {e.name for e in (*gathers[1:], *scatters[:-2])}
+    # forward: up and down; backward: two each for the gradients of rows and of kernels
+    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 6 * LAYERS

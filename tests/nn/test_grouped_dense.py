@@ -1,0 +1,181 @@
+"""A layer of experts: each row by its own expert's kernel, on every mesh and cut; one gather, one scatter."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+from gtp_jax import plan
+
+from ..recipes.oracles import matrix
+
+ROWS, FEATURES, SIZES = 20, 48, {"a": 56, "b": 24}  # no size is a multiple of gtp * 16
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs, experts, **options):
+        dtypes = dict(dtype="float64", param_dtype="float64")
+        self.grouped = gtp.GroupedDense(experts, FEATURES, SIZES, rngs=rngs, **dtypes, **options)
+
+
+def loss(model, batch):
+    """Whole outputs on every rank, or this rank's columns of them, whose squares add up over tp."""
+    found = [model.grouped(x, n) for x, n in zip(batch["x"], batch["sizes"], strict=True)]
+    return sum(jnp.sum(y**2) for one in found for y in one.values()), jnp.float64(1)
+
+
+def batch_of(experts):
+    """A sequence a rank of eight, of ragged sizes; an expert without rows, and rows without an expert."""
+    rng = np.random.default_rng(experts)
+    share = rng.dirichlet(np.ones(experts) / 2)
+    share[-1] = 0
+    sizes = np.stack([rng.multinomial(ROWS - i % 3, share / share.sum()) for i in range(8)])
+    return {"x": rng.normal(size=(8, ROWS, FEATURES)), "sizes": sizes.astype(np.int32)}
+
+
+def run(degrees, experts, recipe=None, **options):
+    """Parameters, the gradient and the compiled text."""
+    with jax.set_mesh(gtp.make_mesh(**degrees)) if degrees else contextlib.nullcontext():
+        make = lambda rngs: Model(rngs, experts, **options)  # noqa: E731
+        state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optax.sgd(1.0))
+        jitted = jax.jit(lambda s, b: gtp.loss_and_gradients(loss, s, b, recipe=recipe))
+        compiled = jitted.lower(state, batch_of(experts)).compile()
+        _, gradient = compiled(state, batch_of(experts))
+        host = lambda tree: jax.tree.map(np.asarray, tree)["grouped"]["kernel"]  # noqa: E731
+        return host(state.logical_params()), host(state.skeleton.logical(gradient)), compiled.as_text()
+
+
+def oracle(kernels, experts):
+    """The gradient of the sum of squares, expert by expert."""
+    batch, found = batch_of(experts), {name: np.zeros(w.shape) for name, w in kernels.items()}
+    for x, sizes in zip(batch["x"], batch["sizes"], strict=True):
+        for expert, rows in enumerate(np.split(x, np.cumsum(sizes))[:experts]):
+            for name, w in kernels.items():
+                found[name][expert] += 2 * rows.T @ (rows @ w[expert])
+    return found
+
+
+CUTS = {
+    "gtp 8": (dict(gtp=8), 4, {}),
+    "gtp 4 x tp 2, columns": (dict(gtp=4, tp=2), 2, dict(parallel="column")),
+    "gtp 4 x tp 2, experts divided": (dict(gtp=4, tp=2), 4, dict(parallel="expert")),
+    "dp 2 x gtp 4, cut over both": (dict(dp=2, gtp=4), 3, dict(axes=("dp", "gtp"))),
+    "gtp 4 x tp 2, 64 cut over both": (dict(gtp=4, tp=2), 64, dict(axes=("tp", "gtp"))),
+}
+
+
+def times_counted(degrees, options):
+    """How often the ranks together count a sequence, over how many times they count a token."""
+    return 1 / degrees.get("tp", 1) if options.get("parallel") == "column" else 1
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_gradients_are_those_of_a_matmul_an_expert(name, x64):
+    degrees, experts, options = CUTS[name]
+    kernels, gradient, _ = run(degrees, experts, **options)
+    ranks = degrees.get("dp", 1) * degrees["gtp"] / times_counted(degrees, options)
+    for key, wanted in oracle(kernels, experts).items():
+        np.testing.assert_allclose(gradient[key] * ranks, wanted, rtol=0, atol=1e-12 * np.abs(wanted).max())
+
+
+def test_all_experts_travel_in_one_gather_and_one_scatter():
+    mesh, experts = dict(gtp=8), 8
+    for recipe, dtype in ((None, None), (gtp.NVFP4(), "u8")):
+        with jax.enable_x64(True):
+            _, _, text = run(mesh, experts, recipe)
+        found = plan.collectives(text)
+        kinds = [(c.kind, c.direction) for c in found if c.axes == ("gtp",) and c.kind != "all-reduce"]
+        assert sorted(kinds) == [("all-gather", "forward"), ("reduce-scatter", "backward")]  # no gradient for the input
+        assert dtype is None or {c.dtype for c in found if c.kind == "all-gather"} == {dtype}
+        maxima = [c for c in found if c.kind == "all-reduce" and "pmax" in c.op_name]
+        assert [c.operand_bytes for c in maxima] == ([4 * 2 * experts] if recipe else [])  # two kernels an expert
+
+
+@pytest.mark.parametrize("name", ["gtp 8", "gtp 4 x tp 2, experts divided"])
+def test_every_expert_is_quantized_by_itself(name, x64):
+    degrees, experts, options = CUTS[name]
+    recipe = gtp.NVFP4()
+    scaled = lambda key, shape, dtype: (  # noqa: E731  experts of very different size
+        jax.random.normal(key, shape, dtype) * 10.0 ** jnp.arange(shape[0])[:, None, None]
+    )
+    kernels, gradient, _ = run(degrees, experts, recipe, kernel_init=scaled, **options)
+    quantized = {k: np.stack([matrix(e.T, recipe.wire, "float64").T for e in w]) for k, w in kernels.items()}
+    for key, wanted in oracle(quantized, experts).items():
+        for expert in range(experts):
+            found = gradient[key][expert] * degrees["gtp"]
+            np.testing.assert_allclose(found, wanted[expert], rtol=0, atol=1e-12 * np.abs(wanted[expert]).max())
+
+
+def dense(**options):
+    return gtp.GroupedDense(4, 8, 16, rngs=nnx.Rngs(0), **options)
+
+
+REFUSED = {
+    "parallel": (lambda: dense(parallel="experts"), ValueError, "`parallel` is 'experts'; it is 'column', 'row', 'exp"),
+    "sizes": (
+        lambda: gtp.GroupedDense(0, 8, 16, rngs=nnx.Rngs(0)),
+        ValueError,
+        r"GroupedDense\(0, 8, 16\): experts and feature sizes are whole numbers",
+    ),
+    "rows": (lambda: dense()(jnp.ones((3, 7)), jnp.ones(4, int)), ValueError, r"GroupedDense takes \(rows, 8\), sort"),
+    "count": (
+        lambda: dense()(jnp.ones((3, 8)), jnp.ones(3, int)),
+        ValueError,
+        r"`group_sizes` has shape \(3,\); it is \(4,\)",
+    ),
+    "kind": (lambda: dense()(jnp.ones((3, 8)), jnp.ones(4)), TypeError, "`group_sizes` are numbers of rows, integers"),
+    "axes": (lambda: dense(axes=("gtp", "gtp")), ValueError, r"`axes` is \('gtp', 'gtp'\); it is a tuple of different"),
+    "top_k": (
+        lambda: gtp.MoE(8, 8, experts=2, top_k=3, rngs=nnx.Rngs(0)),
+        ValueError,
+        "`top_k` is 3 of 2 `experts`; it is at least 1 and at most all of them",
+    ),
+    "balance": (
+        lambda: gtp.MoE(8, 8, experts=2, balance=-1, rngs=nnx.Rngs(0)),
+        ValueError,
+        "`balance` is -1; it is a number of at least 0",
+    ),
+    "moe parallel": (
+        lambda: gtp.MoE(8, 8, experts=2, parallel="column", rngs=nnx.Rngs(0)),
+        ValueError,
+        "`parallel` is 'column'; it is 'features', 'expert' or None",
+    ),
+}
+REFUSED_ON_A_MESH = {
+    "experts": (
+        lambda: gtp.GroupedDense(3, 8, 16, parallel="expert", rngs=nnx.Rngs(0)),
+        "`parallel` is 'expert', but tp 2 does not divide the 3 experts. Choose a tp degree that does",
+    ),
+    "columns": (
+        lambda: gtp.GroupedDense(4, 8, 15, parallel="column", rngs=nnx.Rngs(0)),
+        r"dimension 2 of a weight of shape \(4, 8, 15\) is cut over tp, but 2 does not divide 15",
+    ),
+    "tp twice": (
+        lambda: dense(parallel="row", axes=("tp", "gtp")),
+        r"`axes` \('tp', 'gtp'\) of a weight of shape \(4, 8, 16\) has 'tp', which cuts its dimension 1 already",
+    ),
+    "no axis": (lambda: dense(axes=("ep",)), r"the mesh in scope has the axes .*, and none named 'ep'"),
+    "global": (
+        lambda: dense()(jnp.ones((8, 8)), jnp.ones(4, int)),
+        "GroupedDense runs inside a shard_map or without a mesh, .* call it through a `MoE`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_argument_is_named(name):
+    call, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize("name", REFUSED_ON_A_MESH)
+def test_bad_argument_under_a_mesh_is_named(name):
+    call, message = REFUSED_ON_A_MESH[name]
+    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)), pytest.raises(ValueError, match=message):
+        call()

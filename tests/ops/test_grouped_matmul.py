@@ -1,0 +1,160 @@
+"""Every row is multiplied with its own group's kernel, whatever the sizes; by an oracle in numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from gtp_jax.ops import _grouped_blocked as blocked
+from gtp_jax.ops import _grouped_triton as triton
+from gtp_jax.ops import grouped_matmul
+
+from ..plan.programs import array, h200_mesh, needs_target
+
+BLOCK = triton.Block(rows=16, columns=32, depth=16, warps=4, stages=2)
+ON_CPU = {
+    "blocked": (blocked, {}),
+    "pallas, interpreted": (triton, dict(block=BLOCK, interpret=True)),
+}
+# rows, in, out, groups, rows that belong to none; blocks of 16, 32 and 16 divide none, or all
+CASES = [
+    (77, 33, 70, 8, 9),
+    (40, 16, 48, 64, 0),
+    pytest.param((300, 96, 160, 4, 0), marks=pytest.mark.slow),
+    pytest.param((5, 16, 16, 3, 5), marks=pytest.mark.slow),
+]
+
+
+def operands(rows, features, out, groups, none, dtype=np.float64):
+    rng = np.random.default_rng([rows, features, out, groups])
+    cuts = np.sort(rng.integers(0, rows - none + 1, groups - 1))
+    sizes = np.diff(np.concatenate([[0], cuts, [rows - none]])).astype(np.int32)
+    if groups > 2:  # an empty one, its rows left to its neighbour
+        sizes[1], sizes[2] = 0, sizes[1] + sizes[2]
+    shapes = ((rows, features), (groups, out, features), (rows, out))
+    return jnp.asarray(sizes), *(jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+
+
+def oracle(sizes, x, weight, gradient):
+    """Result and gradients, group by group, in float64."""
+    x, weight, gradient = (np.asarray(a, np.float64) for a in (x, weight, gradient))
+    y, to_x, to_weight = np.zeros(gradient.shape), np.zeros(x.shape), np.zeros(weight.shape)
+    start = 0
+    for group, size in enumerate(map(int, sizes)):
+        mine = slice(start, start := start + size)
+        y[mine] = x[mine] @ weight[group].T
+        to_x[mine] = gradient[mine] @ weight[group]
+        to_weight[group] = gradient[mine].T @ x[mine]
+    return y, to_x, to_weight
+
+
+def assert_close(found, wanted, tolerance):
+    for a, b in zip(found, wanted, strict=True):
+        error = np.linalg.norm(np.asarray(a, np.float64) - b)
+        assert error <= tolerance * np.linalg.norm(b), f"relative error {error / np.linalg.norm(b):.2e}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("name", ON_CPU)
+def test_kernels_multiply_each_row_with_its_own_groups_kernel(name, case):
+    kernels, options = ON_CPU[name]
+    sizes, x, weight, gradient = operands(*case, dtype=np.float32)
+    found = (
+        kernels.product(x, weight, sizes, transposed=True, **options),
+        kernels.product(gradient, weight, sizes, transposed=False, **options),
+        kernels.outer(gradient, x, sizes, **options),
+    )
+    assert_close(found, oracle(sizes, x, weight, gradient), 1e-6)
+
+
+@pytest.mark.parametrize("slices", [1, 4])
+@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-14), ("float32", 1e-6), ("bfloat16", 1e-2)])
+def test_gradients_are_those_of_a_matmul_a_group(slices, dtype, tolerance, x64):
+    sizes, x, weight, gradient = operands(90, 24, 64, 8, 3, dtype)
+    as_gathered = jnp.swapaxes(weight.reshape(8, slices, -1, 24), 0, 1)
+
+    @jax.jit
+    def run(x, weight, gradient):
+        y, backward = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, platform="cpu"), x, weight)
+        return y, *backward(gradient)
+
+    y, to_x, to_weight = run(x, as_gathered, gradient)
+    assert y.dtype == to_x.dtype == to_weight.dtype == dtype
+    found = (y, to_x, jnp.swapaxes(to_weight, 0, 1).reshape(weight.shape))
+    assert_close(found, oracle(sizes, x, weight, gradient), tolerance)
+
+
+def test_no_group_sees_what_is_not_finite_in_another():
+    sizes, x, weight, gradient = operands(60, 16, 16, 4, 4, np.float32)
+    last = int(sizes[0]) - 1
+    x, gradient = x.at[last].set(np.nan), gradient.at[-1].set(np.inf)  # of group 0, and of none
+    for kernels, options in ON_CPU.values():
+        y = kernels.product(x, weight, sizes, transposed=True, **options)
+        to_weight = kernels.outer(gradient, x, sizes, **options)
+        assert np.isnan(np.asarray(y)).any(axis=1).nonzero()[0].tolist() == [last]
+        assert np.isnan(np.asarray(to_weight)).any(axis=(1, 2)).tolist() == [True, False, False, False]
+
+
+def test_sizes_beyond_the_rows_are_cut_off():
+    _, x, weight, gradient = operands(60, 16, 16, 4, 0, np.float32)
+    for kernels, options in ON_CPU.values():
+        y = kernels.product(x, weight, jnp.array([50, 30, 2, 7], jnp.int32), transposed=True, **options)
+        assert_close([y], oracle([50, 10, 0, 0], x, weight, gradient)[:1], 1e-6)
+
+
+ROWS, FEATURES, OUT, GROUPS = 4096, 1024, 2048, 8
+
+
+def compiled_for_h200(grad):
+    mesh = h200_mesh(1)
+
+    def run(x, weight, sizes, gradient):
+        y, backward = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, platform="gpu"), x, weight)
+        return backward(gradient) if grad else y
+
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    shapes = ((ROWS, FEATURES), (1, GROUPS, OUT, FEATURES), (GROUPS,), (ROWS, OUT))
+    dtypes = (jnp.bfloat16, jnp.bfloat16, jnp.int32, jnp.bfloat16)
+    given = [array(mesh, shape, P(), dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    return jax.jit(mapped).lower(*given).compile(compiler_options={"xla_gpu_mock_custom_calls": True})
+
+
+@needs_target
+@pytest.mark.parametrize("grad, launches", [(False, 1), (True, 2)])
+def test_on_h200_a_pass_is_one_kernel_a_product_without_a_dense_copy(grad, launches):
+    compiled = compiled_for_h200(grad)
+    text = compiled.as_text()
+    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == launches
+    assert " dot(" not in text and "__cublas" not in text
+    # a dense fallback copies the rows once for each group
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * ROWS * FEATURES
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (dict(x=(4, 7)), ValueError, r"`x` has shape \(4, 7\) and `weight` \(1, 2, 6, 8\); they are \(rows, in\) and"),
+        (dict(sizes=(3,)), ValueError, r"`group_sizes` has shape \(3,\), but there are 2 groups; it has one number a"),
+        (dict(kind=jnp.float32), TypeError, "`group_sizes` is float32; it is int32"),
+        (dict(dtype=jnp.bfloat16), TypeError, "`x` is float32 and `weight` bfloat16; cast one to the other's dtype"),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused(change, error, message):
+    given = {"x": (4, 8), "sizes": (2,), "kind": jnp.int32, "dtype": jnp.float32, **change}
+    weight = jnp.ones((1, 2, 6, 8), given["dtype"])
+    with pytest.raises(error, match=message):
+        grouped_matmul(jnp.ones(given["x"]), weight, jnp.ones(given["sizes"], given["kind"]), platform="cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*CASES, (4096, 512, 768, 8, 0), (2048, 320, 1000, 64, 100)], ids=str)
+def test_gpus_multiply_each_row_with_its_own_groups_kernel(case):
+    sizes, x, weight, gradient = operands(*case, jnp.bfloat16)
+
+    @jax.jit
+    def run(x, weight, gradient):
+        y, backward = jax.vjp(lambda x, w: grouped_matmul(x, w[None], sizes, platform="gpu"), x, weight)
+        return y, *backward(gradient)
+
+    assert_close(run(x, weight, gradient), oracle(sizes, x, weight, gradient), 5e-3)

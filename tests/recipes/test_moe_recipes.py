@@ -1,0 +1,85 @@
+"""A Llama with experts and a recipe: what moves in a step, and its gradients at quantized weights."""
+
+import dataclasses
+
+import pytest
+
+import gtp_jax as gtp
+from gtp_jax import plan
+from gtp_jax.models import LlamaConfig
+
+from ..chain.programs import lowered_step
+from ..parity.test_moe_parity import MOE
+from .test_recipe_collectives import buffer_bytes
+from .test_recipe_parity import check
+
+LAYERS, EXPERTS = 2, 4
+SIZES = dict(vocab=640, dim=128, layers=LAYERS, heads=4, kv_heads=2, head_dim=64, ffn=256, experts=EXPERTS)
+
+
+@pytest.mark.parametrize(
+    "recipe, parallel",
+    [(None, "features"), (gtp.NVFP4(), "features"), pytest.param(gtp.NVFP4(), "expert", marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_all_experts_of_a_layer_are_one_gather_a_pass_and_one_scatter(recipe, parallel):
+    degree, tp, parts = 4, 2, 2
+    config = LlamaConfig(**SIZES, expert_parallel=parallel)
+    mesh = gtp.make_mesh(gtp=degree, tp=tp)
+    step = lowered_step(config, mesh, batch=4 * parts, seq=16, microbatches=parts, recipe=recipe)
+    found = plan.collectives(step.compile().as_text())
+    over_gtp = [c for c in found if c.axes == ("gtp",)]
+    times = {
+        (kind, direction): sum(c.times for c in over_gtp if (c.kind, c.direction) == (kind, direction))
+        for kind, direction in (("all-gather", "forward"), ("all-gather", "backward"), ("reduce-scatter", "backward"))
+    }
+    # qkv, out, and the experts' two layers; or one buffer for the four of them
+    each = 1 if recipe else 4
+    assert times == {
+        ("all-gather", "forward"): (each * LAYERS + 2) * parts,
+        ("all-gather", "backward"): each * LAYERS * parts,
+        ("reduce-scatter", "backward"): (4 * LAYERS + 2) * parts,
+    }
+    maxima = [c for c in found if c.kind == "all-reduce" and "pmax" in c.op_name and "gtp" in c.axes]
+    if recipe is None:
+        assert not maxima
+        return
+    (amax,) = maxima
+    kernels = LAYERS * (4 + 3 * EXPERTS)  # query, key, value, out; gate, up and down of each expert
+    assert amax.times == 1 and set(amax.axes) == {"gtp", "tp"} and amax.operand_bytes == 4 * kernels
+    attention = [(256 // tp, 128), (128 // tp, 128), (128 // tp, 128), (128, 256 // tp)]
+    if parallel == "features":
+        experts = [(256 // tp, 128), (256 // tp, 128), (128, 256 // tp)] * EXPERTS
+    else:
+        experts = [(256, 128), (256, 128), (128, 256)] * (EXPERTS // tp)
+    sent = {c.operand_bytes for c in over_gtp if c.kind == "all-gather" and c.dtype == "u8"}
+    assert sent == {buffer_bytes(recipe.wire, degree, [*attention, *experts])}
+
+
+# tp cuts rows at multiples of a block, as the unsharded weight is quantized
+BY_TP = dict(dim=64, head_dim=16, ffn=64)
+CASES = {
+    "gtp 4, NVFP4": (dict(gtp=4), {}, 1, gtp.NVFP4()),
+    "gtp 2 x tp 2, MXFP8": (dict(gtp=2, tp=2), dict(**BY_TP, alignment=32), 1, gtp.MXFP8()),
+    "gtp 2 x tp 2, experts divided, microbatches": (
+        dict(gtp=2, tp=2),
+        dict(**BY_TP, experts=8, expert_parallel="expert"),
+        2,
+        gtp.NVFP4(),
+    ),
+    "dp 2 x gtp 2, experts cut over both": (dict(dp=2, gtp=2), dict(expert_axes=("dp", "gtp")), 1, gtp.NVFP4()),
+    "gtp 8, FP8, 64 experts": (dict(gtp=8), dict(experts=64), 1, gtp.FP8()),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_the_plain_model_at_quantized_weights(name, x64):
+    degrees, changes, microbatches, recipe = CASES[name]
+    check(dataclasses.replace(MOE, **changes), degrees, microbatches, recipe, 1e-12)
+
+
+@pytest.mark.slow
+def test_in_float32_too():
+    config = dataclasses.replace(MOE, **BY_TP, dtype="float32")
+    check(config, dict(gtp=2, tp=2), 1, gtp.NVFP4(), 1e-5)
