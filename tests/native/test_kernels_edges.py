@@ -1,4 +1,4 @@
-"""Kernels treat whole tiles, their edges and their neighbours alike: the oracle's bytes at sizes around every unit of work."""
+"""Whole tiles, edges and neighbours: the kernels give the oracle's bytes at sizes around every unit of work."""
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -42,4 +42,6 @@ def test_whole_tiles_alone(format):
     x = np.random.default_rng(1).normal(size=(128, 1088)).astype(np.float32)
     check_quantize(x, format, "native")
     for axis in ("row", "column"):
-        check_dequantize(gtp.quantize(jnp.asarray(x), format, axis=axis, implementation="native"), "native", jnp.bfloat16)
+        check_dequantize(
+            gtp.quantize(jnp.asarray(x), format, axis=axis, implementation="native"), "native", jnp.bfloat16
+        )
