@@ -113,8 +113,8 @@ def loss(
 
     # without a loop only a barrier keeps XLA from taking the forward gathers for the backward ones
     layer = jax.checkpoint(layer, policy=saves, prevent_cse=not unroll)
-    x: Any = _gathered(EMBED, params["embed"].astype(dtype))[tokens]
-    x = _constrained(x, BETWEEN)
+    table: Any = _gathered(EMBED, params["embed"].astype(dtype))
+    x = _constrained(table[tokens], BETWEEN)
     cast = {name: w.astype(dtype) if name in LAYER else w for name, w in params["layers"].items()}
     if unroll:
         x, _ = lax.scan(layer, x, cast, unroll=unroll)
