@@ -1,5 +1,9 @@
 """Measurements that `gtp-jax bench` prints: fair, in one run, as ratios."""
 
+from ._breakdown import EXPOSED as EXPOSED
+from ._breakdown import IDLE as IDLE
+from ._breakdown import Breakdown as Breakdown
+from ._breakdown import breakdown as breakdown
 from ._contender import CONTENDERS as CONTENDERS
 from ._contender import Contender as Contender
 from ._contender import chosen_contenders as chosen_contenders
@@ -19,4 +23,12 @@ from ._step_record import Change as Change
 from ._step_record import changes as changes
 from ._step_record import record as record
 from ._timing import seconds_a_call as seconds_a_call
+from ._trace import KINDS as KINDS
+from ._trace import Op as Op
+from ._trace import kind_of as kind_of
+from ._trace import parse_trace as parse_trace
+from ._trace import read_trace as read_trace
+from ._trace_picture import draw_trace as draw_trace
+from ._trace_picture import sentence as sentence
+from ._trace_picture import write_page as write_page
 from .contenders.workload import Workload as Workload

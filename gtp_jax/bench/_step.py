@@ -9,6 +9,7 @@ import re
 import signal
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -73,8 +74,8 @@ def measure_steps(
     work: Workload,
     *,
     environment: Mapping[str, str],
-    torch_python: str,
     timeout_s: float,
+    torch_python: str = sys.executable,
     within_s: float = float("inf"),
     logs: Path | None = None,
 ) -> Iterator[Row]:
@@ -84,8 +85,8 @@ def measure_steps(
         chosen: which.
         work: what they run.
         environment: of their processes.
-        torch_python: the interpreter that has PyTorch.
         timeout_s: for one contender, its start and compilation included.
+        torch_python: the interpreter that has PyTorch.
         within_s: for all of them; those that come too late are not run.
         logs: folder for what each prints; nowhere by default.
     """

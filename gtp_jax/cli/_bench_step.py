@@ -5,21 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-import gtp_jax
-
 from .. import bench
-from ..models import PRESETS, LlamaConfig
 from ..plan import columns, quantity
 from ._arguments import check_files, positive, whole
-from ._devices import has_gpu
+from ._workload import add_workload, describe, environment_of, limit, probe, workload_of
 
 _EXAMPLES = """\
 examples:
@@ -33,11 +28,6 @@ A contender is picked by words of its name: a family (gtp_jax, partitioner, fsdp
 unrolled, combined; bf16, fp8) and a policy (again, kept). Each is a script in gtp_jax/bench/contenders that runs
 by itself.
 """
-
-# What is run where nothing else is asked for, by platform.
-_PRESET = {"gpu": "reference", "cpu": "tiny"}
-_SEQ = {"gpu": 8192, "cpu": 128}
-_CPU_DEVICES = 4
 
 _FORMULA = (
     "FLOPs of a step: 6 x matmul parameters x tokens + 6 x layers x tokens x sequence x heads x head_dim (causal "
@@ -56,13 +46,7 @@ def add_topic(topics: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    topic.add_argument("--preset", choices=PRESETS, help="the model (default: reference on GPUs, tiny on a CPU)")
-    topic.add_argument("--layers", type=whole, help="in place of the preset's")
-    topic.add_argument("--seq", type=whole, help="tokens of a sequence (default: 8192 on GPUs, 128 on a CPU)")
-    topic.add_argument("--tokens", type=whole, help="of a step, a device (default: one sequence a rank and microbatch)")
-    topic.add_argument("--gtp", type=whole, help="slices a weight is cut into (default: what tp leaves over)")
-    topic.add_argument("--tp", type=whole, default=1, help="tensor-parallel degree, with sequence parallelism")
-    topic.add_argument("--microbatches", type=whole, default=1, help="parts of a rank's batch")
+    add_workload(topic)
     topic.add_argument("--steps", type=whole, default=12, help="timed, after 3 that are not (default: %(default)s)")
     topic.add_argument("--contenders", nargs="+", default=[], metavar="WORDS", help="which (default: all)")
     topic.add_argument(
@@ -87,10 +71,10 @@ def _run(args: argparse.Namespace) -> int:
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
     saved = None if args.compare is None else _read(args.compare)
-    environment = _environment(args)
-    device, platform, count = _probe(environment)
-    work = _workload(args, platform, count)
-    _limit(environment, work.devices)
+    environment = environment_of(args)
+    device, platform, count = probe(environment)
+    work = workload_of(args, platform, count, steps=args.steps)
+    limit(environment, work.devices)
     if saved is not None:
         bench.changes({"workload": dataclasses.asdict(work), "device": device, "contenders": []}, saved)
     rows: list[bench.Row] = []
@@ -110,10 +94,7 @@ def _run(args: argparse.Namespace) -> int:
             progress.set_description(chosen[min(len(rows), len(chosen) - 1)].name)
             progress.update()
     found = bench.record(rows, work, device)
-    title = (
-        f"{work.devices} x {device}, gtp {work.gtp}, tp {work.tp}: {work.layers} layers of width {work.dim}, "
-        f"{work.tokens // work.devices} tokens a device, sequences of {work.seq}, {work.microbatches} microbatches"
-    )
+    title = describe(work, device)
     versions = sorted({f"{k} {v}" for row in rows for k, v in row.facts.get("versions", {}).items()})
     print(f"{title}; {', '.join(versions)}\n")
     print(_table(rows, work))
@@ -191,58 +172,3 @@ def _read(path: Path) -> Any:
         return json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is no JSON: {error}. `gtp-jax bench step --json` writes it.") from None
-
-
-def _environment(args: argparse.Namespace) -> dict[str, str]:
-    """That of the contenders: this package found, all of a GPU's memory, virtual devices where there is no GPU."""
-    package = str(Path(gtp_jax.__file__).parents[1])
-    found = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))}
-    found.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-    if not has_gpu():
-        found.setdefault("JAX_PLATFORMS", "cpu")
-    found["JAX_NUM_CPU_DEVICES"] = str((args.gtp or max(1, _CPU_DEVICES // args.tp)) * args.tp)
-    return found
-
-
-def _probe(environment: dict[str, str]) -> tuple[str, str, int]:
-    """Kind of device, platform and number of devices, asked of a process of its own: this one leaves GPUs alone."""
-    ask = "import jax; d = jax.devices(); print(d[0].device_kind, d[0].platform, len(d), sep='|')"
-    done = subprocess.run([sys.executable, "-c", ask], env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError(f"jax finds no device here: {done.stderr.strip().splitlines()[-1]}. See `gtp-jax doctor`.")
-    kind, platform, count = done.stdout.strip().splitlines()[-1].split("|")
-    return kind, platform, int(count)
-
-
-def _workload(args: argparse.Namespace, platform: str, count: int) -> bench.Workload:
-    gtp = args.gtp or count // args.tp
-    if gtp * args.tp > count or gtp < 1:
-        raise ValueError(f"gtp {gtp} x tp {args.tp} needs {max(gtp, 1) * args.tp} devices, and there are {count}.")
-    config = PRESETS[args.preset or _PRESET[platform]]
-    seq = args.seq or _SEQ[platform]
-    share = gtp * args.microbatches
-    total = args.tokens * gtp * args.tp if args.tokens else share * seq
-    if total % (share * seq):
-        raise ValueError(
-            f"`--tokens` is {args.tokens} a device, {total} a step; that is no whole number of sequences of {seq} for "
-            f"each of {gtp} gtp ranks and {args.microbatches} microbatches. Make it a multiple of "
-            f"{args.microbatches * seq // args.tp if args.microbatches * seq % args.tp == 0 else share * seq}."
-        )
-    fields = {f.name for f in dataclasses.fields(bench.Workload)} & {f.name for f in dataclasses.fields(LlamaConfig)}
-    sizes = {name: getattr(config, name) for name in fields}
-    return bench.Workload(
-        **{**sizes, "layers": args.layers or config.layers},
-        seq=seq,
-        sequences=total // seq,
-        microbatches=args.microbatches,
-        gtp=gtp,
-        tp=args.tp,
-        steps=args.steps,
-    )
-
-
-def _limit(environment: dict[str, str], devices: int) -> None:
-    """Lets contenders see no more GPUs than the step has ranks."""
-    shown = environment.get("CUDA_VISIBLE_DEVICES")
-    every = shown.split(",") if shown else [str(i) for i in range(devices)]
-    environment["CUDA_VISIBLE_DEVICES"] = ",".join(every[:devices])

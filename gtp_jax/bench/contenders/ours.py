@@ -24,6 +24,7 @@ def main() -> None:
     flags.add_argument("--kept", default="1", help="layers that keep gathered weights for backward, or 'all'")
     flags.add_argument("--unroll", default="full", help="layers in one loop body, or 'full'")
     flags.add_argument("--remat", default="matmuls", help="what a layer keeps for backward")
+    flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step there")
     args = flags.parse_args()
     work = workload(args)
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(LlamaConfig) if hasattr(args, f.name)}
@@ -49,6 +50,10 @@ def main() -> None:
             jax.block_until_ready((state.params, metrics))
             seconds.append(time.perf_counter() - begin)
             losses.append(float(metrics["loss"]))
+        if args.trace:
+            with jax.profiler.trace(args.trace):
+                state, metrics = compiled(state, batch)
+                jax.block_until_ready((state.params, metrics))
     memory = compiled.memory_analysis()
     planned = memory.temp_size_in_bytes + memory.argument_size_in_bytes
     used = devices[0].memory_stats() or {}

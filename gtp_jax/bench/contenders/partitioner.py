@@ -236,6 +236,7 @@ def main() -> None:
     flags.add_argument("--kept", action="store_true", help="keep gathered weights for backward")
     flags.add_argument("--combine", action="store_true", help="join the gathers of a layer, and its scatters")
     flags.add_argument("--xla", action="append", default=[], metavar="NAME=VALUE", help="XLA option of the step")
+    flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step there")
     args = flags.parse_args()
     work = workload(args)
     mesh = jax.make_mesh(
@@ -259,6 +260,10 @@ def main() -> None:
             jax.block_until_ready((state, mean))
             seconds.append(time.perf_counter() - begin)
             losses.append(float(mean))
+        if args.trace:
+            with jax.profiler.trace(args.trace):
+                state, mean = compiled(state, tokens, targets)
+                jax.block_until_ready((state, mean))
     memory = compiled.memory_analysis()
     planned = memory.temp_size_in_bytes + memory.argument_size_in_bytes
     used = jax.devices()[0].memory_stats() or {}
