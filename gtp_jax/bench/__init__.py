@@ -12,6 +12,10 @@ from ._kernels import Kernel as Kernel
 from ._kernels import Measurement as Measurement
 from ._kernels import kernels as kernels
 from ._kernels import measure as measure
+from ._movements import Links as Links
+from ._movements import Movement as Movement
+from ._movements import measure_links as measure_links
+from ._movements import measure_movements as measure_movements
 from ._picture import draw_ratios as draw_ratios
 from ._step import Row as Row
 from ._step import measure_steps as measure_steps
