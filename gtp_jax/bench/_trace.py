@@ -114,7 +114,7 @@ def _kernels(plane: Any, device: int):
     """(stream, event, its statistics): of a GPU's plane what runs on streams, of a CPU's the HLO operations."""
     is_gpu = plane.name == f"/device:GPU:{device}"
     for line in plane.lines:
-        if is_gpu and not line.name.startswith("Stream #"):
+        if is_gpu and "Stream" not in line.name:
             continue  # lines that are summed up from the streams
         if not is_gpu and plane.name != "/host:CPU":
             continue

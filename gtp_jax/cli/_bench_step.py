@@ -93,6 +93,8 @@ def _run(args: argparse.Namespace) -> int:
             rows.append(row)
             progress.set_description(chosen[min(len(rows), len(chosen) - 1)].name)
             progress.update()
+    families = list(dict.fromkeys(c.family for c in bench.CONTENDERS))
+    rows.sort(key=lambda row: families.index(row.contender.family))
     found = bench.record(rows, work, device)
     title = describe(work, device)
     versions = sorted({f"{k} {v}" for row in rows for k, v in row.facts.get("versions", {}).items()})
