@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from .. import ops
 from ..formats import FORMATS, Format, PackPlan, Piece
 from ..ops import Implementation
+from ._choice import by_words
 from ._timing import seconds_a_call, seconds_on_device
 
 _COLS = 4096
@@ -109,12 +110,7 @@ def kernels(only: Sequence[str]) -> list[Kernel]:
     Raises:
         ValueError: if none has.
     """
-    if not only:
-        return list(KERNELS)
-    found = [k for k in KERNELS if any(set(words.split()) <= set(k.name.split()) for words in only)]
-    if not found:
-        raise ValueError(f"no kernel is called {' or '.join(only)}; there are {', '.join(k.name for k in KERNELS)}.")
-    return found
+    return by_words(KERNELS, only, "kernel")
 
 
 def measure(

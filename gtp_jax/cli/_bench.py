@@ -15,7 +15,8 @@ from tqdm import tqdm
 from .. import bench, native
 from ..mesh import platform
 from ..plan import columns
-from . import _bench_checkpoint
+from . import _bench_checkpoint, _bench_collectives, _bench_step
+from ._arguments import check_files, positive
 from ._devices import choose_devices
 
 _EXAMPLES = """\
@@ -33,9 +34,13 @@ _MEBIBYTES = {"gpu": 256.0, "cpu": 16.0}
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Adds the subcommand."""
     parser = subparsers.add_parser(
-        "bench", help="measure kernels and checkpoints", description="Measures on this machine."
+        "bench",
+        help="measure a training step, kernels or checkpoints, beside what they compete with",
+        description="Measures on this machine.",
     )
     topics = parser.add_subparsers(dest="topic", metavar="TOPIC", required=True)
+    _bench_step.add_topic(topics)
+    _bench_collectives.add_topic(topics)
     kernels = topics.add_parser(
         "kernels",
         help="quantization kernels beside a copy and beside XLA",
@@ -54,7 +59,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     kernels.add_argument(
         "--mebibytes",
-        type=_positive,
+        type=positive,
         nargs="+",
         metavar="MIB",
         help="sizes of an array (default: 256 on a GPU, 16 on a CPU)",
@@ -74,21 +79,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"is {text!r}; it is a positive number")
-    return value
-
-
 def _kernels(args: argparse.Namespace) -> int:
     chosen = bench.kernels(args.only)
-    for path in filter(None, (args.json, args.png)):
-        if not path.absolute().parent.is_dir():
-            raise ValueError(f"{path.absolute().parent} is no directory; create it first, or name another file.")
+    check_files(args.json, args.png)
     choose_devices(1)
     here = platform()
     if not native.has("gtp_quantize", "CUDA" if here == "gpu" else here):

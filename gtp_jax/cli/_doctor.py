@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from .. import __version__, native, plan
 from ..mesh import AXES, make_mesh
 from ..plan import columns
+from ..train import GPU_OPTIONS, GPU_OPTIONS_WITH_TP, accepts, flags_in_environment
 from ._config import VIRTUAL_DEVICES
 from ._devices import choose_devices, has_gpu
 
@@ -70,9 +71,11 @@ def run(args: argparse.Namespace) -> int:
     """Runs the subcommand."""
     del args
     choose_devices(VIRTUAL_DEVICES)
-    findings = [*_versions(), *_devices(), _kernels(), *_extras()]
+    findings = [*_versions(), *_devices(), _kernels(), _accepted_options(), *_extras()]
     marks = {"ok": "ok", "optional": "-", "broken": "BROKEN"}
     print(columns(("", "what", "found"), [(marks[f.status], f.name, f.found) for f in findings]))
+    print("\nXLA options that a training step is compiled with on GPUs")
+    print(columns(("option", "value", "where", "why"), _options()))
     remedies = [f for f in findings if f.remedy]
     if remedies:
         print("\nwhat to do")
@@ -174,6 +177,29 @@ def _extras() -> Iterator[Finding]:
         yield Finding("compiling for GPUs", "optional", f"{', '.join(missing)} not installed", remedy)
     else:
         yield Finding("compiling for GPUs", "ok", "everything `gtp-jax inspect --target` needs")
+
+
+def _options() -> Iterator[tuple[str, str, str, str]]:
+    """The library's options for GPUs, but those that XLA_FLAGS sets, which stay as they are."""
+    theirs = flags_in_environment()
+    listed = [
+        (name, option, "tp 1" if name in GPU_OPTIONS_WITH_TP else "always") for name, option in GPU_OPTIONS.items()
+    ]
+    listed += [(name, option, "tp > 1") for name, option in GPU_OPTIONS_WITH_TP.items()]
+    for name, (value, reason), where in listed:
+        if name in theirs:
+            yield name, theirs[name], where, f"your XLA_FLAGS say so; the library would take {value}"
+        else:
+            yield name, str(value), where, reason
+
+
+def _accepted_options() -> Finding:
+    name = "XLA options"
+    options = [*GPU_OPTIONS.items(), *GPU_OPTIONS_WITH_TP.items()]
+    unknown = sorted({known for known, option in options if not accepts(known, option.value)})
+    if not unknown:
+        return Finding(name, "ok", "this version knows all of the library's")
+    return Finding(name, "broken", f"this version knows no {', '.join(unknown)}", 'pip install "jax>=0.11.2,<0.13"')
 
 
 def _installed(name: str) -> str | None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import _bench, _checkpoint, _convert, _doctor, _inspect, _train
+from . import _bench, _checkpoint, _convert, _doctor, _inspect, _profile, _train
 from ._progress import Diverged
 
 _EXAMPLES = """\
@@ -21,8 +21,8 @@ examples:
                                         what a step costs on GPUs, on a machine that has none
   gtp-jax checkpoint verify gtp-run     is every byte of a run's checkpoints as it was written
   gtp-jax convert export gtp-run hf     its weights as Hugging Face's safetensors; also import
-  gtp-jax bench kernels                 how fast the quantization kernels are on this machine
-  gtp-jax bench checkpoint              how fast training states are saved and restored
+  gtp-jax bench step                    a training step here and in its rivals; also collectives, kernels, checkpoint
+  gtp-jax profile                       what the devices do during one step, and what waits for what
   gtp-jax doctor                        what is installed, what is missing, what to do
 
 `gtp-jax COMMAND --help` explains a command's options.
@@ -65,6 +65,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"gtp_jax {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where in the code an error was raised")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (_train, _inspect, _checkpoint, _convert, _bench, _doctor):
+    for command in (_train, _inspect, _checkpoint, _convert, _bench, _profile, _doctor):
         command.add_parser(commands)
     return parser

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+import jax
 
 
 class Option(NamedTuple):
@@ -44,10 +47,29 @@ GPU_OPTIONS_WITH_TP: Mapping[str, Option] = {
 def compile_options(platform: str, own: Mapping[str, Any] | None = None, *, tp: int = 1) -> dict[str, Any]:
     """Options for `jax.jit(compiler_options=...)`: those above on `gpu`, none elsewhere.
 
+    What the environment's XLA_FLAGS names is left out: an option of a program would win over it unseen.
+
     Args:
         platform: what is compiled for.
         own: options that win over these.
         tp: degree of the tp axis.
     """
     chosen = {**GPU_OPTIONS, **(GPU_OPTIONS_WITH_TP if tp > 1 else {})} if platform == "gpu" else {}
-    return {**{name: option.value for name, option in chosen.items()}, **(own or {})}
+    theirs = flags_in_environment()
+    return {**{name: option.value for name, option in chosen.items() if name not in theirs}, **(own or {})}
+
+
+def flags_in_environment() -> dict[str, str]:
+    """The options that XLA_FLAGS sets, by name, with their values."""
+    words = os.environ.get("XLA_FLAGS", "").split()
+    pairs = (word.removeprefix("--").partition("=") for word in words if word.startswith("--"))
+    return {name: value or "true" for name, _, value in pairs}
+
+
+def accepts(name: str, value: Any) -> bool:
+    """Whether the installed XLA knows an option."""
+    try:
+        jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True

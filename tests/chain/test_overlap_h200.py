@@ -18,14 +18,26 @@ missing = plan.missing_packages()
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"compiling for H200 needs {', '.join(missing)}")
 
 
+# of a block on one device, tp 1: qkv, out, gate and up, down; as they are gathered
+WEIGHTS = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
+BLOCK = sum(rows * cols for rows, cols in WEIGHTS)
+TABLE = 32768 * 4096  # of the embedding, and of the head
+TOKENS = 8192  # a device
+
+
 @functools.cache
-def exposed(tp: int, prefetch: bool) -> tuple[tuple[plan.Event, ...], tuple[plan.Event, ...]]:
-    """Gathers and scatters of weights with neither matmul nor attention between start and end; and all of them."""
+def compiled(tp: int, prefetch: bool, kept=1) -> tuple[str, int]:
+    """The program for eight H200s, and its temporary bytes on one."""
     mesh = gtp.make_mesh(gtp=8 // tp, tp=tp, devices=plan.topology_devices(plan.parse_target("h200:8")))
     options = {**plan.COMPILE_OPTIONS, **compile_options("gpu", tp=tp)}
-    config = LlamaConfig(**SIZES, prefetch=prefetch)
-    step = lowered_step(config, mesh, batch=8 // tp, seq=8192, compiler_options=options)
-    found = plan.schedule(step.compile().as_text())
+    config = LlamaConfig(**SIZES, prefetch=prefetch, kept=kept)
+    step = lowered_step(config, mesh, batch=8 // tp, seq=TOKENS, compiler_options=options).compile()
+    return step.as_text(), step.memory_analysis().temp_size_in_bytes
+
+
+def exposed(tp: int, prefetch: bool) -> tuple[tuple[plan.Event, ...], tuple[plan.Event, ...]]:
+    """Gathers and scatters of weights with neither matmul nor attention between start and end; and all of them."""
+    found = plan.schedule(compiled(tp, prefetch)[0])
     kinds = ("all-gather", "reduce-scatter")
 
     def over_gtp(events: tuple[plan.Event, ...]) -> tuple[plan.Event, ...]:
@@ -38,6 +50,46 @@ def test_weights_are_gathered_and_their_gradients_scattered_in_bfloat16():
     _, every = exposed(1, prefetch=True)
     assert {e.collective.dtype for e in every if e.kind == "all-gather"} == {"u16"}  # its bits
     assert {e.collective.dtype for e in every if e.kind == "reduce-scatter"} == {"bf16"}
+
+
+def test_a_layer_is_one_gather_a_pass_and_one_scatter_and_moves_each_weight_once():
+    _, every = exposed(1, prefetch=True)
+    count = {kind: [e.direction for e in every if e.kind == kind] for kind in ("all-gather", "reduce-scatter")}
+    # the embedding travels with the first layer or by itself; so may the head
+    assert count["all-gather"].count("backward") == LAYERS
+    assert LAYERS + 1 <= count["all-gather"].count("forward") <= LAYERS + 2
+    assert LAYERS <= len(count["reduce-scatter"]) <= LAYERS + 2
+    gathered = sum(e.collective.result_bytes for e in every if e.kind == "all-gather")
+    scattered = sum(e.collective.operand_bytes for e in every if e.kind == "reduce-scatter")
+    assert gathered == 2 * (2 * LAYERS * BLOCK + 2 * TABLE)
+    assert scattered == 2 * (LAYERS * BLOCK + 2 * TABLE)
+
+
+def test_no_gathered_weight_is_copied():
+    text, _ = compiled(1, True)
+    # a slice of the embedding has the shape of the attention's output weight
+    whole = {dims for weight in WEIGHTS if weight != (4096, 4096) for dims in (weight, weight[::-1])}
+    moved = ("all-gather-start", "all-gather-done", "reduce-scatter-start", "bitcast", "tuple", "get-tuple-element")
+    for visit in plan.parse(text).walk():
+        made = visit.instruction
+        if made.opcode not in moved and any(shape.dims in whole for shape in made.shapes):
+            assert made.opcode == "custom-call" and "cublas" in made.attributes, made  # a weight's gradient
+
+
+def activations() -> int:
+    """Bytes that backward wants of one layer: outputs of its matmuls and of attention, and its input; in bfloat16."""
+    return 2 * TOKENS * (sum(rows for rows, _ in WEIGHTS) + 2 * 4096)
+
+
+def test_memory_is_activations_logits_and_two_layers_of_weights():
+    _, temporary = compiled(1, True)
+    assert temporary < LAYERS * activations() + 4 * TOKENS * 32768 + 2 * 2 * BLOCK
+
+
+@pytest.mark.slow
+def test_kept_weights_cost_their_size_and_no_more():
+    growth = compiled(1, True, kept="all")[1] - compiled(1, True)[1]
+    assert (LAYERS - 2) * 2 * BLOCK < growth < LAYERS * 2 * BLOCK
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -9,6 +9,7 @@ import jax
 
 import gtp_jax
 from gtp_jax.cli import _doctor, main
+from gtp_jax.train import GPU_OPTIONS, GPU_OPTIONS_WITH_TP, Option, compile_options
 
 
 def test_machine_that_passes_these_tests_is_well(capsys):
@@ -35,3 +36,26 @@ def test_missing_and_old_packages_are_broken_and_have_a_remedy(monkeypatch, caps
     assert f"BROKEN  jax                 {jax.__version__}, older than 99.0" in printed
     assert 'pip install --upgrade "no-such-package>=1.0"' in printed
     assert "2 broken: training cannot work here." in printed
+
+
+def test_every_option_of_the_library_is_listed_with_its_reason_and_known_to_xla(monkeypatch, capsys):
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert "this version knows all of the library's" in printed
+    for name, option in (*GPU_OPTIONS.items(), *GPU_OPTIONS_WITH_TP.items()):
+        assert any(name in line and option.reason in line for line in printed.splitlines())
+    monkeypatch.setattr(_doctor, "GPU_OPTIONS", {"xla_gpu_of_another_version": Option(True, "none")})
+    assert main(["doctor"]) == 1
+    assert "this version knows no xla_gpu_of_another_version" in capsys.readouterr().out
+
+
+def test_an_option_in_xla_flags_is_left_to_its_user(monkeypatch, capsys):
+    name = "xla_gpu_all_gather_combine_threshold_bytes"
+    assert name in compile_options("gpu")
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count=8 --{name}=12345")
+    left = compile_options("gpu")
+    assert name not in left and set(left) == set(GPU_OPTIONS) - {name}
+    assert compile_options("gpu", {name: 7})[name] == 7
+    assert main(["doctor"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if name in line]
+    assert "12345" in line and f"the library would take {GPU_OPTIONS[name].value}" in line

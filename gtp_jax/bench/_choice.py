@@ -1,0 +1,30 @@
+"""Things to measure, picked by words of their names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+
+class Named(Protocol):
+    """Anything with a name of words."""
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        ...
+
+
+def by_words[T: Named](items: Iterable[T], only: Sequence[str], noun: str) -> list[T]:
+    """Those whose name has all the words of one of `only`; all of them if `only` is empty.
+
+    Raises:
+        ValueError: if none has.
+    """
+    known = list(items)
+    if not only:
+        return known
+    found = [item for item in known if any(set(words.split()) <= set(item.name.split()) for words in only)]
+    if not found:
+        raise ValueError(f"no {noun} is called {' or '.join(only)}; there are {', '.join(i.name for i in known)}.")
+    return found

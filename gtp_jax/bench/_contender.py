@@ -1,0 +1,79 @@
+"""Who takes part in `gtp-jax bench step`: a table of scripts and their flags."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..recipes import RECIPES
+from ._choice import by_words
+
+SCRIPTS = Path(__file__).with_name("contenders")
+
+OURS, PARTITIONER, FSDP2, BOUND = "gtp_jax", "partitioner", "fsdp2", "bound"
+
+# Weights gathered again in backward, or kept for it: never compared with one another.
+POLICIES = ("again", "kept")
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """A program that runs the step.
+
+    Attributes:
+        family: `gtp_jax`, `partitioner`, `fsdp2` or `bound`.
+        variant: a recipe, a way to write the program, a precision; empty if there is one only.
+        policy: `again` or `kept`; empty for a bound, which gathers nothing.
+        script: file in the folder `contenders`.
+        flags: beside those of the workload.
+    """
+
+    family: str
+    variant: str
+    policy: str
+    script: str
+    flags: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return " ".join(filter(None, (self.family, self.variant, self.policy)))
+
+    def command(self, workload_flags: Sequence[str], devices: int, torch_python: str) -> list[str]:
+        """The command line of its process; with PyTorch, of one process a device."""
+        torchrun = [torch_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices)]
+        launch = torchrun if self.family == FSDP2 else [sys.executable]
+        return [*launch, str(SCRIPTS / self.script), *workload_flags, *self.flags]
+
+
+def _contenders() -> tuple[Contender, ...]:
+    kept = {"again": (), "kept": ("--kept",)}
+    written = {"combined": ("--combine",), "unrolled": (), "scan": ("--unroll=1",)}
+    ours = [
+        Contender(OURS, recipe, policy, "ours.py", (f"--recipe={recipe}", f"--kept={layers}"))
+        for recipe in RECIPES
+        for policy, layers in (("again", 1), ("kept", "all"))
+    ]
+    rivals = [Contender(FSDP2, "", policy, "fsdp2.py", kept[policy]) for policy in POLICIES]
+    rivals += [
+        Contender(PARTITIONER, variant, policy, "partitioner.py", (*flags, *kept[policy]))
+        for variant, flags in written.items()
+        for policy in POLICIES
+    ]
+    bounds = [Contender(BOUND, form, "", "bound.py", (f"--precision={form}",)) for form in ("bf16", "fp8")]
+    return (*ours[:2], *rivals[:4], bounds[0], *ours[2:], *rivals[4:], bounds[1])
+
+
+# In the order in which they run: first what is compared most, so that a short run leaves out what matters least.
+CONTENDERS: tuple[Contender, ...] = _contenders()
+
+
+def chosen_contenders(only: Sequence[str]) -> list[Contender]:
+    """Those of `CONTENDERS` whose name has all the words of one of `only`; all of them if `only` is empty.
+
+    Raises:
+        ValueError: if none has.
+    """
+    return by_words(CONTENDERS, only, "contender")

@@ -1,0 +1,191 @@
+"""The collectives of one layer, a format at a time, beside what the links can carry.
+
+The bound is the time that the bytes which leave a device take at the rate of a large message, gathered or scattered
+alone in the same run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ..collectives import Bundle, Packed, gather_packed, pack_all
+from ..mesh import AXES, GTP, TP, degree, platform
+from ..models import LlamaBlock, LlamaConfig
+from ..nn import init, take_apart, weight_owners
+from ..recipes import Recipe
+from ..train import compile_options
+from ._timing import seconds_a_call
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Movement:
+    """A collective of one layer's weights over gtp.
+
+    Attributes:
+        name: what moves.
+        wire_bytes: that leave a device.
+        seconds: of the collective alone.
+        bound_s: of the same bytes at the rate of a large message.
+        whole_s: from slices to weights in the compute dtype, unpacking or casting included; `None` of a scatter.
+    """
+
+    name: str
+    wire_bytes: int
+    seconds: float
+    bound_s: float
+    whole_s: float | None = None
+
+    @property
+    def of_bound(self) -> float:
+        """How much of a large message's rate is reached."""
+        return self.bound_s / self.seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """What a large message reaches.
+
+    Attributes:
+        mebibytes: of the message, whole.
+        gather_rate: bytes a second that leave a device in an all-gather.
+        scatter_rate: in a reduce-scatter of bfloat16.
+    """
+
+    mebibytes: float
+    gather_rate: float
+    scatter_rate: float
+
+
+def measure_links(mebibytes: float) -> Links:
+    """Times a large gather and a large scatter over the gtp axis of the mesh in scope.
+
+    Raises:
+        ValueError: if gtp is 1: nothing would move.
+    """
+    ranks = _ranks()
+    elements = round(mebibytes * 2**20 / 2 / ranks / 256) * 256
+    leaving = 2 * elements * (ranks - 1)
+    part = _placed(jnp.ones((ranks * elements,), jnp.bfloat16), P(GTP))
+    gather = _jitted(lambda x: _gathered(_bits(x)), P(GTP), P())
+    scatter = _jitted(lambda x: lax.psum_scatter(x, GTP, tiled=True), P(), P(GTP))
+    whole = _placed(jnp.ones((ranks * elements,), jnp.bfloat16), P())
+    return Links(
+        2 * ranks * elements / 2**20,
+        leaving / _seconds(gather, part),
+        leaving / _seconds(scatter, whole),
+    )
+
+
+def measure_movements(config: LlamaConfig, recipes: Mapping[str, Recipe], links: Links) -> Iterator[Movement]:
+    """Times the gather of one block in each recipe's format, and the scatter of its gradient.
+
+    Args:
+        config: whose block.
+        recipes: by name.
+        links: as `measure_links` gives them.
+
+    Raises:
+        ValueError: if gtp is 1.
+    """
+    ranks = _ranks()
+    block = _Block(config)
+    for name, recipe in recipes.items():
+        form = recipe.wire_of(("blocks",))
+        if form is None:
+            sent = block.run(lambda owners: {p: _bits(_cast(o)) for p, o in owners.items()}, cut_out=True)(block.params)
+            whole = block.run(lambda owners: {p: o.gather(o.slices()) for p, o in owners.items()})
+            whole_s = _seconds(whole, block.params)
+        else:
+            packed = block.run(lambda owners, form=form: _packed(owners, form), cut_out=True)(block.params)
+            whole = block.run(lambda owners, packed: _unpacked(owners, packed), packed)
+            whole_s = _seconds(whole, block.params, packed)
+            sent = packed.buffer
+        size = sum(x.nbytes for x in jax.tree.leaves(sent)) // ranks // degree(TP) * (ranks - 1)
+        wire = block.run(lambda _, sent: jax.tree.map(_gathered, sent), sent, without=True)
+        yield Movement(f"gather {name}", size, _seconds(wire, sent), size / links.gather_rate, whole_s)
+    whole = block.run(lambda owners: {p: o.gather(o.slices()) for p, o in owners.items()}, cut_out=True)(block.params)
+    size = sum(x.nbytes for x in jax.tree.leaves(whole)) // ranks // degree(TP) * (ranks - 1) // ranks
+    scatter = block.run(lambda owners, g: {p: o.scatter(g[p]) for p, o in owners.items()}, whole, cut_out=True)
+    yield Movement("scatter gradient", size, _seconds(scatter, block.params, whole), size / links.scatter_rate)
+
+
+class _Block:
+    """One block's weights on the mesh in scope, and programs over them."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        self.skeleton, self.params = take_apart(init(lambda rngs: LlamaBlock(config, rngs=rngs), nnx.Rngs(0)))
+
+    def run(
+        self, function: Callable[..., Tree], *operands: Tree, cut_out: bool = False, without: bool = False
+    ) -> Callable[..., Tree]:
+        """A jitted program of the modules that own weights, in local view, and of other operands.
+
+        Args:
+            function: `(owners by path, *operands)`.
+            operands: arrays whose first dimension is cut over all axes, for their structure.
+            cut_out: whether the results are each rank's own, stacked likewise, or alike on the ranks of gtp.
+            without: leave the parameters out; the owners are then not given.
+        """
+        out = P(AXES) if cut_out else P(TP)
+
+        def local(*args: Tree) -> Tree:
+            owners = None if without else weight_owners(self.skeleton.model(args[0]))
+            return function(owners, *args[0 if without else 1 :])
+
+        own = () if without else (self.skeleton.specs,)
+        return _jitted(local, (*own, *(P(AXES) for _ in operands)), out)
+
+
+def _packed(owners: Mapping[Any, Any], form: Any) -> Packed:
+    slices = {path: owner.slices() for path, owner in owners.items()}
+    (packed,) = pack_all([Bundle(slices, [owner.layouts for owner in owners.values()], form)])
+    return packed
+
+
+def _unpacked(owners: Mapping[Any, Any], packed: Packed) -> Tree:
+    members = [owners[path] for path in packed.members]
+    return gather_packed(packed, [member.layouts for member in members], members[0].dtype)
+
+
+def _cast(owner: Any) -> jax.Array:
+    return jnp.concatenate([jnp.ravel(s) for s in owner.slices()]).astype(owner.dtype)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    # XLA's CPU backend widens 16-bit floats in collectives
+    return lax.bitcast_convert_type(x, jnp.uint16)
+
+
+def _gathered(x: jax.Array) -> jax.Array:
+    return lax.all_gather(x, GTP, tiled=True)
+
+
+def _seconds(program: Callable[..., Tree], *operands: Tree) -> float:
+    return seconds_a_call(program, *operands, one_by_one=platform() == "cpu")
+
+
+def _ranks() -> int:
+    ranks = degree(GTP)
+    if ranks == 1:
+        raise ValueError("gtp is 1, so that nothing moves. Take two devices or more on the gtp axis: `--gtp 2`.")
+    return ranks
+
+
+def _placed(x: jax.Array, spec: P) -> jax.Array:
+    return jax.device_put(x, NamedSharding(jax.sharding.get_mesh(), spec))  # pyright: ignore[reportArgumentType]
+
+
+def _jitted(function: Callable[..., Tree], into: Any, out: Any) -> Callable[..., Tree]:
+    mapped = jax.shard_map(function, in_specs=into, out_specs=out, check_vma=False)
+    return jax.jit(mapped, compiler_options=compile_options(platform(), tp=degree(TP)))

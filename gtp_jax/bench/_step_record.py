@@ -1,0 +1,104 @@
+"""A run of `gtp-jax bench step` as JSON, and what has become slower since another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ._step import Row, ratio, workload_flops
+from .contenders.workload import Workload
+
+# Steps of one run spread by as much, and machines of one kind differ by more.
+TOLERANCE = 0.03
+
+_HOW_LONG = ("warmup", "steps")  # fields of a workload that do not change what a step is
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One figure of one contender, then and now.
+
+    Attributes:
+        name: the contender's.
+        what: `step` in seconds or `memory` in bytes a device.
+        then: the saved figure.
+        now: this run's.
+    """
+
+    name: str
+    what: str
+    then: float
+    now: float
+
+    @property
+    def relative(self) -> float:
+        """Growth as a share of then."""
+        return self.now / self.then - 1
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether it grew by more than runs differ."""
+        return self.relative > TOLERANCE
+
+
+def record(rows: Sequence[Row], work: Workload, device: str) -> dict[str, Any]:
+    """A run as JSON."""
+    flops = workload_flops(work)
+
+    def one(row: Row) -> dict[str, Any]:
+        found: dict[str, Any] = {"name": row.contender.name, **dataclasses.asdict(row.contender), **row.facts}
+        found["flags"] = list(row.contender.flags)
+        if row.failure:
+            return {**found, "failure": row.failure}
+        return {
+            **found,
+            "median_s": row.median_s,
+            "low_s": row.low_s,
+            "high_s": row.high_s,
+            "steps": len(row.seconds),
+            "tokens_a_second_and_device": work.tokens / work.devices / row.median_s,
+            "flops_a_second_and_device": flops / work.devices / row.median_s,
+            "ratio_to_fsdp2": ratio(row, rows, "fsdp2"),
+            "ratio_to_partitioner": ratio(row, rows, "partitioner"),
+        }
+
+    return {
+        "device": device,
+        "workload": dataclasses.asdict(work),
+        "flops_a_step": flops,
+        "contenders": [one(row) for row in rows],
+    }
+
+
+def changes(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[Change]:
+    """What both runs have measured, figure by figure.
+
+    Raises:
+        ValueError: if they are runs of different steps, or on different devices.
+    """
+    _check_alike(now, then)
+    before = {row["name"]: row for row in then["contenders"]}
+    found = []
+    for row in now["contenders"]:
+        old = before.get(row["name"], {})
+        for what, key in (("step", "median_s"), ("memory", "peak_bytes")):
+            if row.get(key) and old.get(key):
+                found.append(Change(row["name"], what, old[key], row[key]))
+    return found
+
+
+def _check_alike(now: Mapping[str, Any], then: Mapping[str, Any]) -> None:
+    try:
+        was, then_device = then["workload"], then["device"]
+    except (KeyError, TypeError):
+        raise ValueError("the file to compare with is none that `gtp-jax bench step --json` has written.") from None
+    differing = [
+        f"{name} {was.get(name)} there, {value} here"
+        for name, value in now["workload"].items()
+        if name not in _HOW_LONG and was.get(name) != value
+    ]
+    if then_device != now["device"]:
+        differing.append(f"{then_device} there, {now['device']} here")
+    if differing:
+        raise ValueError(f"the run to compare with is of another step: {'; '.join(differing)}. Repeat it as it was.")

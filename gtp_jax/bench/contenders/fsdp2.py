@@ -1,0 +1,207 @@
+"""The same Llama in PyTorch FSDP2, every block compiled; with --tp above 1 tensor and sequence parallel too.
+
+`torchrun --nproc-per-node 8 fsdp2.py --gtp 8 --sequences 8`, and `--kept` for `reshard_after_forward=False`.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from importlib.metadata import version
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from workload import LEARNING_RATE, WEIGHT_DECAY, Workload, parser, report, workload
+
+
+def rope(x: torch.Tensor, theta: float) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    places = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)
+    angle = places[:, None] * theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    cos, sin = angle.cos()[:, None, :], angle.sin()[:, None, :]
+    first, second = x.float().chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, work: Workload) -> None:
+        super().__init__()
+        self.work = work
+        self.qkv = nn.Linear(work.dim, (work.heads + 2 * work.kv_heads) * work.head_dim, bias=False)
+        self.out = nn.Linear(work.heads * work.head_dim, work.dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        work = self.work
+        fused = self.qkv(x)
+        # over tp each rank's part of the fused kernel is taken for its own heads: the same model, its columns permuted
+        heads, kv_heads = work.heads // work.tp * work.head_dim, work.kv_heads // work.tp * work.head_dim
+        q, k, v = (t.reshape(*t.shape[:2], -1, work.head_dim) for t in fused.split([heads, kv_heads, kv_heads], dim=-1))
+        q, k = rope(q, work.rope_theta), rope(k, work.rope_theta)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+        return self.out(mixed.reshape(*mixed.shape[:2], -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, work: Workload) -> None:
+        super().__init__()
+        self.up = nn.Linear(work.dim, 2 * work.ffn, bias=False)
+        self.down = nn.Linear(work.ffn, work.dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, work: Workload) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = (nn.RMSNorm(work.dim, eps=work.eps) for _ in range(2))
+        self.attention, self.mlp = Attention(work), MLP(work)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Llama(nn.Module):
+    def __init__(self, work: Workload) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(work.vocab, work.dim)
+        self.blocks = nn.ModuleList(Block(work) for _ in range(work.layers))
+        self.norm = nn.RMSNorm(work.dim, eps=work.eps)
+        self.head = nn.Linear(work.dim, work.vocab, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def reset(self) -> None:
+        for parameter in self.parameters():
+            if parameter.ndim == 1:
+                nn.init.ones_(parameter)
+            else:
+                nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+
+
+def over_tp(model: Llama, mesh) -> None:
+    """Tensor parallelism with sequence parallelism between the halves of a block."""
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+        },
+    )
+    gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    for block in model.blocks:
+        plan = {
+            "norm1": SequenceParallel(),
+            "norm2": SequenceParallel(),
+            "attention": gather,
+            "mlp": gather,
+            "attention.qkv": ColwiseParallel(),
+            "attention.out": RowwiseParallel(output_layouts=Shard(1)),
+            "mlp.up": ColwiseParallel(),
+            "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        parallelize_module(block, mesh, plan)
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--kept", action="store_true", help="keep gathered weights for backward")
+    flags.add_argument("--eager", action="store_true", help="do not compile")
+    args = flags.parse_args()
+    work = workload(args)
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    dist.init_process_group("nccl" if cuda else "gloo")
+    mesh = init_device_mesh(device.type, (work.gtp, work.tp), mesh_dim_names=("gtp", "tp"))
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = Llama(work)
+    if work.tp > 1:
+        over_tp(model, mesh["tp"])
+
+    def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    if not args.eager:
+        for block in model.blocks:
+            block.compile()
+        if work.tp == 1:
+            loss_of = torch.compile(loss_of)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    shard = {"mesh": mesh["gtp"], "mp_policy": policy}
+    fully_shard(model.embed, **shard, reshard_after_forward=not args.kept)
+    for block in model.blocks:
+        fully_shard(block, **shard, reshard_after_forward=not args.kept)
+    fully_shard([model.norm, model.head], **shard, reshard_after_forward=False)  # its backward follows at once
+    fully_shard(model, **shard)
+    model.to_empty(device=device)
+    model.reset()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=cuda)
+    rows = work.sequences // work.microbatches // work.gtp
+    # ranks of a gtp group have sequences of their own, those of a tp group share them
+    source = torch.Generator().manual_seed(1 + mesh["gtp"].get_local_rank())
+    tokens = torch.randint(0, work.vocab, (work.microbatches, rows, work.seq), generator=source).to(device)
+    targets = tokens.roll(-1, -1)
+    cut_loss = loss_parallel if work.tp > 1 else contextlib.nullcontext
+
+    def step() -> torch.Tensor:
+        total = torch.zeros((), device=device)
+        for part in range(work.microbatches):
+            with cut_loss():
+                loss = loss_of(model(tokens[part]), targets[part]) / work.microbatches
+                loss.backward()
+            total += loss.detach().full_tensor() if work.tp > 1 else loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    wait = torch.cuda.synchronize if cuda else lambda: None
+    seconds, losses = [], []
+    for _ in range(work.warmup + work.steps):
+        wait()
+        begin = time.perf_counter()
+        loss = step()
+        wait()
+        seconds.append(time.perf_counter() - begin)
+        losses.append(float(loss))
+    if dist.get_rank() == 0:
+        report(
+            seconds[work.warmup :],
+            compile_s=seconds[0] - min(seconds),
+            peak_bytes=torch.cuda.max_memory_allocated() if cuda else None,
+            loss=losses[0],
+            last_loss=losses[-1],
+            parameters=sum(p.numel() for p in model.parameters()),
+            versions={"torch": version("torch")},
+        )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

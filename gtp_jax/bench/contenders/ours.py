@@ -1,0 +1,73 @@
+"""A step of gtp_jax: `python ours.py --gtp 8 --sequences 8 --recipe mxfp8 --kept all`."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from workload import LEARNING_RATE, WEIGHT_DECAY, parser, report, workload
+
+import gtp_jax as gtp
+from gtp_jax.models import Llama, LlamaConfig, next_token_loss
+from gtp_jax.recipes import RECIPES
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--recipe", default="bf16", choices=RECIPES, help="what is quantized")
+    flags.add_argument("--kept", default="1", help="layers that keep gathered weights for backward, or 'all'")
+    flags.add_argument("--unroll", default="full", help="layers in one loop body, or 'full'")
+    flags.add_argument("--remat", default="matmuls", help="what a layer keeps for backward")
+    flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step there")
+    args = flags.parse_args()
+    work = workload(args)
+    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(LlamaConfig) if hasattr(args, f.name)}
+    given["kept"] = args.kept if args.kept == "all" else int(args.kept)
+    given["unroll"] = args.unroll if args.unroll == "full" else int(args.unroll)
+    config = LlamaConfig(**given)
+    devices = jax.devices()[: work.devices]
+    with jax.set_mesh(gtp.make_mesh(gtp=work.gtp, tp=work.tp, devices=None if devices == jax.devices() else devices)):
+        mesh: Any = jax.sharding.get_mesh()
+        optimizer = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+        state = gtp.TrainState.create(gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(0)), optimizer)
+        tokens = jax.random.randint(jax.random.key(1), (work.sequences, work.seq), 0, work.vocab)
+        batch: Any = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
+        batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(("dp", "gtp"))))
+        step = gtp.train_step(next_token_loss, optimizer, microbatches=work.microbatches, recipe=RECIPES[args.recipe]())
+        begin = time.perf_counter()
+        compiled = step.lower(state, batch).compile()  # pyright: ignore[reportFunctionMemberAccess]
+        compile_s = time.perf_counter() - begin
+        seconds, losses = [], []
+        for _ in range(work.warmup + work.steps):
+            begin = time.perf_counter()
+            state, metrics = compiled(state, batch)
+            jax.block_until_ready((state.params, metrics))
+            seconds.append(time.perf_counter() - begin)
+            losses.append(float(metrics["loss"]))
+        if args.trace:
+            with jax.profiler.trace(args.trace):
+                state, metrics = compiled(state, batch)
+                jax.block_until_ready((state.params, metrics))
+    memory = compiled.memory_analysis()
+    planned = memory.temp_size_in_bytes + memory.argument_size_in_bytes
+    used = devices[0].memory_stats() or {}
+    report(
+        seconds[work.warmup :],
+        compile_s=compile_s,
+        peak_bytes=used.get("peak_bytes_in_use", planned),
+        planned_bytes=planned,
+        loss=losses[0],
+        last_loss=losses[-1],
+        parameters=config.param_count(),
+        versions={"jax": jax.__version__},
+    )
+
+
+if __name__ == "__main__":
+    main()

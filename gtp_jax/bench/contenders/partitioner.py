@@ -1,0 +1,283 @@
+"""The same Llama in plain JAX, its weights cut and gathered by XLA's partitioner as annotations say (FSDP, and tp).
+
+`python partitioner.py --gtp 8 --sequences 8 --combine`, and `--kept` for weights gathered once.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from workload import LEARNING_RATE, WEIGHT_DECAY, Workload, parser, report, workload
+
+Tree = Any
+WEIGHT = "gathered weight"
+
+# How weights are cut, and how they are once gathered. Query, key and value lie together by key-value head, gate and up
+# side by side, so that a cut over tp takes whole heads and both halves.
+LAYER = {
+    "qkv": (P("gtp", "tp", None), P(None, "tp", None)),
+    "out": (P("tp", "gtp"), P("tp", None)),
+    "up": (P("gtp", None, "tp"), P(None, None, "tp")),
+    "down": (P("tp", "gtp"), P("tp", None)),
+}
+EMBED = (P("gtp", None), P())
+HEAD = (P("gtp", "tp"), P(None, "tp"))
+BETWEEN, INSIDE = P("gtp", "tp", None), P("gtp", None, "tp")  # activations: the sequence cut over tp, then features
+BATCH = P(None, "gtp", None)  # microbatch, sequence, token
+
+
+def shapes(work: Workload) -> Tree:
+    """Shapes of the parameters, layers stacked."""
+    layer = {
+        "qkv": (work.dim, work.kv_heads, (work.heads // work.kv_heads + 2) * work.head_dim),
+        "out": (work.heads * work.head_dim, work.dim),
+        "up": (work.dim, 2, work.ffn),
+        "down": (work.ffn, work.dim),
+        "norm1": (work.dim,),
+        "norm2": (work.dim,),
+    }
+    stacked = {name: (work.layers, *shape) for name, shape in layer.items()}
+    return {"layers": stacked, "embed": (work.vocab, work.dim), "norm": (work.dim,), "head": (work.dim, work.vocab)}
+
+
+def specs() -> Tree:
+    """How they are cut."""
+    layers = {name: P(None, *cut) for name, (cut, _) in LAYER.items()}
+    return {"layers": {**layers, "norm1": P(), "norm2": P()}, "embed": EMBED[0], "norm": P(), "head": HEAD[0]}
+
+
+def abstract(work: Workload) -> Tree:
+    """The parameters' shapes and dtypes."""
+    is_shape = lambda s: isinstance(s, tuple)  # noqa: E731
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), shapes(work), is_leaf=is_shape)
+
+
+def init(work: Workload, key: jax.Array) -> Tree:
+    """Random float32 parameters; norms are ones."""
+
+    def make(path: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+        name = path[-1].key
+        if "norm" in name:
+            return jnp.ones(like.shape, like.dtype)
+        fan_in = like.shape[1] if name in LAYER else work.dim
+        own = jax.random.fold_in(key, sum(name.encode()))
+        return jax.random.normal(own, like.shape, like.dtype) * fan_in**-0.5
+
+    return jax.tree_util.tree_map_with_path(make, abstract(work))
+
+
+def loss(
+    work: Workload,
+    params: Tree,
+    tokens: jax.Array,
+    targets: jax.Array,
+    *,
+    unroll: int,
+    kept: bool,
+    dtype: Any,
+    attention: Literal["cudnn", "xla"],
+) -> jax.Array:
+    """The mean loss of `(sequence, token)` arrays.
+
+    Args:
+        work: the sizes.
+        params: as `init` makes them.
+        tokens: input.
+        targets: what comes next.
+        unroll: layers in one loop body; 0: no loop.
+        kept: whether backward uses the gathered weights of forward, or gathers again.
+        dtype: of compute.
+        attention: whose.
+    """
+
+    def saves(primitive: Any, *_: Any, **known: Any) -> bool:
+        if primitive.name == "name":
+            return kept and known["name"] == WEIGHT
+        if primitive.name == "dot_general":
+            return not any(known["dimension_numbers"][1])  # with batch dimensions it is attention written out
+        return "dot_product_attention_fwd" in primitive.name
+
+    def layer(x: jax.Array, weights: Tree) -> tuple[jax.Array, None]:
+        return _constrained(_layer(work, attention, x, weights), BETWEEN), None
+
+    # without a loop only a barrier keeps XLA from taking the forward gathers for the backward ones
+    layer = jax.checkpoint(layer, policy=saves, prevent_cse=not unroll)
+    table: Any = _gathered(EMBED, params["embed"].astype(dtype))
+    x = _constrained(table[tokens], BETWEEN)
+    cast = {name: w.astype(dtype) if name in LAYER else w for name, w in params["layers"].items()}
+    if unroll:
+        x, _ = lax.scan(layer, x, cast, unroll=unroll)
+    else:
+        for i in range(work.layers):
+            x, _ = layer(x, {name: w[i] for name, w in cast.items()})
+    head: Any = _gathered(HEAD, params["head"].astype(dtype))
+    logits = _norm(x, params["norm"], work.eps) @ head
+    logits = _constrained(logits, INSIDE).astype(jnp.promote_types(dtype, jnp.float32))
+    # not an index, for the vocabulary may be cut
+    is_target = lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(is_target, logits, 0), axis=-1))
+
+
+def _layer(work: Workload, attention: Literal["cudnn", "xla"], x: jax.Array, weights: Tree) -> jax.Array:
+    w = {name: checkpoint_name(_gathered(cut, weights[name]), WEIGHT) for name, cut in LAYER.items()}
+    batch, seq, _ = x.shape
+    group = work.heads // work.kv_heads
+    h = _norm(x, weights["norm1"], work.eps)
+    fused = jnp.einsum("bsd,dke->bske", h, w["qkv"])
+    q, k, v = jnp.split(fused, [group * work.head_dim, (group + 1) * work.head_dim], axis=-1)
+    q = jnp.reshape(q, (batch, seq, work.heads, work.head_dim))
+    q, k = _rope(q, work.rope_theta), _rope(k, work.rope_theta)
+    mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention)
+    x = x + _constrained(jnp.reshape(mixed, (batch, seq, -1)) @ w["out"], BETWEEN)
+    hidden = jnp.einsum("bsd,dcf->bscf", _norm(x, weights["norm2"], work.eps), w["up"])
+    hidden = jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1]
+    return x + hidden @ w["down"]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gathered(cut: tuple[P, P], w: jax.Array) -> jax.Array:
+    """A weight gathered, whose gradient is scattered, not summed everywhere.
+
+    That it comes cut is said too: propagation would else gather it ahead of the barrier of rematerialisation, where the
+    gather of forward and that of backward are one.
+    """
+    return _constrained(_constrained(w, cut[0]), cut[1])
+
+
+_gathered.defvjp(lambda cut, w: (_gathered(cut, w), None), lambda cut, _, gradient: (_constrained(gradient, cut[0]),))
+
+
+def _constrained(x: jax.Array, spec: P) -> jax.Array:
+    return lax.with_sharding_constraint(x, spec)
+
+
+def _norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return (wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps) * scale).astype(x.dtype)
+
+
+def _rope(x: jax.Array, theta: float) -> jax.Array:
+    half = x.shape[-1] // 2
+    angle = jnp.arange(x.shape[1])[:, None] * theta ** (-jnp.arange(half) / half)
+    cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
+    first, second = jnp.split(x.astype(cos.dtype), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def make_step(
+    work: Workload, mesh: Mesh, *, unroll: int, kept: bool, dtype: Any = jnp.bfloat16, xla: dict[str, Any] | None = None
+) -> tuple[Callable[..., Any], Callable[[jax.Array], Tree], Tree]:
+    """The jitted step `(state, tokens, targets) -> (state, loss)`, what makes its state from a key, and its shardings.
+
+    The state is `(params, optimizer state)`, donated; tokens are `(microbatch, sequence, token)`.
+    """
+    optimizer = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    cut = jax.tree.map(lambda s: NamedSharding(mesh, s), specs(), is_leaf=lambda s: isinstance(s, P))
+
+    def make_state(key: jax.Array) -> Tree:
+        params = init(work, key)
+        return params, optimizer.init(params)
+
+    adam = jax.eval_shape(optimizer.init, abstract(work))
+    whole = NamedSharding(mesh, P())
+    moments = optax.tree.map_params(optimizer, lambda _, s: s, adam, cut, transform_non_params=lambda _: whole)
+    shardings = (cut, moments)
+    attention = "xla" if mesh.devices.flat[0].platform == "cpu" else "cudnn"
+    value_and_grad = jax.value_and_grad(
+        functools.partial(loss, work, unroll=unroll, kept=kept, dtype=dtype, attention=attention)
+    )
+
+    def step(state: Tree, tokens: jax.Array, targets: jax.Array) -> tuple[Tree, jax.Array]:
+        params, moments = state
+        if work.microbatches == 1:
+            mean, gradient = value_and_grad(params, tokens[0], targets[0])
+        else:
+
+            def add(sums: Tree, part: Tree) -> tuple[Tree, None]:
+                return jax.tree.map(jnp.add, sums, value_and_grad(params, *part)), None
+
+            zeros = jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
+            sums, _ = lax.scan(add, zeros, (tokens, targets))
+            mean, gradient = jax.tree.map(lambda s: s / work.microbatches, sums)
+        updates, moments = optimizer.update(gradient, moments, params)
+        return (optax.apply_updates(params, updates), moments), mean
+
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, whole), compiler_options=xla)
+    return jitted, jax.jit(make_state, out_shardings=shardings), shardings
+
+
+def combined(work: Workload) -> dict[str, Any]:
+    """XLA options that join collectives until they are as large as a layer."""
+    numbers = sum(math.prod(shape) for shape in shapes(work)["layers"].values()) // work.layers // work.tp
+    names = ("all_gather", "reduce_scatter")
+    return {f"xla_gpu_{name}_combine_threshold_bytes": numbers * jnp.dtype(jnp.bfloat16).itemsize for name in names}
+
+
+def parsed(option: str) -> tuple[str, Any]:
+    """`name=value` of an XLA option."""
+    name, _, value = option.partition("=")
+    return name, {"true": True, "false": False}.get(value.lower(), int(value) if value.lstrip("-").isdigit() else value)
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--unroll", type=int, default=0, help="layers in one loop body, 0 for no loop")
+    flags.add_argument("--kept", action="store_true", help="keep gathered weights for backward")
+    flags.add_argument("--combine", action="store_true", help="join the gathers of a layer, and its scatters")
+    flags.add_argument("--xla", action="append", default=[], metavar="NAME=VALUE", help="XLA option of the step")
+    flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step there")
+    args = flags.parse_args()
+    work = workload(args)
+    mesh = jax.make_mesh(
+        (work.gtp, work.tp), ("gtp", "tp"), devices=jax.devices()[: work.devices], axis_types=(AxisType.Auto,) * 2
+    )
+    xla = {**(combined(work) if args.combine else {}), **dict(map(parsed, args.xla))}
+    with jax.set_mesh(mesh):
+        step, make_state, _ = make_step(work, mesh, unroll=args.unroll, kept=args.kept, xla=xla or None)
+        state = make_state(jax.random.key(0))
+        shape = (work.microbatches, work.sequences // work.microbatches, work.seq)
+        tokens = jax.random.randint(jax.random.key(1), shape, 0, work.vocab)
+        tokens = jax.device_put(tokens, NamedSharding(mesh, BATCH))
+        targets = jax.device_put(jnp.roll(tokens, -1, axis=-1), NamedSharding(mesh, BATCH))
+        begin = time.perf_counter()
+        compiled = step.lower(state, tokens, targets).compile()  # pyright: ignore[reportFunctionMemberAccess]
+        compile_s = time.perf_counter() - begin
+        seconds, losses = [], []
+        for _ in range(work.warmup + work.steps):
+            begin = time.perf_counter()
+            state, mean = compiled(state, tokens, targets)
+            jax.block_until_ready((state, mean))
+            seconds.append(time.perf_counter() - begin)
+            losses.append(float(mean))
+        if args.trace:
+            with jax.profiler.trace(args.trace):
+                state, mean = compiled(state, tokens, targets)
+                jax.block_until_ready((state, mean))
+    memory = compiled.memory_analysis()
+    planned = memory.temp_size_in_bytes + memory.argument_size_in_bytes
+    used = jax.devices()[0].memory_stats() or {}
+    report(
+        seconds[work.warmup :],
+        compile_s=compile_s,
+        peak_bytes=used.get("peak_bytes_in_use", planned),
+        planned_bytes=planned,
+        loss=losses[0],
+        last_loss=losses[-1],
+        parameters=sum(p.size for p in jax.tree.leaves(state[0])),
+        versions={"jax": jax.__version__},
+    )
+
+
+if __name__ == "__main__":
+    main()

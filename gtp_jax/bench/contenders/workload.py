@@ -1,0 +1,102 @@
+"""What every contender of `gtp-jax bench step` runs, and how it reports. Needs nothing beside Python.
+
+Each contender is a script of its own that takes these flags, so that anyone can run it by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+LEARNING_RATE = 1e-4
+WEIGHT_DECAY = 1e-4  # AdamW with b1 0.9, b2 0.999, eps 1e-8: what optax takes by default
+
+MARK = "RESULT "  # what the line with the figures begins with
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One training step of a Llama: float32 masters and moments, bfloat16 compute and gradient reduction, AdamW.
+
+    Attributes:
+        vocab, dim, layers, heads, kv_heads, head_dim, ffn, rope_theta, eps: the model, as in `LlamaConfig`.
+        seq: tokens of a sequence.
+        sequences: of a step, over all devices.
+        microbatches: parts that a step's sequences are cut into, one after the other.
+        gtp: slices a weight is cut into, whose ranks have sequences of their own.
+        tp: tensor-parallel degree, with sequence parallelism.
+        warmup: steps ahead of the clock.
+        steps: steps timed.
+    """
+
+    vocab: int = 32768
+    dim: int = 4096
+    layers: int = 16
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    ffn: int = 14336
+    rope_theta: float = 10_000.0
+    eps: float = 1e-5
+    seq: int = 8192
+    sequences: int = 1
+    microbatches: int = 1
+    gtp: int = 1
+    tp: int = 1
+    warmup: int = 3
+    steps: int = 12
+
+    def __post_init__(self) -> None:
+        if self.sequences % (self.gtp * self.microbatches):
+            raise ValueError(
+                f"{self.sequences} sequences a step do not divide by gtp {self.gtp} x {self.microbatches} microbatches."
+            )
+
+    @property
+    def devices(self) -> int:
+        """How many it runs on."""
+        return self.gtp * self.tp
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, over all devices."""
+        return self.seq * self.sequences
+
+    @property
+    def flags(self) -> list[str]:
+        """The command line of a contender."""
+        return [f"--{name.replace('_', '-')}={value}" for name, value in dataclasses.asdict(self).items()]
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with a flag for each field of a workload."""
+    found = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for field in dataclasses.fields(Workload):
+        kind = float if isinstance(field.default, float) else int
+        found.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default, help=" ")
+    return found
+
+
+def workload(args: argparse.Namespace) -> Workload:
+    """The workload of parsed flags."""
+    try:
+        return Workload(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Workload)})
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+def report(seconds: Sequence[float], **facts: Any) -> None:
+    """Prints a line for people and a line of JSON.
+
+    Args:
+        seconds: of each timed step.
+        facts: `compile_s`, `peak_bytes` a device, `loss` of the first step, `parameters`, `versions` and the like.
+    """
+    median, low, high = (1e3 * f(seconds) for f in (statistics.median, min, max))
+    print(f"{median:.2f} ms a step ({low:.2f} to {high:.2f}, {len(seconds)} steps)")
+    print(MARK + json.dumps({"seconds": list(seconds), **facts}), flush=True)

@@ -1,0 +1,96 @@
+"""`gtp-jax bench collectives`: each format's gather and the gradient's scatter beside what the links carry."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+from .. import bench, native
+from ..mesh import make_mesh
+from ..models import PRESETS
+from ..plan import columns, quantity
+from ..recipes import RECIPES
+from ._arguments import check_files, positive, whole
+from ._devices import choose_devices, on_gpu
+
+_EXAMPLES = """\
+examples:
+  gtp-jax bench collectives                          a layer of the reference step over all of this machine's GPUs
+  gtp-jax bench collectives --preset 70b --gtp 4 --tp 2 --json c.json
+"""
+
+_PRESET = {True: "reference", False: "tiny"}
+_MEBIBYTES = {True: 512.0, False: 16.0}
+_CPU_DEVICES = 4
+
+
+def add_topic(topics: Any) -> None:
+    """Adds the topic to `gtp-jax bench`."""
+    topic = topics.add_parser(
+        "collectives",
+        help="each format's gather of a layer, and the scatter of its gradient, beside what the links carry",
+        description="Times the gather of one layer's weights in every recipe's format, alone and with what makes "
+        "weights of it, and the reduce-scatter of its gradient. The bound is the time that the bytes which leave a "
+        "device take at the rate of a large message in this run.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    topic.add_argument("--preset", choices=PRESETS, help="whose layer (default: reference on GPUs, tiny on a CPU)")
+    topic.add_argument("--gtp", type=whole, help="ranks (default: what tp leaves over)")
+    topic.add_argument("--tp", type=whole, default=1, help="tensor-parallel degree")
+    topic.add_argument("--mebibytes", type=positive, metavar="MIB", help="of the large message (512; 16 on a CPU)")
+    topic.add_argument("--json", type=Path, metavar="FILE", help="write the measurements there too")
+    topic.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    check_files(args.json)
+    choose_devices((args.gtp or max(1, _CPU_DEVICES // args.tp)) * args.tp)
+    fast = on_gpu()
+    gtp = args.gtp or jax.device_count() // args.tp
+    if not 1 <= gtp * args.tp <= jax.device_count():
+        raise ValueError(f"gtp {gtp} x tp {args.tp} does not fit on {jax.device_count()} devices.")
+    some = jax.devices()[: gtp * args.tp]
+    preset = args.preset or _PRESET[fast]
+    recipes = {name: kind() for name, kind in RECIPES.items()}
+    with jax.set_mesh(make_mesh(gtp=gtp, tp=args.tp, devices=None if len(some) == jax.device_count() else some)):
+        links = bench.measure_links(args.mebibytes or _MEBIBYTES[fast])
+        measured = bench.measure_movements(PRESETS[preset], recipes, links)
+        found = list(tqdm(measured, total=len(recipes) + 1, unit="collective", file=sys.stderr, disable=None))
+    device = some[0].device_kind
+    print(f"{len(some)} x {device}, gtp {gtp}, tp {args.tp}: one layer of {preset}; {native.describe()}")
+    print(
+        f"a message of {links.mebibytes:.0f} MiB leaves at {quantity(links.gather_rate, 'B/s')} in a gather, "
+        f"{quantity(links.scatter_rate, 'B/s')} in a scatter\n"
+    )
+    print(_table(found))
+    if args.json:
+        record = {"device": device, "gtp": gtp, "tp": args.tp, "preset": preset, "links": asdict(links)}
+        rows = [asdict(m) | {"of_bound": m.of_bound} for m in found]
+        args.json.write_text(json.dumps(record | {"movements": rows}, indent=1))
+    return 0
+
+
+def _table(found: list[bench.Movement]) -> str:
+    header = ("one layer", "leaves a device", "bound us", "us", "of bound", "to weights us", "x bf16")
+    usual = next((m.whole_s for m in found if m.whole_s), None)
+    rows = [
+        (
+            m.name,
+            quantity(m.wire_bytes, "B"),
+            f"{m.bound_s * 1e6:.0f}",
+            f"{m.seconds * 1e6:.0f}",
+            f"{m.of_bound:.0%}",
+            "" if m.whole_s is None else f"{m.whole_s * 1e6:.0f}",
+            "" if m.whole_s is None or usual is None else f"{usual / m.whole_s:.2f}",
+        )
+        for m in found
+    ]
+    return columns(header, rows, right=range(1, len(header)))

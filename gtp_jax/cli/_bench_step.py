@@ -1,0 +1,176 @@
+"""`gtp-jax bench step`: one training step through gtp_jax and its rivals, in one run on one machine."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from .. import bench
+from ..plan import columns, quantity
+from ._arguments import check_files, positive, whole
+from ._workload import add_workload, describe, environment_of, limit, probe, workload_of
+
+_EXAMPLES = """\
+examples:
+  gtp-jax bench step                                    the reference step through all, on this machine's GPUs
+  gtp-jax bench step --contenders "gtp_jax again" "fsdp2 again" --tokens 2048 --seq 2048
+  gtp-jax bench step --preset 70b --layers 4 --within 9 --json run.json --png run.png
+  gtp-jax bench step --compare run.json                 the same again, and what has become slower since
+  gtp-jax bench step --contenders "gtp_jax nvfp4"       on a machine without a GPU: a tiny model on virtual devices
+
+A contender is picked by words of its name: a family (gtp_jax, partitioner, fsdp2, bound), a variant (a recipe; scan,
+unrolled, combined; bf16, fp8) and a policy (again, kept). Each is a script in gtp_jax/bench/contenders that runs
+by itself.
+"""
+
+_FORMULA = (
+    "FLOPs of a step: 6 x matmul parameters x tokens + 6 x layers x tokens x sequence x heads x head_dim (causal "
+    "attention at half; recomputation not counted)"
+)
+
+
+def add_topic(topics: Any) -> None:
+    """Adds the topic to `gtp-jax bench`."""
+    topic = topics.add_parser(
+        "step",
+        help="a training step through gtp_jax, XLA's partitioner, PyTorch FSDP2, and the bound",
+        description="Runs the same Llama, batch, precision and optimizer through every contender, each in a process of "
+        "its own. Ratios compare what makes the same choice: weights gathered again in backward, or kept for it. "
+        f"{_FORMULA}.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_workload(topic)
+    topic.add_argument("--steps", type=whole, default=12, help="timed, after 3 that are not (default: %(default)s)")
+    topic.add_argument("--contenders", nargs="+", default=[], metavar="WORDS", help="which (default: all)")
+    topic.add_argument(
+        "--timeout", type=positive, default=240, metavar="S", help="seconds for one contender (default: %(default)s)"
+    )
+    topic.add_argument("--within", type=positive, metavar="MIN", help="minutes for all; what comes too late is not run")
+    topic.add_argument(
+        "--torch-python", default=sys.executable, metavar="PATH", help="the Python that has torch (default: this one)"
+    )
+    topic.add_argument(
+        "--compare", type=Path, metavar="FILE", help="a saved run: print regressions, exit status 1 if any"
+    )
+    topic.add_argument("--json", type=Path, metavar="FILE", help="write the run there too")
+    topic.add_argument("--png", type=Path, metavar="FILE", help="draw it there")
+    topic.add_argument("--logs", type=Path, metavar="DIR", help="what each contender printed")
+    topic.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    chosen = bench.chosen_contenders(args.contenders)
+    check_files(args.json, args.png)
+    if args.logs is not None:
+        args.logs.mkdir(parents=True, exist_ok=True)
+    saved = None if args.compare is None else _read(args.compare)
+    environment = environment_of(args)
+    device, platform, count = probe(environment)
+    work = workload_of(args, platform, count, steps=args.steps)
+    limit(environment, work.devices)
+    if saved is not None:
+        bench.changes({"workload": dataclasses.asdict(work), "device": device, "contenders": []}, saved)
+    rows: list[bench.Row] = []
+    with tqdm(total=len(chosen), unit="contender", file=sys.stderr, disable=None) as progress:
+        progress.set_description(chosen[0].name)
+        measured = bench.measure_steps(
+            chosen,
+            work,
+            environment=environment,
+            torch_python=args.torch_python,
+            timeout_s=args.timeout,
+            within_s=60 * args.within if args.within else float("inf"),
+            logs=args.logs,
+        )
+        for row in measured:
+            rows.append(row)
+            progress.set_description(chosen[min(len(rows), len(chosen) - 1)].name)
+            progress.update()
+    families = list(dict.fromkeys(c.family for c in bench.CONTENDERS))
+    rows.sort(key=lambda row: families.index(row.contender.family))
+    found = bench.record(rows, work, device)
+    title = describe(work, device)
+    versions = sorted({f"{k} {v}" for row in rows for k, v in row.facts.get("versions", {}).items()})
+    print(f"{title}; {', '.join(versions)}\n")
+    print(_table(rows, work))
+    failures = [row for row in rows if row.failure]
+    if failures:
+        print("\nno result from")
+        print("\n".join(f"  {row.contender.name}: {row.failure}" for row in failures))
+    print(f"\n{_FORMULA}: {quantity(bench.workload_flops(work) / work.devices, 'FLOP')} a device")
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
+    if args.png:
+        bench.draw_steps(rows, bench.workload_flops(work) / work.devices, title, args.png)
+    return 0 if saved is None else _print_changes(bench.changes(found, saved))
+
+
+def _table(rows: list[bench.Row], work: bench.Workload) -> str:
+    header = (
+        "contender",
+        "weights",
+        "ms",
+        "low to high",
+        "tokens/s",
+        "TFLOP/s",
+        "GiB",
+        "compile s",
+        "x fsdp2",
+        "x XLA",
+    )
+    flops = bench.workload_flops(work) / work.devices
+    cells = []
+    for row in rows:
+        name = f"{row.contender.family} {row.contender.variant}".strip()
+        if row.failure:
+            cells.append((name, row.contender.policy, "-", *[""] * (len(header) - 3)))
+            continue
+        s, peak, compile_s = row.median_s, row.facts.get("peak_bytes"), row.facts.get("compile_s")
+        ratios = (bench.ratio(row, rows, family) for family in ("fsdp2", "partitioner"))
+        cells.append(
+            (
+                name,
+                row.contender.policy,
+                f"{s * 1e3:.1f}",
+                f"{row.low_s * 1e3:.1f} to {row.high_s * 1e3:.1f}",
+                f"{work.tokens / work.devices / s:.0f}",
+                f"{flops / s / 1e12:.3g}",
+                "" if peak is None else f"{peak / 2**30:.3g}",
+                "" if compile_s is None else f"{compile_s:.1f}",
+                *("" if r is None else f"{r:.3f}" for r in ratios),
+            )
+        )
+    return columns(header, cells, right=range(2, len(header)))
+
+
+def _print_changes(found: list[bench.Change]) -> int:
+    worse = [c for c in found if c.is_regression]
+    shown = {"step": lambda v: f"{v * 1e3:.1f} ms", "memory": lambda v: quantity(v, "B")}
+    print(f"\nsince the saved run, {len(worse)} regressions of more than {bench.TOLERANCE:.0%}")
+    cells = [
+        (
+            c.name,
+            c.what,
+            shown[c.what](c.then),
+            shown[c.what](c.now),
+            f"{c.relative:+.1%}",
+            "REGRESSION" * c.is_regression,
+        )
+        for c in found
+    ]
+    print(columns(("contender", "", "then", "now", "change", ""), cells, right=(2, 3, 4)))
+    return 1 if worse else 0
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON: {error}. `gtp-jax bench step --json` writes it.") from None

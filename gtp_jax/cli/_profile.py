@@ -1,0 +1,113 @@
+"""`gtp-jax profile`: a trace of one training step as a timeline."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .. import bench
+from ..plan import columns
+from ._arguments import check_files, positive
+from ._workload import add_workload, describe, environment_of, limit, probe, workload_of
+
+_EXAMPLES = """\
+examples:
+  gtp-jax profile                                      the reference step on this machine's GPUs
+  gtp-jax profile --contender "gtp_jax nvfp4 kept" --html step.html
+  gtp-jax profile --contender "partitioner combined again"
+                                                       what a rival does with the same step
+  gtp-jax profile --trace DIR                          a trace that is there already, of any jax program
+
+Exposed communication, in red, is what no compute hides. A contender is named as in `gtp-jax bench step`.
+"""
+
+_TRACED = ("gtp_jax", "partitioner")
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Adds the subcommand."""
+    parser = subparsers.add_parser(
+        "profile",
+        help="draw what the devices do during one training step",
+        description="Traces one step and draws the first device's timeline: compute and communication, what is "
+        "exposed, and which kind of work takes which share. Prints the shares; writes profile.png and profile.html.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_workload(parser)
+    parser.add_argument("--contender", default="gtp_jax bf16 again", metavar="WORDS", help="(default: %(default)s)")
+    parser.add_argument("--trace", type=Path, metavar="DIR", help="read this trace and run nothing")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the trace there, for other tools too")
+    parser.add_argument("--png", type=Path, default=Path("profile.png"), metavar="FILE", help="(default: %(default)s)")
+    parser.add_argument(
+        "--html", type=Path, default=Path("profile.html"), metavar="FILE", help="(default: %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the shares there too")
+    parser.add_argument(
+        "--timeout", type=positive, default=300, metavar="S", help="seconds for the run (default: %(default)s)"
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the subcommand.
+
+    Raises:
+        ValueError: if the run has failed, or its trace holds nothing.
+        FileNotFoundError: if there is no trace.
+    """
+    check_files(args.png, args.html, args.json)
+    if args.trace is not None:
+        return _show(args, args.trace, str(args.trace))
+    (contender, *more) = bench.chosen_contenders([args.contender])
+    if more or contender.family not in _TRACED:
+        several = ", ".join(c.name for c in bench.CONTENDERS if c.family in _TRACED)
+        raise ValueError(f"`--contender` is {args.contender!r}; it names one of {several}.")
+    environment = environment_of(args)
+    device, platform, count = probe(environment)
+    work = workload_of(args, platform, count, steps=3)
+    limit(environment, work.devices)
+    with _folder(args.keep) as folder:
+        traced = dataclasses.replace(contender, flags=(*contender.flags, f"--trace={folder}"))
+        print(f"tracing {contender.name} on {describe(work, device)}", flush=True)
+        (row,) = bench.measure_steps([traced], work, environment=environment, timeout_s=args.timeout)
+        if row.failure:
+            raise ValueError(f"{contender.name} has failed: {row.failure}")
+        return _show(args, folder, f"{contender.name}, {describe(work, device)}")
+
+
+@contextmanager
+def _folder(kept: Path | None) -> Iterator[Path]:
+    if kept is not None:
+        yield kept
+        return
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def _show(args: argparse.Namespace, trace: Path, title: str) -> int:
+    ops = bench.read_trace(trace)
+    found = bench.breakdown(ops)
+    print(bench.sentence(found) + "\n")
+    rows = [
+        (kind, f"{us / 1e3:.3f}", f"{found.share(kind):.1%}", sum(op.kind == kind for op in ops) or "")
+        for kind, us in sorted(found.by_kind.items(), key=lambda item: -item[1])
+    ]
+    print(columns(("kind", "ms", "share", "kernels"), rows, right=(1, 2, 3)))
+    longest = sorted(ops, key=lambda op: op.start_us - op.end_us)[:8]
+    print("\nlongest kernels")
+    cells = [(f"{(op.end_us - op.start_us) / 1e3:.3f}", op.kind, op.stream, op.name[:80]) for op in longest]
+    print(columns(("ms", "kind", "stream", "name"), cells, right=(0,)))
+    bench.draw_trace(ops, found, title, args.png)
+    bench.write_page(ops, found, title, args.html)
+    print(f"\nwritten: {args.png}, {args.html}")
+    if args.json:
+        args.json.write_text(json.dumps({"title": title, **dataclasses.asdict(found)}, indent=1))
+    return 0

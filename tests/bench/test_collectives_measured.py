@@ -1,0 +1,45 @@
+"""`gtp-jax bench collectives`: what moves, how much of it, and against which bound."""
+
+import jax
+import pytest
+
+import gtp_jax as gtp
+from gtp_jax import bench
+from gtp_jax.cli import main
+from gtp_jax.models import LlamaConfig
+from gtp_jax.recipes import RECIPES
+
+CONFIG = LlamaConfig(vocab=64, dim=64, layers=1, heads=4, kv_heads=4, head_dim=16, ffn=128)
+ELEMENTS = CONFIG.matmul_params() - 64 * 64
+
+
+@pytest.mark.parametrize("degrees", [dict(gtp=2, tp=2), pytest.param(dict(gtp=4), marks=pytest.mark.slow)])
+def test_bytes_are_those_of_the_format_and_rates_come_from_this_run(degrees):
+    ranks, tp = degrees["gtp"], degrees.get("tp", 1)
+    each = {"bf16": 2.0, "nvfp4": 0.5 + 1 / 256}
+    with jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[: ranks * tp])):
+        links = bench.measure_links(1.0)
+        found = list(bench.measure_movements(CONFIG, {name: RECIPES[name]() for name in each}, links))
+    assert links.mebibytes == pytest.approx(1.0, rel=0.01)
+    bf16, nvfp4, scatter = found
+    share = ELEMENTS / tp * (ranks - 1) / ranks
+    for movement, size in ((bf16, each["bf16"]), (nvfp4, each["nvfp4"]), (scatter, each["bf16"])):
+        # scales of small weights are filled up to 16 bytes
+        assert movement.wire_bytes == pytest.approx(size * share, rel=0.02 if movement is nvfp4 else 1e-9)
+        rate = links.scatter_rate if movement is scatter else links.gather_rate
+        assert movement.bound_s == pytest.approx(movement.wire_bytes / rate)
+        assert movement.seconds > 0 and (movement.whole_s is None) == (movement is scatter)
+
+
+@pytest.mark.slow
+def test_the_command_prints_every_format(capsys):
+    assert main(["bench", "collectives", "--gtp", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"gather {name}" in printed for name in RECIPES) and "scatter gradient" in printed
+
+
+def test_one_rank_is_refused(capsys):
+    assert main(["bench", "collectives", "--gtp", "1"]) == 2
+    assert "nothing moves. Take two devices or more on the gtp axis" in capsys.readouterr().err
+    assert main(["bench", "collectives", "--gtp", "64"]) == 2
+    assert "gtp 64 x tp 1 does not fit on 8 devices" in capsys.readouterr().err

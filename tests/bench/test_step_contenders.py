@@ -1,0 +1,215 @@
+"""`gtp-jax bench step`: the contenders run the same step, make the choice they are named after, and are reported."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+import gtp_jax as gtp
+from gtp_jax import bench, plan
+from gtp_jax.cli import main
+from gtp_jax.models import PRESETS, Llama, LlamaConfig
+
+from ..parity.plain_llama import Oracle
+
+SIZES = dict(vocab=96, dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=96)
+CHAIN = {"again": 2, "kept": 1}  # gathers of a block's weight in a step
+
+
+@pytest.fixture
+def partitioner(monkeypatch):
+    """The script, imported as if from its own folder."""
+    monkeypatch.syspath_prepend(str(Path(bench.__file__).with_name("contenders")))
+    yield importlib.import_module("partitioner")
+    for name in ("partitioner", "workload"):
+        sys.modules.pop(name, None)
+
+
+def mesh_of(gtp_degree: int, tp: int):
+    devices = jax.devices()[: gtp_degree * tp]
+    return jax.make_mesh((gtp_degree, tp), ("gtp", "tp"), devices=devices, axis_types=(AxisType.Auto,) * 2)
+
+
+def test_contenders_are_picked_by_words():
+    names = [c.name for c in bench.chosen_contenders(["fsdp2", "gtp_jax nvfp4"])]
+    assert sorted(names) == ["fsdp2 again", "fsdp2 kept", "gtp_jax nvfp4 again", "gtp_jax nvfp4 kept"]
+    assert len(bench.chosen_contenders([])) == len(bench.CONTENDERS) == len({c.name for c in bench.CONTENDERS})
+    with pytest.raises(ValueError, match="no contender is called deepspeed; there are gtp_jax bf16 again, "):
+        bench.chosen_contenders(["deepspeed"])
+
+
+def test_operations_are_those_of_the_model():
+    config = LlamaConfig(**SIZES)
+    work = bench.Workload(**SIZES, seq=32, sequences=4, gtp=2)
+    assert bench.workload_flops(work) == plan.step_flops(
+        matmul_params=config.matmul_params(), tokens=4 * 32, layers=2, seq=32, heads=4, head_dim=16
+    )
+
+
+@pytest.mark.parametrize("tp, unroll", [(1, 0), (2, 1)])
+def test_the_partitioner_has_the_same_loss_as_the_oracle(partitioner, key, tp, unroll):
+    config = LlamaConfig(**SIZES, dtype="float32")
+    oracle = Oracle(config)
+    params = nnx.to_pure_dict(nnx.state(Llama(config, rngs=nnx.Rngs(int(jax.random.bits(key) % 1000)))))
+    layers, head = params["blocks"]["layers"], params["head"]
+    groups, size = config.heads // config.kv_heads, config.head_dim
+
+    def by_head(name: str, count: int) -> jax.Array:
+        kernel = layers["attention"]["qkv"]["kernel"][name]
+        return jnp.reshape(kernel, (config.layers, config.dim, config.kv_heads, count * size))
+
+    up = layers["mlp"]["up"]["kernel"]
+    theirs = {
+        "layers": {
+            "qkv": jnp.concatenate([by_head("query", groups), by_head("key", 1), by_head("value", 1)], axis=-1),
+            "out": layers["attention"]["out"]["kernel"],
+            "up": jnp.stack([up["gate"], up["up"]], axis=2),
+            "down": layers["mlp"]["down"]["kernel"],
+            "norm1": layers["attention"]["qkv"]["scale"],
+            "norm2": layers["mlp"]["up"]["scale"],
+        },
+        "embed": params["embed"]["table"],
+        "norm": head["scale"],
+        "head": head["kernel"],
+    }
+    work = bench.Workload(**SIZES, seq=32, sequences=2, gtp=2, tp=tp)
+    tokens = jax.random.randint(key, (2, 32), 0, config.vocab)
+    targets = jnp.roll(tokens, -1, axis=1)
+    with jax.set_mesh(mesh_of(2, tp)):
+        loss = jax.jit(
+            lambda p: partitioner.loss(
+                work, p, tokens, targets, unroll=unroll, kept=False, dtype=jnp.float32, attention="xla"
+            )
+        )(theirs)
+    batch = {"tokens": tokens, "targets": targets, "weights": jnp.ones(tokens.shape)}
+    np.testing.assert_allclose(loss, oracle.loss(params, batch), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "policy, unroll",
+    [("again", 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("again", 1), ("kept", 0), ("kept", 1)))],
+)
+def test_the_partitioner_gathers_as_often_as_its_policy_says(partitioner, policy, unroll):
+    work = bench.Workload(**SIZES, seq=32, sequences=4, gtp=4)
+    mesh = mesh_of(4, 1)
+    step, make_state, shardings = partitioner.make_step(work, mesh, unroll=unroll, kept=policy == "kept")
+    shapes = jax.eval_shape(make_state, jax.random.key(0))
+    state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
+    tokens = jax.ShapeDtypeStruct((1, 4, 32), jnp.int32, sharding=NamedSharding(mesh, partitioner.BATCH))
+    with jax.set_mesh(mesh):
+        found = plan.collectives(step.lower(state, tokens, tokens).compile().as_text())
+    elements = sum(
+        c.times * shape.elements
+        for c in found
+        if c.kind == "all-gather"
+        for shape in c.results
+        if shape.elements >= 4096
+    )
+    model = LlamaConfig(**SIZES)
+    blocks = model.matmul_params() - model.vocab * model.dim
+    assert elements == CHAIN[policy] * blocks + 2 * model.vocab * model.dim
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(plan.missing_packages()), reason="compiling for H200 needs gtp_jax[target]")
+@pytest.mark.parametrize("policy", CHAIN)
+def test_the_partitioner_at_its_best_hides_all_but_two_collectives_on_h200(partitioner, policy):
+    sizes = {name: value for name, value in vars(PRESETS["reference"]).items() if name in SIZES}
+    work = bench.Workload(**sizes | {"layers": 4}, sequences=8, gtp=8)
+    devices = plan.topology_devices(plan.parse_target("h200:8"))
+    mesh = Mesh(np.array(devices).reshape(8, 1), ("gtp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    options = {**plan.COMPILE_OPTIONS, **partitioner.combined(work)}
+    step, _, shardings = partitioner.make_step(work, mesh, unroll=0, kept=policy == "kept", xla=options)
+    params = partitioner.abstract(work)
+    shapes = params, jax.eval_shape(optax.adamw(1.0).init, params)
+    state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
+    tokens = jax.ShapeDtypeStruct((1, 8, 8192), jnp.int32, sharding=NamedSharding(mesh, partitioner.BATCH))
+    with jax.set_mesh(mesh):
+        found = plan.schedule(step.lower(state, tokens, tokens).compile().as_text())
+    kinds = ("all-gather", "reduce-scatter", "all-reduce")
+    assert len(found.exposed(*kinds)) <= 2
+    gathers = [e.direction for e in found.collectives("all-gather")]
+    assert (gathers.count("forward"), gathers.count("backward")) == (6, 4 * (policy == "again"))
+
+
+def test_the_command_reports_what_ran_and_why_the_rest_did_not(tmp_path, capsys):
+    saved, picture = tmp_path / "run.json", tmp_path / "run.png"
+    words = ["gtp_jax bf16 again", "bound bf16", "fsdp2 again"]
+    flags = ["--layers", "1", "--seq", "32", "--steps", "2", "--gtp", "2", "--contenders", *words]
+    nowhere = ["--torch-python", str(tmp_path / "python-without-torch")]
+    (tmp_path / "python-without-torch").write_text(
+        "#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\"\nexit 1\n"
+    )
+    (tmp_path / "python-without-torch").chmod(0o755)
+    assert main(["bench", "step", *flags, *nowhere, "--json", str(saved), "--png", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert "gtp_jax bf16  again" in printed and "FLOPs of a step: 6 x matmul parameters x tokens" in printed
+    assert "fsdp2 again: ModuleNotFoundError: No module named 'torch'" in printed
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    ours, theirs, bound = json.loads(saved.read_text())["contenders"]
+    config = PRESETS["tiny"]
+    assert ours["steps"] == 2 and 0 < ours["low_s"] <= ours["median_s"] <= ours["high_s"]
+    assert abs(ours["loss"] - np.log(config.vocab)) < 1 and ours["peak_bytes"] > 0
+    assert ours["ratio_to_fsdp2"] is None and theirs["failure"]
+    assert bound["median_s"] < ours["median_s"]  # without norms, loss, optimizer and collectives
+
+
+def test_a_saved_run_shows_what_has_become_slower():
+    work = bench.Workload(**SIZES, seq=32, sequences=4, gtp=2)
+    contender, other = bench.chosen_contenders(["gtp_jax bf16"])
+
+    def run(seconds: float, bytes_: int):
+        rows = [bench.Row(contender, (seconds,) * 3, {"peak_bytes": bytes_}), bench.Row(other, failure="no")]
+        return json.loads(json.dumps(bench.record(rows, work, "chip")))
+
+    step, memory = bench.changes(run(1.05, 100), run(1.0, 100))
+    assert (step.what, step.is_regression, memory.is_regression) == ("step", True, False)
+    assert step.relative == pytest.approx(0.05)
+    assert not any(c.is_regression for c in bench.changes(run(1.01, 90), run(1.0, 100)))
+    elsewhere = run(1.0, 100) | {"device": "other chip"}
+    with pytest.raises(ValueError, match="is of another step: other chip there, chip here. Repeat it as it was"):
+        bench.changes(run(1.0, 100), elsewhere)
+    longer = bench.record([], bench.Workload(**SIZES, seq=64, sequences=4, gtp=2), "chip")
+    with pytest.raises(ValueError, match="seq 64 there, 32 here"):
+        bench.changes(run(1.0, 100), longer)
+    with pytest.raises(ValueError, match="is none that `gtp-jax bench step --json` has written"):
+        bench.changes(run(1.0, 100), {"kernels": []})
+
+
+def test_bad_arguments_are_refused_with_the_remedy(capsys):
+    for flags, message in (
+        (["--tokens", "100", "--seq", "64", "--gtp", "2"], "Make it a multiple of 64"),
+        (["--contenders", "deepspeed"], "no contender is called deepspeed"),
+        (["--compare", "no.json"], "no.json"),
+    ):
+        assert main(["bench", "step", *flags]) == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["bench", "step", "--tp", "0"])
+    assert "is '0'; it is a whole number of at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [("4", "1", "1"), ("2", "2", "2")])
+def test_every_contender_runs_the_step(degrees, tmp_path, capsys):
+    saved = tmp_path / "run.json"
+    flags = [f for pair in zip(("--gtp", "--tp", "--microbatches"), degrees, strict=True) for f in pair]
+    shape = ["--layers", "2", "--seq", "64", "--steps", "4"]
+    assert main(["bench", "step", *flags, *shape, "--json", str(saved)]) == 0
+    rows = {row["name"]: row for row in json.loads(saved.read_text())["contenders"]}
+    without_torch = {n for n, row in rows.items() if "No module named 'torch'" in row.get("failure", "")}
+    assert without_torch <= {"fsdp2 again", "fsdp2 kept"}
+    run = [row for name, row in rows.items() if name not in without_torch]
+    assert len(run) >= len(bench.CONTENDERS) - 2 and not any("failure" in row for row in run), capsys.readouterr().out
+    steps = [row for row in run if row["family"] != "bound"]
+    config = gtp.models.PRESETS["tiny"]
+    assert len({row["parameters"] for row in steps}) == 1
+    assert all(abs(row["loss"] - np.log(config.vocab)) < 1 and row["last_loss"] < row["loss"] for row in steps)
