@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from .. import __version__, native, plan
 from ..mesh import AXES, make_mesh
 from ..plan import columns
-from ..train import GPU_OPTIONS, GPU_OPTIONS_WITH_TP, accepts, flags_in_environment
+from ..train import GPU_OPTIONS, GPU_OPTIONS_WITH_FP8, GPU_OPTIONS_WITH_TP, accepts, flags_in_environment
 from ._config import VIRTUAL_DEVICES
 from ._devices import choose_devices, has_gpu
 
@@ -186,6 +186,7 @@ def _options() -> Iterator[tuple[str, str, str, str]]:
         (name, option, "tp 1" if name in GPU_OPTIONS_WITH_TP else "always") for name, option in GPU_OPTIONS.items()
     ]
     listed += [(name, option, "tp > 1") for name, option in GPU_OPTIONS_WITH_TP.items()]
+    listed += [(name, option, "FP8 matmuls") for name, option in GPU_OPTIONS_WITH_FP8.items()]
     for name, (value, reason), where in listed:
         if name in theirs:
             yield name, theirs[name], where, f"your XLA_FLAGS say so; the library would take {value}"
@@ -195,7 +196,7 @@ def _options() -> Iterator[tuple[str, str, str, str]]:
 
 def _accepted_options() -> Finding:
     name = "XLA options"
-    options = [*GPU_OPTIONS.items(), *GPU_OPTIONS_WITH_TP.items()]
+    options = [*GPU_OPTIONS.items(), *GPU_OPTIONS_WITH_TP.items(), *GPU_OPTIONS_WITH_FP8.items()]
     unknown = sorted({known for known, option in options if not accepts(known, option.value)})
     if not unknown:
         return Finding(name, "ok", "this version knows all of the library's")

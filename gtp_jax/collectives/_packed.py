@@ -19,7 +19,7 @@ from jax import lax
 
 from ..formats import Format, PackPlan, Piece
 from ..mesh import AXES, TP, Layout, degrees
-from ..ops import multi_amax, pack, unpack
+from ..ops import multi_amax, pack, power_of_two_amax, unpack
 from ._weight import Slices, as_fused
 
 # The layouts of each fused weight's kernels.
@@ -53,11 +53,13 @@ class Bundle:
             without.
         fused: the layouts of each one's kernels.
         format: of the codes.
+        powers_of_two: whether a tensor's scale is rounded to one, so that FP8 matmuls need not round the codes again.
     """
 
     slices: dict[Any, Slices]
     fused: Fused
     format: Format
+    powers_of_two: bool = False
 
     @property
     def kernels(self) -> list[jax.Array]:
@@ -92,6 +94,8 @@ def pack_all(bundles: Sequence[Bundle]) -> list[Packed]:
         if bundle.format.has_amax:
             mine, amaxes = amaxes[: len(bundle.kernels)], amaxes[len(bundle.kernels) :]
             amax = jnp.stack(mine, axis=-1)
+            if bundle.powers_of_two:
+                amax = power_of_two_amax(amax, bundle.format)
         buffer = pack(bundle.kernels, bundle.format, amax, plan_of(bundle.fused, bundle.format))
         found.append(Packed(buffer, amax, bundle.format, tuple(bundle.slices)))
     return found

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from ..collectives import enter, leave, split_features
 from ..mesh import ALIGNMENT, BATCH_AXES, TP, Layout, current_view, degree
-from ..ops import layer_norm, linear, rms_norm
+from ..ops import layer_norm, rms_norm
 from ._layer import between_layers, inside_layer
 from ._weight import Initializer, WeightOwner, make_vector, make_weight
 
@@ -116,7 +116,7 @@ class Dense(WeightOwner):
         cut = self.sequence_parallel and x.ndim > 2
         if self.parallel == "column":
             x = enter(x, sequence_parallel=cut)
-        outputs = split_features(self.with_weight(lambda w, x: linear(x, w), x), self.layouts)
+        outputs = split_features(self.with_weight(lambda w, x: self.product(x, w), x), self.layouts)
         if self.parallel == "row":
             outputs = tuple(leave(y, sequence_parallel=cut) for y in outputs)
         if self.bias is not None:

@@ -27,8 +27,11 @@ def quantize_weights(model: nnx.Module, recipe: Recipe) -> Quantized:
     return quantized
 
 
-def put_quantized(model: nnx.Module, quantized: Quantized) -> None:
-    """Has the model's modules gather these from now on; gradients still go to their parameters."""
+def put_quantized(model: nnx.Module, quantized: Quantized, recipe: Recipe) -> None:
+    """Has the model's modules gather these from now on, and multiply as the recipe says; gradients still go to their
+    parameters."""
+    for path, owner in weight_owners(model).items():
+        owner.fp8_gradients = recipe.gradients_of(path)
     for path, module in nnx.iter_modules(model):
         if path in quantized:
             assert isinstance(module, WeightOwner | Stack)
@@ -45,13 +48,14 @@ def _bundles(model: nnx.Module, recipe: Recipe) -> list[tuple[Path, Bundle]]:
             form = recipe.wire_of((*path, *inner))
             if form is not None:
                 groups.setdefault((form, owner.dtype, owner.layouts[0].axes), {})[inner] = owner
-        found += [(path, _bundle(members, form)) for (form, *_), members in groups.items()]
+        found += [(path, _bundle(members, form, recipe)) for (form, *_), members in groups.items()]
     for path, owner in weight_owners(model).items():
         form = recipe.wire_of(path)
         if form is not None and not any(path[: len(stack)] == stack for stack in stacks):
-            found.append((path, _bundle({(): owner}, form)))
+            found.append((path, _bundle({(): owner}, form, recipe)))
     return found
 
 
-def _bundle(owners: dict[Path, WeightOwner], form: Any) -> Bundle:
-    return Bundle({path: o.slices() for path, o in owners.items()}, [o.layouts for o in owners.values()], form)
+def _bundle(owners: dict[Path, WeightOwner], form: Any, recipe: Recipe) -> Bundle:
+    slices = {path: owner.slices() for path, owner in owners.items()}
+    return Bundle(slices, [o.layouts for o in owners.values()], form, powers_of_two=recipe.gradients is not None)

@@ -12,7 +12,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..collectives import Packed, Slices, gather_packed, gather_weight, gathered, scatter_gradient
+from ..formats import Format
 from ..mesh import TP, Layout, current_view
+from ..ops import linear, linear_fp8
 from ._layer import Layer
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
@@ -51,6 +53,7 @@ class WeightOwner(Layer):
         reduce_dtype: in which its gradient is summed over the gtp axis.
         whole_weight: the gathered weight, put there by a chain; `None` where the module gathers for itself.
         packed: the slices as a recipe has quantized them, to be gathered in their stead: one, or none without a recipe.
+        fp8_gradients: format of the incoming gradient in FP8 matmuls; `None`: matmuls run in `dtype`.
     """
 
     whole_weight: Any = nnx.data()
@@ -61,6 +64,7 @@ class WeightOwner(Layer):
         self.reduce_dtype = np.dtype(dtype if reduce_dtype is None else reduce_dtype)
         self.whole_weight = nnx.data(None)
         self.packed = nnx.data(())
+        self.fp8_gradients: Format | None = None
 
     @abc.abstractmethod
     def weights(self) -> tuple[nnx.Param, ...]:
@@ -89,6 +93,10 @@ class WeightOwner(Layer):
         """The fused weight's gradient to that of the slices."""
         kinds = [w.get_value().dtype for w in self.weights()]
         return scatter_gradient(gradient, self.layouts, self.reduce_dtype, kinds)
+
+    def product(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        """`x @ weight.T`, as a recipe has it."""
+        return linear(x, weight) if self.fp8_gradients is None else linear_fp8(x, weight, self.fp8_gradients)
 
     def with_weight(self, function: Callable[..., Any], *operands: Any) -> Any:
         """`function(weight, *operands)`, the weight gathered for it here, and again in backward, unless a chain did."""

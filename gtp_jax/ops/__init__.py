@@ -3,12 +3,15 @@
 from ._amax import hadamard as hadamard
 from ._amax import hadamard_amax as hadamard_amax
 from ._amax import multi_amax as multi_amax
+from ._amax import power_of_two_amax as power_of_two_amax
 from ._attention import causal_attention as causal_attention
 from ._cross_entropy import token_cross_entropy as token_cross_entropy
 from ._grouped_matmul import GROUPED_MATMUL as GROUPED_MATMUL
 from ._grouped_matmul import grouped_matmul as grouped_matmul
 from ._implementation import Implementation as Implementation
 from ._linear import linear as linear
+from ._linear_fp8 import FP8_AMAX as FP8_AMAX
+from ._linear_fp8 import linear_fp8 as linear_fp8
 from ._norm import layer_norm as layer_norm
 from ._norm import rms_norm as rms_norm
 from ._pack import pack as pack

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
+from ..formats import Format
 from ._checks import as_matrix, as_values
 from ._implementation import Implementation, call
 from .reference import hadamard as _transform
@@ -81,3 +83,13 @@ def hadamard(x: jax.Array, *, inverse: bool = False) -> jax.Array:
         ValueError: if `x` is a scalar.
     """
     return (_inverse if inverse else _forward)(as_matrix("x", x))
+
+
+def power_of_two_amax(amax: jax.Array, format: Format) -> jax.Array:
+    """The next amax up whose scale, `amax / format.element_max`, is a power of two; as it is where there is none."""
+    least = amax / format.element_max
+    mantissa, exponent = jnp.frexp(least)
+    unit = jnp.ldexp(jnp.float32(1), jnp.where(mantissa == 0.5, exponent - 1, exponent))
+    rounded = unit * format.element_max
+    usable = jnp.isfinite(amax) & jnp.isfinite(rounded) & (least >= jnp.finfo(jnp.float32).tiny)
+    return jnp.where(usable, rounded, amax)

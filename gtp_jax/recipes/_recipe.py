@@ -1,13 +1,15 @@
-"""Recipes for the wire: slices of weights travel as codes and scales; matmuls run in the modules' dtype."""
+"""Recipes: slices of weights travel as codes and scales; matmuls run in the modules' dtype, or in FP8."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .. import formats
 from ..formats import Format
+
+_GRADIENTS = {"e5m2": formats.FP8_E5M2, "e4m3": formats.FP8_E4M3}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,15 @@ class Recipe:
         """Format of the weights on the wire; `None`: the modules' dtype."""
         return None
 
+    @property
+    def gradients(self) -> Format | None:
+        """Format of the incoming gradients in FP8 matmuls; `None`: matmuls run in the modules' dtype."""
+        return None
+
+    def gradients_of(self, path: Iterable[Any]) -> Format | None:
+        """The same for the module at `path`."""
+        return None if set(map(str, path)) & set(self.keep) else self.gradients
+
     def wire_of(self, path: Iterable[Any]) -> Format | None:
         """Format of the weights of the module at `path`."""
         return None if set(map(str, path)) & set(self.keep) else self.wire
@@ -46,11 +57,31 @@ class BF16(Recipe):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FP8(Recipe):
-    """Weights travel as E4M3, scaled by their own amax (per-tensor current scaling): 1 byte an element."""
+    """Weights travel as E4M3, scaled by their own amax (per-tensor current scaling): 1 byte an element.
+
+    Attributes:
+        matmuls: whether dense layers multiply in FP8 too, forward and backward; see `gtp_jax.ops.linear_fp8`. Scales
+            are then powers of two. Experts multiply in the modules' dtype.
+        gradient: `"e5m2"` or `"e4m3"`, in which incoming gradients are multiplied.
+    """
+
+    matmuls: bool = False
+    gradient: str = "e5m2"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.matmuls, bool):
+            raise TypeError(f"`matmuls` is {self.matmuls!r}; it is True or False.")
+        if self.gradient not in _GRADIENTS:
+            raise ValueError(f"`gradient` is {self.gradient!r}; it is one of {', '.join(map(repr, _GRADIENTS))}.")
 
     @property
     def wire(self) -> Format:
         return formats.FP8_E4M3
+
+    @property
+    def gradients(self) -> Format | None:
+        return _GRADIENTS[self.gradient] if self.matmuls else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,12 +114,18 @@ class NVFP4(Recipe):
 
 
 # By the name that the command line knows.
-RECIPES: dict[str, type[Recipe]] = {"bf16": BF16, "fp8": FP8, "mxfp8": MXFP8, "nvfp4": NVFP4}
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    "bf16": BF16,
+    "fp8": FP8,
+    "fp8-matmuls": lambda: FP8(matmuls=True),
+    "mxfp8": MXFP8,
+    "nvfp4": NVFP4,
+}
 
 
 def check_recipe(recipe: Any) -> None:
     """Raises TypeError unless it is a recipe or `None`."""
     if recipe is not None and not isinstance(recipe, Recipe):
         hint = " Write it with parentheses." if isinstance(recipe, type) and issubclass(recipe, Recipe) else ""
-        known = ", ".join(f"gtp_jax.{kind.__name__}()" for kind in RECIPES.values())
+        known = ", ".join(f"gtp_jax.{kind.__name__}()" for kind in (BF16, FP8, MXFP8, NVFP4))
         raise TypeError(f"`recipe` is {recipe!r}; it is one of {known}, or `None`.{hint}")

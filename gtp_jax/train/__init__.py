@@ -1,6 +1,7 @@
 """Training on plain pytrees: state, step, evaluation."""
 
 from ._options import GPU_OPTIONS as GPU_OPTIONS
+from ._options import GPU_OPTIONS_WITH_FP8 as GPU_OPTIONS_WITH_FP8
 from ._options import GPU_OPTIONS_WITH_TP as GPU_OPTIONS_WITH_TP
 from ._options import Option as Option
 from ._options import accepts as accepts

@@ -43,8 +43,17 @@ GPU_OPTIONS_WITH_TP: Mapping[str, Option] = {
     ),
 }
 
+# What differs where matmuls run in FP8.
+GPU_OPTIONS_WITH_FP8: Mapping[str, Option] = {
+    "xla_gpu_enable_triton_gemm": Option(
+        False, "Triton's matmuls take FP8 operands back to 16 bits; without them every product is cuBLASLt's in FP8"
+    ),
+}
 
-def compile_options(platform: str, own: Mapping[str, Any] | None = None, *, tp: int = 1) -> dict[str, Any]:
+
+def compile_options(
+    platform: str, own: Mapping[str, Any] | None = None, *, tp: int = 1, fp8: bool = False
+) -> dict[str, Any]:
     """Options for `jax.jit(compiler_options=...)`: those above on `gpu`, none elsewhere.
 
     What the environment's XLA_FLAGS names is left out: an option of a program would win over it unseen.
@@ -53,8 +62,10 @@ def compile_options(platform: str, own: Mapping[str, Any] | None = None, *, tp: 
         platform: what is compiled for.
         own: options that win over these.
         tp: degree of the tp axis.
+        fp8: whether matmuls run in FP8.
     """
-    chosen = {**GPU_OPTIONS, **(GPU_OPTIONS_WITH_TP if tp > 1 else {})} if platform == "gpu" else {}
+    parts = (GPU_OPTIONS, GPU_OPTIONS_WITH_TP if tp > 1 else {}, GPU_OPTIONS_WITH_FP8 if fp8 else {})
+    chosen = {name: option for part in parts for name, option in part.items()} if platform == "gpu" else {}
     theirs = flags_in_environment()
     return {**{name: option.value for name, option in chosen.items() if name not in theirs}, **(own or {})}
 

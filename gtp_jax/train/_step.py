@@ -78,7 +78,7 @@ def train_step(
         specs = state_specs(state.skeleton, optimizer, state.params)
         return _place(after, specs), {"loss": _mean(total, tokens), "tokens": _token_count(tokens), "grad_norm": norm}
 
-    return jax.jit(step, donate_argnums=0, compiler_options=_options(compiler_options))
+    return jax.jit(step, donate_argnums=0, compiler_options=_options(compiler_options, recipe))
 
 
 def eval_step(
@@ -100,7 +100,7 @@ def eval_step(
         total, tokens = _over_mesh(local, state.skeleton, 1, (PartitionSpec(), PartitionSpec()))(state.params, batch)
         return {"loss": _mean(total, tokens), "tokens": _token_count(tokens)}
 
-    return jax.jit(step, compiler_options=_options(compiler_options))
+    return jax.jit(step, compiler_options=_options(compiler_options, recipe))
 
 
 def loss_and_gradients(
@@ -153,7 +153,7 @@ def _model_of(skeleton: Skeleton, params: Tree, recipe: Recipe | None) -> Callab
 
     def model_of(params: Tree) -> Any:
         model = skeleton.model(params)
-        put_quantized(model, packed)
+        put_quantized(model, packed, recipe)
         return model
 
     return model_of
@@ -188,8 +188,9 @@ def _over_all_ranks(values: Tree) -> Tree:
     return lax.psum(values, names) if names else values
 
 
-def _options(own: dict[str, Any] | None) -> dict[str, Any]:
-    return compile_options(platform(), own, tp=degree(TP))
+def _options(own: dict[str, Any] | None, recipe: Recipe | None) -> dict[str, Any]:
+    fp8 = recipe is not None and recipe.gradients is not None
+    return compile_options(platform(), own, tp=degree(TP), fp8=fp8)
 
 
 def _mean(total: jax.Array, tokens: jax.Array) -> jax.Array:

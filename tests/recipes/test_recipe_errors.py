@@ -16,6 +16,8 @@ CONFIG = LlamaConfig(vocab=640, dim=128, layers=3, heads=4, kv_heads=2, head_dim
     "make, error, message",
     [
         (lambda: gtp.NVFP4(block=(8, 8)), ValueError, r"`block` is \(8, 8\); it is \(16, 16\) or \(1, 16\)"),
+        (lambda: gtp.FP8(matmuls="all"), TypeError, "`matmuls` is 'all'; it is True or False"),
+        (lambda: gtp.FP8(gradient="bf16"), ValueError, "`gradient` is 'bf16'; it is one of 'e5m2', 'e4m3'"),
         (lambda: gtp.MXFP8(keep="head"), TypeError, r"`keep` is 'head'; it is a tuple of names"),
         (
             lambda: gtp.train_step(next_token_loss, optax.sgd(1.0), recipe="nvfp4"),
@@ -56,3 +58,10 @@ def test_inspect_shows_how_weights_travel(capsys):
     assert main(["inspect", "--preset", "tiny", "--seq", "64", "--recipe", "mxfp8"]) == 0
     printed = capsys.readouterr().out
     assert "how weights travel, recipe mxfp8" in printed and "MXFP8" in printed and " u8 " in printed
+
+
+def test_explain_says_which_matmuls_run_in_fp8():
+    model = abstract_model(lambda rngs: Llama(CONFIG, rngs=rngs))
+    matmuls = {fact.module: fact.matmul for fact in gtp.explain(model, gtp.FP8(matmuls=True)).facts}
+    assert matmuls.pop("embed") == matmuls.pop("head") == "bfloat16"
+    assert set(matmuls.values()) == {"FP8_E4M3, gradients FP8_E5M2"}

@@ -11,7 +11,7 @@ The quantized lines of TransformerEngine #2960 (`test_etp.py`) and Megatron-LM's
 | global amax over the group | `test_packed_wire.py`, slices of unequal magnitudes |
 | wire bytes of a quantized gather | `test_recipe_collectives.py` |
 | grouped experts | `test_moe_recipes.py`, `tests/nn/test_grouped_dense.py` |
-| full-operand matmuls | not there yet |
+| full-operand matmuls | FP8: `tests/ops/test_linear_fp8.py`, and here to the format's error |
 """
 
 import dataclasses
@@ -177,3 +177,23 @@ def test_a_module_outside_a_chain_gathers_bytes_too():
     wanted = 2 * np.einsum("bsi,bso->io", x, x @ quantized) / 4  # four ranks count a token each
     np.testing.assert_allclose(gradient["dense"]["kernel"], wanted, rtol=1e-4, atol=1e-3)
     assert "u8[4," in text
+
+
+@pytest.mark.parametrize(
+    "gradient, degrees", [("e5m2", dict(gtp=4)), ("e5m2", dict(gtp=2, tp=2)), ("e4m3", dict(gtp=4))]
+)
+def test_fp8_matmuls_stay_within_the_formats_error_of_the_wire_alone(gradient, degrees):
+    # activations are scaled by their rank's own amax, so no unsharded model has the same numbers to the last bit
+    config = dataclasses.replace(ALIGNED, dtype="float32")
+    batch, found = batch_of(config), []
+    for recipe in (gtp.FP8(), gtp.FP8(matmuls=True, gradient=gradient)):
+        with scope(degrees):
+            state = start(config, optax.sgd(0.1))
+            step = jax.jit(lambda s, b, how=recipe: gtp.loss_and_gradients(next_token_loss, s, b, recipe=how))
+            loss, gradients = step(state, batch)
+            found.append((float(loss), host(state.skeleton.logical(gradients))))
+    (wanted, exact), (loss, gradients) = found
+    assert 0 < abs(loss - wanted) < 0.02 * wanted
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(exact), strict=True):
+        error = np.linalg.norm(a - b) / np.linalg.norm(b)  # a scale that is off by one binade makes it 0.5 or more
+        assert 0 < error < 0.25, f"{jax.tree_util.keystr(path)}: {error}"

@@ -1,0 +1,84 @@
+"""FP8 matmuls multiply what the oracle says the operands are rounded to, and on H200s run as such."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import gtp_jax as gtp
+from gtp_jax import native
+from gtp_jax.formats import FP8_E4M3, FP8_E5M2
+from gtp_jax.ops import linear_fp8, power_of_two_amax
+from gtp_jax.train import compile_options
+
+from ..plan.programs import array, h200_mesh, needs_target
+from . import oracle
+
+both_gradients = pytest.mark.parametrize("gradients", [FP8_E5M2, FP8_E4M3], ids=str)
+
+
+def rounded(x, form):
+    """`x` in FP8 and back by the oracle, its scale the next power of two that holds its amax."""
+    x = np.asarray(x, np.float32)
+    exponent = np.ceil(np.log2(np.float64(oracle.amax(x)) / form.element_max))
+    amax = np.float32(2.0**exponent * form.element_max)
+    codes, _ = oracle.quantize(form.name, x[None], amax)
+    return oracle.dequantize(form.name, codes, None, amax[None], x.shape, np.float32)[0].astype(np.float64)
+
+
+@both_gradients
+def test_forward_and_backward_multiply_the_rounded_operands(gradients):
+    random = np.random.default_rng(0)
+    x, w, g = (random.normal(size=s).astype(np.float32) for s in ((3, 20, 48), (40, 48), (3, 20, 40)))
+    x, g = x * 7, g * 1e-3  # unequal scales
+    y, back = jax.vjp(lambda x, w: linear_fp8(x, w, gradients), jnp.asarray(x), jnp.asarray(w))
+    to_x, to_w = back(jnp.asarray(g))
+    x8, w8 = rounded(x.reshape(60, 48), FP8_E4M3), rounded(w, FP8_E4M3)
+    g8 = rounded(g.reshape(60, 40), gradients)
+    for found, wanted in ((y, x8 @ w8.T), (to_x, g8 @ w8), (to_w, g8.T @ x8)):
+        found = np.asarray(found).reshape(wanted.shape)
+        assert np.linalg.norm(found - wanted) <= 1e-6 * np.linalg.norm(wanted)
+
+
+def test_a_weight_that_travelled_is_not_rounded_again():
+    w = jax.random.normal(jax.random.key(2), (64, 96)) * jnp.linspace(1e-3, 3, 64)[:, None]
+    amax = power_of_two_amax(gtp.multi_amax([w]), FP8_E4M3)[0]
+    travelled = gtp.quantize(w, FP8_E4M3, amax=amax)
+    arrived = gtp.dequantize(travelled, jnp.bfloat16)
+    again = power_of_two_amax(gtp.multi_amax([arrived]), FP8_E4M3)[0]
+    back = gtp.dequantize(gtp.quantize(arrived, FP8_E4M3, amax=again), jnp.float32)
+    np.testing.assert_array_equal(np.asarray(back), np.asarray(arrived, np.float32))
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(st.one_of(st.floats(width=32, min_value=0), st.just(np.nan)))
+def test_the_rounded_amax_holds_the_amax_and_its_scale_is_a_power_of_two(amax):
+    found = float(power_of_two_amax(jnp.float32(amax), FP8_E4M3))
+    if not 1e-33 < amax < 2e38:  # no scale, or none that float32 holds as a normal number and 448 of
+        assert found == np.float32(amax) or np.isnan(amax) or amax <= found < 2 * amax
+        return
+    assert amax * (1 - 2**-22) <= found < 2 * amax
+    assert np.frexp(found / FP8_E4M3.element_max)[0] == 0.5
+
+
+@needs_target
+@pytest.mark.skipif(not native.has("gtp_quantize", "CUDA"), reason=native.describe())
+def test_on_h200_all_three_products_are_fp8_matmuls_without_a_transposition():
+    def step(x, w, g):
+        y, back = jax.vjp(lambda x, w: linear_fp8(x, w, FP8_E5M2), x, w)
+        return y, *back(g)
+
+    mesh = h200_mesh(2)
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P()), out_specs=P(), check_vma=False)
+    shapes = [array(mesh, shape, P()) for shape in ((2048, 1024), (4096, 1024), (2048, 4096))]
+    with jax.set_mesh(mesh):
+        options = {**gtp.plan.COMPILE_OPTIONS, **compile_options("gpu", fp8=True)}
+        text = jax.jit(mapped, compiler_options=options).lower(*shapes).compile().as_text()
+    assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 3
+    assert (
+        text.count('custom_call_target="gtp_quantize"') == 5
+    )  # two operands each way, and the gradient both ways at once
+    assert " transpose(" not in text and "gemm_fusion" not in text
