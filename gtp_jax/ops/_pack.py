@@ -21,7 +21,7 @@ def pack(
     *,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Quantizes this rank's slices of a layer's weights into one contiguous buffer, in one launch.
+    """Quantizes this rank's slices of a layer's weights into one contiguous buffer, in one launch a dtype.
 
     Args:
         slices: one a piece, `(*lead, rows, cols)` or, where the piece is transposed, `(*lead, cols, rows)`; float32,
@@ -65,7 +65,7 @@ def unpack(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Dequantizes the gathered buffers of all slices into the layer's weights, in one launch.
+    """Dequantizes the gathered buffers of all slices into the layer's weights, in one launch a dtype.
 
     Args:
         buffer: uint8 `(slices, plan.bytes(format))`, slice after slice as a gather leaves them.

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import gtp_jax as gtp
-from gtp_jax.formats import FP8_E4M3, MXFP8, NVFP4, NVFP4_1D
+from gtp_jax.formats import FP8_E4M3, MXFP8, NVFP4, NVFP4_1D, PackPlan, Piece
 
+from ..ops.bits import assert_same_bits
 from ..ops.both import check_dequantize, check_quantize
 from ..ops.conftest import missing_kernels
 
@@ -45,3 +46,35 @@ def test_whole_tiles_alone(format):
         check_dequantize(
             gtp.quantize(jnp.asarray(x), format, axis=axis, implementation="native"), "native", jnp.bfloat16
         )
+
+
+@pytest.mark.parametrize("format", [NVFP4, NVFP4_1D], ids=str)
+def test_copies_of_one_call_may_have_amaxes_of_their_own(format):
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(2, 96, 160)), jnp.float32)
+    both = gtp.quantize(x, format, amax=(jnp.float32(3), jnp.float32(50)), axis="both", implementation="native")
+    for q, axis, amax in zip(both, ("row", "column"), (3, 50), strict=True):
+        alone = gtp.quantize(x, format, amax=jnp.float32(amax), axis=axis, implementation="native")
+        assert_same_bits(q.codes, alone.codes, f"{axis} codes")
+        assert_same_bits(q.scales, alone.scales, f"{axis} scales")
+
+
+@a_format_of_each_kind
+def test_a_layer_of_many_weights_of_several_dtypes(format):
+    # more pieces than one launch takes, whose dtypes and orientations alternate
+    dtypes, count = list(DTYPES.values()), 45
+    plan = PackPlan(
+        tuple(Piece(rows=32, cols=80, transposed=i % 2 == 1, total_rows=32, out=i, out_row=0) for i in range(count))
+    )
+    random = np.random.default_rng(3)
+    weights = [
+        jnp.asarray(random.normal(size=(80, 32) if i % 2 else (32, 80)).astype(dtypes[i % 3])) for i in range(count)
+    ]
+    amax = gtp.multi_amax(weights) if format.has_amax else None
+    buffers = [gtp.pack(weights, format, amax, plan, implementation=how) for how in ("native", "reference")]
+    assert_same_bits(*buffers, "buffer")
+    outputs = [
+        gtp.unpack(buffers[0][None], format, amax, plan, jnp.bfloat16, implementation=how)
+        for how in ("native", "reference")
+    ]
+    for i, (found, wanted) in enumerate(zip(*outputs, strict=True)):
+        assert_same_bits(found, wanted, f"output {i}")

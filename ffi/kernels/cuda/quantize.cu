@@ -8,6 +8,7 @@
 
 #include "gtp/cuda.h"
 #include "launch.cuh"
+#include "quantize_codes.cuh"
 #include "quantize_columns.cuh"
 #include "quantize_rows.cuh"
 
