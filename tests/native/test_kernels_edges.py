@@ -70,11 +70,9 @@ def test_a_layer_of_many_weights_of_several_dtypes(format):
         jnp.asarray(random.normal(size=(80, 32) if i % 2 else (32, 80)).astype(dtypes[i % 3])) for i in range(count)
     ]
     amax = gtp.multi_amax(weights) if format.has_amax else None
-    buffers = [gtp.pack(weights, format, amax, plan, implementation=how) for how in ("native", "reference")]
-    assert_same_bits(*buffers, "buffer")
-    outputs = [
-        gtp.unpack(buffers[0][None], format, amax, plan, jnp.bfloat16, implementation=how)
-        for how in ("native", "reference")
-    ]
-    for i, (found, wanted) in enumerate(zip(*outputs, strict=True)):
-        assert_same_bits(found, wanted, f"output {i}")
+    buffer = gtp.pack(weights, format, amax, plan, implementation="native")
+    outputs = gtp.unpack(buffer[None], format, amax, plan, jnp.bfloat16, implementation="native")
+    for i, (found, weight) in enumerate(zip(outputs, weights, strict=True)):
+        own = None if amax is None else amax[i]
+        q = gtp.quantize(weight.T if i % 2 else weight, format, amax=own, implementation="native")
+        assert_same_bits(found, gtp.dequantize(q, jnp.bfloat16, implementation="native"), f"output {i}")
