@@ -19,16 +19,28 @@ struct Plan {
   int64_t bytes;
 };
 
+// Larger matrices, and plans of more pieces, are refused, so that no sum or product below overflows.
+constexpr int64_t kMostElements = int64_t{1} << 40;
+constexpr size_t kMostPieces = size_t{1} << 20;
+
 // The plan as numbers, six a piece: rows, cols, transposed, total_rows, out, out_row. All pieces' codes come first,
 // then all pieces' scales, each section at a multiple of kSectionBytes.
 ffi::Error read_plan(const Format& format, ffi::Span<const int64_t> table, Plan& plan) {
   constexpr size_t kFields = 6;
   if (table.size() % kFields) return invalid("the plan has not six numbers a piece");
+  if (table.size() / kFields > kMostPieces) return invalid("the plan has more than 2**20 pieces");
   for (size_t i = 0; i < table.size(); i += kFields) {
     for (size_t field = 0; field < kFields; ++field) {
       if (table[i + field] < 0) return invalid("the plan has a negative number");
     }
-    plan.pieces.push_back({table[i], table[i + 1], table[i + 2] != 0, table[i + 3], table[i + 4], table[i + 5], 0, 0});
+    const Piece piece{table[i], table[i + 1], table[i + 2] != 0, table[i + 3], table[i + 4], table[i + 5], 0, 0};
+    for (const int64_t number : {piece.rows, piece.cols, piece.total_rows, piece.out_row}) {
+      if (number > kMostElements) return invalid("the plan has a number beyond 2**40");
+    }
+    if (piece.cols > 0 && piece.rows > kMostElements / piece.cols) {
+      return invalid("the plan has a piece of more than 2**40 elements");
+    }
+    plan.pieces.push_back(piece);
   }
   plan.bytes = 0;
   for (Piece& piece : plan.pieces) {
@@ -107,8 +119,11 @@ ffi::Error unpack(typename B::Context context, ffi::AnyBuffer buffer, ffi::AnyBu
     const Format& format = kFormats[format_code];
     Plan plan;
     GTP_CHECK(read_plan(format, table, plan));
-    std::map<int64_t, int64_t> slice_rows;  // of each output
-    for (const Piece& piece : plan.pieces) slice_rows[piece.out] += piece.rows;
+    std::map<int64_t, int64_t> slice_rows, total_rows;  // of each output
+    for (const Piece& piece : plan.pieces) {
+      slice_rows[piece.out] += piece.rows;
+      total_rows[piece.out] += piece.total_rows;
+    }
     const Dims buffer_dims = dims_of(buffer);
     if (buffer_dims.size() != 2) return invalid("buffer has not two dimensions");
     const int64_t slices = buffer_dims[0], count = static_cast<int64_t>(plan.pieces.size());
@@ -146,6 +161,17 @@ ffi::Error unpack(typename B::Context context, ffi::AnyBuffer buffer, ffi::AnyBu
       job.amax_stride = 0;
       job.layout = Layout::kRows;
       if (job.rows_kept * piece.cols > 0) jobs.push_back(job);
+    }
+    for (size_t i = 0; i < weights.size(); ++i) {
+      const auto weight = weights.get<ffi::AnyBuffer>(i);
+      if (!weight.has_value()) return weight.error();
+      const Dims dims = dims_of(**weight);
+      const auto out = static_cast<int64_t>(i);
+      const int64_t rows = by_slice ? slices * slice_rows[out] : total_rows[out];
+      if (dims.empty() || dims[0] != rows) {
+        return invalid("output " + std::to_string(i) + " has shape " + to_string(dims) + ", but its pieces have " +
+                       std::to_string(rows) + " rows");
+      }
     }
     return B::run(context, B::dequantize, jobs, format_code);
   });

@@ -79,9 +79,9 @@ __device__ __forceinline__ void flat_tile(const DequantizeJob& job, const Parame
   const Place at(job, tile, rows, cols, kFlatRows, 32 * kWidth<T>);
   const int64_t row = at.row + threadIdx.x / 32 * kRowsPerThread, col = at.col + threadIdx.x % 32 * kWidth<T>;
   const int64_t end = min(rows, kColumns ? rows : job.rows_kept - at.matrix * rows);
+  if (col >= cols || row >= end) return;  // `end` may lie far below 0
   const int valid = static_cast<int>(min(int64_t{kWidth<T>}, cols - col));
   const int left = static_cast<int>(min(int64_t{kRowsPerThread}, end - row));
-  if (valid <= 0 || left <= 0) return;
 
   constexpr int kBytes = kCodeBytes<kind, kWidth<T>>;
   const uint8_t* codes = job.codes + at.matrix * job.codes_stride;

@@ -17,7 +17,7 @@ struct TransposedCodes {
   __device__ __forceinline__ static int quad_of() { return threadIdx.x / 8; }
 
   __device__ __forceinline__ TransposedCodes(const QuantizeJob& job, const TensorScale&, const Place& at, bool) {
-    __shared__ uint32_t words[kNibbleWords];
+    __shared__ __align__(8) uint32_t words[kNibbleWords];  // the row copy stores two at a time
     nibbles = words;
     pitch = ceil_div(job.rows, 2);
     uint8_t* first = job.column.codes + at.matrix * job.column.codes_stride;
