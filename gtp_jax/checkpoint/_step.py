@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 
 from ._leaf import Leaf
 from ._manifest import read
+from ._pruning import Pruning
 from ._steps import steps_in
 from ._streamed import StreamedArray
 from ._sums import SummedArrays, SummedStreams, damage
@@ -42,7 +43,9 @@ def new_manager(directory: str, preservation: Any, *, background: bool = True) -
         save_root_metadata=False,
         enable_async_checkpointing=background,
     )
-    return ocp.CheckpointManager(directory, options=options, handler_registry=registry)
+    manager = ocp.CheckpointManager(directory, options=options, handler_registry=registry)
+    manager._checkpoint_deleter = Pruning(directory)  # it takes no other by its options
+    return manager
 
 
 def write_step(manager: ocp.CheckpointManager, arrays: Mapping[str, Any], description: dict[str, Any]) -> None:

@@ -14,12 +14,11 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from ._crc import joined
+from ._pruning import COMMITTED
 from ._streamed import StreamedArray, StreamHandler
 
 SUMS = "sums.json"
 _OWN = "sums.process_{}.json"
-# orbax's mark of a finished directory, made after the sums.
-_COMMITTED = "commit_success.txt"
 # What jax.monitoring is told the seconds of.
 SUMS_EVENT = "/gtp_jax/checkpoint/sums"
 _PART_BYTES = 1 << 24
@@ -83,7 +82,7 @@ def damage(directory: epath.Path) -> list[str]:
         sums = unsealed((directory / SUMS).read_bytes().decode(errors="replace"))
     except (OSError, ValueError) as error:
         return [f"{directory / SUMS}: {error}"]
-    there = set(files(directory)) - {SUMS, _COMMITTED}
+    there = set(files(directory)) - {SUMS, COMMITTED}  # the mark is made after the sums
     found = _sum(directory, (name for name in sums if name in there))
     lines = [f"{directory / name}: missing" for name in sums if name not in there]
     lines += [f"{directory / name}: not part of the checkpoint" for name in sorted(there - set(sums))]

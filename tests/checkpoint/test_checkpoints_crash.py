@@ -10,6 +10,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import jax
@@ -79,7 +80,7 @@ def test_a_killed_run_leaves_its_last_committed_step(tmp_path, plain, start_savi
         with Checkpoints(directory, keep=2) as checkpoints:
             latest = checkpoints.latest()
             assert latest is not None and latest >= max(committed(directory)), (seed, trial)
-            for step in checkpoints.steps()[-2:]:
+            for step in checkpoints.steps():
                 assert checkpoints.verify(step) == [], (seed, trial)
                 restored, extra = checkpoints.restore(like, step)
                 assert extra == {"step": step} and restored.step == step, (seed, trial)
@@ -89,6 +90,41 @@ def test_a_killed_run_leaves_its_last_committed_step(tmp_path, plain, start_savi
         assert sorted(map(int, os.listdir(directory))) == [latest, latest + 1], (seed, trial, os.listdir(directory))
         shutil.rmtree(directory)
     assert half_written, "no run was killed in the middle of a save"
+
+
+KEEP_ONE = """
+import os, shutil
+import jax.numpy as jnp
+import gtp_jax as gtp
+from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.nn import Skeleton
+
+delete = shutil.rmtree
+
+def killed_halfway(path):
+    delete(f"{path}/arrays")
+    os.kill(os.getpid(), 9)
+
+shutil.rmtree = killed_halfway
+with Checkpoints(directory, keep=1) as checkpoints:
+    for step in (1, 2):
+        state = gtp.TrainState({"w": jnp.full(3, step)}, (), jnp.int32(step), Skeleton(None, None, {}, {}))
+        checkpoints.save(step, state, loss=float(step))
+"""
+
+
+def test_a_step_that_is_half_deleted_is_no_step_and_is_swept(tmp_path, plain):
+    directory = tmp_path / "run"
+    killed = subprocess.run([sys.executable, "-c", f"directory = {str(directory)!r}\n{KEEP_ONE}"])
+    assert killed.returncode == -signal.SIGKILL
+    assert len(os.listdir(directory)) == 2, "nothing was left of the step that was deleted"
+    with Checkpoints(directory, keep=3, keep_best=1) as checkpoints:
+        assert checkpoints.steps() == [2] and checkpoints.best() == 2
+        restored, _ = checkpoints.restore(plain({"w": jnp.zeros(3, int)}))
+        assert (restored.params["w"] == 2).all()
+        checkpoints.save(3, restored, loss=3.0)
+        checkpoints.wait()
+        assert sorted(os.listdir(directory)) == ["2", "3"]
 
 
 @pytest.fixture

@@ -1,0 +1,47 @@
+"""How a step that is not kept goes away."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+from etils import epath
+
+from ._steps import steps_in
+
+# orbax's names: of what is half-written, and of the mark of a finished directory, where renames are not atomic.
+_HALF_WRITTEN = ".orbax-checkpoint-tmp"
+COMMITTED = "commit_success.txt"
+
+
+class Pruning:
+    """Deletes steps so that one killed halfway is no step: first it loses its name, then its files.
+
+    orbax deletes a step where it stands, and what a kill leaves would still be listed, and kept if it was of a low
+    loss. Under its new name it is swept as half-written steps are.
+
+    Args:
+        directory: of all steps.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+
+    def delete(self, step: int) -> None:
+        """Deletes a step, in the first process."""
+        path = steps_in(self._directory).get(step)
+        if path is None or jax.process_index() != 0:
+            return
+        if "://" in self._directory:
+            (path / COMMITTED).unlink(missing_ok=True)
+        else:
+            path = path.rename(epath.Path(f"{path}{_HALF_WRITTEN}"))
+        path.rmtree()
+
+    def delete_steps(self, steps: Sequence[int]) -> None:
+        """Deletes steps, one after the other."""
+        for step in steps:
+            self.delete(step)
+
+    def close(self) -> None:
+        """Nothing is left to do."""
