@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from ..mesh import Layout, Path, of_parameter, with_paths
+from ..mesh import Layout, Path, differs_in_memory, in_memory, of_parameter, on_disk, with_paths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Leaf:
     Attributes:
         path: keys on disk, outermost first.
         array: the array, or its shape, dtype and sharding.
-        layout: layout of a padded array; `None` if memory and disk hold the same.
+        layout: of the padded weight that it is or belongs to; `None` if memory and disk hold the same.
     """
 
     path: Path
@@ -35,7 +35,11 @@ class Leaf:
     @property
     def shape(self) -> tuple[int, ...]:
         """Logical shape."""
-        return self.array.shape if self.layout is None else jax.eval_shape(self.layout.logical, self.array).shape
+        return (
+            self.array.shape
+            if self.layout is None
+            else jax.eval_shape(functools.partial(on_disk, self.layout), self.array).shape
+        )
 
     @property
     def dtype(self) -> str:
@@ -71,8 +75,7 @@ def leaves(state: Any) -> list[Leaf]:
     """The leaves of a train state, in the order of `jax.tree.leaves`.
 
     An array of the optimizer belongs to the parameter whose path its own path ends with (optax keeps such arrays in
-    trees of the parameters' structure, whole or masked), and is padded if it ends with its physical shape; all others
-    are logical already, because optimizers see logical weights.
+    trees of the parameters' structure, whole or masked), which with its shape says how it differs on disk.
 
     Raises:
         TypeError: if a leaf is not a jax array, nor a `ShapeDtypeStruct` with a sharding.
@@ -122,11 +125,8 @@ def _leaf(path: Path, array: Any, owners: dict[Path, Layout | None]) -> Leaf:
             "array with `jax.device_put(value, sharding)`."
         )
     layout = of_parameter(path, owners)
-    if layout is None or not layout.padded:
-        return Leaf(path, array)
-    physical = layout.physical_shape
-    mirrors = array.shape[array.ndim - len(physical) :] == physical  # leading dimensions: layers, or a history
-    return Leaf(path, array, layout if mirrors else None)
+    changes = layout is not None and differs_in_memory(layout, array.shape)
+    return Leaf(path, array, layout if changes else None)
 
 
 def _is_key(array: Any) -> bool:
@@ -141,12 +141,12 @@ def _key_implementation(dtype: Any) -> Any:
 
 @functools.cache
 def _logical(layout: Layout, even: Sharding) -> Any:
-    return jax.jit(lambda array: layout.logical(_placed(array, even)), out_shardings=even)
+    return jax.jit(lambda array: on_disk(layout, _placed(array, even)), out_shardings=even)
 
 
 @functools.cache
 def _physical(layout: Layout, even: Sharding, sharding: Sharding) -> Any:
-    return jax.jit(lambda array: _placed(layout.physical(array), even), out_shardings=sharding)
+    return jax.jit(lambda array: _placed(in_memory(layout, array), even), out_shardings=sharding)
 
 
 def _placed(array: jax.Array, even: Sharding) -> jax.Array:

@@ -11,6 +11,9 @@ from ._axes import degree as degree
 from ._axes import degrees as degrees
 from ._axes import make_mesh as make_mesh
 from ._axes import platform as platform
+from ._companions import differs_in_memory as differs_in_memory
+from ._companions import in_memory as in_memory
+from ._companions import on_disk as on_disk
 from ._layout import ALIGNMENT as ALIGNMENT
 from ._layout import Layout as Layout
 from ._layout import cut_axes as cut_axes

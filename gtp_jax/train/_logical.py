@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import optax
 
-from ..mesh import Layout, of_parameter, with_paths
+from ..mesh import Layout, in_memory, of_parameter, on_disk, with_paths
 from ..nn import Skeleton
 
 
@@ -24,39 +24,23 @@ def on_logical(optimizer: optax.GradientTransformation, skeleton: Skeleton) -> o
         return optimizer
 
     def init(params: Any) -> Any:
-        return _padded(optimizer.init(skeleton.logical(params)), layouts)
+        return _each(optimizer.init(skeleton.logical(params)), layouts, in_memory)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        bare = _unpadded(state, layouts)
+        bare = _each(state, layouts, on_disk)
         whole = None if params is None else skeleton.logical(params)
         updates, bare = optimizer.update(skeleton.logical(updates), bare, whole, **extra)
-        return skeleton.physical(updates), _padded(bare, layouts)
+        return skeleton.physical(updates), _each(bare, layouts, in_memory)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _padded(state: Any, layouts: dict[Any, Layout]) -> Any:
-    return _where_mirrored(state, layouts, lambda layout: layout.shape, Layout.physical)
-
-
-def _unpadded(state: Any, layouts: dict[Any, Layout]) -> Any:
-    return _where_mirrored(state, layouts, lambda layout: layout.physical_shape, Layout.logical)
-
-
-def _where_mirrored(
-    state: Any,
-    layouts: dict[Any, Layout],
-    shape_of: Callable[[Layout], tuple[int, ...]],
-    change: Callable[[Layout, jax.Array], jax.Array],
-) -> Any:
-    """Changes the arrays that mirror a padded weight: its path, and its shape behind any leading dimensions."""
+def _each(state: Any, layouts: dict[Any, Layout], change: Callable[[Layout, jax.Array], jax.Array]) -> Any:
+    """Changes the arrays that belong to a padded weight."""
 
     def visit(path: Any, leaf: jax.Array) -> jax.Array:
         layout = of_parameter(path, layouts)
-        if layout is None:
-            return leaf
-        wanted = shape_of(layout)
-        return change(layout, leaf) if leaf.shape[leaf.ndim - len(wanted) :] == wanted else leaf
+        return leaf if layout is None or not layout.padded else change(layout, leaf)
 
     changed = [visit(path, leaf) for path, leaf in with_paths(state)]
     return jax.tree.unflatten(jax.tree.structure(state), changed)

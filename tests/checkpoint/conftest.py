@@ -56,6 +56,8 @@ def logical():
 
     def unpad(layout, array):
         array = np.asarray(array)
+        if layout is not None and array.shape[-len(layout.shape) - 1 :] == (*layout.physical_shape, 1):
+            return array[..., 0]  # no mirror of the weight, and marked so
         if layout is None or array.shape[-len(layout.shape) :] != layout.physical_shape:
             return array
         dim = array.ndim - len(layout.shape) + layout.dim
