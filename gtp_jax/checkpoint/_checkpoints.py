@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 
 from ..recipes import Recipe, check_recipe
 from ._digest import digests
-from ._leaf import Leaf, leaves
+from ._leaf import Leaf, check_savable, leaves
 from ._manifest import check, manifest
 from ._retention import Retention
 from ._step import ARRAYS, damaged, loss_of, new_manager, read_arrays, read_manifest, write_step
@@ -110,21 +110,15 @@ class Checkpoints:
                 them of the parameters, so that the run may go on with any recipe.
 
         Raises:
-            ValueError: if `step` is not above the latest one in the directory, if `state` has been donated, or if the
-                copies of a replicated array differ.
+            ValueError: if `step` is not above the latest one in the directory, if `state` has been donated, if an array
+                is empty or complex, or if the copies of a replicated array differ.
             OSError: if the disk is full; earlier steps are as they were.
             TypeError: if a leaf of `state` is not a jax array, if JSON cannot hold `extra`, or if `recipe` is none.
         """
         step = self._checked(step)
         check_recipe(recipe)
         found = leaves(state)
-        for leaf in found:
-            if not isinstance(leaf.array, jax.Array):
-                raise TypeError(
-                    f"`{leaf.name}` of the state is a {type(leaf.array).__name__}; only arrays can be saved."
-                )
-            if leaf.array.is_deleted():
-                raise ValueError(f"`{leaf.name}` of the state has been donated. Save the state that the step returned.")
+        check_savable(found)
         stored = [leaf.to_disk() for leaf in found]
         description = manifest(step, found, digests(stored), {} if extra is None else extra, loss=loss, recipe=recipe)
         # Not before the first save: it sweeps what looks half-written, which would be another run's work in progress if

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -94,6 +95,25 @@ def leaves(state: Any) -> list[Leaf]:
             )
         names[joined] = leaf.name
     return found
+
+
+def check_savable(leaves: Sequence[Leaf]) -> None:
+    """Refuses a state of which there is nothing to save, or nothing that orbax or digests know.
+
+    Raises:
+        TypeError: if a leaf is only a shape.
+        ValueError: if one has been donated, is empty or complex.
+    """
+    for leaf in leaves:
+        if not isinstance(leaf.array, jax.Array):
+            raise TypeError(f"`{leaf.name}` of the state is a {type(leaf.array).__name__}; only arrays can be saved.")
+        if leaf.array.is_deleted():
+            raise ValueError(f"`{leaf.name}` of the state has been donated. Save the state that the step returned.")
+        if not leaf.array.size or jnp.issubdtype(leaf.array.dtype, jnp.complexfloating):
+            raise ValueError(
+                f"`{leaf.name}` of the state is {leaf.dtype}{list(leaf.shape)}; only arrays with at least one element, "
+                "of another type than complex, can be saved. Leave it out, or keep real and imaginary parts."
+            )
 
 
 def even_sharding(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:

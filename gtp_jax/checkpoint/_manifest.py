@@ -56,7 +56,7 @@ def manifest(
     versions = {name: _version(name) for name in ("gtp_jax", "jax", "orbax-checkpoint")}
     content = {"format": FORMAT, **versions, "step": step, "leaves": entries, "extra": extra}
     content["recipe"] = recipe and {"name": type(recipe).__name__, **dataclasses.asdict(recipe)}
-    content["loss"] = loss if loss is not None and math.isfinite(loss) else None
+    content["loss"] = float(loss) if loss is not None and math.isfinite(loss) else None
     return {**content, _SEAL: _crc(content)}
 
 

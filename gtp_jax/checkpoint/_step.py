@@ -60,7 +60,7 @@ def write_step(manager: ocp.CheckpointManager, arrays: Mapping[str, Any], descri
             f"`step` is {step}, but {manager.directory} already has step {latest}; steps must ascend. Resume from "
             "it, or save to another directory."
         )
-    tree = _nested({tuple(name.split("/")): array for name, array in arrays.items()})
+    tree = _nested({_keys(name): array for name, array in arrays.items()})
     if any(isinstance(array, StreamedArray) for array in arrays.values()):
         save: Any = ocp.args.PyTreeSave(tree)
     else:
@@ -82,7 +82,7 @@ def read_arrays(path: Any, wanted: Sequence[Leaf], *, partial: bool) -> list[jax
     Raises:
         ValueError: if files are damaged.
     """
-    target = _nested({leaf.path: leaf.stored() for leaf in wanted})
+    target = _nested({_keys(leaf.name): leaf.stored() for leaf in wanted})
     restore_args = jax.tree.map(
         lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype), target
     )
@@ -96,7 +96,7 @@ def read_arrays(path: Any, wanted: Sequence[Leaf], *, partial: bool) -> list[jax
             if not broken:
                 raise
             raise ValueError(damaged(path, broken)) from error
-    return [functools.reduce(operator.getitem, leaf.path, arrays) for leaf in wanted]
+    return [functools.reduce(operator.getitem, _keys(leaf.name), arrays) for leaf in wanted]
 
 
 def read_manifest(path: Any) -> dict[str, Any]:
@@ -134,6 +134,11 @@ def damaged(path: Any, lines: Sequence[str]) -> str:
         f"the checkpoint {path} is damaged:\n{shown}{more}\nRestore another step; `gtp-jax checkpoint verify "
         f"{path.parent}` says which are whole."
     )
+
+
+def _keys(name: str) -> tuple[str, ...]:
+    """Where an array is on disk; a slash within a key of the state counts as one between two."""
+    return tuple(name.split("/"))
 
 
 def _nested(items: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:

@@ -154,6 +154,25 @@ def test_a_donated_state_is_refused(tmp_path, plain):
         Checkpoints(tmp_path).save(1, state)
 
 
+@pytest.mark.parametrize(
+    ("array", "kind"), [(jnp.zeros((0, 4)), "float32[0, 4]"), (jnp.ones(3, jnp.complex64), "complex64[3]")]
+)
+def test_arrays_that_orbax_or_digests_do_not_know_are_refused_by_path(tmp_path, plain, array, kind):
+    with pytest.raises(ValueError, match=re.escape(f"`params/a/w` of the state is {kind}; only arrays with at")):
+        Checkpoints(tmp_path).save(1, plain({"a": {"w": array}}))
+
+
+def test_a_key_with_a_slash_is_restored_and_a_loss_may_be_an_array(tmp_path, plain):
+    state = plain({"a/b": jnp.arange(2), "a": {"c": jnp.arange(3)}})
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, loss=jnp.float32(1.5))
+        checkpoints.wait()
+        assert checkpoints.best() == 1 and checkpoints.manifest()["loss"] == 1.5
+        restored, _ = checkpoints.restore(state)
+    assert (restored.params["a/b"] == state.params["a/b"]).all()
+    assert (restored.params["a"]["c"] == state.params["a"]["c"]).all()
+
+
 def test_two_arrays_of_one_name_on_disk_are_refused(tmp_path, plain):
     with pytest.raises(ValueError, match="`params/a.b` and `params/a/b` of the state would be one array on disk"):
         Checkpoints(tmp_path).save(1, plain({"a": {"b": jnp.ones(2)}, "a.b": jnp.zeros(2)}))
