@@ -83,8 +83,12 @@ def validate(q: QuantizedArray) -> None:
     """
     if not isinstance(q, QuantizedArray):
         raise TypeError(f"`q` is a {type(q).__name__}; it is a QuantizedArray, which `gtp_jax.quantize` makes.")
+    for name in ("codes", "scales", "amax"):
+        array = getattr(q, name)
+        if array is not None and not (hasattr(array, "dtype") and hasattr(array, "shape")):
+            raise TypeError(f"`{name}` is a {type(array).__name__}; it is an array, as `gtp_jax.quantize` makes it.")
     codes, scales = codes_shape(q.format, q.matrix, q.columns), scales_shape(q.format, q.matrix, q.columns)
-    lead = q.codes.shape[:-2]
+    lead = () if q.codes is None else q.codes.shape[:-2]
     _expect(q, "codes", q.codes, jnp.uint8, (*lead, *codes))
     _expect(q, "scales", q.scales, jnp.uint8, None if scales is None else (*lead, *scales))
     _expect(q, "amax", q.amax, jnp.float32, lead[: q.amax.ndim] if q.format.has_amax and q.amax is not None else None)

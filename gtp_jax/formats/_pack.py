@@ -66,6 +66,7 @@ class PackPlan:
             `total_rows` is `rows`.
 
     Raises:
+        TypeError: if a number of a piece is no integer.
         ValueError: if the pieces do not make whole outputs.
     """
 
@@ -77,8 +78,11 @@ class PackPlan:
             raise ValueError("`pieces` is empty; a plan has at least one piece.")
         for index, piece in enumerate(self.pieces):
             for name in ("rows", "cols", "total_rows", "out", "out_row"):
-                if getattr(piece, name) < 0:
-                    raise ValueError(f"piece {index}: `{name}` is {getattr(piece, name)}; it is 0 or more.")
+                number = getattr(piece, name)
+                if not hasattr(number, "__index__"):
+                    raise TypeError(f"piece {index}: `{name}` is {number!r}; it is an integer.")
+                if number < 0:
+                    raise ValueError(f"piece {index}: `{name}` is {number}; it is 0 or more.")
             if self.by_slice and piece.total_rows != piece.rows:
                 raise ValueError(
                     f"piece {index}: `total_rows` is {piece.total_rows}, but by slice nothing is stripped; it is "

@@ -108,6 +108,9 @@ BROKEN = {
         r"`codes` of a row-wise NVFP4_1D matrix of shape \(33, 47\) has shape \(33, 23\); it must be \(33, 24\)",
     ),
     "scales shape": (lambda: replace(EIGHT, scales=EIGHT.scales.T), ValueError, r"\(2, 33\); it must be \(33, 2\)"),
+    "codes missing": (lambda: replace(EIGHT, codes=None), ValueError, "`codes` is missing in a row-wise MXFP8"),
+    "codes no array": (lambda: replace(EIGHT, codes=[1]), TypeError, "`codes` is a list; it is an array"),
+    "amax no array": (lambda: replace(FOUR, amax=1.0), TypeError, "`amax` is a float; it is an array"),
     "scales missing": (lambda: replace(EIGHT, scales=None), ValueError, "`scales` is missing in a row-wise MXFP8"),
     "scales too many": (
         lambda: replace(NO_BLOCKS, scales=EIGHT.scales),

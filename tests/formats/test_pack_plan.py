@@ -79,3 +79,8 @@ def test_pieces_that_make_no_whole_are_refused(name):
     pieces, message = BROKEN[name]
     with pytest.raises(ValueError, match=message):
         PackPlan(pieces)
+
+
+def test_numbers_of_a_piece_are_integers():
+    with pytest.raises(TypeError, match=r"piece 0: `rows` is 32\.0; it is an integer"):
+        PackPlan((piece(rows=32.0),))
