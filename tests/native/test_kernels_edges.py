@@ -58,6 +58,17 @@ def test_copies_of_one_call_may_have_amaxes_of_their_own(format):
         assert_same_bits(q.scales, alone.scales, f"{axis} scales")
 
 
+@pytest.mark.parametrize("format", [NVFP4, NVFP4_1D, FP8_E4M3], ids=str)
+def test_copies_of_a_stack_may_have_amaxes_of_different_shapes(format):
+    x = jnp.asarray(np.random.default_rng(4).normal(size=(3, 2, 65, 72)), jnp.bfloat16)
+    amaxes = (jnp.asarray([3, 50, 0.5], jnp.float32), jnp.arange(1, 7, dtype=jnp.float32).reshape(3, 2))
+    for pair in (amaxes, amaxes[::-1], (amaxes[0], jnp.float32(9))):
+        both = gtp.quantize(x, format, amax=pair, axis="both", implementation="native")
+        for q, axis, amax in zip(both, ("row", "column"), pair, strict=True):
+            alone = gtp.quantize(x, format, amax=amax, axis=axis, implementation="native")
+            assert_same_bits(q.codes, alone.codes, f"{axis} codes, amax {amax.shape}")
+
+
 @a_format_of_each_kind
 def test_a_layer_of_many_weights_of_several_dtypes(format):
     # more pieces than one launch takes, whose dtypes and orientations alternate

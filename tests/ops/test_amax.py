@@ -60,6 +60,19 @@ def test_each_index_of_a_stack_has_its_own(implementation):
     assert gtp.multi_amax([], stacked=True, implementation=implementation).shape == (0,)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16], ids=["f32", "bf16", "f16"])
+def test_more_parts_than_one_launch_takes_at_addresses_aligned_to_an_element(dtype, implementation):
+    # one launch takes 145 or 1,096 of them; parts of an odd size begin anywhere, and those of the second stack are
+    # longer than what one block of threads takes
+    random = np.random.default_rng(1)
+    arrays = [random.normal(size=shape).astype(dtype) for shape in ((2300, 33), (3, 20001), (150, 7))]
+    arrays[1][1, 20000] = 77.0
+    found = gtp.multi_amax([device(x) for x in arrays], stacked=True, implementation=implementation)
+    assert_same_bits(found, np.concatenate([np.abs(x).max(1) for x in arrays]).astype(np.float32))
+    few = gtp.multi_amax([device(arrays[2])], stacked=True, implementation=implementation)
+    assert_same_bits(few, found[-150:])
+
+
 def test_a_stack_has_a_first_dimension():
     with pytest.raises(ValueError, match=r"`arrays\[1\]` is a scalar; with `stacked` it has a first dimension"):
         gtp.multi_amax([jnp.ones(2), jnp.ones(())], stacked=True)

@@ -1,0 +1,299 @@
+// Random jobs for the CUDA kernels and the CPU kernels alike, many a call, at odd addresses, with strides and gaps that
+// no call of XLA's has. Inputs and outputs lie in one arena, so that comparing all of it also finds what was written
+// where nothing should be.
+//
+//     fuzz_cuda SEED CASES
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "gtp/cpu.h"
+#include "gtp/cuda.h"
+#include "gtp/numerics.h"
+
+namespace {
+
+using namespace gtp;
+
+constexpr int64_t kArena = int64_t{64} << 20;
+constexpr uint8_t kUntouched = 0xA5;
+
+std::mt19937_64 generator;
+
+int64_t below(int64_t limit) { return static_cast<int64_t>(generator() % static_cast<uint64_t>(limit)); }
+bool one_in(int64_t n) { return below(n) == 0; }
+
+int64_t any_size(int64_t limit) {
+  static constexpr int64_t kSizes[] = {0,  1,  2,   15,  16,  17,  31,  32,  33,  63,  64,  65,
+                                       80, 96, 127, 128, 129, 192, 255, 256, 257, 320, 520, 1088};
+  const int64_t size = one_in(2) ? kSizes[below(std::size(kSizes))] : below(150);
+  return std::min(size, limit);
+}
+
+void require(bool holds, const std::string& what) {
+  if (holds) return;
+  std::fprintf(stderr, "violated: %s\n", what.c_str());
+  std::exit(1);
+}
+
+void check(cudaError_t error, const char* what) {
+  require(error == cudaSuccess, std::string(what) + ": " + cudaGetErrorString(error));
+}
+
+// The same bytes on host and device.
+class Arena {
+ public:
+  Arena() : host_(new uint8_t[kArena]), found_(new uint8_t[kArena]) {
+    check(cudaMalloc(reinterpret_cast<void**>(&device_), kArena), "cudaMalloc");
+  }
+
+  void clear() {
+    used_ = 0;
+    places_.clear();
+  }
+
+  // So many bytes, aligned as asked or better, between bytes that belong to no one.
+  uint8_t* take(int64_t bytes, int64_t alignment, std::string name) {
+    const int64_t start = round_up(used_ + 1 + below(40), 16) + (one_in(2) ? 0 : alignment * below(16 / alignment));
+    require(start + bytes + 64 <= kArena, "the arena is large enough");
+    std::memset(host_.get() + used_, kUntouched, start + bytes + 64 - used_);
+    used_ = start + bytes;
+    places_.push_back({start, std::move(name)});
+    return host_.get() + start;
+  }
+
+  template <class T>
+  T* on_device(T* host) const {
+    if (!host) return nullptr;
+    return reinterpret_cast<T*>(device_ + (reinterpret_cast<const uint8_t*>(host) - host_.get()));
+  }
+
+  void upload() { check(cudaMemcpy(device_, host_.get(), used_ + 64, cudaMemcpyHostToDevice), "upload"); }
+
+  // Waits for the device, and compares what it has with what the host has.
+  void compare(const std::string& what) {
+    check(cudaDeviceSynchronize(), what.c_str());
+    check(cudaMemcpy(found_.get(), device_, used_ + 64, cudaMemcpyDeviceToHost), "download");
+    const auto at = std::mismatch(found_.get(), found_.get() + used_ + 64, host_.get()).first - found_.get();
+    if (at == used_ + 64) return;
+    const auto after = std::upper_bound(places_.begin(), places_.end(), at,
+                                        [](int64_t value, const Place& place) { return value < place.start; });
+    const Place place = after == places_.begin() ? Place{0, "what is before all"} : *(after - 1);
+    char text[200];
+    std::snprintf(text, sizeof text, ": byte %lld of %s is %02x on the device and %02x on the host",
+                  static_cast<long long>(at - place.start), place.name.c_str(), found_[at], host_[at]);
+    require(false, what + text);
+  }
+
+ private:
+  struct Place {
+    int64_t start;
+    std::string name;
+  };
+  std::unique_ptr<uint8_t[]> host_, found_;
+  uint8_t* device_ = nullptr;
+  int64_t used_ = 0;
+  std::vector<Place> places_;
+};
+
+void fill_values(uint8_t* x, int64_t size, DType dtype) {
+  std::normal_distribution<float> normal;
+  const bool wild = one_in(3);
+  const int64_t spoilt = one_in(2) && size > 0 ? below(size) : -1;
+  for (int64_t i = 0; i < size; ++i) {
+    const uint32_t word = i == spoilt ? kNan : wild ? static_cast<uint32_t>(generator()) : bits_of(normal(generator));
+    if (dtype == DType::kF32) {
+      std::memcpy(x + 4 * i, &word, 4);
+    } else {
+      const uint16_t half = wild ? static_cast<uint16_t>(word)
+                                 : dtype == DType::kBF16 ? to_bf16(float_of(word)) : to_f16(float_of(word));
+      std::memcpy(x + 2 * i, &half, 2);
+    }
+  }
+}
+
+float any_amax() {
+  static constexpr float kAmaxes[] = {3.0f, 6.0f, 0.5f, 100.0f, 0.0f, 1e-40f, 1e-30f, 1e30f, kFloatMax};
+  return kAmaxes[below(std::size(kAmaxes))];
+}
+
+const float* take_amaxes(Arena& arena, int64_t count, const std::string& name) {
+  auto* amax = reinterpret_cast<float*>(arena.take(4 * count, 4, name));
+  for (int64_t i = 0; i < count; ++i) {
+    const float value = any_amax();
+    std::memcpy(amax + i, &value, 4);
+  }
+  return amax;
+}
+
+DType any_dtype() { return static_cast<DType>(below(3)); }
+
+int64_t scale_bytes(const Format& format, int64_t rows, int64_t cols) {
+  return format.block_cols ? ceil_div(rows, format.block_rows) * ceil_div(cols, format.block_cols) : 0;
+}
+
+// Room for `count` matrices of so many bytes, gaps and more between them.
+uint8_t* take_stack(Arena& arena, int64_t count, int64_t bytes, int32_t& gap, int64_t& stride, const std::string& name) {
+  gap = one_in(2) ? 0 : static_cast<int32_t>(below(kSectionBytes));
+  stride = bytes + gap + (one_in(2) ? 0 : below(40));
+  if (one_in(2)) stride = round_up(stride, kSectionBytes);
+  return arena.take(count * stride, 1, name);
+}
+
+Copy take_copy(Arena& arena, const Format& format, int64_t count, int64_t rows, int64_t cols, const float* amax,
+               const std::string& name) {
+  Copy copy{};
+  copy.codes_bytes = rows * format.code_bytes(cols);
+  copy.scales_bytes = scale_bytes(format, rows, cols);
+  copy.codes = take_stack(arena, count, copy.codes_bytes, copy.codes_gap, copy.codes_stride, name + " codes");
+  copy.scales = take_stack(arena, count, copy.scales_bytes, copy.scales_gap, copy.scales_stride, name + " scales");
+  copy.amax = amax;
+  return copy;
+}
+
+Copy on_device(const Arena& arena, Copy copy) {
+  copy.codes = arena.on_device(copy.codes);
+  copy.scales = arena.on_device(copy.scales);
+  copy.amax = arena.on_device(copy.amax);
+  return copy;
+}
+
+// More than one table holds, of up to three dtypes.
+int64_t any_count() { return one_in(3) ? 1 + below(90) : 1 + below(4); }
+
+void quantize_case(Arena& arena, const cpu::Pool& pool) {
+  const int code = static_cast<int>(below(kFormatCount));
+  const Format& format = kFormats[code];
+  const bool hadamard = code == 1 && one_in(3), stochastic = format.element_bits == 4 && one_in(3);
+  auto* key = reinterpret_cast<uint32_t*>(arena.take(8, 4, "key"));
+  for (int i = 0; i < 2; ++i) key[i] = static_cast<uint32_t>(generator());
+  std::vector<QuantizeJob> jobs, there;
+  const int64_t many = any_count(), limit = many > 4 ? 200 : 2000;
+  for (int64_t i = 0; i < many; ++i) {
+    const std::string name = std::string(format.name) + " job " + std::to_string(i);
+    QuantizeJob job{};
+    job.dtype = any_dtype();
+    job.count = 1 + (one_in(2) ? below(5) : 0);
+    job.rows = any_size(limit);
+    job.cols = any_size(std::max<int64_t>(1, std::min(limit, 400000 / std::max<int64_t>(1, job.rows * job.count))));
+    const int64_t size = job.count * job.rows * job.cols;
+    auto* x = arena.take(size * dtype_bytes(job.dtype), dtype_bytes(job.dtype), name + " x");
+    fill_values(x, size, job.dtype);
+    job.x = x;
+    job.count_per_amax = 1 + below(job.count);
+    job.amax_stride = below(4);
+    job.column_transposed = format.transposed_columns || one_in(2);
+    const int64_t amaxes = 1 + (job.count - 1) / job.count_per_amax * job.amax_stride;
+    const auto* amax = take_amaxes(arena, amaxes, name + " amax");
+    const auto* other = one_in(3) ? take_amaxes(arena, amaxes, name + " amax of columns") : amax;
+    const int64_t which = below(3), length = hadamard ? round_up(job.rows, kRun) : job.rows;
+    if (which != 1) job.row = take_copy(arena, format, job.count, job.rows, job.cols, amax, name + " row");
+    if (which != 0) job.column = take_copy(arena, format, job.count, job.cols, length, other, name + " column");
+    jobs.push_back(job);
+    job.x = arena.on_device(x);
+    job.row = on_device(arena, job.row);
+    job.column = on_device(arena, job.column);
+    there.push_back(job);
+  }
+  arena.upload();
+  const char* error = cuda::quantize(there, {code, hadamard, stochastic ? arena.on_device(key) : nullptr}, nullptr);
+  require(!error, std::string("quantize: ") + (error ? error : ""));
+  cpu::quantize(jobs, {code, hadamard, stochastic ? key : nullptr}, pool);
+  arena.compare(std::string("quantize") + (hadamard ? " hadamard" : "") + (stochastic ? " stochastic" : ""));
+}
+
+void dequantize_case(Arena& arena, const cpu::Pool& pool) {
+  const int code = static_cast<int>(below(kFormatCount));
+  const Format& format = kFormats[code];
+  std::vector<DequantizeJob> jobs, there;
+  const int64_t many = any_count(), limit = many > 4 ? 200 : 2000;
+  for (int64_t i = 0; i < many; ++i) {
+    const std::string name = std::string(format.name) + " job " + std::to_string(i);
+    DequantizeJob job{};
+    job.dtype = any_dtype();
+    job.layout = one_in(2) ? Layout::kRows : format.transposed_columns || one_in(2) ? Layout::kColumnsTurned : Layout::kColumns;
+    job.count = 1 + (one_in(2) ? below(5) : 0);
+    job.rows = any_size(limit);
+    job.cols = any_size(std::max<int64_t>(1, std::min(limit, 400000 / std::max<int64_t>(1, job.rows * job.count))));
+    job.rows_kept = job.count * job.rows;
+    if (job.layout == Layout::kRows && one_in(2)) job.rows_kept = below(job.rows_kept + 1);
+    int32_t gap;
+    const auto any_bytes = [&](int64_t bytes, int64_t& stride, const char* what) {
+      uint8_t* start = take_stack(arena, job.count, bytes, gap, stride, name + what);
+      for (int64_t k = 0; k < job.count * stride; ++k) start[k] = static_cast<uint8_t>(generator());
+      return start;
+    };
+    job.codes = any_bytes(job.rows * format.code_bytes(job.cols), job.codes_stride, " codes");
+    job.scales = any_bytes(scale_bytes(format, job.rows, job.cols), job.scales_stride, " scales");
+    job.count_per_amax = 1 + below(job.count);
+    job.amax_stride = below(4);
+    job.amax = take_amaxes(arena, 1 + (job.count - 1) / job.count_per_amax * job.amax_stride, name + " amax");
+    job.x_stride = job.rows * job.cols + (one_in(2) ? 0 : below(30));
+    const int64_t bytes = dtype_bytes(job.dtype);
+    job.x = arena.take(job.count * job.x_stride * bytes, bytes, name + " values");
+    jobs.push_back(job);
+    job.codes = arena.on_device(job.codes);
+    job.scales = arena.on_device(job.scales);
+    job.amax = arena.on_device(job.amax);
+    job.x = arena.on_device(static_cast<uint8_t*>(job.x));
+    there.push_back(job);
+  }
+  arena.upload();
+  const char* error = cuda::dequantize(there, code, nullptr);
+  require(!error, std::string("dequantize: ") + (error ? error : ""));
+  cpu::dequantize(jobs, code, pool);
+  arena.compare("dequantize");
+}
+
+void amax_case(Arena& arena, const cpu::Pool& pool) {
+  const int64_t many = one_in(3) ? 1 + below(2500) : 1 + below(160);
+  std::vector<Array> arrays, there;
+  for (int64_t i = 0; i < many; ++i) {
+    Array array{nullptr, one_in(20) ? below(100000) : below(300), any_dtype()};
+    if (many < 20 && one_in(4)) array.size = below(600000);
+    const int64_t bytes = dtype_bytes(array.dtype);
+    auto* data = arena.take(array.size * bytes, bytes, "array " + std::to_string(i));
+    fill_values(data, array.size, array.dtype);
+    array.data = data;
+    arrays.push_back(array);
+    array.data = arena.on_device(data);
+    there.push_back(array);
+  }
+  auto* amax = reinterpret_cast<float*>(arena.take(4 * many, 4, "amax"));
+  const int64_t rows = any_size(500), cols = any_size(300), count = 1 + below(3);
+  const Array stack{arena.take(count * rows * cols * 4, 4, "stack"), count * rows * cols, any_dtype()};
+  fill_values(static_cast<uint8_t*>(const_cast<void*>(stack.data)), stack.size, stack.dtype);
+  auto* transformed = reinterpret_cast<float*>(arena.take(4, 4, "amax after the transform"));
+  arena.upload();
+  const char* error = cuda::multi_amax(there, arena.on_device(amax), nullptr);
+  require(!error, std::string("multi_amax: ") + (error ? error : ""));
+  const Array stack_there{arena.on_device(static_cast<const uint8_t*>(stack.data)), stack.size, stack.dtype};
+  error = cuda::hadamard_amax(stack_there, count, rows, cols, arena.on_device(transformed), nullptr);
+  require(!error, std::string("hadamard_amax: ") + (error ? error : ""));
+  cpu::multi_amax(arrays, amax, pool);
+  cpu::hadamard_amax(stack, count, rows, cols, transformed, pool);
+  arena.compare("amax");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  generator.seed(argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 0);
+  const long cases = argc > 2 ? std::strtol(argv[2], nullptr, 10) : 1000;
+  const cpu::Pool pool{3, [](std::function<void()> task) { std::thread(std::move(task)).detach(); }};
+  Arena arena;
+  for (long i = 0; i < cases; ++i) {
+    arena.clear();
+    const int64_t kind = below(7);
+    kind < 3 ? quantize_case(arena, pool) : kind < 6 ? dequantize_case(arena, pool) : amax_case(arena, pool);
+  }
+  std::printf("%ld cases\n", cases);
+}
