@@ -201,7 +201,7 @@ class _Pass:
             following = self._gather(after, x) if after is not None else ()
         else:
             weights, following = self._gather(layer, x), ()
-        apply, whole = self.links[layer.link].apply, self._at(self.whole, layer)
+        apply, whole = self.links[layer.link].apply, self._of(self.whole[layer.link], layer)
         # what backward wants of weights that are not kept comes back as a mark, to be gathered again
         y, closure = jax.vjp(apply, weights, whole, x, saveable_args=(kept, True, True))
         if self.prefetch:
@@ -233,16 +233,18 @@ class _Pass:
         return gradient, following, (), scattered, whole
 
     def _gather(self, layer: _Layer, *events: Tree) -> Tree:
-        sent, _ = lax.optimization_barrier((self._at(self.sent, layer), events))
-        return self.links[layer.link].gather(sent)
+        # tied before it is cut out of a stack, so that forward's piece is not kept for backward
+        sent, _ = lax.optimization_barrier((self.sent[layer.link], events))
+        return self.links[layer.link].gather(self._of(sent, layer))
 
     def _gather_again(self, layer: _Layer, *events: Tree) -> Tree:
         return self._gather(layer, *events) if _wants_weights(layer.closure) else ()
 
-    def _at(self, tree: Tree, layer: _Layer) -> Tree:
+    def _of(self, tree: Tree, layer: _Layer) -> Tree:
+        """One layer's part of its link's arrays."""
         if not self.links[layer.link].stacked:
-            return tree[layer.link]
-        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, layer.index, 0, keepdims=False), tree[layer.link])
+            return tree
+        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, layer.index, 0, keepdims=False), tree)
 
     def _is_kept(self, link: int, index: int) -> bool:
         return self.offsets[link] + index >= self.first_kept

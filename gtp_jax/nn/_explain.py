@@ -70,7 +70,7 @@ def explain(model: nnx.Module, recipe: Recipe | None) -> Explanation:
 
     Raises:
         TypeError: if `recipe` is something else.
-        ValueError: if slices cut the format's blocks in two.
+        ValueError: if slices cut the format's blocks in two, or have rows shorter than a block.
     """
     check_recipe(recipe)
     found = []

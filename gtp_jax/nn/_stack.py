@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import nnx
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..chain import Link, Remat, Schedule, run, with_remat
 from ..collectives import Packed, gather_packed
 from ._layer import Layer, layout_of
-from ._weight import weight_owners
+from ._weight import scatter, weight_owners
 
 
 class Stack(Layer):
@@ -31,6 +33,7 @@ class Stack(Layer):
 
     Attributes:
         packed: what is gathered in place of the layers' slices: buffers of quantized weights; none without a recipe.
+            The first layers' may have been gathered already.
 
     Raises:
         ValueError: if `length` is less than 1, `remat` is not a known policy, or a layer holds a `Stack` of its own.
@@ -65,7 +68,7 @@ class Stack(Layer):
         _refuse_inner_stacks(self.layers)
 
     def local(self, x: Any) -> Any:
-        return run([_link(self, self.remat)], x, self.schedule)
+        return run(_links(self, self.remat), x, self.schedule)
 
 
 def run_chain(x: Any, *modules: Layer, schedule: Schedule | None = None, remat: Remat | None = None) -> Any:
@@ -117,8 +120,8 @@ class _Row(Layer):
         self.sequence_parallel = False
 
     def local(self, x: Any) -> Any:
-        links = [_link(module, remat) for module, remat in zip(self.links, self.remat, strict=True)]
-        return run(links, x, self.schedule)
+        found = [_links(module, remat) for module, remat in zip(self.links, self.remat, strict=True)]
+        return run([link for links in found for link in links], x, self.schedule)
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
         first: Layer = self.links[0]
@@ -137,6 +140,25 @@ def _refuse_inner_stacks(module: nnx.Module) -> None:
             f"{type(module).__name__} holds a `Stack`, which cannot be a part of another chain's layer. Put stacks "
             "side by side: `run_chain(x, stack, other_stack)`."
         )
+
+
+def _links(module: Layer, remat: Remat) -> list[Link]:
+    """A module as the chain sees it; two stretches if the codes of only a stack's first layers are held."""
+    link = _link(module, remat)
+    held = [one for one in link.sent[0] if one.gathered]
+    count = held[0].buffer.shape[0] if held else 0
+    if count in (0, link.length):
+        return [link]
+    sizes = (count, link.length - count)
+    # by `split` and not by slices, whose gradients would each be padded to the whole stack and added up
+    leaves, tree = jax.tree.flatten((link.slices, link.sent[1], link.whole))
+    parts = zip(*(lax.split(leaf, sizes) for leaf in leaves), strict=True)
+    packed = (tuple(held), tuple(one for one in link.sent[0] if not one.gathered))
+    found = []
+    for part, one, length in zip(parts, packed, sizes, strict=True):
+        slices, others, whole = jax.tree.unflatten(tree, part)
+        found.append(dataclasses.replace(link, slices=slices, sent=(one, others), whole=whole, length=length))
+    return found
 
 
 def _link(module: Layer, remat: Remat) -> Link:
@@ -173,7 +195,7 @@ def _link(module: Layer, remat: Remat) -> Link:
         slices={path: owner.slices() for path, owner in owners.items()},
         whole=[v.get_value() for v, whole in zip(leaves, is_whole, strict=True) if whole],
         gather=gather,
-        scatter=lambda gradients: {path: owner.scatter(gradients[path]) for path, owner in owners.items()},
+        scatter=lambda gradients: scatter(owners, gradients),
         apply=with_remat(apply, remat),
         length=1 if stack is None else stack.length,
         stacked=stack is not None,

@@ -6,8 +6,18 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from .. import formats
 from ..formats import Format
+
+# What a gradient may be exchanged in, to be summed in float32.
+REDUCTIONS: dict[str, Format | np.dtype] = {
+    "bf16": np.dtype(jnp.bfloat16),
+    "fp8": formats.FP8_E4M3,
+    "mxfp8": formats.MXFP8,
+}
 
 _GRADIENTS = {"e5m2": formats.FP8_E5M2, "e4m3": formats.FP8_E4M3}
 
@@ -23,13 +33,22 @@ class Recipe:
     Attributes:
         keep: names of modules whose weights stay in high precision, with all below them. By default the embedding and
             the head, where a Llama of this library has them.
+        reduce: `"bf16"`, `"fp8"` or `"mxfp8"`, in which each rank sends the others their shares of a layer's weight
+            gradient, which they then add up in float32; see `gtp_jax.collectives.exchange_gradients`. By default a
+            reduce-scatter in the modules' `reduce_dtype`.
     """
 
     keep: tuple[str, ...] = ("embed", "head")
+    reduce: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.keep, str) or not all(isinstance(name, str) for name in self.keep):
             raise TypeError(f"`keep` is {self.keep!r}; it is a tuple of names of modules, such as ('embed', 'head').")
+        if self.reduce is not None and self.reduce not in REDUCTIONS:
+            raise ValueError(
+                f"`reduce` is {self.reduce!r}; it is one of {', '.join(map(repr, REDUCTIONS))}, or `None` for a "
+                "reduce-scatter."
+            )
 
     @property
     def wire(self) -> Format | None:
@@ -48,6 +67,11 @@ class Recipe:
     def wire_of(self, path: Iterable[Any]) -> Format | None:
         """Format of the weights of the module at `path`."""
         return None if set(map(str, path)) & set(self.keep) else self.wire
+
+    def reduction_of(self, path: Iterable[Any]) -> Format | np.dtype | None:
+        """In what the gradient of the module at `path` is exchanged; `None`: a reduce-scatter."""
+        kept = self.reduce is None or set(map(str, path)) & set(self.keep)
+        return None if kept else REDUCTIONS[str(self.reduce)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -83,7 +83,7 @@ def test_another_recipe_takes_over(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state, recipe=before.recipe)
         found = checkpoints.manifest()["recipe"]
-        assert found == {"name": "NVFP4", "keep": ["embed", "head"], "block": [16, 16]}
+        assert found == {"name": "NVFP4", "keep": ["embed", "head"], "reduce": None, "block": [16, 16]}
         losses = {}
         for name in ("nvfp4", "mxfp8"):
             run = Run(before.place, RECIPES[name], before.optimizer)
