@@ -4,11 +4,16 @@ from ._breakdown import EXPOSED as EXPOSED
 from ._breakdown import IDLE as IDLE
 from ._breakdown import Breakdown as Breakdown
 from ._breakdown import breakdown as breakdown
+from ._checkpoint import ENDED as ENDED
+from ._checkpoint import SAVING_CONTENDERS as SAVING_CONTENDERS
 from ._checkpoint import CheckpointTimes as CheckpointTimes
+from ._checkpoint import SavingContender as SavingContender
+from ._checkpoint import chosen_saving_contenders as chosen_saving_contenders
 from ._checkpoint import float32_bytes as float32_bytes
 from ._checkpoint import measure_checkpoints as measure_checkpoints
+from ._checkpoint import reports_of as reports_of
 from ._checkpoint import state_shapes as state_shapes
-from ._checkpoint import steps_of as steps_of
+from ._checkpoint_picture import draw_checkpoints as draw_checkpoints
 from ._contender import CONTENDERS as CONTENDERS
 from ._contender import Contender as Contender
 from ._contender import chosen_contenders as chosen_contenders
@@ -33,8 +38,6 @@ from ._step_record import changes as changes
 from ._step_record import record as record
 from ._timing import seconds_a_call as seconds_a_call
 from ._timing import seconds_on_device as seconds_on_device
-from ._torch_dcp import has_torch as has_torch
-from ._torch_dcp import measure_torch as measure_torch
 from ._trace import KINDS as KINDS
 from ._trace import Op as Op
 from ._trace import kind_of as kind_of

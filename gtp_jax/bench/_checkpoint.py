@@ -1,51 +1,101 @@
-"""Checkpoints of a model's training state beside plain orbax: saving, restoring, restoring onto another mesh.
+"""Checkpoints of a model's training state beside plain orbax and torch DCP: saving, restoring, moving to another mesh.
 
-What is measured is warm: programs are compiled and files lie in the page cache, for all alike. Rivals take turns, so
-that a slow moment of the machine meets them all.
+What is measured is warm: programs are compiled and files lie in the page cache, for all alike. All of them write to
+one directory, which is emptied in between, and flush what they have written to the disk before they call it saved.
+Only gtp_jax makes checksums of arrays and files; torch's are those of its zip archives. gtp_jax and orbax, one process
+for all devices, compress (random numbers by 7 %); torch, a process a device, does not.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
+import json
 import math
 import shutil
 import statistics
+import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
-import orbax.checkpoint as ocp
 
-from ..checkpoint import CHECKSUM_EVENTS, Checkpoints
-from ..mesh import make_mesh
 from ..models import Llama, LlamaConfig
 from ..nn import abstract_model
 from ..train import TrainState
+from ._choice import by_words
+from ._contender import SCRIPTS
+from ._process import reason, run
+from .contenders.workload import MARK
+
+# What is reported of a contender last.
+ENDED = "ended"
+
+
+@dataclasses.dataclass(frozen=True)
+class SavingContender:
+    """A program that saves and restores.
+
+    Attributes:
+        name: for tables.
+        variant: what its script is told.
+        script: file in the folder `contenders`.
+    """
+
+    name: str
+    variant: str
+    script: str
+
+    def command(self, job: str, devices: int, torch_python: str) -> list[str]:
+        """The command line of its process; with PyTorch, of one process a device."""
+        torchrun = [torch_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices)]
+        return [*(torchrun if self.is_torch else [sys.executable]), str(SCRIPTS / self.script), job]
+
+    @property
+    def is_torch(self) -> bool:
+        """Whether it runs in PyTorch."""
+        return self.script == "saving_torch.py"
+
+
+SAVING_CONTENDERS = (
+    SavingContender("gtp_jax", "gtp_jax", "saving_jax.py"),
+    SavingContender("orbax", "orbax", "saving_jax.py"),
+    SavingContender("torch-DCP async", "async", "saving_torch.py"),
+    SavingContender("torch-DCP sync", "sync", "saving_torch.py"),
+)
+
+
+def chosen_saving_contenders(only: Sequence[str]) -> list[SavingContender]:
+    """Those of `SAVING_CONTENDERS` whose name has all the words of one of `only`; all of them if `only` is empty.
+
+    Raises:
+        ValueError: if none has.
+    """
+    return by_words(SAVING_CONTENDERS, only, "contender")
 
 
 @dataclasses.dataclass
 class CheckpointTimes:
-    """Seconds of each round, by what was done.
+    """Seconds of each round, by what was done; the first round, in which all is cold, included.
 
     Attributes:
-        who: `gtp_jax`, `orbax` or `torch DCP`.
+        who: name of the contender.
         state_bytes: of the arrays.
+        versions: of what it runs on.
+        failure: why it did not do all rounds; empty if it did.
         blocked: until training may go on after a save began.
         saved: until the save is committed.
         restored: onto the mesh that saved.
         moved: onto another mesh; empty if there is none.
-        save_checksums, restore_checksums: what of `saved` and of `restored` went into checksums.
+        save_checksums, restore_checksums: what of `saved` and of `restored` was waiting for checksums.
     """
 
     who: str
-    state_bytes: int
+    state_bytes: int = 0
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    failure: str = ""
     blocked: list[float] = dataclasses.field(default_factory=list)
     saved: list[float] = dataclasses.field(default_factory=list)
     restored: list[float] = dataclasses.field(default_factory=list)
@@ -54,115 +104,93 @@ class CheckpointTimes:
     restore_checksums: list[float] = dataclasses.field(default_factory=list)
 
     def median(self, what: str) -> float | None:
-        """Seconds; `None` if it was not measured."""
+        """Seconds, of the rounds after the first; of the first if there is no other; `None` if there is none."""
         seconds = getattr(self, what)
-        return statistics.median(seconds) if seconds else None
+        return statistics.median(seconds[1:] or seconds) if seconds else None
 
     def ratio(self, what: str, of: str) -> float | None:
         """The median of `what` as a share of that of another."""
         part, whole = self.median(what), self.median(of)
-        return None if part is None or whole is None else part / whole
+        return None if part is None or not whole else part / whole
 
-
-class _Saver(Protocol):
-    def save(self, state: Any) -> None: ...
-    def wait(self) -> None: ...
-    def restore(self, like: Any) -> Any: ...
-    def clear(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class _Ours:
-    def __init__(self, directory: Path) -> None:
-        self._checkpoints = Checkpoints(directory, keep=1)
-        self._step = 0
-
-    def save(self, state: TrainState) -> None:
-        self._step += 1
-        self._checkpoints.save(self._step, state)
-
-    def wait(self) -> None:
-        self._checkpoints.wait()
-
-    def restore(self, like: TrainState) -> Any:
-        return self._checkpoints.restore(like)[0]
-
-    def clear(self) -> None:
-        pass  # the next save prunes, as in a run
-
-    def close(self) -> None:
-        self._checkpoints.close()
-
-
-class _Orbax:
-    """With its defaults, which save in the background and in parallel over replicas."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
-
-    def save(self, state: TrainState) -> None:
-        self._checkpointer.save(self._directory, args=ocp.args.StandardSave(_plain(state)))
-
-    def wait(self) -> None:
-        self._checkpointer.wait_until_finished()
-
-    def restore(self, like: TrainState) -> Any:
-        return self._checkpointer.restore(self._directory, args=ocp.args.StandardRestore(_plain(like)))
-
-    def clear(self) -> None:
-        shutil.rmtree(self._directory)
-
-    def close(self) -> None:
-        self._checkpointer.close()
-
-
-def _plain(state: TrainState) -> dict[str, Any]:
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+    def take(self, facts: Mapping[str, Any]) -> None:
+        """Takes in what the contender has told."""
+        for name, value in facts.items():
+            if isinstance(getattr(self, name), list):
+                getattr(self, name).append(value)
+            else:
+                setattr(self, name, value)
 
 
 def measure_checkpoints(
-    model: LlamaConfig, directory: Path, *, rounds: int, report: Callable[[str], None]
+    chosen: Sequence[SavingContender],
+    model: LlamaConfig,
+    directory: Path,
+    *,
+    rounds: int,
+    devices: int,
+    platform: str,
+    environment: Mapping[str, str],
+    timeout_s: float,
+    torch_python: str = sys.executable,
+    within_s: float = math.inf,
+    report: Callable[[CheckpointTimes, str], None],
 ) -> list[CheckpointTimes]:
-    """Measures on all devices of this process: weights cut over gtp, then moved to half the gtp and tp 2.
+    """Runs contenders one after another on all devices: weights cut over gtp, then moved to half the gtp and tp 2.
 
     Args:
+        chosen: which.
         model: whose parameters and AdamW moments are saved, filled with random numbers.
-        directory: for the files, three states at most.
-        rounds: after one that is not counted.
-        report: told what was done, `steps_of(rounds)` times.
-
-    Raises:
-        ValueError: if the sizes of the model need padding, with which plain orbax cannot restore on another mesh.
+        directory: for the files, one state at a time.
+        rounds: after a first one.
+        devices: how many there are.
+        platform: `gpu` or `cpu`.
+        environment: of their processes.
+        timeout_s: for one contender, its start and the first round included; what it did until then counts.
+        torch_python: the interpreter that has PyTorch.
+        within_s: for all of them; those that come too late are not run.
+        report: told what a contender's times are now and what it has done, `reports_of(rounds)` times or less each.
     """
-    count = jax.device_count()
-    state = _filled(_shapes(model, gtp=count))
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-    other = _shapes(model, gtp=count // 2, tp=2) if count % 2 == 0 else None
-    if any(layout is not None for layout in jax.tree.leaves(state.skeleton.layouts, is_leaf=lambda x: x is None)):
-        raise ValueError(f"the model's weights need padding on {count} devices, which plain orbax does not take off.")
-    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    savers: dict[str, _Saver] = {"gtp_jax": _Ours(directory / "gtp_jax"), "orbax": _Orbax(directory / "orbax")}
-    times = {who: CheckpointTimes(who, state_bytes) for who in savers}
-    for index in range(rounds + 1):
-        for who, saver in savers.items():
-            measured = _round(saver, state, like, other)
-            if index:
-                for what, seconds in measured.items():
-                    getattr(times[who], what).append(seconds)
-            report(who if index else f"{who}, first")
-    for saver in savers.values():
-        saver.close()
-    return list(times.values())
+    deadline = time.monotonic() + within_s
+    shapes = [list(shape) for shape in state_shapes(model)]
+    given = {"rounds": rounds, "model": dataclasses.asdict(model), "shapes": shapes, "platform": platform}
+    done = []
+    for contender in chosen:
+        times = CheckpointTimes(contender.name)
+        done.append(times)
+        allowed_s = min(timeout_s, deadline - time.monotonic())
+        if allowed_s <= 0:
+            times.failure = f"not run: {within_s:.0f} s for all contenders were over"
+            report(times, ENDED)
+            continue
+
+        def hear(line: str, times: CheckpointTimes = times) -> None:
+            if line.startswith(MARK):
+                facts = json.loads(line[len(MARK) :])
+                times.take(facts)
+                report(times, ", ".join(f"{k} {v:.3g} s" for k, v in facts.items() if isinstance(v, float)))
+
+        job = json.dumps({**given, "variant": contender.variant, "directory": str(directory / "checkpoint")})
+        try:
+            command = contender.command(job, devices, torch_python)
+            code, output = run(command, environment, allowed_s, hear)
+        finally:
+            shutil.rmtree(directory / "checkpoint", ignore_errors=True)
+        if code is None:
+            times.failure = f"{len(times.saved)} of {rounds + 1} saves in {allowed_s:.0f} s, then ended"
+        elif code:
+            times.failure = reason(code, output)
+        report(times, ENDED)
+    return done
 
 
-def steps_of(rounds: int) -> int:
-    """How many reports `measure_checkpoints` makes."""
-    return 2 * (rounds + 1)
+def reports_of(rounds: int) -> int:
+    """How many reports of each contender there are at most: its start, save, restore and move a round, its end."""
+    return 2 + 3 * (rounds + 1)
 
 
 def state_shapes(model: LlamaConfig) -> list[tuple[int, ...]]:
-    """Shapes of the float32 arrays of a model's training state."""
+    """Shapes of the float32 arrays of a model's training state. Starts no backend."""
     like = TrainState.create(abstract_model(lambda rngs: Llama(model, rngs=rngs)), optax.adamw(1e-3))
     return [leaf.shape for leaf in jax.tree.leaves(like) if leaf.shape]
 
@@ -170,75 +198,3 @@ def state_shapes(model: LlamaConfig) -> list[tuple[int, ...]]:
 def float32_bytes(shapes: Sequence[Sequence[int]]) -> int:
     """Of all of them together."""
     return sum(4 * math.prod(shape) for shape in shapes)
-
-
-def _round(saver: _Saver, state: Any, like: Any, other: Any) -> dict[str, float]:
-    jax.block_until_ready(state)
-    found: dict[str, float] = {}
-    with _checksum_seconds() as checksums:
-        begin = time.perf_counter()
-        saver.save(state)
-        found["blocked"] = time.perf_counter() - begin
-        saver.wait()
-        found["saved"] = time.perf_counter() - begin
-    found["save_checksums"] = sum(checksums.values())
-    with _checksum_seconds() as checksums:
-        found["restored"] = _seconds(lambda: saver.restore(like))
-    found["restore_checksums"] = sum(checksums.values())
-    if other is not None:
-        found["moved"] = _seconds(lambda: saver.restore(other))
-    saver.clear()
-    return found
-
-
-def _seconds(work: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    jax.block_until_ready(work())
-    return time.perf_counter() - begin
-
-
-_listening: list[dict[str, float]] = []
-
-
-@contextlib.contextmanager
-def _checksum_seconds() -> Iterator[dict[str, float]]:
-    """Seconds by event, of what happens inside."""
-    _register()
-    seconds: dict[str, float] = defaultdict(float)
-    _listening.append(seconds)
-    try:
-        yield seconds
-    finally:
-        _listening.remove(seconds)
-
-
-@functools.cache
-def _register() -> None:
-    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        del kwargs
-        for seconds in _listening if event in CHECKSUM_EVENTS else ():
-            seconds[event] += duration_secs
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-
-
-def _shapes(model: LlamaConfig, **degrees: int) -> TrainState:
-    with jax.set_mesh(make_mesh(**degrees)):
-        return TrainState.create(abstract_model(lambda rngs: Llama(model, rngs=rngs)), optax.adamw(1e-3))
-
-
-def _filled(like: TrainState) -> TrainState:
-    """Random numbers, for zeros would be compressed to nothing."""
-
-    @functools.cache
-    def maker(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
-        if not jnp.issubdtype(dtype, jnp.floating):
-            return jax.jit(lambda key: jnp.zeros(shape, dtype), out_shardings=sharding)
-        return jax.jit(lambda key: jax.random.normal(key, shape, dtype), out_shardings=sharding)
-
-    leaves, tree = jax.tree.flatten(like)
-    filled = []
-    for index, leaf in enumerate(leaves):
-        array = maker(leaf.shape, leaf.dtype, leaf.sharding)(jax.random.key(index))
-        filled.append(jax.block_until_ready(array))
-    return jax.tree.unflatten(tree, filled)

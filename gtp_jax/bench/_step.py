@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import re
-import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,9 +13,8 @@ from typing import Any
 
 from ..plan import step_flops
 from ._contender import Contender
+from ._process import reason, run
 from .contenders.workload import MARK, Workload
-
-_REASON_LENGTH = 110
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,9 +91,7 @@ def measure_steps(
         if left <= 0:
             yield Row(contender, failure=f"not run: {within_s:.0f} s for all contenders were over")
             continue
-        code, output = _run(
-            contender.command(work.flags, work.devices, torch_python), environment, min(timeout_s, left)
-        )
+        code, output = run(contender.command(work.flags, work.devices, torch_python), environment, min(timeout_s, left))
         if logs is not None:
             (logs / f"{contender.name.replace(' ', '_')}.txt").write_text(output)
         yield _row(contender, code, output, min(timeout_s, left))
@@ -114,39 +107,9 @@ def ratio(row: Row, rows: Sequence[Row], family: str) -> float | None:
     return min(rivals) / row.median_s if rivals and row.seconds else None
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> tuple[int | None, str]:
-    """Exit status, `None` after a timeout, and output."""
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=dict(environment),
-        start_new_session=True,  # so that torchrun's children end with it
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-        return process.returncode, output
-    except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        if isinstance(error, subprocess.TimeoutExpired):
-            return None, output
-        raise
-
-
 def _row(contender: Contender, code: int | None, output: str, allowed_s: float) -> Row:
     results = [line[len(MARK) :] for line in output.splitlines() if line.startswith(MARK)]
     if results:
         facts = json.loads(results[-1])
         return Row(contender, tuple(facts.pop("seconds")), facts)
-    return Row(contender, failure=f"not done in {allowed_s:.0f} s" if code is None else _reason(code, output))
-
-
-def _reason(code: int, output: str) -> str:
-    """The line of a failed program's output that most likely says why."""
-    errors = re.findall(r"^(?:\[rank0\]: *)?([\w.]*(?:Error|Exception): .+|error: .+)$", output, re.MULTILINE)
-    errors += re.findall(r"ModuleNotFoundError: [^)\n]+", output)
-    memory = [e for e in errors if "memory" in e.lower()]
-    line = (memory or errors or [f"exit status {code}"])[0].strip()
-    return line if len(line) <= _REASON_LENGTH else line[: _REASON_LENGTH - 1] + "…"
+    return Row(contender, failure=f"not done in {allowed_s:.0f} s" if code is None else reason(code, output))

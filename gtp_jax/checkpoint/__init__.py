@@ -7,5 +7,5 @@ from ._stored import StoredArray as StoredArray
 from ._streamed import StreamedArray as StreamedArray
 from ._sums import SUMS_EVENT
 
-# Under which `jax.monitoring` hears how many seconds went into checksums.
+# Under which `jax.monitoring` hears how many seconds were waited for checksums.
 CHECKSUM_EVENTS = (DIGEST_EVENT, SUMS_EVENT)

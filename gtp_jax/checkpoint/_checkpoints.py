@@ -8,6 +8,7 @@ import math
 import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -15,12 +16,12 @@ import jax
 import orbax.checkpoint as ocp
 
 from ..recipes import Recipe, check_recipe
-from ._digest import digests
+from ._digest import Digests
 from ._leaf import Leaf, check_savable, leaves
-from ._manifest import check, manifest
+from ._manifest import check, complete, manifest
 from ._retention import Retention
 from ._step import ARRAYS, damaged, loss_of, new_manager, read_arrays, read_manifest, write_step
-from ._steps import absolute, find_step, full_disk, is_full, steps_in
+from ._steps import absolute, find_step, refused_write, steps_in
 from ._stored import StoredArray, stored_arrays
 from ._streamed import StreamedArray
 from ._sums import damage
@@ -112,22 +113,28 @@ class Checkpoints:
         Raises:
             ValueError: if `step` is not above the latest one in the directory, if `state` has been donated, if an array
                 is empty or complex, or if the copies of a replicated array differ.
-            OSError: if the disk is full; earlier steps are as they were.
+            OSError: if the disk is full or has become read-only; earlier steps are as they were.
             TypeError: if a leaf of `state` is not a jax array, if JSON cannot hold `extra`, or if `recipe` is none.
         """
         step = self._checked(step)
         check_recipe(recipe)
         found = leaves(state)
         check_savable(found)
-        stored = [leaf.to_disk() for leaf in found]
-        description = manifest(step, found, digests(stored), {} if extra is None else extra, loss=loss, recipe=recipe)
-        # Not before the first save: it sweeps what looks half-written, which would be another run's work in progress if
-        # this object only reads.
-        arrays = {leaf.name: array for leaf, array in zip(found, stored, strict=True)}
-        with self._failures():
-            if self._manager is None:
-                self._manager = new_manager(self._directory, self._retention)
-            write_step(self._manager, arrays, description)
+        content = manifest(step, found, {} if extra is None else extra, loss=loss, recipe=recipe)
+        arrays = {leaf.name: leaf.to_disk() for leaf in found}
+        digests, description = Digests(arrays), Future()
+        try:
+            with self._failures():
+                # Not before the first save: it sweeps what looks half-written, which would be another run's work in
+                # progress if this object only reads.
+                if self._manager is None:
+                    self._manager = new_manager(self._directory, self._retention)
+                write_step(self._manager, step, arrays, description)
+            description.set_result(complete(content, digests.result()))
+        finally:
+            if description.cancel():  # the background must not wait for what never comes
+                with contextlib.suppress(CancelledError):
+                    self.close()
 
     def save_params(self, step: int, params: Mapping[str, StreamedArray], extra: dict[str, Any] | None = None) -> None:
         """Saves parameters that are made while they are written, a part in memory at a time. In one process.
@@ -144,17 +151,19 @@ class Checkpoints:
             TypeError: if JSON cannot hold `extra`.
         """
         step = self._checked(step)
-        found, sums = [], []
+        found, digests = [], {}
         for name, array in params.items():
             path = (_PARAMS, *name.split("/"))
             found.append(Leaf(path, jax.ShapeDtypeStruct(array.shape, array.dtype)))
-            sums.append(array.digest())
-        description = manifest(step, found, sums, {} if extra is None else extra)
+            digests[found[-1].name] = array.digest()
+        description: Future[dict[str, Any]] = Future()
+        description.set_result(complete(manifest(step, found, {} if extra is None else extra), digests))
         self.close()
         # In the background orbax makes directories, which must be there before the first part is written.
         manager = new_manager(self._directory, self._retention, background=False)
         with self._failures(), contextlib.closing(manager):
-            write_step(manager, {leaf.name: a for leaf, a in zip(found, params.values(), strict=True)}, description)
+            arrays = {leaf.name: array for leaf, array in zip(found, params.values(), strict=True)}
+            write_step(manager, step, arrays, description)
 
     def arrays(self, step: int | None = None) -> dict[str, StoredArray]:
         """A step's arrays by name, to be read in part.
@@ -209,13 +218,10 @@ class Checkpoints:
             found = {**found, "leaves": inside}
         check(found, wanted, f"the checkpoint {path}")
         stored = read_arrays(path, wanted, partial=bool(part))
-        wrong = [
-            f"{leaf.name}: other values than were saved"
-            for leaf, digest in zip(wanted, digests(stored), strict=True)
-            if digest != found["leaves"][leaf.name]["digest"]
-        ]
+        digests = Digests({leaf.name: array for leaf, array in zip(wanted, stored, strict=True)}).result()
+        wrong = [name for name, digest in digests.items() if digest != found["leaves"][name]["digest"]]
         if wrong:
-            raise ValueError(damaged(path, wrong))
+            raise ValueError(damaged(path, [f"{name}: other values than were saved" for name in wrong]))
         return found, [leaf.to_memory(array) for leaf, array in zip(wanted, stored, strict=True)]
 
     def manifest(self, step: int | None = None) -> dict[str, Any]:
@@ -271,14 +277,15 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
-        """Says what a full disk means. The next save begins anew: it sweeps what this one has left."""
+        """Says what a refused write means. The next save begins anew: it sweeps what this one has left."""
         try:
             yield
         except (OSError, ValueError) as error:
-            if not is_full(error):
+            refused = refused_write(self._directory, error)
+            if refused is None:
                 raise
             self._manager = None
-            raise full_disk(self._directory, error) from error
+            raise refused from error
 
     def _path(self, step: int | None) -> Any:
         self.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,35 +20,50 @@ _LANES = (0x9E3779B1, 0xBB67AE85)
 _DIMS = (0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0x2545F491, 0x9FB21C65, 0xE6546B65, 0x1B873593)
 
 
-# What jax.monitoring is told the seconds of.
+# What jax.monitoring is told the seconds of: how long was waited for digests.
 DIGEST_EVENT = "/gtp_jax/checkpoint/digests"
 
 
-def digests(arrays: Sequence[jax.Array]) -> list[str]:
-    """A digest of each array, 16 hexadecimal digits.
+class Digests:
+    """A digest of each array, 16 hexadecimal digits. Every process must make them, of all arrays.
 
     Two sums modulo 2^32, over the elements, of a bijective mix of the element's bits and its place. A sum does not
     depend on its order, so neither does the digest on how the array is cut; and as the mix is bijective, a change of
     any one element always shows. Computed by each device for what it holds, in one pass and without communication;
-    then every process must call this.
+    begun at once, so that there is time for something else before `result`.
+
+    Args:
+        arrays: by their paths in the state.
 
     Raises:
         TypeError: on a dtype without a fixed number of bytes.
-        ValueError: if the copies of a replicated array differ.
     """
-    begin = time.perf_counter()
-    launched = [_device_sums(array) for array in arrays]
-    pairs = [_own_sums(array, sums) for array, sums in zip(arrays, launched, strict=True)]
-    totals = np.array(pairs, np.uint32).reshape(len(arrays), 2, len(_LANES))
-    if jax.process_count() > 1:
-        totals = np.sum(multihost_utils.process_allgather(totals), axis=0, dtype=np.uint32)
-    found = [_agreed(array, *pair) for array, pair in zip(arrays, totals, strict=True)]
-    jax.monitoring.record_event_duration_secs(DIGEST_EVENT, time.perf_counter() - begin)
-    return found
+
+    def __init__(self, arrays: Mapping[str, jax.Array]) -> None:
+        self._arrays = arrays
+        self._launched = [_device_sums(array) for array in arrays.values()]
+
+    def result(self) -> dict[str, str]:
+        """The digests by path.
+
+        Raises:
+            ValueError: if the copies of a replicated array differ, naming it.
+        """
+        begin = time.perf_counter()
+        arrays = self._arrays.values()
+        pairs = [_own_sums(array, sums) for array, sums in zip(arrays, self._launched, strict=True)]
+        totals = np.array(pairs, np.uint32).reshape(len(arrays), 2, len(_LANES))
+        if jax.process_count() > 1:
+            totals = np.sum(multihost_utils.process_allgather(totals), axis=0, dtype=np.uint32)
+        found = {
+            name: _agreed(name, array, *pair) for (name, array), pair in zip(self._arrays.items(), totals, strict=True)
+        }
+        jax.monitoring.record_event_duration_secs(DIGEST_EVENT, time.perf_counter() - begin)
+        return found
 
 
 class Digest:
-    """The digest of an array that is in memory only a part at a time; the parts may come in any order."""
+    """The digest of one array that is in memory only a part at a time; the parts may come in any order."""
 
     def __init__(self) -> None:
         self._sums = np.zeros(len(_LANES), np.uint32)
@@ -63,7 +78,7 @@ class Digest:
         self._sums += np.asarray(_part_sums(words, np.uint32(begin)))
 
     def text(self) -> str:
-        """As `digests` has it."""
+        """As `Digests` has it."""
         return _text(self._sums)
 
 
@@ -101,14 +116,14 @@ def _own_sums(array: jax.Array, sums: jax.Array) -> tuple[np.ndarray, np.ndarray
     return sum((parts[s.device] for s in shards if s.replica_id == 0), none), sum(parts.values(), none)
 
 
-def _agreed(array: jax.Array, first: np.ndarray, all_copies: np.ndarray) -> str:
+def _agreed(name: str, array: jax.Array, first: np.ndarray, all_copies: np.ndarray) -> str:
     """The digest, from the sums over the whole array and over all its copies."""
     cuts = [-(-n // part) for n, part in zip(array.shape, array.sharding.shard_shape(array.shape), strict=True)]
     copies = len(array.sharding.device_set) // math.prod(cuts)
     if (first * np.uint32(copies) != all_copies).any():
         raise ValueError(
-            f"the copies of a replicated array of shape {array.shape} differ between devices: one of them has computed "
-            "or moved data wrongly. Restore the last checkpoint; if it happens again, replace the device."
+            f"`{name}` of the state is replicated, but its copies differ between devices: one of them has computed or "
+            "moved data wrongly. Restore the last checkpoint; if it happens again, replace the device."
         )
     return _text(first)
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -25,18 +25,16 @@ _SEAL = "crc32"
 def manifest(
     step: int,
     leaves: Sequence[Leaf],
-    digests: Sequence[str],
     extra: dict[str, Any],
     *,
     loss: float | None = None,
     recipe: Recipe | None = None,
 ) -> dict[str, Any]:
-    """The manifest of a checkpoint.
+    """The manifest of a checkpoint, but for the digests of its arrays.
 
     Args:
         step: of the checkpoint.
         leaves: its arrays.
-        digests: of the arrays as they are on disk.
         extra: the caller's own.
         loss: that the state has; NaN and infinities count as none.
         recipe: that the state was trained with.
@@ -52,11 +50,18 @@ def manifest(
         raise TypeError(
             f"`extra` cannot be written as JSON: {error}. Use numbers, strings, lists and dicts."
         ) from error
-    entries = {leaf.name: {**_entry(leaf), "digest": d} for leaf, d in zip(leaves, digests, strict=True)}
+    entries = {leaf.name: _entry(leaf) for leaf in leaves}
     versions = {name: _version(name) for name in ("gtp_jax", "jax", "orbax-checkpoint")}
     content = {"format": FORMAT, **versions, "step": step, "leaves": entries, "extra": extra}
     content["recipe"] = recipe and {"name": type(recipe).__name__, **dataclasses.asdict(recipe)}
     content["loss"] = float(loss) if loss is not None and math.isfinite(loss) else None
+    return content
+
+
+def complete(content: dict[str, Any], digests: Mapping[str, str]) -> dict[str, Any]:
+    """A manifest with the digests of the arrays as they are on disk, and a checksum of its own."""
+    leaves = {name: {**entry, "digest": digests[name]} for name, entry in content["leaves"].items()}
+    content = {**content, "leaves": leaves}
     return {**content, _SEAL: _crc(content)}
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -16,7 +18,7 @@ from ._manifest import read
 from ._pruning import Pruning
 from ._steps import steps_in
 from ._streamed import StreamedArray
-from ._sums import SummedArrays, SummedStreams, damage
+from ._sums import SummedArrays, SummedStreams, created, damage
 
 # Its two parts.
 ARRAYS, _MANIFEST = "arrays", "manifest"
@@ -36,7 +38,7 @@ def new_manager(directory: str, preservation: Any, *, background: bool = True) -
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     registry.add(ARRAYS, ocp.args.StandardSave, SummedArrays())
     registry.add(ARRAYS, ocp.args.PyTreeSave, SummedStreams())
-    registry.add(_MANIFEST, ocp.args.JsonSave, ocp.JsonCheckpointHandler(filename=_MANIFEST_FILE))
+    registry.add(_MANIFEST, ocp.args.JsonSave, _Manifests())
     options = ocp.CheckpointManagerOptions(
         preservation_policy=preservation,
         cleanup_tmp_directories=True,
@@ -48,13 +50,22 @@ def new_manager(directory: str, preservation: Any, *, background: bool = True) -
     return manager
 
 
-def write_step(manager: ocp.CheckpointManager, arrays: Mapping[str, Any], description: dict[str, Any]) -> None:
+def write_step(
+    manager: ocp.CheckpointManager, step: int, arrays: Mapping[str, Any], description: Future[dict[str, Any]]
+) -> None:
     """Writes a step: arrays by name, all in memory or all streamed, and their manifest.
+
+    Args:
+        manager: of `new_manager`.
+        step: above the latest one.
+        arrays: by name.
+        description: the manifest, which may come later: the step is not committed before. If it never comes but an
+            error does, that is the save's.
 
     Raises:
         ValueError: if the step is not above the latest one.
     """
-    step, latest = description["step"], manager.latest_step()
+    latest = manager.latest_step()
     if latest is not None and step <= latest:
         raise ValueError(
             f"`step` is {step}, but {manager.directory} already has step {latest}; steps must ascend. Resume from "
@@ -67,8 +78,30 @@ def write_step(manager: ocp.CheckpointManager, arrays: Mapping[str, Any], descri
         # A stack of matrices lies on disk by the matrix, so that a reader of one need not read them all.
         chunks = jax.tree.map(lambda array: ocp.SaveArgs(shard_axes=(0,) if array.ndim > 2 else ()), tree)
         save = ocp.args.StandardSave(tree, save_args=chunks)
-    items = {ARRAYS: save, _MANIFEST: ocp.args.JsonSave(description)}
+    promised: Any = description
+    items = {ARRAYS: save, _MANIFEST: ocp.args.JsonSave(promised)}
     manager.save(step, args=ocp.args.Composite(**items), force=True)
+
+
+class _Manifests(ocp.JsonCheckpointHandler):
+    """Writes a manifest that is made while the arrays are written already."""
+
+    async def async_save(self, directory: Any, item: Any = None, args: Any = None) -> Any:
+        del item
+        return [_Promised(directory, args.item)]
+
+
+class _Promised:
+    """A manifest to come, for orbax to wait for."""
+
+    def __init__(self, directory: Any, description: Future[dict[str, Any]]) -> None:
+        self._directory = directory
+        self._description = description
+
+    def result(self, timeout: float | None = None) -> None:
+        content = self._description.result(timeout)
+        if jax.process_index() == 0:
+            (created(self._directory) / _MANIFEST_FILE).write_text(json.dumps(content))
 
 
 def read_arrays(path: Any, wanted: Sequence[Leaf], *, partial: bool) -> list[jax.Array]:

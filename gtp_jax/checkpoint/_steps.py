@@ -12,8 +12,18 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-# A full disk, an exhausted quota, and a limit on the size of files.
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# What to do when the system refuses to write: a full disk, an exhausted quota or a limit on the size of files; and a
+# file system or directory that has become read-only.
+_ROOM = "Make room, keep fewer steps (`keep`), or save to another directory"
+_WRITABLE = "Make it writable again, or save to another directory"
+_REMEDIES = {
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EFBIG: _ROOM,
+    errno.EROFS: _WRITABLE,
+    errno.EACCES: _WRITABLE,
+    errno.EPERM: _WRITABLE,
+}
 
 
 def absolute(directory: str | os.PathLike[str], *, writable: bool) -> str:
@@ -67,21 +77,17 @@ def find_step(directory: str, step: int | None) -> Any:
     )
 
 
-def is_full(error: Exception) -> bool:
-    """Whether a save has failed for want of room; what orbax raises has the reason in its text."""
-    return any(os.strerror(number) in str(error) for number in _FULL)
-
-
-def full_disk(directory: str, error: Exception) -> OSError:
-    """What to raise then."""
-    number = next(number for number in _FULL if os.strerror(number) in str(error))
+def refused_write(directory: str, error: Exception) -> OSError | None:
+    """What to raise if a save has failed because the system would not write; what orbax raises has only its text."""
+    number = next((number for number in _REMEDIES if os.strerror(number) in str(error)), None)
+    if number is None:
+        return None
     left = sorted(steps_in(directory))
     return OSError(
         number,
         f"{os.strerror(number)}: a step was not saved in {directory}. "
         + (f"Steps {left} are whole" if left else "It has no earlier step")
-        + ". Make room, keep fewer steps (`keep`), or save to another directory; the next save removes what is "
-        "half-written.",
+        + f". {_REMEDIES[number]}; the next save removes what is half-written.",
     )
 
 

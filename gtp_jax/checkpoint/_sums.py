@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import zlib
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from ._crc import joined
+from ._file_sums import FileSums
 from ._pruning import COMMITTED
 from ._streamed import StreamedArray, StreamHandler
 
 SUMS = "sums.json"
 _OWN = "sums.process_{}.json"
-# What jax.monitoring is told the seconds of.
+# What jax.monitoring is told the seconds of: how long a save waits for sums when all else is written.
 SUMS_EVENT = "/gtp_jax/checkpoint/sums"
-_PART_BYTES = 1 << 24
-_BUFFER_BYTES = 1 << 18
-_THREADS = 16
+# How long a save goes on before the files are looked at again, in seconds.
+_PAUSE = 0.1
 
 
 class _Summed:
     """A handler of arrays that writes the size and the CRC-32 of every file beside them.
 
-    Each process sums what it has written as soon as it is on disk, in the background; the first process adds what it
-    merges at the end. So `sums.json` is there before the step appears under its name.
+    Each process sums what it writes while it is written, in the background, from the memory that the system writes to
+    disk; the first process adds what it merges at the end. So `sums.json` is there before the step appears under its
+    name.
     """
 
     async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
         writes = await super().async_save(directory, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        return [*(writes or ()), _Summing(directory, writes or ())]
+        return [_Summing(directory, writes or ())]
 
     def finalize(self, directory: epath.Path) -> None:
         super().finalize(directory)  # pyright: ignore[reportAttributeAccessIssue]
@@ -43,7 +44,8 @@ class _Summed:
         for part in sorted(directory.glob(_OWN.format("*"))):
             sums.update(json.loads(part.read_text()))
             part.unlink()
-        sums.update(_sum(directory, (name for name in files(directory) if name not in sums)))
+        with _told(), FileSums(directory) as merged:
+            sums.update(merged.finish(name for name in files(directory) if name not in sums))
         (directory / SUMS).write_text(sealed(sums))
 
 
@@ -61,19 +63,41 @@ class SummedStreams(_Summed, ocp.PyTreeCheckpointHandler):
 
 
 class _Summing:
-    """The sum of a process' own files, for orbax to wait for after the writes."""
+    """The writes of a process and the sums of its files, for orbax to wait for."""
 
-    def __init__(self, directory: Any, writes: Iterable[Any]) -> None:
+    def __init__(self, directory: Any, writes: Sequence[Any]) -> None:
         self._directory = directory
         self._writes = writes
 
     def result(self, timeout: float | None = None) -> None:
-        for write in self._writes:
-            write.result(timeout)
-        directory = epath.Path(getattr(self._directory, "path", self._directory))
+        directory = created(self._directory)
         process = jax.process_index()
-        own = (name for name in files(directory) if name.startswith(f"ocdbt.process_{process}/"))
-        (directory / _OWN.format(process)).write_text(json.dumps(_sum(directory, own)))
+        own = f"ocdbt.process_{process}"
+
+        def names() -> list[str]:
+            return [f"{own}/{name}" for name in files(directory / own)]
+
+        with FileSums(directory) as sums, ThreadPoolExecutor(1) as waiting:
+            written = waiting.submit(lambda: [write.result(timeout) for write in self._writes])
+            while wait([written], _PAUSE).not_done:
+                sums.follow(names())
+            written.result()
+            with _told():
+                found = sums.finish(names())
+        (directory / _OWN.format(process)).write_text(json.dumps(found))
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Tells jax.monitoring of the seconds inside."""
+    begin = time.perf_counter()
+    yield
+    jax.monitoring.record_event_duration_secs(SUMS_EVENT, time.perf_counter() - begin)
+
+
+def created(directory: Any) -> epath.Path:
+    """The path of a directory that orbax may have only promised when a save began, and made since."""
+    return epath.Path(getattr(directory, "path", directory))
 
 
 def damage(directory: epath.Path) -> list[str]:
@@ -83,7 +107,8 @@ def damage(directory: epath.Path) -> list[str]:
     except (OSError, ValueError) as error:
         return [f"{directory / SUMS}: {error}"]
     there = set(files(directory)) - {SUMS, COMMITTED}  # the mark is made after the sums
-    found = _sum(directory, (name for name in sums if name in there))
+    with FileSums(directory) as again:
+        found = again.finish(name for name in sums if name in there)
     lines = [f"{directory / name}: missing" for name in sums if name not in there]
     lines += [f"{directory / name}: not part of the checkpoint" for name in sorted(there - set(sums))]
     for name, (size, crc) in found.items():
@@ -95,9 +120,9 @@ def damage(directory: epath.Path) -> list[str]:
 
 
 def files(directory: epath.Path) -> list[str]:
-    """All files below a directory, by their paths in it."""
+    """All files below a directory, by their paths in it; none if it is not there."""
     found: list[str] = []
-    for path in directory.iterdir():
+    for path in directory.iterdir() if directory.exists() else ():
         found += [f"{path.name}/{name}" for name in files(path)] if path.is_dir() else [path.name]
     return found
 
@@ -118,28 +143,3 @@ def unsealed(text: str) -> Any:
     if f"{zlib.crc32(body.encode()):08x}" != seal:
         raise ValueError("changed since it was written")
     return json.loads(body)
-
-
-def _sum(directory: epath.Path, names: Iterable[str]) -> dict[str, list[int]]:
-    """Size and CRC-32 of files, read in parts by several threads: data are in few files, and large ones."""
-    begin = time.perf_counter()
-    sizes = {name: (directory / name).stat().length for name in names}
-    parts = [(name, start) for name, size in sizes.items() for start in range(0, size, _PART_BYTES)]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        crcs = pool.map(lambda part: _sum_part(directory / part[0], part[1]), parts)
-        found = {name: [size, 0] for name, size in sizes.items()}
-        for (name, start), crc in zip(parts, crcs, strict=True):
-            found[name][1] = joined(found[name][1], crc, min(_PART_BYTES, sizes[name] - start))
-    jax.monitoring.record_event_duration_secs(SUMS_EVENT, time.perf_counter() - begin)
-    return found
-
-
-def _sum_part(path: epath.Path, begin: int) -> int:
-    # Through a buffer that stays in a core's cache, twice as fast as reading the part at once.
-    crc, left, buffer = 0, _PART_BYTES, memoryview(bytearray(_BUFFER_BYTES))
-    with path.open("rb") as opened:
-        file: Any = opened
-        file.seek(begin)
-        while left and (size := file.readinto(buffer[: min(left, _BUFFER_BYTES)])):
-            crc, left = zlib.crc32(buffer[:size], crc), left - size
-    return crc

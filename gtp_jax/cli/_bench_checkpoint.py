@@ -11,30 +11,35 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import jax
 from tqdm import tqdm
 
 from .. import bench
 from ..models import PRESETS
 from ..plan import columns, quantity
-from ._devices import choose_devices, on_gpu
+from ._arguments import check_files, positive, whole
+from ._workload import environment_of, probe
 
 _DESCRIPTION = """\
-Saves and restores a Llama's parameters and AdamW moments, in rounds with the rivals in turn, after one round that is
-not counted. `blocks`: until training may go on; `saved`: until the step is committed; `restored`: onto the mesh that
-saved, weights cut over gtp; `moved`: onto half the gtp and tp 2. torch DCP, a process a device, joins in where torch
-is installed. Three such states must fit on the disk.
+Saves and restores a Llama's float32 parameters and AdamW moments on all devices, each contender in a process of its
+own. `blocks`: until training may go on; `saved`: until the step is committed and flushed to the disk; `restored`: onto
+the mesh that saved, weights cut over gtp; `moved`: onto half the gtp and tp 2. Medians of all rounds but the first.
+gtp_jax and orbax compress, torch DCP does not; only gtp_jax makes checksums of arrays and files. gtp_jax's synchronous
+save is its `saved`. One such state must fit on the disk.
 """
 
 _EXAMPLES = """\
 examples:
   gtp-jax bench checkpoint                          1 B parameters and AdamW's moments on GPUs, 100 M on a CPU
-  gtp-jax bench checkpoint --preset 8b --dir /nvme  where there is room for three
-  gtp-jax bench checkpoint --rounds 5 --json checkpoint.json
+  gtp-jax bench checkpoint --preset 8b --dir /nvme --rounds 1 --within 6 --json run.json --png run.png
+  gtp-jax bench checkpoint --contenders gtp_jax orbax --rounds 5
+  gtp-jax bench checkpoint --torch-python ~/torch/bin/python
+
+A contender is picked by words of its name: gtp_jax, orbax, torch-DCP async, torch-DCP sync. What one has done when its
+time is over counts; the JSON grows with everything done.
 """
 
 _RESHARD_GOAL, _CHECKSUM_GOAL = 1.2, 0.05
-_DEFAULT = {True: "1b", False: "100m"}
+_PRESET = {"gpu": "1b", "cpu": "100m"}
 
 
 def add_parser(topics: Any) -> None:
@@ -49,91 +54,123 @@ def add_parser(topics: Any) -> None:
     parser.add_argument(
         "--preset", choices=list(PRESETS), help="size of the model (default: 1b on GPUs, 100m on a CPU)"
     )
-    parser.add_argument("--layers", type=int, metavar="N", help="of the model, to measure less of it")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="that count (default: 3)")
-    parser.add_argument("--devices", type=int, default=8, metavar="N", help="virtual ones, without GPUs (default: 8)")
+    parser.add_argument("--layers", type=whole, metavar="N", help="of the model, to measure less of it")
+    parser.add_argument("--rounds", type=whole, default=3, metavar="N", help="after a first one (default: 3)")
+    parser.add_argument("--devices", type=whole, default=8, metavar="N", help="virtual ones, without GPUs (default: 8)")
     parser.add_argument("--dir", type=Path, default=Path(), metavar="DIR", help="where to write (default: here)")
-    parser.add_argument("--no-torch", action="store_true", help="leave torch DCP out")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the seconds of all rounds there too")
+    parser.add_argument("--contenders", nargs="+", default=[], metavar="WORDS", help="which (default: all)")
+    parser.add_argument(
+        "--timeout", type=positive, default=300, metavar="S", help="seconds for one contender (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--within", type=positive, metavar="MIN", help="minutes for all; what comes too late is not run"
+    )
+    parser.add_argument(
+        "--torch-python", default=sys.executable, metavar="PATH", help="the Python that has torch (default: this one)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the seconds of all rounds there")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw it there")
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
-    for name, value in (("rounds", args.rounds), ("devices", args.devices), ("layers", args.layers)):
-        if value is not None and value < 1:
-            raise ValueError(f"`{name}` is {value}; it is a whole number of at least 1.")
-    for path in (args.dir.absolute(), *((args.json.absolute().parent,) if args.json else ())):
-        if not path.is_dir():
-            raise ValueError(f"{path} is no directory; create it first, or name another.")
-    choose_devices(args.devices)
-    preset = args.preset or _DEFAULT[on_gpu()]
+    chosen = bench.chosen_saving_contenders(args.contenders)
+    check_files(args.json, args.png)
+    if not args.dir.is_dir():
+        raise ValueError(f"{args.dir.absolute()} is no directory; create it first, or name another.")
+    environment = environment_of(argparse.Namespace(gtp=args.devices, tp=1))
+    device, platform, count = probe(environment)
+    preset = args.preset or _PRESET[platform]
     model = PRESETS[preset] if args.layers is None else dataclasses.replace(PRESETS[preset], layers=args.layers)
-    shapes = bench.state_shapes(model)
-    needed, free = 3 * bench.float32_bytes(shapes), shutil.disk_usage(args.dir).free
-    if needed > free:
+    state_bytes = bench.float32_bytes(bench.state_shapes(model))
+    free = shutil.disk_usage(args.dir).free
+    if state_bytes > free:
         raise ValueError(
-            f"three checkpoints of {preset} take {quantity(needed, 'B')}, but {args.dir.absolute()} has "
+            f"a checkpoint of {preset} takes {quantity(state_bytes, 'B')}, but {args.dir.absolute()} has "
             f"{quantity(free, 'B')} free. Choose a smaller --preset, fewer --layers, or another --dir."
         )
-    total = bench.steps_of(args.rounds)
-    with tempfile.TemporaryDirectory(dir=args.dir, prefix="bench-checkpoint-") as name:
-        with tqdm(total=total, unit="round", file=sys.stderr, disable=None) as progress:
+    title = f"{preset}, {quantity(state_bytes, 'B')} of float32 state, on {count} x {device}"
+    written: dict[str, bench.CheckpointTimes] = {}
+    total = len(chosen) * bench.reports_of(args.rounds)
+    with (
+        tempfile.TemporaryDirectory(dir=args.dir, prefix="bench-checkpoint-") as name,
+        tqdm(total=total, unit="step", file=sys.stderr, disable=None) as progress,
+    ):
 
-            def report(text: str) -> None:
-                progress.set_description(text)
-                progress.update()
+        def report(times: bench.CheckpointTimes, text: str) -> None:
+            written[times.who] = times
+            if args.json:
+                record = {"device": device, "devices": count, "preset": preset, "layers": model.layers}
+                times_of_all = [dataclasses.asdict(times) for times in written.values()]
+                args.json.write_text(json.dumps({**record, "times": times_of_all}, indent=1))
+            progress.set_description(f"{times.who}: {text}")
+            progress.update()
+            if text == bench.ENDED:
+                progress.write(_line(times), file=sys.stderr)
 
-            done = bench.measure_checkpoints(model, Path(name).absolute(), rounds=args.rounds, report=report)
-        note = ""
-        if not args.no_torch:
-            done, note = _with_torch(done, shapes, Path(name).absolute(), args.rounds)
-    device = jax.devices()[0].device_kind
-    size = quantity(done[0].state_bytes, "B")
-    print(f"{preset}, {size} of float32 state, on {jax.device_count()} x {device}, jax {jax.__version__}\n")
+        done = bench.measure_checkpoints(
+            chosen,
+            model,
+            Path(name).absolute(),
+            rounds=args.rounds,
+            devices=count,
+            platform=platform,
+            environment=environment,
+            timeout_s=args.timeout,
+            torch_python=args.torch_python,
+            within_s=60 * args.within if args.within else float("inf"),
+            report=report,
+        )
+    versions = sorted({f"{k} {v}" for times in done for k, v in times.versions.items()})
+    print(f"{title}; {', '.join(versions)}\n")
     print(_table(done))
-    print("\n" + _verdict(done[0]) + note)
-    if args.json:
-        records = [dataclasses.asdict(times) for times in done]
-        args.json.write_text(json.dumps({"device": device, "preset": preset, "times": records}, indent=1))
+    failures = [f"  {times.who}: {times.failure}" for times in done if times.failure]
+    print("\n".join(["", "not all rounds of", *failures] if failures else []), end="\n" if failures else "")
+    print("".join(f"\n{line}" for line in _verdicts(done)))
+    if args.png:
+        bench.draw_checkpoints(done, title, args.png)
     return 0
 
 
-def _with_torch(
-    done: list[bench.CheckpointTimes], shapes: list[tuple[int, ...]], directory: Path, rounds: int
-) -> tuple[list[bench.CheckpointTimes], str]:
-    if not bench.has_torch():
-        return done, "\ntorch is not installed: torch DCP was left out"
-    print("torch DCP ...", file=sys.stderr)
-    try:
-        seconds = bench.measure_torch(
-            shapes, directory, rounds=rounds, processes=jax.device_count(), device="cuda" if on_gpu() else "cpu"
-        )
-    except RuntimeError as error:
-        return done, f"\ntorch DCP failed:\n{error}"
-    return [*done, bench.CheckpointTimes("torch DCP", bench.float32_bytes(shapes), **seconds)], ""
-
-
 def _table(done: list[bench.CheckpointTimes]) -> str:
-    header = ("", "blocks", "saved", "", "restored", "", "moved", "moved / restored")
+    header = ("", "rounds", "blocks", "saved", "", "restored", "", "moved", "moved / restored")
     rows = []
     for times in done:
         ratio = times.ratio("moved", "restored")
         rates = [_rate(times, what) for what in ("saved", "restored")]
         seconds = [_seconds(times.median(what)) for what in ("blocked", "saved", "restored", "moved")]
         cells = (seconds[0], seconds[1], rates[0], seconds[2], rates[1], seconds[3])
-        rows.append((times.who, *cells, "" if ratio is None else f"{ratio:.2f}"))
+        counted = max(len(times.saved) - 1, 0)
+        rows.append((times.who, str(counted or "first"), *cells, "" if ratio is None else f"{ratio:.2f}"))
     return columns(header, rows, right=range(1, len(header)))
 
 
-def _verdict(ours: bench.CheckpointTimes) -> str:
-    lines = []
-    ratio = ours.ratio("moved", "restored")
+def _line(times: bench.CheckpointTimes) -> str:
+    """What a contender has done, when it ends: the table is printed only when all have."""
+    medians = {what: times.median(what) for what in ("blocked", "saved", "restored", "moved")}
+    figures = [f"{what} {quantity(seconds, 's')}" for what, seconds in medians.items() if seconds is not None]
+    return f"{times.who}: {', '.join(figures) or 'nothing done'}" + (f" ({times.failure})" if times.failure else "")
+
+
+def _verdicts(done: list[bench.CheckpointTimes]) -> list[str]:
+    by_name = {times.who: times for times in done}
+    ours, orbax = by_name.get("gtp_jax"), by_name.get("orbax")
+    lines: list[str] = []
+    if ours is None:
+        return lines
+    ratio, save = ours.ratio("moved", "restored"), ours.ratio("save_checksums", "saved")
+    restore = ours.ratio("restore_checksums", "restored")
     if ratio is not None:
         lines.append(f"another mesh: {ratio:.2f} times the same one (goal: at most {_RESHARD_GOAL})")
-    save, restore = ours.ratio("save_checksums", "saved"), ours.ratio("restore_checksums", "restored")
-    assert save is not None and restore is not None
-    lines.append(f"checksums: {save:.1%} of a save, {restore:.1%} of a restore (goal: at most {_CHECKSUM_GOAL:.0%})")
-    return "\n".join(lines)
+    if save is not None:
+        goal = f"(goal: at most {_CHECKSUM_GOAL:.0%})"
+        lines.append(f"checksums: {save:.1%} of a save is waiting for them {goal}")
+    if restore is not None:
+        lines[-1] += f"; {restore:.1%} of a restore"
+    mine, theirs = ours.median("saved"), orbax and orbax.median("saved")
+    if mine and theirs:
+        lines.append(f"a save: {mine / theirs:.2f} times plain orbax's, which makes no checksums")
+    return lines
 
 
 def _seconds(value: float | None) -> str:

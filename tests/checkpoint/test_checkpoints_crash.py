@@ -128,21 +128,31 @@ def test_a_step_that_is_half_deleted_is_no_step_and_is_swept(tmp_path, plain):
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 12 MiB."""
+def disk(tmp_path):
+    """`disk(mebibytes)`: a file system of that size."""
     where = tmp_path / "disk"
     where.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", where], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"only root may mount a small file system: {mounted.stderr.decode().strip()}")
-    yield where
-    subprocess.run(["umount", "--lazy", where], check=True)
+
+    def make(mebibytes):
+        mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", where], capture_output=True
+        )
+        if mounted.returncode:
+            pytest.skip(f"only root may mount a file system: {mounted.stderr.decode().strip()}")
+        return where
+
+    yield make
+    subprocess.run(["umount", "--lazy", where], check=False)
 
 
-def test_a_full_disk_is_an_error_that_says_so_and_loses_nothing(small_disk, plain):
-    def state(step, rows):
-        return plain({"w": jax.random.normal(jax.random.key(step), (rows, 1024))})
+@pytest.fixture
+def state(plain):
+    """`state(step, rows)`: of random rows of 4 KiB."""
+    return lambda step, rows: plain({"w": jax.random.normal(jax.random.key(step), (rows, 1024))})
 
+
+def test_a_full_disk_is_an_error_that_says_so_and_loses_nothing(disk, state):
+    small_disk = disk(12)
     checkpoints = Checkpoints(small_disk / "run")
     checkpoints.save(1, state(1, 512))
     checkpoints.save(2, state(2, 8192))
@@ -157,3 +167,29 @@ def test_a_full_disk_is_an_error_that_says_so_and_loses_nothing(small_disk, plai
     checkpoints.save(3, restored)
     checkpoints.wait()
     assert sorted(os.listdir(small_disk / "run")) == ["1", "3"], "what the failed save left was not removed"
+
+
+def test_a_disk_that_becomes_read_only_in_a_save_is_an_error_that_says_so_and_loses_nothing(disk, state):
+    where = disk(256)
+    checkpoints = Checkpoints(where)
+    checkpoints.save(1, state(1, 512))
+    checkpoints.wait()
+    checkpoints.save(2, state(2, 16384))
+    deadline = time.monotonic() + 60
+    while subprocess.run(["mount", "-o", "remount,ro", where], capture_output=True).returncode:
+        assert time.monotonic() < deadline  # busy as long as a file is open for writing
+    with pytest.raises(
+        OSError,
+        match=r"Read-only file system: a step was not saved in .*/disk. Steps \[1\] are whole. Make it writable",
+    ) as caught:
+        checkpoints.wait()
+    assert caught.value.errno == errno.EROFS
+    assert len(os.listdir(where)) == 2, "the save had not begun, or had ended"
+    with pytest.raises(PermissionError, match=f"`directory` is {where}, but {where} cannot be written. Choose another"):
+        Checkpoints(where)
+    restored, _ = Checkpoints(where, read_only=True).restore(state(0, 512))
+    assert (np.asarray(restored.params["w"]) == np.asarray(state(1, 512).params["w"])).all()
+    subprocess.run(["mount", "-o", "remount,rw", where], check=True)
+    checkpoints.save(3, restored)
+    checkpoints.wait()
+    assert checkpoints.verify(1) == [] and sorted(os.listdir(where)) == ["1", "3"]

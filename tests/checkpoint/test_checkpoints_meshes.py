@@ -3,7 +3,9 @@
 import dataclasses
 import itertools
 import json
+import re
 import secrets
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -72,6 +74,24 @@ def test_the_meshes_of_these_tests_cut_in_both_orders_and_pad_differently():
     moments = PLACES["fsdp"].state(OPTIMIZERS["muon"]).opt_state.inner_states["muon"].inner_state[0].mu
     assert moments["embed"]["table"].shape == (1024, 128)
     assert {leaf.ndim for leaf in jax.tree.leaves(moments)} == {2, 3}, "no stacks of matrices"
+
+
+@pytest.mark.slow
+def test_another_mesh_reads_no_more_bytes_than_the_same(tmp_path, make_state, filled):
+    def bytes_read() -> int:
+        return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, filled(make_state({"gtp": 8})))
+    read = {}
+    for degrees in ({"gtp": 8}, {"gtp": 4, "tp": 2}, {"gtp": 2, "dp": 4}, {"dp": 4, "tp": 2}):
+        like = make_state(degrees)
+        before = bytes_read()
+        Checkpoints(tmp_path, read_only=True).restore(like)
+        read[str(degrees)] = bytes_read() - before
+    size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    same = read["{'gtp': 8}"]
+    assert same > size / 2 and max(read.values()) < 1.2 * same, read
 
 
 def test_masked_moments_of_padded_weights_are_logical_on_disk(tmp_path, make_state, filled, assert_same_bits):

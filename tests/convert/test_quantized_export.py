@@ -1,6 +1,10 @@
 """MXFP8 and NVFP4 as NVIDIA ModelOpt documents them, decoded here in numpy."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -95,6 +99,39 @@ def test_nvfp4_decodes_to_what_our_dequantize_gives(exported):
                 block = np.repeat(np.abs(tensors[name].reshape(-1, 16)).max(1), 16).reshape(decoded.shape)
                 # half of e2m1's widest step, 1 of 6, and half of the scale's, 1 of 16, of the block's largest
                 assert np.all(np.abs(decoded - tensors[name]) <= block * (1 / 6 + 1 / 16)), name
+
+
+# A Python that has ModelOpt, torch and safetensors; it need not be the one that has jax.
+MODELOPT_PYTHON = os.environ.get("GTP_MODELOPT_PYTHON", sys.executable)
+
+
+@pytest.fixture(scope="module")
+def modelopt(tmp_path_factory):
+    """`modelopt(export)`: float32 values of its quantized weights as NVIDIA ModelOpt decodes them."""
+    ask = "import importlib.util, sys; sys.exit(importlib.util.find_spec('modelopt') is None)"
+    if subprocess.run([MODELOPT_PYTHON, "-c", ask]).returncode:
+        pytest.skip(f"{MODELOPT_PYTHON} has no nvidia-modelopt; name one that has in GTP_MODELOPT_PYTHON")
+    script = Path(__file__).with_name("modelopt_reader.py")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def decode(export):
+        out = tmp_path_factory.mktemp("modelopt") / "values.npz"
+        subprocess.run([MODELOPT_PYTHON, script, export, out], check=True, env=environment)
+        return np.load(out)
+
+    return decode
+
+
+@pytest.mark.parametrize("dtype", ["mxfp8", "nvfp4"])
+def test_modelopt_itself_decodes_to_the_same(exported, modelopt, dtype):
+    tensors, folder = exported
+    found, decoded = read_model(folder / dtype), modelopt(folder / dtype)
+    assert sorted(decoded) == sorted(filter(is_quantized, tensors))
+    for name, values in decoded.items():
+        parts = [found[name + end] for end in ("", "_scale", "_scale_2") if name + end in found]
+        wanted = decode_mxfp8(*parts) if dtype == "mxfp8" else decode_nvfp4(*parts)
+        # theirs is in float32, where NVFP4's two products round; a power of two does not
+        assert np.all(np.abs(values - wanted) <= (dtype == "nvfp4") * 2**-22 * np.abs(wanted)), name
 
 
 def test_configuration_names_the_layout(exported):

@@ -1,0 +1,80 @@
+"""A contender's process: heard while it runs, ended with all its children when its time is over."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO
+
+_REASON_LENGTH = 110
+# What torchrun has to end its workers, which are in sessions of their own.
+_GRACE_S = 10
+
+
+def run(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    timeout_s: float,
+    hear: Callable[[str], None] = lambda line: None,
+) -> tuple[int | None, str]:
+    """Runs a program.
+
+    Args:
+        command: its arguments.
+        environment: all of it.
+        timeout_s: after which it is ended.
+        hear: told each line of its output when it comes.
+
+    Returns:
+        Exit status, `None` after a timeout, and output.
+    """
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=dict(environment),
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    lines: list[str] = []
+    reader = threading.Thread(target=_read, args=(process.stdout, lines, hear), daemon=True)
+    reader.start()
+    try:
+        code = process.wait(timeout_s)
+    except BaseException as error:
+        _end(process)
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        code = None
+    reader.join(_GRACE_S)  # a grandchild may have kept the pipe
+    return code, "".join(lines)
+
+
+def reason(code: int, output: str) -> str:
+    """The line of a failed program's output that most likely says why."""
+    errors = re.findall(r"^(?:\[rank0\]: *)?([\w.]*(?:Error|Exception): .+|error: .+)$", output, re.MULTILINE)
+    errors += re.findall(r"ModuleNotFoundError: [^)\n]+|No module named [^)\n]+", output)
+    memory = [e for e in errors if "memory" in e.lower()]
+    line = (memory or errors or [f"exit status {code}"])[0].strip()
+    return line if len(line) <= _REASON_LENGTH else line[: _REASON_LENGTH - 1] + "…"
+
+
+def _read(output: IO[str], lines: list[str], hear: Callable[[str], None]) -> None:
+    with output:
+        for line in output:
+            lines.append(line)
+            hear(line)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    for how, patience in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, how)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience)

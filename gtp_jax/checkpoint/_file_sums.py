@@ -1,0 +1,105 @@
+"""Sizes and CRC-32s of files, made while the files are still being written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import IO, Any, Self
+
+from etils import epath
+
+from ._crc import joined
+
+_PART_BYTES = 1 << 24
+_BUFFER_BYTES = 1 << 18
+_THREADS = 16
+
+
+class FileSums:
+    """Sums files in parts, by several threads: data are in few files, and large ones.
+
+    A file that is only appended to may be summed as it grows: its complete parts are summed by `follow`, which does
+    not wait for them, so that `finish` has little left to do when the last byte is written. What is followed stays
+    open, so that it may be renamed meanwhile, and its inode is no other file's.
+
+    Args:
+        directory: that the files' names are relative to.
+    """
+
+    def __init__(self, directory: epath.Path) -> None:
+        self._directory = directory
+        self._is_local = "://" not in str(directory)
+        self._pool = ThreadPoolExecutor(_THREADS)
+        self._followed: dict[int, tuple[IO[bytes], list[Future[int]]]] = {}
+
+    def follow(self, names: Iterable[str]) -> None:
+        """Begins to sum what there is of these files; of those that are elsewhere than here, nothing."""
+        for name in names if self._is_local else ():
+            with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+                found = os.stat(self._directory / name)
+                if found.st_size >= _PART_BYTES:
+                    self._follow(name, found.st_ino, found.st_size // _PART_BYTES)
+
+    def finish(self, names: Iterable[str]) -> dict[str, list[int]]:
+        """Size and CRC-32 of each of these files, as they are now."""
+        begun = {name: self._begin(self._directory / name) for name in names}
+        found = {}
+        for name, (size, parts) in begun.items():
+            crc = 0
+            for index, part in enumerate(parts):
+                crc = joined(crc, part.result(), min(_PART_BYTES, size - index * _PART_BYTES))
+            found[name] = [size, crc]
+        return found
+
+    def _follow(self, name: str, inode: int, count: int) -> None:
+        """Begins to sum the first parts of a file, those that are not begun."""
+        if inode not in self._followed:
+            file = (self._directory / name).open("rb")
+            if os.fstat(file.fileno()).st_ino != inode:
+                return file.close()  # another in its place; the next time
+            self._followed[inode] = file, []
+        file, parts = self._followed[inode]
+        for index in range(len(parts), count):
+            parts.append(self._pool.submit(_sum_part, file.fileno(), index * _PART_BYTES))
+
+    def _begin(self, path: epath.Path) -> tuple[int, list[Future[int]]]:
+        """The size of a file that is complete, and the sums of all its parts, followed or not."""
+        size = path.stat().length
+        _, followed = self._followed.get(os.stat(path).st_ino, (None, [])) if self._is_local else (None, [])
+        left = range(len(followed) * _PART_BYTES, size, _PART_BYTES)
+        return size, [*followed, *(self._pool.submit(_sum_part, path, begin) for begin in left)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del kind, error, trace
+        self._pool.shutdown(cancel_futures=True)
+        for file, _ in self._followed.values():
+            file.close()
+
+
+def _sum_part(source: int | epath.Path, begin: int) -> int:
+    """The CRC-32 of a part, of an open file or of one at a path."""
+    if isinstance(source, int):
+        return _sum_read(lambda buffer, done: os.preadv(source, [buffer], begin + done))
+    with source.open("rb") as opened:
+        file: Any = opened
+        file.seek(begin)
+        return _sum_read(lambda buffer, done: file.readinto(buffer))
+
+
+def _sum_read(read: Callable[[memoryview, int], int]) -> int:
+    # Through a buffer that stays in a core's cache, twice as fast as reading the part at once.
+    crc, done, buffer = 0, 0, memoryview(bytearray(_BUFFER_BYTES))
+    while size := read(buffer[: min(_PART_BYTES - done, _BUFFER_BYTES)], done):
+        crc, done = zlib.crc32(buffer[:size], crc), done + size
+        if done == _PART_BYTES:
+            break
+    return crc
