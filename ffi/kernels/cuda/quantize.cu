@@ -55,7 +55,8 @@ __device__ __forceinline__ void quantize_job(const QuantizeTable& table, const P
       }
       stages.fill();
       const bool whole = copies.wide && walk.rest.rows >= kTile && walk.rest.cols >= kPanelTiles<T> * kTile;
-#pragma unroll
+      // columns' code is too long to be there twice: it would not stay in the instruction cache
+#pragma unroll(Copies::kMeets ? 1 : kPanelTiles<T>)
       for (int i = 0; i < kPanelTiles<T>; ++i) {
         if (whole) {
           copies.template write<T, kExtras, true>(p, walk.rest, stage + i * Stage<T>::kBytes);

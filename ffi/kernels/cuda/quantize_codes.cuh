@@ -26,6 +26,7 @@ class CodesBothWays {
   }
 
   __device__ __forceinline__ void next_tile() {
+    odd_ = !odd_;
     row_.next_tile();
     codes_ += kTile * pitch_;
     scales_ += kTile / 16 * scales_pitch_;
@@ -33,15 +34,16 @@ class CodesBothWays {
 
   template <class T, bool kExtras, bool kWhole>
   __device__ __forceinline__ void write(const Parameters& p, const Extent& rest, const char* stage) const {
-    __shared__ __align__(8) uint32_t nibbles[kNibbleWords];  // the row copy stores two at a time
+    __shared__ __align__(8) uint32_t nibbles[2][kNibbleWords];  // the row copy stores two at a time
     uint8_t tile;
-    row_.template write<T, kExtras, kWhole>(p, rest, stage, nibbles, &tile);
-    __syncthreads();
-    transpose<kWhole>(rest, nibbles, tile);
+    row_.template write<T, kExtras, kWhole>(p, rest, stage, nibbles[odd_], &tile);
+    __syncthreads();  // also: all are done with the tile before, whose codes the next one's will replace
+    transpose<kWhole>(rest, nibbles[odd_], tile);
   }
 
  private:
   LineCopy<Kind::kTiles, false> row_;
+  bool odd_ = false;
   uint8_t* codes_;
   uint8_t* scales_;  // of the block that the thread has in the row copy
   int64_t pitch_, scales_pitch_;
