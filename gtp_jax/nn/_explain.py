@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from ..collectives import plan_of
-from ..formats import Format
+from ..formats import Format, Operands
 from ..plan import columns, quantity
 from ..recipes import Recipe, check_recipe
 from ._dense import Dense
@@ -93,13 +93,13 @@ def explain(model: nnx.Module, recipe: Recipe | None) -> Explanation:
                 wire=owner.dtype.name if form is None else form.name,
                 bytes=total,
                 bytes_per_element=total / elements,
-                matmul=_matmul(owner, form, None if recipe is None else recipe.gradients_of(path)),
+                matmul=_matmul(owner, form, None if recipe is None else recipe.operands_of(path)),
             )
         )
     return Explanation(tuple(found))
 
 
-def _matmul(owner: WeightOwner, wire: Format | None, gradients: Format | None) -> str:
-    if gradients is not None and isinstance(owner, Dense):
-        return f"FP8_E4M3, gradients {gradients.name}"
+def _matmul(owner: WeightOwner, wire: Format | None, operands: Operands | None) -> str:
+    if operands is not None and isinstance(owner, Dense):
+        return f"{operands.activation.name}, gradients {operands.gradient.name}"
     return owner.dtype.name if wire is None else f"{owner.dtype.name}, of dequantized weights"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 from flax import nnx
 
 from ..collectives import Bundle, Packed, pack_all
-from ..recipes import Recipe
+from ..formats import Format
+from ..recipes import KEPT, Recipe, matches
 from ._stack import Stack
-from ._weight import WeightOwner, weight_owners
+from ._weight import WeightOwner, key_for, weight_owners
 
 Path = tuple[Any, ...]
 
@@ -18,7 +20,12 @@ Quantized = dict[Path, tuple[Packed, ...]]
 
 
 def quantize_weights(model: nnx.Module, recipe: Recipe) -> Quantized:
-    """Quantizes the weights of a model in local view, as the recipe says. By path of the module that gathers them."""
+    """Quantizes the weights of a model in local view, as the recipe says. By path of the module that gathers them.
+
+    Raises:
+        ValueError: if the recipe speaks of modules or layers that the model does not have.
+    """
+    check_names(model, recipe)
     found = _bundles(model, recipe)
     packed = pack_all([bundle for _, bundle in found])
     quantized: Quantized = {}
@@ -27,15 +34,52 @@ def quantize_weights(model: nnx.Module, recipe: Recipe) -> Quantized:
     return quantized
 
 
-def put_quantized(model: nnx.Module, quantized: Quantized, recipe: Recipe) -> None:
+def put_quantized(model: nnx.Module, quantized: Quantized, recipe: Recipe, key: jax.Array | None = None) -> None:
     """Has the model's modules gather these from now on, and multiply as the recipe says; gradients still go to their
-    parameters."""
+    parameters.
+
+    Args:
+        model: in local view.
+        quantized: what `quantize_weights` made.
+        recipe: the same.
+        key: uint32 `(2,)`, for stochastic rounding: of this step, microbatch and rank; without gradients none.
+    """
     for path, owner in weight_owners(model).items():
-        owner.fp8_gradients = recipe.gradients_of(path)
+        owner.operands = recipe.operands_of(path)
+        if key is not None and owner.operands is not None and owner.operands.stochastic:
+            owner.key = nnx.data(key_for(key, path))
     for path, module in nnx.iter_modules(model):
+        if isinstance(module, Stack):
+            module.kept = (recipe.keep_first, recipe.keep_last)
+            module.key = nnx.data(None if key is None else key_for(key, path))
+            for owner in weight_owners(module.layers).values():
+                owner.key = nnx.data(None)  # the chain has one for each layer
         if path in quantized:
             assert isinstance(module, WeightOwner | Stack)
             module.packed = nnx.data(quantized[path])
+
+
+def check_names(model: nnx.Module, recipe: Recipe) -> None:
+    """Refuses a recipe that speaks of what a model does not have, so that no name is misspelt unseen.
+
+    Raises:
+        ValueError: naming what there is.
+    """
+    paths = [tuple(map(str, path)) for path in weight_owners(model)]
+    for pattern, _ in recipe.rules:
+        if pattern not in KEPT and not any(matches(pattern, path) for path in paths):
+            raise ValueError(
+                f"the recipe's pattern {pattern!r} matches no module with weights; they are "
+                f"{', '.join('.'.join(path) for path in paths)}."
+            )
+    stacks = {".".join(map(str, path)): m.length for path, m in nnx.iter_modules(model) if isinstance(m, Stack)}
+    ends = recipe.keep_first + recipe.keep_last
+    if ends and (not stacks or ends > min(stacks.values())):
+        there = ", ".join(f"{name} has {length}" for name, length in stacks.items()) or "there is no `Stack`"
+        raise ValueError(
+            f"`keep_first` {recipe.keep_first} and `keep_last` {recipe.keep_last} ask for {ends} layers of each stack; "
+            f"{there}."
+        )
 
 
 def _bundles(model: nnx.Module, recipe: Recipe) -> list[tuple[Path, Bundle]]:
@@ -45,17 +89,18 @@ def _bundles(model: nnx.Module, recipe: Recipe) -> list[tuple[Path, Bundle]]:
     for path, stack in stacks.items():
         groups: dict[Any, dict[Path, WeightOwner]] = {}
         for inner, owner in weight_owners(stack.layers).items():
-            form = recipe.wire_of((*path, *inner))
-            if form is not None:
-                groups.setdefault((form, owner.dtype, owner.layouts[0].axes), {})[inner] = owner
-        found += [(path, _bundle(members, form, recipe)) for (form, *_), members in groups.items()]
+            chosen = recipe.of((*path, *inner))
+            if chosen.wire is not None:
+                kind = (chosen.wire, chosen.operands is not None, owner.dtype, owner.layouts[0].axes)
+                groups.setdefault(kind, {})[inner] = owner
+        found += [(path, _bundle(members, form, exact)) for (form, exact, *_), members in groups.items()]
     for path, owner in weight_owners(model).items():
-        form = recipe.wire_of(path)
-        if form is not None and not any(path[: len(stack)] == stack for stack in stacks):
-            found.append((path, _bundle({(): owner}, form, recipe)))
+        chosen = recipe.of(path)
+        if chosen.wire is not None and not any(path[: len(stack)] == stack for stack in stacks):
+            found.append((path, _bundle({(): owner}, chosen.wire, chosen.operands is not None)))
     return found
 
 
-def _bundle(owners: dict[Path, WeightOwner], form: Any, recipe: Recipe) -> Bundle:
+def _bundle(owners: dict[Path, WeightOwner], form: Format, powers_of_two: bool) -> Bundle:
     slices = {path: owner.slices() for path, owner in owners.items()}
-    return Bundle(slices, [o.layouts for o in owners.values()], form, powers_of_two=recipe.gradients is not None)
+    return Bundle(slices, [o.layouts for o in owners.values()], form, powers_of_two=powers_of_two)
