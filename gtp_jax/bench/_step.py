@@ -140,10 +140,10 @@ def _row(contender: Contender, code: int | None, output: str, allowed_s: float) 
     if results:
         facts = json.loads(results[-1])
         return Row(contender, tuple(facts.pop("seconds")), facts)
-    return Row(contender, failure=f"not done in {allowed_s:.0f} s" if code is None else _reason(code, output))
+    return Row(contender, failure=f"not done in {allowed_s:.0f} s" if code is None else reason(code, output))
 
 
-def _reason(code: int, output: str) -> str:
+def reason(code: int, output: str) -> str:
     """The line of a failed program's output that most likely says why."""
     errors = re.findall(r"^(?:\[rank0\]: *)?([\w.]*(?:Error|Exception): .+|error: .+)$", output, re.MULTILINE)
     errors += re.findall(r"ModuleNotFoundError: [^)\n]+", output)
