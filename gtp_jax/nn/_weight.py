@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from ..collectives import Packed, Slices, gather_packed, gather_weight, gathered, scatter_gradient
 from ..formats import Operands
-from ..mesh import TP, Layout, current_view
+from ..mesh import TP, Layout, current_view, multiplies_blocks
 from ..ops import linear, linear_blocks, linear_fp8
 from ._layer import Layer
 
@@ -110,7 +110,8 @@ class WeightOwner(Layer):
             return linear(x, weight)
         if self.operands.weight.block is None:
             return linear_fp8(x, weight, self.operands.gradient)
-        return linear_blocks(x, weight, jnp.zeros(2, jnp.uint32) if self.key is None else self.key, self.operands)
+        key = jnp.zeros(2, jnp.uint32) if self.key is None else self.key
+        return linear_blocks(x, weight, key, self.operands, multiplies_blocks())
 
     def with_weight(self, function: Callable[..., Any], *operands: Any) -> Any:
         """`function(weight, *operands)`, the weight gathered for it here, and again in backward, unless a chain did."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,13 @@ from jax.ad_checkpoint import checkpoint_name
 from ..formats import Format, Operands, QuantizedArray
 from ._amax import OPERAND_AMAX, hadamard_amax, multi_amax, power_of_two_amax
 from ._quantize import dequantize, quantize
+from ._scaled import fits, scaled_product
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def linear_blocks(x: jax.Array, weight: jax.Array, key: jax.Array, operands: Operands) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def linear_blocks(
+    x: jax.Array, weight: jax.Array, key: jax.Array, operands: Operands, scaled: bool = False
+) -> jax.Array:
     """`x @ weight.T` of operands rounded to block formats, in blocks along each product's contraction.
 
     | product | operands, and along what their blocks run |
@@ -39,23 +43,23 @@ def linear_blocks(x: jax.Array, weight: jax.Array, key: jax.Array, operands: Ope
         weight: `(features_out, features_in)`, of the same dtype, rounded to `operands.weight` already, as it travelled.
         key: uint32 `(2,)`, for stochastic rounding.
         operands: the formats.
+        scaled: multiply codes and scales by `jax.nn.scaled_matmul`, for hardware that does; else their values.
 
     Returns:
         `(..., features_out)`, of the same dtype. Backward keeps the codes of `x`.
     """
-    return _forward(x, weight, key, operands)[0]
+    return _forward(x, weight, key, operands, scaled)[0]
 
 
-def _forward(x: jax.Array, weight: jax.Array, key: jax.Array, operands: Operands):
+def _forward(x: jax.Array, weight: jax.Array, key: jax.Array, operands: Operands, scaled: bool):
     form, rows = operands.activation, _rows(x)
     along_in, along_tokens = _amaxes(rows, operands.activation, operands.hadamard)
-    x_in = _values(quantize(rows, form, amax=along_in), x.dtype)
-    y = _product(x_in, weight, ((1,), (1,)))
+    y = _product(quantize(rows, form, amax=along_in), _weight(weight, operands, "row", scaled), 1, x.dtype, scaled)
     x_tokens = quantize(rows, form, amax=along_tokens, axis="column", hadamard=operands.hadamard)
     return jnp.reshape(y, (*x.shape[:-1], y.shape[-1])), (x_tokens, weight, key)
 
 
-def _backward(operands: Operands, saved, gradient: jax.Array):
+def _backward(operands: Operands, scaled: bool, saved, gradient: jax.Array):
     x_tokens, weight, key = saved
     form, rows = operands.gradient, _rows(gradient)
     amaxes = _amaxes(rows, form, operands.hadamard)
@@ -67,16 +71,26 @@ def _backward(operands: Operands, saved, gradient: jax.Array):
         hadamard=operands.hadamard,
         key=key if operands.stochastic else None,
     )
-    weight_out = weight
-    if operands.weight.block is not None and operands.weight.block[0] == 1:
-        weight_out = _values(quantize(_exact(weight), operands.weight, axis="column"), weight.dtype)
-    to_x = _product(_values(along_out, gradient.dtype), weight_out, ((1,), (0,)))
+    to_x = _product(along_out, _weight(weight, operands, "column", scaled), 0, gradient.dtype, scaled)
     # the tokens of both were padded with zeros to whole runs, if transformed
-    to_weight = _product(_values(along_tokens, weight.dtype), _values(x_tokens, weight.dtype), ((0,), (0,)))
+    to_weight = _product(along_tokens, x_tokens, 0, weight.dtype, scaled)
     return jnp.reshape(to_x, (*gradient.shape[:-1], weight.shape[1])), to_weight, None
 
 
 linear_blocks.defvjp(_forward, _backward)
+
+
+def _weight(
+    weight: jax.Array, operands: Operands, axis: Literal["row", "column"], scaled: bool
+) -> QuantizedArray | jax.Array:
+    """The weight with blocks along the rows' or the columns' contraction; as it is, where it has them and values do."""
+    form = operands.weight
+    assert form.block is not None
+    if not scaled and (axis == "row" or form.block[0] == form.block[1]):
+        return weight
+    values = _exact(weight)
+    amax = power_of_two_amax(multi_amax([values])[0], form) if form.has_amax else None
+    return quantize(values, form, amax=amax, axis=axis)
 
 
 def _amaxes(rows: jax.Array, form: Format, hadamard: bool) -> tuple[jax.Array | None, jax.Array | None]:
@@ -101,5 +115,11 @@ def _values(q: QuantizedArray, dtype: jax.typing.DTypeLike) -> jax.Array:
     return dequantize(q, jnp.float32).astype(dtype) if dtype == jnp.float64 else dequantize(q, dtype)
 
 
-def _product(a: jax.Array, b: jax.Array, contracted: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
-    return lax.dot_general(a, b, (contracted, ((), ())))
+def _product(
+    a: QuantizedArray, b: QuantizedArray | jax.Array, b_dim: int, dtype: jax.typing.DTypeLike, scaled: bool
+) -> jax.Array:
+    """The product along the blocks of `a` and along dimension `b_dim` of `b`, with sums in float32."""
+    if scaled and isinstance(b, QuantizedArray) and fits(a):
+        return scaled_product(a, b).astype(dtype)
+    dims = (((0 if a.columns else 1,), (b_dim,)), ((), ()))
+    return lax.dot_general(_values(a, dtype), _values(b, dtype) if isinstance(b, QuantizedArray) else b, dims)

@@ -91,6 +91,22 @@ def test_bfloat16_holds_every_rounded_operand_so_that_products_differ_by_the_rou
         np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(exact), rtol=2**-8, atol=1e-5 * scale)
 
 
+@every_recipe
+def test_products_of_codes_and_scales_are_those_of_the_values(name):
+    """What hardware with block scales multiplies; XLA writes it out elsewhere."""
+    operands = OPERANDS[name]
+    random = np.random.default_rng(3)
+    x, w, g = (jnp.asarray(random.normal(size=s), jnp.float32) for s in ((64, 96), (128, 96), (64, 128)))
+    w = travelled(w, operands.weight)
+    found, wanted = (
+        (y, *back(g))
+        for scaled in (True, False)
+        for y, back in [jax.vjp(lambda x, w, how=scaled: linear_blocks(x, w, KEY, operands, how), x, w)]
+    )
+    for got, exact in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())
+
+
 @pytest.mark.parametrize("name", ERRORS)
 def test_products_err_as_much_as_the_format_does(name):
     operands = OPERANDS[name]
