@@ -56,7 +56,8 @@ def draw_curves(curves: Sequence[Curve], title: str, path: Path) -> None:
         axis.grid(color=_GRID, linewidth=0.8)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+    if above.get_legend_handles_labels()[0]:
+        figure.legend(loc="outside right upper", frameon=False, fontsize=9)
     figure.suptitle(
         f"{title}\nmeans over {width} steps; dashed: something left out on purpose", fontsize=11, color=_TEXT
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import zlib
@@ -55,7 +54,7 @@ def manifest(
     entries = {leaf.name: {**_entry(leaf), "digest": d} for leaf, d in zip(leaves, digests, strict=True)}
     versions = {name: _version(name) for name in ("gtp_jax", "jax", "orbax-checkpoint")}
     content = {"format": FORMAT, **versions, "step": step, "leaves": entries, "extra": extra}
-    content["recipe"] = recipe and {"name": type(recipe).__name__, **dataclasses.asdict(recipe)}
+    content["recipe"] = recipe and recipe.describe()
     content["loss"] = float(loss) if loss is not None and math.isfinite(loss) else None
     return {**content, _SEAL: _crc(content)}
 

@@ -83,6 +83,13 @@ class Recipe:
         """The recipe and those that override it."""
         return (self, *(recipe for _, recipe in self.rules))
 
+    def describe(self) -> dict[str, Any]:
+        """Name and settings, for JSON."""
+        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        assert isinstance(self.override, tuple)
+        found["override"] = {pattern: recipe.describe() for pattern, recipe in self.override}
+        return {"name": type(self).__name__, **found}
+
     def of(self, path: Iterable[Any]) -> Recipe:
         """The recipe of the module at `path`."""
         words = tuple(map(str, path))
