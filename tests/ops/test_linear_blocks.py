@@ -107,6 +107,17 @@ def test_products_of_codes_and_scales_are_those_of_the_values(name):
         np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())
 
 
+@every_recipe
+def test_for_gpus_with_block_scales_every_product_is_one_of_codes_and_scales(name):
+    def step(x, w, g):
+        y, back = jax.vjp(lambda x, w: linear_blocks(x, w, KEY, OPERANDS[name], True), x, w)
+        return y, *back(g)
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((256, 128), (384, 128), (256, 384))]
+    text = jax.jit(step).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__op$block_scaled_dot") == 3 and "dot_general" not in text
+
+
 @pytest.mark.parametrize("name", ERRORS)
 def test_products_err_as_much_as_the_format_does(name):
     operands = OPERANDS[name]
