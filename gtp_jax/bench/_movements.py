@@ -12,16 +12,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from .. import plan
 from ..collectives import Bundle, Packed, gather_packed, pack_all
 from ..mesh import AXES, GTP, TP, degree, platform
 from ..models import LlamaBlock, LlamaConfig
-from ..nn import init, take_apart, weight_owners
-from ..recipes import Recipe
+from ..nn import init, scatter, take_apart, weight_owners
+from ..recipes import REDUCTIONS, Recipe
 from ..train import compile_options
 from ._timing import seconds_a_call
 
@@ -37,7 +39,8 @@ class Movement:
         wire_bytes: that leave a device.
         seconds: of the collective alone.
         bound_s: of the same bytes at the rate of a large message.
-        whole_s: from slices to weights in the compute dtype, unpacking or casting included; `None` of a scatter.
+        whole_s: from slices to weights in the compute dtype, unpacking or casting included; `None` of a gradient.
+        error: of a summed gradient, relative to the sum in float32, in the L2 norm; `None` of a gather.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Movement:
     seconds: float
     bound_s: float
     whole_s: float | None = None
+    error: float | None = None
 
     @property
     def of_bound(self) -> float:
@@ -88,7 +92,7 @@ def measure_links(mebibytes: float) -> Links:
 
 
 def measure_movements(config: LlamaConfig, recipes: Mapping[str, Recipe], links: Links) -> Iterator[Movement]:
-    """Times the gather of one block in each recipe's format, and the scatter of its gradient.
+    """Times the gather of one block in each recipe's format, and each way of summing its gradient, with its error.
 
     Args:
         config: whose block.
@@ -114,10 +118,42 @@ def measure_movements(config: LlamaConfig, recipes: Mapping[str, Recipe], links:
         size = sum(x.nbytes for x in jax.tree.leaves(sent)) // ranks // degree(TP) * (ranks - 1)
         wire = block.run(lambda _, sent: jax.tree.map(_gathered, sent), sent, without=True)
         yield Movement(f"gather {name}", size, _seconds(wire, sent), size / links.gather_rate, whole_s)
-    whole = block.run(lambda owners: {p: o.gather(o.slices()) for p, o in owners.items()}, cut_out=True)(block.params)
-    size = sum(x.nbytes for x in jax.tree.leaves(whole)) // ranks // degree(TP) * (ranks - 1) // ranks
-    scatter = block.run(lambda owners, g: {p: o.scatter(g[p]) for p, o in owners.items()}, whole, cut_out=True)
-    yield Movement("scatter gradient", size, _seconds(scatter, block.params, whole), size / links.scatter_rate)
+    yield from _reductions(block, links)
+
+
+def _reductions(block: _Block, links: Links) -> Iterator[Movement]:
+    """The sum of a block's gradient, by a reduce-scatter and by an exchange in each of `REDUCTIONS`."""
+
+    def random(owners: Mapping[Any, Any]) -> Tree:
+        key = jax.random.fold_in(jax.random.key(0), lax.axis_index(AXES))  # another gradient on every rank
+        shapes = jax.eval_shape(lambda: {p: o.gather(o.slices()) for p, o in owners.items()})
+        return jax.tree.map(lambda s: jax.random.normal(key, s.shape, s.dtype), shapes)
+
+    def summed(reduction: Any, reduce_dtype: Any = None) -> Callable[..., Tree]:
+        def local(owners: Mapping[Any, Any], gradients: Tree) -> Tree:
+            for owner in owners.values():
+                owner.reduction = reduction
+                owner.reduce_dtype = reduce_dtype or owner.reduce_dtype
+            return scatter(owners, gradients)
+
+        return block.run(local, gradients, cut_out=True)
+
+    gradients = block.run(random, cut_out=True)(block.params)
+    exact = jax.device_get(summed(None, np.dtype(np.float32))(block.params, gradients))
+    for name, reduction in {"scatter": None, **REDUCTIONS}.items():
+        program = summed(reduction)
+        found = jax.device_get(program(block.params, gradients))
+        pairs = list(zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True))
+        error = sum(float(np.sum((a - b) ** 2)) for a, b in pairs) / sum(float(np.sum(b**2)) for _, b in pairs)
+        seconds = _seconds(program, block.params, gradients)
+        if reduction is None:  # XLA's CPU backend widens it
+            ranks = _ranks()
+            size = sum(x.nbytes for x in jax.tree.leaves(gradients)) // ranks // degree(TP) * (ranks - 1) // ranks
+        else:
+            lowered = program.lower(block.params, gradients)  # pyright: ignore[reportFunctionMemberAccess]
+            size = sum(c.wire_bytes for c in plan.collectives(lowered.compile().as_text()))
+        title = "scatter gradient" if reduction is None else f"exchange gradient {name}"
+        yield Movement(title, size, seconds, size / links.scatter_rate, error=error**0.5)
 
 
 class _Block:

@@ -214,8 +214,8 @@ class _Pass:
             following = self._gather(after, x) if after is not None else ()
         else:
             weights, following = self._gather(layer, x), ()
-        apply, whole = self.links[layer.link].apply, self._at(self.whole, layer)
-        fixed = self._at(self.given.fixed, layer)
+        apply, whole = self.links[layer.link].apply, self._of(self.whole[layer.link], layer)
+        fixed = self._of(self.given.fixed[layer.link], layer)
 
         def run(weights: Tree, whole: Tree, x: Tree) -> Tree:
             return apply(weights, whole, x, fixed)
@@ -251,18 +251,20 @@ class _Pass:
         return gradient, following, (), scattered, whole
 
     def _gather(self, layer: _Layer, *events: Tree) -> Tree:
-        first = self.links[layer.link].first
-        sent, _ = lax.optimization_barrier((self._at(self.given.sent, layer, first), events))
-        return self.links[layer.link].gather(sent)
+        link = self.links[layer.link]
+        # tied before it is cut out of a stack, so that forward's piece is not kept for backward
+        sent, _ = lax.optimization_barrier((self.given.sent[layer.link], events))
+        return link.gather(self._of(sent, layer, link.first))
 
     def _gather_again(self, layer: _Layer, *events: Tree) -> Tree:
         return self._gather(layer, *events) if _wants_weights(layer.closure) else ()
 
-    def _at(self, tree: Tree, layer: _Layer, first: int = 0) -> Tree:
+    def _of(self, tree: Tree, layer: _Layer, first: int = 0) -> Tree:
+        """One layer's part of its link's arrays, of which the link's first layer is number `first`."""
         if not self.links[layer.link].stacked:
-            return tree[layer.link]
+            return tree
         index = layer.index + first
-        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), tree[layer.link])
+        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), tree)
 
     def _is_kept(self, link: int, index: int) -> bool:
         return self.offsets[link] + index >= self.first_kept

@@ -1,4 +1,4 @@
-"""`gtp-jax bench collectives`: each format's gather and the gradient's scatter beside what the links carry."""
+"""`gtp-jax bench collectives`: each format's gather and the gradient's sums beside what the links carry."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .. import bench, native
 from ..mesh import make_mesh
 from ..models import PRESETS
 from ..plan import columns, quantity
-from ..recipes import RECIPES
+from ..recipes import RECIPES, REDUCTIONS
 from ._arguments import check_files, positive, whole
 from ._devices import choose_devices, on_gpu
 
@@ -35,9 +35,10 @@ def add_topic(topics: Any) -> None:
     """Adds the topic to `gtp-jax bench`."""
     topic = topics.add_parser(
         "collectives",
-        help="each format's gather of a layer, and the scatter of its gradient, beside what the links carry",
+        help="each format's gather of a layer, and the sums of its gradient, beside what the links carry",
         description="Times the gather of one layer's weights in every recipe's format, alone and with what makes "
-        "weights of it, and the reduce-scatter of its gradient. The bound is the time that the bytes which leave a "
+        "weights of it, and the sum of its gradient: by a reduce-scatter, and exchanged in fewer bits and added up in "
+        "float32, with the error that this makes. The bound is the time that the bytes which leave a "
         "device take at the rate of a large message in this run.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -63,7 +64,9 @@ def _run(args: argparse.Namespace) -> int:
     with jax.set_mesh(make_mesh(gtp=gtp, tp=args.tp, devices=None if len(some) == jax.device_count() else some)):
         links = bench.measure_links(args.mebibytes or _MEBIBYTES[fast])
         measured = bench.measure_movements(PRESETS[preset], recipes, links)
-        found = list(tqdm(measured, total=len(recipes) + 1, unit="collective", file=sys.stderr, disable=None))
+        found = list(
+            tqdm(measured, total=len(recipes) + 1 + len(REDUCTIONS), unit="collective", file=sys.stderr, disable=None)
+        )
     device = some[0].device_kind
     print(f"{len(some)} x {device}, gtp {gtp}, tp {args.tp}: one layer of {preset}; {native.describe()}")
     print(
@@ -79,7 +82,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _table(found: list[bench.Movement]) -> str:
-    header = ("one layer", "leaves a device", "bound us", "us", "of bound", "to weights us", "x bf16")
+    header = ("one layer", "leaves a device", "bound us", "us", "of bound", "to weights us", "x bf16", "error")
     usual = next((m.whole_s for m in found if m.whole_s), None)
     rows = [
         (
@@ -90,6 +93,7 @@ def _table(found: list[bench.Movement]) -> str:
             f"{m.of_bound:.0%}",
             "" if m.whole_s is None else f"{m.whole_s * 1e6:.0f}",
             "" if m.whole_s is None or usual is None else f"{usual / m.whole_s:.2f}",
+            "" if m.error is None else f"{m.error:.1e}",
         )
         for m in found
     ]

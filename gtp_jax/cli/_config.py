@@ -14,7 +14,7 @@ from .. import __version__
 from ..chain import REMAT, Remat, Schedule
 from ..models import PRESETS, LlamaConfig
 from ..nn import check_heads
-from ..recipes import RECIPES, Recipe
+from ..recipes import RECIPES, REDUCTIONS, Recipe
 
 # Without a GPU, and without degrees that ask for another number.
 VIRTUAL_DEVICES = 8
@@ -76,6 +76,20 @@ class TrainConfig:
         "what is quantized: weights on the wire, or the matmuls' operands too",
         kind=str,
         choices=tuple(RECIPES),
+    )
+    held: int | Literal["all"] = _knob(
+        0,
+        "model",
+        "layers, from the first, whose codes are gathered once a step for all microbatches, or 'all'",
+        kind=_count_or("all"),
+        metavar="N",
+    )
+    reduce: str | None = _knob(
+        None,
+        "model",
+        "exchange weight gradients in this and sum in float32 (default: reduce-scatter)",
+        kind=str,
+        choices=tuple(REDUCTIONS),
     )
 
     data: tuple[str, ...] = _knob(
@@ -150,12 +164,13 @@ class TrainConfig:
             raise ValueError(f"`remat` is {self.remat!r}; it is one of {', '.join(REMAT)}.")
         if self.recipe not in RECIPES:
             raise ValueError(f"`recipe` is {self.recipe!r}; it is one of {', '.join(RECIPES)}.")
+        self.quantization  # noqa: B018  validates `reduce`
         Schedule(prefetch=self.prefetch, unroll=self.unroll, kept=self.kept)
 
     @property
     def quantization(self) -> Recipe:
-        """The recipe of that name."""
-        return RECIPES[self.recipe]()
+        """The recipe of that name, with gradients summed as asked for."""
+        return dataclasses.replace(RECIPES[self.recipe](), reduce=self.reduce)
 
     @property
     def virtual_devices(self) -> int:

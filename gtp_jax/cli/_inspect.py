@@ -11,7 +11,7 @@ from typing import Any
 
 from ..chain import REMAT
 from ..models import PRESETS
-from ..recipes import RECIPES
+from ..recipes import RECIPES, REDUCTIONS
 from ._inspect_report import as_json, as_text
 from ._inspection import Inspection, InspectOptions, inspect
 from ._timeline import draw
@@ -44,7 +44,18 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--recipe",
         choices=tuple(RECIPES),
         default=defaults.recipe,
-        help="in which format weights travel (default: %(default)s)",
+        help="what is quantized: weights on the wire, or the matmuls' operands too (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--held",
+        type=_count_or("all"),
+        default=defaults.held,
+        help="layers, from the first, whose codes are gathered once a step for all microbatches, or 'all'",
+    )
+    parser.add_argument(
+        "--reduce",
+        choices=tuple(REDUCTIONS),
+        help="exchange weight gradients in this and sum in float32 (default: reduce-scatter)",
     )
     parser.add_argument("--prefetch", action=argparse.BooleanOptionalAction, default=defaults.prefetch)
     parser.add_argument("--target", metavar="CHIP:DEVICES", help="compile for GPUs that are not there, e.g. h200:8")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,8 @@ class InspectOptions:
         unroll, prefetch, kept: the chain's schedule.
         remat: what a layer keeps for backward.
         recipe: a key of `RECIPES`.
+        held: layers whose codes are gathered once a step.
+        reduce: a key of `REDUCTIONS`; a reduce-scatter if `None`.
         target: GPUs to compile for, `h200:8` for instance; virtual CPU devices if `None`.
     """
 
@@ -54,6 +56,8 @@ class InspectOptions:
     kept: int | str = 1
     remat: Remat = "matmuls"
     recipe: str = "bf16"
+    held: int | Literal["all"] = 0
+    reduce: str | None = None
     target: str | None = None
 
     def __post_init__(self) -> None:
@@ -152,9 +156,14 @@ def inspect(options: InspectOptions) -> Inspection:
     host = _cpu_devices(1 if target else count)  # also for a target: compiling needs no GPU, and takes none
     mesh = make_mesh(dp=options.dp, gtp=gtp, tp=options.tp, devices=plan.topology_devices(target) if target else host)
     optimizer = optax.adamw(1e-3)
-    recipe = RECIPES[options.recipe]()
+    recipe = dataclasses.replace(RECIPES[options.recipe](), reduce=options.reduce)
     step = train_step(
-        next_token_loss, optimizer, microbatches=options.microbatches, max_grad_norm=_MAX_GRAD_NORM, recipe=recipe
+        next_token_loss,
+        optimizer,
+        microbatches=options.microbatches,
+        max_grad_norm=_MAX_GRAD_NORM,
+        recipe=recipe,
+        held=options.held,
     )
     with jax.set_mesh(mesh):
         model = abstract_model(lambda rngs: Llama(config, rngs=rngs))

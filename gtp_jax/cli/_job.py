@@ -105,6 +105,7 @@ def prepare(
         microbatches=config.microbatches,
         max_grad_norm=config.max_grad_norm,
         recipe=recipe,
+        held=config.held,
     )
     lowered = step.lower(state, train.at(0))  # pyright: ignore[reportFunctionMemberAccess]
     began = time.perf_counter()

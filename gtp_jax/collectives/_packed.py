@@ -26,22 +26,26 @@ from ._weight import Slices, as_fused
 Fused = Sequence[Sequence[Layout]]
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("buffer", "amax"), meta_fields=("format", "members"))
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("buffer", "amax"), meta_fields=("format", "members", "gathered")
+)
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """This rank's slices of a layer's weights, or of a stack of layers', as they travel.
+    """This rank's slices of a layer's weights, or of a stack of layers', as they travel; or all ranks', once they have.
 
     Attributes:
-        buffer: uint8 `(*stack, bytes)`.
+        buffer: uint8 `(*stack, bytes)`; `(*stack, slices, bytes)` if gathered.
         amax: float32 `(*stack, kernels)`, over all slices; `None` if the format has none. It does not travel.
         format: of the codes.
         members: names of the fused weights in it, in order.
+        gathered: whether all slices are here.
     """
 
     buffer: jax.Array
     amax: jax.Array | None
     format: Format
     members: tuple[Any, ...]
+    gathered: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,25 +132,36 @@ def gather_packed(packed: Packed, fused: Fused, dtype: jax.typing.DTypeLike) -> 
         fused: the layouts of each member's kernels; all with the same axes.
         dtype: of the weights.
     """
-    buffer = packed.buffer
-    slices = lax.all_gather(buffer, fused[0][0].axes) if fused[0][0].gtp > 1 else buffer[None]
+    slices = packed.buffer if packed.gathered else _all_slices(packed.buffer, fused, axis=0)
     exact = jnp.float32 if np.dtype(dtype) == np.float64 else dtype
     weights = unpack(slices, packed.format, packed.amax, plan_of(fused, packed.format), exact)
     return tuple(as_fused(weight.astype(dtype), layouts) for weight, layouts in zip(weights, fused, strict=True))
+
+
+def hold_layers(packed: Packed, fused: Fused, start: int, stop: int) -> Packed:
+    """Layers `start` to `stop` (exclusive) of a stack with all ranks' slices, in one gather."""
+    some = jax.tree.map(lambda a: a[start:stop], packed)
+    return dataclasses.replace(some, buffer=_all_slices(some.buffer, fused, axis=1), gathered=True)
+
+
+def _all_slices(buffer: jax.Array, fused: Fused, axis: int) -> jax.Array:
+    if fused[0][0].gtp == 1:
+        return jnp.expand_dims(buffer, axis)
+    return lax.all_gather(buffer, fused[0][0].axes, axis=axis)
 
 
 def plan_of(fused: Fused, form: Format) -> PackPlan:
     """How the kernels of a layer's weights share a buffer.
 
     Raises:
-        ValueError: if a slice's rows cut the format's blocks in two.
+        ValueError: if a slice's rows cut the format's blocks in two, or are shorter than a block.
     """
     return _plan(tuple(map(tuple, fused)), form)
 
 
 @functools.cache
 def _plan(fused: tuple[tuple[Layout, ...], ...], form: Format) -> PackPlan:
-    block_rows = form.block[0] if form.block else 1
+    block_rows, block_cols = form.block or (1, 1)
     pieces = []
     for out, layouts in enumerate(fused):
         row = 0
@@ -157,10 +172,17 @@ def _plan(fused: tuple[tuple[Layout, ...], ...], form: Format) -> PackPlan:
                     f"a weight of shape {layout.shape} has slices of {rows} rows, which cut {form.name}'s blocks of "
                     f"{block_rows} rows in two. Build the model with `alignment={form.alignment}`."
                 )
+            cols = layout.slice_shape[1 - layout.dim]
+            if cols < block_cols:
+                raise ValueError(
+                    f"a weight of shape {layout.shape} has rows of {cols} elements on a rank, fewer than the "
+                    f"{block_cols} of a block of {form.name}. Name its module in the recipe's `keep`, or choose "
+                    "`gtp_jax.FP8()`, which has no blocks."
+                )
             pieces.append(
                 Piece(
                     rows=rows,
-                    cols=layout.slice_shape[1 - layout.dim],
+                    cols=cols,
                     transposed=layout.dim == 1,
                     total_rows=rows,
                     out=out,

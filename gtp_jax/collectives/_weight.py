@@ -28,7 +28,7 @@ from ..mesh import Layout
 Slices = tuple[jax.Array, ...]
 
 # XLA's CPU backend widens 16-bit floats in collectives; as integers they keep their true size on every backend.
-_WIRE = {np.dtype(jnp.bfloat16): jnp.uint16, np.dtype(jnp.float16): jnp.uint16}
+WIRE = {np.dtype(jnp.bfloat16): jnp.uint16, np.dtype(jnp.float16): jnp.uint16}
 
 
 def gather_weight(slices: Slices, layouts: Sequence[Layout], dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -46,7 +46,7 @@ def gather_weight(slices: Slices, layouts: Sequence[Layout], dtype: jax.typing.D
     part = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=-2)
     if layouts[0].gtp == 1:
         return as_fused(part, layouts)
-    axes, wire = layouts[0].axes, _WIRE.get(part.dtype)
+    axes, wire = layouts[0].axes, WIRE.get(part.dtype)
     part = jnp.reshape(part, (-1, part.shape[-1]))
     if wire is None:
         return as_fused(lax.all_gather(part, axes, axis=0, tiled=True), layouts)
@@ -69,12 +69,18 @@ def scatter_gradient(
     Args:
         gradient: of the fused weight's shape.
         layouts: as in `gather_weight`.
-        dtype: the dtype on the wire, in which the sum is taken.
+        dtype: the dtype on the wire, in which the sum is taken: of bfloat16, every partial sum is rounded to it.
+            `exchange_gradients` rounds each rank's gradient alone.
         out: dtype of each returned slice.
     """
     part = jnp.reshape(gradient.astype(dtype), (-1, gradient.shape[-1]))
     if layouts[0].gtp > 1:
         part = lax.psum_scatter(part, layouts[0].axes, scatter_dimension=0, tiled=True)
+    return as_slices(part, layouts, out)
+
+
+def as_slices(part: jax.Array, layouts: Sequence[Layout], out: Sequence[jax.typing.DTypeLike]) -> Slices:
+    """This rank's rows of a fused weight, as its kernels' slices in the dtypes `out`."""
     part = jnp.reshape(part, (*layouts[0].slice_shape[:-2], -1, part.shape[-1]))
     ends = np.cumsum([layout.padded_rows // layout.gtp for layout in layouts])
     pieces = jnp.split(part, ends[:-1], axis=-2)
@@ -107,18 +113,16 @@ def split_features(y: jax.Array, layouts: Sequence[Layout]) -> Slices:
 def gathered(
     slices: Slices,
     sent: Any,
-    layouts: Sequence[Layout],
     gather: Callable[[Any], jax.Array],
-    reduce_dtype: jax.typing.DTypeLike,
+    scatter: Callable[[jax.Array], Slices],
 ) -> jax.Array:
-    """A gather with `scatter_gradient` as its gradient, for a layer that stands outside a chain.
+    """A gather with a scatter as its gradient, for a layer that stands outside a chain.
 
     Args:
         slices: what the gradient belongs to.
         sent: what is gathered: the slices, or what they were quantized to.
-        layouts: the kernels' layouts.
         gather: `sent` to the fused weight.
-        reduce_dtype: in which the gradient is summed.
+        scatter: its gradient to that of the slices.
     """
 
     @jax.custom_vjp
@@ -130,7 +134,7 @@ def gathered(
 
     def bwd(residuals: None, gradient: jax.Array) -> tuple[Slices, None]:
         del residuals
-        return scatter_gradient(gradient, layouts, reduce_dtype, [s.dtype for s in slices]), None
+        return scatter(gradient), None
 
     apply.defvjp(fwd, bwd)
     return apply(slices, sent)

@@ -24,4 +24,5 @@ from ._skeleton import Skeleton as Skeleton
 from ._skeleton import take_apart as take_apart
 from ._stack import Stack as Stack
 from ._stack import run_chain as run_chain
+from ._weight import scatter as scatter
 from ._weight import weight_owners as weight_owners

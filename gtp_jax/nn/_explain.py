@@ -34,6 +34,7 @@ class WireFact:
         forward: its operands, input times weight.
         dgrad: likewise, gradient times weight.
         wgrad: likewise, gradient times input.
+        reduction: how its gradient is summed over the gtp axis; empty where nothing cuts it.
     """
 
     module: str
@@ -47,6 +48,7 @@ class WireFact:
     forward: str
     dgrad: str
     wgrad: str
+    reduction: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Explanation:
     facts: tuple[WireFact, ...]
 
     def __str__(self) -> str:
-        header = ("module", "layers", "kernels", "wire", "a layer", "B/element", "matmul")
+        header = ("module", "layers", "kernels", "wire", "a layer", "B/element", "matmul", "gradient")
         rows = [
             (
                 fact.module,
@@ -66,6 +68,7 @@ class Explanation:
                 quantity(fact.bytes, "B"),
                 f"{fact.bytes_per_element:.3f}",
                 fact.matmul,
+                fact.reduction,
             )
             for fact in self.facts
         ]
@@ -86,7 +89,8 @@ def explain(model: nnx.Module, recipe: Recipe | None) -> Explanation:
 
     Raises:
         TypeError: if `recipe` is something else.
-        ValueError: if slices cut the format's blocks in two, or the recipe speaks of what the model does not have.
+        ValueError: if slices cut the format's blocks in two or have rows shorter than a block, or the recipe speaks of
+            what the model does not have.
     """
     check_recipe(recipe)
     recipe = BF16() if recipe is None else recipe
@@ -123,6 +127,7 @@ def _fact(path: tuple[object, ...], owner: WeightOwner, recipe: Recipe, start: i
         bytes_per_element=total / sum(int(np.prod(layout.shape)) for layout in layouts),
         matmul=_matmul(owner, form, operands),
         **_products(operands),
+        reduction=_reduction(owner, recipe),
     )
 
 
@@ -133,6 +138,14 @@ def _matmul(owner: WeightOwner, wire: Format | None, operands: Operands | None) 
         return f"{operands.activation.name}, gradients {operands.gradient.name}"
     path = "scaled_matmul" if multiplies_blocks() else f"{owner.dtype.name} of their values"
     return f"{operands.activation.name}: {path}"
+
+
+def _reduction(owner: WeightOwner, recipe: Recipe) -> str:
+    if owner.layouts[0].gtp == 1:
+        return ""
+    if recipe.reduction is None:
+        return f"reduce-scatter {owner.reduce_dtype.name}"
+    return f"all-to-all {recipe.reduction.name}, summed in float32"
 
 
 def _products(operands: Operands | None) -> dict[str, str]:

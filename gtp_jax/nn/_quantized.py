@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from flax import nnx
 
-from ..collectives import Bundle, Packed, pack_all
+from ..collectives import Bundle, Packed, hold_layers, pack_all
 from ..formats import Format
 from ..recipes import KEPT, Recipe, matches
 from ._stack import Stack
@@ -19,24 +19,41 @@ Path = tuple[Any, ...]
 Quantized = dict[Path, tuple[Packed, ...]]
 
 
-def quantize_weights(model: nnx.Module, recipe: Recipe) -> Quantized:
+def quantize_weights(model: nnx.Module, recipe: Recipe, held: int | Literal["all"] = 0) -> Quantized:
     """Quantizes the weights of a model in local view, as the recipe says. By path of the module that gathers them.
 
+    Args:
+        model: in local view.
+        recipe: what is quantized.
+        held: of each stack so many layers, from the first that the recipe quantizes, are gathered here, so that no pass
+            need gather them.
+
     Raises:
-        ValueError: if the recipe speaks of modules or layers that the model does not have.
+        ValueError: if the recipe speaks of modules or layers that the model does not have; if codes are to be held and
+            no layer of a stack has any.
     """
     check_names(model, recipe)
     found = _bundles(model, recipe)
     packed = pack_all([bundle for _, bundle in found])
+    stacks = {path: m for path, m in nnx.iter_modules(model) if isinstance(m, Stack)}
+    first = recipe.keep_first
+    counts = {path: m.length - first - recipe.keep_last for path, m in stacks.items()}
+    if held and not any(counts.get(path) for path, _ in found):
+        raise ValueError(
+            f"`held` is {held!r}, but no layers of a `Stack` travel as codes that could be held. Pass a recipe that "
+            "quantizes them, such as `gtp_jax.NVFP4()`, or `held=0`."
+        )
     quantized: Quantized = {}
-    for (path, _), one in zip(found, packed, strict=True):
-        quantized[path] = (*quantized.get(path, ()), one)
+    for (path, bundle), one in zip(found, packed, strict=True):
+        count = counts.get(path, 0) if held == "all" else min(held, counts.get(path, 0))
+        parts = (hold_layers(one, bundle.fused, first, first + count), one) if count else (one,)
+        quantized[path] = (*quantized.get(path, ()), *parts)
     return quantized
 
 
 def put_quantized(model: nnx.Module, quantized: Quantized, recipe: Recipe, key: jax.Array | None = None) -> None:
-    """Has the model's modules gather these from now on, and multiply as the recipe says; gradients still go to their
-    parameters.
+    """Has the model's modules gather these from now on, multiply and sum gradients as the recipe says; gradients still
+    go to their parameters.
 
     Args:
         model: in local view.
@@ -46,6 +63,7 @@ def put_quantized(model: nnx.Module, quantized: Quantized, recipe: Recipe, key: 
     """
     for path, owner in weight_owners(model).items():
         owner.operands = recipe.operands_of(path)
+        owner.reduction = recipe.reduction_of(path)
         if key is not None and owner.operands is not None and owner.operands.stochastic:
             owner.key = nnx.data(key_for(key, path))
     for path, module in nnx.iter_modules(model):

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from ..chain import Link, Remat, Schedule, run, with_remat
 from ..collectives import Packed, gather_packed
 from ._layer import Layer, layout_of
-from ._weight import WeightOwner, key_for, weight_owners
+from ._weight import WeightOwner, key_for, scatter, weight_owners
 
 
 class Stack(Layer):
@@ -33,6 +33,7 @@ class Stack(Layer):
 
     Attributes:
         packed: what is gathered in place of the layers' slices: buffers of quantized weights; none without a recipe.
+            Of all layers; and, ahead of them, of those whose codes have been gathered already.
         kept: layers, from the first and up to the last, that stay in high precision all the same.
         key: uint32 `(2,)`, of this call's stochastic rounding; `None` where nothing is rounded so.
 
@@ -146,28 +147,49 @@ def _refuse_inner_stacks(module: nnx.Module) -> None:
 
 
 def _links(module: Layer, remat: Remat) -> list[Link]:
-    """A module as the chain sees it; a stack in up to three parts, if layers at its ends stay in high precision."""
+    """A module as the chain sees it; a stack in stretches: in high precision, of codes held, of codes to be gathered,
+    and in high precision again."""
     if not isinstance(module, Stack):
         owners = weight_owners(module)
         keys = {path: owner.key for path, owner in owners.items() if owner.key is not None}
         sent = ((), {path: owner.sent() for path, owner in owners.items()})
-        slices = {path: owner.slices() for path, owner in owners.items()}
         template = _Template(module)
-        return [template.link(slices, sent, template.whole, keys, remat)]
+        return [template.link(template.slices, sent, template.whole, keys, remat)]
+
     template, length = _Template(module.layers), module.length
-    slices = {path: owner.slices() for path, owner in template.owners.items()}
-    bundled = {path for one in module.packed for path in one.members}
-    quantized = (module.packed, {path: own for path, own in slices.items() if path not in bundled})
+    high = _Template(_in_high_precision(module.layers)) if any(module.kept) else template
+    slices, bundled = template.slices, {path for one in module.packed for path in one.members}
+
+    def unbundled(slices: dict[Any, Any]) -> dict[Any, Any]:
+        return {path: own for path, own in slices.items() if path not in bundled}
+
+    held = tuple(one for one in module.packed if one.gathered)
+    packed = tuple(one for one in module.packed if not one.gathered)
     keys = {} if module.key is None else _layer_keys(module.key, template.owners, length)
-    bounds = sorted({0, module.kept[0], length - module.kept[1], length})
-    parts = _split((slices, template.whole, keys), bounds[1:-1])
+    first, last = module.kept[0], length - module.kept[1]
+    ahead = first + (held[0].buffer.shape[0] if held else 0)
+    bounds = sorted({0, first, ahead, last, length})
     links = []
+    parts = _split((slices, template.whole, keys), bounds[1:-1])
     for start, stop, (own, whole, fixed) in zip(bounds, bounds[1:], parts, strict=False):
-        high = start < module.kept[0] or stop > length - module.kept[1]
-        sent = ((), slices) if high else quantized
-        link = template.link(own, sent, whole, {} if high else fixed, remat, high=high)
-        links.append(dataclasses.replace(link, length=stop - start, stacked=True, first=start))
+        if not first <= start < last:
+            chosen, sent, at = high, ((), slices), start
+        elif start < ahead:
+            chosen, sent, at = template, (held, unbundled(own)), 0
+        else:
+            chosen, sent, at = template, (packed, unbundled(slices)), start
+        link = chosen.link(own, sent, whole, fixed, remat)
+        links.append(dataclasses.replace(link, length=stop - start, stacked=True, first=at))
     return links
+
+
+def _in_high_precision(layer: nnx.Module) -> nnx.Module:
+    """The layer without what a recipe does to its matmuls and gradients."""
+    layer = nnx.clone(layer)
+    for owner in weight_owners(layer).values():
+        owner.operands = None
+        owner.reduction = None
+    return layer
 
 
 class _Template:
@@ -175,19 +197,21 @@ class _Template:
 
     Attributes:
         owners: modules with weights that are gathered, by path.
+        slices: of these weights, by path.
         whole: values of the parameters that are not cut over gtp.
     """
 
     def __init__(self, layer: nnx.Module) -> None:
         self.owners = weight_owners(layer)
+        self.slices = {path: owner.slices() for path, owner in self.owners.items()}
         self.graph, state = nnx.split(layer)
         # beside the variables, arrays of quantized slices, which no layer looks at once its weights are gathered
         self.leaves, self.tree = jax.tree.flatten(state, is_leaf=lambda v: isinstance(v, nnx.Variable))
         self.is_whole = [isinstance(v, nnx.Variable) and layout_of(v) is None for v in self.leaves]
         self.whole = [v.get_value() for v, whole in zip(self.leaves, self.is_whole, strict=True) if whole]
 
-    def link(self, slices: Any, sent: Any, whole: Any, keys: Any, remat: Remat, *, high: bool = False) -> Link:
-        """The layer as a link, not stacked; `high`: it multiplies in its own dtype."""
+    def link(self, slices: Any, sent: Any, whole: Any, keys: Any, remat: Remat) -> Link:
+        """The layer as a link, not stacked."""
 
         def apply(weights: dict[Any, jax.Array], whole: list[jax.Array], x: Any, keys: dict[Any, jax.Array]) -> Any:
             values = iter(whole)
@@ -196,14 +220,13 @@ class _Template:
             for path, owner in weight_owners(one).items():
                 owner.whole_weight = weights[path]
                 owner.key = nnx.data(keys.get(path))
-                owner.operands = None if high else owner.operands
             return one(x)
 
-        def scatter(gradients: dict[Any, jax.Array]) -> dict[Any, Any]:
-            return {path: owner.scatter(gradients[path]) for path, owner in self.owners.items()}
+        def to_slices(gradients: dict[Any, jax.Array]) -> dict[Any, Any]:
+            return scatter(self.owners, gradients)
 
         apply = with_remat(apply, remat)
-        return Link(slices, sent, whole, gather=self.gather, scatter=scatter, apply=apply, fixed=keys)
+        return Link(slices, sent, whole, gather=self.gather, scatter=to_slices, apply=apply, fixed=keys)
 
     def gather(self, sent: tuple[tuple[Packed, ...], dict[Any, Any]]) -> dict[Any, jax.Array]:
         """The weights of one layer, by path."""
@@ -224,7 +247,10 @@ def _layer_keys(key: jax.Array, owners: dict[Any, WeightOwner], length: int) -> 
 
 
 def _split(tree: Any, at: list[int]) -> list[Any]:
-    """Stacked arrays, cut between layers."""
+    """Stacked arrays, cut between layers.
+
+    By `split` and not by slices, whose gradients would each be padded to the whole stack and added up.
+    """
     leaves, structure = jax.tree.flatten(tree)
     parts = [jnp.split(leaf, at) for leaf in leaves]
     return [jax.tree.unflatten(structure, [part[i] for part in parts]) for i in range(len(at) + 1)]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import abc
 import zlib
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,8 +14,16 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ..collectives import Packed, Slices, gather_packed, gather_weight, gathered, scatter_gradient
-from ..formats import Operands
+from ..collectives import (
+    Packed,
+    Slices,
+    exchange_gradients,
+    gather_packed,
+    gather_weight,
+    gathered,
+    scatter_gradient,
+)
+from ..formats import Format, Operands
 from ..mesh import TP, Layout, current_view, multiplies_blocks
 from ..ops import linear, linear_blocks, linear_fp8
 from ._layer import Layer
@@ -48,6 +57,23 @@ def key_for(key: jax.Array, path: tuple[Any, ...]) -> jax.Array:
     return key ^ jnp.array([0, zlib.crc32(".".join(map(str, path)).encode())], jnp.uint32)
 
 
+def scatter(owners: Mapping[Any, WeightOwner], gradients: Mapping[Any, jax.Array]) -> dict[Any, Slices]:
+    """Fused weights' gradients to those of their slices; what a recipe exchanges alike travels together."""
+    found: dict[Any, Slices] = {}
+    together: dict[Any, list[Any]] = defaultdict(list)
+    for path, owner in owners.items():
+        if owner.reduction is not None and owner.layouts[0].gtp > 1:
+            together[owner.reduction, owner.layouts[0].axes].append(path)
+        else:
+            found[path] = scatter_gradient(gradients[path], owner.layouts, owner.reduce_dtype, owner.slice_dtypes)
+    for (wire, _), paths in together.items():
+        members = [owners[path] for path in paths]
+        layouts, kinds = [one.layouts for one in members], [one.slice_dtypes for one in members]
+        slices = exchange_gradients([gradients[path] for path in paths], layouts, wire, kinds)
+        found.update(zip(paths, slices, strict=True))
+    return found
+
+
 def _partition(spec: PartitionSpec) -> dict[str, Any]:
     return {"out_sharding": tuple(spec), "eager_sharding": current_view() == "global"}
 
@@ -62,6 +88,7 @@ class WeightOwner(Layer):
         packed: the slices as a recipe has quantized them, to be gathered in their stead: one, or none without a recipe.
         operands: formats in which it multiplies; `None`: in `dtype`.
         key: uint32 `(2,)`, of this call's stochastic rounding; `None` where nothing is rounded so.
+        reduction: in what its gradient is exchanged, to be summed in float32; `None`: summed in `reduce_dtype`.
     """
 
     whole_weight: Any = nnx.data()
@@ -75,6 +102,7 @@ class WeightOwner(Layer):
         self.packed = nnx.data(())
         self.operands: Operands | None = None
         self.key = nnx.data(None)
+        self.reduction: Format | np.dtype | None = None
 
     @abc.abstractmethod
     def weights(self) -> tuple[nnx.Param, ...]:
@@ -89,6 +117,11 @@ class WeightOwner(Layer):
         """This rank's slice of each kernel."""
         return tuple(w.get_value() for w in self.weights())
 
+    @property
+    def slice_dtypes(self) -> tuple[Any, ...]:
+        """The dtype of each kernel's slices."""
+        return tuple(w.get_value().dtype for w in self.weights())
+
     def sent(self) -> Slices | Packed:
         """What this rank sends in a gather."""
         return self.packed[0] if self.packed else self.slices()
@@ -101,8 +134,7 @@ class WeightOwner(Layer):
 
     def scatter(self, gradient: jax.Array) -> Slices:
         """The fused weight's gradient to that of the slices."""
-        kinds = [w.get_value().dtype for w in self.weights()]
-        return scatter_gradient(gradient, self.layouts, self.reduce_dtype, kinds)
+        return scatter({(): self}, {(): gradient})[()]
 
     def product(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         """`x @ weight.T`, as a recipe has it."""
@@ -119,7 +151,7 @@ class WeightOwner(Layer):
             return function(self.whole_weight, *operands)
 
         def gather_and_apply(slices: Slices, *operands: Any) -> Any:
-            weight = gathered(slices, self.sent(), self.layouts, self.gather, self.reduce_dtype)
+            weight = gathered(slices, self.sent(), self.gather, self.scatter)
             return function(weight, *operands)
 
         if self.layouts[0].gtp > 1:

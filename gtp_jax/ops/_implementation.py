@@ -30,6 +30,7 @@ def call(operation: str, implementation: Implementation | None, *operands: Any, 
     Raises:
         ValueError: if `implementation` is something else.
         NotImplementedError: if it is `native`, and the platform at hand has no kernel.
+        TypeError: if it is differentiated: a rounding's gradient is zero, which nobody wants silently.
     """
     if implementation not in (None, "reference", "native"):
         raise ValueError(f"`implementation` is {implementation!r}; it is 'reference', 'native' or None for the best.")
@@ -55,8 +56,23 @@ def _run(
     def by(module: Any) -> Any:
         return functools.partial(getattr(module, operation), **dict(attributes))
 
+    operands = _without_gradient(operation, operands)
     if implementation is not None:
         return by(native if implementation == "native" else reference)(*operands)
     kernels = {name: by(native) for name, registry, _ in _PLATFORMS if native.has(f"gtp_{operation}", registry)}
     in_jnp = by(reference)
     return jax.lax.platform_dependent(*operands, **kernels, default=in_jnp) if kernels else in_jnp(*operands)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _without_gradient(operation: str, operands: Any) -> Any:
+    return operands
+
+
+@_without_gradient.defjvp
+def _refuse(operation: str, primals: Any, tangents: Any) -> Any:
+    raise TypeError(
+        f"`gtp_jax.{operation}` is not differentiable: a rounding's gradient is zero, and kernels have none. Give it "
+        "`jax.lax.stop_gradient(...)` of its operands, or define a gradient, such as straight through, by "
+        "`jax.custom_vjp`."
+    )

@@ -7,8 +7,18 @@ import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from .. import formats
 from ..formats import Format, Operands
+
+# What a gradient may be exchanged in, to be summed in float32.
+REDUCTIONS: dict[str, Format | np.dtype] = {
+    "bf16": np.dtype(jnp.bfloat16),
+    "fp8": formats.FP8_E4M3,
+    "mxfp8": formats.MXFP8,
+}
 
 _GRADIENTS = {"e5m2": formats.FP8_E5M2, "e4m3": formats.FP8_E4M3}
 
@@ -33,13 +43,18 @@ class Recipe:
             model has them.
         keep_first: layers of a `Stack` that stay in high precision, from its first.
         keep_last: likewise, up to its last.
-        override: pattern to the recipe of what matches, a mapping or pairs; of these recipes only the formats count.
+        override: pattern to the recipe of what matches, a mapping or pairs; of these recipes the formats and `reduce`
+            count.
+        reduce: `"bf16"`, `"fp8"` or `"mxfp8"`, in which each rank sends the others their shares of a layer's weight
+            gradient, which they then add up in float32; see `gtp_jax.collectives.exchange_gradients`. By default, and
+            of what stays in high precision, a reduce-scatter in the modules' `reduce_dtype`.
     """
 
     keep: tuple[str, ...] = KEPT
     keep_first: int = 0
     keep_last: int = 0
     override: Mapping[str, Recipe] | tuple[tuple[str, Recipe], ...] = ()
+    reduce: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.keep, str) or not all(isinstance(name, str) for name in self.keep):
@@ -61,6 +76,11 @@ class Recipe:
             if recipe.override:
                 raise ValueError(f"`override` of {pattern!r} has an override of its own; write all patterns in one.")
         object.__setattr__(self, "override", pairs)
+        if self.reduce is not None and self.reduce not in REDUCTIONS:
+            raise ValueError(
+                f"`reduce` is {self.reduce!r}; it is one of {', '.join(map(repr, REDUCTIONS))}, or `None` for a "
+                "reduce-scatter."
+            )
 
     @property
     def wire(self) -> Format | None:
@@ -71,6 +91,11 @@ class Recipe:
     def operands(self) -> Operands | None:
         """Formats of the matmuls' operands; `None`: matmuls run in the modules' dtype."""
         return None
+
+    @property
+    def reduction(self) -> Format | np.dtype | None:
+        """In what weight gradients are exchanged, to be summed in float32; `None`: a reduce-scatter."""
+        return None if self.reduce is None else REDUCTIONS[self.reduce]
 
     @property
     def rules(self) -> tuple[tuple[str, Recipe], ...]:
@@ -102,6 +127,10 @@ class Recipe:
     def operands_of(self, path: Iterable[Any]) -> Operands | None:
         """Formats in which the module at `path` multiplies."""
         return self.of(path).operands
+
+    def reduction_of(self, path: Iterable[Any]) -> Format | np.dtype | None:
+        """In what the gradient of the module at `path` is exchanged."""
+        return self.of(path).reduction
 
 
 def matches(pattern: str, words: tuple[str, ...]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ def train_step(
     microbatches: int = 1,
     max_grad_norm: float | None = None,
     recipe: Recipe | None = None,
+    held: int | Literal["all"] = 0,
     compiler_options: dict[str, Any] | None = None,
 ) -> Callable[[TrainState, Tree], tuple[TrainState, dict[str, jax.Array]]]:
     """A jitted optimizer step. The state is donated.
@@ -48,6 +49,10 @@ def train_step(
         microbatches: parts of a rank's batch, one after the other.
         max_grad_norm: scales gradients down to this global L2 norm.
         recipe: what is quantized, such as `gtp_jax.NVFP4()`; nothing by default.
+        held: layers of each stack, or `"all"`, whose codes are gathered once a step, ahead of the microbatches, and
+            held for all their passes; the others gather in each. They are counted from the first that travels as codes,
+            behind a recipe's `keep_first`. On every device that takes the bytes of these layers' codes whole, 0.504 an
+            element in NVFP4. No number changes.
         compiler_options: XLA options, which win over those of `compile_options` for the mesh in scope.
 
     Returns:
@@ -55,7 +60,8 @@ def train_step(
         of dp * gtp * microbatches. Metrics are device scalars: `loss` (mean over tokens), `tokens`, `grad_norm`.
 
     Raises:
-        ValueError: if `microbatches` is less than 1; by `step`, if it does not divide the batch.
+        ValueError: if `microbatches` is less than 1; by `step`, if it does not divide the batch, or if codes are to be
+            held of a model that has none.
         TypeError: by `step`, if `loss` returns anything but two scalars.
     """
     if not isinstance(microbatches, int) or microbatches < 1:
@@ -63,10 +69,11 @@ def train_step(
     if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
         raise ValueError(f"`max_grad_norm` is {max_grad_norm}; it is a number above 0, or `None` for no limit.")
     check_recipe(recipe)
+    _check_held(held, recipe)
 
     def step(state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
         _check_state(state)
-        total, tokens, gradients = _gradients(loss, state, batch, microbatches, recipe)
+        total, tokens, gradients = _gradients(loss, state, batch, microbatches, recipe, held)
         gradients = jax.tree.map(lambda g: _mean(g, tokens), gradients)
         norm = optax.tree.norm(gradients)
         if max_grad_norm is not None:
@@ -106,7 +113,13 @@ def eval_step(
 
 
 def loss_and_gradients(
-    loss: Loss, state: TrainState, batch: Tree, *, microbatches: int = 1, recipe: Recipe | None = None
+    loss: Loss,
+    state: TrainState,
+    batch: Tree,
+    *,
+    microbatches: int = 1,
+    recipe: Recipe | None = None,
+    held: int | Literal["all"] = 0,
 ) -> tuple[jax.Array, Tree]:
     """The mean loss over the batch's tokens and its gradient with respect to `state.params`, for a step of one's own.
 
@@ -114,17 +127,20 @@ def loss_and_gradients(
     """
     _check_state(state)
     check_recipe(recipe)
-    total, tokens, gradients = _gradients(loss, state, batch, microbatches, recipe)
+    _check_held(held, recipe)
+    total, tokens, gradients = _gradients(loss, state, batch, microbatches, recipe, held)
     return _mean(total, tokens), jax.tree.map(lambda g: _mean(g, tokens), gradients)
 
 
-def _gradients(loss: Loss, state: TrainState, batch: Tree, microbatches: int, recipe: Recipe | None):
+def _gradients(
+    loss: Loss, state: TrainState, batch: Tree, microbatches: int, recipe: Recipe | None, held: int | Literal["all"]
+):
     """Sums over all ranks and sequences: of losses, of tokens, and of gradients."""
     skeleton = state.skeleton
     stochastic = recipe is not None and any(k.operands is not None and k.operands.stochastic for k in recipe.kinds)
 
     def local(params: Tree, batch: Tree, step: jax.Array):
-        model_of = _model_of(skeleton, params, recipe)
+        model_of = _model_of(skeleton, params, recipe, held)
 
         def one(params: Tree, part: Tree, number: jax.Array | int):
             key = rounding_key(step, number) if stochastic else None
@@ -151,11 +167,13 @@ def _gradients(loss: Loss, state: TrainState, batch: Tree, microbatches: int, re
     return on_mesh(state.params, batch, state.step)
 
 
-def _model_of(skeleton: Skeleton, params: Tree, recipe: Recipe | None) -> Callable[..., Any]:
+def _model_of(
+    skeleton: Skeleton, params: Tree, recipe: Recipe | None, held: int | Literal["all"] = 0
+) -> Callable[..., Any]:
     """`(params, key) -> model`, whose weights are quantized here, once, for all its calls. Called in local view."""
     if recipe is None:
         return lambda params, key=None: skeleton.model(params)
-    packed = quantize_weights(skeleton.model(params), recipe)
+    packed = quantize_weights(skeleton.model(params), recipe, held)
 
     def model_of(params: Tree, key: jax.Array | None = None) -> Any:
         model = skeleton.model(params)
@@ -210,6 +228,16 @@ def _check_state(state: Any) -> None:
         raise TypeError(
             f"a step takes a `TrainState`; got {type(state).__name__}. `gtp_jax.TrainState.create(model, optimizer)` "
             "makes one."
+        )
+
+
+def _check_held(held: Any, recipe: Recipe | None) -> None:
+    if held != "all" and (not isinstance(held, int) or isinstance(held, bool) or held < 0):
+        raise ValueError(f"`held` is {held!r}; it is a number of layers, at least 0, or 'all'.")
+    if held and recipe is None:
+        raise ValueError(
+            f"`held` is {held!r}, but without a recipe no codes travel that could be held. Pass a recipe, such as "
+            "`gtp_jax.NVFP4()`, or `held=0`."
         )
 
 

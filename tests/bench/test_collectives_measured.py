@@ -7,7 +7,7 @@ import gtp_jax as gtp
 from gtp_jax import bench
 from gtp_jax.cli import main
 from gtp_jax.models import LlamaConfig
-from gtp_jax.recipes import RECIPES
+from gtp_jax.recipes import RECIPES, REDUCTIONS
 
 CONFIG = LlamaConfig(vocab=64, dim=64, layers=1, heads=4, kv_heads=4, head_dim=16, ffn=128)
 ELEMENTS = CONFIG.matmul_params() - 64 * 64
@@ -21,7 +21,7 @@ def test_bytes_are_those_of_the_format_and_rates_come_from_this_run(degrees):
         links = bench.measure_links(1.0)
         found = list(bench.measure_movements(CONFIG, {name: RECIPES[name]() for name in each}, links))
     assert links.mebibytes == pytest.approx(1.0, rel=0.01)
-    bf16, nvfp4, scatter = found
+    bf16, nvfp4, scatter, *exchanges = found
     share = ELEMENTS / tp * (ranks - 1) / ranks
     for movement, size in ((bf16, each["bf16"]), (nvfp4, each["nvfp4"]), (scatter, each["bf16"])):
         # scales of small weights are filled up to 16 bytes
@@ -29,6 +29,12 @@ def test_bytes_are_those_of_the_format_and_rates_come_from_this_run(degrees):
         rate = links.scatter_rate if movement is scatter else links.gather_rate
         assert movement.bound_s == pytest.approx(movement.wire_bytes / rate)
         assert movement.seconds > 0 and (movement.whole_s is None) == (movement is scatter)
+    scales = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1 + 1 / 32}
+    for movement, (name, size) in zip(exchanges, scales.items(), strict=True):
+        assert movement.name == f"exchange gradient {name}"
+        assert movement.wire_bytes == pytest.approx(size * share, rel=0.02)
+    # gradients in bfloat16 lose nothing on the wire; codes of random numbers lose 3 %
+    assert [m.error for m in exchanges] == [0, pytest.approx(0.027, rel=0.1), pytest.approx(0.027, rel=0.1)]
 
 
 @pytest.mark.slow
@@ -36,6 +42,7 @@ def test_the_command_prints_every_format(capsys):
     assert main(["bench", "collectives", "--gtp", "2"]) == 0
     printed = capsys.readouterr().out
     assert all(f"gather {name}" in printed for name in RECIPES) and "scatter gradient" in printed
+    assert all(f"exchange gradient {name}" in printed for name in REDUCTIONS)
 
 
 def test_one_rank_is_refused(capsys):

@@ -26,6 +26,13 @@ CASES = [
 ]
 
 
+@pytest.fixture
+def on_cpu():
+    """Computes on the CPU: on a GPU, matmuls of float32 are rounded to TF32 unless told otherwise."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
 def operands(rows, features, out, groups, none, dtype=np.float64):
     rng = np.random.default_rng([rows, features, out, groups])
     cuts = np.sort(rng.integers(0, rows - none + 1, groups - 1))
@@ -57,6 +64,7 @@ def assert_close(found, wanted, tolerance):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.usefixtures("on_cpu")
 def test_kernels_multiply_each_row_with_its_own_groups_kernel(name, case):
     kernels, options = ON_CPU[name]
     sizes, x, weight, gradient = operands(*case, dtype=np.float32)
@@ -70,6 +78,7 @@ def test_kernels_multiply_each_row_with_its_own_groups_kernel(name, case):
 
 @pytest.mark.parametrize("slices", [1, 4])
 @pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-14), ("float32", 1e-6), ("bfloat16", 1e-2)])
+@pytest.mark.usefixtures("on_cpu")
 def test_gradients_are_those_of_a_matmul_a_group(slices, dtype, tolerance, x64):
     sizes, x, weight, gradient = operands(90, 24, 64, 8, 3, dtype)
     as_gathered = jnp.swapaxes(weight.reshape(8, slices, -1, 24), 0, 1)
@@ -85,6 +94,7 @@ def test_gradients_are_those_of_a_matmul_a_group(slices, dtype, tolerance, x64):
     assert_close(found, oracle(sizes, x, weight, gradient), tolerance)
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_no_group_sees_what_is_not_finite_in_another():
     sizes, x, weight, gradient = operands(60, 16, 16, 4, 4, np.float32)
     last = int(sizes[0]) - 1
@@ -96,6 +106,7 @@ def test_no_group_sees_what_is_not_finite_in_another():
         assert np.isnan(np.asarray(to_weight)).any(axis=(1, 2)).tolist() == [True, False, False, False]
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_sizes_beyond_the_rows_are_cut_off():
     _, x, weight, gradient = operands(60, 16, 16, 4, 0, np.float32)
     for kernels, options in ON_CPU.values():

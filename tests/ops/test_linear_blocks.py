@@ -91,6 +91,7 @@ def test_bfloat16_holds_every_rounded_operand_so_that_products_differ_by_the_rou
         np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(exact), rtol=2**-8, atol=1e-5 * scale)
 
 
+@pytest.mark.slow
 @every_recipe
 def test_products_of_codes_and_scales_are_those_of_the_values(name):
     """What hardware with block scales multiplies; XLA writes it out elsewhere."""

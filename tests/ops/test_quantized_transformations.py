@@ -117,3 +117,18 @@ def test_abstractly(implementation):
     )
     validate(q)
     assert q.shape == (5, 33, 47) and q.codes.shape == (5, 47, 17) and q.scales.shape == (5, 3, 3)
+
+
+@pytest.mark.parametrize("transform", [jax.grad, lambda f: jax.jit(jax.grad(f))], ids=["grad", "jit of grad"])
+def test_gradients_are_refused_by_name_and_not_silently_zero(transform, implementation):
+    x = stack()[0]
+
+    def through(x):
+        return gtp.dequantize(gtp.quantize(x, MXFP8, implementation=implementation), jnp.float32).sum()
+
+    with pytest.raises(TypeError, match=r"`gtp_jax.quantize` is not differentiable.*jax.lax.stop_gradient"):
+        transform(through)(x)
+    with pytest.raises(TypeError, match=r"`gtp_jax.multi_amax` is not differentiable"):
+        transform(lambda x: gtp.multi_amax([x], implementation=implementation)[0])(x)
+    beside = transform(lambda x: x.sum() + through(jax.lax.stop_gradient(x)))(x)
+    assert_same_bits(beside, jnp.ones_like(x))

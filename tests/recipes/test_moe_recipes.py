@@ -68,6 +68,14 @@ CASES = {
         gtp.NVFP4(),
     ),
     "dp 2 x gtp 2, experts cut over both": (dict(dp=2, gtp=2), dict(expert_axes=("dp", "gtp")), 1, gtp.NVFP4()),
+    "gtp 4, 2 experts, NVFP4": (dict(gtp=4), dict(experts=2, top_k=1), 1, gtp.NVFP4()),
+    "gtp 2 x tp 2, 64 experts, MXFP8": (
+        dict(gtp=2, tp=2),
+        dict(**BY_TP, alignment=32, experts=64, expert_parallel="expert"),
+        1,
+        gtp.MXFP8(),
+    ),
+    "gtp 8, NVFP4, 64 experts": (dict(gtp=8), dict(experts=64), 1, gtp.NVFP4()),
     "gtp 8, FP8, 64 experts": (dict(gtp=8), dict(experts=64), 1, gtp.FP8()),
 }
 

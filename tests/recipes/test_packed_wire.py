@@ -88,3 +88,16 @@ def test_slices_that_cut_blocks_are_refused():
     layout = Layout((64, 32), dim=1, tp_dim=None, gtp=4, alignment=8)
     with pytest.raises(ValueError, match=r"slices of 8 rows, which cut NVFP4's blocks of 16 rows.*`alignment=16`"):
         plan_of([[layout]], formats.NVFP4)
+
+
+@pytest.mark.parametrize("form, least", [(formats.MXFP8, 32), (formats.NVFP4, 16), (formats.NVFP4_1D, 16)], ids=str)
+def test_rows_shorter_than_a_block_are_refused(form, least):
+    rows = f"has rows of {least - 1} elements on a rank"
+    message = rf"shape \({least - 1}, 64\) {rows}, fewer than the {least} of a block of {form.name}.*`keep`"
+    with pytest.raises(ValueError, match=message):
+        plan_of([[Layout((least - 1, 64), dim=1, tp_dim=None, gtp=2)]], form)
+    assert plan_of([[Layout((least, 64), dim=1, tp_dim=None, gtp=2)]], form)
+    assert plan_of([[Layout((1, 64), dim=1, tp_dim=None, gtp=2)]], formats.FP8_E4M3)
+    halved = Layout((2 * least - 2, 64), dim=1, tp_dim=0, tp=2, gtp=2)  # by tp
+    with pytest.raises(ValueError, match=rows):
+        plan_of([[halved]], form)

@@ -31,3 +31,20 @@ def test_a_layer_is_one_gather_of_bytes_under_the_layer_ahead_and_one_kernel():
     assert all(e.collective.asynchronous for e in gathers[2:])
     launches = [text.count(f'custom_call_target="gtp_{name}"') for name in ("multi_amax", "pack", "unpack")]
     assert launches == [1, 1, 2 * LAYERS]
+
+
+@pytest.mark.slow
+@needs_target
+@pytest.mark.skipif(not native.has("gtp_pack", "CUDA"), reason=native.describe())
+@pytest.mark.parametrize("reduce", ["bf16", "mxfp8"])
+def test_a_layers_gradient_is_exchanged_under_the_layer_before(reduce):
+    mesh = gtp.make_mesh(gtp=8, devices=plan.topology_devices(plan.parse_target("h200:8")))
+    options = {**plan.COMPILE_OPTIONS, **compile_options("gpu", tp=1)}
+    recipe = gtp.NVFP4(reduce=reduce)
+    step = lowered_step(LlamaConfig(**SIZES), mesh, batch=8, seq=8192, compiler_options=options, recipe=recipe)
+    found = plan.schedule(step.compile().as_text())
+    exchanges = found.collectives("all-to-all")
+    assert len(exchanges) == LAYERS and all(e.direction == "backward" for e in exchanges)
+    # the first layer's has only the embedding's gradient to hide under
+    assert {e.name for e in found.exposed("all-to-all")} <= {exchanges[-1].name}
+    assert all(e.collective.asynchronous for e in exchanges[:-1])

@@ -1,17 +1,39 @@
 """A sharded model with a recipe is the plain Flax model at quantized weights, gradients going straight to the master.
 
-The quantized lines of TransformerEngine #2960 (`test_etp.py`) and Megatron-LM's GTP tests, and where each is held:
+The quantized lines of TransformerEngine #2960 (`test_etp.py`) and of Megatron-LM's GTP tests, and where each is held.
+A case in brackets is one of `test_gradients_are_those_of_the_plain_model...`, here or, of experts, in
+`test_moe_recipes`; other modules are of this directory unless they name theirs.
 
 | upstream | here |
 |---|---|
-| 11 NVFP4, 12 MXFP8 forward and backward, aligned | `test_gradients_are_those_of_the_plain_model...` |
-| unaligned 56 and 120 | the same, `unaligned` |
-| microbatches share the quantized weights | the same, `four microbatches`; counted in `test_recipe_collectives.py` |
-| master updated, codes change each step | `test_steps_update_the_master_and_quantize_it_anew` |
-| global amax over the group | `test_packed_wire.py`, slices of unequal magnitudes |
-| wire bytes of a quantized gather | `test_recipe_collectives.py` |
-| grouped experts | `test_moe_recipes.py`, `tests/nn/test_grouped_dense.py` |
-| full-operand matmuls | FP8: `tests/ops/test_linear_fp8.py`, and here to the format's error |
+| 10 microbatches agree | [NVFP4-dp 2 x gtp 2, four microbatches]; to the bit in `test_held_codes` |
+| 11a NVFP4 Linear, second microbatch | [NVFP4-gtp 4], and the above: values, not finiteness |
+| 11b NVFP4, 56 features out | [NVFP4-gtp 8, unaligned]: 56 and 120 |
+| 12 NVFP4 grouped, 2 and 4 experts | [gtp 4, 2 experts, NVFP4], [gtp 4, NVFP4]; [gtp 8, NVFP4, 64 experts] |
+| 13a MXFP8 Linear, backward; native (2) | [MXFP8-gtp 2 x tp 2]; [gtp 2 x tp 2, 64 experts, MXFP8] |
+| 13b MXFP8, 120 features out | [MXFP8-gtp 8, unaligned] |
+| 16b buffers of quantized experts, two passes | no cache; one buffer serves both: `test_recipe_collectives` |
+| 23 master updated; codes change each step | `test_steps_update_the_master_and_quantize_it_anew` |
+| 7 GroupedLinear, experts by themselves | `test_every_expert_is_quantized_by_itself` of `tests/nn` |
+| gradient scattered in main_grad's dtype | `test_a_reduce_scatter_sums_in_the_dtype_asked_for` |
+| scatter with float32 accumulation | `test_gradient_exchange`, `bf16` |
+| global amax over the group | `test_packed_wire`, slices of unequal magnitudes |
+| wire bytes of a quantized gather | `test_recipe_collectives` |
+| full-operand matmuls | `tests/ops/test_linear_blocks`, `test_matmul_parity` |
+| the same in FP8 | `tests/ops/test_linear_fp8`, and here to the format's error |
+
+And what no test upstream holds:
+
+| property | here |
+|---|---|
+| quantize then gather = gather then quantize, to the bit | `test_packed_wire`: 2-D, 1-D, unequal, zero, NaN, tp |
+| gradients' values, padding over several slices | [NVFP4-gtp 8, unaligned]: 56 rows on eight slices of 16 |
+| sharded = unsharded in float32 | `test_in_float32_too`; no recipe: `tests/parity/test_llama_parity` |
+| zero, NaN and Inf blocks; E8M0 boundaries | `test_packed_wire`; `tests/ops/test_quantize_numerics` |
+| tp x gtp, experts divided | [gtp 2 x tp 2, experts divided, microbatches] |
+| no gathered weight is saved | `test_recipe_collectives`: `test_dequantized_weights_are_no_residual` |
+| collectives and bytes of a step | `test_recipe_`, `test_moe_`, `test_gradient_` and `test_held_...`, to the byte |
+| overlap | `test_recipe_overlap_h200` |
 """
 
 import dataclasses

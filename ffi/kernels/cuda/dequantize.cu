@@ -15,12 +15,13 @@ constexpr int kJobs = capacity_for<DequantizeJob>(kFewBytes);
 template <class T, Kind kind, bool kTurned>
 __global__ void __launch_bounds__(kThreads)
     dequantize_kernel(const __grid_constant__ Table<DequantizeJob, kJobs> table, const Parameters p) {
-  extern __shared__ __align__(16) uint32_t shared[];
+  extern __shared__ __align__(16) char shared[];
   const int index = table.find(blockIdx.x);
   const DequantizeJob& job = table.jobs[index];
   const uint32_t tile = blockIdx.x - table.first_tile[index];
   if constexpr (kTurned) {
-    turned_tile<T, kind>(job, p, tile, shared);
+    using Panel = TurnedPanel<T, kind>;
+    Panel(job, Place(job, tile, job.rows, job.cols, kTile, Panel::kCols)).write(p, shared);
   } else if constexpr (kind == Kind::kExponents) {
     if (job.layout == Layout::kColumns) {
       flat_tile<T, kind, true>(job, p, tile);
@@ -32,10 +33,10 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <class T>
+template <class T, Kind kind>
 int64_t tiles_of(const DequantizeJob& job) {
   if (job.layout == Layout::kColumnsTurned) {
-    return job.count * ceil_div(job.rows, kTile) * ceil_div(job.cols, kTile);
+    return job.count * ceil_div(job.rows, kTile) * ceil_div(job.cols, TurnedPanel<T, kind>::kCols);
   }
   const bool columns = job.layout == Layout::kColumns;
   const int64_t rows = columns ? job.cols : job.rows, cols = columns ? job.rows : job.cols;
@@ -48,9 +49,9 @@ const char* launch(const std::vector<DequantizeJob>& jobs, const Parameters& p, 
   for (const DequantizeJob& job : jobs) {
     if (job.dtype == T::kDType && (job.layout == Layout::kColumnsTurned) == kTurned) chosen.push_back(job);
   }
-  constexpr int kShared = kTurned ? kTileElements * T::kBytes : 0;
+  constexpr int kShared = kTurned ? TurnedPanel<T, kind>::kSharedBytes : 0;
   Table<DequantizeJob, kJobs> table;
-  return launch_all(chosen, &tiles_of<T>, table, [&](const Table<DequantizeJob, kJobs>& full, unsigned blocks) {
+  return launch_all(chosen, &tiles_of<T, kind>, table, [&](const Table<DequantizeJob, kJobs>& full, unsigned blocks) {
     dequantize_kernel<T, kind, kTurned><<<blocks, kThreads, kShared, stream>>>(full, p);
   });
 }

@@ -34,6 +34,13 @@ __device__ __forceinline__ void load_codes(const uint8_t* codes, int bytes, bool
       words[0] = both.x;
       words[1] = both.y;
     }
+    if constexpr (kBytes == 16) {
+      const uint4 all = __ldcs(reinterpret_cast<const uint4*>(codes));
+      words[0] = all.x;
+      words[1] = all.y;
+      words[2] = all.z;
+      words[3] = all.w;
+    }
     return;
   }
 #pragma unroll

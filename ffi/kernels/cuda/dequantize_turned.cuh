@@ -5,41 +5,104 @@
 
 namespace gtp::cuda::dequantization {
 
-// Codes R x C to values C x R, 64 x 64 of them a block. A thread reads 8 codes of four neighbouring rows, and writes 16
-// bytes of a column at a time.
+// Codes R x C to values C x R, a panel of 64 rows a block. A thread reads 16 bytes of codes of four neighbouring rows,
+// and of each 8 at a time become values: of 64 columns in all, which cross shared memory and are stored 16 bytes at a
+// time.
 template <class T, Kind kind>
-struct TurnedTile {
-  static constexpr int kBytes = kCodeBytes<kind, 8>;
+class TurnedPanel {
+ public:
+  static constexpr int kCodes = kFp4<kind> ? 32 : 16;  // of a thread's row
+  static constexpr int kCols = 8 * kCodes;
+  static constexpr int kSharedBytes = 2 * kTile * kTile * T::kBytes;
 
-  const uint8_t* codes;  // of the thread's first code
-  const uint8_t* scales;
-  int64_t pitch, scales_pitch;
-  typename T::Storage* out;  // of the values of the tile's first row and column
-  int64_t out_pitch;
-  float amax;
-  bool wide, wide_out;
+  __device__ __forceinline__ TurnedPanel(const DequantizeJob& job, const Place& at) {
+    const int lane = threadIdx.x % 32;
+    row_ = threadIdx.x / 32 * 16 + lane / 8 * 4;
+    col_ = lane % 8 * kCodes;
+    const int64_t row = at.row + row_, col = at.col + col_;
+    const uint8_t* first = job.codes + at.matrix * job.codes_stride;
+    pitch_ = kFp4<kind> ? ceil_div(job.cols, 2) : job.cols;
+    codes_ = first + row * pitch_ + (kFp4<kind> ? col / 2 : col);
+    wide_ = pitch_ % 16 == 0 && aligned(first, 16);
+    scales_pitch_ = ceil_div(job.cols, kBlock);
+    scales_ = job.scales + at.matrix * job.scales_stride + (kind == Kind::kTiles ? row / 16 : row) * scales_pitch_ +
+              col / kBlock;
+    auto* values = static_cast<typename T::Storage*>(job.x) + at.matrix * job.x_stride;
+    out_pitch_ = job.rows;
+    out_ = values + at.col * out_pitch_ + at.row;
+    wide_out_ = out_pitch_ * T::kBytes % 16 == 0 && aligned(values, 16);
+    amax_ = amax_of<kind>(job, at.matrix);
+    rows_ = static_cast<int>(min(int64_t{kTile}, job.rows - at.row));
+    cols_ = static_cast<int>(min(int64_t{kCols}, job.cols - at.col));
+  }
 
-  // Its codes, so many rows and columns of them, as values, into shared memory.
+  __device__ __forceinline__ void write(const Parameters& p, char* shared) const {
+    if (wide_ && wide_out_ && rows_ == kTile && cols_ == kCols) {
+      write<true>(p, shared);
+    } else {
+      write<false>(p, shared);
+    }
+  }
+
+ private:
+  static constexpr int kBlock = kind == Kind::kExponents ? 32 : 16;
+  static constexpr int kParts = kCodes / 8;
+  static constexpr int kScaleRows = kind == Kind::kTensor ? 0 : kind == Kind::kTiles ? 1 : 4;
+  static constexpr int kScales = kFp4<kind> ? 2 : 1;  // of a row
+  static constexpr int kPartBytes = kTile * kTile * T::kBytes;
+
+  int row_, col_;        // of the thread's first code, in the panel
+  const uint8_t* codes_;  // that code
+  const uint8_t* scales_;
+  int64_t pitch_, scales_pitch_;
+  typename T::Storage* out_;  // the values of the panel's first row and column
+  int64_t out_pitch_;
+  float amax_;
+  int rows_, cols_;  // of the panel
+  bool wide_, wide_out_;
+
+  // Where 16 bytes of a line lie: lines that are written together begin in different banks.
+  __device__ __forceinline__ static int place(int line, int chunk) {
+    return line * kTile * T::kBytes + ((chunk ^ (line >> 3 & 7)) << 4);
+  }
+
   template <bool kWhole>
-  __device__ __forceinline__ void read(const Parameters& p, int rows, int cols, uint32_t* shared) const {
-    const int lane = threadIdx.x % 32, r = threadIdx.x / 32 * 16 + lane / 8 * 4, c = lane % 8 * 8;
-    const int valid = kWhole ? 8 : max(0, min(8, cols - c));
-    uint32_t words[4][kBytes / 4];
-    uint32_t scale[4] = {};
-    constexpr bool kOneScale = kind == Kind::kTiles || kind == Kind::kTensor;
+  __device__ __forceinline__ void write(const Parameters& p, char* shared) const {
+    uint32_t words[4][4];
+    float factors[4][kScales] = {};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const bool there = kWhole || (r + i < rows && valid > 0);
-      load_codes<kBytes, kWhole>(codes + i * pitch, !there ? 0 : kFp4<kind> ? (valid + 1) / 2 : valid, wide, words[i]);
-      if (kind != Kind::kTensor && there && (!kOneScale || i == 0)) scale[i] = scales[kOneScale ? 0 : i * scales_pitch];
+      const int valid = kWhole ? kCodes : row_ + i < rows_ ? max(0, min(kCodes, cols_ - col_)) : 0;
+      load_codes<16, kWhole>(codes_ + i * pitch_, kFp4<kind> ? (valid + 1) / 2 : valid, wide_, words[i]);
     }
-    const OneFactor one(factor_of<kind>(scale[0], amax, p));
+#pragma unroll
+    for (int i = 0; i < (kind == Kind::kTensor ? 1 : kScaleRows); ++i) {
+#pragma unroll
+      for (int k = 0; k < kScales; ++k) {
+        const bool there = kWhole || (row_ + i < rows_ && col_ + k * kBlock < cols_);
+        const uint32_t scale = kind != Kind::kTensor && there ? scales_[i * scales_pitch_ + k] : 0;
+        factors[i][k] = factor_of<kind>(scale, amax_, p);
+      }
+    }
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      char* stage = shared + part % 2 * kPartBytes;
+      decode_part(p, words, factors, part, stage);
+      __syncthreads();  // also: all have stored the part that was in the other stage
+      store_part<kWhole>(part, stage);
+    }
+  }
+
+  // Eight values of each of the thread's rows into shared memory.
+  __device__ __forceinline__ void decode_part(const Parameters& p, const uint32_t (&words)[4][4],
+                                              const float (&factors)[4][kScales], int part, char* stage) const {
     uint32_t numbers[4][8 * T::kBytes / 4];  // of a row
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
+      constexpr int kWords = kCodeBytes<kind, 8> / 4;
+      const float factor = factors[kScaleRows == 4 ? i : 0][kScales == 2 ? part / 2 : 0];
       float x[8];
-      const bool special =
-          decode<kind>(words[i], kOneScale ? one : OneFactor(factor_of<kind>(scale[i], amax, p)), p.e5m2, x);
+      const bool special = decode<kind>(words[i] + part * kWords, OneFactor(factor), p.e5m2, x);
 #pragma unroll
       for (int k = 0; k < 8; k += kWidth<T>) {
         uint32_t some[4];
@@ -48,9 +111,10 @@ struct TurnedTile {
         for (int w = 0; w < 4; ++w) numbers[i][k * T::kBytes / 4 + w] = some[w];
       }
     }
+    const int line = threadIdx.x % 8 * 8, bytes = row_ * T::kBytes;
+    char* to = stage + place(line, bytes / 16) + bytes % 16;
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      uint32_t* to = shared + tile_offset(c + k, r) * T::kBytes / 4;
+    for (int k = 0; k < 8; ++k, to += kTile * T::kBytes) {
       if constexpr (T::kBytes == 4) {
         *reinterpret_cast<uint4*>(to) = make_uint4(numbers[0][k], numbers[1][k], numbers[2][k], numbers[3][k]);
       } else {
@@ -62,18 +126,18 @@ struct TurnedTile {
   }
 
   template <bool kWhole>
-  __device__ __forceinline__ void write(int rows, int cols, const uint32_t* shared) const {
+  __device__ __forceinline__ void store_part(int part, const char* stage) const {
     constexpr int kCount = kWidth<T>, kAcross = kTile / kCount, kTurns = kTile * kAcross / kThreads;
-    const int r = threadIdx.x % kAcross * kCount;
-    const int valid = kWhole ? kCount : min(kCount, rows - r);
+    const int chunk = threadIdx.x % kAcross, row = chunk * kCount;
+    const int valid = kWhole ? kCount : min(kCount, rows_ - row);
 #pragma unroll
     for (int i = 0; i < kTurns; ++i) {
-      const int c = i * (kTile / kTurns) + threadIdx.x / kAcross;
-      if (!kWhole && (c >= cols || valid <= 0)) continue;
-      const uint4 words = *reinterpret_cast<const uint4*>(shared + tile_offset(c, r) * T::kBytes / 4);
+      const int line = i * (kTile / kTurns) + threadIdx.x / kAcross, col = line / 8 * kCodes + part * 8 + line % 8;
+      if (!kWhole && (col >= cols_ || valid <= 0)) continue;
+      const uint4 words = *reinterpret_cast<const uint4*>(stage + place(line, chunk));
       const uint32_t numbers[4] = {words.x, words.y, words.z, words.w};
-      auto* to = out + c * out_pitch + r;
-      if (kWhole || (wide_out && valid == kCount)) {
+      auto* to = out_ + col * out_pitch_ + row;
+      if (kWhole || (wide_out_ && valid == kCount)) {
         store_words(to, numbers);
       } else {
 #pragma unroll
@@ -84,39 +148,5 @@ struct TurnedTile {
     }
   }
 };
-
-template <class T, Kind kind>
-__device__ __forceinline__ void turned_tile(const DequantizeJob& job, const Parameters& p, uint32_t index,
-                                             uint32_t* shared) {
-  constexpr int kBlock = kind == Kind::kExponents ? 32 : 16;
-  const Place at(job, index, job.rows, job.cols, kTile, kTile);
-  const int lane = threadIdx.x % 32;
-  const int64_t row = at.row + threadIdx.x / 32 * 16 + lane / 8 * 4, col = at.col + lane % 8 * 8;
-  TurnedTile<T, kind> turned;
-  const uint8_t* first = job.codes + at.matrix * job.codes_stride;
-  turned.pitch = kFp4<kind> ? ceil_div(job.cols, 2) : job.cols;
-  turned.codes = first + row * turned.pitch + (kFp4<kind> ? col / 2 : col);
-  turned.wide = turned.pitch % turned.kBytes == 0 && aligned(first, turned.kBytes);
-  turned.scales_pitch = ceil_div(job.cols, kBlock);
-  turned.scales = job.scales + at.matrix * job.scales_stride +
-                 (kind == Kind::kTiles ? row / 16 : row) * turned.scales_pitch + col / kBlock;
-  auto* values = static_cast<typename T::Storage*>(job.x) + at.matrix * job.x_stride;
-  turned.out_pitch = job.rows;
-  turned.out = values + at.col * job.rows + at.row;
-  turned.wide_out = job.rows * T::kBytes % 16 == 0 && aligned(values, 16);
-  turned.amax = amax_of<kind>(job, at.matrix);
-
-  const int rows = static_cast<int>(min(int64_t{kTile}, job.rows - at.row));
-  const int cols = static_cast<int>(min(int64_t{kTile}, job.cols - at.col));
-  if (turned.wide && turned.wide_out && rows == kTile && cols == kTile) {
-    turned.template read<true>(p, rows, cols, shared);
-    __syncthreads();
-    turned.template write<true>(rows, cols, shared);
-  } else {
-    turned.template read<false>(p, rows, cols, shared);
-    __syncthreads();
-    turned.template write<false>(rows, cols, shared);
-  }
-}
 
 }  // namespace gtp::cuda::dequantization

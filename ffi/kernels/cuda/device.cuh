@@ -13,17 +13,17 @@ namespace gtp::cuda {
 struct F32 {
   static constexpr DType kDType = DType::kF32;
   using Storage = float;
-  static constexpr int kBytes = 4;
+  static constexpr int kBytes = 4, kBits = 24;  // of the significand
 };
 struct BF16 {
   static constexpr DType kDType = DType::kBF16;
   using Storage = uint16_t;
-  static constexpr int kBytes = 2;
+  static constexpr int kBytes = 2, kBits = 8;
 };
 struct F16 {
   static constexpr DType kDType = DType::kF16;
   using Storage = uint16_t;
-  static constexpr int kBytes = 2;
+  static constexpr int kBytes = 2, kBits = 11;
 };
 
 enum class Kind { kTiles, kRuns, kExponents, kTensor };  // NVFP4, NVFP4_1D, MXFP8, FP8
@@ -31,18 +31,14 @@ enum class Kind { kTiles, kRuns, kExponents, kTensor };  // NVFP4, NVFP4_1D, MXF
 template <Kind kind>
 constexpr bool kFp4 = kind == Kind::kTiles || kind == Kind::kRuns;
 
-// A tile that goes through shared memory is 64 x 64. Every 16 rows a gap of 16 elements lets four runs of 16 rows be
-// read without bank conflicts.
+// A tile that goes through shared memory is 64 x 64.
 constexpr int kTile = 64;
-constexpr int kTileElements = kTile * kTile + kTile;
-
-__device__ __forceinline__ int tile_offset(int row, int col) { return row * kTile + row / 16 * 16 + col; }
 
 __device__ __forceinline__ bool aligned(const void* pointer, uint32_t bytes) {
   return (reinterpret_cast<uintptr_t>(pointer) & (bytes - 1)) == 0;
 }
 
-// 4, 8 or 16 bytes in one instruction: the compiler splits an assignment of a vector where its parts come from branches.
+// 4, 8 or 16 bytes in one instruction: the compiler splits an assignment of a vector whose parts come from branches.
 template <int kWords>
 __device__ __forceinline__ void store_words(void* out, const uint32_t (&words)[kWords]) {
   if constexpr (kWords == 1) __stwb(static_cast<uint32_t*>(out), words[0]);
@@ -64,16 +60,7 @@ __device__ __forceinline__ float value_of(const uint32_t* words, int i) {
   }
 }
 
-// Magnitudes as unsigned integers order as the numbers do, so maxima are taken on the stored patterns.
-template <class T>
-__device__ __forceinline__ uint32_t max_magnitude(uint32_t top, uint32_t word) {
-  if constexpr (T::kBytes == 4) {
-    return max(top, word & kMagnitude);
-  } else {
-    return __vmaxu2(top, word & 0x7FFF7FFFu);
-  }
-}
-
+// Magnitudes as unsigned integers order as the numbers do, so maxima are taken on the stored patterns, NaN the largest.
 template <class T>
 __device__ __forceinline__ uint32_t max_magnitude(uint32_t top, uint32_t first, uint32_t second) {
   if constexpr (T::kBytes == 4) {
@@ -104,17 +91,44 @@ __device__ __forceinline__ uint32_t shuffle_max(uint32_t top, int lanes) {
 
 // ---- encoding -----------------------------------------------------------------------------------------------------
 
-// Signs of eight numbers as the top bits of nibbles, from bytes whose top bits are those of the numbers 0, 2, 4, 6 and
-// 1, 3, 5, 7.
+// The signs of four bytes of two words, as bytes of all ones or zeros.
+template <uint32_t kPick>
+__device__ __forceinline__ uint32_t byte_signs(uint32_t low, uint32_t high) {
+  uint32_t signs;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(signs) : "r"(low), "r"(high), "n"(kPick | 0x8888u));
+  return signs;
+}
+
+// Signs of eight numbers as the top bits of nibbles, from those of the numbers 0, 2, 4, 6 and 1, 3, 5, 7 as bytes.
 __device__ __forceinline__ uint32_t nibble_signs(uint32_t even, uint32_t odd) {
-  return (even >> 4 & 0x08080808u) | (odd & 0x80808080u);
+  return ((even & 0x0F0F0F0Fu) | (odd & ~0x0F0F0F0Fu)) & 0x88888888u;
 }
 
 // A product below this is never rounded past e2m1's largest code. [Note: e2m1 by minima]
 constexpr float kE2m1Safe = 7.0f;
 
+// [Note: fused products] e2m1 takes products rounded to float32, and rounds them again. Fused operations, which round
+// once, give the same codes, unless a product that is no tie of e2m1 is rounded to one: to 1, 3, 5 or 7 times a power
+// of two. Of numbers of few bits only one, up to powers of two, comes that near to each; whether it does is asked here,
+// of a factor and the numbers' bits.
+template <int kBits>
+__device__ __forceinline__ bool may_fuse(float factor) {
+  if (!(factor >= 0x1p-124f && factor < 0x1p126f)) return false;  // so that its half and its double are exact
+  const float unit = __uint_as_float((__float_as_uint(factor) & 0x7FFFFFu) | 0x3F800000u);
+  bool fits = true;
+#pragma unroll
+  for (int tie = 1; tie <= 7; tie += 2) {
+    const uint32_t quotient = __float_as_uint(__fdividef(static_cast<float>(tie), unit));
+    const float nearest = __uint_as_float((quotient + (1u << (23 - kBits))) & ~((1u << (24 - kBits)) - 1));
+    const auto t = static_cast<float>(tie);
+    fits &= nearest * unit != t || __fmaf_rn(nearest, unit, -t) == 0.0f;
+  }
+  return fits;
+}
+
 // Codes of eight numbers in e2m1, the first in the lowest nibble. Saturating, or for products below `kE2m1Safe`.
-template <bool kSaturate>
+// `kFused`: of factors that allow it. [Note: fused products]
+template <bool kSaturate, bool kFused>
 __device__ __forceinline__ uint32_t encode_e2m1_x8(const float (&x)[8], float factor, uint32_t signs) {
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL)
   uint32_t word = 0;
@@ -134,10 +148,10 @@ __device__ __forceinline__ uint32_t encode_e2m1_x8(const float (&x)[8], float fa
   uint32_t word = 0u - kRoundBits * 0x11111111u;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const float product = fabsf(x[i]) * factor;
-    const int doubled = __float_as_int(__fmaf_rn(product, 2.0f, kRound));
-    const int shifted = __float_as_int(__fadd_rn(product, kRound + 2.0f));
-    const int halved = __float_as_int(__fmaf_rn(product, 0.5f, kRound + 4.0f));
+    const float number = kFused ? fabsf(x[i]) : fabsf(x[i]) * factor, unit = kFused ? factor : 1.0f;
+    const int doubled = __float_as_int(__fmaf_rn(number, 2.0f * unit, kRound));
+    const int shifted = __float_as_int(__fmaf_rn(number, unit, kRound + 2.0f));
+    const int halved = __float_as_int(__fmaf_rn(number, 0.5f * unit, kRound + 4.0f));
     int code = __vimin3_s32(doubled, shifted, halved);
     if (kSaturate) code = min(code, static_cast<int>(kRoundBits + 7));
     word += static_cast<uint32_t>(code) << (4 * i);
@@ -177,9 +191,11 @@ __device__ __forceinline__ uint2 encode_fp8_x8(const float (&x)[8], float factor
 }
 
 // What numerics.h's e4m3_block_scale does, in its two steps and by the hardware's conversions: the code of a block's
-// scale, and the factor that belongs to a code.
+// scale, and the factor that belongs to a code. A code is one of `kScaleCodes`, also that of what is not finite.
+constexpr int kScaleCodes = 128;
+
 __device__ __forceinline__ uint32_t e4m3_scale_code(float amax, const Nvfp4Scale& tensor) {
-  return encode_fp8_x2(fminf(amax * tensor.per_step, kFloatMax), 0.0f, false) & 0xFFu;
+  return encode_fp8_x2(amax * tensor.per_step, 0.0f, false);
 }
 
 __device__ __forceinline__ float e4m3_scale_factor(uint32_t code, const Nvfp4Scale& tensor) {

@@ -1,152 +1,113 @@
 // Quantization, tile by tile: one pass over the input for the row copy, the column copy, or both.
-//
-// A block of 128 threads walks along a strip of 64 rows and a few tiles of 64 columns, which come through shared memory,
-// one or two tiles ahead of their use. For the row copy a thread takes a run of 16 columns of two rows; for the
-// transposed column copy 16 rows of two columns. A tile that lies wholly inside an aligned matrix has code of its own,
-// free of conditions.
-#include <type_traits>
-
 #include "gtp/cuda.h"
-#include "launch.cuh"
 #include "quantize_codes.cuh"
 #include "quantize_columns.cuh"
-#include "quantize_rows.cuh"
+#include "quantize_lines.cuh"
+#include "quantize_walk.cuh"
 
 namespace gtp::cuda {
 namespace {
 
-// By the first tile of a matrix.
-__device__ __forceinline__ void zero_gaps(const Copy& copy, const Place& at) {
-  if (at.row + at.col > 0) return;
-  const int i = static_cast<int>(threadIdx.x);
-  if (i < copy.codes_gap) copy.codes[at.matrix * copy.codes_stride + copy.codes_bytes + i] = 0;
-  if (i < copy.scales_gap) copy.scales[at.matrix * copy.scales_stride + copy.scales_bytes + i] = 0;
-}
+// Two copies of the same tile.
+template <class Row, class Column>
+struct BothCopies {
+  static constexpr bool kMeets = Row::kMeets || Column::kMeets;
+  Row row;
+  Column column;
+  bool wide;
 
-// ---- a strip, and the kernel --------------------------------------------------------------------------------------
-
-// Long enough that its beginning costs little and a row's scales fill half a sector, short enough that there are many.
-constexpr int kStrip = 4 * kTile;
-constexpr int kJobs = capacity_for<QuantizeJob>(kFewBytes);
-
-// How many of a strip's tiles are in shared memory at a time.
-template <class T>
-constexpr int kStages = T::kBytes == 4 ? 2 : 3;
-
-template <class T, bool kExtras, bool kWhole, bool kRow, bool kColumn, class Row, class Column>
-__device__ __forceinline__ void write_tile(const Parameters& p, const Extent& extent, const uint32_t* stage, const Row& row,
-                                           const Column& column) {
-  if constexpr (std::is_same_v<Column, TransposedCodes>) {
-    Scaled tile;
-    row.template write<T, kExtras, kWhole>(p, extent, stage, tile, column.nibbles);
-    __syncthreads();
-    column.template write<kWhole>(extent, tile);
-  } else {
-    if constexpr (kRow) row.template write<T, kExtras, kWhole>(p, extent, stage);
-    if constexpr (kColumn) column.template write<T, kExtras, kWhole>(p, extent, stage);
+  template <class T>
+  __device__ __forceinline__ void move_to(const QuantizeJob& job, const Place& at, const Parameters& p) {
+    row.template move_to<T>(job, at, p);
+    column.template move_to<T>(job, at, p);
+    wide = row.wide && column.wide;
   }
-}
 
-template <class T, Kind kind, bool kExtras, bool kRow, bool kColumn, class Column>
-__device__ __forceinline__ void quantize_strip(const QuantizeJob& job, const Parameters& p, const Place& at,
-                                               uint32_t* stages) {
-  __shared__ float factors[kind == Kind::kRuns ? 2 : 1][kScaleCodes];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const auto* data = static_cast<const typename T::Storage*>(job.x) + at.matrix * job.rows * job.cols;
-  const auto* x = data + (at.row + warp * 16 + lane / 8) * job.cols + at.col + lane % 8 * 8;
-  const int rows = static_cast<int>(min(int64_t{kTile}, job.rows - at.row));
-  const int cols = static_cast<int>(min(int64_t{kStrip}, job.cols - at.col));
-  const bool wide = rows == kTile && job.cols * T::kBytes % 16 == 0 && aligned(data, 16);
-  const auto* ahead = x;
-  int left = cols, next = 0;  // columns that no stage was filled with; the stage to fill
-  const auto fill = [&] {
-    uint32_t* stage = stages + next * Stage<T>::kWords;
-    if (wide && left >= kTile) {
-      Stage<T>::fill(stage, ahead, job.cols);
-    } else if (left > 0) {
-      Stage<T>::fill_part(stage, ahead, job.cols, {rows, left});
-    }
-    asm volatile("cp.async.commit_group;" ::: "memory");
-    ahead += kTile;
-    left -= kTile;
-    next = next == kStages<T> - 1 ? 0 : next + 1;
-  };
-#pragma unroll
-  for (int tile = 0; tile < kStages<T> - 1; ++tile) fill();
-
-  TensorScale for_row{}, for_column{};
-  if constexpr (kRow) {
-    zero_gaps(job.row, at);
-    for_row = tensor_scale_of<kind>(job.row, job, at.matrix, p, factors[0]);
-  }
-  if constexpr (kColumn) {
-    zero_gaps(job.column, at);
-    for_column = tensor_scale_of<kind>(job.column, job, at.matrix, p, factors[kind == Kind::kRuns]);
-  }
-  RowCopy<kind> row(job, for_row, at);
-  Column column(job, for_column, at, kExtras && p.hadamard);
-  const bool all_wide = wide && (!kRow || row.wide) && (!kColumn || column.wide);
-  int now = 0;
-#pragma unroll 1
-  for (int rest = cols; rest > 0; rest -= kTile) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kStages<T> - 2) : "memory");
-    // the tile is there, the tile before it is done with, and the factors are there; rows stay within their warp
-    if (kColumn || (kind == Kind::kRuns && rest == cols)) {
-      __syncthreads();
-    } else {
-      __syncwarp();
-    }
-    fill();
-    const uint32_t* stage = stages + now * Stage<T>::kWords;
-    now = now == kStages<T> - 1 ? 0 : now + 1;
-    const Extent extent{rows, min(kTile, rest)};
-    if (all_wide && rest >= kTile) {
-      write_tile<T, kExtras, true, kRow, kColumn>(p, extent, stage, row, column);
-    } else {
-      write_tile<T, kExtras, false, kRow, kColumn>(p, extent, stage, row, column);
-    }
+  __device__ __forceinline__ void next_tile() {
     row.next_tile();
     column.next_tile();
   }
+
+  template <class T, bool kExtras, bool kWhole>
+  __device__ __forceinline__ void write(const Parameters& p, const Extent& rest, const char* stage) const {
+    row.template write<T, kExtras, kWhole>(p, rest, stage);
+    column.template write<T, kExtras, kWhole>(p, rest, stage);
+  }
+};
+
+// The panels of the job at hand. A panel that lies wholly inside an aligned matrix has code of its own, free of
+// conditions.
+template <class Copies, bool kExtras, class T, Kind kind>
+__device__ __forceinline__ void quantize_job(const QuantizeTable& table, const Parameters& p, PanelWalk<T, kind>& walk,
+                                             Stages<T, kind>& stages) {
+  const int job = walk.job;
+  Copies copies;
+  __syncthreads();  // the job before may have been one whose warps do not meet
+  do {
+    copies.template move_to<T>(table.jobs[job], walk.at, p);
+    bool more;
+    do {
+      const char* stage = stages.next();
+      if (Copies::kMeets) {
+        __syncthreads();
+      } else {
+        __syncwarp();
+      }
+      stages.fill();
+      const bool whole = copies.wide && walk.rest.rows >= kTile && walk.rest.cols >= kPanelTiles<T> * kTile;
+#pragma unroll
+      for (int i = 0; i < kPanelTiles<T>; ++i) {
+        if (whole) {
+          copies.template write<T, kExtras, true>(p, walk.rest, stage + i * Stage<T>::kBytes);
+        } else {
+          const Extent rest{walk.rest.rows, walk.rest.cols - i * kTile};
+          copies.template write<T, kExtras, false>(p, rest, stage + i * Stage<T>::kBytes);
+        }
+        copies.next_tile();
+      }
+      more = walk.next(table);
+    } while (more);
+  } while (!walk.done() && walk.job == job);
 }
 
-template <class T, Kind kind, bool kExtras, bool kRow, bool kColumn>
-__device__ __forceinline__ void quantize_strip(const QuantizeJob& job, const Parameters& p, const Place& at,
-                                               uint32_t* stages) {
-  if constexpr (kColumn && kind == Kind::kExponents) {
-    if (!job.column_transposed) {
-      return quantize_strip<T, kind, kExtras, kRow, kColumn, ColumnCopyInPlace>(job, p, at, stages);
-    }
-  }
-  if constexpr (kRow && kColumn && kind == Kind::kTiles) {
-    return quantize_strip<T, kind, kExtras, kRow, kColumn, TransposedCodes>(job, p, at, stages);
-  }
-  quantize_strip<T, kind, kExtras, kRow, kColumn, ColumnCopyTransposed<kind>>(job, p, at, stages);
-}
+// How many blocks are to fit on a processor, as far as registers go: as measured on an H200.
+template <class T, Kind kind, bool kExtras, bool kBoth>
+constexpr int kResident = kExtras || (kind == Kind::kExponents && kBoth)              ? 4
+                          : kind == Kind::kRuns && T::kBytes == 2 && !kBoth ? 6
+                                                                            : 5;
 
 // `kBoth`: every job wants both copies; otherwise each wants one.
 template <class T, Kind kind, bool kExtras, bool kBoth>
-__global__ void __launch_bounds__(kThreads, kBoth ? 4 : 5)
-    quantize_kernel(const __grid_constant__ Table<QuantizeJob, kJobs> table, const Parameters p) {
-  extern __shared__ __align__(16) uint32_t stages[];
-  const int index = table.find(blockIdx.x);
-  const QuantizeJob& job = table.jobs[index];
-  const uint32_t down = static_cast<uint32_t>(ceil_div(job.rows, kTile));
-  const uint32_t across = static_cast<uint32_t>(ceil_div(job.cols, kStrip));
-  const uint32_t strip = blockIdx.x - table.first_tile[index], matrix = job.count == 1 ? 0 : strip / (across * down);
-  const uint32_t within = strip - matrix * across * down;
-  const Place at{matrix, int64_t{within / across} * kTile, int64_t{within % across} * kStrip};
-  if constexpr (kBoth) {
-    quantize_strip<T, kind, kExtras, true, true>(job, p, at, stages);
-  } else if (job.row.codes) {
-    quantize_strip<T, kind, kExtras, true, false>(job, p, at, stages);
-  } else {
-    quantize_strip<T, kind, kExtras, false, true>(job, p, at, stages);
+__global__ void __launch_bounds__(kThreads, kResident<T, kind, kExtras, kBoth>)
+    quantize_kernel(const __grid_constant__ QuantizeTable table, const Parameters p) {
+  extern __shared__ __align__(128) char shared[];
+  using Row = LineCopy<kind, false>;
+  using Column = LineCopy<kind, true>;
+  PanelWalk<T, kind> walk(table);
+  Stages<T, kind> stages(table, walk, shared);
+  while (!walk.done()) {
+    const QuantizeJob& job = table.jobs[walk.job];
+    if constexpr (kBoth && kind == Kind::kTiles) {
+      quantize_job<CodesBothWays, kExtras, T, kind>(table, p, walk, stages);
+    } else if constexpr (kBoth) {
+      if (kind == Kind::kExponents && !job.column_transposed) {
+        quantize_job<BothCopies<Row, ColumnCopyInPlace>, kExtras, T, kind>(table, p, walk, stages);
+      } else {
+        quantize_job<BothCopies<Row, Column>, kExtras, T, kind>(table, p, walk, stages);
+      }
+    } else if (job.row.codes) {
+      quantize_job<Row, kExtras, T, kind>(table, p, walk, stages);
+    } else if (kind == Kind::kExponents && !job.column_transposed) {
+      quantize_job<ColumnCopyInPlace, kExtras, T, kind>(table, p, walk, stages);
+    } else {
+      quantize_job<Column, kExtras, T, kind>(table, p, walk, stages);
+    }
   }
 }
 
-int64_t strips_of(const QuantizeJob& job) {
-  return job.count * ceil_div(job.rows, kTile) * ceil_div(job.cols, kStrip);
+template <class T>
+int64_t panels_of(const QuantizeJob& job) {
+  return job.count * ceil_div(job.rows, kTile) * ceil_div(job.cols, kPanelTiles<T> * kTile);
 }
 
 template <class T, Kind kind, bool kExtras, bool kBoth>
@@ -156,10 +117,10 @@ const char* launch(const std::vector<QuantizeJob>& jobs, const Parameters& p, cu
     if (job.dtype != T::kDType || (job.row.codes && job.column.codes) != kBoth) continue;
     chosen.push_back(job);
   }
-  constexpr int kShared = kStages<T> * Stage<T>::kWords * 4;
-  Table<QuantizeJob, kJobs> table;
-  return launch_all(chosen, &strips_of, table, [&](const Table<QuantizeJob, kJobs>& full, unsigned blocks) {
-    quantize_kernel<T, kind, kExtras, kBoth><<<blocks, kThreads, kShared, stream>>>(full, p);
+  QuantizeTable table;
+  return launch_all(chosen, &panels_of<T>, table, [&](const QuantizeTable& full, unsigned panels) {
+    const unsigned blocks = PanelWalk<T, kind>::blocks_for(panels);
+    quantize_kernel<T, kind, kExtras, kBoth><<<blocks, kThreads, Stages<T, kind>::kBytes, stream>>>(full, p);
   });
 }
 

@@ -1,47 +1,63 @@
-// The transposed column copy of 16 x 16 blocks whose row copy is made as well.
+// Both copies of 16 x 16 blocks: their codes are the same.
 #pragma once
 
-#include "quantize_tile.cuh"
+#include "quantize_lines.cuh"
 
 namespace gtp::cuda {
 
-// The codes are those of the row copy, so that only nibbles change places. A thread takes 8 rows of 4 columns.
-struct TransposedCodes {
-  uint8_t* codes;
-  uint8_t* scales;  // of the block that the thread has in the row copy
-  int64_t pitch, scales_pitch;
-  uint32_t* nibbles;
+// The row copy, and of its codes the transposed column copy, for which only nibbles change places: a thread takes 8
+// rows of 4 columns.
+class CodesBothWays {
+ public:
+  static constexpr bool kMeets = true;
   bool wide;
+
+  template <class T>
+  __device__ __forceinline__ void move_to(const QuantizeJob& job, const Place& at, const Parameters& p) {
+    row_.template move_to<T>(job, at, p);
+    zero_gaps(job.column, at);
+    pitch_ = ceil_div(job.rows, 2);
+    uint8_t* first = job.column.codes + at.matrix * job.column.codes_stride;
+    codes_ = first + (at.col + quad_of() * 4) * pitch_ + at.row / 2 + octet_of() * 4;
+    wide = row_.wide && pitch_ % 4 == 0 && aligned(first, 4);
+    scales_pitch_ = ceil_div(job.rows, 16);
+    scales_ = job.column.scales + at.matrix * job.column.scales_stride +
+              (at.col / 16 + threadIdx.x % 4) * scales_pitch_ + at.row / 16 + threadIdx.x / 32;
+  }
+
+  __device__ __forceinline__ void next_tile() {
+    row_.next_tile();
+    codes_ += kTile * pitch_;
+    scales_ += kTile / 16 * scales_pitch_;
+  }
+
+  template <class T, bool kExtras, bool kWhole>
+  __device__ __forceinline__ void write(const Parameters& p, const Extent& rest, const char* stage) const {
+    __shared__ __align__(8) uint32_t nibbles[kNibbleWords];  // the row copy stores two at a time
+    uint8_t tile;
+    row_.template write<T, kExtras, kWhole>(p, rest, stage, nibbles, &tile);
+    __syncthreads();
+    transpose<kWhole>(rest, nibbles, tile);
+  }
+
+ private:
+  LineCopy<Kind::kTiles, false> row_;
+  uint8_t* codes_;
+  uint8_t* scales_;  // of the block that the thread has in the row copy
+  int64_t pitch_, scales_pitch_;
 
   __device__ __forceinline__ static int octet_of() { return threadIdx.x % 8; }
   __device__ __forceinline__ static int quad_of() { return threadIdx.x / 8; }
 
-  __device__ __forceinline__ TransposedCodes(const QuantizeJob& job, const TensorScale&, const Place& at, bool) {
-    __shared__ __align__(8) uint32_t words[kNibbleWords];  // the row copy stores two at a time
-    nibbles = words;
-    pitch = ceil_div(job.rows, 2);
-    uint8_t* first = job.column.codes + at.matrix * job.column.codes_stride;
-    codes = first + (at.col + quad_of() * 4) * pitch + at.row / 2 + octet_of() * 4;
-    wide = pitch % 4 == 0 && aligned(first, 4);
-    scales_pitch = ceil_div(job.rows, 16);
-    scales = job.column.scales + at.matrix * job.column.scales_stride +
-             (at.col / 16 + threadIdx.x % 4) * scales_pitch + at.row / 16 + threadIdx.x / 32;
-  }
-
-  __device__ __forceinline__ void next_tile() {
-    codes += kTile * pitch;
-    scales += kTile / 16 * scales_pitch;
-  }
-
   template <bool kWhole>
-  __device__ __forceinline__ void write(const Extent& extent, const Scaled& tile) const {
+  __device__ __forceinline__ void transpose(const Extent& rest, const uint32_t* nibbles, uint8_t tile) const {
     const int lane = threadIdx.x % 32;
-    if (lane < 4 && (kWhole || (lane * 16 < extent.cols && threadIdx.x / 32 * 16 < extent.rows))) *scales = tile.code;
+    if (lane < 4 && (kWhole || (lane * 16 < rest.cols && threadIdx.x / 32 * 16 < rest.rows))) *scales_ = tile;
     const auto* rows = reinterpret_cast<const uint16_t*>(nibbles + nibble_offset(octet_of() * 8)) + quad_of();
     uint32_t pairs[4];  // of rows, four nibbles each
 #pragma unroll
     for (int i = 0; i < 4; ++i) pairs[i] = rows[32 * i] | static_cast<uint32_t>(rows[32 * i + 16]) << 16;
-    const int valid_rows = kWhole ? 8 : max(0, min(8, extent.rows - octet_of() * 8));
+    const int valid_rows = kWhole ? 8 : max(0, min(8, rest.rows - octet_of() * 8));
 #pragma unroll
     for (int byte = 0; byte < 2; ++byte) {
       const uint32_t pick = byte ? 0x7531 : 0x6420;
@@ -55,8 +71,8 @@ struct TransposedCodes {
       const uint32_t words[2][1] = {{__byte_perm(low[0], low[1], 0x6420)}, {__byte_perm(high[0], high[1], 0x6420)}};
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        if (!kWhole && (valid_rows == 0 || quad_of() * 4 + byte * 2 + c >= extent.cols)) continue;
-        store<kWhole>(codes + (byte * 2 + c) * pitch, words[c], (valid_rows + 1) / 2, wide);
+        if (!kWhole && (valid_rows == 0 || quad_of() * 4 + byte * 2 + c >= rest.cols)) continue;
+        store<kWhole>(codes_ + (byte * 2 + c) * pitch_, words[c], (valid_rows + 1) / 2, wide);
       }
     }
   }

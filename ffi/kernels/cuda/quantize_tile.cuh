@@ -8,7 +8,6 @@ namespace gtp::cuda {
 
 constexpr int kThreads = 128;
 constexpr int kRowsPerThread = 4;
-constexpr int kScaleCodes = 128;  // of e4m3, without a sign
 
 struct Parameters {
   const uint32_t* key;
@@ -18,12 +17,12 @@ struct Parameters {
   bool e5m2;
 };
 
-// A matrix of the job, and the first row and column of a strip of tiles.
+// A matrix of the job, and the first row and column of a tile.
 struct Place {
   int64_t matrix, row, col;
 };
 
-// How much of a tile there is.
+// Of a tile or a matrix: how much there is.
 struct Extent {
   int rows, cols;
 };
@@ -37,85 +36,73 @@ struct Numbers {
   uint32_t words[kWords];
 
   __device__ __forceinline__ float operator[](int i) const { return value_of<T>(words, i); }
-
-  __device__ __forceinline__ uint32_t max() const {
-    uint32_t top = 0;
-#pragma unroll
-    for (int i = 0; i < kWords; i += 2) top = max_magnitude<T>(top, words[i], words[i + 1]);
-    return fold_halves<T>(top);
-  }
-
-  // Eight of them, and their signs.
-  __device__ __forceinline__ void floats(int first, float (&x)[8]) const {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = (*this)[first + i];
-  }
-
-  __device__ __forceinline__ uint32_t signs(int first) const {
-    const uint32_t* w = words + first * T::kBytes / 4;
-    if constexpr (T::kBytes == 4) {
-      const uint32_t even = __byte_perm(__byte_perm(w[0], w[2], 0x73), __byte_perm(w[4], w[6], 0x73), 0x5410);
-      const uint32_t odd = __byte_perm(__byte_perm(w[1], w[3], 0x73), __byte_perm(w[5], w[7], 0x73), 0x5410);
-      return nibble_signs(even, odd);
-    } else {
-      const uint32_t low = __byte_perm(w[0], w[1], 0x7351), high = __byte_perm(w[2], w[3], 0x7351);
-      return nibble_signs(__byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632));
-    }
-  }
 };
 
-// A tile waits in shared memory, which loads fill ahead of use. A warp loads 16 of its rows.
+// A tile waits in shared memory, which loads fill ahead of use. A warp loads 16 of its rows. Chunks of 16 bytes change
+// places within their row so that runs of rows, and of columns, are read without bank conflicts.
 template <class T>
 struct Stage {
-  static constexpr int kWords = kTileElements * T::kBytes / 4;
+  static constexpr int kRowBytes = kTile * T::kBytes;
+  static constexpr int kBytes = kTile * kRowBytes;
 
-  // This thread's four rows of eight columns. 16 bytes at a time, in the background, of a tile that is whole and aligned.
-  __device__ __forceinline__ static void fill(uint32_t* stage, const typename T::Storage* x, int64_t pitch) {
+  // Of the numbers that a thread loads: eight columns of this row, and of every fourth after it.
+  __device__ __forceinline__ static int first_row() { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 8; }
+  __device__ __forceinline__ static int first_col() { return threadIdx.x % 8 * 8; }
+
+  // Where a chunk lies.
+  __device__ __forceinline__ static int place(int row, int chunk) {
+    constexpr bool kWide = T::kBytes == 4;
+    const int crossed = (row >> 4 & 3) << 1 ^ (row >> 1 & 1) << kWide ^ (kWide ? chunk >> 3 & 1 : 0);
+    return row * kRowBytes + ((chunk ^ crossed) << 4);
+  }
+
+  // This thread's four rows of eight columns. In the background, of a tile that is whole and aligned.
+  __device__ __forceinline__ static void fill(char* stage, const typename T::Storage* x, int64_t pitch) {
+    const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(stage));
+    const char* from = reinterpret_cast<const char*>(x);
+    constexpr int kChunks = T::kBytes / 2;
+    uint32_t places[kChunks];
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) places[k] = to + place(first_row(), first_col() * T::kBytes / 16 + k);
 #pragma unroll
     for (int i = 0; i < kRowsPerThread; ++i) {
-      const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(place(stage, i)));
-      const auto* from = x + i * 4 * pitch;
 #pragma unroll
-      for (int k = 0; k < 8 * T::kBytes; k += 16) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + k), "l"(reinterpret_cast<const char*>(from) + k)
-                     : "memory");
+      for (int k = 0; k < kChunks; ++k) {
+        const uint32_t place = places[k] + i * 4 * kRowBytes;
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(from + k * 16) : "memory");
       }
+      from += 4 * T::kBytes * pitch;
     }
   }
 
   // The same for what there is of them; the rest is zero.
-  __device__ __forceinline__ static void fill_part(uint32_t* stage, const typename T::Storage* x, int64_t pitch,
+  __device__ __forceinline__ static void fill_part(char* stage, const typename T::Storage* x, int64_t pitch,
                                                    const Extent& extent) {
-    const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 * 16 + lane / 8;
-#pragma unroll
+    constexpr int kEach = 16 / T::kBytes;
+#pragma unroll 1
     for (int i = 0; i < kRowsPerThread; ++i) {
-      const int valid = first_row + i * 4 < extent.rows ? extent.cols - lane % 8 * 8 : 0;
-      auto* to = reinterpret_cast<typename T::Storage*>(place(stage, i));
+      const int row = first_row() + i * 4, valid = row < extent.rows ? extent.cols - first_col() : 0;
 #pragma unroll
-      for (int k = 0; k < 8; ++k) to[k] = k < valid ? x[i * 4 * pitch + k] : typename T::Storage{};
+      for (int k = 0; k < 8; ++k) {
+        auto* to = reinterpret_cast<typename T::Storage*>(stage + place(row, (first_col() + k) / kEach));
+        to[k % kEach] = k < valid ? x[i * 4 * pitch + k] : typename T::Storage{};
+      }
     }
   }
 
   // Numbers of a row from a column on.
   template <int kCount>
-  __device__ __forceinline__ static Numbers<T, kCount> read(const uint32_t* stage, int row, int col) {
+  __device__ __forceinline__ static Numbers<T, kCount> read(const char* stage, int row, int col) {
     Numbers<T, kCount> numbers;
-    const auto* from = reinterpret_cast<const uint4*>(stage + tile_offset(row, col) * T::kBytes / 4);
 #pragma unroll
     for (int w = 0; w < numbers.kWords / 4; ++w) {
-      const uint4 words = from[w];
+      const uint4 words = *reinterpret_cast<const uint4*>(stage + place(row, col * T::kBytes / 16 + w));
       numbers.words[4 * w] = words.x;
       numbers.words[4 * w + 1] = words.y;
       numbers.words[4 * w + 2] = words.z;
       numbers.words[4 * w + 3] = words.w;
     }
     return numbers;
-  }
-
- private:
-  __device__ __forceinline__ static uint32_t* place(uint32_t* stage, int i) {
-    const int lane = threadIdx.x % 32;
-    return stage + tile_offset(threadIdx.x / 32 * 16 + i * 4 + lane / 8, lane % 8 * 8) * T::kBytes / 4;
   }
 };
 
@@ -133,85 +120,248 @@ __device__ __forceinline__ void store(uint8_t* out, const uint32_t (&words)[kWor
   }
 }
 
+// Whether codes are made by fused products, most often. [Note: fused products]
+template <Kind kind, class T>
+constexpr bool kFuses = kind == Kind::kRuns && T::kBytes == 2;
+
+// ---- two runs of 16 numbers ---------------------------------------------------------------------------------------
+
+// A thread's numbers: 16 of a row, of two neighbouring rows.
+template <class T>
+struct RunsOfRows {
+  using Number = T;
+  Numbers<T, kRun> runs[2];
+
+  __device__ __forceinline__ void load(const char* stage, int run, int line) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      runs[i] = Stage<T>::template read<kRun>(stage + i * Stage<T>::kRowBytes, line, run * kRun);  // `line` is even
+    }
+  }
+
+  __device__ __forceinline__ float value(int run, int i) const { return runs[run][i]; }
+
+  // The largest magnitude of each, as float32 bits; not finite where a number is not.
+  __device__ __forceinline__ void max(uint32_t (&tops)[2]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      uint32_t top = 0;
+#pragma unroll
+      for (int w = 0; w < Numbers<T, kRun>::kWords; w += 2) {
+        top = max_magnitude<T>(top, runs[r].words[w], runs[r].words[w + 1]);
+      }
+      tops[r] = widen_magnitude<T>(fold_halves<T>(top));
+    }
+  }
+
+  // Signs of eight numbers of a run, for their codes of e2m1.
+  __device__ __forceinline__ uint32_t signs(int run, int first) const {
+    const uint32_t* w = runs[run].words + first * T::kBytes / 4;
+    if constexpr (T::kBytes == 4) {
+      return nibble_signs(byte_signs<0x5410>(__byte_perm(w[0], w[2], 0x73), __byte_perm(w[4], w[6], 0x73)),
+                          byte_signs<0x5410>(__byte_perm(w[1], w[3], 0x73), __byte_perm(w[5], w[7], 0x73)));
+    } else {
+      const uint32_t low = __byte_perm(w[0], w[1], 0x7351), high = __byte_perm(w[2], w[3], 0x7351);
+      return nibble_signs(byte_signs<0x5410>(low, high), byte_signs<0x7632>(low, high));
+    }
+  }
+};
+
+// The same with rows and columns exchanged.
+template <class T>
+struct RunsOfColumns {
+  using Number = T;
+  static constexpr int kWords = 2 * T::kBytes / 4;  // of a row
+  uint32_t words[kRun][kWords];
+
+  __device__ __forceinline__ void load(const char* stage, int run, int line) {
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      // the places of a row's chunks depend on one bit of its number here
+      const char* near = stage + Stage<T>::place(run * kRun + (i & 2), line * T::kBytes / 16) + line * T::kBytes % 16;
+      const char* in = near + (i & ~2) * Stage<T>::kRowBytes;
+      if constexpr (kWords == 2) {
+        const uint2 both = *reinterpret_cast<const uint2*>(in);
+        words[i][0] = both.x;
+        words[i][1] = both.y;
+      } else {
+        words[i][0] = *reinterpret_cast<const uint32_t*>(in);
+      }
+    }
+  }
+
+  __device__ __forceinline__ float value(int run, int i) const { return value_of<T>(words[i], run); }
+
+  __device__ __forceinline__ void max(uint32_t (&tops)[2]) const {
+    uint32_t top[kWords] = {};
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+#pragma unroll
+      for (int i = 0; i < kRun; i += 2) top[w] = max_magnitude<T>(top[w], words[i][w], words[i + 1][w]);
+    }
+    if constexpr (kWords == 2) {
+      tops[0] = top[0];
+      tops[1] = top[1];
+    } else {
+      tops[0] = widen_magnitude<T>(top[0] & 0xFFFFu);
+      tops[1] = widen_magnitude<T>(top[0] >> 16);
+    }
+  }
+
+  __device__ __forceinline__ uint32_t signs(int run, int first) const {
+    const auto four = [&](int from) {  // of every second number
+      const int w = kWords == 2 ? run : 0, pick = kWords == 2 ? 0x73 : run ? 0x73 : 0x51;
+      const auto* at = words + first + from;
+      return byte_signs<0x5410>(__byte_perm(at[0][w], at[2][w], pick), __byte_perm(at[4][w], at[6][w], pick));
+    };
+    return nibble_signs(four(0), four(1));
+  }
+
+  __device__ __forceinline__ RunsOfColumns<F32> transformed() const {
+    RunsOfColumns<F32> out;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float x[kRun];
+#pragma unroll
+      for (int i = 0; i < kRun; ++i) x[i] = value(r, i);
+      hadamard_run(x);
+#pragma unroll
+      for (int i = 0; i < kRun; ++i) out.words[i][r] = __float_as_uint(x[i]);
+    }
+    return out;
+  }
+};
+
+// ---- copies -------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ const float* amax_of(const Copy& copy, const QuantizeJob& job, int64_t matrix) {
+  // a division of 64 bits is slow, and most often not needed
+  return copy.amax + (matrix == 0 ? 0 : matrix / job.count_per_amax * job.amax_stride);
+}
+
+// By the first tile of a matrix.
+__device__ __forceinline__ void zero_gaps(const Copy& copy, const Place& at) {
+  if (at.row + at.col > 0) return;
+  const int i = static_cast<int>(threadIdx.x);
+  if (i < copy.codes_gap) copy.codes[at.matrix * copy.codes_stride + copy.codes_bytes + i] = 0;
+  if (i < copy.scales_gap) copy.scales[at.matrix * copy.scales_stride + copy.scales_bytes + i] = 0;
+}
+
 // ---- scales -------------------------------------------------------------------------------------------------------
 
-// A tensor's scale, and for blocks of 16 the factor of every code that a block's scale may have, in shared memory.
+// A tensor's scale, and for blocks of 16 the factor of every code that a block's scale may have, in shared memory;
+// negative where products must not be fused.
 struct TensorScale {
   Nvfp4Scale scale;
   const float* factors;
 };
 
+// `plain`: all its numbers are finite, and for e2m1 no product is to saturate, and products may be fused.
 struct Scaled {
-  uint8_t code;
+  uint32_t code;
   float factor;
-  bool finite;
-  bool safe;  // for e2m1: no product reaches `kE2m1Safe`
+  bool plain;
 };
 
 // One factor by each thread; the block must meet before they are used.
-template <Kind kind>
-__device__ __forceinline__ TensorScale tensor_scale_of(const Copy& copy, const QuantizeJob& job, int64_t matrix,
-                                                       const Parameters& p, float* factors) {
+template <Kind kind, class T>
+__device__ __forceinline__ TensorScale tensor_scale_of(const float* amax, const Parameters& p, float* factors) {
   if constexpr (kind == Kind::kExponents) return {};
-  // a division of 64 bits is slow, and most often not needed
-  const int64_t index = matrix == 0 ? 0 : matrix / job.count_per_amax * job.amax_stride;
-  const float amax = copy.amax[index];
-  if constexpr (kind == Kind::kTensor) return {{tensor_scale(p.largest, amax), 0.0f}, nullptr};
-  const Nvfp4Scale scale = nvfp4_scale(amax);
-  if constexpr (kind == Kind::kRuns) factors[threadIdx.x] = e4m3_scale_factor(threadIdx.x, scale);
+  if constexpr (kind == Kind::kTensor) return {{tensor_scale(p.largest, *amax), 0.0f}, nullptr};
+  const Nvfp4Scale scale = nvfp4_scale(*amax);
+  if constexpr (kind == Kind::kRuns) {
+    static_assert(kThreads == kScaleCodes);
+    float factor = e4m3_scale_factor(threadIdx.x, scale);
+    if constexpr (kFuses<kind, T>) {
+      if (!may_fuse<T::kBits>(factor)) factor = -factor;
+    }
+    factors[threadIdx.x] = factor;
+  }
   return {scale, factors};
 }
 
 template <Kind kind>
 __device__ __forceinline__ Scaled scale_of(uint32_t top_bits, const TensorScale& tensor, const Parameters& p) {
   const bool finite = top_bits < kInfinity;
-  const float top = __uint_as_float(finite ? top_bits : 0u);
+  const float top = __uint_as_float(top_bits);
   if constexpr (kind == Kind::kExponents) {
     const BlockScale scale = e8m0_block_scale(top, p.inverse_max);
-    return {finite ? scale.code : kNanScale8, scale.factor, finite, true};
+    return {scale.code, scale.factor, finite};
+  } else if constexpr (kind == Kind::kTensor) {
+    return {0, tensor.scale.per_step, finite};
   } else {
     const uint32_t code = e4m3_scale_code(top, tensor.scale);
     const float factor = kind == Kind::kRuns ? tensor.factors[code] : e4m3_scale_factor(code, tensor.scale);
-    return {static_cast<uint8_t>(finite ? code : kNanCode), factor, finite, top * factor < kE2m1Safe};
+    // as integers, NaN and what is negative are larger
+    return {code, factor, __float_as_uint(top * factor) < __float_as_uint(kE2m1Safe)};
   }
+}
+
+// As it is stored.
+template <Kind kind>
+__device__ __forceinline__ uint8_t scale_code(const Scaled& block, bool finite) {
+  if (finite) return static_cast<uint8_t>(block.code);
+  return kind == Kind::kExponents ? kNanScale8 : kNanCode;
 }
 
 // ---- codes of eight numbers ---------------------------------------------------------------------------------------
 
-__device__ __forceinline__ uint32_t block_e2m1_x8(const float (&x)[8], const Scaled& block, uint32_t signs) {
-  if (!block.finite) return 0;
-  return block.safe ? encode_e2m1_x8<false>(x, block.factor, signs) : encode_e2m1_x8<true>(x, block.factor, signs);
-}
-
-// Numbers `first` to `first` + 7 of a run.
-__device__ __forceinline__ uint32_t stochastic_x8(const float (&x)[8], const Scaled& block, const RandomWords& random,
-                                                  int first) {
-  if (!block.finite) return 0;
-  uint32_t word = 0;
+// Of plain blocks.
+template <Kind kind, class Runs, int kWords>
+__device__ __forceinline__ void plain_codes(const Runs& x, int run, const Scaled& block, const Parameters& p,
+                                            uint32_t (&words)[kWords]) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const uint32_t code = encode_e2m1_stochastic(fabsf(x[i]) * block.factor, random.octet(first + i)) |
-                          (__float_as_uint(x[i]) >> 28 & 8u);
-    word |= code << (4 * i);
-  }
-  return word;
-}
-
-__device__ __forceinline__ uint2 block_fp8_x8(const float (&x)[8], const Scaled& block, bool e5m2) {
-  return block.finite ? encode_fp8_x8(x, block.factor, e5m2) : make_uint2(0, 0);
-}
-
-// Without a block, what is not finite becomes NaN by itself.
-__device__ __forceinline__ uint2 tensor_fp8_x8(const float (&x)[8], float factor, bool e5m2, bool all_finite) {
-  uint2 words = encode_fp8_x8(x, factor, e5m2);
-  if (all_finite) return words;
+  for (int part = 0; part < 2; ++part) {
+    float eight[8];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    if ((__float_as_uint(x[i]) & kMagnitude) < kInfinity) continue;
-    uint32_t& word = i < 4 ? words.x : words.y;
-    word = (word & ~(0xFFu << (i % 4 * 8))) | static_cast<uint32_t>(kNanCode) << (i % 4 * 8);
+    for (int i = 0; i < 8; ++i) eight[i] = x.value(run, part * 8 + i);
+    if constexpr (kFp4<kind>) {
+      constexpr bool kFused = kFuses<kind, typename Runs::Number>;
+      words[part] = encode_e2m1_x8<false, kFused>(eight, block.factor, x.signs(run, part * 8));
+    } else {
+      const uint2 both = encode_fp8_x8(eight, block.factor, p.e5m2);
+      words[2 * part] = both.x;
+      words[2 * part + 1] = both.y;
+    }
   }
-  return words;
+}
+
+// Of any: saturating; of a block that is not finite, zeros, as its scale says NaN; without a block, NaN where it is.
+template <Kind kind, class Runs, int kWords>
+__device__ __forceinline__ void any_codes(const Runs& x, int run, const Scaled& block, bool finite, const Parameters& p,
+                                          uint32_t (&words)[kWords]) {
+#pragma unroll
+  for (uint32_t& word : words) word = 0;
+  if (kind != Kind::kTensor && !finite) return;
+#pragma unroll
+  for (int part = 0; part < 2; ++part) {
+    float eight[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) eight[i] = x.value(run, part * 8 + i);
+    if constexpr (kFp4<kind>) {
+      words[part] = encode_e2m1_x8<true, false>(eight, fabsf(block.factor), x.signs(run, part * 8));
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        uint32_t code = encode_fp8_x2(eight[i] * block.factor, 0.0f, p.e5m2) & 0xFFu;
+        if (kind == Kind::kTensor && (__float_as_uint(eight[i]) & kMagnitude) >= kInfinity) code = kNanCode;
+        words[2 * part + i / 4] |= code << (i % 4 * 8);
+      }
+    }
+  }
+}
+
+template <class Runs>
+__device__ __forceinline__ void stochastic_codes(const Runs& x, int run, const Scaled& block, bool finite,
+                                                 const RandomWords& random, uint32_t (&words)[2]) {
+  words[0] = words[1] = 0;
+  if (!finite) return;
+#pragma unroll
+  for (int i = 0; i < kRun; ++i) {
+    const float value = x.value(run, i);
+    const uint32_t code = encode_e2m1_stochastic(fabsf(value * block.factor), random.octet(i));
+    words[i / 8] |= (code | (__float_as_uint(value) >> 28 & 8u)) << (i % 8 * 4);
+  }
 }
 
 }  // namespace gtp::cuda

@@ -1,0 +1,146 @@
+// A copy whose lines are the matrix's rows, or its columns: the row copy, and the transposed column copy.
+#pragma once
+
+#include <type_traits>
+
+#include "quantize_tile.cuh"
+
+namespace gtp::cuda {
+
+// A thread takes a run of 16 numbers of two neighbouring lines; four lanes have the 64 numbers that a tile has of a
+// line, and a warp 16 lines, so that it holds whole 16 x 16 blocks. `kDown`: lines are columns.
+template <Kind kind, bool kDown>
+class LineCopy {
+ public:
+  static constexpr bool kMeets = kDown;  // reads what other warps have loaded
+  bool wide;
+
+  // To the tile at `at` of a matrix of T, by all threads of the block.
+  template <class T>
+  __device__ __forceinline__ void move_to(const QuantizeJob& job, const Place& at, const Parameters& p) {
+    __shared__ float factors[kTabled ? kScaleCodes : 1];
+    const Copy& copy = kDown ? job.column : job.row;
+    zero_gaps(copy, at);
+    const float* amax = amax_of(copy, job, at.matrix);
+    if (kind != Kind::kExponents && amax != amax_) {
+      if (kTabled && amax_) __syncthreads();  // the factors before are done with
+      tensor_ = tensor_scale_of<kind, T>(amax, p, factors);
+      if (kTabled) __syncthreads();
+      amax_ = amax;
+    }
+
+    const int64_t length = kDown ? p.hadamard ? ceil_div(job.rows, kRun) * kRun : job.rows : job.cols;
+    const int64_t lines = kDown ? job.cols : job.rows;
+    const int64_t line = (kDown ? at.col : at.row) + line_of(), along = (kDown ? at.row : at.col) + run_of() * kRun;
+    rest_ = static_cast<int>(min(int64_t{INT32_MAX}, length - (kDown ? at.row : at.col)));
+    pitch_ = kFp4<kind> ? ceil_div(length, 2) : length;
+    uint8_t* first = copy.codes + at.matrix * copy.codes_stride;
+    codes_ = first + line * pitch_ + (kFp4<kind> ? along / 2 : along);
+    wide = pitch_ % kBytes == 0 && aligned(first, kBytes);
+    scales_pitch_ = ceil_div(length, kBlock);
+    scales_ = copy.scales + at.matrix * copy.scales_stride + (kind == Kind::kTiles ? line / 16 : line) * scales_pitch_ +
+              along / kBlock;
+    run_pitch_ = ceil_div(length, kRun);
+    run_ = (at.matrix * lines + line) * run_pitch_ + along / kRun;
+  }
+
+  // To the next of the row of tiles.
+  __device__ __forceinline__ void next_tile() {
+    codes_ += kDown ? kTile * pitch_ : kFp4<kind> ? kTile / 2 : kTile;
+    scales_ += kDown ? (kind == Kind::kTiles ? kTile / 16 : kTile) * scales_pitch_ : kTile / kBlock;
+    run_ += kDown ? kTile * run_pitch_ : kTile / kRun;
+    if (!kDown) rest_ -= kTile;
+  }
+
+  // `nibbles` and `tile`: where to leave the codes as well, as `nibble_offset` says, and the scale of the thread's
+  // 16 x 16 block.
+  template <class T, bool kExtras, bool kWhole>
+  __device__ __forceinline__ void write(const Parameters& p, const Extent& rest, const char* stage,
+                                        uint32_t* nibbles = nullptr, uint8_t* tile = nullptr) const {
+    std::conditional_t<kDown, RunsOfColumns<T>, RunsOfRows<T>> x;
+    x.load(stage, run_of(), line_of());
+    const int lines = (kDown ? rest.cols : rest.rows) - line_of();
+    if constexpr (kDown && kExtras && kind == Kind::kRuns) {
+      if (p.hadamard) return write<kExtras, kWhole>(p, lines, x.transformed(), nibbles, tile);
+    }
+    write<kExtras, kWhole>(p, lines, x, nibbles, tile);
+  }
+
+ private:
+  static constexpr int kBlock = kind == Kind::kExponents ? 32 : 16;
+  static constexpr int kBytes = kFp4<kind> ? 8 : 16;  // of the codes of a run
+  static constexpr bool kTabled = kind == Kind::kRuns;
+
+  uint8_t* codes_;  // of the thread's first number
+  uint8_t* scales_;
+  int64_t pitch_, scales_pitch_;  // from a line of codes to the next; from a line of scales
+  uint64_t run_;                  // of the thread's first number, among all runs
+  uint64_t run_pitch_;
+  int rest_;  // of a line, from the tile on
+  TensorScale tensor_;
+  const float* amax_ = nullptr;  // whose scale that is
+
+  __device__ __forceinline__ static int run_of() { return threadIdx.x % 4; }
+  __device__ __forceinline__ static int line_of() { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 * 2; }
+
+  template <bool kExtras, bool kWhole, class Runs>
+  __device__ __forceinline__ void write(const Parameters& p, int lines, const Runs& x, uint32_t* nibbles,
+                                        uint8_t* tile) const {
+    uint32_t tops[2];
+    x.max(tops);
+    if constexpr (kind == Kind::kTiles) {
+      tops[0] = tops[1] = shuffle_max(shuffle_max(shuffle_max(max(tops[0], tops[1]), 4), 8), 16);
+    }
+    Scaled block[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if constexpr (kind == Kind::kExponents) tops[r] = shuffle_max(tops[r], 1);
+      block[r] = kind == Kind::kTiles && r == 1 ? block[0] : scale_of<kind>(tops[r], tensor_, p);
+    }
+
+    // a warp whose blocks are all plain, as nearly all are, has code without branches
+    uint32_t words[2][kBytes / 4];
+    uint8_t scale[2];
+    const bool chance = kExtras && p.key;
+    if (!chance && __all_sync(0xFFFFFFFFu, block[0].plain && block[1].plain)) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        scale[r] = static_cast<uint8_t>(block[r].code);
+        plain_codes<kind>(x, r, block[r], p, words[r]);
+      }
+    } else {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const bool finite = tops[r] < kInfinity;
+        scale[r] = scale_code<kind>(block[r], finite);
+        if constexpr (kExtras) {
+          if (chance) {
+            const RandomWords random = random_words(run_ + r * run_pitch_, kDown, p.key[0], p.key[1]);
+            stochastic_codes(x, r, block[r], finite, random, words[r]);
+            continue;
+          }
+        }
+        any_codes<kind>(x, r, block[r], finite, p, words[r]);
+      }
+    }
+
+    if (tile) *tile = scale[0];
+    const int valid = kWhole ? kRun : min(kRun, rest_ - run_of() * kRun);
+    const bool scales_it = kind == Kind::kTiles ? threadIdx.x % 32 < 4 : run_of() % (kBlock / kRun) == 0;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if constexpr (kFp4<kind>) {
+        if (nibbles) {
+          auto* to = reinterpret_cast<uint2*>(nibbles + nibble_offset(line_of() + r) + run_of() * 2);
+          *to = make_uint2(words[r][0], words[r][1]);
+        }
+      }
+      if (!kWhole && (valid <= 0 || r >= lines)) continue;
+      const bool has_scale = kind == Kind::kTiles ? r == 0 : kind != Kind::kTensor;
+      if (has_scale && scales_it) scales_[r * scales_pitch_] = scale[r];
+      store<kWhole>(codes_ + r * pitch_, words[r], kFp4<kind> ? (valid + 1) / 2 : valid, wide);
+    }
+  }
+};
+
+}  // namespace gtp::cuda

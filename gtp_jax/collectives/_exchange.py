@@ -1,0 +1,110 @@
+"""The sum of gradients by an all-to-all, added up in float32. Called inside a `shard_map`.
+
+A reduce-scatter adds on its way, and rounds every partial sum to the dtype on the wire. Here each rank sends every
+other its share of the gradient, in fewer bits, and adds what arrives in float32: one rounding a rank, and none of a
+sum. So does ZeRO++ (arXiv 2306.10209), in a hierarchy of nodes; within one host a single level will do.
+
+A rank's own share goes the same way as the others', so that no rank's sequences count more exactly than another's.
+
+[Note: error]
+Rounding is to the nearest: at most 2**-8 of an element in bfloat16 and 2**-4 in E4M3, whose smallest number is 2**-18
+of the largest that the scale admits. Of a gradient that is bfloat16 already, as in a model that computes in it,
+bfloat16 loses nothing. FP8 and MXFP8 lose 2.7 % of random normal gradients in the L2 norm, which is the same for 2
+ranks and for 8 as errors and sums grow alike; a bfloat16 reduce-scatter loses 0.17 % where it rounds but once
+(`gtp-jax bench collectives --gtp 8`, column `error`, on virtual CPU devices). Not being stochastic the rounding is not
+unbiased: numbers just above a power of two are drawn to it from farther than those below, and normal ones come out
+smaller by 0.1 % in the mean (`tests/recipes/test_gradient_exchange.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..formats import Format, PackPlan, Piece
+from ..mesh import Layout
+from ..ops import multi_amax, pack, power_of_two_amax, unpack
+from ._weight import WIRE, Slices, as_slices
+
+_Send = Callable[[jax.Array], jax.Array]
+
+
+def exchange_gradients(
+    gradients: Sequence[jax.Array],
+    fused: Sequence[Sequence[Layout]],
+    wire: Format | np.dtype,
+    out: Sequence[Sequence[jax.typing.DTypeLike]],
+) -> list[Slices]:
+    """`scatter_gradient` of several fused weights at once: one all-to-all, and a sum in float32.
+
+    Args:
+        gradients: each of its fused weight's shape.
+        fused: the layouts of each one's kernels; all with the same axes, of more than one rank.
+        wire: a format whose blocks have one row, or a dtype of 16 bits. The amax of a format that has one is of a
+            rank's share of a matrix, rounded up to a power of two's, and travels behind the codes.
+        out: dtypes of each one's returned slices.
+    """
+    ranks, axes = fused[0][0].gtp, fused[0][0].axes
+    parts = [
+        jnp.reshape(gradient, (ranks, layouts[0].matrices, -1, gradient.shape[-1]))
+        for gradient, layouts in zip(gradients, fused, strict=True)
+    ]
+    send = functools.partial(lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True)
+    arrived = _as_codes(parts, wire, send) if isinstance(wire, Format) else _rounded(parts, wire, send)
+    return [
+        as_slices(jnp.sum(part, axis=0), layouts, kinds)
+        for part, layouts, kinds in zip(arrived, fused, out, strict=True)
+    ]
+
+
+def _rounded(parts: Sequence[jax.Array], dtype: np.dtype, send: _Send) -> list[jax.Array]:
+    """All ranks' shares of this rank's rows, of each weight, in float32."""
+    flat = [jnp.reshape(part.astype(dtype), (part.shape[0], -1)) for part in parts]
+    found = send(lax.bitcast_convert_type(jnp.concatenate(flat, axis=1), WIRE[dtype]))
+    wide = lax.bitcast_convert_type(found, dtype).astype(jnp.float32)
+    ends = np.cumsum([x.shape[1] for x in flat])
+    return [jnp.reshape(x, p.shape) for x, p in zip(jnp.split(wide, ends[:-1], axis=1), parts, strict=True)]
+
+
+def _as_codes(parts: Sequence[jax.Array], form: Format, send: _Send) -> list[jax.Array]:
+    """The same, of codes."""
+    plan = _plan(parts)
+    matrices = [_values(part[:, i]) for part in parts for i in range(part.shape[1])]
+    if not form.has_amax:
+        values = unpack(send(pack(matrices, form, None, plan)), form, None, plan)
+        return [jnp.reshape(x.astype(jnp.float32), part.shape) for x, part in zip(values, parts, strict=True)]
+    ranks = parts[0].shape[0]
+    own = jnp.reshape(multi_amax(matrices, stacked=True), (len(matrices), ranks)).T
+    own = power_of_two_amax(own, form)
+    behind = jnp.reshape(lax.bitcast_convert_type(own, jnp.uint8), (ranks, -1))
+    found = send(jnp.concatenate([pack(matrices, form, own, plan), behind], axis=1))
+    codes, behind = jnp.split(found, [plan.bytes(form)], axis=1)
+    amax = lax.bitcast_convert_type(jnp.reshape(behind, (ranks, -1, 4)), jnp.float32)
+    # a plan has one amax for all ranks: the one with a scale of 1, ahead of each rank's own
+    values = unpack(codes, form, jnp.full(len(matrices), form.element_max, jnp.float32), plan)
+    scales = jnp.split(amax / form.element_max, np.cumsum([part.shape[1] for part in parts])[:-1], axis=1)
+    return [
+        jnp.reshape(x, part.shape).astype(jnp.float32) * scale[..., None, None]
+        for x, part, scale in zip(values, parts, scales, strict=True)
+    ]
+
+
+def _plan(parts: Sequence[jax.Array]) -> PackPlan:
+    """A piece a matrix: what one rank sends another."""
+    return PackPlan(
+        tuple(
+            Piece(rows=rows, cols=cols, transposed=False, total_rows=rows, out=out, out_row=index * rows)
+            for out, (_, matrices, rows, cols) in enumerate(part.shape for part in parts)
+            for index in range(matrices)
+        ),
+        by_slice=True,
+    )
+
+
+def _values(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32) if x.dtype == jnp.float64 else x
