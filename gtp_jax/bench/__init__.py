@@ -17,6 +17,10 @@ from ._checkpoint_picture import draw_checkpoints as draw_checkpoints
 from ._contender import CONTENDERS as CONTENDERS
 from ._contender import Contender as Contender
 from ._contender import chosen_contenders as chosen_contenders
+from ._curves import Curve as Curve
+from ._curves import read_curve as read_curve
+from ._curves import run_curves as run_curves
+from ._curves_picture import draw_curves as draw_curves
 from ._kernels import KERNELS as KERNELS
 from ._kernels import Kernel as Kernel
 from ._kernels import Measurement as Measurement
@@ -46,4 +50,8 @@ from ._trace import read_trace as read_trace
 from ._trace_picture import draw_trace as draw_trace
 from ._trace_picture import sentence as sentence
 from ._trace_picture import write_page as write_page
+from ._variants import DEFAULT_VARIANTS as DEFAULT_VARIANTS
+from ._variants import VARIANTS as VARIANTS
+from ._variants import Variant as Variant
+from ._variants import chosen_variants as chosen_variants
 from .contenders.workload import Workload as Workload

@@ -40,13 +40,16 @@ class Link:
 
     Attributes:
         slices: pytree of the weights' slices. If `stacked`, each leaf has a leading dimension of `length`.
-        sent: what is gathered: they themselves, or what they were quantized to, stacked likewise.
+        sent: what is gathered: they themselves, or what they were quantized to, stacked likewise; perhaps of more
+            layers than these, see `first`.
         whole: pytree of the parameters that are not cut over gtp, stacked likewise.
+        fixed: pytree of arrays that have no gradient, such as keys, stacked likewise.
         gather: what one layer sends to its whole weights.
         scatter: the gradient of one layer's whole weights to that of its slices.
-        apply: `(weights, whole, x) -> y` for one layer.
+        apply: `(weights, whole, x, fixed) -> y` for one layer.
         length: number of layers.
         stacked: whether leaves carry the leading dimension.
+        first: index in `sent` of the first layer: links that are parts of one stack share what is sent, uncopied.
     """
 
     slices: Tree
@@ -54,9 +57,11 @@ class Link:
     whole: Tree
     gather: Callable[[Tree], Tree]
     scatter: Callable[[Tree], Tree]
-    apply: Callable[[Tree, Tree, Tree], Tree]
+    apply: Callable[[Tree, Tree, Tree, Tree], Tree]
     length: int = 1
     stacked: bool = False
+    fixed: Tree = ()
+    first: int = 0
 
 
 def run(links: list[Link], x: Tree, schedule: Schedule) -> Tree:
@@ -72,22 +77,30 @@ def run(links: list[Link], x: Tree, schedule: Schedule) -> Tree:
     """
 
     @jax.custom_vjp
-    def chain(slices: Tree, sent: Tree, whole: Tree, x: Tree) -> Tree:
+    def chain(slices: Tree, given: _Given, whole: Tree, x: Tree) -> Tree:
         del slices
-        return _Pass(links, sent, whole, schedule).forward(x)[0]
+        return _Pass(links, given, whole, schedule).forward(x)[0]
 
-    def fwd(slices: Tree, sent: Tree, whole: Tree, x: Tree):
+    def fwd(slices: Tree, given: _Given, whole: Tree, x: Tree):
         del slices
-        y, residuals = _Pass(links, sent, whole, schedule).forward(x)
-        return y, (sent, whole, residuals)
+        y, residuals = _Pass(links, given, whole, schedule).forward(x)
+        return y, (given, whole, residuals)
 
     def bwd(saved: Tree, gradient: Tree):
-        sent, whole, residuals = saved
-        to_slices, to_whole, to_x = _Pass(links, sent, whole, schedule).backward(residuals, gradient)
+        given, whole, residuals = saved
+        to_slices, to_whole, to_x = _Pass(links, given, whole, schedule).backward(residuals, gradient)
         return to_slices, None, to_whole, to_x  # straight through what was sent
 
     chain.defvjp(fwd, bwd)
-    return chain([link.slices for link in links], [link.sent for link in links], [link.whole for link in links], x)
+    given = _Given([link.sent for link in links], [link.fixed for link in links])
+    return chain([link.slices for link in links], given, [link.whole for link in links], x)
+
+
+class _Given(NamedTuple):
+    """What a pass takes as it is, link by link: it has no gradient."""
+
+    sent: Tree
+    fixed: Tree
 
 
 class _Layer(NamedTuple):
@@ -109,11 +122,11 @@ class _Waiting(NamedTuple):
 class _Pass:
     """One pass over the chain."""
 
-    def __init__(self, links: list[Link], sent: Tree, whole: Tree, schedule: Schedule):
+    def __init__(self, links: list[Link], given: _Given, whole: Tree, schedule: Schedule):
         lengths = [link.length for link in links]
         kept = sum(lengths) if schedule.kept == "all" else schedule.kept
         self.links = links
-        self.sent = sent
+        self.given = given
         self.whole = whole
         self.prefetch = schedule.prefetch
         self.segments = segments(lengths, schedule)
@@ -202,8 +215,13 @@ class _Pass:
         else:
             weights, following = self._gather(layer, x), ()
         apply, whole = self.links[layer.link].apply, self._of(self.whole[layer.link], layer)
+        fixed = self._of(self.given.fixed[layer.link], layer)
+
+        def run(weights: Tree, whole: Tree, x: Tree) -> Tree:
+            return apply(weights, whole, x, fixed)
+
         # what backward wants of weights that are not kept comes back as a mark, to be gathered again
-        y, closure = jax.vjp(apply, weights, whole, x, saveable_args=(kept, True, True))
+        y, closure = jax.vjp(run, weights, whole, x, saveable_args=(kept, True, True))
         if self.prefetch:
             y, following = _together(y, following)  # ends the gather with this layer
         return (y, following), closure
@@ -233,18 +251,20 @@ class _Pass:
         return gradient, following, (), scattered, whole
 
     def _gather(self, layer: _Layer, *events: Tree) -> Tree:
+        link = self.links[layer.link]
         # tied before it is cut out of a stack, so that forward's piece is not kept for backward
-        sent, _ = lax.optimization_barrier((self.sent[layer.link], events))
-        return self.links[layer.link].gather(self._of(sent, layer))
+        sent, _ = lax.optimization_barrier((self.given.sent[layer.link], events))
+        return link.gather(self._of(sent, layer, link.first))
 
     def _gather_again(self, layer: _Layer, *events: Tree) -> Tree:
         return self._gather(layer, *events) if _wants_weights(layer.closure) else ()
 
-    def _of(self, tree: Tree, layer: _Layer) -> Tree:
-        """One layer's part of its link's arrays."""
+    def _of(self, tree: Tree, layer: _Layer, first: int = 0) -> Tree:
+        """One layer's part of its link's arrays, of which the link's first layer is number `first`."""
         if not self.links[layer.link].stacked:
             return tree
-        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, layer.index, 0, keepdims=False), tree)
+        index = layer.index + first
+        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), tree)
 
     def _is_kept(self, link: int, index: int) -> bool:
         return self.offsets[link] + index >= self.first_kept

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from ..ops import FP8_AMAX, GROUPED_MATMUL
+from ..ops import GROUPED_MATMUL, OPERAND_AMAX
 
 Remat = Literal["nothing", "matmuls", "everything"]
 REMAT: tuple[Remat, ...] = get_args(Remat)
@@ -19,7 +19,7 @@ def _saves_matmuls(primitive: Any, *_: Any, **params: Any) -> bool:
         return not any(params["dimension_numbers"][1])
     # Of a row-parallel product the sum over tp is kept, in place of the partial product.
     if primitive.name == "name":
-        return params["name"] in (FP8_AMAX, GROUPED_MATMUL)
+        return params["name"] in (GROUPED_MATMUL, OPERAND_AMAX)
     return primitive.name in ("reduce_scatter", "psum") or "dot_product_attention_fwd" in primitive.name
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import zlib
@@ -53,7 +52,7 @@ def manifest(
     entries = {leaf.name: _entry(leaf) for leaf in leaves}
     versions = {name: _version(name) for name in ("gtp_jax", "jax", "orbax-checkpoint")}
     content = {"format": FORMAT, **versions, "step": step, "leaves": entries, "extra": extra}
-    content["recipe"] = recipe and {"name": type(recipe).__name__, **dataclasses.asdict(recipe)}
+    content["recipe"] = recipe and recipe.describe()
     content["loss"] = float(loss) if loss is not None and math.isfinite(loss) else None
     return content
 

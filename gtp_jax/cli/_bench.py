@@ -15,7 +15,7 @@ from tqdm import tqdm
 from .. import bench, native
 from ..mesh import platform
 from ..plan import columns
-from . import _bench_checkpoint, _bench_collectives, _bench_step
+from . import _bench_checkpoint, _bench_collectives, _bench_recipes, _bench_step
 from ._arguments import check_files, positive
 from ._devices import choose_devices
 
@@ -35,12 +35,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Adds the subcommand."""
     parser = subparsers.add_parser(
         "bench",
-        help="measure a training step, kernels or checkpoints, beside what they compete with",
+        help="measure a training step, kernels, recipes or checkpoints, beside what they compete with",
         description="Measures on this machine.",
     )
     topics = parser.add_subparsers(dest="topic", metavar="TOPIC", required=True)
     _bench_step.add_topic(topics)
     _bench_collectives.add_topic(topics)
+    _bench_recipes.add_topic(topics)
     kernels = topics.add_parser(
         "kernels",
         help="quantization kernels beside a copy and beside XLA",

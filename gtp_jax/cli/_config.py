@@ -70,7 +70,13 @@ class TrainConfig:
         metavar="N",
     )
     remat: Remat = _knob("matmuls", "model", "what a layer keeps for backward", kind=str, choices=REMAT)
-    recipe: str = _knob("bf16", "model", "in which format weights travel", kind=str, choices=tuple(RECIPES))
+    recipe: str = _knob(
+        "bf16",
+        "model",
+        "what is quantized: weights on the wire, or the matmuls' operands too",
+        kind=str,
+        choices=tuple(RECIPES),
+    )
     held: int | Literal["all"] = _knob(
         0,
         "model",

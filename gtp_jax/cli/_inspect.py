@@ -44,7 +44,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--recipe",
         choices=tuple(RECIPES),
         default=defaults.recipe,
-        help="in which format weights travel (default: %(default)s)",
+        help="what is quantized: weights on the wire, or the matmuls' operands too (default: %(default)s)",
     )
     parser.add_argument(
         "--held",

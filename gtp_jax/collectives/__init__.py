@@ -4,7 +4,7 @@ from ._exchange import exchange_gradients as exchange_gradients
 from ._packed import Bundle as Bundle
 from ._packed import Packed as Packed
 from ._packed import gather_packed as gather_packed
-from ._packed import hold_first as hold_first
+from ._packed import hold_layers as hold_layers
 from ._packed import pack_all as pack_all
 from ._packed import plan_of as plan_of
 from ._replicas import sum_over_replicas as sum_over_replicas

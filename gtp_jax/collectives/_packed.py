@@ -138,11 +138,10 @@ def gather_packed(packed: Packed, fused: Fused, dtype: jax.typing.DTypeLike) -> 
     return tuple(as_fused(weight.astype(dtype), layouts) for weight, layouts in zip(weights, fused, strict=True))
 
 
-def hold_first(packed: Packed, fused: Fused, layers: int) -> tuple[Packed, Packed]:
-    """The first layers of a stack with all ranks' slices, in one gather; and the others as they are."""
-    first, others = (jax.tree.map(lambda a, cut=cut: a[cut], packed) for cut in (slice(layers), slice(layers, None)))
-    buffer = _all_slices(first.buffer, fused, axis=1)
-    return dataclasses.replace(first, buffer=buffer, gathered=True), others
+def hold_layers(packed: Packed, fused: Fused, start: int, stop: int) -> Packed:
+    """Layers `start` to `stop` (exclusive) of a stack with all ranks' slices, in one gather."""
+    some = jax.tree.map(lambda a: a[start:stop], packed)
+    return dataclasses.replace(some, buffer=_all_slices(some.buffer, fused, axis=1), gathered=True)
 
 
 def _all_slices(buffer: jax.Array, fused: Fused, axis: int) -> jax.Array:

@@ -10,6 +10,7 @@ from ._axes import current_view as current_view
 from ._axes import degree as degree
 from ._axes import degrees as degrees
 from ._axes import make_mesh as make_mesh
+from ._axes import multiplies_blocks as multiplies_blocks
 from ._axes import platform as platform
 from ._companions import differs_in_memory as differs_in_memory
 from ._companions import in_memory as in_memory

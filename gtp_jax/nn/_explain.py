@@ -8,57 +8,76 @@ import numpy as np
 from flax import nnx
 
 from ..collectives import plan_of
-from ..formats import Format
+from ..formats import Format, Operands
+from ..mesh import multiplies_blocks
 from ..plan import columns, quantity
-from ..recipes import Recipe, check_recipe
+from ..recipes import BF16, Recipe, check_recipe
 from ._dense import Dense
+from ._quantized import check_names
+from ._stack import Stack
 from ._weight import WeightOwner, weight_owners
 
 
 @dataclasses.dataclass(frozen=True)
 class WireFact:
-    """How the weights of one module travel.
+    """How the weights of one module travel, and are multiplied.
 
     Attributes:
         module: its path in the model.
         shapes: logical shapes of its kernels, of one layer.
         layers: how many layers it stands for.
+        first: the first of them.
         wire: name of the format, or of the dtype.
         bytes: of one layer's gathered weights on the wire, codes and scales of all slices together.
         bytes_per_element: of that, for each logical element.
-        matmul: what the matmuls run in.
+        matmul: what the matmuls run in, and by which path.
+        forward: its operands, input times weight.
+        dgrad: likewise, gradient times weight.
+        wgrad: likewise, gradient times input.
+        reduction: how its gradient is summed over the gtp axis; empty where nothing cuts it.
     """
 
     module: str
     shapes: tuple[tuple[int, ...], ...]
     layers: int
+    first: int
     wire: str
     bytes: int
     bytes_per_element: float
     matmul: str
+    forward: str
+    dgrad: str
+    wgrad: str
+    reduction: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """A line a module, as a table when printed."""
+    """A line a module, as tables when printed: the wire, and the matmuls where their operands are quantized."""
 
     facts: tuple[WireFact, ...]
 
     def __str__(self) -> str:
-        header = ("module", "layers", "kernels", "wire", "a layer", "B/element", "matmul")
+        header = ("module", "layers", "kernels", "wire", "a layer", "B/element", "matmul", "gradient")
         rows = [
             (
                 fact.module,
-                fact.layers,
+                _layers(fact),
                 " ".join("x".join(map(str, shape)) for shape in fact.shapes),
                 fact.wire,
                 quantity(fact.bytes, "B"),
                 f"{fact.bytes_per_element:.3f}",
                 fact.matmul,
+                fact.reduction,
             )
             for fact in self.facts
         ]
-        return columns(header, rows, right=(1, 4, 5))
+        table = columns(header, rows, right=(1, 4, 5))
+        products = [(f.module, _layers(f), f.forward, f.dgrad, f.wgrad) for f in self.facts if f.forward]
+        if not products:
+            return table
+        header = ("module", "layers", "forward: input x weight", "dgrad: gradient x weight", "wgrad: gradient x input")
+        return f"{table}\n\n{columns(header, products, right=(1,))}"
 
 
 def explain(model: nnx.Module, recipe: Recipe | None) -> Explanation:
@@ -70,36 +89,82 @@ def explain(model: nnx.Module, recipe: Recipe | None) -> Explanation:
 
     Raises:
         TypeError: if `recipe` is something else.
-        ValueError: if slices cut the format's blocks in two, or have rows shorter than a block.
+        ValueError: if slices cut the format's blocks in two or have rows shorter than a block, or the recipe speaks of
+            what the model does not have.
     """
     check_recipe(recipe)
-    found = []
+    recipe = BF16() if recipe is None else recipe
+    check_names(model, recipe)
+    stacks = {path: m for path, m in nnx.iter_modules(model) if isinstance(m, Stack)}
+    found: list[WireFact] = []
     for path, owner in weight_owners(model).items():
-        form = None if recipe is None else recipe.wire_of(path)
-        layouts, value = owner.layouts, owner.weights()[0].get_value()
-        stacked = value.ndim > len(layouts[0].shape)
-        tp = max(layout.tp if layout.tp_dim is not None else 1 for layout in layouts)
-        slices = tp * layouts[0].gtp
-        if form is None:
-            total = slices * sum(int(np.prod(layout.slice_shape)) for layout in layouts) * owner.dtype.itemsize
-        else:
-            total = slices * plan_of([layouts], form).bytes(form)
-        elements = sum(int(np.prod(layout.shape)) for layout in layouts)
-        found.append(
-            WireFact(
-                module=".".join(map(str, path)),
-                shapes=tuple(layout.shape for layout in layouts),
-                layers=value.shape[0] if stacked else 1,
-                wire=owner.dtype.name if form is None else form.name,
-                bytes=total,
-                bytes_per_element=total / elements,
-                matmul=_matmul(owner, form, None if recipe is None else recipe.gradients_of(path)),
-            )
-        )
+        length = next((m.length for at, m in stacks.items() if path[: len(at)] == at), None)
+        if length is None:
+            found.append(_fact(path, owner, recipe.of(path), 0, 1))
+            continue
+        first, last = recipe.keep_first, length - recipe.keep_last
+        spans = ((BF16(), 0, first), (recipe.of(path), first, last), (BF16(), last, length))
+        found += [_fact(path, owner, kind, start, stop) for kind, start, stop in spans if start < stop]
     return Explanation(tuple(found))
 
 
-def _matmul(owner: WeightOwner, wire: Format | None, gradients: Format | None) -> str:
-    if gradients is not None and isinstance(owner, Dense):
-        return f"FP8_E4M3, gradients {gradients.name}"
-    return owner.dtype.name if wire is None else f"{owner.dtype.name}, of dequantized weights"
+def _fact(path: tuple[object, ...], owner: WeightOwner, recipe: Recipe, start: int, stop: int) -> WireFact:
+    layouts, form = owner.layouts, recipe.wire
+    tp = max(layout.tp if layout.tp_dim is not None else 1 for layout in layouts)
+    slices = tp * layouts[0].gtp
+    if form is None:
+        total = slices * sum(int(np.prod(layout.slice_shape)) for layout in layouts) * owner.dtype.itemsize
+    else:
+        total = slices * plan_of([layouts], form).bytes(form)
+    operands = recipe.operands if isinstance(owner, Dense) else None
+    return WireFact(
+        module=".".join(map(str, path)),
+        shapes=tuple(layout.shape for layout in layouts),
+        layers=stop - start,
+        first=start,
+        wire=owner.dtype.name if form is None else form.name,
+        bytes=total,
+        bytes_per_element=total / sum(int(np.prod(layout.shape)) for layout in layouts),
+        matmul=_matmul(owner, form, operands),
+        **_products(operands),
+        reduction=_reduction(owner, recipe),
+    )
+
+
+def _matmul(owner: WeightOwner, wire: Format | None, operands: Operands | None) -> str:
+    if operands is None:
+        return owner.dtype.name if wire is None else f"{owner.dtype.name}, of dequantized weights"
+    if operands.weight.block is None:
+        return f"{operands.activation.name}, gradients {operands.gradient.name}"
+    path = "scaled_matmul" if multiplies_blocks() else f"{owner.dtype.name} of their values"
+    return f"{operands.activation.name}: {path}"
+
+
+def _reduction(owner: WeightOwner, recipe: Recipe) -> str:
+    if owner.layouts[0].gtp == 1:
+        return ""
+    if recipe.reduction is None:
+        return f"reduce-scatter {owner.reduce_dtype.name}"
+    return f"all-to-all {recipe.reduction.name}, summed in float32"
+
+
+def _products(operands: Operands | None) -> dict[str, str]:
+    if operands is None:
+        return dict.fromkeys(("forward", "dgrad", "wgrad"), "")
+    weight, x, gradient = (_operand(form) for form in (operands.weight, operands.activation, operands.gradient))
+    gradient += ", stochastic" if operands.stochastic else ""
+    turned = "; both Hadamard" if operands.hadamard else ""
+    return {
+        "forward": f"{x} x {weight}",
+        "dgrad": f"{gradient} x {weight}",
+        "wgrad": f"{gradient} x {x}{turned}",
+    }
+
+
+def _operand(form: Format) -> str:
+    element = form.element.upper()
+    return element if form.block is None else f"{element} {form.block[0]}x{form.block[1]}"
+
+
+def _layers(fact: WireFact) -> str:
+    return f"{fact.first}-{fact.first + fact.layers - 1}" if fact.layers > 1 else str(fact.first)

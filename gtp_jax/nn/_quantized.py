@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import jax
 from flax import nnx
 
-from ..collectives import Bundle, Packed, hold_first, pack_all
-from ..recipes import Recipe
+from ..collectives import Bundle, Packed, hold_layers, pack_all
+from ..formats import Format
+from ..recipes import KEPT, Recipe, matches
 from ._stack import Stack
-from ._weight import WeightOwner, weight_owners
+from ._weight import WeightOwner, key_for, weight_owners
 
 Path = tuple[Any, ...]
 
@@ -23,37 +25,79 @@ def quantize_weights(model: nnx.Module, recipe: Recipe, held: int | Literal["all
     Args:
         model: in local view.
         recipe: what is quantized.
-        held: of each stack so many layers, from its first, are gathered here, so that no pass need gather them.
+        held: of each stack so many layers, from the first that the recipe quantizes, are gathered here, so that no pass
+            need gather them.
 
     Raises:
-        ValueError: if codes are to be held and no layer of a stack has any.
+        ValueError: if the recipe speaks of modules or layers that the model does not have; if codes are to be held and
+            no layer of a stack has any.
     """
+    check_names(model, recipe)
     found = _bundles(model, recipe)
     packed = pack_all([bundle for _, bundle in found])
-    lengths = {path: m.length for path, m in nnx.iter_modules(model) if isinstance(m, Stack)}
-    if held and not any(path in lengths for path, _ in found):
+    stacks = {path: m for path, m in nnx.iter_modules(model) if isinstance(m, Stack)}
+    first = recipe.keep_first
+    counts = {path: m.length - first - recipe.keep_last for path, m in stacks.items()}
+    if held and not any(counts.get(path) for path, _ in found):
         raise ValueError(
             f"`held` is {held!r}, but no layers of a `Stack` travel as codes that could be held. Pass a recipe that "
             "quantizes them, such as `gtp_jax.NVFP4()`, or `held=0`."
         )
     quantized: Quantized = {}
     for (path, bundle), one in zip(found, packed, strict=True):
-        count = 0 if path not in lengths else lengths[path] if held == "all" else min(held, lengths[path])
-        parts = hold_first(one, bundle.fused, count) if count else (one,)
-        quantized[path] = (*quantized.get(path, ()), *(p for p in parts if p.buffer.shape[0]))
+        count = counts.get(path, 0) if held == "all" else min(held, counts.get(path, 0))
+        parts = (hold_layers(one, bundle.fused, first, first + count), one) if count else (one,)
+        quantized[path] = (*quantized.get(path, ()), *parts)
     return quantized
 
 
-def put_quantized(model: nnx.Module, quantized: Quantized, recipe: Recipe) -> None:
+def put_quantized(model: nnx.Module, quantized: Quantized, recipe: Recipe, key: jax.Array | None = None) -> None:
     """Has the model's modules gather these from now on, multiply and sum gradients as the recipe says; gradients still
-    go to their parameters."""
+    go to their parameters.
+
+    Args:
+        model: in local view.
+        quantized: what `quantize_weights` made.
+        recipe: the same.
+        key: uint32 `(2,)`, for stochastic rounding: of this step, microbatch and rank; without gradients none.
+    """
     for path, owner in weight_owners(model).items():
-        owner.fp8_gradients = recipe.gradients_of(path)
+        owner.operands = recipe.operands_of(path)
         owner.reduction = recipe.reduction_of(path)
+        if key is not None and owner.operands is not None and owner.operands.stochastic:
+            owner.key = nnx.data(key_for(key, path))
     for path, module in nnx.iter_modules(model):
+        if isinstance(module, Stack):
+            module.kept = (recipe.keep_first, recipe.keep_last)
+            module.key = nnx.data(None if key is None else key_for(key, path))
+            for owner in weight_owners(module.layers).values():
+                owner.key = nnx.data(None)  # the chain has one for each layer
         if path in quantized:
             assert isinstance(module, WeightOwner | Stack)
             module.packed = nnx.data(quantized[path])
+
+
+def check_names(model: nnx.Module, recipe: Recipe) -> None:
+    """Refuses a recipe that speaks of what a model does not have, so that no name is misspelt unseen.
+
+    Raises:
+        ValueError: naming what there is.
+    """
+    paths = [tuple(map(str, path)) for path in weight_owners(model)]
+    for pattern, _ in recipe.rules:
+        if pattern not in KEPT and not any(matches(pattern, path) for path in paths):
+            raise ValueError(
+                f"the recipe's pattern {pattern!r} matches no module with weights; they are "
+                f"{', '.join('.'.join(path) for path in paths)}."
+            )
+    stacks = {".".join(map(str, path)): m.length for path, m in nnx.iter_modules(model) if isinstance(m, Stack)}
+    ends = recipe.keep_first + recipe.keep_last
+    if ends and (not stacks or ends > min(stacks.values())):
+        there = ", ".join(f"{name} has {length}" for name, length in stacks.items()) or "there is no `Stack`"
+        raise ValueError(
+            f"`keep_first` {recipe.keep_first} and `keep_last` {recipe.keep_last} ask for {ends} layers of each stack; "
+            f"{there}."
+        )
 
 
 def _bundles(model: nnx.Module, recipe: Recipe) -> list[tuple[Path, Bundle]]:
@@ -63,17 +107,18 @@ def _bundles(model: nnx.Module, recipe: Recipe) -> list[tuple[Path, Bundle]]:
     for path, stack in stacks.items():
         groups: dict[Any, dict[Path, WeightOwner]] = {}
         for inner, owner in weight_owners(stack.layers).items():
-            form = recipe.wire_of((*path, *inner))
-            if form is not None:
-                groups.setdefault((form, owner.dtype, owner.layouts[0].axes), {})[inner] = owner
-        found += [(path, _bundle(members, form, recipe)) for (form, *_), members in groups.items()]
+            chosen = recipe.of((*path, *inner))
+            if chosen.wire is not None:
+                kind = (chosen.wire, chosen.operands is not None, owner.dtype, owner.layouts[0].axes)
+                groups.setdefault(kind, {})[inner] = owner
+        found += [(path, _bundle(members, form, exact)) for (form, exact, *_), members in groups.items()]
     for path, owner in weight_owners(model).items():
-        form = recipe.wire_of(path)
-        if form is not None and not any(path[: len(stack)] == stack for stack in stacks):
-            found.append((path, _bundle({(): owner}, form, recipe)))
+        chosen = recipe.of(path)
+        if chosen.wire is not None and not any(path[: len(stack)] == stack for stack in stacks):
+            found.append((path, _bundle({(): owner}, chosen.wire, chosen.operands is not None)))
     return found
 
 
-def _bundle(owners: dict[Path, WeightOwner], form: Any, recipe: Recipe) -> Bundle:
+def _bundle(owners: dict[Path, WeightOwner], form: Format, powers_of_two: bool) -> Bundle:
     slices = {path: owner.slices() for path, owner in owners.items()}
-    return Bundle(slices, [o.layouts for o in owners.values()], form, powers_of_two=recipe.gradients is not None)
+    return Bundle(slices, [o.layouts for o in owners.values()], form, powers_of_two=powers_of_two)

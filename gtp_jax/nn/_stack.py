@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..chain import Link, Remat, Schedule, run, with_remat
 from ..collectives import Packed, gather_packed
 from ._layer import Layer, layout_of
-from ._weight import scatter, weight_owners
+from ._weight import WeightOwner, key_for, scatter, weight_owners
 
 
 class Stack(Layer):
@@ -33,7 +33,9 @@ class Stack(Layer):
 
     Attributes:
         packed: what is gathered in place of the layers' slices: buffers of quantized weights; none without a recipe.
-            The first layers' may have been gathered already.
+            Of all layers; and, ahead of them, of those whose codes have been gathered already.
+        kept: layers, from the first and up to the last, that stay in high precision all the same.
+        key: uint32 `(2,)`, of this call's stochastic rounding; `None` where nothing is rounded so.
 
     Raises:
         ValueError: if `length` is less than 1, `remat` is not a known policy, or a layer holds a `Stack` of its own.
@@ -58,6 +60,8 @@ class Stack(Layer):
         self.remat: Remat = remat
         self.sequence_parallel = sequence_parallel
         self.packed: tuple[Packed, ...] = nnx.data(())
+        self.kept: tuple[int, int] = (0, 0)
+        self.key: Any = nnx.data(None)
 
         @nnx.split_rngs(splits=length)
         @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
@@ -120,8 +124,8 @@ class _Row(Layer):
         self.sequence_parallel = False
 
     def local(self, x: Any) -> Any:
-        found = [_links(module, remat) for module, remat in zip(self.links, self.remat, strict=True)]
-        return run([link for links in found for link in links], x, self.schedule)
+        links = [part for module, remat in zip(self.links, self.remat, strict=True) for part in _links(module, remat)]
+        return run(links, x, self.schedule)
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
         first: Layer = self.links[0]
@@ -143,61 +147,110 @@ def _refuse_inner_stacks(module: nnx.Module) -> None:
 
 
 def _links(module: Layer, remat: Remat) -> list[Link]:
-    """A module as the chain sees it; two stretches if the codes of only a stack's first layers are held."""
-    link = _link(module, remat)
-    held = [one for one in link.sent[0] if one.gathered]
-    count = held[0].buffer.shape[0] if held else 0
-    if count in (0, link.length):
-        return [link]
-    sizes = (count, link.length - count)
-    # by `split` and not by slices, whose gradients would each be padded to the whole stack and added up
-    leaves, tree = jax.tree.flatten((link.slices, link.sent[1], link.whole))
-    parts = zip(*(lax.split(leaf, sizes) for leaf in leaves), strict=True)
-    packed = (tuple(held), tuple(one for one in link.sent[0] if not one.gathered))
-    found = []
-    for part, one, length in zip(parts, packed, sizes, strict=True):
-        slices, others, whole = jax.tree.unflatten(tree, part)
-        found.append(dataclasses.replace(link, slices=slices, sent=(one, others), whole=whole, length=length))
-    return found
+    """A module as the chain sees it; a stack in stretches: in high precision, of codes held, of codes to be gathered,
+    and in high precision again."""
+    if not isinstance(module, Stack):
+        owners = weight_owners(module)
+        keys = {path: owner.key for path, owner in owners.items() if owner.key is not None}
+        sent = ((), {path: owner.sent() for path, owner in owners.items()})
+        template = _Template(module)
+        return [template.link(template.slices, sent, template.whole, keys, remat)]
+
+    template, length = _Template(module.layers), module.length
+    high = _Template(_in_high_precision(module.layers)) if any(module.kept) else template
+    slices, bundled = template.slices, {path for one in module.packed for path in one.members}
+
+    def unbundled(slices: dict[Any, Any]) -> dict[Any, Any]:
+        return {path: own for path, own in slices.items() if path not in bundled}
+
+    held = tuple(one for one in module.packed if one.gathered)
+    packed = tuple(one for one in module.packed if not one.gathered)
+    keys = {} if module.key is None else _layer_keys(module.key, template.owners, length)
+    first, last = module.kept[0], length - module.kept[1]
+    ahead = first + (held[0].buffer.shape[0] if held else 0)
+    bounds = sorted({0, first, ahead, last, length})
+    links = []
+    parts = _split((slices, template.whole, keys), bounds[1:-1])
+    for start, stop, (own, whole, fixed) in zip(bounds, bounds[1:], parts, strict=False):
+        if not first <= start < last:
+            chosen, sent, at = high, ((), slices), start
+        elif start < ahead:
+            chosen, sent, at = template, (held, unbundled(own)), 0
+        else:
+            chosen, sent, at = template, (packed, unbundled(slices)), start
+        link = chosen.link(own, sent, whole, fixed, remat)
+        links.append(dataclasses.replace(link, length=stop - start, stacked=True, first=at))
+    return links
 
 
-def _link(module: Layer, remat: Remat) -> Link:
-    """A module as the chain sees it: slices, gather, scatter, and one layer's function."""
-    stack = module if isinstance(module, Stack) else None
-    layer = stack.layers if stack is not None else module
-    owners = weight_owners(layer)
-    graph, state = nnx.split(layer)
-    # beside the variables, arrays of quantized slices, which no layer looks at once its weights are gathered
-    leaves, tree = jax.tree.flatten(state, is_leaf=lambda v: isinstance(v, nnx.Variable))
-    is_whole = [isinstance(v, nnx.Variable) and layout_of(v) is None for v in leaves]
+def _in_high_precision(layer: nnx.Module) -> nnx.Module:
+    """The layer without what a recipe does to its matmuls and gradients."""
+    layer = nnx.clone(layer)
+    for owner in weight_owners(layer).values():
+        owner.operands = None
+        owner.reduction = None
+    return layer
 
-    def apply(weights: dict[Any, jax.Array], whole: list[jax.Array], x: Any) -> Any:
-        values = iter(whole)
-        put = [v.replace(next(values)) if whole else v for v, whole in zip(leaves, is_whole, strict=True)]
-        one = nnx.merge(graph, jax.tree.unflatten(tree, put))
-        for path, owner in weight_owners(one).items():
-            owner.whole_weight = weights[path]
-        return one(x)
 
-    packed: tuple[Packed, ...] = stack.packed if stack is not None else ()
-    bundled = {path for one in packed for path in one.members}
+class _Template:
+    """One layer's modules, into which a chain puts the values of each layer in turn.
 
-    def gather(sent: tuple[tuple[Packed, ...], dict[Any, Any]]) -> dict[Any, jax.Array]:
+    Attributes:
+        owners: modules with weights that are gathered, by path.
+        slices: of these weights, by path.
+        whole: values of the parameters that are not cut over gtp.
+    """
+
+    def __init__(self, layer: nnx.Module) -> None:
+        self.owners = weight_owners(layer)
+        self.slices = {path: owner.slices() for path, owner in self.owners.items()}
+        self.graph, state = nnx.split(layer)
+        # beside the variables, arrays of quantized slices, which no layer looks at once its weights are gathered
+        self.leaves, self.tree = jax.tree.flatten(state, is_leaf=lambda v: isinstance(v, nnx.Variable))
+        self.is_whole = [isinstance(v, nnx.Variable) and layout_of(v) is None for v in self.leaves]
+        self.whole = [v.get_value() for v, whole in zip(self.leaves, self.is_whole, strict=True) if whole]
+
+    def link(self, slices: Any, sent: Any, whole: Any, keys: Any, remat: Remat) -> Link:
+        """The layer as a link, not stacked."""
+
+        def apply(weights: dict[Any, jax.Array], whole: list[jax.Array], x: Any, keys: dict[Any, jax.Array]) -> Any:
+            values = iter(whole)
+            put = [v.replace(next(values)) if w else v for v, w in zip(self.leaves, self.is_whole, strict=True)]
+            one = nnx.merge(self.graph, jax.tree.unflatten(self.tree, put))
+            for path, owner in weight_owners(one).items():
+                owner.whole_weight = weights[path]
+                owner.key = nnx.data(keys.get(path))
+            return one(x)
+
+        def to_slices(gradients: dict[Any, jax.Array]) -> dict[Any, Any]:
+            return scatter(self.owners, gradients)
+
+        apply = with_remat(apply, remat)
+        return Link(slices, sent, whole, gather=self.gather, scatter=to_slices, apply=apply, fixed=keys)
+
+    def gather(self, sent: tuple[tuple[Packed, ...], dict[Any, Any]]) -> dict[Any, jax.Array]:
+        """The weights of one layer, by path."""
         packed, others = sent
-        weights = {path: owners[path].gather(own) for path, own in others.items()}
+        weights = {path: self.owners[path].gather(own) for path, own in others.items()}
         for one in packed:
-            members = [owners[path] for path in one.members]
+            members = [self.owners[path] for path in one.members]
             found = gather_packed(one, [member.layouts for member in members], members[0].dtype)
             weights.update(zip(one.members, found, strict=True))
         return weights
 
-    return Link(
-        slices={path: owner.slices() for path, owner in owners.items()},
-        whole=[v.get_value() for v, whole in zip(leaves, is_whole, strict=True) if whole],
-        gather=gather,
-        scatter=lambda gradients: scatter(owners, gradients),
-        apply=with_remat(apply, remat),
-        length=1 if stack is None else stack.length,
-        stacked=stack is not None,
-        sent=(packed, {path: owner.sent() for path, owner in owners.items() if path not in bundled}),
-    )
+
+def _layer_keys(key: jax.Array, owners: dict[Any, WeightOwner], length: int) -> dict[Any, jax.Array]:
+    """Of each module that rounds stochastically, a key for each layer: the first word counts layers."""
+    first = key[0] + jnp.arange(length, dtype=jnp.uint32)
+    chosen = [path for path, owner in owners.items() if owner.operands is not None and owner.operands.stochastic]
+    return {path: jnp.stack([first, jnp.broadcast_to(key_for(key, path)[1], (length,))], axis=-1) for path in chosen}
+
+
+def _split(tree: Any, at: list[int]) -> list[Any]:
+    """Stacked arrays, cut between layers.
+
+    By `split` and not by slices, whose gradients would each be padded to the whole stack and added up.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    parts = [jnp.split(leaf, at) for leaf in leaves]
+    return [jax.tree.unflatten(structure, [part[i] for part in parts]) for i in range(len(at) + 1)]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import abc
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
@@ -21,9 +23,9 @@ from ..collectives import (
     gathered,
     scatter_gradient,
 )
-from ..formats import Format
-from ..mesh import TP, Layout, current_view
-from ..ops import linear, linear_fp8
+from ..formats import Format, Operands
+from ..mesh import TP, Layout, current_view, multiplies_blocks
+from ..ops import linear, linear_blocks, linear_fp8
 from ._layer import Layer
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
@@ -48,6 +50,11 @@ def make_whole(shape: tuple[int, ...], init: Initializer, key: jax.Array, dtype:
 def weight_owners(module: nnx.Module) -> dict[tuple[Any, ...], WeightOwner]:
     """The modules within one, itself included, that own weights, by path."""
     return {path: m for path, m in nnx.iter_modules(module) if isinstance(m, WeightOwner)}
+
+
+def key_for(key: jax.Array, path: tuple[Any, ...]) -> jax.Array:
+    """The key of a module: that of the whole model, told apart by the module's path."""
+    return key ^ jnp.array([0, zlib.crc32(".".join(map(str, path)).encode())], jnp.uint32)
 
 
 def scatter(owners: Mapping[Any, WeightOwner], gradients: Mapping[Any, jax.Array]) -> dict[Any, Slices]:
@@ -79,19 +86,22 @@ class WeightOwner(Layer):
         reduce_dtype: in which its gradient is summed over the gtp axis.
         whole_weight: the gathered weight, put there by a chain; `None` where the module gathers for itself.
         packed: the slices as a recipe has quantized them, to be gathered in their stead: one, or none without a recipe.
-        fp8_gradients: format of the incoming gradient in FP8 matmuls; `None`: matmuls run in `dtype`.
+        operands: formats in which it multiplies; `None`: in `dtype`.
+        key: uint32 `(2,)`, of this call's stochastic rounding; `None` where nothing is rounded so.
         reduction: in what its gradient is exchanged, to be summed in float32; `None`: summed in `reduce_dtype`.
     """
 
     whole_weight: Any = nnx.data()
     packed: Any = nnx.data()
+    key: Any = nnx.data()
 
     def __init__(self, *, dtype: Any, reduce_dtype: Any | None) -> None:
         self.dtype = np.dtype(dtype)
         self.reduce_dtype = np.dtype(dtype if reduce_dtype is None else reduce_dtype)
         self.whole_weight = nnx.data(None)
         self.packed = nnx.data(())
-        self.fp8_gradients: Format | None = None
+        self.operands: Operands | None = None
+        self.key = nnx.data(None)
         self.reduction: Format | np.dtype | None = None
 
     @abc.abstractmethod
@@ -128,7 +138,12 @@ class WeightOwner(Layer):
 
     def product(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         """`x @ weight.T`, as a recipe has it."""
-        return linear(x, weight) if self.fp8_gradients is None else linear_fp8(x, weight, self.fp8_gradients)
+        if self.operands is None:
+            return linear(x, weight)
+        if self.operands.weight.block is None:
+            return linear_fp8(x, weight, self.operands.gradient)
+        key = jnp.zeros(2, jnp.uint32) if self.key is None else self.key
+        return linear_blocks(x, weight, key, self.operands, multiplies_blocks())
 
     def with_weight(self, function: Callable[..., Any], *operands: Any) -> Any:
         """`function(weight, *operands)`, the weight gathered for it here, and again in backward, unless a chain did."""

@@ -12,6 +12,9 @@ from ._checks import as_matrix, as_values
 from ._implementation import Implementation, call
 from .reference import hadamard as _transform
 
+# Names the amaxes of matmuls' operands: numbers too small not to be kept for backward.
+OPERAND_AMAX = "gtp_operand_amax"
+
 
 def multi_amax(
     arrays: Sequence[jax.Array], *, stacked: bool = False, implementation: Implementation | None = None
@@ -86,10 +89,11 @@ def hadamard(x: jax.Array, *, inverse: bool = False) -> jax.Array:
 
 
 def power_of_two_amax(amax: jax.Array, format: Format) -> jax.Array:
-    """The next amax up whose scale, `amax / format.element_max`, is a power of two; as it is where there is none."""
-    least = amax / format.element_max
+    """The next amax up that makes the tensor's scale a power of two; as it is where there is none."""
+    largest = format.element_max * (format.scale_max or 1.0)
+    least = amax / largest
     mantissa, exponent = jnp.frexp(least)
     unit = jnp.ldexp(jnp.float32(1), jnp.where(mantissa == 0.5, exponent - 1, exponent))
-    rounded = unit * format.element_max
+    rounded = unit * largest
     usable = jnp.isfinite(amax) & jnp.isfinite(rounded) & (least >= jnp.finfo(jnp.float32).tiny)
     return jnp.where(usable, rounded, amax)

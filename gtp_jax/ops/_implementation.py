@@ -73,5 +73,6 @@ def _without_gradient(operation: str, operands: Any) -> Any:
 def _refuse(operation: str, primals: Any, tangents: Any) -> Any:
     raise TypeError(
         f"`gtp_jax.{operation}` is not differentiable: a rounding's gradient is zero, and kernels have none. Give it "
-        "`jax.lax.stop_gradient(...)` of its operands, or define a gradient by `jax.custom_vjp`, such as straight through."
+        "`jax.lax.stop_gradient(...)` of its operands, or define a gradient, such as straight through, by "
+        "`jax.custom_vjp`."
     )

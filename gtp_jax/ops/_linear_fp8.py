@@ -10,11 +10,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ..formats import FP8_E4M3, Format, QuantizedArray
-from ._amax import multi_amax, power_of_two_amax
+from ._amax import OPERAND_AMAX, multi_amax, power_of_two_amax
 from ._quantize import quantize
 
-# Names the amaxes of the operands: numbers too small not to be kept for backward.
-FP8_AMAX = "gtp_fp8_amax"
 _DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
 
@@ -44,7 +42,7 @@ def linear_fp8(x: jax.Array, weight: jax.Array, gradients: Format) -> jax.Array:
 def _forward(x: jax.Array, weight: jax.Array, gradients: Format):
     del gradients
     rows = _rows(x)
-    amaxes = checkpoint_name(power_of_two_amax(multi_amax([rows, _exact(weight)]), FP8_E4M3), FP8_AMAX)
+    amaxes = checkpoint_name(power_of_two_amax(multi_amax([rows, _exact(weight)]), FP8_E4M3), OPERAND_AMAX)
     along_in = quantize(rows, FP8_E4M3, amax=amaxes[0])
     y = _product(along_in, quantize(_exact(weight), FP8_E4M3, amax=amaxes[1]), x.dtype)
     return jnp.reshape(y, (*x.shape[:-1], y.shape[-1])), (x, weight, amaxes)

@@ -1,16 +1,17 @@
-"""Recipes: slices of weights travel as codes and scales; matmuls run in the modules' dtype, or in FP8."""
+"""Recipes: slices of weights travel as codes and scales; matmuls run in the modules' dtype, or of rounded operands."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from .. import formats
-from ..formats import Format
+from ..formats import Format, Operands
 
 # What a gradient may be exchanged in, to be summed in float32.
 REDUCTIONS: dict[str, Format | np.dtype] = {
@@ -21,6 +22,9 @@ REDUCTIONS: dict[str, Format | np.dtype] = {
 
 _GRADIENTS = {"e5m2": formats.FP8_E5M2, "e4m3": formats.FP8_E4M3}
 
+# Modules that stay in high precision unless a recipe says otherwise, where a model has them.
+KEPT = ("embed", "head")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -30,20 +34,48 @@ class Recipe:
     and every microbatch use these values. Gradients flow straight through to the master (Bengio et al. 2013, arXiv
     1308.3432).
 
+    Modules are chosen by patterns: names joined by dots, with wildcards (`*`, `?`), which match a module that has them
+    in its path one after another, and all below it: `"mlp.down"`, `"attention"`, `"blocks.*.mlp"`. The first match of
+    `override` counts, then `keep`, and else the recipe itself.
+
     Attributes:
-        keep: names of modules whose weights stay in high precision, with all below them. By default the embedding and
-            the head, where a Llama of this library has them.
+        keep: patterns of modules whose weights stay in high precision. By default the embedding and the head, where a
+            model has them.
+        keep_first: layers of a `Stack` that stay in high precision, from its first.
+        keep_last: likewise, up to its last.
+        override: pattern to the recipe of what matches, a mapping or pairs; of these recipes the formats and `reduce`
+            count.
         reduce: `"bf16"`, `"fp8"` or `"mxfp8"`, in which each rank sends the others their shares of a layer's weight
-            gradient, which they then add up in float32; see `gtp_jax.collectives.exchange_gradients`. By default a
-            reduce-scatter in the modules' `reduce_dtype`.
+            gradient, which they then add up in float32; see `gtp_jax.collectives.exchange_gradients`. By default, and
+            of what stays in high precision, a reduce-scatter in the modules' `reduce_dtype`.
     """
 
-    keep: tuple[str, ...] = ("embed", "head")
+    keep: tuple[str, ...] = KEPT
+    keep_first: int = 0
+    keep_last: int = 0
+    override: Mapping[str, Recipe] | tuple[tuple[str, Recipe], ...] = ()
     reduce: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.keep, str) or not all(isinstance(name, str) for name in self.keep):
             raise TypeError(f"`keep` is {self.keep!r}; it is a tuple of names of modules, such as ('embed', 'head').")
+        for name in ("keep_first", "keep_last"):
+            count = getattr(self, name)
+            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+                raise ValueError(f"`{name}` is {count!r}; it is a number of layers, at least 0.")
+        try:
+            pairs = tuple(dict(self.override).items())
+        except (TypeError, ValueError):
+            pairs = ((None, None),)
+        for pattern, recipe in pairs:
+            if not isinstance(pattern, str) or not isinstance(recipe, Recipe):
+                raise TypeError(
+                    f"`override` is {self.override!r}; it maps patterns of modules to recipes, such as "
+                    "{'mlp.down': gtp_jax.MXFP8()}."
+                )
+            if recipe.override:
+                raise ValueError(f"`override` of {pattern!r} has an override of its own; write all patterns in one.")
+        object.__setattr__(self, "override", pairs)
         if self.reduce is not None and self.reduce not in REDUCTIONS:
             raise ValueError(
                 f"`reduce` is {self.reduce!r}; it is one of {', '.join(map(repr, REDUCTIONS))}, or `None` for a "
@@ -56,22 +88,61 @@ class Recipe:
         return None
 
     @property
-    def gradients(self) -> Format | None:
-        """Format of the incoming gradients in FP8 matmuls; `None`: matmuls run in the modules' dtype."""
+    def operands(self) -> Operands | None:
+        """Formats of the matmuls' operands; `None`: matmuls run in the modules' dtype."""
         return None
 
-    def gradients_of(self, path: Iterable[Any]) -> Format | None:
-        """The same for the module at `path`."""
-        return None if set(map(str, path)) & set(self.keep) else self.gradients
+    @property
+    def reduction(self) -> Format | np.dtype | None:
+        """In what weight gradients are exchanged, to be summed in float32; `None`: a reduce-scatter."""
+        return None if self.reduce is None else REDUCTIONS[self.reduce]
+
+    @property
+    def rules(self) -> tuple[tuple[str, Recipe], ...]:
+        """Patterns and the recipes of what they match; the first match counts."""
+        assert isinstance(self.override, tuple)
+        return (*self.override, *((name, BF16()) for name in self.keep))
+
+    @property
+    def kinds(self) -> tuple[Recipe, ...]:
+        """The recipe and those that override it."""
+        return (self, *(recipe for _, recipe in self.rules))
+
+    def describe(self) -> dict[str, Any]:
+        """Name and settings, for JSON."""
+        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        assert isinstance(self.override, tuple)
+        found["override"] = {pattern: recipe.describe() for pattern, recipe in self.override}
+        return {"name": type(self).__name__, **found}
+
+    def of(self, path: Iterable[Any]) -> Recipe:
+        """The recipe of the module at `path`."""
+        words = tuple(map(str, path))
+        return next((recipe for pattern, recipe in self.rules if matches(pattern, words)), self)
 
     def wire_of(self, path: Iterable[Any]) -> Format | None:
         """Format of the weights of the module at `path`."""
-        return None if set(map(str, path)) & set(self.keep) else self.wire
+        return self.of(path).wire
+
+    def operands_of(self, path: Iterable[Any]) -> Operands | None:
+        """Formats in which the module at `path` multiplies."""
+        return self.of(path).operands
 
     def reduction_of(self, path: Iterable[Any]) -> Format | np.dtype | None:
-        """In what the gradient of the module at `path` is exchanged; `None`: a reduce-scatter."""
-        kept = self.reduce is None or set(map(str, path)) & set(self.keep)
-        return None if kept else REDUCTIONS[str(self.reduce)]
+        """In what the gradient of the module at `path` is exchanged."""
+        return self.of(path).reduction
+
+
+def matches(pattern: str, words: tuple[str, ...]) -> bool:
+    """Whether a path has the pattern's names one after another; see `Recipe`."""
+    names = pattern.split(".")
+    starts = range(len(words) - len(names) + 1)
+    return any(all(fnmatch.fnmatchcase(w, n) for w, n in zip(words[i:], names, strict=False)) for i in starts)
+
+
+def _check_switch(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` is {value!r}; it is True or False.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,8 +165,7 @@ class FP8(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.matmuls, bool):
-            raise TypeError(f"`matmuls` is {self.matmuls!r}; it is True or False.")
+        _check_switch("matmuls", self.matmuls)
         if self.gradient not in _GRADIENTS:
             raise ValueError(f"`gradient` is {self.gradient!r}; it is one of {', '.join(map(repr, _GRADIENTS))}.")
 
@@ -104,17 +174,36 @@ class FP8(Recipe):
         return formats.FP8_E4M3
 
     @property
-    def gradients(self) -> Format | None:
-        return _GRADIENTS[self.gradient] if self.matmuls else None
+    def operands(self) -> Operands | None:
+        gradient = _GRADIENTS[self.gradient]
+        both = formats.FP8_E4M3
+        return Operands(weight=both, activation=both, gradient=gradient) if self.matmuls else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MXFP8(Recipe):
-    """Weights travel as MXFP8 (OCP Microscaling Formats 1.0): E4M3 in blocks of 1 x 32, 1.031 bytes an element."""
+    """Weights travel as MXFP8 (OCP Microscaling Formats 1.0): E4M3 in blocks of 1 x 32, 1.031 bytes an element.
+
+    Attributes:
+        matmuls: whether dense layers multiply MXFP8 by MXFP8 too, forward and backward: E4M3 everywhere, blocks along
+            each contraction, scales rounded up (arXiv 2506.08027); see `gtp_jax.ops.linear_blocks`. Experts multiply in
+            the modules' dtype.
+    """
+
+    matmuls: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_switch("matmuls", self.matmuls)
 
     @property
     def wire(self) -> Format:
         return formats.MXFP8
+
+    @property
+    def operands(self) -> Operands | None:
+        form = formats.MXFP8
+        return Operands(weight=form, activation=form, gradient=form) if self.matmuls else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,18 +212,45 @@ class NVFP4(Recipe):
 
     Attributes:
         block: `(16, 16)`, or `(1, 16)` along the contraction, which is finer and takes 0.563 bytes.
+        matmuls: whether dense layers multiply NVFP4 by NVFP4 too, forward and backward: weights in 16 x 16, inputs and
+            gradients in 1 x 16 along each contraction; see `gtp_jax.ops.linear_blocks`. The paper keeps about 15 % of
+            the layers, most of them the last, in high precision: `keep_last`. Experts multiply in the modules' dtype.
+        hadamard: with `matmuls`, whether both operands of wgrad go through a 16 x 16 random Hadamard transform.
+        stochastic: with `matmuls`, whether gradients are rounded stochastically.
     """
 
     block: tuple[int, int] = (16, 16)
+    matmuls: bool = False
+    hadamard: bool = True
+    stochastic: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if tuple(self.block) not in ((16, 16), (1, 16)):
             raise ValueError(f"`block` is {self.block!r}; it is (16, 16) or (1, 16).")
+        for name in ("matmuls", "hadamard", "stochastic"):
+            _check_switch(name, getattr(self, name))
+        if self.matmuls and tuple(self.block) != (16, 16):
+            raise ValueError(
+                "`matmuls` go with `block` (16, 16), so that forward and backward see one weight; leave `block` out."
+            )
 
     @property
     def wire(self) -> Format:
         return formats.NVFP4 if tuple(self.block) == (16, 16) else formats.NVFP4_1D
+
+    @property
+    def operands(self) -> Operands | None:
+        if not self.matmuls:
+            return None
+        form = formats.NVFP4_1D
+        return Operands(
+            weight=formats.NVFP4,
+            activation=form,
+            gradient=form,
+            hadamard=self.hadamard,
+            stochastic=self.stochastic,
+        )
 
 
 # By the name that the command line knows.
@@ -143,7 +259,9 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "fp8": FP8,
     "fp8-matmuls": lambda: FP8(matmuls=True),
     "mxfp8": MXFP8,
+    "mxfp8-matmuls": lambda: MXFP8(matmuls=True),
     "nvfp4": NVFP4,
+    "nvfp4-matmuls": lambda: NVFP4(matmuls=True),
 }
 
 

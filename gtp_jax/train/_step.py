@@ -18,6 +18,7 @@ from ..nn import Skeleton, put_quantized, quantize_weights
 from ..recipes import Recipe, check_recipe
 from ._logical import on_logical
 from ._options import compile_options
+from ._rounding import rounding_key
 from ._state import TrainState, state_specs
 
 Tree = Any
@@ -48,9 +49,10 @@ def train_step(
         microbatches: parts of a rank's batch, one after the other.
         max_grad_norm: scales gradients down to this global L2 norm.
         recipe: what is quantized, such as `gtp_jax.NVFP4()`; nothing by default.
-        held: layers of each stack, from its first, or `"all"`, whose codes are gathered once a step, ahead of the
-            microbatches, and held for all their passes; the others gather in each. On every device that takes the
-            bytes of these layers' codes whole, 0.504 an element in NVFP4. No number changes.
+        held: layers of each stack, or `"all"`, whose codes are gathered once a step, ahead of the microbatches, and
+            held for all their passes; the others gather in each. They are counted from the first that travels as codes,
+            behind a recipe's `keep_first`. On every device that takes the bytes of these layers' codes whole, 0.504 an
+            element in NVFP4. No number changes.
         compiler_options: XLA options, which win over those of `compile_options` for the mesh in scope.
 
     Returns:
@@ -71,7 +73,7 @@ def train_step(
 
     def step(state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
         _check_state(state)
-        total, tokens, gradients = _gradients(loss, state.skeleton, state.params, batch, microbatches, recipe, held)
+        total, tokens, gradients = _gradients(loss, state, batch, microbatches, recipe, held)
         gradients = jax.tree.map(lambda g: _mean(g, tokens), gradients)
         norm = optax.tree.norm(gradients)
         if max_grad_norm is not None:
@@ -99,11 +101,12 @@ def eval_step(
     def step(state: TrainState, batch: Tree) -> dict[str, jax.Array]:
         _check_state(state)
 
-        def local(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        def local(params: Tree, batch: Tree, _: jax.Array) -> tuple[jax.Array, jax.Array]:
             total, tokens = _checked(loss, _model_of(state.skeleton, params, recipe)(params), batch)
             return _over_all_ranks((total, tokens))
 
-        total, tokens = _over_mesh(local, state.skeleton, 1, (PartitionSpec(), PartitionSpec()))(state.params, batch)
+        on_mesh = _over_mesh(local, state.skeleton, 1, (PartitionSpec(), PartitionSpec()))
+        total, tokens = on_mesh(state.params, batch, state.step)
         return {"loss": _mean(total, tokens), "tokens": _token_count(tokens)}
 
     return jax.jit(step, compiler_options=_options(compiler_options, recipe))
@@ -125,67 +128,65 @@ def loss_and_gradients(
     _check_state(state)
     check_recipe(recipe)
     _check_held(held, recipe)
-    total, tokens, gradients = _gradients(loss, state.skeleton, state.params, batch, microbatches, recipe, held)
+    total, tokens, gradients = _gradients(loss, state, batch, microbatches, recipe, held)
     return _mean(total, tokens), jax.tree.map(lambda g: _mean(g, tokens), gradients)
 
 
 def _gradients(
-    loss: Loss,
-    skeleton: Skeleton,
-    params: Tree,
-    batch: Tree,
-    microbatches: int,
-    recipe: Recipe | None,
-    held: int | Literal["all"],
+    loss: Loss, state: TrainState, batch: Tree, microbatches: int, recipe: Recipe | None, held: int | Literal["all"]
 ):
     """Sums over all ranks and sequences: of losses, of tokens, and of gradients."""
+    skeleton = state.skeleton
+    stochastic = recipe is not None and any(k.operands is not None and k.operands.stochastic for k in recipe.kinds)
 
-    def local(params: Tree, batch: Tree):
+    def local(params: Tree, batch: Tree, step: jax.Array):
         model_of = _model_of(skeleton, params, recipe, held)
 
-        def one(params: Tree, part: Tree):
-            total, tokens = _checked(loss, model_of(params), part)
+        def one(params: Tree, part: Tree, number: jax.Array | int):
+            key = rounding_key(step, number) if stochastic else None
+            total, tokens = _checked(loss, model_of(params, key), part)
             return total, tokens
 
         value_and_grad = jax.value_and_grad(one, has_aux=True)
         if microbatches == 1:
-            (total, tokens), gradients = value_and_grad(params, batch)
+            (total, tokens), gradients = value_and_grad(params, batch, 0)
         else:
             parts = jax.tree.map(lambda a: jnp.reshape(a, (microbatches, -1, *a.shape[1:])), batch)
 
-            def add(sums: Tree, part: Tree) -> tuple[Tree, None]:
-                (total, tokens), gradients = value_and_grad(params, part)
+            def add(sums: Tree, numbered: Tree) -> tuple[Tree, None]:
+                (total, tokens), gradients = value_and_grad(params, *numbered)
                 return jax.tree.map(jnp.add, sums, (total, tokens, gradients)), None
 
-            shapes = jax.eval_shape(lambda: value_and_grad(params, jax.tree.map(lambda a: a[0], parts)))
+            shapes = jax.eval_shape(lambda: value_and_grad(params, jax.tree.map(lambda a: a[0], parts), 0))
             (total, tokens), gradients = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-            (total, tokens, gradients), _ = lax.scan(add, (total, tokens, gradients), parts)
+            (total, tokens, gradients), _ = lax.scan(add, (total, tokens, gradients), (parts, jnp.arange(microbatches)))
         return *_over_all_ranks((total, tokens)), sum_over_replicas(gradients, skeleton.specs)
 
     whole = PartitionSpec()
-    return _over_mesh(local, skeleton, microbatches, (whole, whole, skeleton.specs))(params, batch)
+    on_mesh = _over_mesh(local, skeleton, microbatches, (whole, whole, skeleton.specs))
+    return on_mesh(state.params, batch, state.step)
 
 
 def _model_of(
     skeleton: Skeleton, params: Tree, recipe: Recipe | None, held: int | Literal["all"] = 0
-) -> Callable[[Tree], Any]:
-    """`params -> model`, whose weights are quantized here, once, for all its calls. Called in local view."""
+) -> Callable[..., Any]:
+    """`(params, key) -> model`, whose weights are quantized here, once, for all its calls. Called in local view."""
     if recipe is None:
-        return skeleton.model
+        return lambda params, key=None: skeleton.model(params)
     packed = quantize_weights(skeleton.model(params), recipe, held)
 
-    def model_of(params: Tree) -> Any:
+    def model_of(params: Tree, key: jax.Array | None = None) -> Any:
         model = skeleton.model(params)
-        put_quantized(model, packed, recipe)
+        put_quantized(model, packed, recipe, key)
         return model
 
     return model_of
 
 
 def _over_mesh(local: Callable[..., Any], skeleton: Skeleton, microbatches: int, out: Any) -> Callable[..., Any]:
-    """`local(params, batch)` on every rank's own part; as it is without a mesh."""
+    """`local(params, batch, step)` on every rank's own part; as it is without a mesh."""
 
-    def run(params: Tree, batch: Tree) -> Any:
+    def run(params: Tree, batch: Tree, step: jax.Array) -> Any:
         skeleton.check_mesh()
         parts = degrees(BATCH_AXES) * microbatches
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
@@ -195,9 +196,9 @@ def _over_mesh(local: Callable[..., Any], skeleton: Skeleton, microbatches: int,
                     f"batch and must be a multiple of dp * gtp * microbatches = {parts}."
                 )
         if jax.sharding.get_abstract_mesh().empty:
-            return local(params, batch)
-        into = (skeleton.specs, PartitionSpec(BATCH_AXES))
-        return jax.shard_map(local, in_specs=into, out_specs=out, check_vma=False)(params, batch)
+            return local(params, batch, step)
+        into = (skeleton.specs, PartitionSpec(BATCH_AXES), PartitionSpec())
+        return jax.shard_map(local, in_specs=into, out_specs=out, check_vma=False)(params, batch, step)
 
     return run
 
@@ -212,7 +213,8 @@ def _over_all_ranks(values: Tree) -> Tree:
 
 
 def _options(own: dict[str, Any] | None, recipe: Recipe | None) -> dict[str, Any]:
-    fp8 = recipe is not None and recipe.gradients is not None
+    kinds = () if recipe is None else recipe.kinds
+    fp8 = any(kind.operands is not None and kind.operands.weight.block is None for kind in kinds)
     return compile_options(platform(), own, tp=degree(TP), fp8=fp8)
 
 

@@ -1,6 +1,7 @@
 """Gradients exchanged in few bits are the exact sum, to the rounding of each rank's share; counted to the byte."""
 
 import dataclasses
+import itertools
 import re
 
 import jax
@@ -14,7 +15,8 @@ import gtp_jax as gtp
 from gtp_jax import plan
 from gtp_jax.collectives import exchange_gradients, scatter_gradient
 from gtp_jax.mesh import AXES, Layout
-from gtp_jax.models import LlamaConfig, next_token_loss
+from gtp_jax.models import Llama, LlamaConfig, next_token_loss
+from gtp_jax.nn import abstract_model
 from gtp_jax.recipes import REDUCTIONS
 
 from ..chain.programs import lowered_step
@@ -80,6 +82,9 @@ NORM = {"bf16": 2.5e-3, "fp8": 0.035, "mxfp8": 0.035}
 SMALLEST = 8 * 2 / 448 * 2.0**-10
 
 
+OTHER_PAIRS = [pair for pair in itertools.product(REDUCTIONS, CUTS) if pair not in zip(REDUCTIONS, CUTS, strict=True)]
+
+
 def smallest(wire, magnitudes):
     """How far elements may be off that are tiny beside their block's, or their share's, largest."""
     if wire == "bf16":
@@ -90,8 +95,13 @@ def smallest(wire, magnitudes):
     return [SMALLEST * largest] * len(magnitudes)
 
 
-@pytest.mark.parametrize("name", CUTS)
-@pytest.mark.parametrize("wire", REDUCTIONS)
+@pytest.mark.parametrize(
+    "wire, name",
+    [
+        *zip(REDUCTIONS, CUTS, strict=True),
+        *(pytest.param(wire, name, marks=pytest.mark.slow) for wire, name in OTHER_PAIRS),
+    ],
+)
 def test_each_element_errs_by_no_more_than_each_ranks_rounding(wire, name):
     for found, wanted, magnitudes in zip(*exchanged(name, wire), strict=True):
         for a, b, size, tiny in zip(found, wanted, magnitudes, smallest(wire, magnitudes), strict=True):
@@ -151,13 +161,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name, reduce",
-    [
-        ("gtp 8, unaligned", "mxfp8"),
-        *(pytest.param(name, reduce, marks=pytest.mark.slow) for name in MODELS for reduce in REDUCTIONS),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("reduce", REDUCTIONS)
 def test_a_models_gradients_are_those_of_a_reduce_scatter_but_for_that_rounding(name, reduce):
     config, degrees, microbatches = MODELS[name]
     config = dataclasses.replace(config, dtype="float32")
@@ -189,14 +195,8 @@ def sent_bytes(ranks, kernels, reduce):
     return ranks * section(*shares, *((rows, -(-cols // 32)) for rows, cols in shares))
 
 
-@pytest.mark.parametrize(
-    "reduce, experts, parts",
-    [
-        ("mxfp8", 0, 2),
-        pytest.param("fp8", 4, 1, marks=pytest.mark.slow),
-        pytest.param("bf16", 0, 1, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("reduce, experts, parts", [("mxfp8", 0, 2), ("fp8", 4, 1), ("bf16", 0, 1)])
 def test_a_layer_is_one_exchange_of_bytes_and_no_reduce_scatter(reduce, experts, parts):
     degree, tp = 4, 2
     config = LlamaConfig(**{**(MOE_SIZES if experts else SIZES), "experts": experts, "layers": LAYERS})
@@ -221,6 +221,28 @@ def test_a_layer_is_one_exchange_of_bytes_and_no_reduce_scatter(reduce, experts,
     # the embedding and the head stay as they were
     scatters = [c for c in over_gtp if c.kind == "reduce-scatter"]
     assert sum(c.times for c in scatters) == 2 * parts and all(c.operands[0].dims[0] == 640 // tp for c in scatters)
+
+
+def test_what_stays_in_high_precision_is_reduce_scattered_and_explain_says_so():
+    recipe = gtp.NVFP4(reduce="mxfp8", keep_first=1, override={"mlp": gtp.MXFP8(reduce="bf16"), "qkv": gtp.BF16()})
+    mesh = gtp.make_mesh(gtp=8)
+    with jax.set_mesh(mesh):
+        told = gtp.explain(abstract_model(lambda rngs: Llama(LlamaConfig(**SIZES), rngs=rngs)), recipe)
+    wanted = {
+        ("qkv", 0): "reduce-scatter bfloat16",
+        ("out", 0): "reduce-scatter bfloat16",
+        ("up", 0): "reduce-scatter bfloat16",
+        ("qkv", 1): "reduce-scatter bfloat16",
+        ("out", 1): "all-to-all MXFP8, summed in float32",
+        ("up", 1): "all-to-all bfloat16, summed in float32",
+        ("head", 0): "reduce-scatter bfloat16",
+    }
+    found = {(fact.module.split(".")[-1], fact.first): fact.reduction for fact in told.facts}
+    assert wanted.items() <= found.items() and "all-to-all MXFP8" in str(told)
+    text = lowered_step(LlamaConfig(**SIZES), mesh, batch=8, seq=16, recipe=recipe).as_text()
+    assert text.count("stablehlo.all_to_all") == 2 * (LAYERS - 1)
+    # the first layer's four, the others' query, key and value, the embedding's and the head's
+    assert text.count("stablehlo.reduce_scatter") == 4 + (LAYERS - 1) + 2
 
 
 def test_an_unknown_reduction_is_refused():

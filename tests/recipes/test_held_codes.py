@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import gtp_jax as gtp
 from gtp_jax import plan
@@ -19,20 +20,19 @@ DEGREE = 4
 KERNELS = [(256, 128), (128, 128), (128, 128), (128, 256), (384, 128), (384, 128), (128, 384)]
 
 
+ENDS = gtp.NVFP4(
+    keep_first=1, keep_last=1, matmuls=True, override={"mlp.down": gtp.MXFP8(), "attention.out": gtp.BF16()}
+)
+
+
 def lowered(recipe, held, parts, **changes):
     config = dataclasses.replace(LlamaConfig(**SIZES), **changes)
     mesh = gtp.make_mesh(gtp=DEGREE, dp=2)
     return lowered_step(config, mesh, batch=8 * parts, seq=16, microbatches=parts, recipe=recipe, held=held)
 
 
-@pytest.mark.parametrize(
-    "held, parts, changes",
-    [
-        (2, 3, {}),
-        pytest.param("all", 3, {}, marks=pytest.mark.slow),
-        pytest.param(1, 1, dict(unroll=1), marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("held, parts, changes", [(2, 3, {}), ("all", 3, {}), (1, 1, dict(unroll=1))])
 def test_held_layers_are_gathered_once_a_step_and_the_others_in_every_pass(held, parts, changes):
     recipe = gtp.NVFP4()
     found = plan.collectives(lowered(recipe, held, parts, **changes).compile().as_text())
@@ -41,6 +41,39 @@ def test_held_layers_are_gathered_once_a_step_and_the_others_in_every_pass(held,
     sizes = [c.operand_bytes for c in gathers for _ in range(c.times)]
     # a held layer of one alone is as large as the others
     assert sorted(sizes) == sorted([count * layer] + [layer] * (2 * parts * (LAYERS - count)))
+
+
+class Layers(nnx.Module):
+    def __init__(self, rngs):
+        self.stack = gtp.Stack(lambda rngs: gtp.Dense(64, 64, dtype="float32", rngs=rngs), length=4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.stack(x)
+
+
+def cubes(model, batch):
+    return (model(batch["x"]) ** 3).sum(), np.float32(batch["x"].shape[0])
+
+
+@pytest.mark.parametrize("reduce", [None, pytest.param("mxfp8", marks=pytest.mark.slow)])
+def test_held_layers_are_counted_from_the_first_that_travels_as_codes(reduce):
+    recipe, parts, found, gathers = gtp.NVFP4(keep_first=1, keep_last=1, reduce=reduce), 2, [], []
+    x = np.random.default_rng().normal(size=(16, 4, 64)).astype(np.float32)
+    with scope(dict(gtp=4)):
+        state = gtp.TrainState.create(gtp.init(Layers, nnx.Rngs(0)), optax.sgd(1.0))
+        for held in (0, 1):
+            run = jax.jit(
+                lambda s, b, n=held: gtp.loss_and_gradients(cubes, s, b, microbatches=parts, recipe=recipe, held=n)
+            )
+            program = run.lower(state, {"x": x}).compile()
+            found.append(host(program(state, {"x": x})))
+            every = [c for c in plan.collectives(program.as_text()) if c.kind == "all-gather"]
+            gathers.append({kind: sum(c.times for c in every if c.dtype == kind) for kind in ("u8", "f32")})
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(a, b)
+    # two layers of codes, forward and backward; then one of them once, and the other as before
+    assert [each["u8"] for each in gathers] == [2 * 2 * parts, 1 + 2 * parts]
+    assert gathers[0]["f32"] == gathers[1]["f32"]
 
 
 @pytest.mark.slow
@@ -56,17 +89,19 @@ CASES = {
     "gtp 4, three microbatches": (ALIGNED, dict(gtp=4), 3, gtp.NVFP4()),
     "gtp 2 x tp 2, experts": (dataclasses.replace(ALIGNED, experts=4), dict(gtp=2, tp=2), 2, gtp.FP8()),
     "gtp 8, unaligned, looped": (dataclasses.replace(UNALIGNED, unroll=1, layers=4), dict(gtp=8), 2, gtp.MXFP8()),
+    "gtp 2 x tp 2, ends in high precision": (
+        dataclasses.replace(ALIGNED, layers=4, alignment=32),
+        dict(gtp=2, tp=2),
+        2,
+        ENDS,
+    ),
     "one device": (UNALIGNED, dict(gtp=1), 2, gtp.NVFP4()),
 }
 
 
-@pytest.mark.parametrize(
-    "name, held",
-    [
-        ("gtp 4, three microbatches", 1),
-        *(pytest.param(name, held, marks=pytest.mark.slow) for name in CASES for held in (1, "all")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("held", [1, "all"])
 def test_not_a_bit_of_loss_and_gradients_changes(name, held):
     config, degrees, parts, recipe = CASES[name]
     config, found = dataclasses.replace(config, dtype="float32"), []
@@ -90,3 +125,5 @@ def test_what_cannot_be_held_is_refused():
         gtp.train_step(next_token_loss, optax.sgd(1.0), held="all")
     with pytest.raises(ValueError, match="`held` is 2, but no layers of a `Stack` travel as codes that could be held"):
         lowered(gtp.BF16(), 2, 1)
+    with pytest.raises(ValueError, match="`held` is 1, but no layers of a `Stack` travel as codes"):
+        lowered(gtp.NVFP4(keep_first=1, keep_last=LAYERS - 1), 1, 1)

@@ -1,5 +1,7 @@
 """What recipes refuse, and what they say of a model."""
 
+import json
+
 import jax
 import optax
 import pytest
@@ -19,6 +21,19 @@ CONFIG = LlamaConfig(vocab=640, dim=128, layers=3, heads=4, kv_heads=2, head_dim
         (lambda: gtp.FP8(matmuls="all"), TypeError, "`matmuls` is 'all'; it is True or False"),
         (lambda: gtp.FP8(gradient="bf16"), ValueError, "`gradient` is 'bf16'; it is one of 'e5m2', 'e4m3'"),
         (lambda: gtp.MXFP8(keep="head"), TypeError, r"`keep` is 'head'; it is a tuple of names"),
+        (lambda: gtp.MXFP8(matmuls=1), TypeError, "`matmuls` is 1; it is True or False"),
+        (lambda: gtp.NVFP4(hadamard=None), TypeError, "`hadamard` is None; it is True or False"),
+        (lambda: gtp.NVFP4(stochastic=0), TypeError, "`stochastic` is 0; it is True or False"),
+        (lambda: gtp.NVFP4(block=(1, 16), matmuls=True), ValueError, r"`matmuls` go with `block` \(16, 16\)"),
+        (lambda: gtp.NVFP4(keep_last=-1), ValueError, "`keep_last` is -1; it is a number of layers, at least 0"),
+        (lambda: gtp.NVFP4(keep_first=True), ValueError, "`keep_first` is True"),
+        (lambda: gtp.NVFP4(override={"down": "mxfp8"}), TypeError, "it maps patterns of modules to recipes"),
+        (lambda: gtp.NVFP4(override=gtp.MXFP8()), TypeError, "it maps patterns of modules to recipes"),
+        (
+            lambda: gtp.NVFP4(override={"down": gtp.MXFP8(override={"up": gtp.BF16()})}),
+            ValueError,
+            "`override` of 'down' has an override of its own",
+        ),
         (
             lambda: gtp.train_step(next_token_loss, optax.sgd(1.0), recipe="nvfp4"),
             TypeError,
@@ -31,6 +46,51 @@ CONFIG = LlamaConfig(vocab=640, dim=128, layers=3, heads=4, kv_heads=2, head_dim
 def test_bad_recipes_are_refused_when_they_are_made(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    "recipe, message",
+    [
+        (gtp.NVFP4(override={"mlp.dwn": gtp.MXFP8()}), "pattern 'mlp.dwn' matches no module .* blocks.layers.mlp.down"),
+        (gtp.NVFP4(keep=("embed", "heads")), "pattern 'heads' matches no module"),
+        (gtp.NVFP4(keep_first=2, keep_last=2), "ask for 4 layers of each stack; blocks has 3"),
+    ],
+)
+def test_recipes_that_speak_of_what_a_model_lacks_are_refused(recipe, message):
+    model = abstract_model(lambda rngs: Llama(CONFIG, rngs=rngs))
+    with pytest.raises(ValueError, match=message):
+        gtp.explain(model, recipe)
+    state = gtp.TrainState.create(model, optax.sgd(1.0))
+    tokens = jax.ShapeDtypeStruct((2, 8), "int32")
+    with pytest.raises(ValueError, match=message):
+        gtp.train_step(next_token_loss, optax.sgd(1.0), recipe=recipe).lower(
+            state, {"tokens": tokens, "targets": tokens}
+        )
+
+
+def test_the_first_rule_that_matches_counts():
+    down = gtp.MXFP8(matmuls=True)
+    recipe = gtp.NVFP4(matmuls=True, keep=("head", "mlp"), override={"mlp.d*": down, "down": gtp.FP8()})
+    path = ("blocks", "layers", "mlp")
+    assert recipe.of((*path, "down")) == down
+    assert recipe.wire_of((*path, "up")) is None and recipe.operands_of((*path, "up")) is None
+    assert recipe.of(("blocks", "layers", "attention", "out")) == recipe
+    assert recipe.of(("attention", "d")) == recipe  # names follow one another
+    assert recipe.describe()["override"]["mlp.d*"]["name"] == "MXFP8"
+    json.dumps(recipe.describe())
+
+
+def test_explain_tells_layers_and_operands_apart():
+    model = abstract_model(lambda rngs: Llama(CONFIG, rngs=rngs))
+    recipe = gtp.NVFP4(matmuls=True, keep_last=1, override={"mlp.down": gtp.MXFP8()})
+    found = gtp.explain(model, recipe)
+    facts = {(f.module.removeprefix("blocks.layers."), f.first): f for f in found.facts}
+    up, last, down = facts["mlp.up", 0], facts["mlp.up", 2], facts["mlp.down", 0]
+    assert (up.layers, last.layers, down.layers) == (2, 1, 2)
+    assert (up.wire, last.wire, down.wire) == ("NVFP4", "bfloat16", "MXFP8")
+    assert up.forward == "E2M1 1x16 x E2M1 16x16" and up.wgrad == "E2M1 1x16, stochastic x E2M1 1x16; both Hadamard"
+    assert up.matmul == "NVFP4_1D: bfloat16 of their values" and not down.forward and not last.forward
+    assert "gradient x input" in str(found) and "0-1" in str(found)
 
 
 def test_explain_names_every_weight_its_format_and_its_bytes():

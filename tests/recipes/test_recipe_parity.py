@@ -19,7 +19,8 @@ A case in brackets is one of `test_gradients_are_those_of_the_plain_model...`, h
 | scatter with float32 accumulation | `test_gradient_exchange`, `bf16` |
 | global amax over the group | `test_packed_wire`, slices of unequal magnitudes |
 | wire bytes of a quantized gather | `test_recipe_collectives` |
-| full-operand matmuls | FP8: `tests/ops/test_linear_fp8`, and here to the format's error |
+| full-operand matmuls | `tests/ops/test_linear_blocks`, `test_matmul_parity` |
+| the same in FP8 | `tests/ops/test_linear_fp8`, and here to the format's error |
 
 And what no test upstream holds:
 

@@ -1,0 +1,60 @@
+"""Recipes whose loss curves are compared, and the mistakes that show what each of their measures buys."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from ..recipes import FP8, MXFP8, NVFP4, RECIPES, Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A recipe to train with.
+
+    Attributes:
+        name: on the command line and in the picture.
+        recipe: the library's part.
+        mistake: a key of `MISTAKES` in `contenders/mistakes.py`, what is done to the weights instead; or empty.
+        published: what the recipe's authors report of its loss.
+    """
+
+    name: str
+    recipe: Recipe
+    mistake: str = ""
+    published: str = ""
+
+    @property
+    def wrong(self) -> bool:
+        """Whether it leaves out what the published recipe has."""
+        return bool(self.mistake) or "-no-" in self.name
+
+
+_MXFP8 = "that of bf16 (8 B, 15 T tokens; 2506.08027)"
+_NVFP4 = "+1 %, late +1.5 % (12 B, 10 T tokens; 2509.25149)"
+_PUBLISHED = {"mxfp8-matmuls": _MXFP8, "nvfp4-matmuls": _NVFP4}
+
+_FOUND = [
+    *(Variant(name, make(), published=_PUBLISHED.get(name, "")) for name, make in RECIPES.items()),
+    Variant("nvfp4-matmuls-last2", NVFP4(matmuls=True, keep_last=2), published=_NVFP4),
+    Variant("fp8-matmuls-e4m3", FP8(matmuls=True, gradient="e4m3")),
+    Variant("mxfp8-down-only", NVFP4(matmuls=True, override={"mlp.down": MXFP8(matmuls=True)})),
+    Variant("nvfp4-matmuls-no-hadamard", NVFP4(matmuls=True, hadamard=False)),
+    Variant("nvfp4-matmuls-no-stochastic", NVFP4(matmuls=True, stochastic=False)),
+    Variant("nvfp4-local-amax", RECIPES["bf16"](), mistake="local amax"),
+    Variant("mxfp8-rounded-down", RECIPES["bf16"](), mistake="scales rounded down"),
+]
+VARIANTS = {variant.name: variant for variant in _FOUND}
+DEFAULT_VARIANTS = tuple(name for name in VARIANTS if name not in ("fp8-matmuls-e4m3", "mxfp8-down-only"))
+
+
+def chosen_variants(names: Sequence[str]) -> list[Variant]:
+    """Variants by name, bf16 first: what the others are compared with.
+
+    Raises:
+        ValueError: naming those that are known.
+    """
+    unknown = [name for name in names if name not in VARIANTS]
+    if unknown:
+        raise ValueError(f"`recipes` has {', '.join(unknown)}; known are {', '.join(VARIANTS)}.")
+    return [VARIANTS[name] for name in dict.fromkeys(("bf16", *names))]

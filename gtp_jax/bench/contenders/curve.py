@@ -1,0 +1,81 @@
+"""Trains a Llama on text with one recipe: `python curve.py nvfp4-matmuls --log nvfp4.jsonl --steps 3000`.
+
+One JSON object a line in the log: each step's loss, and now and then the held-out one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from mistakes import make as make_mistake
+
+import gtp_jax as gtp
+from gtp_jax.bench import VARIANTS
+from gtp_jax.data import Loader, Windows, load_corpus, read_text
+from gtp_jax.models import PRESETS, Llama, next_token_loss
+
+_FETCH = 25  # steps whose losses are looked at together, so that the device never waits
+_HELD_OUT_BATCHES = 16
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser(description=__doc__)
+    flags.add_argument("variant", choices=VARIANTS)
+    flags.add_argument("--log", type=Path, required=True)
+    flags.add_argument("--preset", default="100m", choices=PRESETS)
+    flags.add_argument("--data", nargs="*", default=[])
+    for name, default in (("steps", 3000), ("batch", 16), ("seq", 512), ("seed", 0), ("evaluate", 500)):
+        flags.add_argument(f"--{name}", type=int, default=default)
+    flags.add_argument("--lr", type=float, required=True)
+    args = flags.parse_args()
+    variant, config = VARIANTS[args.variant], dataclasses.replace(PRESETS[args.preset], alignment=32)
+
+    def loss(model: Llama, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        if variant.mistake:
+            make_mistake(model, variant.mistake)
+        return next_token_loss(model, batch)
+
+    corpus = load_corpus(read_text(args.data))
+    corpus.check(batch=args.batch, seq=args.seq)
+    with args.log.open("w", buffering=1) as log, jax.set_mesh(gtp.make_mesh(gtp=1, devices=jax.devices()[:1])):
+        mesh = jax.sharding.get_mesh()
+        warmup = min(200, args.steps // 10)
+        rate = optax.warmup_cosine_decay_schedule(0, args.lr, warmup, args.steps, end_value=args.lr / 10)
+        optimizer = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1)
+        state = gtp.TrainState.create(gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(args.seed)), optimizer)
+        step = gtp.train_step(loss, optimizer, max_grad_norm=1.0, recipe=variant.recipe)
+        evaluate = gtp.eval_step(loss, recipe=variant.recipe)
+        train = Loader(Windows(corpus.train, args.seq, args.seed), args.batch, mesh)
+        held_out = Loader(Windows(corpus.held_out, args.seq, args.seed), args.batch, mesh)
+        tests = list(held_out.steps(0, _HELD_OUT_BATCHES))
+
+        def write(**values: object) -> None:
+            log.write(json.dumps(values) + "\n")
+
+        waiting: list[tuple[int, jax.Array]] = []
+        begin, done, seconds = time.perf_counter(), 0, []
+        for number, batch in enumerate(train.steps(0, args.steps), start=1):
+            state, metrics = step(state, batch)
+            waiting.append((number, metrics["loss"]))
+            evaluates = number % args.evaluate == 0 or number == args.steps
+            if number == 1 or number % _FETCH == 0 or evaluates:
+                for at, value in waiting:
+                    write(step=at, loss=float(value))
+                waiting.clear()
+                seconds.append((time.perf_counter() - begin) / (number - done))
+                if evaluates:
+                    write(step=number, held_out=float(np.mean([float(evaluate(state, b)["loss"]) for b in tests])))
+                begin, done = time.perf_counter(), number
+        write(done=True, step_s=float(np.median(seconds[1:] or seconds)), first_s=seconds[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""What a recipe could get wrong with the weights: in place of its rounding, straight through to the master."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+import gtp_jax as gtp
+from gtp_jax.formats import MXFP8, NVFP4
+
+_SLICES = 4
+
+
+def local_amax(kernel: jax.Array) -> jax.Array:
+    """NVFP4 of slices scaled each by its own amax, read as if all had the first one's: no reduction over the slices."""
+    turned = jnp.swapaxes(kernel, -1, -2)  # blocks run along the input features
+    parts = [gtp.quantize(part, NVFP4, amax=_amax(part)) for part in jnp.split(turned, _SLICES, axis=-2)]
+    read = [gtp.dequantize(dataclasses.replace(part, amax=parts[0].amax), jnp.float32) for part in parts]
+    return jnp.swapaxes(jnp.concatenate(read, axis=-2), -1, -2)
+
+
+def rounded_down(kernel: jax.Array) -> jax.Array:
+    """MXFP8 with the scale that the OCP specification suggests, which lets the largest elements saturate."""
+    rows, columns = MXFP8.block or (1, 1)
+    assert rows == 1
+    *lead, features, out = kernel.shape
+    blocks = jnp.reshape(kernel, (*lead, features // columns, columns, out))
+    largest = jnp.max(jnp.abs(blocks), axis=-2, keepdims=True)
+    scale = jnp.exp2(jnp.floor(jnp.log2(jnp.maximum(largest, 2.0**-100))) - 8)
+    codes = jnp.clip(blocks / scale, -MXFP8.element_max, MXFP8.element_max).astype(jnp.float8_e4m3fn)
+    return jnp.reshape(codes.astype(jnp.float32) * scale, kernel.shape)
+
+
+MISTAKES = {"local amax": local_amax, "scales rounded down": rounded_down}
+
+
+def make(model: Any, mistake: str) -> None:
+    """Puts the wrong weights into the blocks of a Llama; gradients pass straight through."""
+    for path, variable in nnx.to_flat_state(nnx.state(model.blocks, nnx.Param)):
+        value = variable.get_value()
+        if "kernel" in path:
+            fixed = lax.stop_gradient(value)
+            variable.set_value(value + (MISTAKES[mistake](fixed) - fixed))
+
+
+def _amax(x: jax.Array) -> jax.Array:
+    return jnp.max(jnp.abs(x), axis=(-2, -1))

@@ -1,0 +1,143 @@
+"""`gtp-jax bench recipes`: what each recipe costs in loss."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from .. import bench
+from ..models import PRESETS
+from ..plan import columns, quantity
+from ._arguments import positive, whole
+from ._workload import environment_of, probe
+
+_DESCRIPTION = """\
+Trains the same Llama on the same text from the same seed with several recipes, each in a process of its own, one a GPU
+at a time. Losses are logged as they come (NAME.jsonl in --out); at the end come a table of final losses with their gaps
+to bf16, and a picture, recipes.png.
+"""
+
+_EXAMPLES = f"""\
+recipes: {", ".join(bench.VARIANTS)}
+Those with `-no-`, `nvfp4-local-amax` (slices that do not agree on an amax) and `mxfp8-rounded-down` (the scales that
+the OCP specification suggests; of weights alone) leave something out on purpose.
+
+examples:
+  gtp-jax bench recipes --out curves                                    100m on GPUs; on a CPU tiny, for 50 steps
+  gtp-jax bench recipes --recipes nvfp4-matmuls mxfp8-matmuls --steps 10000 --data books/ --out curves
+  gtp-jax bench recipes --draw --out curves                             the table and the picture again
+"""
+
+_PRESET, _STEPS, _SEQ, _BATCH = (
+    {"gpu": "100m", "cpu": "tiny"},
+    {"gpu": 3000, "cpu": 50},
+    {"gpu": 512, "cpu": 64},
+    {"gpu": 16, "cpu": 8},
+)
+
+
+def add_topic(topics: Any) -> None:
+    """Adds the topic to `gtp-jax bench`."""
+    topic = topics.add_parser(
+        "recipes",
+        help="loss curves of recipes beside bf16",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    topic.add_argument("--out", type=Path, required=True, metavar="DIR", help="where logs and picture go")
+    topic.add_argument("--recipes", nargs="+", default=list(bench.DEFAULT_VARIANTS), metavar="NAME", help="see below")
+    topic.add_argument("--preset", choices=PRESETS, help="the model (default: 100m on GPUs, tiny on a CPU)")
+    topic.add_argument(
+        "--data", nargs="+", default=[], metavar="PATH", help="text (default: Python's standard library)"
+    )
+    topic.add_argument("--steps", type=whole, help="of each (default: 3000 on GPUs, 50 on a CPU)")
+    topic.add_argument("--batch", type=whole, help="sequences of a step (default: 16 on GPUs, 8 on a CPU)")
+    topic.add_argument("--seq", type=whole, help="tokens of a sequence (default: 512 on GPUs, 64 on a CPU)")
+    topic.add_argument("--lr", type=positive, help="highest learning rate (default: 0.003 * sqrt(128 / dim))")
+    topic.add_argument("--seed", type=int, default=0, help="of weights and order of the text (default: 0)")
+    topic.add_argument("--within", type=positive, metavar="MIN", help="minutes for all; then they are ended")
+    topic.add_argument("--draw", action="store_true", help="train nothing: show the logs in --out")
+    topic.set_defaults(run=_run, gtp=1, tp=1)
+
+
+def _run(args: argparse.Namespace) -> int:
+    variants = bench.chosen_variants(args.recipes)
+    failures: dict[str, str] = {}
+    if args.draw:
+        variants = [v for v in bench.VARIANTS.values() if (args.out / f"{v.name}.jsonl").exists()]
+        if not variants:
+            raise ValueError(f"{args.out} has no logs; leave out --draw to make some.")
+        title = str(args.out)
+    else:
+        title, failures = _train(args, variants)
+    curves = [bench.read_curve(v, args.out, failures.get(v.name, "")) for v in variants]
+    print(f"{title}\n\n{_table(curves)}")
+    if failures:
+        print("\nnot to the end: " + "; ".join(f"{name} ({why})" for name, why in failures.items()))
+    picture = args.out / "recipes.png"
+    bench.draw_curves(curves, title, picture)
+    print(f"\nthe curves: {picture}")
+    return 1 if failures else 0
+
+
+def _train(args: argparse.Namespace, variants: list[bench.Variant]) -> tuple[str, dict[str, str]]:
+    args.out.mkdir(parents=True, exist_ok=True)
+    environment = environment_of(args)
+    device, platform, count = probe(environment)
+    kind = "gpu" if platform in ("gpu", "cuda") else "cpu"
+    preset = args.preset or _PRESET[kind]
+    steps, batch, seq = args.steps or _STEPS[kind], args.batch or _BATCH[kind], args.seq or _SEQ[kind]
+    rate = args.lr or 0.003 * math.sqrt(128 / PRESETS[preset].dim)
+    flags = [f"--preset={preset}", f"--steps={steps}", f"--batch={batch}", f"--seq={seq}", f"--seed={args.seed}"]
+    flags += [f"--lr={rate}", f"--evaluate={max(1, steps // 6)}", *(("--data", *args.data) if args.data else ())]
+    shown = environment.get("CUDA_VISIBLE_DEVICES")
+    gpus = [] if kind == "cpu" else shown.split(",") if shown else [str(i) for i in range(count)]
+    # the slowest first, so that no GPU is left alone with one at the end
+    order = sorted(variants, key=lambda v: v.recipe.operands is None)
+    with tqdm(total=steps * len(variants), unit="step", file=sys.stderr, disable=None) as progress:
+
+        def report(done: int) -> None:
+            progress.update(done - progress.n)
+
+        within = 60 * args.within if args.within else math.inf
+        failures = bench.run_curves(
+            order, flags, args.out, environment=environment, gpus=gpus, within_s=within, report=report
+        )
+    size = quantity(PRESETS[preset].param_count(), " parameters")
+    title = f"{preset} ({size}), {steps} steps of {batch} x {seq} tokens, seed {args.seed}, {device}"
+    return title, failures
+
+
+def _table(curves: list[bench.Curve]) -> str:
+    steps = max((int(c.steps[-1]) for c in curves if len(c.steps)), default=0)
+    base = curves[0]
+    header = ("recipe", "loss", "gap", "held out", "gap", "ms a step", "published")
+    rows = []
+    for curve in curves:
+        last = curve.held_out.get(steps, math.nan)
+        rows.append(
+            (
+                curve.variant.name,
+                _number(curve.final(steps)),
+                _gap(curve.final(steps), base.final(steps)) if curve is not base else "",
+                _number(last),
+                _gap(last, base.held_out.get(steps, math.nan)) if curve is not base else "",
+                "" if curve.step_s is None else f"{1e3 * curve.step_s:.1f}",
+                curve.variant.published,
+            )
+        )
+    return columns(header, rows, right=(1, 2, 3, 4, 5))
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.4f}"
+
+
+def _gap(value: float, base: float) -> str:
+    return "-" if math.isnan(value / base) else f"{100 * (value / base - 1):+.2f} %"

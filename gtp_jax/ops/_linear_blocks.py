@@ -1,0 +1,125 @@
+"""The matmul of a dense layer in block formats: forward, and both of backward."""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from ..formats import Format, Operands, QuantizedArray
+from ._amax import OPERAND_AMAX, hadamard_amax, multi_amax, power_of_two_amax
+from ._quantize import dequantize, quantize
+from ._scaled import fits, scaled_product
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def linear_blocks(
+    x: jax.Array, weight: jax.Array, key: jax.Array, operands: Operands, scaled: bool = False
+) -> jax.Array:
+    """`x @ weight.T` of operands rounded to block formats, in blocks along each product's contraction.
+
+    | product | operands, and along what their blocks run |
+    |---|---|
+    | forward | input along features in, weight as it is |
+    | dgrad | gradient along features out, weight along features out |
+    | wgrad | gradient along tokens, input along tokens; both transformed if `operands.hadamard` |
+
+    These are the numerics of MXFP8 (arXiv 2506.08027) and NVFP4 (arXiv 2509.25149) training on hardware that multiplies
+    such blocks. Scales of whole tensors are powers of two, so that the product of a token does not depend on which
+    other tokens are on this rank or in this microbatch (short of underflow), and that every rounded value is exact in
+    bfloat16: its matmul with sums in float32 is that of the codes and scales. Amaxes are those of this rank's part.
+
+    The weight is not rounded again where its blocks serve both directions. In MXFP8 dgrad wants them along the other
+    dimension: codes are made again, of the values that travelled. Both times it is E4M3 times a power of two, so that
+    this changes only what is 2**14 times smaller than the largest of its block: but for that, dgrad is the one of codes
+    made of the master, which is what the recipe asks for.
+
+    Args:
+        x: `(..., features_in)`, bfloat16, float16, float32, or float64, which is rounded to float32 first.
+        weight: `(features_out, features_in)`, of the same dtype, rounded to `operands.weight` already, as it travelled.
+        key: uint32 `(2,)`, for stochastic rounding.
+        operands: the formats.
+        scaled: multiply codes and scales by `jax.nn.scaled_matmul`, for hardware that does; else their values.
+
+    Returns:
+        `(..., features_out)`, of the same dtype. Backward keeps the codes of `x`.
+    """
+    return _forward(x, weight, key, operands, scaled)[0]
+
+
+def _forward(x: jax.Array, weight: jax.Array, key: jax.Array, operands: Operands, scaled: bool):
+    form, rows = operands.activation, _rows(x)
+    along_in, along_tokens = _amaxes(rows, operands.activation, operands.hadamard)
+    y = _product(quantize(rows, form, amax=along_in), _weight(weight, operands, "row", scaled), 1, x.dtype, scaled)
+    x_tokens = quantize(rows, form, amax=along_tokens, axis="column", hadamard=operands.hadamard)
+    return jnp.reshape(y, (*x.shape[:-1], y.shape[-1])), (x_tokens, weight, key)
+
+
+def _backward(operands: Operands, scaled: bool, saved, gradient: jax.Array):
+    x_tokens, weight, key = saved
+    form, rows = operands.gradient, _rows(gradient)
+    amaxes = _amaxes(rows, form, operands.hadamard)
+    along_out, along_tokens = quantize(
+        rows,
+        form,
+        amax=amaxes if form.has_amax else None,
+        axis="both",
+        hadamard=operands.hadamard,
+        key=key if operands.stochastic else None,
+    )
+    to_x = _product(along_out, _weight(weight, operands, "column", scaled), 0, gradient.dtype, scaled)
+    # the tokens of both were padded with zeros to whole runs, if transformed
+    to_weight = _product(along_tokens, x_tokens, 0, weight.dtype, scaled)
+    return jnp.reshape(to_x, (*gradient.shape[:-1], weight.shape[1])), to_weight, None
+
+
+linear_blocks.defvjp(_forward, _backward)
+
+
+def _weight(
+    weight: jax.Array, operands: Operands, axis: Literal["row", "column"], scaled: bool
+) -> QuantizedArray | jax.Array:
+    """The weight with blocks along the rows' or the columns' contraction; as it is, where it has them and values do."""
+    form = operands.weight
+    assert form.block is not None
+    if not scaled and (axis == "row" or form.block[0] == form.block[1]):
+        return weight
+    values = _exact(weight)
+    amax = power_of_two_amax(multi_amax([values])[0], form) if form.has_amax else None
+    return quantize(values, form, amax=amax, axis=axis)
+
+
+def _amaxes(rows: jax.Array, form: Format, hadamard: bool) -> tuple[jax.Array | None, jax.Array | None]:
+    """Of the row-wise copy and of the column-wise one; `None` where the format has none."""
+    if not form.has_amax:
+        return None, None
+    whole = multi_amax([rows])[0]
+    found = jnp.stack([whole, hadamard_amax(rows) if hadamard else whole])
+    kept = checkpoint_name(power_of_two_amax(found, form), OPERAND_AMAX)
+    return kept[0], kept[1]
+
+
+def _rows(x: jax.Array) -> jax.Array:
+    return _exact(jnp.reshape(x, (-1, x.shape[-1])))
+
+
+def _exact(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32) if x.dtype == jnp.float64 else x
+
+
+def _values(q: QuantizedArray, dtype: jax.typing.DTypeLike) -> jax.Array:
+    return dequantize(q, jnp.float32).astype(dtype) if dtype == jnp.float64 else dequantize(q, dtype)
+
+
+def _product(
+    a: QuantizedArray, b: QuantizedArray | jax.Array, b_dim: int, dtype: jax.typing.DTypeLike, scaled: bool
+) -> jax.Array:
+    """The product along the blocks of `a` and along dimension `b_dim` of `b`, with sums in float32."""
+    if scaled and isinstance(b, QuantizedArray) and fits(a):
+        return scaled_product(a, b).astype(dtype)
+    dims = (((0 if a.columns else 1,), (b_dim,)), ((), ()))
+    return lax.dot_general(_values(a, dtype), _values(b, dtype) if isinstance(b, QuantizedArray) else b, dims)

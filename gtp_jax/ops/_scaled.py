@@ -1,0 +1,52 @@
+"""Matmuls of codes and block scales, as hardware has them from SM100 on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..formats import QuantizedArray
+
+_DTYPES: dict[str | None, Any] = {
+    "e2m1": jnp.float4_e2m1fn,
+    "e4m3": jnp.float8_e4m3fn,
+    "e5m2": jnp.float8_e5m2,
+    "e8m0": jnp.float8_e8m0fnu,
+}
+
+
+def scaled_product(a: QuantizedArray, b: QuantizedArray) -> jax.Array:
+    """The float32 product of two matrices along their blocks: rows by rows, `(M, N)`.
+
+    `jax.nn.scaled_matmul`, which is cuDNN's on SM100, and what XLA makes of it elsewhere.
+    """
+    (left, left_scales), (right, right_scales) = _turned(a), _turned(b)
+    y = jax.nn.scaled_matmul(
+        left[None], right[None], left_scales[None], right_scales[None], preferred_element_type=jnp.float32
+    )[0]
+    for q in (a, b):
+        if q.amax is not None:
+            unit = q.amax / (q.format.element_max * (q.format.scale_max or 1.0))
+            y = y * jnp.where((q.amax > 0) & jnp.isfinite(q.amax), unit, 1.0)
+    return y
+
+
+def fits(a: QuantizedArray) -> bool:
+    """Whether the blocks of a matrix fill its contraction, as they must."""
+    assert a.format.block is not None
+    return a.matrix[0 if a.columns else 1] % a.format.block[1] == 0
+
+
+def _turned(q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
+    """Codes and scales with the contraction last, a scale for every row."""
+    assert q.scales is not None and q.format.block is not None
+    codes, scales = q.codes, q.scales
+    rows, columns = reversed(q.matrix) if q.columns else q.matrix
+    if q.columns and not q.format.transposed_columns:
+        codes, scales = codes.T, scales.T
+    values = lax.bitcast_convert_type(codes, _DTYPES[q.format.element])
+    scales = jnp.repeat(scales, q.format.block[0], axis=0)[:rows]
+    return jnp.reshape(values, (rows, columns)), lax.bitcast_convert_type(scales, _DTYPES[q.format.scale])

@@ -1,0 +1,76 @@
+"""`gtp-jax bench recipes`: what is read, drawn and compared, and that the mistakes are the ones they are named for."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gtp_jax as gtp
+from gtp_jax import bench
+from gtp_jax.bench.contenders.mistakes import MISTAKES
+from gtp_jax.cli import main
+from gtp_jax.formats import MXFP8, NVFP4
+
+
+def write_log(folder, name, losses, held_out, cut=""):
+    lines = [{"step": i, "loss": loss} for i, loss in enumerate(losses, start=1)]
+    lines += [{"step": len(losses), "held_out": held_out}, {"done": True, "step_s": 0.0125}]
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + cut)
+
+
+def test_logs_become_a_table_of_gaps_and_a_picture(tmp_path, capsys):
+    losses = np.linspace(5, 2, 200)
+    write_log(tmp_path, "bf16", losses, 2.0)
+    write_log(tmp_path, "nvfp4-matmuls", losses * 1.015, 2.03)
+    write_log(tmp_path, "mxfp8", losses[:50], 2.0, cut='{"step": 51, "lo')  # ended early
+    assert main(["bench", "recipes", "--draw", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    rows = {line.split()[0]: line for line in printed.splitlines() if line and line[0].islower()}
+    assert rows["nvfp4-matmuls"].count("+1.50 %") == 2 and "2509.25149" in rows["nvfp4-matmuls"]
+    assert "12.5" in rows["bf16"] and rows["mxfp8"].split()[1:5] == ["-"] * 4
+    assert (tmp_path / "recipes.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_unknown_recipes_and_empty_folders_are_refused(tmp_path, capsys):
+    assert main(["bench", "recipes", "--recipes", "nvfp5", "--out", str(tmp_path)]) == 2
+    assert "nvfp5; known are bf16, fp8" in capsys.readouterr().err
+    assert main(["bench", "recipes", "--draw", "--out", str(tmp_path)]) == 2
+    assert "has no logs" in capsys.readouterr().err
+
+
+def test_bf16_is_always_there_to_compare_with():
+    assert [v.name for v in bench.chosen_variants(["mxfp8", "mxfp8"])] == ["bf16", "mxfp8"]
+
+
+def test_slices_of_one_amax_hide_the_missing_reduction_and_others_do_not():
+    kernel = jax.random.normal(jax.random.key(0), (2, 64, 128))
+    kernel = kernel.at[:, 0, ::32].set(9.0)  # the same largest element in all four slices
+    wanted = gtp.dequantize(gtp.quantize(jnp.swapaxes(kernel, 1, 2), NVFP4, amax=jnp.full(2, 9.0)), jnp.float32)
+    np.testing.assert_array_equal(MISTAKES["local amax"](kernel), jnp.swapaxes(wanted, 1, 2))
+    found = MISTAKES["local amax"](kernel.at[:, 0, 64].set(18.0))
+    assert abs(float(found[0, 0, 64]) - 9.0) < 1  # read at half its size
+
+
+def test_scales_rounded_down_saturate_what_scales_rounded_up_hold():
+    kernel = jnp.full((1, 32, 1), 1.0).at[0, 5, 0].set(1.95)
+    up = gtp.dequantize(gtp.quantize(jnp.swapaxes(kernel, 1, 2), MXFP8), jnp.float32)
+    assert float(up[0, 0, 5]) == 2.0
+    assert float(MISTAKES["scales rounded down"](kernel)[0, 5, 0]) == 1.75
+
+
+@pytest.mark.slow
+def test_recipes_train_side_by_side_and_one_that_fails_says_why(tmp_path, capsys):
+    short = ["--steps", "6", "--recipes", "nvfp4-matmuls", "mxfp8-rounded-down", "nvfp4-local-amax"]
+    assert main(["bench", "recipes", *short, "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "6 steps of 8 x 64 tokens" in printed and "not to the end" not in printed
+    for name in ("bf16", "nvfp4-matmuls", "mxfp8-rounded-down", "nvfp4-local-amax"):
+        log = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        assert [r["step"] for r in log if "loss" in r] == list(range(1, 7)) and log[-1]["done"]
+    assert (
+        main(["bench", "recipes", "--steps", "6", "--seq", "100000000", "--recipes", "bf16", "--out", str(tmp_path)])
+        == 1
+    )
+    assert "bf16 (ValueError: too few tokens" in capsys.readouterr().out

@@ -1,0 +1,177 @@
+"""Matmuls in block formats multiply what the oracle says the operands are rounded to, in exact products."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gtp_jax as gtp
+from gtp_jax.formats import MXFP8, NVFP4, NVFP4_1D, Operands
+from gtp_jax.ops import linear_blocks, power_of_two_amax
+
+from . import oracle
+
+KEY = jnp.array([5, 7], jnp.uint32)
+OPERANDS = {
+    "MXFP8": gtp.MXFP8(matmuls=True).operands,
+    "NVFP4": gtp.NVFP4(matmuls=True).operands,
+    "NVFP4, rounded to nearest": gtp.NVFP4(matmuls=True, stochastic=False).operands,
+    "NVFP4, not transformed": gtp.NVFP4(matmuls=True, hadamard=False).operands,
+}
+# Products of two random operands in the format against exact ones, as a norm: stated from the spacing of the codes, and
+# held from both sides, so that neither a wrong scale nor an operand left as it was goes unseen.
+ERRORS = {"MXFP8": (0.02, 0.05), "NVFP4": (0.08, 0.2)}
+
+every_recipe = pytest.mark.parametrize("name", OPERANDS)
+
+
+def power_of_two(amax, form):
+    largest = form.element_max * form.scale_max
+    return np.float32(2.0 ** np.ceil(np.log2(np.float64(amax) / largest)) * largest)
+
+
+def rounded(x, form, *, columns=False, transform=False, key=None):
+    """`x` in the format and back by the oracle, float64; the tensor's scale the next power of two."""
+    x = np.asarray(x, np.float32)
+    seen = oracle.hadamard(x).astype(np.float32) if transform else x
+    amax = power_of_two(oracle.amax(seen), form) if form.has_amax else np.float32(0)
+    options = dict(columns=columns, use_hadamard=transform, key=key)
+    codes, scales = oracle.quantize(form.name, x[None], amax, **options)
+    found = oracle.dequantize(form.name, codes, scales, amax[None], seen.shape, np.float32, columns=columns)
+    return found[0].astype(np.float64)
+
+
+def travelled(w, form):
+    amax = power_of_two_amax(gtp.multi_amax([w]), form)[0] if form.has_amax else None
+    return gtp.dequantize(gtp.quantize(w, form, amax=amax), w.dtype)
+
+
+def operands_of_a_layer(dtype):
+    random = np.random.default_rng(0)
+    x, w, g = (random.normal(size=s) for s in ((3, 20, 96), (64, 96), (3, 20, 64)))
+    x, g = x * np.exp(random.normal(size=x.shape)), g * 1e-3  # unequal scales
+    return (jnp.asarray(a, dtype) for a in (x, w, g))
+
+
+def products(x, w, g, operands):
+    y, back = jax.vjp(lambda x, w: linear_blocks(x, w, KEY, operands), x, w)
+    return y, *back(g)
+
+
+@every_recipe
+def test_forward_and_backward_multiply_the_rounded_operands(name):
+    operands = OPERANDS[name]
+    x, w, g = operands_of_a_layer(jnp.float32)
+    w = travelled(w, operands.weight)
+    found = products(x, w, g, operands)
+    rows, gradient = np.reshape(x, (60, 96)), np.reshape(g, (60, 64))
+    key = [5, 7] if operands.stochastic else None
+    forward = rounded(rows, operands.activation) @ np.asarray(w, np.float64).T
+    np.testing.assert_array_equal(np.asarray(w, np.float64), rounded(w, operands.weight))  # once is enough
+    to_x = rounded(gradient, operands.gradient, key=key) @ rounded(w, operands.weight, columns=True)
+    along_tokens = dict(columns=True, transform=operands.hadamard)
+    to_w = rounded(gradient, operands.gradient, key=key, **along_tokens).T @ rounded(
+        rows, operands.activation, **along_tokens
+    )
+    for got, wanted in zip(found, (forward, to_x, to_w), strict=True):
+        got = np.reshape(got, wanted.shape)
+        assert np.linalg.norm(got - wanted) <= 1e-6 * np.linalg.norm(wanted)
+
+
+@every_recipe
+def test_bfloat16_holds_every_rounded_operand_so_that_products_differ_by_the_rounding_of_results_alone(name):
+    operands = OPERANDS[name]
+    x, w, g = operands_of_a_layer(jnp.bfloat16)
+    w = travelled(w, operands.weight)
+    found = products(x, w, g, operands)
+    wanted = products(*(a.astype(jnp.float32) for a in (x, w, g)), operands)
+    for got, exact in zip(found, wanted, strict=True):
+        assert got.dtype == jnp.bfloat16
+        scale = np.abs(np.asarray(exact)).max()
+        np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(exact), rtol=2**-8, atol=1e-5 * scale)
+
+
+@pytest.mark.slow
+@every_recipe
+def test_products_of_codes_and_scales_are_those_of_the_values(name):
+    """What hardware with block scales multiplies; XLA writes it out elsewhere."""
+    operands = OPERANDS[name]
+    random = np.random.default_rng(3)
+    x, w, g = (jnp.asarray(random.normal(size=s), jnp.float32) for s in ((64, 96), (128, 96), (64, 128)))
+    w = travelled(w, operands.weight)
+    found, wanted = (
+        (y, *back(g))
+        for scaled in (True, False)
+        for y, back in [jax.vjp(lambda x, w, how=scaled: linear_blocks(x, w, KEY, operands, how), x, w)]
+    )
+    for got, exact in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())
+
+
+@every_recipe
+def test_for_gpus_with_block_scales_every_product_is_one_of_codes_and_scales(name):
+    def step(x, w, g):
+        y, back = jax.vjp(lambda x, w: linear_blocks(x, w, KEY, OPERANDS[name], True), x, w)
+        return y, *back(g)
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((256, 128), (384, 128), (256, 384))]
+    text = jax.jit(step).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__op$block_scaled_dot") == 3 and "dot_general" not in text
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_products_err_as_much_as_the_format_does(name):
+    operands = OPERANDS[name]
+    x, w, g = operands_of_a_layer(jnp.float32)
+    found = products(x, travelled(w, operands.weight), g, operands)
+    rows, gradient = np.reshape(x, (60, 96)), np.reshape(g, (60, 64))
+    low, high = ERRORS[name]
+    for got, exact in zip(found, (rows @ np.asarray(w).T, gradient @ np.asarray(w), gradient.T @ rows), strict=True):
+        error = np.linalg.norm(np.reshape(got, exact.shape) - exact) / np.linalg.norm(exact)
+        assert low < error < high
+
+
+def test_dgrad_in_mxfp8_is_that_of_codes_made_of_the_master():
+    random = np.random.default_rng(1)
+    w = jnp.asarray(random.normal(size=(128, 96)) * np.exp(random.normal(size=(128, 96))), jnp.float32)
+    again = gtp.dequantize(gtp.quantize(travelled(w, MXFP8), MXFP8, axis="column"), jnp.float32)
+    at_once = gtp.dequantize(gtp.quantize(w, MXFP8, axis="column"), jnp.float32)
+    blocks = np.abs(np.asarray(w))
+    largest = np.maximum(
+        np.repeat(blocks.reshape(4, 32, 96).max(1), 32, 0), np.repeat(blocks.reshape(128, 3, 32).max(2), 32, 1)
+    )
+    normal = blocks > largest * 2.0**-14
+    assert normal.mean() > 0.99
+    np.testing.assert_array_equal(np.asarray(again)[normal], np.asarray(at_once)[normal])
+
+
+def test_a_nvfp4_weight_is_the_same_in_both_directions_and_after_a_second_rounding():
+    w = jax.random.normal(jax.random.key(2), (64, 96)) * jnp.linspace(1e-2, 3, 64)[:, None]
+    once = travelled(w, NVFP4)
+    np.testing.assert_array_equal(np.asarray(travelled(once, NVFP4)), np.asarray(once))
+    np.testing.assert_array_equal(np.asarray(travelled(once.T, NVFP4).T), np.asarray(once))
+
+
+def test_a_token_s_output_does_not_depend_on_the_others():
+    x, w, _ = operands_of_a_layer(jnp.float32)
+    operands = Operands(weight=NVFP4, activation=NVFP4_1D, gradient=NVFP4_1D)
+    w = travelled(w, NVFP4)
+    whole = linear_blocks(x, w, KEY, operands)
+    np.testing.assert_array_equal(np.asarray(linear_blocks(x[:1] * 1.0, w, KEY, operands)), np.asarray(whole[:1]))
+
+
+def test_gradients_rounded_stochastically_are_right_on_average_and_repeat_with_their_key():
+    operands = OPERANDS["NVFP4"]
+    x, w, g = operands_of_a_layer(jnp.float32)
+    w = travelled(w, operands.weight)
+
+    @jax.jit
+    def backward(key):
+        return jax.vjp(lambda x, w: linear_blocks(x, w, key, operands), x, w)[1](g)[0]
+
+    keys = jax.random.bits(jax.random.key(1), (64, 2), jnp.uint32)
+    found = np.array([backward(key) for key in keys])
+    np.testing.assert_array_equal(found[3], np.asarray(backward(keys[3])))
+    exact = np.asarray(g) @ np.asarray(w)
+    alone = np.linalg.norm(found[0] - exact)
+    assert np.linalg.norm(found.mean(0) - exact) < 0.25 * alone  # 1/8 for independent errors without a bias
