@@ -74,6 +74,18 @@ def scatter(owners: Mapping[Any, WeightOwner], gradients: Mapping[Any, jax.Array
     return found
 
 
+def _resized(x: jax.Array, sizes: tuple[int, ...], wanted: tuple[int, ...], axis: int) -> jax.Array:
+    """The parts of an array along an axis, each filled up with zeros at its end, or cut there."""
+    if sizes == wanted:
+        return x
+    parts = jnp.split(jnp.moveaxis(x, axis, 0), np.cumsum(sizes)[:-1])
+    fitted = [
+        jnp.pad(part[:size], ((0, max(0, size - len(part))), *((0, 0),) * (part.ndim - 1)))
+        for part, size in zip(parts, wanted, strict=True)
+    ]
+    return jnp.moveaxis(jnp.concatenate(fitted), 0, axis)
+
+
 def _partition(spec: PartitionSpec) -> dict[str, Any]:
     return {"out_sharding": tuple(spec), "eager_sharding": current_view() == "global"}
 
@@ -143,7 +155,19 @@ class WeightOwner(Layer):
         if self.operands.weight.block is None:
             return linear_fp8(x, weight, self.operands.gradient)
         key = jnp.zeros(2, jnp.uint32) if self.key is None else self.key
-        return linear_blocks(x, weight, key, self.operands, multiplies_blocks())
+        rows, padded = self._rows_in_blocks(self.operands)
+        y: Any = linear_blocks(x, _resized(weight, rows, padded, 0), key, self.operands, multiplies_blocks())
+        return _resized(y, padded, rows, -1)
+
+    def _rows_in_blocks(self, operands: Operands) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Rows of the kernels in a fused weight, and what they are padded to, so that no block of dgrad, which runs
+        along them, has two kernels' in it: between slices a layout's padding sees to that, of a whole weight none does.
+        """
+        rows = tuple(one.padded_rows for one in self.layouts)
+        if len(rows) == 1 or self.layouts[0].gtp > 1 or operands.gradient.block is None:
+            return rows, rows
+        run = operands.gradient.block[1]
+        return rows, (*(-(-one // run) * run for one in rows[:-1]), rows[-1])
 
     def with_weight(self, function: Callable[..., Any], *operands: Any) -> Any:
         """`function(weight, *operands)`, the weight gathered for it here, and again in backward, unless a chain did."""
