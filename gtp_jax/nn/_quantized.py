@@ -81,11 +81,20 @@ def check_names(model: nnx.Module, recipe: Recipe) -> None:
     """Refuses a recipe that speaks of what a model does not have, so that no name is misspelt unseen.
 
     Raises:
-        ValueError: naming what there is.
+        ValueError: naming what there is; or the patterns, if those ahead leave nothing to one.
     """
     paths = [tuple(map(str, path)) for path in weight_owners(model)]
-    for pattern, _ in recipe.rules:
-        if pattern not in KEPT and not any(matches(pattern, path) for path in paths):
+    patterns = [pattern for pattern, _ in recipe.rules]
+    for index, pattern in enumerate(patterns):
+        if index >= len(recipe.override) and pattern in KEPT:
+            continue  # kept where there is one
+        matched = [path for path in paths if matches(pattern, path)]
+        if matched and all(any(matches(ahead, path) for ahead in patterns[:index]) for path in matched):
+            raise ValueError(
+                f"the recipe's pattern {pattern!r} never counts: all that it matches, an earlier one does. Put it "
+                f"ahead of {', '.join(map(repr, patterns[:index]))}."
+            )
+        if not matched:
             raise ValueError(
                 f"the recipe's pattern {pattern!r} matches no module with weights; they are "
                 f"{', '.join('.'.join(path) for path in paths)}."

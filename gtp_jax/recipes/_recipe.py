@@ -57,8 +57,9 @@ class Recipe:
     reduce: str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.keep, str) or not all(isinstance(name, str) for name in self.keep):
+        if not isinstance(self.keep, tuple | list) or not all(isinstance(name, str) for name in self.keep):
             raise TypeError(f"`keep` is {self.keep!r}; it is a tuple of names of modules, such as ('embed', 'head').")
+        object.__setattr__(self, "keep", tuple(self.keep))
         for name in ("keep_first", "keep_last"):
             count = getattr(self, name)
             if not isinstance(count, int) or isinstance(count, bool) or count < 0:
@@ -75,6 +76,13 @@ class Recipe:
                 )
             if recipe.override:
                 raise ValueError(f"`override` of {pattern!r} has an override of its own; write all patterns in one.")
+            if recipe.keep_first or recipe.keep_last or recipe.keep not in (KEPT, ()):
+                raise ValueError(
+                    f"`override` of {pattern!r} has a `keep`, `keep_first` or `keep_last` of its own, which would not "
+                    "count; layers are counted for a whole model, and modules named by its own patterns."
+                )
+        if pairs and len(pairs) < len(self.override):
+            raise ValueError(f"`override` is {self.override!r}, which has a pattern twice; write each once.")
         object.__setattr__(self, "override", pairs)
         if self.reduce is not None and self.reduce not in REDUCTIONS:
             raise ValueError(

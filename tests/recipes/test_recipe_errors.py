@@ -35,6 +35,22 @@ CONFIG = LlamaConfig(vocab=640, dim=128, layers=3, heads=4, kv_heads=2, head_dim
             "`override` of 'down' has an override of its own",
         ),
         (
+            lambda: gtp.NVFP4(override={"down": gtp.MXFP8(keep_first=2)}),
+            ValueError,
+            "`override` of 'down' has a `keep`, `keep_first` or `keep_last` of its own, which would not count",
+        ),
+        (
+            lambda: gtp.NVFP4(override={"down": gtp.MXFP8(keep=("up",))}),
+            ValueError,
+            "`override` of 'down' has a `keep`",
+        ),
+        (
+            lambda: gtp.NVFP4(override=(("down", gtp.MXFP8()), ("down", gtp.FP8()))),
+            ValueError,
+            "has a pattern twice; write each once",
+        ),
+        (lambda: gtp.NVFP4(keep=3), TypeError, "`keep` is 3; it is a tuple of names"),
+        (
             lambda: gtp.train_step(next_token_loss, optax.sgd(1.0), recipe="nvfp4"),
             TypeError,
             r"`recipe` is 'nvfp4'; it is one of gtp_jax.BF16\(\), gtp_jax.FP8\(\)",
@@ -53,6 +69,11 @@ def test_bad_recipes_are_refused_when_they_are_made(make, error, message):
     [
         (gtp.NVFP4(override={"mlp.dwn": gtp.MXFP8()}), "pattern 'mlp.dwn' matches no module .* blocks.layers.mlp.down"),
         (gtp.NVFP4(keep=("embed", "heads")), "pattern 'heads' matches no module"),
+        (
+            gtp.NVFP4(override={"mlp": gtp.MXFP8(), "mlp.down": gtp.BF16()}),
+            "pattern 'mlp.down' never counts: all that it matches, an earlier one does. Put it ahead of 'mlp'",
+        ),
+        (gtp.NVFP4(keep=("head", "mlp.up"), override={"mlp": gtp.MXFP8()}), "pattern 'mlp.up' never counts"),
         (gtp.NVFP4(keep_first=2, keep_last=2), "ask for 4 layers of each stack; blocks has 3"),
     ],
 )
@@ -66,6 +87,13 @@ def test_recipes_that_speak_of_what_a_model_lacks_are_refused(recipe, message):
         gtp.train_step(next_token_loss, optax.sgd(1.0), recipe=recipe).lower(
             state, {"tokens": tokens, "targets": tokens}
         )
+
+
+def test_a_head_that_is_not_there_is_kept_quietly_but_not_overridden():
+    model = abstract_model(lambda rngs: gtp.MLP(64, 128, rngs=rngs))
+    assert {fact.wire for fact in gtp.explain(model, gtp.NVFP4()).facts} == {"NVFP4"}
+    with pytest.raises(ValueError, match="pattern 'head' matches no module with weights; they are down, up"):
+        gtp.explain(model, gtp.NVFP4(override={"head": gtp.MXFP8()}))
 
 
 def test_the_first_rule_that_matches_counts():
