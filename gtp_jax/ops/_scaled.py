@@ -35,9 +35,9 @@ def scaled_product(a: QuantizedArray, b: QuantizedArray) -> jax.Array:
 
 
 def fits(a: QuantizedArray) -> bool:
-    """Whether the blocks of a matrix fill its contraction, as they must."""
+    """Whether the blocks of a matrix fill its contraction, as they must, and there are any."""
     assert a.format.block is not None
-    return a.matrix[0 if a.columns else 1] % a.format.block[1] == 0
+    return min(a.matrix) > 0 and a.matrix[0 if a.columns else 1] % a.format.block[1] == 0
 
 
 def _turned(q: QuantizedArray) -> tuple[jax.Array, jax.Array]:

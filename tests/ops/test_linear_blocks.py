@@ -160,6 +160,14 @@ def test_a_token_s_output_does_not_depend_on_the_others():
     np.testing.assert_array_equal(np.asarray(linear_blocks(x[:1] * 1.0, w, KEY, operands)), np.asarray(whole[:1]))
 
 
+@pytest.mark.parametrize("scaled", [True, False])
+def test_no_tokens_have_no_outputs_and_gradients_of_zero(scaled):
+    w, x = jnp.ones((64, 96)), jnp.ones((0, 96))
+    y, back = jax.vjp(lambda x, w: linear_blocks(x, w, KEY, OPERANDS["NVFP4"], scaled), x, w)
+    to_x, to_w = back(y)
+    assert y.shape == (0, 64) and to_x.shape == (0, 96) and not to_w.any()
+
+
 def test_gradients_rounded_stochastically_are_right_on_average_and_repeat_with_their_key():
     operands = OPERANDS["NVFP4"]
     x, w, g = operands_of_a_layer(jnp.float32)
