@@ -40,6 +40,11 @@ class Curve:
     step_s: float | None
     failure: str = ""
 
+    @property
+    def diverged(self) -> bool:
+        """Whether a loss was no finite number."""
+        return not np.isfinite(self.losses).all()
+
     def final(self, steps: int) -> float:
         """Mean loss over the last twentieth of `steps`; NaN if the run did not come so far."""
         last = self.losses[(self.steps > steps * (1 - _TAIL)) & (self.steps <= steps)]

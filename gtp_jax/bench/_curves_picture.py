@@ -42,8 +42,9 @@ def draw_curves(curves: Sequence[Curve], title: str, path: Path) -> None:
             gap = 100 * (smooth[:both] / _smooth(base.losses, width)[:both] - 1)
             below.plot(curve.steps[width - 1 :][:both], gap, **style)
             settled = gap[len(gap) // 5 :]  # of the beginning, where losses fall fast, no axis is made
-            lows.append(float(settled.min()))
-            highs.append(float(np.quantile(settled, 0.98)))
+            settled = settled[np.isfinite(settled)]
+            lows.append(float(settled.min(initial=0)))
+            highs.append(float(np.quantile(settled, 0.98)) if settled.size else 0)
     below.axhline(0, color="#222222", linewidth=1)
     above.set_ylabel("loss, nats a token")
     above.set_yscale("log")

@@ -117,14 +117,15 @@ def _train(args: argparse.Namespace, variants: list[bench.Variant]) -> tuple[str
 def _table(curves: list[bench.Curve]) -> str:
     steps = max((int(c.steps[-1]) for c in curves if len(c.steps)), default=0)
     base = curves[0]
-    header = ("recipe", "loss", "gap", "held out", "gap", "ms a step", "published")
+    gap = f"to {base.variant.name}"
+    header = ("recipe", "loss", gap, "held out", gap, "ms a step", "published")
     rows = []
     for curve in curves:
         last = curve.held_out.get(steps, math.nan)
         rows.append(
             (
                 curve.variant.name,
-                _number(curve.final(steps)),
+                "diverged" if curve.diverged else _number(curve.final(steps)),
                 _gap(curve.final(steps), base.final(steps)) if curve is not base else "",
                 _number(last),
                 _gap(last, base.held_out.get(steps, math.nan)) if curve is not base else "",
@@ -140,4 +141,4 @@ def _number(value: float) -> str:
 
 
 def _gap(value: float, base: float) -> str:
-    return "-" if math.isnan(value / base) else f"{100 * (value / base - 1):+.2f} %"
+    return "-" if not math.isfinite(value / base) else f"{100 * (value / base - 1):+.2f} %"

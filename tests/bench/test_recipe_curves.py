@@ -33,6 +33,17 @@ def test_logs_become_a_table_of_gaps_and_a_picture(tmp_path, capsys):
     assert (tmp_path / "recipes.png").read_bytes()[1:4] == b"PNG"
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_recipe_that_diverged_is_told_from_one_that_was_ended(bad, tmp_path, capsys):
+    losses = np.linspace(5, 2, 200)
+    write_log(tmp_path, "bf16", losses, 2.0)
+    write_log(tmp_path, "mxfp8-rounded-down", np.where(np.arange(200) < 120, losses, bad), bad)
+    assert main(["bench", "recipes", "--draw", "--out", str(tmp_path)]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("mxfp8-rounded-down"))
+    assert row.split()[1:3] == ["diverged", "-"] and row.split()[4] == "-"
+    assert (tmp_path / "recipes.png").read_bytes()[1:4] == b"PNG"
+
+
 def test_unknown_recipes_and_empty_folders_are_refused(tmp_path, capsys):
     assert main(["bench", "recipes", "--recipes", "nvfp5", "--out", str(tmp_path)]) == 2
     assert "nvfp5; known are bf16, fp8" in capsys.readouterr().err
