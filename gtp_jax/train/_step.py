@@ -123,7 +123,8 @@ def loss_and_gradients(
 ) -> tuple[jax.Array, Tree]:
     """The mean loss over the batch's tokens and its gradient with respect to `state.params`, for a step of one's own.
 
-    Call it under `jax.jit`, with the mesh in scope. Arguments as in `train_step`.
+    Call it under `jax.jit`, with the mesh in scope. Arguments as in `train_step`. Gradients are rounded stochastically
+    by bits that follow from `state.step`: count it up after every update, or they will be rounded alike each time.
     """
     _check_state(state)
     check_recipe(recipe)
