@@ -64,7 +64,7 @@ def run_curves(
     """Trains with each variant; what they log lies in `folder` as `NAME.jsonl`, what they print as `NAME.txt`.
 
     Args:
-        variants: in the order in which they start.
+        variants: in the order in which they start. Logs of theirs that lie there are removed.
         flags: of `contenders/curve.py`, the same for all.
         folder: exists.
         environment: of the processes.
@@ -78,6 +78,8 @@ def run_curves(
     deadline, waiting, failures = time.monotonic() + within_s, list(variants), {}
     running: dict[str, tuple[Variant, subprocess.Popen[bytes]]] = {}
     places = list(gpus) or [""]
+    for variant in variants:  # of an earlier run, which would be taken for those of one that is not begun in time
+        (folder / f"{variant.name}.jsonl").unlink(missing_ok=True)
     try:
         while (waiting or running) and time.monotonic() < deadline:
             for place in places:
@@ -122,7 +124,6 @@ def _start(
     variant: Variant, flags: Sequence[str], folder: Path, environment: Mapping[str, str], gpu: str
 ) -> subprocess.Popen[bytes]:
     log = folder / f"{variant.name}.jsonl"
-    log.unlink(missing_ok=True)
     shown = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
     with (folder / f"{variant.name}.txt").open("wb") as printed:
         command = [sys.executable, str(_SCRIPT), variant.name, "--log", str(log), *flags]

@@ -44,6 +44,15 @@ def test_a_recipe_that_diverged_is_told_from_one_that_was_ended(bad, tmp_path, c
     assert (tmp_path / "recipes.png").read_bytes()[1:4] == b"PNG"
 
 
+def test_a_run_that_is_not_begun_has_no_curve_of_an_earlier_one(tmp_path):
+    variants = bench.chosen_variants(["mxfp8"])
+    for variant in variants:
+        write_log(tmp_path, variant.name, np.linspace(5, 2, 200), 2.0)
+    failures = bench.run_curves(variants, [], tmp_path, environment={}, gpus=[], within_s=0, report=lambda _: None)
+    assert failures == dict.fromkeys(("bf16", "mxfp8"), "not begun in time")
+    assert not any(len(bench.read_curve(variant, tmp_path).steps) for variant in variants)
+
+
 def test_unknown_recipes_and_empty_folders_are_refused(tmp_path, capsys):
     assert main(["bench", "recipes", "--recipes", "nvfp5", "--out", str(tmp_path)]) == 2
     assert "nvfp5; known are bf16, fp8" in capsys.readouterr().err
