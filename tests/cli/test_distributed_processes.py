@@ -38,7 +38,11 @@ def test_two_processes_equal_one_but_for_the_order_of_sums(text, tmp_path):
 
 @pytest.mark.parametrize(
     ("victim", "number"),
-    [(0, signal.SIGKILL), (1, signal.SIGKILL), pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow)],
+    [
+        (0, signal.SIGKILL),
+        pytest.param(1, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
 )
 def test_a_dead_or_hanging_process_ends_the_other_with_the_last_checkpoint(victim, number, text, tmp_path):
     out = tmp_path / "run"

@@ -112,6 +112,7 @@ def test_tokenizer_file_sets_the_vocabulary(text, tmp_path, capsys):
     assert f"{TINY.param_count() + 2 * 128 * 128:,} parameters" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_force_replaces_a_run_with_one_of_another_schedule_and_the_same_losses(text, tmp_path):
     out = tmp_path / "run"
     found = []

@@ -49,7 +49,8 @@ def assert_same_run(one: Path, other: Path) -> None:
         assert found.tobytes() == wanted.tobytes()
 
 
-@pytest.mark.parametrize("step", [1, 5])  # before the first checkpoint, and between two
+# before the first checkpoint, and between two
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_killed_and_resumed_equals_never_stopped(step, text, never_stopped, tmp_path):
     out = tmp_path / "run"
     run = start(small(text, out))
@@ -61,7 +62,7 @@ def test_killed_and_resumed_equals_never_stopped(step, text, never_stopped, tmp_
     assert_same_run(out, never_stopped)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_signal_saves_and_says_how_to_resume(number, text, never_stopped, tmp_path):
     out = tmp_path / "run"
     run = start(small(text, out))

@@ -43,6 +43,12 @@ from .plain_llama import Oracle
 UNALIGNED = LlamaConfig(vocab=1000, dim=56, layers=2, heads=4, kv_heads=2, head_dim=14, ffn=120, dtype="float64")
 STEPS = 5
 
+
+def some_slow(cases, slow):
+    """Names of cases; those that differ little from another are marked slow."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in cases]
+
+
 MESHES = {
     "gtp 8": (dict(gtp=8), {}, 1),
     "gtp 4 x tp 2": (dict(gtp=4, tp=2), {}, 1),
@@ -125,13 +131,13 @@ def check(config: LlamaConfig, degrees: dict[str, int], tolerance: float, microb
     assert_close(end, wanted_end, 30 * tolerance, "after 5 steps ")
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", some_slow(MESHES, ("gtp 4 x tp 2, whole sequence", "dp 2 x gtp 2 x tp 2")))
 def test_meshes_agree_with_the_plain_model(name, x64):
     degrees, changes, microbatches = MESHES[name]
     check(dataclasses.replace(UNALIGNED, **changes), degrees, 1e-12, microbatches)
 
 
-@pytest.mark.parametrize("name", ["gtp 8", "dp 2 x gtp 2 x tp 2, tied"])
+@pytest.mark.parametrize("name", some_slow(["gtp 8", "dp 2 x gtp 2 x tp 2, tied"], ("gtp 8",)))
 def test_meshes_agree_with_the_plain_model_in_float32(name):
     degrees, changes, microbatches = MESHES[name]
     config = dataclasses.replace(UNALIGNED, dtype="float32", **changes)
@@ -143,14 +149,14 @@ def test_meshes_agree_with_the_plain_model_in_float32(name):
     assert_close(losses, wanted_losses, 1e-5, "loss of step ")
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", some_slow(SCHEDULES, ("waited for", "looped by 2", "none kept", "two kept")))
 def test_schedules_agree_with_the_plain_model(name, x64):
     fields = SCHEDULES[name]
     layers = 4 if fields.get("unroll") == 2 else 3  # the fewest that leave a loop in the middle
     check(dataclasses.replace(UNALIGNED, layers=layers, **fields), dict(gtp=2, tp=2), 1e-12)
 
 
-@pytest.mark.parametrize("remat", ["nothing", "everything"])
+@pytest.mark.parametrize("remat", some_slow(["nothing", "everything"], ("everything",)))
 def test_what_is_kept_changes_no_gradient(remat, x64):
     check(dataclasses.replace(UNALIGNED, remat=remat), dict(gtp=2, tp=2), 1e-12)
 
@@ -176,6 +182,7 @@ def test_models_start_equal_on_every_mesh(degrees):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.slow
 def test_two_runs_with_one_seed_are_equal():
     config = dataclasses.replace(UNALIGNED, dtype="bfloat16")
     data = batches(config, 8, 8)

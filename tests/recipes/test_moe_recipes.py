@@ -19,7 +19,11 @@ SIZES = dict(vocab=640, dim=128, layers=LAYERS, heads=4, kv_heads=2, head_dim=64
 
 @pytest.mark.parametrize(
     "recipe, parallel",
-    [(None, "features"), (gtp.NVFP4(), "features"), pytest.param(gtp.NVFP4(), "expert", marks=pytest.mark.slow)],
+    [
+        pytest.param(None, "features", marks=pytest.mark.slow),
+        (gtp.NVFP4(), "features"),
+        pytest.param(gtp.NVFP4(), "expert", marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_all_experts_of_a_layer_are_one_gather_a_pass_and_one_scatter(recipe, parallel):

@@ -113,7 +113,7 @@ def test_gradients_are_those_of_the_plain_model_at_quantized_weights(recipe, mes
     check(*MESHES[mesh], RECIPES[recipe], 1e-12)
 
 
-@pytest.mark.parametrize("recipe", ["FP8", "NVFP4 1x16"])
+@pytest.mark.parametrize("recipe", ["FP8", pytest.param("NVFP4 1x16", marks=pytest.mark.slow)])
 def test_other_recipes_too(recipe, x64):
     check(*MESHES["gtp 4"], RECIPES[recipe], 1e-12)
 
@@ -149,6 +149,7 @@ def test_steps_update_the_master_and_quantize_it_anew(x64):
     assert all(np.mean(a != b) > 0.05 for a, b in zip(codes, codes[1:], strict=False))
 
 
+@pytest.mark.slow
 def test_no_schedule_changes_the_numbers():
     base = dataclasses.replace(ALIGNED, layers=3, dtype="float32")
     found = []
@@ -202,7 +203,12 @@ def test_a_module_outside_a_chain_gathers_bytes_too():
 
 
 @pytest.mark.parametrize(
-    "gradient, degrees", [("e5m2", dict(gtp=4)), ("e5m2", dict(gtp=2, tp=2)), ("e4m3", dict(gtp=4))]
+    "gradient, degrees",
+    [
+        ("e5m2", dict(gtp=2, tp=2)),
+        pytest.param("e5m2", dict(gtp=4), marks=pytest.mark.slow),
+        pytest.param("e4m3", dict(gtp=4), marks=pytest.mark.slow),
+    ],
 )
 def test_fp8_matmuls_stay_within_the_formats_error_of_the_wire_alone(gradient, degrees):
     # activations are scaled by their rank's own amax, so no unsharded model has the same numbers to the last bit
