@@ -9,7 +9,6 @@ import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import jax
@@ -269,10 +268,7 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        del kind, error, trace
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @contextlib.contextmanager

@@ -7,7 +7,6 @@ import os
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import IO, Any, Self
 
 from etils import epath
@@ -76,12 +75,9 @@ class FileSums:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        del kind, error, trace
+    def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
-        for file, _ in self._followed.values():
+        for file, _parts in self._followed.values():
             file.close()
 
 

@@ -28,7 +28,7 @@ from jax import lax
 
 from ..formats import Format, PackPlan, Piece
 from ..mesh import Layout
-from ..ops import multi_amax, pack, power_of_two_amax, unpack
+from ..ops import multi_amax, pack, power_of_two_amax, quantizable, unpack
 from ._weight import WIRE, Slices, as_slices
 
 _Send = Callable[[jax.Array], jax.Array]
@@ -74,7 +74,7 @@ def _rounded(parts: Sequence[jax.Array], dtype: np.dtype, send: _Send) -> list[j
 def _as_codes(parts: Sequence[jax.Array], form: Format, send: _Send) -> list[jax.Array]:
     """The same, of codes."""
     plan = _plan(parts)
-    matrices = [_values(part[:, i]) for part in parts for i in range(part.shape[1])]
+    matrices = [quantizable(part[:, i]) for part in parts for i in range(part.shape[1])]
     if not form.has_amax:
         values = unpack(send(pack(matrices, form, None, plan)), form, None, plan)
         return [jnp.reshape(x.astype(jnp.float32), part.shape) for x, part in zip(values, parts, strict=True)]
@@ -104,7 +104,3 @@ def _plan(parts: Sequence[jax.Array]) -> PackPlan:
         ),
         by_slice=True,
     )
-
-
-def _values(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32) if x.dtype == jnp.float64 else x

@@ -19,7 +19,7 @@ from jax import lax
 
 from ..formats import Format, PackPlan, Piece
 from ..mesh import AXES, TP, Layout, degrees
-from ..ops import multi_amax, pack, power_of_two_amax, unpack
+from ..ops import multi_amax, pack, power_of_two_amax, quantizable, unpack
 from ._weight import Slices, as_fused
 
 # The layouts of each fused weight's kernels.
@@ -69,7 +69,7 @@ class Bundle:
     def kernels(self) -> list[jax.Array]:
         """All slices, in the order in which they travel: matrices, an expert's each by itself."""
         weights = zip(self.slices.values(), self.fused, strict=True)
-        return [_values(x) for slices, layouts in weights for x in _matrices(slices, layouts)]
+        return [quantizable(x) for slices, layouts in weights for x in _matrices(slices, layouts)]
 
     @property
     def divided(self) -> np.ndarray:
@@ -198,7 +198,3 @@ def _matrices(slices: Slices, layouts: Sequence[Layout]) -> list[jax.Array]:
     if len(layouts[0].shape) == 2:
         return list(slices)
     return [x[..., expert, :, :] for expert in range(layouts[0].matrices) for x in slices]
-
-
-def _values(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32) if x.dtype == jnp.float64 else x

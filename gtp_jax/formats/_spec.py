@@ -68,6 +68,11 @@ class Format:
         return ELEMENTS[self.element].max
 
     @property
+    def largest(self) -> float:
+        """The largest magnitude of an element times a block scale."""
+        return self.element_max * (self.scale_max or 1.0)
+
+    @property
     def element_bits(self) -> int:
         """The element's width; two codes of four bits share a byte, the even one in the low nibble."""
         return ELEMENTS[self.element].bits

@@ -14,7 +14,7 @@ from ..plan import columns, quantity
 from ..recipes import BF16, Recipe, check_recipe
 from ._dense import Dense
 from ._quantized import check_names
-from ._stack import Stack
+from ._stack import stacks_of
 from ._weight import WeightOwner, weight_owners
 
 
@@ -95,7 +95,7 @@ def explain(model: nnx.Module, recipe: Recipe | None) -> Explanation:
     check_recipe(recipe)
     recipe = BF16() if recipe is None else recipe
     check_names(model, recipe)
-    stacks = {path: m for path, m in nnx.iter_modules(model) if isinstance(m, Stack)}
+    stacks = stacks_of(model)
     found: list[WireFact] = []
     for path, owner in weight_owners(model).items():
         length = next((m.length for at, m in stacks.items() if path[: len(at)] == at), None)

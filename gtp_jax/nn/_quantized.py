@@ -10,7 +10,7 @@ from flax import nnx
 from ..collectives import Bundle, Packed, hold_layers, pack_all
 from ..formats import Format
 from ..recipes import KEPT, Recipe, matches
-from ._stack import Stack
+from ._stack import Stack, stacks_of
 from ._weight import WeightOwner, key_for, weight_owners
 
 Path = tuple[Any, ...]
@@ -35,7 +35,7 @@ def quantize_weights(model: nnx.Module, recipe: Recipe, held: int | Literal["all
     check_names(model, recipe)
     found = _bundles(model, recipe)
     packed = pack_all([bundle for _, bundle in found])
-    stacks = {path: m for path, m in nnx.iter_modules(model) if isinstance(m, Stack)}
+    stacks = stacks_of(model)
     first = recipe.keep_first
     counts = {path: m.length - first - recipe.keep_last for path, m in stacks.items()}
     if held and not any(counts.get(path) for path, _ in found):
@@ -99,7 +99,7 @@ def check_names(model: nnx.Module, recipe: Recipe) -> None:
                 f"the recipe's pattern {pattern!r} matches no module with weights; they are "
                 f"{', '.join('.'.join(path) for path in paths)}."
             )
-    stacks = {".".join(map(str, path)): m.length for path, m in nnx.iter_modules(model) if isinstance(m, Stack)}
+    stacks = {".".join(map(str, path)): stack.length for path, stack in stacks_of(model).items()}
     ends = recipe.keep_first + recipe.keep_last
     if ends and (not stacks or ends > min(stacks.values())):
         there = ", ".join(f"{name} has {length}" for name, length in stacks.items()) or "there is no `Stack`"
@@ -111,7 +111,7 @@ def check_names(model: nnx.Module, recipe: Recipe) -> None:
 
 def _bundles(model: nnx.Module, recipe: Recipe) -> list[tuple[Path, Bundle]]:
     """What travels together: weights of a stack's layer of one format, dtype and axes; each other module's own."""
-    stacks = {path: m for path, m in nnx.iter_modules(model) if isinstance(m, Stack)}
+    stacks = stacks_of(model)
     found: list[tuple[Path, Bundle]] = []
     for path, stack in stacks.items():
         groups: dict[Any, dict[Path, WeightOwner]] = {}

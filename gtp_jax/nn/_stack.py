@@ -112,6 +112,11 @@ def run_chain(x: Any, *modules: Layer, schedule: Schedule | None = None, remat: 
     return _Row(modules, schedule, remat)(x)
 
 
+def stacks_of(module: nnx.Module) -> dict[tuple[Any, ...], Stack]:
+    """The stacks within a module, itself included, by path."""
+    return {path: m for path, m in nnx.iter_modules(module) if isinstance(m, Stack)}
+
+
 class _Row(Layer):
     """Modules in a row, so that a chain of several can be called like one module."""
 

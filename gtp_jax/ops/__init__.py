@@ -15,6 +15,7 @@ from ._linear_blocks import linear_blocks as linear_blocks
 from ._linear_fp8 import linear_fp8 as linear_fp8
 from ._norm import layer_norm as layer_norm
 from ._norm import rms_norm as rms_norm
+from ._operand import quantizable as quantizable
 from ._pack import pack as pack
 from ._pack import unpack as unpack
 from ._permute import permute as permute

@@ -90,10 +90,9 @@ def hadamard(x: jax.Array, *, inverse: bool = False) -> jax.Array:
 
 def power_of_two_amax(amax: jax.Array, format: Format) -> jax.Array:
     """The next amax up that makes the tensor's scale a power of two; as it is where there is none."""
-    largest = format.element_max * (format.scale_max or 1.0)
-    least = amax / largest
+    least = amax / format.largest
     mantissa, exponent = jnp.frexp(least)
     unit = jnp.ldexp(jnp.float32(1), jnp.where(mantissa == 0.5, exponent - 1, exponent))
-    rounded = unit * largest
+    rounded = unit * format.largest
     usable = jnp.isfinite(amax) & jnp.isfinite(rounded) & (least >= jnp.finfo(jnp.float32).tiny)
     return jnp.where(usable, rounded, amax)

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ..formats import Format, Operands, QuantizedArray
 from ._amax import OPERAND_AMAX, hadamard_amax, multi_amax, power_of_two_amax
+from ._operand import quantizable, rows_of
 from ._quantize import dequantize, quantize
 from ._scaled import fits, scaled_product
 
@@ -52,7 +53,7 @@ def linear_blocks(
 
 
 def _forward(x: jax.Array, weight: jax.Array, key: jax.Array, operands: Operands, scaled: bool):
-    form, rows = operands.activation, _rows(x)
+    form, rows = operands.activation, rows_of(x)
     along_in, along_tokens = _amaxes(rows, operands.activation, operands.hadamard)
     y = _product(quantize(rows, form, amax=along_in), _weight(weight, operands, "row", scaled), 1, x.dtype, scaled)
     x_tokens = quantize(rows, form, amax=along_tokens, axis="column", hadamard=operands.hadamard)
@@ -61,7 +62,7 @@ def _forward(x: jax.Array, weight: jax.Array, key: jax.Array, operands: Operands
 
 def _backward(operands: Operands, scaled: bool, saved, gradient: jax.Array):
     x_tokens, weight, key = saved
-    form, rows = operands.gradient, _rows(gradient)
+    form, rows = operands.gradient, rows_of(gradient)
     amaxes = _amaxes(rows, form, operands.hadamard)
     along_out, along_tokens = quantize(
         rows,
@@ -88,7 +89,7 @@ def _weight(
     assert form.block is not None
     if not scaled and (axis == "row" or form.block[0] == form.block[1]):
         return weight
-    values = _exact(weight)
+    values = quantizable(weight)
     amax = power_of_two_amax(multi_amax([values])[0], form) if form.has_amax else None
     return quantize(values, form, amax=amax, axis=axis)
 
@@ -101,14 +102,6 @@ def _amaxes(rows: jax.Array, form: Format, hadamard: bool) -> tuple[jax.Array | 
     found = jnp.stack([whole, hadamard_amax(rows) if hadamard else whole])
     kept = checkpoint_name(power_of_two_amax(found, form), OPERAND_AMAX)
     return kept[0], kept[1]
-
-
-def _rows(x: jax.Array) -> jax.Array:
-    return _exact(jnp.reshape(x, (-1, x.shape[-1])))
-
-
-def _exact(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32) if x.dtype == jnp.float64 else x
 
 
 def _values(q: QuantizedArray, dtype: jax.typing.DTypeLike) -> jax.Array:

@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ..formats import FP8_E4M3, Format, QuantizedArray
 from ._amax import OPERAND_AMAX, multi_amax, power_of_two_amax
+from ._operand import quantizable, rows_of, tensor_unit
 from ._quantize import quantize
 
 _DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
@@ -41,35 +42,27 @@ def linear_fp8(x: jax.Array, weight: jax.Array, gradients: Format) -> jax.Array:
 
 def _forward(x: jax.Array, weight: jax.Array, gradients: Format):
     del gradients
-    rows = _rows(x)
-    amaxes = checkpoint_name(power_of_two_amax(multi_amax([rows, _exact(weight)]), FP8_E4M3), OPERAND_AMAX)
+    rows = rows_of(x)
+    amaxes = checkpoint_name(power_of_two_amax(multi_amax([rows, quantizable(weight)]), FP8_E4M3), OPERAND_AMAX)
     along_in = quantize(rows, FP8_E4M3, amax=amaxes[0])
-    y = _product(along_in, quantize(_exact(weight), FP8_E4M3, amax=amaxes[1]), x.dtype)
+    y = _product(along_in, quantize(quantizable(weight), FP8_E4M3, amax=amaxes[1]), x.dtype)
     return jnp.reshape(y, (*x.shape[:-1], y.shape[-1])), (x, weight, amaxes)
 
 
 def _backward(gradients: Format, saved, gradient: jax.Array):
     x, weight, amaxes = saved
-    rows = _rows(gradient)
+    rows = rows_of(gradient)
     amax = power_of_two_amax(multi_amax([rows])[0], gradients)
     along_out, along_tokens = quantize(rows, gradients, amax=(amax, amax), axis="both")
     # column-wise copies are transposed: (in, out) and (in, tokens)
-    weight_in = quantize(_exact(weight), FP8_E4M3, amax=amaxes[1], axis="column")
-    x_in = quantize(_rows(x), FP8_E4M3, amax=amaxes[0], axis="column")
+    weight_in = quantize(quantizable(weight), FP8_E4M3, amax=amaxes[1], axis="column")
+    x_in = quantize(rows_of(x), FP8_E4M3, amax=amaxes[0], axis="column")
     to_x = _product(along_out, weight_in, x.dtype)
     to_weight = _product(along_tokens, x_in, weight.dtype)
     return jnp.reshape(to_x, x.shape), to_weight
 
 
 linear_fp8.defvjp(_forward, _backward)
-
-
-def _rows(x: jax.Array) -> jax.Array:
-    return _exact(jnp.reshape(x, (-1, x.shape[-1])))
-
-
-def _exact(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32) if x.dtype == jnp.float64 else x
 
 
 def _product(a: QuantizedArray, b: QuantizedArray, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -79,7 +72,5 @@ def _product(a: QuantizedArray, b: QuantizedArray, dtype: jax.typing.DTypeLike) 
 
 def _values(q: QuantizedArray, dtype: jax.typing.DTypeLike) -> jax.Array:
     # the form in which XLA knows an operand of an FP8 matmul: converted, and multiplied by a scalar
-    assert q.amax is not None
     codes = lax.bitcast_convert_type(q.codes, _DTYPES[q.format.element])
-    unit = jnp.where((q.amax > 0) & jnp.isfinite(q.amax), q.amax / q.format.element_max, 1.0)
-    return codes.astype(dtype) * unit.astype(dtype)
+    return codes.astype(dtype) * tensor_unit(q).astype(dtype)

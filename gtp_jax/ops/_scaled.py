@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..formats import QuantizedArray
+from ._operand import tensor_unit
 
 _DTYPES: dict[str | None, Any] = {
     "e2m1": jnp.float4_e2m1fn,
@@ -29,8 +30,7 @@ def scaled_product(a: QuantizedArray, b: QuantizedArray) -> jax.Array:
     )[0]
     for q in (a, b):
         if q.amax is not None:
-            unit = q.amax / (q.format.element_max * (q.format.scale_max or 1.0))
-            y = y * jnp.where((q.amax > 0) & jnp.isfinite(q.amax), unit, 1.0)
+            y = y * tensor_unit(q)
     return y
 
 

@@ -91,9 +91,8 @@ def _finite(bits: jax.Array) -> jax.Array:
 
 def _whole_scale(amax: jax.Array, format: Format) -> jax.Array:
     """What maps the tensor's amax to the largest number there is; bits. 1 without a positive finite amax."""
-    largest = format.element_max * (format.scale_max or 1.0)
     usable = (amax > 0) & (amax < _ieee.INFINITY)
-    scale = _ieee.divide(jnp.full_like(amax, _ieee.constant(largest)), jnp.where(usable, amax, _ieee.ONE))
+    scale = _ieee.divide(jnp.full_like(amax, _ieee.constant(format.largest)), jnp.where(usable, amax, _ieee.ONE))
     return jnp.where(usable, jnp.minimum(scale, _ieee.MAX), _ieee.ONE)
 
 
