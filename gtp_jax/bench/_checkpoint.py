@@ -109,9 +109,14 @@ class CheckpointTimes:
         return statistics.median(seconds[1:] or seconds) if seconds else None
 
     def ratio(self, what: str, of: str) -> float | None:
-        """The median of `what` as a share of that of another."""
-        part, whole = self.median(what), self.median(of)
-        return None if part is None or not whole else part / whole
+        """The median of `what` as a share of that of another, of rounds that have both, the first only if no other."""
+        part, whole = getattr(self, what), getattr(self, of)
+        pairs = list(zip(part, whole, strict=False))
+        pairs = pairs[1:] or pairs
+        if not pairs:
+            return None
+        part, whole = (statistics.median(column) for column in zip(*pairs, strict=True))
+        return part / whole if whole else None
 
     def take(self, facts: Mapping[str, Any]) -> None:
         """Takes in what the contender has told."""

@@ -14,8 +14,10 @@ from etils import epath
 from ._crc import joined
 
 _PART_BYTES = 1 << 24
-_BUFFER_BYTES = 1 << 18
-_THREADS = 16
+# Small enough for a core's own cache, and large enough that threads seldom meet at Python's lock.
+_BUFFER_BYTES = 1 << 20
+# On 64 cores 16 sum 28 GB/s from memory and 32 34 GB/s; the writing needs cores too.
+_THREADS = max(4, min(32, (os.cpu_count() or 1) // 2))
 
 
 class FileSums:
@@ -92,7 +94,6 @@ def _sum_part(source: int | epath.Path, begin: int) -> int:
 
 
 def _sum_read(read: Callable[[memoryview, int], int]) -> int:
-    # Through a buffer that stays in a core's cache, twice as fast as reading the part at once.
     crc, done, buffer = 0, 0, memoryview(bytearray(_BUFFER_BYTES))
     while size := read(buffer[: min(_PART_BYTES - done, _BUFFER_BYTES)], done):
         crc, done = zlib.crc32(buffer[:size], crc), done + size

@@ -72,7 +72,10 @@ def test_a_program_is_ended_with_all_that_it_started():
 def test_the_first_round_counts_only_if_there_is_no_other():
     times = CheckpointTimes("gtp_jax", saved=[9.0, 1.0, 2.0, 3.0], restored=[5.0])
     assert times.median("saved") == 2.0 and times.median("restored") == 5.0 and times.median("moved") is None
-    assert times.ratio("saved", "restored") == 0.4 and times.ratio("moved", "saved") is None
+    assert times.ratio("moved", "saved") is None
+    assert times.ratio("saved", "restored") == 1.8, "a first round is compared with a first round"
+    times.restored += [0.5, 1.0]
+    assert times.ratio("saved", "restored") == 2.0, "of rounds that have both"
 
 
 def test_bad_arguments_are_refused_before_anything_runs(tmp_path, capsys):
