@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from ..ops import GROUPED_MATMUL, OPERAND_AMAX
+from ..ops import KEPT
 
 Remat = Literal["nothing", "matmuls", "everything"]
 REMAT: tuple[Remat, ...] = get_args(Remat)
@@ -19,7 +19,7 @@ def _saves_matmuls(primitive: Any, *_: Any, **params: Any) -> bool:
         return not any(params["dimension_numbers"][1])
     # Of a row-parallel product the sum over tp is kept, in place of the partial product.
     if primitive.name == "name":
-        return params["name"] in (GROUPED_MATMUL, OPERAND_AMAX)
+        return params["name"] == KEPT
     return primitive.name in ("reduce_scatter", "psum") or "dot_product_attention_fwd" in primitive.name
 
 
@@ -34,8 +34,9 @@ def with_remat(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]
     """`function`, keeping for backward only what the policy names.
 
     - `nothing`: the input alone; the forward pass is run again. Least memory.
-    - `matmuls`: outputs of matmuls, summed over tp where they are partial, and of fused attention; norms, activations,
-      rotary embedding and the tp axis' gathers of activations are run again. The default.
+    - `matmuls`: outputs of matmuls, summed over tp where they are partial, and of fused attention, or what takes their
+      place ahead of norms and attention (`ops.keep`); norms, activations and the tp axis' gathers of activations are
+      run again. The default.
     - `everything`: all that backward needs; nothing is run again.
 
     Raises:

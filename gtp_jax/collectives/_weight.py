@@ -20,10 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.layout import Layout as DeviceLayout
-from jax.experimental.layout import with_layout_constraint
 
 from ..mesh import Layout
+from ..ops import row_major
 
 Slices = tuple[jax.Array, ...]
 
@@ -84,16 +83,11 @@ def as_slices(part: jax.Array, layouts: Sequence[Layout], out: Sequence[jax.typi
     part = jnp.reshape(part, (*layouts[0].slice_shape[:-2], -1, part.shape[-1]))
     ends = np.cumsum([layout.padded_rows // layout.gtp for layout in layouts])
     pieces = jnp.split(part, ends[:-1], axis=-2)
+    # else XLA keeps the wire's order, and transposes parameter and moments inside the optimizer's kernel
     return tuple(
-        _row_major(jnp.moveaxis(piece, -2, layout.dim).astype(kind))
+        row_major(jnp.moveaxis(piece, -2, layout.dim).astype(kind))
         for piece, layout, kind in zip(pieces, layouts, out, strict=True)
     )
-
-
-def _row_major(x: jax.Array) -> jax.Array:
-    # Left to choose, XLA keeps the wire's order and transposes parameter and moments inside the optimizer's kernel
-    # instead, at a fifth of the memory bandwidth.
-    return with_layout_constraint(x, DeviceLayout(tuple(range(x.ndim))))
 
 
 def split_features(y: jax.Array, layouts: Sequence[Layout]) -> Slices:

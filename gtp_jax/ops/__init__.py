@@ -1,15 +1,16 @@
 """Numeric operations on plain arrays, and on quantized ones."""
 
-from ._amax import OPERAND_AMAX as OPERAND_AMAX
 from ._amax import hadamard as hadamard
 from ._amax import hadamard_amax as hadamard_amax
 from ._amax import multi_amax as multi_amax
 from ._amax import power_of_two_amax as power_of_two_amax
 from ._attention import causal_attention as causal_attention
 from ._cross_entropy import token_cross_entropy as token_cross_entropy
-from ._grouped_matmul import GROUPED_MATMUL as GROUPED_MATMUL
 from ._grouped_matmul import grouped_matmul as grouped_matmul
 from ._implementation import Implementation as Implementation
+from ._keep import KEPT as KEPT
+from ._keep import keep as keep
+from ._keep import row_major as row_major
 from ._linear import linear as linear
 from ._linear_blocks import linear_blocks as linear_blocks
 from ._linear_fp8 import linear_fp8 as linear_fp8

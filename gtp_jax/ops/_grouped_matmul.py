@@ -12,12 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from . import _grouped_blocked as blocked
-
-# The name by which a recomputation policy knows the result.
-GROUPED_MATMUL = "grouped_matmul"
+from ._keep import keep
 
 
 def grouped_matmul(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, platform: str) -> jax.Array:
@@ -55,7 +52,7 @@ def grouped_matmul(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, p
     if weight.dtype != x.dtype:
         raise TypeError(f"`x` is {x.dtype} and `weight` {weight.dtype}; cast one to the other's dtype.")
     on_gpu = platform == "gpu" and x.dtype in (jnp.bfloat16, jnp.float16)
-    return checkpoint_name(_grouped_matmul(x, weight, group_sizes, "triton" if on_gpu else "blocked"), GROUPED_MATMUL)
+    return keep(_grouped_matmul(x, weight, group_sizes, "triton" if on_gpu else "blocked"))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -8,10 +8,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from ..formats import Format, Operands, QuantizedArray
-from ._amax import OPERAND_AMAX, hadamard_amax, multi_amax, power_of_two_amax
+from ._amax import hadamard_amax, multi_amax, power_of_two_amax
+from ._keep import keep
 from ._operand import quantizable, rows_of
 from ._quantize import dequantize, quantize
 from ._scaled import fits, scaled_product
@@ -100,7 +100,7 @@ def _amaxes(rows: jax.Array, form: Format, hadamard: bool) -> tuple[jax.Array | 
         return None, None
     whole = multi_amax([rows])[0]
     found = jnp.stack([whole, hadamard_amax(rows) if hadamard else whole])
-    kept = checkpoint_name(power_of_two_amax(found, form), OPERAND_AMAX)
+    kept = keep(power_of_two_amax(found, form))
     return kept[0], kept[1]
 
 

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ._keep import keep, row_major
+
 
 def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float = 1e-6) -> jax.Array:
     """`x / sqrt(mean(x**2) + eps) * scale` (Zhang and Sennrich 2019, arXiv 1910.07467).
@@ -18,14 +20,19 @@ def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float = 1e-6) -> jax.Array:
     Returns:
         Same shape and dtype as `x`.
     """
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = _wide(x)
     normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (normed * scale.astype(wide.dtype)).astype(x.dtype)
 
 
 def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, *, eps: float = 1e-6) -> jax.Array:
     """`(x - mean) / sqrt(var + eps) * scale + bias` (Ba et al. 2016, arXiv 1607.06450)."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = _wide(x)
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
     normed = centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
     return (normed * scale.astype(wide.dtype) + bias.astype(wide.dtype)).astype(x.dtype)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    # Backward needs the input, a residual stream that else is added up again from what went into it.
+    return keep(row_major(x)).astype(jnp.promote_types(x.dtype, jnp.float32))

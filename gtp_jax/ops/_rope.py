@@ -17,6 +17,8 @@ def rope(x: jax.Array, *, theta: float) -> jax.Array:
     wide = jnp.promote_types(x.dtype, jnp.float32)
     frequency = theta ** (-jnp.arange(half, dtype=wide) / half)
     angle = jnp.arange(x.shape[1], dtype=wide)[:, None] * frequency
-    cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
-    first, second = x[..., :half].astype(wide), x[..., half:].astype(wide)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    # Halves change places by a flip, which XLA computes with what follows: a concatenation is a kernel of its own.
+    halves = jnp.reshape(x, (*x.shape[:-1], 2, half)).astype(wide)
+    turned = halves * cos[:, None, None] + jnp.flip(halves, -2) * jnp.stack([-sin, sin], axis=1)[:, None]
+    return jnp.reshape(turned, x.shape).astype(x.dtype)

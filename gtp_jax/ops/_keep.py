@@ -1,0 +1,29 @@
+"""What a layer keeps for its backward pass, and how it lies in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
+
+KEPT = "gtp_kept"
+
+
+def keep(x: Any) -> Any:
+    """Marks what the policy `matmuls` keeps beside the outputs of matmuls.
+
+    A matmul's output that backward needs for nothing but this is then not kept: this takes its place. So what is
+    computed from it is not computed again, for no more memory.
+    """
+    return checkpoint_name(x, KEPT)
+
+
+def row_major(x: jax.Array) -> jax.Array:
+    """The same array, whose last dimension lies in memory without gaps.
+
+    Where XLA may choose, it turns arrays over for a matmul that reads them anyhow, and what else reads them, reductions
+    and the optimizer above all, runs at a fraction of the memory bandwidth.
+    """
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
