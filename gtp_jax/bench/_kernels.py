@@ -217,8 +217,9 @@ def _dequantize(axis: Any, form: Format, arrays: list[jax.Array]) -> tuple[_Prog
     return program, operands, arrays[0].nbytes + _bytes(operands[0])
 
 
-def _plan(rows: int, cols: int, transposed: bool) -> PackPlan:
+def _plan(shape: tuple[int, ...], transposed: bool) -> PackPlan:
     """A layer of four weights, of a quarter of the rows each; two of them share an output."""
+    rows, cols = shape
     each = rows // _WEIGHTS
     outs = ((0, 0), (0, each), (1, 0), (2, 0))
     return PackPlan(
@@ -236,7 +237,7 @@ def _layers(arrays: list[jax.Array], transposed: bool) -> list[list[jax.Array]]:
 
 def _pack(variant: str, form: Format, arrays: list[jax.Array]) -> tuple[_Program, Any, int]:
     transposed = variant == "transposed"
-    plan = _plan(*arrays[0].shape, transposed)
+    plan = _plan(arrays[0].shape, transposed)
     operands = [(layer, ops.multi_amax(layer) if form.has_amax else None) for layer in _layers(arrays, transposed)]
 
     def program(how: Implementation):
@@ -248,7 +249,7 @@ def _pack(variant: str, form: Format, arrays: list[jax.Array]) -> tuple[_Program
 def _unpack(variant: str, form: Format, arrays: list[jax.Array]) -> tuple[_Program, Any, int]:
     del variant
     dtype = arrays[0].dtype
-    whole = _plan(*arrays[0].shape, False)
+    whole = _plan(arrays[0].shape, False)
     cut = PackPlan(tuple(dataclasses.replace(p, rows=p.rows // _SLICES) for p in whole.pieces))
     operands = []
     for layer in _layers(arrays, False):
