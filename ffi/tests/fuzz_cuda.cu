@@ -107,9 +107,11 @@ class Arena {
 void fill_values(uint8_t* x, int64_t size, DType dtype) {
   std::normal_distribution<float> normal;
   const bool wild = one_in(3);
+  const uint32_t kept = one_in(2) ? 0xFFF80000u : ~0u;  // numbers of few bits make ties
   const int64_t spoilt = one_in(2) && size > 0 ? below(size) : -1;
   for (int64_t i = 0; i < size; ++i) {
-    const uint32_t word = i == spoilt ? kNan : wild ? static_cast<uint32_t>(generator()) : bits_of(normal(generator));
+    const uint32_t word = i == spoilt ? kNan : wild ? static_cast<uint32_t>(generator())
+                                             : bits_of(normal(generator)) & kept;
     if (dtype == DType::kF32) {
       std::memcpy(x + 4 * i, &word, 4);
     } else {
