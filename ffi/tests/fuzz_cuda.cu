@@ -107,9 +107,11 @@ class Arena {
 void fill_values(uint8_t* x, int64_t size, DType dtype) {
   std::normal_distribution<float> normal;
   const bool wild = one_in(3);
+  const uint32_t kept = one_in(2) ? 0xFFF80000u : ~0u;  // numbers of few bits make ties
   const int64_t spoilt = one_in(2) && size > 0 ? below(size) : -1;
   for (int64_t i = 0; i < size; ++i) {
-    const uint32_t word = i == spoilt ? kNan : wild ? static_cast<uint32_t>(generator()) : bits_of(normal(generator));
+    const uint32_t word = i == spoilt ? kNan : wild ? static_cast<uint32_t>(generator())
+                                             : bits_of(normal(generator)) & kept;
     if (dtype == DType::kF32) {
       std::memcpy(x + 4 * i, &word, 4);
     } else {
@@ -120,7 +122,10 @@ void fill_values(uint8_t* x, int64_t size, DType dtype) {
   }
 }
 
+// Of half of them, products with 16-bit numbers are often ties of e2m1.
 float any_amax() {
+  if (one_in(3)) return from_bf16(static_cast<uint16_t>(0x4000 + below(256)));
+  if (one_in(3)) return 21.0f * static_cast<float>(1 + below(8));
   static constexpr float kAmaxes[] = {3.0f, 6.0f, 0.5f, 100.0f, 0.0f, 1e-40f, 1e-30f, 1e30f, kFloatMax};
   return kAmaxes[below(std::size(kAmaxes))];
 }

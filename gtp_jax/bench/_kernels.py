@@ -24,7 +24,10 @@ from ._timing import seconds_a_call, seconds_on_device
 _COLS = 4096
 _SMALL_BYTES = 64 * 1024
 _SMALL_COUNT = 1000
+_WEIGHTS = 4  # of which a layer consists
 _SLICES = 4  # of which an unpacked buffer consists
+# Rows of an array are a multiple of this, so that a slice of a weight has whole blocks.
+_ROWS = _WEIGHTS * _SLICES * max(form.alignment for form in FORMATS.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +92,11 @@ class Measurement:
     reference_microseconds: float | None
 
     @property
+    def size(self) -> str:
+        """Of the values, in MiB, for tables."""
+        return f"{round(self.mebibytes, 2):g}"
+
+    @property
     def rate(self) -> float:
         """Bytes a second."""
         return self.bytes_moved / (self.microseconds * 1e-6)
@@ -125,14 +133,14 @@ def measure(
 
     Args:
         chosen: which.
-        mebibytes: size of the values of one array.
+        mebibytes: size of the values of one array; they are as near to it as whole blocks allow.
         dtype: of the values; float32, bfloat16 or float16.
         copies: arrays a program works on.
         reference: whether to time the reference as well.
     """
     dtype = jnp.dtype(dtype)
-    rows = max(_SLICES * 32, round(mebibytes * 2**20 / dtype.itemsize / _COLS) // 128 * 128)
-    arrays = [jax.random.normal(jax.random.key(i), (rows, _COLS), dtype) for i in range(copies)]
+    shape = _shape(round(mebibytes * 2**20 / dtype.itemsize))
+    arrays = [jax.random.normal(jax.random.key(i), shape, dtype) for i in range(copies)]
     copy = jax.jit(lambda xs: [jnp.copy(x) for x in xs])
     copy_rate = 2 * sum(x.nbytes for x in arrays) / seconds_a_call(copy, arrays)
     for kernel in chosen:
@@ -152,6 +160,12 @@ def measure(
 
 
 _Program = Callable[[Implementation], Callable[[Any], Any]]
+
+
+def _shape(size: int) -> tuple[int, int]:
+    """Of an array of about so many elements; a small one has fewer columns."""
+    rows = max(_ROWS, size // _COLS // _ROWS * _ROWS)
+    return rows, min(_COLS, max(64, size // rows // 64 * 64))
 
 
 def _program(kernel: Kernel, arrays: list[jax.Array]) -> tuple[_Program, Any, int]:
@@ -203,25 +217,27 @@ def _dequantize(axis: Any, form: Format, arrays: list[jax.Array]) -> tuple[_Prog
     return program, operands, arrays[0].nbytes + _bytes(operands[0])
 
 
-def _plan(rows: int, transposed: bool) -> PackPlan:
+def _plan(shape: tuple[int, ...], transposed: bool) -> PackPlan:
     """A layer of four weights, of a quarter of the rows each; two of them share an output."""
-    outs = ((0, 0), (0, rows // 4), (1, 0), (2, 0))
+    rows, cols = shape
+    each = rows // _WEIGHTS
+    outs = ((0, 0), (0, each), (1, 0), (2, 0))
     return PackPlan(
         tuple(
-            Piece(rows=rows // 4, cols=_COLS, transposed=transposed, total_rows=rows // 4, out=out, out_row=row)
+            Piece(rows=each, cols=cols, transposed=transposed, total_rows=each, out=out, out_row=row)
             for out, row in outs
         )
     )
 
 
 def _layers(arrays: list[jax.Array], transposed: bool) -> list[list[jax.Array]]:
-    quarters = jax.jit(lambda x: [jnp.asarray(q.T) if transposed else q for q in jnp.split(x, 4)])
+    quarters = jax.jit(lambda x: [jnp.asarray(q.T) if transposed else q for q in jnp.split(x, _WEIGHTS)])
     return [quarters(x) for x in arrays]
 
 
 def _pack(variant: str, form: Format, arrays: list[jax.Array]) -> tuple[_Program, Any, int]:
     transposed = variant == "transposed"
-    plan = _plan(arrays[0].shape[0], transposed)
+    plan = _plan(arrays[0].shape, transposed)
     operands = [(layer, ops.multi_amax(layer) if form.has_amax else None) for layer in _layers(arrays, transposed)]
 
     def program(how: Implementation):
@@ -232,8 +248,8 @@ def _pack(variant: str, form: Format, arrays: list[jax.Array]) -> tuple[_Program
 
 def _unpack(variant: str, form: Format, arrays: list[jax.Array]) -> tuple[_Program, Any, int]:
     del variant
-    rows, dtype = arrays[0].shape[0], arrays[0].dtype
-    whole = _plan(rows, False)
+    dtype = arrays[0].dtype
+    whole = _plan(arrays[0].shape, False)
     cut = PackPlan(tuple(dataclasses.replace(p, rows=p.rows // _SLICES) for p in whole.pieces))
     operands = []
     for layer in _layers(arrays, False):

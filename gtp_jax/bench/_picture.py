@@ -7,15 +7,15 @@ from pathlib import Path
 
 from ._kernels import Measurement
 
-_REACHED, _MISSED, _LINE, _TEXT = "#5b8c5a", "#d1495b", "#555555", "#333333"
+_REACHED, _MISSED, _PLAIN, _LINE, _TEXT = "#5b8c5a", "#d1495b", "#4c78a8", "#555555", "#333333"
 
 
-def draw_ratios(measurements: Sequence[Measurement], goal: float, title: str, path: Path) -> None:
+def draw_ratios(measurements: Sequence[Measurement], goal: float | None, title: str, path: Path) -> None:
     """Draws each kernel's rate as a share of the copy's, those below the goal in red.
 
     Args:
         measurements: one bar each, from the top.
-        goal: where the dashed line stands.
+        goal: where the dashed line stands; `None` draws neither it nor what is below in red.
         title: of the picture.
         path: PNG file to write.
     """
@@ -24,15 +24,17 @@ def draw_ratios(measurements: Sequence[Measurement], goal: float, title: str, pa
     figure = Figure(figsize=(9, 1.2 + 0.24 * len(measurements)), layout="constrained")
     axis = figure.subplots()
     shares = [m.of_copy for m in measurements]
-    bars = axis.barh(range(len(shares)), shares, color=[_REACHED if s >= goal else _MISSED for s in shares], height=0.7)
+    colors = [_PLAIN if goal is None else _REACHED if s >= goal else _MISSED for s in shares]
+    bars = axis.barh(range(len(shares)), shares, color=colors, height=0.7)
     axis.bar_label(bars, [f"{s:.0%}" for s in shares], padding=3, fontsize=8, color=_TEXT)
-    labels = [f"{m.kernel.name}, {m.dtype}, {m.mebibytes:.0f} MiB" for m in measurements]
+    labels = [f"{m.kernel.name}, {m.dtype}, {m.size} MiB" for m in measurements]
     axis.set_yticks(range(len(shares)), labels, fontsize=8)
     axis.invert_yaxis()
-    axis.axvline(goal, color=_LINE, linestyle="--", linewidth=1.2, label=f"{goal:.0%} of a copy")
+    if goal is not None:
+        axis.axvline(goal, color=_LINE, linestyle="--", linewidth=1.2, label=f"{goal:.0%} of a copy")
+        axis.legend(frameon=False, loc="lower right")
     axis.set_xlabel("rate of the bytes that must move, as a share of a device-to-device copy")
     axis.set_title(title, loc="left", fontsize=11, color=_TEXT)
     axis.set_xlim(0, max(1.05, *shares) * 1.08 if shares else 1)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, loc="lower right")
     figure.savefig(path, dpi=120)

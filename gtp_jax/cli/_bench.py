@@ -27,7 +27,7 @@ examples:
   gtp-jax bench kernels --json kernels.json --png kernels.png
 """
 
-_GOAL = 0.85
+_GOALS = {"gpu": 0.85}  # the CPU's kernels stand beside XLA's, not beside a copy
 _MEBIBYTES = {"gpu": 256.0, "cpu": 16.0}
 
 
@@ -100,14 +100,16 @@ def _kernels(args: argparse.Namespace) -> int:
     device = jax.devices()[0].device_kind
     print(f"{device}, jax {jax.__version__}; {native.describe()}\n")
     print(_table(done))
-    below = [m for m in done if m.of_copy < _GOAL]
-    print(f"\n{len(done) - len(below)} of {len(done)} at {_GOAL:.0%} of a copy or more")
+    goal = _GOALS.get(here)
+    if goal is not None:
+        reached = sum(m.of_copy >= goal for m in done)
+        print(f"\n{reached} of {len(done)} at {goal:.0%} of a copy or more")
     if args.json:
         args.json.write_text(
             json.dumps({"device": device, "jax": jax.__version__, "kernels": [_record(m) for m in done]}, indent=1)
         )
     if args.png:
-        bench.draw_ratios(done, _GOAL, f"Quantization kernels on one {device}", args.png)
+        bench.draw_ratios(done, goal, f"Quantization kernels on one {device}", args.png)
     return 0
 
 
@@ -117,7 +119,7 @@ def _table(done: list[bench.Measurement]) -> str:
         (
             m.kernel.name,
             m.dtype,
-            f"{m.mebibytes:.0f}",
+            m.size,
             f"{m.microseconds:.1f}",
             f"{m.rate / 1e9:.0f}",
             f"{m.of_copy:.0%}",

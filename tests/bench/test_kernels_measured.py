@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from matplotlib.figure import Figure
 
 from gtp_jax import bench, native
 from gtp_jax.cli import main
@@ -37,13 +38,37 @@ def test_the_command_prints_a_table_and_writes_json_and_a_picture(tmp_path, caps
     files = ["--json", str(record), "--png", str(picture)]
     assert main(["bench", "kernels", *words, "--mebibytes", "2", "--dtype", "float32", *files]) == 0
     printed = capsys.readouterr().out
-    assert "of copy" in printed and "pack NVFP4" in printed and " of 3 at 85% of a copy or more" in printed
+    assert "of copy" in printed and "pack NVFP4" in printed
     written = json.loads(record.read_text())["kernels"]
     packed = next(r for r in written if r["operation"] == "pack" and not r["variant"])
-    # 128 x 4096 of float32; a code of half a byte and a 256th of a scale each
+    # 512 x 1024 of float32; a code of half a byte and a 256th of a scale each
     assert packed["bytes_moved"] == 2**19 * 4 + 2**19 // 2 + 2**19 // 256
     assert packed["of_copy"] == pytest.approx(packed["bytes_a_second"] / packed["copy_bytes_a_second"])
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@needs_kernels
+@pytest.mark.parametrize("mebibytes", ["1", "2"])
+def test_small_arrays_are_measured_too(mebibytes, tmp_path, capsys):
+    record = tmp_path / "k.json"
+    sizes = ["--mebibytes", mebibytes, "--dtype", "float32"]
+    assert main(["bench", "kernels", "--only", "unpack", "--no-reference", *sizes, "--json", str(record)]) == 0
+    assert [line.split()[3] for line in capsys.readouterr().out.splitlines() if line.startswith("unpack")] == [
+        mebibytes
+    ] * 4
+    assert all(r["mebibytes"] == float(mebibytes) for r in json.loads(record.read_text())["kernels"])
+
+
+def test_rates_are_held_to_the_goal_of_a_gpu_only(tmp_path, monkeypatch):
+    kernel = bench.KERNELS[0]
+    shares = [bench.Measurement(kernel, "float32", 1.0, 1.0, moved, 1e8, None) for moved in (95, 50)]
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    figures: list[Figure] = []
+    for goal in (None, 0.85):
+        bench.draw_ratios(shares, goal, "rates", tmp_path / "k.png")
+    (plain, same), (reached, missed) = ([bar.get_facecolor() for bar in f.axes[0].patches] for f in figures)
+    assert plain == same and len({plain, reached, missed}) == 3
+    assert [len(f.axes[0].lines) for f in figures] == [0, 1]
 
 
 @needs_kernels
