@@ -91,45 +91,37 @@ __device__ __forceinline__ uint32_t shuffle_max(uint32_t top, int lanes) {
 
 // ---- encoding -----------------------------------------------------------------------------------------------------
 
-// The signs of four bytes of two words, as bytes of all ones or zeros.
-template <uint32_t kPick>
-__device__ __forceinline__ uint32_t byte_signs(uint32_t low, uint32_t high) {
-  uint32_t signs;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(signs) : "r"(low), "r"(high), "n"(kPick | 0x8888u));
-  return signs;
-}
-
-// Signs of eight numbers as the top bits of nibbles, from those of the numbers 0, 2, 4, 6 and 1, 3, 5, 7 as bytes.
-__device__ __forceinline__ uint32_t nibble_signs(uint32_t even, uint32_t odd) {
-  return ((even & 0x0F0F0F0Fu) | (odd & ~0x0F0F0F0Fu)) & 0x88888888u;
-}
-
-// A product below this is never rounded past e2m1's largest code. [Note: e2m1 by minima]
+// A product below this is never rounded past e2m1's largest code. [Note: e2m1 by bytes]
 constexpr float kE2m1Safe = 7.0f;
 
-// [Note: fused products] e2m1 takes products rounded to float32, and rounds them again. Fused operations, which round
-// once, give the same codes, unless a product that is no tie of e2m1 is rounded to one: to 1, 3, 5 or 7 times a power
-// of two. Of numbers of few bits only one, up to powers of two, comes that near to each; whether it does is asked here,
-// of a factor and the numbers' bits.
+// [Note: e2m1 by bytes] A float16 of a product times 2**-14, rounded toward zero, has e2m1's code where its exponent's
+// last two bits and its fraction's first are, for subnormals too. The bit after tells whether to round up, and all of
+// them, with the sign, are in its upper byte: four products are rounded by one addition. It rounds ties up, and e2m1
+// rounds to even: 1/4, 5/4, 5/2 and 5 down; 3/4, 7/4 and 7/2, whose fractions are 1/2 and 3/4, up. So if ties may come
+// (`kTies`), a product whose fraction is above 3/8 gets one more in its last place, and then all get one less.
+constexpr float kRaise = 0x1.745d18p-25f;         // 0.5 / 1.375 of a last place for each unit of the significand
+constexpr float kLowerAndScale = 0x1.fffffep-15f;  // (1 - 2**-24) * 2**-14
+constexpr float kScale = 0x1p-14f;
+
+// Whether a number of so many bits may, times the factor, come to be a tie that is rounded down, or the factor times
+// `kScale` be inexact. Of numbers of few bits only one, up to powers of two, comes near such a tie.
 template <int kBits>
-__device__ __forceinline__ bool may_fuse(float factor) {
-  if (!(factor >= 0x1p-124f && factor < 0x1p126f)) return false;  // so that its half and its double are exact
+__device__ __forceinline__ bool may_tie(float factor) {
   const float unit = __uint_as_float((__float_as_uint(factor) & 0x7FFFFFu) | 0x3F800000u);
-  bool fits = true;
+  bool may = !(factor >= 0x1p-112f);
 #pragma unroll
-  for (int tie = 1; tie <= 7; tie += 2) {
+  for (int tie = 1; tie <= 5; tie += 4) {
     const uint32_t quotient = __float_as_uint(__fdividef(static_cast<float>(tie), unit));
     const float nearest = __uint_as_float((quotient + (1u << (23 - kBits))) & ~((1u << (24 - kBits)) - 1));
-    const auto t = static_cast<float>(tie);
-    fits &= nearest * unit != t || __fmaf_rn(nearest, unit, -t) == 0.0f;
+    may |= nearest * unit == static_cast<float>(tie);
   }
-  return fits;
+  return may;
 }
 
-// Codes of eight numbers in e2m1, the first in the lowest nibble. Saturating, or for products below `kE2m1Safe`.
-// `kFused`: of factors that allow it. [Note: fused products]
-template <bool kSaturate, bool kFused>
-__device__ __forceinline__ uint32_t encode_e2m1_x8(const float (&x)[8], float factor, uint32_t signs) {
+// Codes of eight numbers in e2m1, the first in the lowest nibble. Saturating, or for products below `kE2m1Safe`; for
+// any products, or for those of `may_tie`'s factors.
+template <bool kSaturate, bool kTies>
+__device__ __forceinline__ uint32_t encode_e2m1_x8(const float (&x)[8], float factor) {
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL)
   uint32_t word = 0;
 #pragma unroll
@@ -142,21 +134,32 @@ __device__ __forceinline__ uint32_t encode_e2m1_x8(const float (&x)[8], float fa
   }
   return word;
 #else
-  constexpr float kRound = 12582912.0f;
-  constexpr uint32_t kRoundBits = 0x4B400000u;
-  // every term below carries the bits of kRound besides its code; together they add up to this
-  uint32_t word = 0u - kRoundBits * 0x11111111u;
+  const auto product = [&](int i) {
+    if (!kTies) return x[i] * (factor * kScale);
+    const float exact = x[i] * factor;
+    return __fmaf_rn(exact, kRaise, exact) * kLowerAndScale;
+  };
+  // the upper bytes of four products, every second of the eight
+  const auto bytes = [&](int first) {
+    uint32_t pairs[2];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const float number = kFused ? fabsf(x[i]) : fabsf(x[i]) * factor, unit = kFused ? factor : 1.0f;
-    const int doubled = __float_as_int(__fmaf_rn(number, 2.0f * unit, kRound));
-    const int shifted = __float_as_int(__fmaf_rn(number, unit, kRound + 2.0f));
-    const int halved = __float_as_int(__fmaf_rn(number, 0.5f * unit, kRound + 4.0f));
-    int code = __vimin3_s32(doubled, shifted, halved);
-    if (kSaturate) code = min(code, static_cast<int>(kRoundBits + 7));
-    word += static_cast<uint32_t>(code) << (4 * i);
-  }
-  return word | signs;
+    for (int i = 0; i < 2; ++i) {
+      const int at = first + 4 * i;
+      asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(pairs[i]) : "f"(product(at + 2)), "f"(product(at)));
+      if (kSaturate) {
+        const __half2 largest = __half2half2(__ushort_as_half(7 << 9));
+        const __half2 pair = *reinterpret_cast<const __half2*>(&pairs[i]);
+        const __half2 kept = __hmin2(__hmax2(pair, __hneg2(largest)), largest);
+        pairs[i] = *reinterpret_cast<const uint32_t*>(&kept);
+      }
+    }
+    return __byte_perm(pairs[0], pairs[1], 0x7531);
+  };
+  const auto choose = [](uint32_t bits, uint32_t first, uint32_t second) { return (first & bits) | (second & ~bits); };
+  constexpr uint32_t kOnes = 0x01010101u;
+  const uint32_t even = bytes(0), odd = bytes(1);
+  return choose(0x0F * kOnes, choose(0x07 * kOnes, (even + kOnes) >> 1, even >> 4),
+                choose(0x70 * kOnes, odd * 8 + kOnes * 8, odd));
 #endif
 }
 

@@ -69,7 +69,7 @@ class LineCopy {
  private:
   static constexpr int kBlock = kind == Kind::kExponents ? 32 : 16;
   static constexpr int kBytes = kFp4<kind> ? 8 : 16;  // of the codes of a run
-  static constexpr bool kTabled = kind == Kind::kRuns;
+  static constexpr bool kTabled = kFp4<kind>;
 
   uint8_t* codes_;  // of the thread's first number
   uint8_t* scales_;

@@ -120,9 +120,9 @@ __device__ __forceinline__ void store(uint8_t* out, const uint32_t (&words)[kWor
   }
 }
 
-// Whether codes are made by fused products, most often. [Note: fused products]
-template <Kind kind, class T>
-constexpr bool kFuses = kind == Kind::kRuns && T::kBytes == 2;
+// Whether products may be ties, whatever the factor. [Note: e2m1 by bytes]
+template <class T>
+constexpr bool kTies = T::kBytes == 4;
 
 // ---- two runs of 16 numbers ---------------------------------------------------------------------------------------
 
@@ -151,18 +151,6 @@ struct RunsOfRows {
         top = max_magnitude<T>(top, runs[r].words[w], runs[r].words[w + 1]);
       }
       tops[r] = widen_magnitude<T>(fold_halves<T>(top));
-    }
-  }
-
-  // Signs of eight numbers of a run, for their codes of e2m1.
-  __device__ __forceinline__ uint32_t signs(int run, int first) const {
-    const uint32_t* w = runs[run].words + first * T::kBytes / 4;
-    if constexpr (T::kBytes == 4) {
-      return nibble_signs(byte_signs<0x5410>(__byte_perm(w[0], w[2], 0x73), __byte_perm(w[4], w[6], 0x73)),
-                          byte_signs<0x5410>(__byte_perm(w[1], w[3], 0x73), __byte_perm(w[5], w[7], 0x73)));
-    } else {
-      const uint32_t low = __byte_perm(w[0], w[1], 0x7351), high = __byte_perm(w[2], w[3], 0x7351);
-      return nibble_signs(byte_signs<0x5410>(low, high), byte_signs<0x7632>(low, high));
     }
   }
 };
@@ -208,15 +196,6 @@ struct RunsOfColumns {
     }
   }
 
-  __device__ __forceinline__ uint32_t signs(int run, int first) const {
-    const auto four = [&](int from) {  // of every second number
-      const int w = kWords == 2 ? run : 0, pick = kWords == 2 ? 0x73 : run ? 0x73 : 0x51;
-      const auto* at = words + first + from;
-      return byte_signs<0x5410>(__byte_perm(at[0][w], at[2][w], pick), __byte_perm(at[4][w], at[6][w], pick));
-    };
-    return nibble_signs(four(0), four(1));
-  }
-
   __device__ __forceinline__ RunsOfColumns<F32> transformed() const {
     RunsOfColumns<F32> out;
 #pragma unroll
@@ -250,13 +229,13 @@ __device__ __forceinline__ void zero_gaps(const Copy& copy, const Place& at) {
 // ---- scales -------------------------------------------------------------------------------------------------------
 
 // A tensor's scale, and for blocks of 16 the factor of every code that a block's scale may have, in shared memory;
-// negative where products must not be fused.
+// negative where products may be ties.
 struct TensorScale {
   Nvfp4Scale scale;
   const float* factors;
 };
 
-// `plain`: all its numbers are finite, and for e2m1 no product is to saturate, and products may be fused.
+// `plain`: all its numbers are finite, and for e2m1 no product is to saturate, and none is a tie that it minds.
 struct Scaled {
   uint32_t code;
   float factor;
@@ -269,14 +248,12 @@ __device__ __forceinline__ TensorScale tensor_scale_of(const float* amax, const 
   if constexpr (kind == Kind::kExponents) return {};
   if constexpr (kind == Kind::kTensor) return {{tensor_scale(p.largest, *amax), 0.0f}, nullptr};
   const Nvfp4Scale scale = nvfp4_scale(*amax);
-  if constexpr (kind == Kind::kRuns) {
-    static_assert(kThreads == kScaleCodes);
-    float factor = e4m3_scale_factor(threadIdx.x, scale);
-    if constexpr (kFuses<kind, T>) {
-      if (!may_fuse<T::kBits>(factor)) factor = -factor;
-    }
-    factors[threadIdx.x] = factor;
+  static_assert(kThreads == kScaleCodes);
+  float factor = e4m3_scale_factor(threadIdx.x, scale);
+  if constexpr (!kTies<T>) {
+    if (may_tie<T::kBits>(factor)) factor = -factor;
   }
+  factors[threadIdx.x] = factor;
   return {scale, factors};
 }
 
@@ -291,7 +268,7 @@ __device__ __forceinline__ Scaled scale_of(uint32_t top_bits, const TensorScale&
     return {0, tensor.scale.per_step, finite};
   } else {
     const uint32_t code = e4m3_scale_code(top, tensor.scale);
-    const float factor = kind == Kind::kRuns ? tensor.factors[code] : e4m3_scale_factor(code, tensor.scale);
+    const float factor = tensor.factors[code];
     // as integers, NaN and what is negative are larger
     return {code, factor, __float_as_uint(top * factor) < __float_as_uint(kE2m1Safe)};
   }
@@ -316,8 +293,7 @@ __device__ __forceinline__ void plain_codes(const Runs& x, int run, const Scaled
 #pragma unroll
     for (int i = 0; i < 8; ++i) eight[i] = x.value(run, part * 8 + i);
     if constexpr (kFp4<kind>) {
-      constexpr bool kFused = kFuses<kind, typename Runs::Number>;
-      words[part] = encode_e2m1_x8<false, kFused>(eight, block.factor, x.signs(run, part * 8));
+      words[part] = encode_e2m1_x8<false, kTies<typename Runs::Number>>(eight, block.factor);
     } else {
       const uint2 both = encode_fp8_x8(eight, block.factor, p.e5m2);
       words[2 * part] = both.x;
@@ -339,7 +315,7 @@ __device__ __forceinline__ void any_codes(const Runs& x, int run, const Scaled& 
 #pragma unroll
     for (int i = 0; i < 8; ++i) eight[i] = x.value(run, part * 8 + i);
     if constexpr (kFp4<kind>) {
-      words[part] = encode_e2m1_x8<true, false>(eight, fabsf(block.factor), x.signs(run, part * 8));
+      words[part] = encode_e2m1_x8<true, true>(eight, fabsf(block.factor));
     } else {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
