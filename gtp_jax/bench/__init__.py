@@ -17,6 +17,7 @@ from ._checkpoint_picture import draw_checkpoints as draw_checkpoints
 from ._contender import CONTENDERS as CONTENDERS
 from ._contender import Contender as Contender
 from ._contender import chosen_contenders as chosen_contenders
+from ._contender import with_recipe as with_recipe
 from ._curves import Curve as Curve
 from ._curves import read_curve as read_curve
 from ._curves import run_curves as run_curves
