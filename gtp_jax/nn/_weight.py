@@ -154,20 +154,30 @@ class WeightOwner(Layer):
             return linear(x, weight)
         if self.operands.weight.block is None:
             return linear_fp8(x, weight, self.operands.gradient)
-        key = jnp.zeros(2, jnp.uint32) if self.key is None else self.key
-        rows, padded = self._rows_in_blocks(self.operands)
-        y: Any = linear_blocks(x, _resized(weight, rows, padded, 0), key, self.operands, multiplies_blocks())
-        return _resized(y, padded, rows, -1)
+        return self.in_blocks(
+            weight, lambda weight, key, operands: linear_blocks(x, weight, key, operands, multiplies_blocks())
+        )
 
-    def _rows_in_blocks(self, operands: Operands) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Rows of the kernels in a fused weight, and what they are padded to, so that no block of dgrad, which runs
-        along them, has two kernels' in it: between slices a layout's padding sees to that, of a whole weight none does.
+    def in_blocks(
+        self, weight: jax.Array, multiply: Callable[[jax.Array, jax.Array, Operands], jax.Array]
+    ) -> jax.Array:
+        """`multiply(weight, key, operands)`, with each kernel's rows as `rows_in_blocks` has them."""
+        assert self.operands is not None
+        rows, padded = tuple(one.padded_rows for one in self.layouts), self.rows_in_blocks(self.operands)
+        key = jnp.zeros(2, jnp.uint32) if self.key is None else self.key
+        return _resized(multiply(_resized(weight, rows, padded, -2), key, self.operands), padded, rows, -1)
+
+    def rows_in_blocks(self, operands: Operands) -> tuple[int, ...]:
+        """Each kernel's rows in a fused weight that is multiplied, filled up with zeros to whole blocks.
+
+        So no block of dgrad, which runs along them, has two kernels' in it. Between slices a layout's padding sees to
+        that already; of a whole weight none does.
         """
         rows = tuple(one.padded_rows for one in self.layouts)
-        if len(rows) == 1 or self.layouts[0].gtp > 1 or operands.gradient.block is None:
-            return rows, rows
+        if self.layouts[0].gtp > 1 or operands.gradient.block is None:
+            return rows
         run = operands.gradient.block[1]
-        return rows, (*(-(-one // run) * run for one in rows[:-1]), rows[-1])
+        return (*(-(-one // run) * run for one in rows[:-1]), rows[-1])
 
     def with_weight(self, function: Callable[..., Any], *operands: Any) -> Any:
         """`function(weight, *operands)`, the weight gathered for it here, and again in backward, unless a chain did."""

@@ -1,6 +1,5 @@
 """Numeric operations on plain arrays, and on quantized ones."""
 
-from ._amax import OPERAND_AMAX as OPERAND_AMAX
 from ._amax import hadamard as hadamard
 from ._amax import hadamard_amax as hadamard_amax
 from ._amax import multi_amax as multi_amax
@@ -9,12 +8,14 @@ from ._attention import causal_attention as causal_attention
 from ._cross_entropy import token_cross_entropy as token_cross_entropy
 from ._grouped_matmul import GROUPED_MATMUL as GROUPED_MATMUL
 from ._grouped_matmul import grouped_matmul as grouped_matmul
+from ._grouped_quantized import grouped_quantized as grouped_quantized
 from ._implementation import Implementation as Implementation
 from ._linear import linear as linear
 from ._linear_blocks import linear_blocks as linear_blocks
 from ._linear_fp8 import linear_fp8 as linear_fp8
 from ._norm import layer_norm as layer_norm
 from ._norm import rms_norm as rms_norm
+from ._operand import OPERAND_AMAX as OPERAND_AMAX
 from ._operand import quantizable as quantizable
 from ._pack import pack as pack
 from ._pack import unpack as unpack

@@ -12,9 +12,6 @@ from ._checks import as_matrix, as_values
 from ._implementation import Implementation, call
 from .reference import hadamard as _transform
 
-# Names the amaxes of matmuls' operands: numbers too small not to be kept for backward.
-OPERAND_AMAX = "gtp_operand_amax"
-
 
 def multi_amax(
     arrays: Sequence[jax.Array], *, stacked: bool = False, implementation: Implementation | None = None
