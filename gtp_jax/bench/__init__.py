@@ -17,9 +17,12 @@ from ._checkpoint_picture import draw_checkpoints as draw_checkpoints
 from ._contender import CONTENDERS as CONTENDERS
 from ._contender import Contender as Contender
 from ._contender import chosen_contenders as chosen_contenders
+from ._contender import with_recipe as with_recipe
+from ._curve_settings import CurveSettings as CurveSettings
 from ._curves import Curve as Curve
 from ._curves import read_curve as read_curve
 from ._curves import run_curves as run_curves
+from ._curves import settings_in as settings_in
 from ._curves_picture import draw_curves as draw_curves
 from ._kernels import KERNELS as KERNELS
 from ._kernels import Kernel as Kernel

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..recipes import RECIPES
+from ..recipes import RECIPES, RecipeOptions
 from ._choice import by_words
 
 SCRIPTS = Path(__file__).with_name("contenders")
@@ -77,3 +77,20 @@ def chosen_contenders(only: Sequence[str]) -> list[Contender]:
         ValueError: if none has.
     """
     return by_words(CONTENDERS, only, "contender")
+
+
+def with_recipe(contenders: Sequence[Contender], options: RecipeOptions) -> list[Contender]:
+    """The contenders, of which those of gtp_jax follow what is said beside their recipe.
+
+    Raises:
+        ValueError: if it does not go with one of them.
+    """
+    found = []
+    for one in contenders:
+        if one.family == OURS:
+            own = dataclasses.replace(options, recipe=one.variant)
+            if all(kind.wire is None for kind in own.quantization.kinds):
+                own = dataclasses.replace(own, held=0)  # there are no codes to hold
+            one = dataclasses.replace(one, flags=tuple(dict.fromkeys((*one.flags, *own.recipe_flags))))
+        found.append(one)
+    return found

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
 
-from ._process import reason
-from ._variants import Variant
+from ._curve_settings import CurveSettings
+from ._process import reason, run
+from ._variants import VARIANTS, Variant
 
 _SCRIPT = Path(__file__).parent / "contenders" / "curve.py"
 _POLL_S = 0.5
@@ -30,6 +32,7 @@ class Curve:
         losses: nats a token, of the step's own batch.
         held_out: loss on held-out text by step.
         step_s: median seconds of a step; `None` if the run did not end.
+        settings: what it is of; `None` if the log does not say.
         failure: why there is no more, or empty.
     """
 
@@ -38,6 +41,7 @@ class Curve:
     losses: np.ndarray
     held_out: dict[int, float]
     step_s: float | None
+    settings: CurveSettings | None = None
     failure: str = ""
 
     @property
@@ -53,7 +57,7 @@ class Curve:
 
 def run_curves(
     variants: Sequence[Variant],
-    flags: Sequence[str],
+    settings: CurveSettings,
     folder: Path,
     *,
     environment: Mapping[str, str],
@@ -65,7 +69,7 @@ def run_curves(
 
     Args:
         variants: in the order in which they start. Logs of theirs that lie there are removed.
-        flags: of `contenders/curve.py`, the same for all.
+        settings: the same for all.
         folder: exists.
         environment: of the processes.
         gpus: names for CUDA_VISIBLE_DEVICES; a process each at a time. None: one process, on the CPU.
@@ -75,29 +79,41 @@ def run_curves(
     Returns:
         By name of those that failed, why.
     """
-    deadline, waiting, failures = time.monotonic() + within_s, list(variants), {}
-    running: dict[str, tuple[Variant, subprocess.Popen[bytes]]] = {}
-    places = list(gpus) or [""]
+    deadline, waiting, stop = time.monotonic() + within_s, list(variants), threading.Event()
+    failures: dict[str, str] = {}
     for variant in variants:  # of an earlier run, which would be taken for those of one that is not begun in time
         (folder / f"{variant.name}.jsonl").unlink(missing_ok=True)
-    try:
-        while (waiting or running) and time.monotonic() < deadline:
-            for place in places:
-                if place not in running and waiting:
-                    running[place] = (waiting[0], _start(waiting.pop(0), flags, folder, environment, place))
-                if place in running and running[place][1].poll() is not None:
-                    variant, process = running.pop(place)
-                    if process.returncode:
-                        printed = (folder / f"{variant.name}.txt").read_text()
-                        failures[variant.name] = reason(process.returncode, printed)
-            report(sum(len(read_curve(v, folder).steps) for v in variants))
-            time.sleep(_POLL_S)
-    finally:
-        for variant, process in running.values():
-            process.kill()
-            process.wait()
-            failures[variant.name] = f"ended after {within_s:.0f} s for all"
-    return {**failures, **{variant.name: "not begun in time" for variant in waiting}}
+
+    def train(gpu: str) -> None:
+        shown = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
+        while waiting:
+            variant, left = waiting.pop(0), deadline - time.monotonic()
+            if left <= 0:
+                failures[variant.name] = "not begun in time"
+                continue
+            log = folder / f"{variant.name}.jsonl"
+            command = [sys.executable, str(_SCRIPT), variant.name, "--log", str(log), *settings.flags]
+            with (folder / f"{variant.name}.txt").open("w") as printed:
+                code, output = run(command, {**environment, **shown}, left, printed.write, stop)
+            if code != 0:
+                failures[variant.name] = (
+                    f"ended after {within_s:.0f} s for all" if code is None else reason(code, output)
+                )
+
+    places = list(gpus) or [""]
+    with ThreadPoolExecutor(len(places)) as pool:
+        runs = [pool.submit(train, place) for place in places]
+        try:
+            while wait(runs, _POLL_S).not_done:
+                report(sum(len(read_curve(v, folder).steps) for v in variants))
+        except BaseException:
+            waiting.clear()
+            stop.set()
+            raise
+    for one in runs:
+        one.result()
+    report(sum(len(read_curve(v, folder).steps) for v in variants))
+    return failures
 
 
 def read_curve(variant: Variant, folder: Path, failure: str = "") -> Curve:
@@ -116,17 +132,32 @@ def read_curve(variant: Variant, folder: Path, failure: str = "") -> Curve:
         np.array([loss for _, loss in losses], float),
         {r["step"]: r["held_out"] for r in found if "held_out" in r},
         next((r["step_s"] for r in found if "step_s" in r), None),
+        next((CurveSettings.of(r["settings"]) for r in found if "settings" in r), None),
         failure,
     )
 
 
-def _start(
-    variant: Variant, flags: Sequence[str], folder: Path, environment: Mapping[str, str], gpu: str
-) -> subprocess.Popen[bytes]:
-    log = folder / f"{variant.name}.jsonl"
-    shown = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
-    with (folder / f"{variant.name}.txt").open("wb") as printed:
-        command = [sys.executable, str(_SCRIPT), variant.name, "--log", str(log), *flags]
-        return subprocess.Popen(
-            command, stdout=printed, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env={**environment, **shown}
-        )
+def settings_in(folder: Path, but: Sequence[Variant] = ()) -> CurveSettings | None:
+    """What the logs in a folder are of, without those of some variants; `None` if there are no others.
+
+    Raises:
+        ValueError: if they are of different settings, naming two; or one does not say of which.
+    """
+    found: dict[str, CurveSettings] = {}
+    for variant in VARIANTS.values():
+        if variant not in but and (folder / f"{variant.name}.jsonl").exists():
+            settings = read_curve(variant, folder).settings
+            if settings is None:
+                raise ValueError(
+                    f"{folder / variant.name}.jsonl does not say of which settings it is. Remove it, or choose another "
+                    "--out."
+                )
+            found[variant.name] = settings
+    for name, settings in found.items():
+        first = next(iter(found))
+        if settings != found[first]:
+            raise ValueError(
+                f"{folder} holds logs of different settings, which are not to be compared: {name}.jsonl is of "
+                f"{settings.unlike(found[first], f'{first}.jsonl')}. Put them into folders of their own."
+            )
+    return next(iter(found.values()), None)

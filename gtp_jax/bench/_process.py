@@ -8,19 +8,22 @@ import re
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 _REASON_LENGTH = 110
 # What torchrun has to end its workers, which are in sessions of their own.
 _GRACE_S = 10
+_POLL_S = 0.5
 
 
 def run(
     command: Sequence[str],
     environment: Mapping[str, str],
     timeout_s: float,
-    hear: Callable[[str], None] = lambda line: None,
+    hear: Callable[[str], object] = lambda line: None,
+    stop: threading.Event | None = None,
 ) -> tuple[int | None, str]:
     """Runs a program.
 
@@ -29,9 +32,10 @@ def run(
         environment: all of it.
         timeout_s: after which it is ended.
         hear: told each line of its output when it comes.
+        stop: when set, by another thread, it is ended too.
 
     Returns:
-        Exit status, `None` after a timeout, and output.
+        Exit status, `None` if it was ended, and output.
     """
     process = subprocess.Popen(
         command,
@@ -45,13 +49,14 @@ def run(
     lines: list[str] = []
     reader = threading.Thread(target=_read, args=(process.stdout, lines, hear), daemon=True)
     reader.start()
+    deadline, code = time.monotonic() + timeout_s, None
     try:
-        code = process.wait(timeout_s)
-    except BaseException as error:
-        _end(process)
-        if not isinstance(error, subprocess.TimeoutExpired):
-            raise
-        code = None
+        while code is None and time.monotonic() < deadline and not (stop and stop.is_set()):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(max(0.0, min(_POLL_S, deadline - time.monotonic())))
+    finally:
+        if code is None:
+            _end(process)
     reader.join(_GRACE_S)  # a grandchild may have kept the pipe
     return code, "".join(lines)
 
@@ -65,7 +70,7 @@ def reason(code: int, output: str) -> str:
     return line if len(line) <= _REASON_LENGTH else line[: _REASON_LENGTH - 1] + "…"
 
 
-def _read(output: IO[str], lines: list[str], hear: Callable[[str], None]) -> None:
+def _read(output: IO[str], lines: list[str], hear: Callable[[str], object]) -> None:
     with output:
         for line in output:
             lines.append(line)

@@ -75,10 +75,17 @@ def changes(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[Change]:
     """What both runs have measured, figure by figure.
 
     Raises:
-        ValueError: if they are runs of different steps, or on different devices.
+        ValueError: if they are runs of different steps, on different devices, or of one contender with different flags.
     """
     _check_alike(now, then)
     before = {row["name"]: row for row in then["contenders"]}
+    for row in now["contenders"]:
+        flags = before.get(row["name"], row)["flags"]
+        if flags != row["flags"]:
+            raise ValueError(
+                f"the run to compare with has {row['name']} with {' '.join(flags)}, this one with "
+                f"{' '.join(row['flags'])}. Repeat it as it was."
+            )
     found = []
     for row in now["contenders"]:
         old = before.get(row["name"], {})

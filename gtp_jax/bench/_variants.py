@@ -17,12 +17,14 @@ class Variant:
         recipe: the library's part.
         mistake: a key of `MISTAKES` in `contenders/mistakes.py`, what is done to the weights instead; or empty.
         published: what the recipe's authors report of its loss.
+        seed: added to the seed of all, so that a recipe's own spread can be seen.
     """
 
     name: str
     recipe: Recipe
     mistake: str = ""
     published: str = ""
+    seed: int = 0
 
     @property
     def wrong(self) -> bool:
@@ -36,16 +38,20 @@ _PUBLISHED = {"mxfp8-matmuls": _MXFP8, "nvfp4-matmuls": _NVFP4}
 
 _FOUND = [
     *(Variant(name, make(), published=_PUBLISHED.get(name, "")) for name, make in RECIPES.items()),
+    Variant("bf16-seed1", RECIPES["bf16"](), seed=1),
     Variant("nvfp4-matmuls-last2", NVFP4(matmuls=True, keep_last=2), published=_NVFP4),
     Variant("fp8-matmuls-e4m3", FP8(matmuls=True, gradient="e4m3")),
-    Variant("mxfp8-down-only", NVFP4(matmuls=True, override={"mlp.down": MXFP8(matmuls=True)})),
+    Variant("nvfp4-matmuls-mxfp8-down", NVFP4(matmuls=True, override={"mlp.down": MXFP8(matmuls=True)})),
     Variant("nvfp4-matmuls-no-hadamard", NVFP4(matmuls=True, hadamard=False)),
     Variant("nvfp4-matmuls-no-stochastic", NVFP4(matmuls=True, stochastic=False)),
     Variant("nvfp4-local-amax", RECIPES["bf16"](), mistake="local amax"),
     Variant("mxfp8-rounded-down", RECIPES["bf16"](), mistake="scales rounded down"),
 ]
-VARIANTS = {variant.name: variant for variant in _FOUND}
-DEFAULT_VARIANTS = tuple(name for name in VARIANTS if name not in ("fp8-matmuls-e4m3", "mxfp8-down-only"))
+# bf16 first, to compare with, and then what it differs by from seed to seed
+VARIANTS = {
+    variant.name: variant for variant in sorted(_FOUND, key=lambda variant: not variant.name.startswith("bf16"))
+}
+DEFAULT_VARIANTS = tuple(name for name in VARIANTS if name not in ("fp8-matmuls-e4m3", "nvfp4-matmuls-mxfp8-down"))
 
 
 def chosen_variants(names: Sequence[str]) -> list[Variant]:

@@ -12,25 +12,27 @@ from tqdm import tqdm
 
 from .. import bench
 from ..models import PRESETS
-from ..plan import columns, quantity
+from ..plan import columns
 from ._arguments import positive, whole
 from ._workload import environment_of, probe
 
 _DESCRIPTION = """\
 Trains the same Llama on the same text from the same seed with several recipes, each in a process of its own, one a GPU
 at a time. Losses are logged as they come (NAME.jsonl in --out); at the end come a table of final losses with their gaps
-to bf16, and a picture, recipes.png.
+to bf16, and a picture, recipes.png, of these and of what lies in --out from before, of the same settings.
 """
 
 _EXAMPLES = f"""\
 recipes: {", ".join(bench.VARIANTS)}
-Those with `-no-`, `nvfp4-local-amax` (slices that do not agree on an amax) and `mxfp8-rounded-down` (the scales that
-the OCP specification suggests; of weights alone) leave something out on purpose.
+`bf16-seed1` is bf16 once more, from another seed: a gap that is no larger says nothing. Those with `-no-`,
+`nvfp4-local-amax` (slices that do not agree on an amax) and `mxfp8-rounded-down` (the scales that the OCP specification
+suggests; of weights alone) leave something out on purpose.
 
 examples:
-  gtp-jax bench recipes --out curves                                    100m on GPUs; on a CPU tiny, for 50 steps
+  gtp-jax bench recipes --out curves                    100m on GPUs, 10 minutes on four; on a CPU tiny, 50 steps
   gtp-jax bench recipes --recipes nvfp4-matmuls mxfp8-matmuls --steps 10000 --data books/ --out curves
-  gtp-jax bench recipes --draw --out curves                             the table and the picture again
+  gtp-jax bench recipes --recipes fp8 --out curves      one more, beside those that are there
+  gtp-jax bench recipes --draw --out curves             the table and the picture again
 """
 
 _PRESET, _STEPS, _SEQ, _BATCH = (
@@ -68,50 +70,62 @@ def add_topic(topics: Any) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     variants = bench.chosen_variants(args.recipes)
+    if "bf16" not in args.recipes and (args.out / "bf16.jsonl").exists():
+        variants = variants[1:]  # it is there to compare with
     failures: dict[str, str] = {}
     if args.draw:
-        variants = [v for v in bench.VARIANTS.values() if (args.out / f"{v.name}.jsonl").exists()]
-        if not variants:
+        settings = bench.settings_in(args.out)
+        if settings is None:
             raise ValueError(f"{args.out} has no logs; leave out --draw to make some.")
-        title = str(args.out)
     else:
-        title, failures = _train(args, variants)
-    curves = [bench.read_curve(v, args.out, failures.get(v.name, "")) for v in variants]
-    print(f"{title}\n\n{_table(curves)}")
+        settings, failures = _train(args, variants)
+    shown = [v for v in bench.VARIANTS.values() if (args.out / f"{v.name}.jsonl").exists() or v.name in failures]
+    curves = [bench.read_curve(v, args.out, failures.get(v.name, "")) for v in shown]
+    print(f"{settings.title}\n\n{_table(curves)}")
     if failures:
         print("\nnot to the end: " + "; ".join(f"{name} ({why})" for name, why in failures.items()))
     picture = args.out / "recipes.png"
-    bench.draw_curves(curves, title, picture)
+    bench.draw_curves(curves, settings.title, picture)
     print(f"\nthe curves: {picture}")
     return 1 if failures else 0
 
 
-def _train(args: argparse.Namespace, variants: list[bench.Variant]) -> tuple[str, dict[str, str]]:
-    args.out.mkdir(parents=True, exist_ok=True)
+def _train(args: argparse.Namespace, variants: list[bench.Variant]) -> tuple[bench.CurveSettings, dict[str, str]]:
     environment = environment_of(args)
     device, platform, count = probe(environment)
     kind = "gpu" if platform in ("gpu", "cuda") else "cpu"
     preset = args.preset or _PRESET[kind]
-    steps, batch, seq = args.steps or _STEPS[kind], args.batch or _BATCH[kind], args.seq or _SEQ[kind]
-    rate = args.lr or 0.003 * math.sqrt(128 / PRESETS[preset].dim)
-    flags = [f"--preset={preset}", f"--steps={steps}", f"--batch={batch}", f"--seq={seq}", f"--seed={args.seed}"]
-    flags += [f"--lr={rate}", f"--evaluate={max(1, steps // 6)}", *(("--data", *args.data) if args.data else ())]
-    shown = environment.get("CUDA_VISIBLE_DEVICES")
-    gpus = [] if kind == "cpu" else shown.split(",") if shown else [str(i) for i in range(count)]
+    settings = bench.CurveSettings(
+        preset=preset,
+        steps=args.steps or _STEPS[kind],
+        batch=args.batch or _BATCH[kind],
+        seq=args.seq or _SEQ[kind],
+        seed=args.seed,
+        lr=args.lr or 0.003 * math.sqrt(128 / PRESETS[preset].dim),
+        data=tuple(args.data),
+        device=device,
+    )
+    before = bench.settings_in(args.out, but=variants)
+    if before is not None and before != settings:
+        raise ValueError(
+            f"{args.out} holds logs of other settings, which are not to be compared: this is "
+            f"{settings.unlike(before, 'those')}. Choose another --out."
+        )
+    args.out.mkdir(parents=True, exist_ok=True)
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    gpus = [] if kind == "cpu" else visible.split(",") if visible else [str(i) for i in range(count)]
     # the slowest first, so that no GPU is left alone with one at the end
     order = sorted(variants, key=lambda v: v.recipe.operands is None)
-    with tqdm(total=steps * len(variants), unit="step", file=sys.stderr, disable=None) as progress:
+    with tqdm(total=settings.steps * len(variants), unit="step", file=sys.stderr, disable=None) as progress:
 
         def report(done: int) -> None:
             progress.update(done - progress.n)
 
         within = 60 * args.within if args.within else math.inf
         failures = bench.run_curves(
-            order, flags, args.out, environment=environment, gpus=gpus, within_s=within, report=report
+            order, settings, args.out, environment=environment, gpus=gpus, within_s=within, report=report
         )
-    size = quantity(PRESETS[preset].param_count(), " parameters")
-    title = f"{preset} ({size}), {steps} steps of {batch} x {seq} tokens, seed {args.seed}, {device}"
-    return title, failures
+    return settings, failures
 
 
 def _table(curves: list[bench.Curve]) -> str:

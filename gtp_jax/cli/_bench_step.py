@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from tqdm import tqdm
 
 from .. import bench
 from ..plan import columns, quantity
+from ..recipes import RecipeOptions, add_recipe, recipe_options
 from ._arguments import check_files, positive, whole
 from ._workload import add_workload, describe, environment_of, limit, probe, workload_of
 
@@ -21,12 +21,13 @@ examples:
   gtp-jax bench step                                    the reference step through all, on this machine's GPUs
   gtp-jax bench step --contenders "gtp_jax again" "fsdp2 again" --tokens 2048 --seq 2048
   gtp-jax bench step --preset 70b --layers 4 --within 9 --json run.json --png run.png
+  gtp-jax bench step --contenders "gtp_jax nvfp4-matmuls" --keep-last 2 --microbatches 4 --held all
   gtp-jax bench step --compare run.json                 the same again, and what has become slower since
   gtp-jax bench step --contenders "gtp_jax nvfp4"       on a machine without a GPU: a tiny model on virtual devices
 
 A contender is picked by words of its name: a family (gtp_jax, partitioner, fsdp2, bound), a variant (a recipe; scan,
-unrolled, combined; bf16, fp8) and a policy (again, kept). Each is a script in gtp_jax/bench/contenders that runs
-by itself.
+unrolled, combined; bf16, fp8) and a policy (again, kept). What is said of recipes goes for gtp_jax's, beside
+the recipe each is named after. Each is a script in gtp_jax/bench/contenders that runs by itself.
 """
 
 _FORMULA = (
@@ -47,6 +48,7 @@ def add_topic(topics: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_workload(topic)
+    add_recipe(topic, but=("recipe",))
     topic.add_argument("--steps", type=whole, default=12, help="timed, after 3 that are not (default: %(default)s)")
     topic.add_argument("--contenders", nargs="+", default=[], metavar="WORDS", help="which (default: all)")
     topic.add_argument(
@@ -66,7 +68,8 @@ def add_topic(topics: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    chosen = bench.chosen_contenders(args.contenders)
+    options = recipe_options(args)
+    chosen = bench.with_recipe(bench.chosen_contenders(args.contenders), options)
     check_files(args.json, args.png)
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
@@ -76,7 +79,7 @@ def _run(args: argparse.Namespace) -> int:
     work = workload_of(args, platform, count, steps=args.steps)
     limit(environment, work.devices)
     if saved is not None:
-        bench.changes({"workload": dataclasses.asdict(work), "device": device, "contenders": []}, saved)
+        bench.changes(bench.record([bench.Row(c, failure="to be run") for c in chosen], work, device), saved)
     rows: list[bench.Row] = []
     with tqdm(total=len(chosen), unit="contender", file=sys.stderr, disable=None) as progress:
         progress.set_description(chosen[0].name)
@@ -97,6 +100,8 @@ def _run(args: argparse.Namespace) -> int:
     rows.sort(key=lambda row: families.index(row.contender.family))
     found = bench.record(rows, work, device)
     title = describe(work, device)
+    if options != RecipeOptions():
+        title += f"; gtp_jax with {' '.join(options.recipe_flags)}"
     versions = sorted({f"{k} {v}" for row in rows for k, v in row.facts.get("versions", {}).items()})
     print(f"{title}; {', '.join(versions)}\n")
     print(_table(rows, work))

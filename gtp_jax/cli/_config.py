@@ -6,15 +6,15 @@ import dataclasses
 import difflib
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 from .. import __version__
+from .._flags import count_or, knob
 from ..chain import REMAT, Remat, Schedule
 from ..models import PRESETS, LlamaConfig
 from ..nn import check_heads
-from ..recipes import RECIPES, REDUCTIONS, Recipe
+from ..recipes import RecipeOptions
 
 # Without a GPU, and without degrees that ask for another number.
 VIRTUAL_DEVICES = 8
@@ -27,72 +27,38 @@ _VOCAB_MULTIPLE = 128
 DTYPES = ("float32", "bfloat16")
 
 
-def _knob(default: Any, group: str, text: str, *, kind: Any = int, **options: Any) -> Any:
-    """A field that the command line offers as a flag, in a group of the help, with its argparse options."""
-    return dataclasses.field(default=default, metadata={"group": group, "help": text, "type": kind, **options})
-
-
-def _count_or(word: str) -> Callable[[str], int | str]:
-    def count(text: str) -> int | str:
-        return text if text == word else int(text)
-
-    return count
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(RecipeOptions):
     """A training run. The help of each field is what `gtp-jax train --help` shows.
 
     Raises:
         ValueError: if a value is out of range, or values do not fit one another.
     """
 
-    preset: str = _knob("tiny", "model", f"size of the model: {', '.join(PRESETS)}", kind=str, metavar="NAME")
-    from_: str | None = _knob(
+    preset: str = knob("tiny", "model", f"size of the model: {', '.join(PRESETS)}", kind=str, metavar="NAME")
+    from_: str | None = knob(
         None,
         "model",
         "start from the parameters in a directory of checkpoints: imported, or of another run (default: random ones)",
         kind=str,
         metavar="DIR",
     )
-    dtype: str | None = _knob(
+    dtype: str | None = knob(
         None, "model", "compute dtype (default: bfloat16 on GPUs, float32 on CPUs)", kind=str, choices=DTYPES
     )
-    prefetch: bool = _knob(True, "model", "gather the next layer's weights under this layer's compute", kind=bool)
-    unroll: int | Literal["full"] = _knob(
-        "full", "model", "layers in one loop body, or 'full'", kind=_count_or("full"), metavar="N"
+    prefetch: bool = knob(True, "model", "gather the next layer's weights under this layer's compute", kind=bool)
+    unroll: int | Literal["full"] = knob(
+        "full", "model", "layers in one loop body, or 'full'", kind=count_or("full"), metavar="N"
     )
-    kept: int | Literal["all"] = _knob(
+    kept: int | Literal["all"] = knob(
         1,
         "model",
         "layers, from the last, that keep gathered weights for backward, or 'all'",
-        kind=_count_or("all"),
+        kind=count_or("all"),
         metavar="N",
     )
-    remat: Remat = _knob("matmuls", "model", "what a layer keeps for backward", kind=str, choices=REMAT)
-    recipe: str = _knob(
-        "bf16",
-        "model",
-        "what is quantized: weights on the wire, or the matmuls' operands too",
-        kind=str,
-        choices=tuple(RECIPES),
-    )
-    held: int | Literal["all"] = _knob(
-        0,
-        "model",
-        "layers, from the first, whose codes are gathered once a step for all microbatches, or 'all'",
-        kind=_count_or("all"),
-        metavar="N",
-    )
-    reduce: str | None = _knob(
-        None,
-        "model",
-        "exchange weight gradients in this and sum in float32 (default: reduce-scatter)",
-        kind=str,
-        choices=tuple(REDUCTIONS),
-    )
-
-    data: tuple[str, ...] = _knob(
+    remat: Remat = knob("matmuls", "model", "what a layer keeps for backward", kind=str, choices=REMAT)
+    data: tuple[str, ...] = knob(
         (),
         "text",
         "files, and directories with all they hold (default: the source of the Python standard library)",
@@ -100,41 +66,41 @@ class TrainConfig:
         metavar="PATH",
         nargs="+",
     )
-    tokenizer: str | None = _knob(
+    tokenizer: str | None = knob(
         None, "text", "a Hugging Face tokenizer.json (default: every byte is a token)", kind=str, metavar="FILE"
     )
-    seq: int = _knob(128, "text", "tokens of a sequence", metavar="N")
+    seq: int = knob(128, "text", "tokens of a sequence", metavar="N")
 
-    steps: int = _knob(200, "training", "optimizer steps in all", metavar="N")
-    batch: int = _knob(16, "training", "sequences of a step, over all devices", metavar="N")
-    microbatches: int = _knob(1, "training", "parts that a device's sequences are taken in", metavar="N")
-    lr: float | None = _knob(
+    steps: int = knob(200, "training", "optimizer steps in all", metavar="N")
+    batch: int = knob(16, "training", "sequences of a step, over all devices", metavar="N")
+    microbatches: int = knob(1, "training", "parts that a device's sequences are taken in", metavar="N")
+    lr: float | None = knob(
         None, "training", "highest learning rate (default: 0.003 * sqrt(128 / dim))", kind=float, metavar="RATE"
     )
-    warmup: int | None = _knob(
+    warmup: int | None = knob(
         None, "training", "steps of linear warm-up, before the cosine (default: a tenth, at most 200)", metavar="N"
     )
-    weight_decay: float = _knob(0.1, "training", "of AdamW, on matrices only", kind=float, metavar="RATE")
-    max_grad_norm: float = _knob(1.0, "training", "scale gradients down to this norm", kind=float, metavar="NORM")
-    seed: int = _knob(0, "training", "of initial weights and of the order of the text", metavar="N")
+    weight_decay: float = knob(0.1, "training", "of AdamW, on matrices only", kind=float, metavar="RATE")
+    max_grad_norm: float = knob(1.0, "training", "scale gradients down to this norm", kind=float, metavar="NORM")
+    seed: int = knob(0, "training", "of initial weights and of the order of the text", metavar="N")
 
-    dp: int = _knob(1, "mesh", "replicas of the sliced weights", metavar="N")
-    gtp: int | None = _knob(
+    dp: int = knob(1, "mesh", "replicas of the sliced weights", metavar="N")
+    gtp: int | None = knob(
         None, "mesh", "slices a weight is cut into (default: what dp and tp leave over)", metavar="N"
     )
-    tp: int | None = _knob(
+    tp: int | None = knob(
         None,
         "mesh",
         "tensor-parallel degree (default: 1; 2 on virtual CPU devices, unless --gtp is given)",
         metavar="N",
     )
 
-    out: str = _knob("gtp-run", "output", "directory of checkpoints, log, curve and report", kind=str, metavar="DIR")
-    eval_every: int = _knob(25, "output", "steps between evaluations on held-out text", metavar="N")
-    eval_batches: int = _knob(4, "output", "batches of an evaluation", metavar="N")
-    save_every: int = _knob(50, "output", "steps between checkpoints", metavar="N")
-    keep: int = _knob(3, "output", "checkpoints to keep, the latest ones", metavar="N")
-    keep_best: int = _knob(1, "output", "checkpoints of the lowest held-out loss to keep beside them", metavar="N")
+    out: str = knob("gtp-run", "output", "directory of checkpoints, log, curve and report", kind=str, metavar="DIR")
+    eval_every: int = knob(25, "output", "steps between evaluations on held-out text", metavar="N")
+    eval_batches: int = knob(4, "output", "batches of an evaluation", metavar="N")
+    save_every: int = knob(50, "output", "steps between checkpoints", metavar="N")
+    keep: int = knob(3, "output", "checkpoints to keep, the latest ones", metavar="N")
+    keep_best: int = knob(1, "output", "checkpoints of the lowest held-out loss to keep beside them", metavar="N")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "data", tuple(self.data))  # a list, out of JSON or argparse
@@ -162,15 +128,8 @@ class TrainConfig:
             raise ValueError(f"`keep_best` is {self.keep_best}; it is a whole number of at least 0.")
         if self.remat not in REMAT:
             raise ValueError(f"`remat` is {self.remat!r}; it is one of {', '.join(REMAT)}.")
-        if self.recipe not in RECIPES:
-            raise ValueError(f"`recipe` is {self.recipe!r}; it is one of {', '.join(RECIPES)}.")
-        self.quantization  # noqa: B018  validates `reduce`
+        super().__post_init__()
         Schedule(prefetch=self.prefetch, unroll=self.unroll, kept=self.kept)
-
-    @property
-    def quantization(self) -> Recipe:
-        """The recipe of that name, with gradients summed as asked for."""
-        return dataclasses.replace(RECIPES[self.recipe](), reduce=self.reduce)
 
     @property
     def virtual_devices(self) -> int:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .._flags import count_or
 from ..chain import REMAT
 from ..models import PRESETS
-from ..recipes import RECIPES, REDUCTIONS
+from ..recipes import add_recipe
 from ._inspect_report import as_json, as_text
 from ._inspection import Inspection, InspectOptions, inspect
 from ._timeline import draw
@@ -33,48 +33,18 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, help="sequences of a step (default: one a rank and microbatch)")
     parser.add_argument("--seq", type=int, default=defaults.seq, help="tokens of a sequence (default: %(default)s)")
     parser.add_argument("--microbatches", type=int, default=defaults.microbatches, help="parts of a rank's batch")
-    parser.add_argument("--unroll", type=_count_or("full"), default=defaults.unroll, help="layers in a loop, or 'full'")
-    parser.add_argument(
-        "--kept", type=_count_or("all"), default=defaults.kept, help="layers that gather once, or 'all'"
-    )
+    parser.add_argument("--unroll", type=count_or("full"), default=defaults.unroll, help="layers in a loop, or 'full'")
+    parser.add_argument("--kept", type=count_or("all"), default=defaults.kept, help="layers that gather once, or 'all'")
     parser.add_argument(
         "--remat", choices=REMAT, default=defaults.remat, help="what a layer keeps for backward (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--recipe",
-        choices=tuple(RECIPES),
-        default=defaults.recipe,
-        help="what is quantized: weights on the wire, or the matmuls' operands too (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--held",
-        type=_count_or("all"),
-        default=defaults.held,
-        help="layers, from the first, whose codes are gathered once a step for all microbatches, or 'all'",
-    )
-    parser.add_argument(
-        "--reduce",
-        choices=tuple(REDUCTIONS),
-        help="exchange weight gradients in this and sum in float32 (default: reduce-scatter)",
     )
     parser.add_argument("--prefetch", action=argparse.BooleanOptionalAction, default=defaults.prefetch)
     parser.add_argument("--target", metavar="CHIP:DEVICES", help="compile for GPUs that are not there, e.g. h200:8")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the modelled timeline; needs --target")
+    add_recipe(parser)
     parser.set_defaults(run=run)
     return parser
-
-
-def _count_or(word: str) -> Callable[[str], int | str]:
-    def parse(text: str) -> int | str:
-        if text == word:
-            return word
-        try:
-            return int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor {word!r}") from None
-
-    return parse
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError: as `inspect`, or if a picture is wanted without a target.
     """
     names = (field.name for field in dataclasses.fields(InspectOptions))
-    options = InspectOptions(**{name: getattr(args, name) for name in names})
+    options = InspectOptions(**{name: getattr(args, name) for name in names if hasattr(args, name)})
     if args.png is not None and options.target is None:
         raise ValueError("`--png` draws the schedule of a GPU program: give `--target`, `h200:8` for instance.")
     if args.png is not None and not args.png.absolute().parent.is_dir():

@@ -16,7 +16,7 @@ def as_text(found: Inspection) -> str:
     sections = [
         _heading(found),
         _parameters(found),
-        f"how weights travel, recipe {found.options.recipe}\n\n{found.wire}",
+        f"how weights travel, recipe {found.options.recipe_words}\n\n{found.wire}",
         found.memory.table() + _capacity(found),
         "collectives of one step\n\n" + plan.table(found.collectives),
     ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from ..chain import Remat
 from ..mesh import BATCH_AXES, Layout, make_mesh
 from ..models import PRESETS, Llama, LlamaConfig, next_token_loss
 from ..nn import Explanation, abstract_model, check_heads, explain
-from ..recipes import RECIPES
+from ..recipes import RecipeOptions
 from ..train import TrainState, train_step
 
 _DEFAULT_DEVICES = 8
@@ -27,8 +27,8 @@ _MAX_GRAD_NORM = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class InspectOptions:
-    """What to inspect.
+class InspectOptions(RecipeOptions):
+    """What to inspect; beside what `RecipeOptions` has.
 
     Attributes:
         preset: a key of `PRESETS`.
@@ -38,9 +38,6 @@ class InspectOptions:
         microbatches: parts of a rank's batch.
         unroll, prefetch, kept: the chain's schedule.
         remat: what a layer keeps for backward.
-        recipe: a key of `RECIPES`.
-        held: layers whose codes are gathered once a step.
-        reduce: a key of `REDUCTIONS`; a reduce-scatter if `None`.
         target: GPUs to compile for, `h200:8` for instance; virtual CPU devices if `None`.
     """
 
@@ -55,16 +52,12 @@ class InspectOptions:
     prefetch: bool = True
     kept: int | str = 1
     remat: Remat = "matmuls"
-    recipe: str = "bf16"
-    held: int | Literal["all"] = 0
-    reduce: str | None = None
     target: str | None = None
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
             raise ValueError(f"unknown `preset` {self.preset!r}; known are {', '.join(PRESETS)}.")
-        if self.recipe not in RECIPES:
-            raise ValueError(f"`recipe` is {self.recipe!r}; it is one of {', '.join(RECIPES)}.")
+        super().__post_init__()
         for name in ("dp", "gtp", "tp", "batch", "seq", "microbatches"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -156,7 +149,7 @@ def inspect(options: InspectOptions) -> Inspection:
     host = _cpu_devices(1 if target else count)  # also for a target: compiling needs no GPU, and takes none
     mesh = make_mesh(dp=options.dp, gtp=gtp, tp=options.tp, devices=plan.topology_devices(target) if target else host)
     optimizer = optax.adamw(1e-3)
-    recipe = dataclasses.replace(RECIPES[options.recipe](), reduce=options.reduce)
+    recipe = options.quantization
     step = train_step(
         next_token_loss,
         optimizer,

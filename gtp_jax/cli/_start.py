@@ -1,12 +1,17 @@
-"""The parameters that a run starts from, if they are not random."""
+"""What a run starts from: parameters, if they are not random, and a recipe that the model can follow."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import jax
+from jax.sharding import Mesh
+
 from ..checkpoint import Checkpoints
-from ..models import LlamaConfig
+from ..models import Llama, LlamaConfig
+from ..nn import abstract_model, explain
+from ..recipes import RecipeOptions
 from ._directory import checkpoints_in
 
 
@@ -35,6 +40,16 @@ def check_start(directory: Path, model: LlamaConfig) -> None:
             + "\n".join(lines)
             + "\nChoose the --preset, and the --tokenizer, that belong to it."
         )
+
+
+def check_recipe_fits(options: RecipeOptions, model: LlamaConfig, mesh: Mesh) -> None:
+    """Checks that a model, cut over a mesh, has what a recipe speaks of.
+
+    Raises:
+        ValueError: naming the module, the layers or the format that do not fit.
+    """
+    with jax.set_mesh(mesh):
+        explain(abstract_model(lambda rngs: Llama(model, rngs=rngs)), options.quantization)
 
 
 def start_params(directory: Path, state_like: Any) -> dict[str, Any]:

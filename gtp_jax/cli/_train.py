@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from .._flags import add_flag
 from ..checkpoint import Checkpoints
 from ..data import BYTES, Corpus, load_corpus, load_tokenizer, read_text, unigram_entropy
 from ..mesh import make_mesh
@@ -25,7 +26,7 @@ from ._log import read_log
 from ._loop import run_loop
 from ._progress import Diverged, Progress
 from ._report import heading, report
-from ._start import check_start
+from ._start import check_recipe_fits, check_start
 from ._watch import Watch
 
 _DESCRIPTION = """\
@@ -44,6 +45,8 @@ examples:
   gtp-jax train --resume                          go on as if never stopped, data order included
   gtp-jax train --gtp 2 --tp 2 --microbatches 4   on 4 devices
   gtp-jax train --preset 1b --steps 500 --seq 2048 --out runs/1b
+  gtp-jax train --recipe nvfp4-matmuls --keep-last 2 --override mlp.down=mxfp8-matmuls
+                                                  multiply in NVFP4, but for the last layers and some modules
   srun gtp-jax train --preset 8b --tokenizer tokenizer.json --data /data/text --out /shared/8b
 """
 
@@ -58,18 +61,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,  # only what was given, so that a resumed run keeps the rest
     )
-    groups: dict[str, Any] = {}
+    names = ("model", "recipe", "text", "training", "mesh", "output")
+    groups: dict[str, Any] = {name: parser.add_argument_group(name) for name in names}
     for field in dataclasses.fields(TrainConfig):
-        options = dict(field.metadata)
-        name, text, kind = options.pop("group"), options.pop("help"), options.pop("type")
-        if name not in groups:
-            groups[name] = parser.add_argument_group(name)
-        flag = f"--{field.name.rstrip('_').replace('_', '-')}"
-        shown = "" if field.default in (None, ()) or "(default" in text else f" (default: {field.default})"
-        if kind is bool:
-            groups[name].add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
-        else:
-            groups[name].add_argument(flag, dest=field.name, type=kind, help=text + shown, **options)
+        add_flag(groups[field.metadata["group"]], field)
     output = groups["output"].add_mutually_exclusive_group()
     output.add_argument("--resume", action="store_true", default=False, help="go on with the run in --out")
     output.add_argument("--force", action="store_true", default=False, help="replace the run in --out")
@@ -105,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
         start = Path(config.from_)
         together(lambda: check_start(start, config.model(corpus.vocab, dtype="float32")))
     mesh = make_mesh(**degrees)
+    together(lambda: check_recipe_fits(config, config.model(corpus.vocab, dtype="float32"), mesh))
     if jax.process_index() == 0:
         directory.prepare(config, keep=args.resume)
     barrier("the run directory is ready")

@@ -7,7 +7,7 @@ from ._llama import LlamaConfig
 PRESETS: dict[str, LlamaConfig] = {
     # trains on a laptop's CPU in minutes
     "tiny": LlamaConfig(vocab=256, dim=128, layers=4, heads=8, kv_heads=4, head_dim=32, ffn=384),
-    "100m": LlamaConfig(vocab=256, dim=768, layers=12, heads=12, kv_heads=4, head_dim=64, ffn=2304),
+    "100m": LlamaConfig(vocab=256, dim=1024, layers=8, heads=16, kv_heads=8, head_dim=64, ffn=3072),
     "1b": LlamaConfig(vocab=256, dim=2048, layers=20, heads=16, kv_heads=8, head_dim=128, ffn=7168),
     # Mixtral in small: 2 of 8 experts a token
     "tiny-moe": LlamaConfig(

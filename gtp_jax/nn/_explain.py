@@ -13,6 +13,7 @@ from ..mesh import multiplies_blocks
 from ..plan import columns, quantity
 from ..recipes import BF16, Recipe, check_recipe
 from ._dense import Dense
+from ._grouped import GroupedDense
 from ._quantized import check_names
 from ._stack import stacks_of
 from ._weight import WeightOwner, weight_owners
@@ -116,7 +117,7 @@ def _fact(path: tuple[object, ...], owner: WeightOwner, recipe: Recipe, start: i
         total = slices * sum(int(np.prod(layout.slice_shape)) for layout in layouts) * owner.dtype.itemsize
     else:
         total = slices * plan_of([layouts], form).bytes(form)
-    operands = recipe.operands if isinstance(owner, Dense) else None
+    operands = recipe.operands if isinstance(owner, Dense | GroupedDense) else None
     return WireFact(
         module=".".join(map(str, path)),
         shapes=tuple(layout.shape for layout in layouts),
@@ -134,10 +135,28 @@ def _fact(path: tuple[object, ...], owner: WeightOwner, recipe: Recipe, start: i
 def _matmul(owner: WeightOwner, wire: Format | None, operands: Operands | None) -> str:
     if operands is None:
         return owner.dtype.name if wire is None else f"{owner.dtype.name}, of dequantized weights"
+    names = list(dict.fromkeys((operands.activation.name, operands.gradient.name)))
+    formats, values = ", gradients ".join(names), f"{owner.dtype.name} of their values"
+    if isinstance(owner, GroupedDense):
+        return f"{formats}: grouped, {values}"
     if operands.weight.block is None:
-        return f"{operands.activation.name}, gradients {operands.gradient.name}"
-    path = "scaled_matmul" if multiplies_blocks() else f"{owner.dtype.name} of their values"
-    return f"{operands.activation.name}: {path}"
+        return formats
+    return f"{formats}: {_scaled(owner, operands, values) if multiplies_blocks() else values}"
+
+
+def _scaled(owner: WeightOwner, operands: Operands, values: str) -> str:
+    """Which products are `scaled_matmul`'s, whose blocks must fill the contraction, on hardware that has it."""
+    first = owner.layouts[0]
+    within = first.slice_shape[1 - first.dim]  # on a rank
+    assert operands.activation.block is not None and operands.gradient.block is not None
+    lengths = {
+        "forward": (within, operands.activation.block[1]),
+        "dgrad": (sum(owner.rows_in_blocks(operands)), operands.gradient.block[1]),
+    }
+    ragged = [f"{name} along {length}" for name, (length, block) in lengths.items() if length % block]
+    # tokens that are transformed come in whole runs; of others explain cannot know how many there are
+    ragged += [] if operands.hadamard else ["wgrad of tokens that fill no blocks"]
+    return "scaled_matmul" + (f", but {', '.join(ragged)}: {values}" if ragged else "")
 
 
 def _reduction(owner: WeightOwner, recipe: Recipe) -> str:

@@ -13,7 +13,7 @@ from jax.nn import initializers
 
 from ..collectives import split_features
 from ..mesh import ALIGNMENT, GTP, TP, Layout, current_view, degree, platform
-from ..ops import grouped_matmul
+from ..ops import grouped_matmul, grouped_quantized
 from ._weight import Initializer, WeightOwner, make_weight
 
 GroupedParallel = Literal["column", "row", "expert"] | None
@@ -28,7 +28,8 @@ class GroupedDense(WeightOwner):
     """`x[row] @ kernel[expert of row]`, for rows that are sorted by expert.
 
     All experts' slices travel in one gather, and their gradients in one reduce-scatter. With a recipe every expert's
-    kernel is a tensor of its own, with its own amax.
+    kernel is a tensor of its own, with its own amax; inputs and gradients have one for all rows, see
+    `gtp_jax.ops.grouped_quantized`.
 
     | parallel | kernel `(experts, in, out)` is cut | input | output |
     |---|---|---|---|
@@ -145,12 +146,17 @@ class GroupedDense(WeightOwner):
             first = lax.axis_index(TP) * mine
             before = (jnp.cumsum(sizes) - sizes)[first]
             sizes, rows = lax.dynamic_slice_in_dim(sizes, first, mine), jnp.roll(rows, -before, axis=0)
-        product = self.with_weight(
-            lambda weight, rows, sizes: grouped_matmul(rows, weight, sizes, platform=platform()), rows, sizes
-        )
-        outputs = split_features(product, self.layouts)
+        outputs = split_features(self.with_weight(self._product, rows, sizes), self.layouts)
         if divided:
             outputs = tuple(jnp.roll(y, before, axis=0) for y in outputs)
         if self.summed and self.parallel in ("row", "expert") and degree(TP) > 1:
             outputs = tuple(lax.psum(outputs, TP))
         return outputs[0] if self.names == ("",) else dict(zip(self.names, outputs, strict=True))
+
+    def _product(self, weight: jax.Array, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+        if self.operands is None:
+            return grouped_matmul(rows, weight, sizes, platform=platform())
+        return self.in_blocks(
+            weight,
+            lambda weight, key, operands: grouped_quantized(rows, weight, sizes, key, operands, platform=platform()),
+        )

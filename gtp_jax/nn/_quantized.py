@@ -10,8 +10,9 @@ from flax import nnx
 from ..collectives import Bundle, Packed, hold_layers, pack_all
 from ..formats import Format
 from ..recipes import KEPT, Recipe, matches
+from ._rounding import CallKeys, key_for
 from ._stack import Stack, stacks_of
-from ._weight import WeightOwner, key_for, weight_owners
+from ._weight import WeightOwner, weight_owners
 
 Path = tuple[Any, ...]
 
@@ -65,13 +66,13 @@ def put_quantized(model: nnx.Module, quantized: Quantized, recipe: Recipe, key: 
         owner.operands = recipe.operands_of(path)
         owner.reduction = recipe.reduction_of(path)
         if key is not None and owner.operands is not None and owner.operands.stochastic:
-            owner.key = nnx.data(key_for(key, path))
+            owner.keys = nnx.data(CallKeys(key_for(key, path)))
     for path, module in nnx.iter_modules(model):
         if isinstance(module, Stack):
             module.kept = (recipe.keep_first, recipe.keep_last)
-            module.key = nnx.data(None if key is None else key_for(key, path))
+            module.keys = nnx.data(None if key is None else CallKeys(key_for(key, path)))
             for owner in weight_owners(module.layers).values():
-                owner.key = nnx.data(None)  # the chain has one for each layer
+                owner.keys = nnx.data(None)  # the chain has one for each layer
         if path in quantized:
             assert isinstance(module, WeightOwner | Stack)
             module.packed = nnx.data(quantized[path])
@@ -110,7 +111,10 @@ def check_names(model: nnx.Module, recipe: Recipe) -> None:
 
 
 def _bundles(model: nnx.Module, recipe: Recipe) -> list[tuple[Path, Bundle]]:
-    """What travels together: weights of a stack's layer of one format, dtype and axes; each other module's own."""
+    """What travels together: weights of a stack's layer of one format, dtype and axes; each other module's own.
+
+    Of a stack all layers, also those that stay in high precision: to leave them out would copy the others' masters.
+    """
     stacks = stacks_of(model)
     found: list[tuple[Path, Bundle]] = []
     for path, stack in stacks.items():

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec
 from ..chain import Link, Remat, Schedule, run, with_remat
 from ..collectives import Packed, gather_packed
 from ._layer import Layer, layout_of
-from ._weight import WeightOwner, key_for, scatter, weight_owners
+from ._rounding import CallKeys, key_for
+from ._weight import WeightOwner, scatter, weight_owners
 
 
 class Stack(Layer):
@@ -35,7 +36,7 @@ class Stack(Layer):
         packed: what is gathered in place of the layers' slices: buffers of quantized weights; none without a recipe.
             Of all layers; and, ahead of them, of those whose codes have been gathered already.
         kept: layers, from the first and up to the last, that stay in high precision all the same.
-        key: uint32 `(2,)`, of this call's stochastic rounding; `None` where nothing is rounded so.
+        keys: of its calls' stochastic rounding; `None` where nothing is rounded so.
 
     Raises:
         ValueError: if `length` is less than 1, `remat` is not a known policy, or a layer holds a `Stack` of its own.
@@ -61,7 +62,7 @@ class Stack(Layer):
         self.sequence_parallel = sequence_parallel
         self.packed: tuple[Packed, ...] = nnx.data(())
         self.kept: tuple[int, int] = (0, 0)
-        self.key: Any = nnx.data(None)
+        self.keys: CallKeys | None = nnx.data(None)
 
         @nnx.split_rngs(splits=length)
         @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
@@ -156,7 +157,7 @@ def _links(module: Layer, remat: Remat) -> list[Link]:
     and in high precision again."""
     if not isinstance(module, Stack):
         owners = weight_owners(module)
-        keys = {path: owner.key for path, owner in owners.items() if owner.key is not None}
+        keys = {path: owner.keys.next() for path, owner in owners.items() if owner.keys is not None}
         sent = ((), {path: owner.sent() for path, owner in owners.items()})
         template = _Template(module)
         return [template.link(template.slices, sent, template.whole, keys, remat)]
@@ -170,7 +171,7 @@ def _links(module: Layer, remat: Remat) -> list[Link]:
 
     held = tuple(one for one in module.packed if one.gathered)
     packed = tuple(one for one in module.packed if not one.gathered)
-    keys = {} if module.key is None else _layer_keys(module.key, template.owners, length)
+    keys = {} if module.keys is None else _layer_keys(module.keys.next(), template.owners, length)
     first, last = module.kept[0], length - module.kept[1]
     ahead = first + (held[0].buffer.shape[0] if held else 0)
     bounds = sorted({0, first, ahead, last, length})
@@ -224,7 +225,7 @@ class _Template:
             one = nnx.merge(self.graph, jax.tree.unflatten(self.tree, put))
             for path, owner in weight_owners(one).items():
                 owner.whole_weight = weights[path]
-                owner.key = nnx.data(keys.get(path))
+                owner.keys = nnx.data(CallKeys(keys[path]) if path in keys else None)
             return one(x)
 
         def to_slices(gradients: dict[Any, jax.Array]) -> dict[Any, Any]:

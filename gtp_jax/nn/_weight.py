@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,6 +26,7 @@ from ..formats import Format, Operands
 from ..mesh import TP, Layout, current_view, multiplies_blocks
 from ..ops import linear, linear_blocks, linear_fp8
 from ._layer import Layer
+from ._rounding import CallKeys
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
@@ -50,11 +50,6 @@ def make_whole(shape: tuple[int, ...], init: Initializer, key: jax.Array, dtype:
 def weight_owners(module: nnx.Module) -> dict[tuple[Any, ...], WeightOwner]:
     """The modules within one, itself included, that own weights, by path."""
     return {path: m for path, m in nnx.iter_modules(module) if isinstance(m, WeightOwner)}
-
-
-def key_for(key: jax.Array, path: tuple[Any, ...]) -> jax.Array:
-    """The key of a module: that of the whole model, told apart by the module's path."""
-    return key ^ jnp.array([0, zlib.crc32(".".join(map(str, path)).encode())], jnp.uint32)
 
 
 def scatter(owners: Mapping[Any, WeightOwner], gradients: Mapping[Any, jax.Array]) -> dict[Any, Slices]:
@@ -99,13 +94,13 @@ class WeightOwner(Layer):
         whole_weight: the gathered weight, put there by a chain; `None` where the module gathers for itself.
         packed: the slices as a recipe has quantized them, to be gathered in their stead: one, or none without a recipe.
         operands: formats in which it multiplies; `None`: in `dtype`.
-        key: uint32 `(2,)`, of this call's stochastic rounding; `None` where nothing is rounded so.
+        keys: of its calls' stochastic rounding; `None` where nothing is rounded so.
         reduction: in what its gradient is exchanged, to be summed in float32; `None`: summed in `reduce_dtype`.
     """
 
     whole_weight: Any = nnx.data()
     packed: Any = nnx.data()
-    key: Any = nnx.data()
+    keys: CallKeys | None = nnx.data()
 
     def __init__(self, *, dtype: Any, reduce_dtype: Any | None) -> None:
         self.dtype = np.dtype(dtype)
@@ -113,7 +108,7 @@ class WeightOwner(Layer):
         self.whole_weight = nnx.data(None)
         self.packed = nnx.data(())
         self.operands: Operands | None = None
-        self.key = nnx.data(None)
+        self.keys = nnx.data(None)
         self.reduction: Format | np.dtype | None = None
 
     @abc.abstractmethod
@@ -154,20 +149,30 @@ class WeightOwner(Layer):
             return linear(x, weight)
         if self.operands.weight.block is None:
             return linear_fp8(x, weight, self.operands.gradient)
-        key = jnp.zeros(2, jnp.uint32) if self.key is None else self.key
-        rows, padded = self._rows_in_blocks(self.operands)
-        y: Any = linear_blocks(x, _resized(weight, rows, padded, 0), key, self.operands, multiplies_blocks())
-        return _resized(y, padded, rows, -1)
+        return self.in_blocks(
+            weight, lambda weight, key, operands: linear_blocks(x, weight, key, operands, multiplies_blocks())
+        )
 
-    def _rows_in_blocks(self, operands: Operands) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Rows of the kernels in a fused weight, and what they are padded to, so that no block of dgrad, which runs
-        along them, has two kernels' in it: between slices a layout's padding sees to that, of a whole weight none does.
+    def in_blocks(
+        self, weight: jax.Array, multiply: Callable[[jax.Array, jax.Array, Operands], jax.Array]
+    ) -> jax.Array:
+        """`multiply(weight, key, operands)`, with each kernel's rows as `rows_in_blocks` has them."""
+        assert self.operands is not None
+        rows, padded = tuple(one.padded_rows for one in self.layouts), self.rows_in_blocks(self.operands)
+        key = jnp.zeros(2, jnp.uint32) if self.keys is None else self.keys.next()
+        return _resized(multiply(_resized(weight, rows, padded, -2), key, self.operands), padded, rows, -1)
+
+    def rows_in_blocks(self, operands: Operands) -> tuple[int, ...]:
+        """Each kernel's rows in a fused weight that is multiplied, filled up with zeros to whole blocks.
+
+        So no block of dgrad, which runs along them, has two kernels' in it. Between slices a layout's padding sees to
+        that already; of a whole weight none does.
         """
         rows = tuple(one.padded_rows for one in self.layouts)
-        if len(rows) == 1 or self.layouts[0].gtp > 1 or operands.gradient.block is None:
-            return rows, rows
+        if self.layouts[0].gtp > 1 or operands.gradient.block is None:
+            return rows
         run = operands.gradient.block[1]
-        return rows, (*(-(-one // run) * run for one in rows[:-1]), rows[-1])
+        return (*(-(-one // run) * run for one in rows[:-1]), rows[-1])
 
     def with_weight(self, function: Callable[..., Any], *operands: Any) -> Any:
         """`function(weight, *operands)`, the weight gathered for it here, and again in backward, unless a chain did."""

@@ -7,6 +7,7 @@ from ._amax import power_of_two_amax as power_of_two_amax
 from ._attention import causal_attention as causal_attention
 from ._cross_entropy import token_cross_entropy as token_cross_entropy
 from ._grouped_matmul import grouped_matmul as grouped_matmul
+from ._grouped_quantized import grouped_quantized as grouped_quantized
 from ._implementation import Implementation as Implementation
 from ._keep import KEPT as KEPT
 from ._keep import keep as keep

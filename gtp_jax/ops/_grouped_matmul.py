@@ -38,6 +38,12 @@ def grouped_matmul(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, p
         ValueError: if shapes do not agree.
         TypeError: if `group_sizes` is not int32, or the dtypes of `x` and `weight` differ.
     """
+    kernels = check_grouped(x, weight, group_sizes, platform)
+    return keep(_grouped_matmul(x, weight, group_sizes, kernels))
+
+
+def check_grouped(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, platform: str) -> str:
+    """Checks the operands of a grouped matmul, and names the kernels for them; see `grouped_matmul`."""
     if x.ndim != 2 or weight.ndim != 4 or weight.shape[3] != x.shape[1]:
         raise ValueError(
             f"`x` has shape {x.shape} and `weight` {weight.shape}; they are (rows, in) and (slices, groups, part, in)."
@@ -52,12 +58,12 @@ def grouped_matmul(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, p
     if weight.dtype != x.dtype:
         raise TypeError(f"`x` is {x.dtype} and `weight` {weight.dtype}; cast one to the other's dtype.")
     on_gpu = platform == "gpu" and x.dtype in (jnp.bfloat16, jnp.float16)
-    return keep(_grouped_matmul(x, weight, group_sizes, "triton" if on_gpu else "blocked"))
+    return "triton" if on_gpu else "blocked"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _grouped_matmul(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, kernels: str) -> jax.Array:
-    return _kernels(kernels).product(x, _by_group(weight), group_sizes, transposed=True)
+    return kernels_of(kernels).product(x, by_group(weight), group_sizes, transposed=True)
 
 
 def _fwd(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, kernels: str):
@@ -66,23 +72,28 @@ def _fwd(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, kernels: str):
 
 def _bwd(kernels: str, saved: tuple[jax.Array, jax.Array, jax.Array], gradient: jax.Array):
     x, weight, group_sizes = saved
-    to_x = _kernels(kernels).product(gradient, _by_group(weight), group_sizes, transposed=False)
-    to_kernels = _kernels(kernels).outer(gradient, x, group_sizes)
-    slices, groups, part, features = weight.shape
-    to_weight = jnp.swapaxes(jnp.reshape(to_kernels, (groups, slices, part, features)), 0, 1)
-    return to_x, to_weight, None
+    to_x = kernels_of(kernels).product(gradient, by_group(weight), group_sizes, transposed=False)
+    to_kernels = kernels_of(kernels).outer(gradient, x, group_sizes)
+    return to_x, by_slice(to_kernels, weight.shape), None
 
 
 _grouped_matmul.defvjp(_fwd, _bwd)
 
 
-def _by_group(weight: jax.Array) -> jax.Array:
+def by_group(weight: jax.Array) -> jax.Array:
     """`(slices, groups, part, in)` to `(groups, slices * part, in)`."""
     slices, groups, part, features = weight.shape
     return jnp.reshape(jnp.swapaxes(weight, 0, 1), (groups, slices * part, features))
 
 
-def _kernels(name: str) -> Any:
+def by_slice(kernels: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`(groups, slices * part, in)` to `shape`, which is `(slices, groups, part, in)`."""
+    slices, groups, part, features = shape
+    return jnp.swapaxes(jnp.reshape(kernels, (groups, slices, part, features)), 0, 1)
+
+
+def kernels_of(name: str) -> Any:
+    """The module with `product` and `outer`, by the name that `check_grouped` gives."""
     if name == "blocked":
         return blocked
     from . import _grouped_triton  # Pallas takes a second to import, and only GPUs need it

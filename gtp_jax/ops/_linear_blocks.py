@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ..formats import Format, Operands, QuantizedArray
-from ._amax import hadamard_amax, multi_amax, power_of_two_amax
-from ._keep import keep
-from ._operand import quantizable, rows_of
-from ._quantize import dequantize, quantize
+from ._amax import hadamard_amax, multi_amax
+from ._operand import operand_amax, rounded_weight, rows_of, values_of
+from ._quantize import quantize
 from ._scaled import fits, scaled_product
 
 
@@ -55,7 +53,9 @@ def linear_blocks(
 def _forward(x: jax.Array, weight: jax.Array, key: jax.Array, operands: Operands, scaled: bool):
     form, rows = operands.activation, rows_of(x)
     along_in, along_tokens = _amaxes(rows, operands.activation, operands.hadamard)
-    y = _product(quantize(rows, form, amax=along_in), _weight(weight, operands, "row", scaled), 1, x.dtype, scaled)
+    y = _product(
+        quantize(rows, form, amax=along_in), rounded_weight(weight, operands, "row", codes=scaled), 1, x.dtype, scaled
+    )
     x_tokens = quantize(rows, form, amax=along_tokens, axis="column", hadamard=operands.hadamard)
     return jnp.reshape(y, (*x.shape[:-1], y.shape[-1])), (x_tokens, weight, key)
 
@@ -72,7 +72,7 @@ def _backward(operands: Operands, scaled: bool, saved, gradient: jax.Array):
         hadamard=operands.hadamard,
         key=key if operands.stochastic else None,
     )
-    to_x = _product(along_out, _weight(weight, operands, "column", scaled), 0, gradient.dtype, scaled)
+    to_x = _product(along_out, rounded_weight(weight, operands, "column", codes=scaled), 0, gradient.dtype, scaled)
     # the tokens of both were padded with zeros to whole runs, if transformed
     to_weight = _product(along_tokens, x_tokens, 0, weight.dtype, scaled)
     return jnp.reshape(to_x, (*gradient.shape[:-1], weight.shape[1])), to_weight, None
@@ -81,31 +81,14 @@ def _backward(operands: Operands, scaled: bool, saved, gradient: jax.Array):
 linear_blocks.defvjp(_forward, _backward)
 
 
-def _weight(
-    weight: jax.Array, operands: Operands, axis: Literal["row", "column"], scaled: bool
-) -> QuantizedArray | jax.Array:
-    """The weight with blocks along the rows' or the columns' contraction; as it is, where it has them and values do."""
-    form = operands.weight
-    assert form.block is not None
-    if not scaled and (axis == "row" or form.block[0] == form.block[1]):
-        return weight
-    values = quantizable(weight)
-    amax = power_of_two_amax(multi_amax([values])[0], form) if form.has_amax else None
-    return quantize(values, form, amax=amax, axis=axis)
-
-
 def _amaxes(rows: jax.Array, form: Format, hadamard: bool) -> tuple[jax.Array | None, jax.Array | None]:
     """Of the row-wise copy and of the column-wise one; `None` where the format has none."""
     if not form.has_amax:
         return None, None
     whole = multi_amax([rows])[0]
     found = jnp.stack([whole, hadamard_amax(rows) if hadamard else whole])
-    kept = keep(power_of_two_amax(found, form))
+    kept = operand_amax(found, form)
     return kept[0], kept[1]
-
-
-def _values(q: QuantizedArray, dtype: jax.typing.DTypeLike) -> jax.Array:
-    return dequantize(q, jnp.float32).astype(dtype) if dtype == jnp.float64 else dequantize(q, dtype)
 
 
 def _product(
@@ -115,4 +98,4 @@ def _product(
     if scaled and isinstance(b, QuantizedArray) and fits(a):
         return scaled_product(a, b).astype(dtype)
     dims = (((0 if a.columns else 1,), (b_dim,)), ((), ()))
-    return lax.dot_general(_values(a, dtype), _values(b, dtype) if isinstance(b, QuantizedArray) else b, dims)
+    return lax.dot_general(values_of(a, dtype), values_of(b, dtype) if isinstance(b, QuantizedArray) else b, dims)

@@ -10,8 +10,7 @@ from jax import lax
 
 from ..formats import FP8_E4M3, Format, QuantizedArray
 from ._amax import multi_amax, power_of_two_amax
-from ._keep import keep
-from ._operand import quantizable, rows_of, tensor_unit
+from ._operand import operand_amax, quantizable, rows_of, tensor_unit
 from ._quantize import quantize
 
 _DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
@@ -43,7 +42,7 @@ def linear_fp8(x: jax.Array, weight: jax.Array, gradients: Format) -> jax.Array:
 def _forward(x: jax.Array, weight: jax.Array, gradients: Format):
     del gradients
     rows = rows_of(x)
-    amaxes = keep(power_of_two_amax(multi_amax([rows, quantizable(weight)]), FP8_E4M3))
+    amaxes = operand_amax(multi_amax([rows, quantizable(weight)]), FP8_E4M3)
     along_in = quantize(rows, FP8_E4M3, amax=amaxes[0])
     y = _product(along_in, quantize(quantizable(weight), FP8_E4M3, amax=amaxes[1]), x.dtype)
     return jnp.reshape(y, (*x.shape[:-1], y.shape[-1])), (x, weight, amaxes)

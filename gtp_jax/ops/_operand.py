@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
-from ..formats import QuantizedArray
+from ..formats import Format, Operands, QuantizedArray
+from ._amax import multi_amax, power_of_two_amax
+from ._keep import keep
+from ._quantize import dequantize, quantize
 
 
 def quantizable(x: jax.Array) -> jax.Array:
@@ -18,7 +23,30 @@ def rows_of(x: jax.Array) -> jax.Array:
     return quantizable(jnp.reshape(x, (-1, x.shape[-1])))
 
 
+def operand_amax(amax: jax.Array, format: Format) -> jax.Array:
+    """`power_of_two_amax`, kept for backward."""
+    return keep(power_of_two_amax(amax, format))
+
+
 def tensor_unit(q: QuantizedArray) -> jax.Array:
     """What all codes times block scales of a tensor are multiplied with; its format has an amax."""
     assert q.amax is not None
     return jnp.where((q.amax > 0) & jnp.isfinite(q.amax), q.amax / q.format.largest, 1.0)
+
+
+def values_of(q: QuantizedArray, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """The values of a quantized operand; float64 ones are those of float32."""
+    return dequantize(q, jnp.float32).astype(dtype) if dtype == jnp.float64 else dequantize(q, dtype)
+
+
+def rounded_weight(
+    weight: jax.Array, operands: Operands, axis: Literal["row", "column"], *, codes: bool = False
+) -> QuantizedArray | jax.Array:
+    """A weight as it travelled, or a stack of such, with blocks along the rows' or the columns' contraction; as it is,
+    where it has them and codes are not needed."""
+    form = operands.weight
+    if not codes and (form.block is None or axis == "row" or form.block[0] == form.block[1]):
+        return weight
+    values = quantizable(weight)
+    amax = power_of_two_amax(multi_amax([values])[0], form) if form.has_amax else None
+    return quantize(values, form, amax=amax, axis=axis)

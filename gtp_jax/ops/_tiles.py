@@ -40,3 +40,23 @@ def cut_into_tiles(group_sizes: jax.Array, rows: int, size: int) -> Tiles:
     group = jnp.minimum(jnp.searchsorted(behind, index, side="right").astype(jnp.int32), groups)
     start = starts[group] + (index - (behind - counts)[group]) * size
     return Tiles(group, start, jnp.minimum(start + size, ends[group]))
+
+
+def in_whole_blocks(x: jax.Array, group_sizes: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+    """Rows moved apart, so that every group begins at a multiple of `block`, filled up with zeros.
+
+    Args:
+        x: `(rows, features)`, sorted by group.
+        group_sizes: int32 `(groups,)`.
+        block: rows.
+
+    Returns:
+        `(rows // block + groups + 1) * block` rows, zeros behind the last group's; and the groups' new sizes.
+    """
+    rows, groups = x.shape[0], group_sizes.shape[0]
+    tiles = cut_into_tiles(group_sizes, rows, block)
+    source = tiles.start[:, None] + jnp.arange(block, dtype=jnp.int32)
+    real = (source < tiles.stop[:, None]) & (tiles.group < groups)[:, None]
+    source, real = jnp.reshape(source, -1), jnp.reshape(real, (-1, 1))
+    moved = jnp.where(real, x[jnp.minimum(source, rows - 1)], 0)
+    return moved, jnp.bincount(tiles.group, length=groups).astype(jnp.int32) * block

@@ -163,8 +163,8 @@ class FP8(Recipe):
     """Weights travel as E4M3, scaled by their own amax (per-tensor current scaling): 1 byte an element.
 
     Attributes:
-        matmuls: whether dense layers multiply in FP8 too, forward and backward; see `gtp_jax.ops.linear_fp8`. Scales
-            are then powers of two. Experts multiply in the modules' dtype.
+        matmuls: whether dense layers and experts multiply in FP8 too, forward and backward; see
+            `gtp_jax.ops.linear_fp8` and `grouped_quantized`. Scales are then powers of two.
         gradient: `"e5m2"` or `"e4m3"`, in which incoming gradients are multiplied.
     """
 
@@ -193,9 +193,9 @@ class MXFP8(Recipe):
     """Weights travel as MXFP8 (OCP Microscaling Formats 1.0): E4M3 in blocks of 1 x 32, 1.031 bytes an element.
 
     Attributes:
-        matmuls: whether dense layers multiply MXFP8 by MXFP8 too, forward and backward: E4M3 everywhere, blocks along
-            each contraction, scales rounded up (arXiv 2506.08027); see `gtp_jax.ops.linear_blocks`. Experts multiply in
-            the modules' dtype.
+        matmuls: whether dense layers and experts multiply MXFP8 by MXFP8 too, forward and backward: E4M3 everywhere,
+            blocks along each contraction, scales rounded up (arXiv 2506.08027); see `gtp_jax.ops.linear_blocks` and
+            `grouped_quantized`.
     """
 
     matmuls: bool = False
@@ -220,9 +220,10 @@ class NVFP4(Recipe):
 
     Attributes:
         block: `(16, 16)`, or `(1, 16)` along the contraction, which is finer and takes 0.563 bytes.
-        matmuls: whether dense layers multiply NVFP4 by NVFP4 too, forward and backward: weights in 16 x 16, inputs and
-            gradients in 1 x 16 along each contraction; see `gtp_jax.ops.linear_blocks`. The paper keeps about 15 % of
-            the layers, most of them the last, in high precision: `keep_last`. Experts multiply in the modules' dtype.
+        matmuls: whether dense layers and experts multiply NVFP4 by NVFP4 too, forward and backward: weights in 16 x 16,
+            inputs and gradients in 1 x 16 along each contraction; see `gtp_jax.ops.linear_blocks` and
+            `grouped_quantized`. The paper keeps about 15 % of the layers, most of them the last, in high precision:
+            `keep_last`.
         hadamard: with `matmuls`, whether both operands of wgrad go through a 16 x 16 random Hadamard transform.
         stochastic: with `matmuls`, whether gradients are rounded stochastically.
     """

@@ -1,6 +1,11 @@
 """`gtp-jax bench recipes`: what is read, drawn and compared, and that the mistakes are the ones they are named for."""
 
+import dataclasses
 import json
+import os
+import sys
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +14,17 @@ import pytest
 
 import gtp_jax as gtp
 from gtp_jax import bench
+from gtp_jax.bench._process import run
 from gtp_jax.bench.contenders.mistakes import MISTAKES
 from gtp_jax.cli import main
 from gtp_jax.formats import MXFP8, NVFP4
 
+SETTINGS = bench.CurveSettings(preset="tiny", steps=200, batch=8, seq=64, seed=0, lr=1e-3, device="cpu")
 
-def write_log(folder, name, losses, held_out, cut=""):
-    lines = [{"step": i, "loss": loss} for i, loss in enumerate(losses, start=1)]
+
+def write_log(folder, name, losses, held_out, cut="", **changes):
+    lines = [{"settings": dataclasses.asdict(dataclasses.replace(SETTINGS, **changes))}]
+    lines += [{"step": i, "loss": loss} for i, loss in enumerate(losses, start=1)]
     lines += [{"step": len(losses), "held_out": held_out}, {"done": True, "step_s": 0.0125}]
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + cut)
 
@@ -48,14 +57,50 @@ def test_a_run_that_is_not_begun_has_no_curve_of_an_earlier_one(tmp_path):
     variants = bench.chosen_variants(["mxfp8"])
     for variant in variants:
         write_log(tmp_path, variant.name, np.linspace(5, 2, 200), 2.0)
-    failures = bench.run_curves(variants, [], tmp_path, environment={}, gpus=[], within_s=0, report=lambda _: None)
+    failures = bench.run_curves(
+        variants, SETTINGS, tmp_path, environment={}, gpus=[], within_s=0, report=lambda _: None
+    )
     assert failures == dict.fromkeys(("bf16", "mxfp8"), "not begun in time")
     assert not any(len(bench.read_curve(variant, tmp_path).steps) for variant in variants)
 
 
+def test_logs_of_different_settings_are_not_shown_together(tmp_path, capsys):
+    losses = np.linspace(5, 2, 200)
+    write_log(tmp_path, "bf16", losses, 2.0)
+    write_log(tmp_path, "mxfp8", losses, 2.0, steps=300, data=("books",))
+    assert main(["bench", "recipes", "--draw", "--out", str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert "mxfp8.jsonl is of steps 300 (200 in bf16.jsonl), data ('books',) (() in bf16.jsonl)" in message
+    (tmp_path / "mxfp8.jsonl").write_text('{"step": 1, "loss": 5.0}\n')
+    assert main(["bench", "recipes", "--draw", "--out", str(tmp_path)]) == 2
+    assert "mxfp8.jsonl does not say of which settings it is. Remove it" in capsys.readouterr().err
+
+
+def test_nothing_is_trained_beside_logs_of_other_settings(tmp_path, capsys):
+    write_log(tmp_path, "bf16", np.linspace(5, 2, 200), 2.0)
+    before = (tmp_path / "bf16.jsonl").read_text()
+    assert main(["bench", "recipes", "--recipes", "fp8", "--steps", "7", "--out", str(tmp_path)]) == 2
+    assert "this is steps 7 (200 in those)" in capsys.readouterr().err
+    assert (tmp_path / "bf16.jsonl").read_text() == before and not (tmp_path / "fp8.jsonl").exists()
+
+
+def test_the_model_of_the_curves_has_a_hundred_million_parameters():
+    settings = dataclasses.replace(SETTINGS, preset="100m", parameters=0)
+    assert settings.parameters >= 100e6 and "100m (101 M parameters)" in settings.title
+
+
+def test_a_process_is_ended_when_another_thread_says_so():
+    stop, heard, begin = threading.Event(), [], time.monotonic()
+    threading.Timer(0.5, stop.set).start()
+    command = [sys.executable, "-c", "import time; print('there', flush=True); time.sleep(60)"]
+    code, output = run(command, dict(os.environ), 50, heard.append, stop)
+    assert code is None and time.monotonic() - begin < 20
+    assert "".join(heard) == output
+
+
 def test_unknown_recipes_and_empty_folders_are_refused(tmp_path, capsys):
     assert main(["bench", "recipes", "--recipes", "nvfp5", "--out", str(tmp_path)]) == 2
-    assert "nvfp5; known are bf16, fp8" in capsys.readouterr().err
+    assert "nvfp5; known are bf16, bf16-seed1, fp8" in capsys.readouterr().err
     assert main(["bench", "recipes", "--draw", "--out", str(tmp_path)]) == 2
     assert "has no logs" in capsys.readouterr().err
 
@@ -86,11 +131,11 @@ def test_recipes_train_side_by_side_and_one_that_fails_says_why(tmp_path, capsys
     assert main(["bench", "recipes", *short, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "6 steps of 8 x 64 tokens" in printed and "not to the end" not in printed
-    for name in ("bf16", "nvfp4-matmuls", "mxfp8-rounded-down", "nvfp4-local-amax"):
+    assert main(["bench", "recipes", "--steps", "6", "--recipes", "bf16-seed1", "--out", str(tmp_path)]) == 0
+    assert "nvfp4-matmuls" in capsys.readouterr().out  # what was there is shown too
+    for name in ("bf16", "bf16-seed1", "nvfp4-matmuls", "mxfp8-rounded-down", "nvfp4-local-amax"):
         log = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         assert [r["step"] for r in log if "loss" in r] == list(range(1, 7)) and log[-1]["done"]
-    assert (
-        main(["bench", "recipes", "--steps", "6", "--seq", "100000000", "--recipes", "bf16", "--out", str(tmp_path)])
-        == 1
-    )
+    too_long = ["--steps", "6", "--seq", "100000000", "--recipes", "bf16"]
+    assert main(["bench", "recipes", *too_long, "--out", str(tmp_path / "long")]) == 1
     assert "bf16 (ValueError: too few tokens" in capsys.readouterr().out

@@ -106,7 +106,7 @@ def test_checkpoint_of_another_model_is_named(run_of_two_steps, capsys):
     assert main(["train", f"--out={run_of_two_steps}", "--resume", "--preset=100m"]) == 2
     message = capsys.readouterr().err
     assert "is of another model or optimizer" in message
-    assert "the checkpoint has float32[4,128,384], the model float32[12,768,2304]" in message
+    assert "the checkpoint has float32[4,128,384], the model float32[8,1024,3072]" in message
     assert not _compiled
     assert TrainConfig.load(run_of_two_steps / "config.json").preset == "tiny"
 

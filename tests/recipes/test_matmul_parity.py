@@ -110,6 +110,45 @@ def test_the_rounding_of_gradients_follows_from_the_step_and_the_microbatch_alon
     assert sum(changed) > len(changed) / 2
 
 
+class Again(nnx.Module):
+    """A module that is called some times on one input: alone, or within the layer of a stack."""
+
+    def __init__(self, rngs, calls, stacked):
+        class Layer(gtp.nn.Layer):
+            def __init__(self, rngs):
+                self.dense, self.sequence_parallel = gtp.Dense(32, 32, dtype="float32", rngs=rngs), False
+
+            def local(self, x):
+                return sum(self.dense(x) for _ in range(calls))
+
+        self.inner = gtp.Stack(Layer, 1, rngs=rngs) if stacked else Layer(rngs)
+
+    def __call__(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_two_calls_of_a_module_are_not_rounded_alike(stacked):
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.normal(size=(2, 32, 32)), "g": rng.normal(size=(2, 32, 32))}
+    loss = lambda model, b: ((model(b["x"]) * b["g"]).sum(), np.float32(2))  # noqa: E731  of each call the same gradient
+
+    def gradient(calls, recipe):
+        with scope(dict(gtp=1)):
+            make = lambda rngs: Again(rngs, calls, stacked)  # noqa: E731
+            state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optax.sgd(1.0))
+            run = jax.jit(lambda s, b: gtp.loss_and_gradients(loss, s, b, recipe=recipe)[1])
+            jax.tree.map(np.testing.assert_array_equal, host(run(state, batch)), host(run(state, batch)))
+            return jax.tree.leaves(host(run(state, batch)))[0]
+
+    to_nearest, stochastic = gtp.NVFP4(matmuls=True, stochastic=False), gtp.NVFP4(matmuls=True)
+    np.testing.assert_array_equal(gradient(2, to_nearest), 2 * gradient(1, to_nearest))
+    once, twice = gradient(1, stochastic), gradient(2, stochastic)
+    differing = np.mean(twice != 2 * once)
+    assert differing > 0.9
+    assert np.linalg.norm(twice - 2 * once) < 0.5 * np.linalg.norm(twice)
+
+
 @pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one_and_no_step_compiles_again():
     config, optimizer = dataclasses.replace(SHORT, dtype="bfloat16"), optax.adam(1e-2)

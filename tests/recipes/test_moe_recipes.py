@@ -1,17 +1,20 @@
-"""A Llama with experts and a recipe: what moves in a step, and its gradients at quantized weights."""
+"""A Llama with experts and a recipe: what moves, and gradients at quantized weights and of rounded operands."""
 
 import dataclasses
 
+import jax
+import numpy as np
+import optax
 import pytest
 
 import gtp_jax as gtp
 from gtp_jax import plan
-from gtp_jax.models import LlamaConfig
+from gtp_jax.models import LlamaConfig, next_token_loss
 
 from ..chain.programs import lowered_step
 from ..parity.test_moe_parity import MOE
 from .test_recipe_collectives import buffer_bytes
-from .test_recipe_parity import check
+from .test_recipe_parity import assert_close, batch_of, check, host, scope, start
 
 LAYERS, EXPERTS = 2, 4
 SIZES = dict(vocab=640, dim=128, layers=LAYERS, heads=4, kv_heads=2, head_dim=64, ffn=256, experts=EXPERTS)
@@ -95,3 +98,64 @@ def test_gradients_are_those_of_the_plain_model_at_quantized_weights(name, x64):
 def test_in_float32_too():
     config = dataclasses.replace(MOE, **BY_TP, dtype="float32")
     check(config, dict(gtp=2, tp=2), 1, gtp.NVFP4(), 1e-5)
+
+
+OPERANDS = {
+    "FP8": gtp.FP8(matmuls=True),
+    "MXFP8": gtp.MXFP8(matmuls=True),
+    "NVFP4": gtp.NVFP4(matmuls=True, stochastic=False),  # random bits go by the place in a rank's own array
+}
+ROUNDED = dataclasses.replace(MOE, dim=64, head_dim=32, ffn=64, layers=1, alignment=32)
+
+
+def gradients(config, degrees, recipe, parts):
+    batch = batch_of(config, 8, 16)
+    with scope(degrees):
+        state = start(config, optax.sgd(1.0))
+        run = jax.jit(lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, microbatches=parts, recipe=recipe))
+        loss, found = run(state, batch)
+        return float(loss), host(state.skeleton.logical(found))
+
+
+# Blocks of wgrad run along the tokens of one expert in one product: those of a rank and a microbatch. So a mesh of four
+# ranks rounds what one device rounds in four microbatches.
+SHARDED = {
+    "gtp 4": (dict(gtp=4), 1, {}),
+    "gtp 2 x tp 2, two microbatches": (dict(gtp=2, tp=2), 2, {}),
+    "gtp 2 x tp 2, 8 experts divided": (dict(gtp=2, tp=2), 2, dict(experts=8, expert_parallel="expert")),
+    "gtp 4, 2 experts": (dict(gtp=4), 1, dict(experts=2, top_k=1)),
+    "gtp 4, 64 experts": (dict(gtp=4), 1, dict(experts=64)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, mesh",
+    [
+        *(("NVFP4", mesh) for mesh in SHARDED),
+        ("MXFP8", "gtp 2 x tp 2, two microbatches"),
+        ("MXFP8", "gtp 4, 64 experts"),
+        ("FP8", "gtp 2 x tp 2, 8 experts divided"),
+    ],
+)
+def test_with_quantized_operands_a_mesh_has_the_gradients_of_one_device(name, mesh, x64):
+    degrees, parts, changes = SHARDED[mesh]
+    config, recipe = dataclasses.replace(ROUNDED, **changes), OPERANDS[name]
+    loss, wanted = gradients(config, dict(gtp=1), recipe, 4)
+    there, found = gradients(config, degrees, recipe, parts)
+    assert abs(there - loss) <= 1e-12 * loss
+    # products of float32 values leave float64's rounding, which a code could in principle amplify
+    assert_close(found, wanted, 1e-11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPERANDS)
+def test_experts_multiply_rounded_operands(name, x64):
+    config, recipe = dataclasses.replace(ROUNDED, experts=2, top_k=1), OPERANDS[name]
+    weights_alone = {"attention": recipe, "mlp": dataclasses.replace(recipe, matmuls=False)}
+    (_, found), (_, wanted) = (
+        gradients(config, dict(gtp=1), one, 1) for one in (recipe, gtp.BF16(override=weights_alone))
+    )
+    rounded, plain = (tree["blocks"]["layers"]["mlp"]["down"]["kernel"] for tree in (found, wanted))
+    error = np.linalg.norm(rounded - plain) / np.linalg.norm(plain)
+    assert 0.01 < error < (0.3 if name == "NVFP4" else 0.1)

@@ -5,6 +5,7 @@ import json
 import jax
 import optax
 import pytest
+from flax import nnx
 
 import gtp_jax as gtp
 from gtp_jax.cli import main
@@ -12,6 +13,12 @@ from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.nn import abstract_model
 
 CONFIG = LlamaConfig(vocab=640, dim=128, layers=3, heads=4, kv_heads=2, head_dim=64, ffn=384)
+
+
+class Matmuls(nnx.Module):
+    def __init__(self, rngs):
+        self.fits = gtp.Dense(64, 96, rngs=rngs)
+        self.ragged = gtp.Dense(80, 48, rngs=rngs)
 
 
 @pytest.mark.parametrize(
@@ -153,3 +160,25 @@ def test_explain_says_which_matmuls_run_in_fp8():
     matmuls = {fact.module: fact.matmul for fact in gtp.explain(model, gtp.FP8(matmuls=True)).facts}
     assert matmuls.pop("embed") == matmuls.pop("head") == "bfloat16"
     assert set(matmuls.values()) == {"FP8_E4M3, gradients FP8_E5M2"}
+
+
+@pytest.mark.parametrize("recipe", [gtp.FP8(matmuls=True), gtp.NVFP4(matmuls=True)], ids=lambda r: type(r).__name__)
+def test_explain_says_how_experts_multiply(recipe):
+    model = abstract_model(lambda rngs: gtp.MoE(64, 128, experts=4, rngs=rngs))
+    for fact in gtp.explain(model, recipe).facts:
+        assert fact.matmul.startswith(recipe.operands.activation.name)
+        assert fact.matmul.endswith(": grouped, bfloat16 of their values")
+        assert fact.forward and fact.dgrad and fact.wgrad
+
+
+def test_explain_says_which_products_are_scaled_matmuls_where_there_are_any():
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA B200", num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        model = abstract_model(lambda rngs: Matmuls(rngs))
+        found = {fact.module: fact.matmul for fact in gtp.explain(model, gtp.MXFP8(matmuls=True)).facts}
+        transformed = gtp.explain(model, gtp.NVFP4(matmuls=True)).facts
+    values = "bfloat16 of their values"
+    assert found["fits"] == f"MXFP8: scaled_matmul, but wgrad of tokens that fill no blocks: {values}"
+    assert found["ragged"].startswith("MXFP8: scaled_matmul, but forward along 80, dgrad along 48, wgrad")
+    assert {fact.matmul for fact in transformed} == {"NVFP4_1D: scaled_matmul"}

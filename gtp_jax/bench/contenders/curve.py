@@ -1,6 +1,6 @@
 """Trains a Llama on text with one recipe: `python curve.py nvfp4-matmuls --log nvfp4.jsonl --steps 3000`.
 
-One JSON object a line in the log: each step's loss, and now and then the held-out one.
+One JSON object a line in the log: the settings, each step's loss, and now and then the held-out one.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from flax import nnx
 from mistakes import make as make_mistake
 
 import gtp_jax as gtp
-from gtp_jax.bench import VARIANTS
+from gtp_jax.bench import VARIANTS, CurveSettings
 from gtp_jax.data import Loader, Windows, load_corpus, read_text
 from gtp_jax.models import PRESETS, Llama, next_token_loss
 
 _FETCH = 25  # steps whose losses are looked at together, so that the device never waits
 _HELD_OUT_BATCHES = 16
+_EVALUATIONS = 6
 
 
 def main() -> None:
@@ -32,10 +33,12 @@ def main() -> None:
     flags.add_argument("--log", type=Path, required=True)
     flags.add_argument("--preset", default="100m", choices=PRESETS)
     flags.add_argument("--data", nargs="*", default=[])
-    for name, default in (("steps", 3000), ("batch", 16), ("seq", 512), ("seed", 0), ("evaluate", 500)):
+    for name, default in (("steps", 3000), ("batch", 16), ("seq", 512), ("seed", 0)):
         flags.add_argument(f"--{name}", type=int, default=default)
     flags.add_argument("--lr", type=float, required=True)
+    flags.add_argument("--device", default="")
     args = flags.parse_args()
+    settings = CurveSettings(**{name: value for name, value in vars(args).items() if name not in ("variant", "log")})
     variant, config = VARIANTS[args.variant], dataclasses.replace(PRESETS[args.preset], alignment=32)
 
     def loss(model: Llama, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -43,29 +46,32 @@ def main() -> None:
             make_mistake(model, variant.mistake)
         return next_token_loss(model, batch)
 
+    seed, each = args.seed + variant.seed, max(1, args.steps // _EVALUATIONS)
     corpus = load_corpus(read_text(args.data))
     corpus.check(batch=args.batch, seq=args.seq)
     with args.log.open("w", buffering=1) as log, jax.set_mesh(gtp.make_mesh(gtp=1, devices=jax.devices()[:1])):
+
+        def write(**values: object) -> None:
+            log.write(json.dumps(values) + "\n")
+
+        write(settings=dataclasses.asdict(settings))
         mesh = jax.sharding.get_mesh()
         warmup = min(200, args.steps // 10)
         rate = optax.warmup_cosine_decay_schedule(0, args.lr, warmup, args.steps, end_value=args.lr / 10)
         optimizer = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1)
-        state = gtp.TrainState.create(gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(args.seed)), optimizer)
+        state = gtp.TrainState.create(gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(seed)), optimizer)
         step = gtp.train_step(loss, optimizer, max_grad_norm=1.0, recipe=variant.recipe)
         evaluate = gtp.eval_step(loss, recipe=variant.recipe)
-        train = Loader(Windows(corpus.train, args.seq, args.seed), args.batch, mesh)
+        train = Loader(Windows(corpus.train, args.seq, seed), args.batch, mesh)
         held_out = Loader(Windows(corpus.held_out, args.seq, args.seed), args.batch, mesh)
         tests = list(held_out.steps(0, _HELD_OUT_BATCHES))
-
-        def write(**values: object) -> None:
-            log.write(json.dumps(values) + "\n")
 
         waiting: list[tuple[int, jax.Array]] = []
         begin, done, seconds = time.perf_counter(), 0, []
         for number, batch in enumerate(train.steps(0, args.steps), start=1):
             state, metrics = step(state, batch)
             waiting.append((number, metrics["loss"]))
-            evaluates = number % args.evaluate == 0 or number == args.steps
+            evaluates = number % each == 0 or number == args.steps
             if number == 1 or number % _FETCH == 0 or evaluates:
                 for at, value in waiting:
                     write(step=at, loss=float(value))

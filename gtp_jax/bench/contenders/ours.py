@@ -15,18 +15,18 @@ from workload import LEARNING_RATE, WEIGHT_DECAY, parser, report, workload
 
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
-from gtp_jax.recipes import RECIPES
+from gtp_jax.recipes import add_recipe, recipe_options
 
 
 def main() -> None:
     flags = parser(__doc__)
-    flags.add_argument("--recipe", default="bf16", choices=RECIPES, help="what is quantized")
+    add_recipe(flags)
     flags.add_argument("--kept", default="1", help="layers that keep gathered weights for backward, or 'all'")
     flags.add_argument("--unroll", default="full", help="layers in one loop body, or 'full'")
     flags.add_argument("--remat", default="matmuls", help="what a layer keeps for backward")
     flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step there")
     args = flags.parse_args()
-    work = workload(args)
+    work, recipe = workload(args), recipe_options(args)
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(LlamaConfig) if hasattr(args, f.name)}
     given["kept"] = args.kept if args.kept == "all" else int(args.kept)
     given["unroll"] = args.unroll if args.unroll == "full" else int(args.unroll)
@@ -39,7 +39,13 @@ def main() -> None:
         tokens = jax.random.randint(jax.random.key(1), (work.sequences, work.seq), 0, work.vocab)
         batch: Any = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
         batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(("dp", "gtp"))))
-        step = gtp.train_step(next_token_loss, optimizer, microbatches=work.microbatches, recipe=RECIPES[args.recipe]())
+        step = gtp.train_step(
+            next_token_loss,
+            optimizer,
+            microbatches=work.microbatches,
+            recipe=recipe.quantization,
+            held=recipe.held,
+        )
         begin = time.perf_counter()
         compiled = step.lower(state, batch).compile()  # pyright: ignore[reportFunctionMemberAccess]
         compile_s = time.perf_counter() - begin

@@ -1,0 +1,67 @@
+"""What loss curves must share, to be compared."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ..models import PRESETS
+from ..plan import quantity
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CurveSettings:
+    """Model, text and length of a training, as `contenders/curve.py` takes them and its log begins with them.
+
+    Attributes:
+        preset: a key of `PRESETS`.
+        parameters: of the model.
+        steps: of the optimizer.
+        batch: sequences of a step.
+        seq: tokens of a sequence.
+        seed: of weights and order of the text; variants may add to it.
+        lr: highest learning rate.
+        data: paths of the text; none: Python's standard library.
+        device: the kind it runs on.
+    """
+
+    preset: str
+    steps: int
+    batch: int
+    seq: int
+    seed: int
+    lr: float
+    data: tuple[str, ...] = ()
+    device: str = ""
+    parameters: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "data", tuple(self.data))  # a list, out of JSON or argparse
+        if not self.parameters:
+            object.__setattr__(self, "parameters", PRESETS[self.preset].param_count())
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> CurveSettings:
+        """Those that a log begins with."""
+        return cls(**found)
+
+    @property
+    def flags(self) -> list[str]:
+        """Of `contenders/curve.py`."""
+        names = ("preset", "steps", "batch", "seq", "seed", "lr", "device")
+        data = ["--data", *self.data] if self.data else []
+        return [*(f"--{name}={getattr(self, name)}" for name in names), *data]
+
+    @property
+    def title(self) -> str:
+        """In a line."""
+        size = quantity(self.parameters, " parameters")
+        tokens = f"{self.steps} steps of {self.batch} x {self.seq} tokens"
+        return f"{self.preset} ({size}), {tokens}, seed {self.seed}, {self.device}"
+
+    def unlike(self, other: CurveSettings, name: str) -> str:
+        """What differs from another's, which has a name."""
+        fields = (field.name for field in dataclasses.fields(self))
+        pairs = ((field, getattr(self, field), getattr(other, field)) for field in fields)
+        return ", ".join(f"{field} {mine} ({theirs} in {name})" for field, mine, theirs in pairs if mine != theirs)

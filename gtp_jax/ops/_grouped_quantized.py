@@ -1,0 +1,102 @@
+"""The matmul of a layer of experts, of operands rounded to a recipe's formats: forward, and both of backward."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from ..formats import Format, Operands, QuantizedArray
+from ._amax import hadamard_amax, multi_amax
+from ._grouped_matmul import by_group, by_slice, check_grouped, kernels_of
+from ._keep import keep
+from ._operand import operand_amax, quantizable, rounded_weight, values_of
+from ._quantize import quantize
+from ._tiles import in_whole_blocks
+
+
+def grouped_quantized(
+    x: jax.Array, weight: jax.Array, group_sizes: jax.Array, key: jax.Array, operands: Operands, *, platform: str
+) -> jax.Array:
+    """`grouped_matmul` of operands rounded as `linear_blocks` or `linear_fp8` round a dense layer's.
+
+    | product | operands, and along what their blocks run |
+    |---|---|
+    | forward | input along features in, weight as it is |
+    | dgrad | gradient along features out, each group's weight along features out |
+    | wgrad | gradient along rows, input along rows; both transformed if `operands.hadamard` |
+
+    wgrad contracts the rows of one group, and no block may hold rows of two: in what it multiplies every group begins
+    at a multiple of the block, filled up with zeros, which change no scale and add nothing. So a group's blocks do not
+    depend on the others' sizes, and a group's kernel has the gradient that it would have by itself.
+
+    The tensor's scale, where a format has one, is that of all rows at once: a power of two, so that a row's product
+    depends on no other row, short of underflow. jax (0.11.2) has no grouped matmul of codes and scales for any
+    hardware: what is multiplied are the rounded values, which bfloat16 holds exactly.
+
+    Args:
+        x: as in `grouped_matmul`; bfloat16, float16, float32, or float64, which is rounded to float32 first.
+        weight: likewise, rounded to `operands.weight` already, as it travelled.
+        group_sizes: likewise.
+        key: uint32 `(2,)`, for stochastic rounding.
+        operands: the formats.
+        platform: as in `grouped_matmul`.
+
+    Returns:
+        As `grouped_matmul`. Backward keeps the codes of `x`.
+
+    Raises:
+        ValueError, TypeError: as `grouped_matmul`.
+    """
+    kernels = check_grouped(x, weight, group_sizes, platform)
+    return keep(_grouped_quantized(x, weight, group_sizes, key, operands, kernels))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _grouped_quantized(
+    x: jax.Array, weight: jax.Array, group_sizes: jax.Array, key: jax.Array, operands: Operands, kernels: str
+) -> jax.Array:
+    return _forward(x, weight, group_sizes, key, operands, kernels)[0]
+
+
+def _forward(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, key: jax.Array, operands: Operands, kernels: str):
+    along_in, along_rows, _ = _copies(x, group_sizes, operands.activation, operands.hadamard)
+    values = values_of(along_in, x.dtype)
+    y = kernels_of(kernels).product(values, by_group(weight), group_sizes, transposed=True)
+    return y, (along_rows, weight, group_sizes, key)
+
+
+def _backward(operands: Operands, kernels: str, saved, gradient: jax.Array):
+    x_rows, weight, group_sizes, key = saved
+    dtype, run = gradient.dtype, kernels_of(kernels)
+    rounding = key if operands.stochastic else None
+    along_out, along_rows, sizes = _copies(gradient, group_sizes, operands.gradient, operands.hadamard, rounding)
+    turned = rounded_weight(weight, operands, "column")
+    kernel = by_group(values_of(turned, dtype) if isinstance(turned, QuantizedArray) else turned)
+    to_x = run.product(values_of(along_out, dtype), kernel, group_sizes, transposed=False)
+    to_kernels = run.outer(values_of(along_rows, dtype), values_of(x_rows, dtype), sizes)
+    return to_x, by_slice(to_kernels, weight.shape), None, None
+
+
+_grouped_quantized.defvjp(_forward, _backward)
+
+
+def _copies(
+    x: jax.Array, group_sizes: jax.Array, form: Format, hadamard: bool, key: jax.Array | None = None
+) -> tuple[QuantizedArray, QuantizedArray, jax.Array]:
+    """An operand in blocks along its features; and along its rows, with groups moved apart, and their sizes there."""
+    rows = quantizable(x)
+    if form.block is None:
+        along = quantize(rows, form, amax=operand_amax(multi_amax([rows]), form)[0], key=key)
+        return along, along, group_sizes
+    apart, sizes = in_whole_blocks(rows, group_sizes, form.block[1])
+    if not form.has_amax:
+        return quantize(rows, form, key=key), quantize(apart, form, axis="column", key=key), sizes
+    whole = multi_amax([rows])[0]
+    amaxes = operand_amax(jnp.stack([whole, hadamard_amax(apart) if hadamard else whole]), form)
+    return (
+        quantize(rows, form, amax=amaxes[0], key=key),
+        quantize(apart, form, amax=amaxes[1], axis="column", hadamard=hadamard, key=key),
+        sizes,
+    )

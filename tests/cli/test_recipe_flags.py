@@ -1,0 +1,134 @@
+"""Recipes on the command line: the flags say what the fields of a recipe say, in every command that takes them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import jax
+import pytest
+
+import gtp_jax as gtp
+from gtp_jax import bench
+from gtp_jax.cli import TrainConfig, main
+from gtp_jax.recipes import RecipeOptions, add_recipe, recipe_options
+
+from .runs import small, train, write_text
+
+jax.devices()  # fixes the number of devices to what the suite runs with
+
+FLAGS = {
+    "": gtp.BF16(),
+    "--recipe nvfp4-matmuls --keep-last 2": gtp.NVFP4(matmuls=True, keep_last=2),
+    "--recipe mxfp8 --keep-first 1 --reduce fp8": gtp.MXFP8(keep_first=1, reduce="fp8"),
+    "--override mlp.down=mxfp8-matmuls attention=bf16 --recipe nvfp4": gtp.NVFP4(
+        override={"mlp.down": gtp.MXFP8(matmuls=True), "attention": gtp.BF16()}
+    ),
+}
+
+
+def parsed(words: list[str]) -> RecipeOptions:
+    parser = argparse.ArgumentParser()
+    add_recipe(parser)
+    return recipe_options(parser.parse_args(words))
+
+
+@pytest.mark.parametrize("words", FLAGS)
+def test_flags_are_the_recipe_and_its_flags_are_the_same_again(words):
+    options = parsed(words.split())
+    assert options.quantization == FLAGS[words]
+    assert parsed(list(options.recipe_flags)) == options
+
+
+def test_a_configuration_that_was_saved_has_its_recipe_again(tmp_path):
+    config = TrainConfig(recipe="nvfp4", override=("mlp.down=fp8",), keep_first=1, held="all")
+    config.save(tmp_path / "config.json")
+    assert TrainConfig.load(tmp_path / "config.json") == config
+    assert config.changes(TrainConfig(recipe="nvfp4", override=("mlp.down=fp8",))) == [
+        "keep_first from 0 to 1",
+        "held from 0 to all",
+    ]
+
+
+BAD = {
+    "--keep-last -1": "`keep_last` is -1; it is a number of layers, at least 0",
+    "--held -1": "`held` is -1; it is a number of layers, at least 0, or 'all'",
+    "--override mlp.down": "`override` has 'mlp.down'; it is PATTERN=RECIPE, such as mlp.down=mxfp8-matmuls",
+    "--override =fp8": "`override` has '=fp8'; it is PATTERN=RECIPE",
+    "--override mlp.down=fp6": "'fp6' is no recipe; it is one of bf16, fp8, fp8-matmuls, mxfp8",
+    "--override mlp=fp8 mlp=bf16": "has a pattern twice; write each once",
+}
+OF_A_MODEL = {
+    "--keep-first 3 --keep-last 2": "ask for 5 layers of each stack; blocks has 4",
+    "--recipe nvfp4 --override mlp.dwn=fp8": "pattern 'mlp.dwn' matches no module with weights; they are ",
+}
+
+
+@pytest.mark.parametrize("words", [*BAD, *OF_A_MODEL])
+def test_mistakes_are_refused_before_anything_is_made(words, tmp_path, capsys):
+    message = {**BAD, **OF_A_MODEL}[words]
+    assert main(["inspect", "--seq", "32", *words.split()]) == 2
+    assert message in capsys.readouterr().err
+    text = write_text(tmp_path / "text")
+    assert main(["train", *small(text, tmp_path / "run"), *words.split()]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    if words in BAD:
+        assert main(["bench", "step", "--contenders", "gtp_jax bf16", *words.split()]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_inspect_shows_the_last_layers_in_high_precision_and_the_modules_overridden(capsys):
+    words = "--recipe nvfp4-matmuls --keep-last 2 --override mlp.down=fp8-matmuls"
+    assert main(["inspect", "--seq", "32", "--gtp", "2", "--json", *words.split()]) == 0
+    wire = json.loads(capsys.readouterr().out)["wire"]
+    found = {(fact["module"].split(".")[-1], fact["first"]): (fact["layers"], fact["wire"]) for fact in wire}
+    assert found["up", 0] == (2, "NVFP4") and found["down", 0] == (2, "FP8_E4M3")
+    assert found["up", 2] == found["down", 2] == (2, "bfloat16")
+
+
+def test_what_is_said_of_recipes_goes_for_our_contenders_alone_and_bf16_has_no_codes_to_hold():
+    options = RecipeOptions(keep_last=2, held="all", reduce="mxfp8")
+    chosen = bench.with_recipe(bench.chosen_contenders(["again"]), options)
+    flags = {one.name: one.flags for one in chosen}
+    assert flags["gtp_jax nvfp4 again"][2:] == ("--keep-last=2", "--reduce=mxfp8", "--held=all")
+    assert flags["gtp_jax bf16 again"][2:] == ("--keep-last=2", "--reduce=mxfp8")
+    assert flags["fsdp2 again"] == ()
+    assert bench.with_recipe(bench.CONTENDERS, RecipeOptions()) == list(bench.CONTENDERS)
+
+
+@pytest.mark.slow
+def test_a_run_is_told_its_recipe_and_goes_on_with_it(tmp_path):
+    text, out = write_text(tmp_path / "text"), tmp_path / "run"
+    words = ["--recipe=nvfp4-matmuls", "--keep-last=2", "--override", "mlp.down=bf16", "attention.out=fp8"]
+    printed = train([*small(text, out, steps=2), *words])
+    assert "recipe  nvfp4-matmuls, last 2 layers in high precision, mlp.down=bf16, attention.out=fp8\n" in printed
+    assert "resumed at step 2" in train([f"--out={out}", "--resume", "--steps=4"])
+    assert "changed keep_last from 2 to 0" in train([f"--out={out}", "--resume", "--steps=5", "--keep-last=0"])
+
+
+@pytest.mark.slow
+def test_a_step_is_measured_with_codes_held_and_gradients_exchanged(tmp_path, capsys):
+    saved, which = tmp_path / "run.json", ["--contenders", "gtp_jax bf16 again", "gtp_jax nvfp4 again"]
+    flags = [
+        "bench",
+        "step",
+        "--layers",
+        "2",
+        "--seq",
+        "32",
+        "--steps",
+        "2",
+        "--gtp",
+        "2",
+        "--microbatches",
+        "2",
+        *which,
+    ]
+    asked = ["--held", "all", "--reduce", "bf16", "--override", "mlp.down=fp8"]
+    assert main([*flags, *asked, "--json", str(saved)]) == 0
+    assert "gtp_jax with --override mlp.down=fp8 --reduce=bf16 --held=all" in capsys.readouterr().out
+    assert all("median_s" in row for row in json.loads(saved.read_text())["contenders"])
+    assert main([*flags, "--compare", str(saved)]) == 2
+    assert "Repeat it as it was" in capsys.readouterr().err

@@ -1,0 +1,196 @@
+"""Experts multiply what the oracle says their operands are rounded to, expert by expert, whatever the groups' sizes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gtp_jax as gtp
+from gtp_jax.formats import Operands
+from gtp_jax.ops import grouped_quantized
+
+from ..plan.programs import array, h200_mesh, needs_target
+from . import oracle
+from .test_linear_blocks import rounded
+
+KEY = jnp.array([3, 11], jnp.uint32)
+OPERANDS: dict[str, Operands] = {
+    "FP8": gtp.FP8(matmuls=True).operands,
+    "MXFP8": gtp.MXFP8(matmuls=True).operands,
+    "NVFP4": gtp.NVFP4(matmuls=True).operands,
+    "NVFP4, rounded to nearest": gtp.NVFP4(matmuls=True, stochastic=False).operands,
+    "NVFP4, not transformed": gtp.NVFP4(matmuls=True, hadamard=False).operands,
+}
+FEATURES, OUT = 96, 64
+SIZES = {
+    2: [21, 27],
+    4: [19, 0, 37, 8],
+    64: [3, 0, 1, 40, *[0, 5] * 30],
+}
+
+
+def groups_of(sizes):
+    ends = np.cumsum(sizes)
+    return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def in_format(x, form, amax=None, **how):
+    """`x` by the oracle; with the amax of a larger array that it is a part of, where one is given."""
+    if form.has_amax is False or amax is None:
+        return rounded(x, form, **how)
+    columns, transform, key = how.get("columns", False), how.get("transform", False), how.get("key")
+    seen = oracle.hadamard(x).astype(np.float32) if transform else x
+    codes, scales = oracle.quantize(form.name, x[None], amax, columns=columns, use_hadamard=transform, key=key)
+    back = oracle.dequantize(form.name, codes, scales, np.asarray(amax)[None], seen.shape, np.float32, columns=columns)
+    return back[0].astype(np.float64)
+
+
+def scale_of(parts, form):
+    """The amax that goes with arrays quantized as one: the next one up that makes a power of two."""
+    if not form.has_amax:
+        return None
+    largest = form.largest
+    amax = max(oracle.amax(part) for part in parts)
+    return np.float32(2.0 ** np.ceil(np.log2(np.float64(amax) / largest)) * largest)
+
+
+def operands_of_a_layer(sizes, form, dtype, slices=1, behind=3):
+    """Input, weight as it travelled, gradient; some rows belong to none."""
+    rng = np.random.default_rng(len(sizes))
+    rows = sum(sizes) + behind
+    x = rng.normal(size=(rows, FEATURES)) * np.exp(rng.normal(size=(rows, 1)))
+    g = rng.normal(size=(rows, OUT)) * 1e-3
+    w = rng.normal(size=(len(sizes), OUT, FEATURES)) * np.exp(rng.normal(size=(len(sizes), 1, 1)))
+    w = np.stack([in_format(one.astype(np.float32), form, scale_of([one], form)) for one in w])
+    weight = np.swapaxes(w.reshape(len(sizes), slices, OUT // slices, FEATURES), 0, 1)
+    return jnp.asarray(x, dtype), jnp.asarray(weight, dtype), jnp.asarray(g, dtype), w
+
+
+def products(x, weight, g, sizes, operands, platform="cpu"):
+    sizes = jnp.asarray(sizes, jnp.int32)
+    call = lambda x, w: grouped_quantized(x, w, sizes, KEY, operands, platform=platform)  # noqa: E731
+    y, back = jax.vjp(call, x, weight)
+    return y, *back(g)
+
+
+def moved_apart(x, sizes, run):
+    """Every group at a multiple of `run`; as many rows as the library has, for the places of the random bits."""
+    groups = []
+    for mine in groups_of(sizes):
+        part = np.asarray(x[mine], np.float32)
+        groups.append(np.pad(part, ((0, -len(part) % run), (0, 0))))
+    found = np.concatenate(groups)
+    return np.pad(found, ((0, (len(x) // run + len(sizes) + 1) * run - len(found)), (0, 0)))
+
+
+def expected(x, w, g, sizes, operands):
+    """Forward, dgrad and wgrad, each group by itself, in float64."""
+    x, g = np.asarray(x, np.float32), np.asarray(g, np.float32)
+    key = [3, 11] if operands.stochastic else None
+    forward = in_format(x, operands.activation, scale_of([x], operands.activation))
+    backward = in_format(g, operands.gradient, scale_of([g], operands.gradient), key=key)
+    y, to_x, to_w = np.zeros(g.shape), np.zeros(x.shape), np.zeros(w.shape)
+    form = operands.weight
+    turned = [in_format(one.astype(np.float32), form, scale_of([one], form), columns=True) for one in w]
+    for group, mine in enumerate(groups_of(sizes)):
+        y[mine] = forward[mine] @ w[group].T
+        to_x[mine] = backward[mine] @ turned[group]
+    if form.block is None:
+        for group, mine in enumerate(groups_of(sizes)):
+            to_w[group] = backward[mine].T @ forward[mine]
+        return y, to_x, to_w
+    run = operands.gradient.block[1]
+    sides = []
+    for a, form, bits in ((x, operands.activation, None), (g, operands.gradient, key)):
+        apart = moved_apart(a, sizes, run)
+        seen = oracle.hadamard(apart).astype(np.float32) if operands.hadamard else a
+        amax = scale_of([seen], form)
+        sides.append(in_format(apart, form, amax, columns=True, transform=operands.hadamard, key=bits))
+    start = 0
+    for group, size in enumerate(sizes):
+        whole = slice(start, start := start + -(-size // run) * run)
+        to_w[group] = sides[1][whole].T @ sides[0][whole]
+    return y, to_x, to_w
+
+
+CASES = [("MXFP8", 4), ("NVFP4", 4)]
+CASES += [pytest.param(name, n, marks=pytest.mark.slow) for name in OPERANDS for n in SIZES if (name, n) not in CASES]
+
+
+@pytest.mark.parametrize("name, experts", CASES)
+def test_forward_and_backward_multiply_each_group_s_rounded_operands(name, experts):
+    operands, sizes = OPERANDS[name], SIZES[experts]
+    x, weight, g, w = operands_of_a_layer(sizes, operands.weight, jnp.float32, slices=2)
+    y, to_x, to_weight = products(x, weight, g, sizes, operands)
+    to_w = np.reshape(np.swapaxes(to_weight, 0, 1), w.shape)
+    for got, wanted in zip((y, to_x, to_w), expected(x, w, g, sizes, operands), strict=True):
+        assert np.linalg.norm(got - wanted) <= 1e-6 * np.linalg.norm(wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["MXFP8", "NVFP4"])
+def test_bfloat16_holds_every_rounded_operand_of_an_expert(name):
+    operands, sizes = OPERANDS[name], SIZES[4]
+    x, weight, g, _ = operands_of_a_layer(sizes, operands.weight, jnp.bfloat16)
+    found = products(x, weight, g, sizes, operands)
+    wanted = products(*(a.astype(jnp.float32) for a in (x, weight, g)), sizes, operands)
+    for got, exact in zip(found, wanted, strict=True):
+        assert got.dtype == jnp.bfloat16
+        scale = np.abs(np.asarray(exact)).max()
+        np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(exact), rtol=2**-8, atol=1e-5 * scale)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["MXFP8", "NVFP4, rounded to nearest"])
+def test_an_expert_s_gradients_do_not_depend_on_how_many_rows_the_others_have(name):
+    operands, sizes = OPERANDS[name], [21, 13, 0, 30]
+    x, weight, g, _ = operands_of_a_layer(sizes, operands.weight, jnp.float32, behind=0)
+    _, to_x, to_weight = products(x, weight, g, sizes, operands)
+    assert not np.asarray(to_weight[:, 2]).any()  # no rows
+    for group, mine in enumerate(groups_of(sizes)):
+        if sizes[group]:
+            own = weight[:, group : group + 1]
+            _, alone_x, alone = products(x[mine], own, g[mine], sizes[group : group + 1], operands)
+            np.testing.assert_allclose(alone_x, to_x[mine], rtol=0, atol=1e-6 * np.abs(alone_x).max())
+            np.testing.assert_allclose(alone[:, 0], to_weight[:, group], rtol=0, atol=1e-6 * np.abs(alone).max())
+
+
+@pytest.mark.slow
+def test_rows_of_no_expert_have_no_product_and_no_gradient():
+    operands, sizes = OPERANDS["NVFP4"], [5, 9]
+    x, weight, g, _ = operands_of_a_layer(sizes, operands.weight, jnp.float32, behind=6)
+    y, to_x, to_weight = products(x, weight, g, sizes, operands)
+    assert not np.asarray(y[14:]).any() and not np.asarray(to_x[14:]).any()
+    assert np.asarray(to_weight).any()
+
+
+@pytest.mark.slow
+@needs_target
+@pytest.mark.parametrize("name", ["FP8", "MXFP8", "NVFP4"])
+def test_on_h200_a_pass_is_one_grouped_kernel_a_product(name):
+    mesh, operands = h200_mesh(1), OPERANDS[name]
+
+    def run(x, weight, sizes, g):
+        call = lambda x, w: grouped_quantized(x, w, sizes, KEY, operands, platform="gpu")  # noqa: E731
+        y, back = jax.vjp(call, x, weight)
+        return y, *back(g)
+
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    shapes, bf16 = ((512, 256), (1, 4, 384, 256), (4,), (512, 384)), jnp.bfloat16
+    dtypes = (bf16, bf16, jnp.int32, bf16)
+    given = [array(mesh, shape, P(), dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    text = jax.jit(mapped).lower(*given).compile(compiler_options={"xla_gpu_mock_custom_calls": True}).as_text()
+    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 3
+    assert " dot(" not in text and "__cublas" not in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPERANDS)
+def test_gpus_multiply_each_group_s_rounded_operands(name):
+    operands, sizes = OPERANDS[name], SIZES[4]
+    x, weight, g, w = operands_of_a_layer(sizes, operands.weight, jnp.bfloat16, slices=2)
+    y, to_x, to_weight = jax.jit(lambda x, w, g: products(x, w, g, sizes, operands, "gpu"))(x, weight, g)
+    to_w = np.reshape(np.swapaxes(to_weight, 0, 1), w.shape)
+    for got, wanted in zip((y, to_x, to_w), expected(x, w, g, sizes, operands), strict=True):
+        assert np.linalg.norm(np.asarray(got, np.float64) - wanted) <= 5e-3 * np.linalg.norm(wanted)
