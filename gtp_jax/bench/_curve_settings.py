@@ -20,7 +20,7 @@ class CurveSettings:
         steps: of the optimizer.
         batch: sequences of a step.
         seq: tokens of a sequence.
-        seed: of weights and order of the text; variants may add to it.
+        seed: of weights and order of the text; variants may add to that of the weights.
         lr: highest learning rate.
         data: paths of the text; none: Python's standard library.
         device: the kind it runs on.

@@ -17,7 +17,7 @@ class Variant:
         recipe: the library's part.
         mistake: a key of `MISTAKES` in `contenders/mistakes.py`, what is done to the weights instead; or empty.
         published: what the recipe's authors report of its loss.
-        seed: added to the seed of all, so that a recipe's own spread can be seen.
+        seed: added to the seed of the weights, not of the text, so that a recipe's own spread can be seen.
     """
 
     name: str

@@ -24,12 +24,12 @@ to bf16, and a picture, recipes.png, of these and of what lies in --out from bef
 
 _EXAMPLES = f"""\
 recipes: {", ".join(bench.VARIANTS)}
-`bf16-seed1` is bf16 once more, from another seed: a gap that is no larger says nothing. Those with `-no-`,
+`bf16-seed1` is bf16 from other weights on the same text: a gap that is no larger says nothing. Those with `-no-`,
 `nvfp4-local-amax` (slices that do not agree on an amax) and `mxfp8-rounded-down` (the scales that the OCP specification
 suggests; of weights alone) leave something out on purpose.
 
 examples:
-  gtp-jax bench recipes --out curves                    100m on GPUs, 10 minutes on four; on a CPU tiny, 50 steps
+  gtp-jax bench recipes --out curves                    100m on GPUs; on a CPU tiny, for 50 steps
   gtp-jax bench recipes --recipes nvfp4-matmuls mxfp8-matmuls --steps 10000 --data books/ --out curves
   gtp-jax bench recipes --recipes fp8 --out curves      one more, beside those that are there
   gtp-jax bench recipes --draw --out curves             the table and the picture again

@@ -46,7 +46,7 @@ def main() -> None:
             make_mistake(model, variant.mistake)
         return next_token_loss(model, batch)
 
-    seed, each = args.seed + variant.seed, max(1, args.steps // _EVALUATIONS)
+    each = max(1, args.steps // _EVALUATIONS)
     corpus = load_corpus(read_text(args.data))
     corpus.check(batch=args.batch, seq=args.seq)
     with args.log.open("w", buffering=1) as log, jax.set_mesh(gtp.make_mesh(gtp=1, devices=jax.devices()[:1])):
@@ -59,10 +59,11 @@ def main() -> None:
         warmup = min(200, args.steps // 10)
         rate = optax.warmup_cosine_decay_schedule(0, args.lr, warmup, args.steps, end_value=args.lr / 10)
         optimizer = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1)
-        state = gtp.TrainState.create(gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(seed)), optimizer)
+        rngs = nnx.Rngs(args.seed + variant.seed)
+        state = gtp.TrainState.create(gtp.init(lambda rngs: Llama(config, rngs=rngs), rngs), optimizer)
         step = gtp.train_step(loss, optimizer, max_grad_norm=1.0, recipe=variant.recipe)
         evaluate = gtp.eval_step(loss, recipe=variant.recipe)
-        train = Loader(Windows(corpus.train, args.seq, seed), args.batch, mesh)
+        train = Loader(Windows(corpus.train, args.seq, args.seed), args.batch, mesh)
         held_out = Loader(Windows(corpus.held_out, args.seq, args.seed), args.batch, mesh)
         tests = list(held_out.steps(0, _HELD_OUT_BATCHES))
 
