@@ -239,7 +239,7 @@ class _Template:
 
         def to_slices(gradients: tuple[Any, Slots]) -> dict[Any, Any]:
             of_weights, of_slots = gradients
-            return scatter(self.owners, {path: of_slots.get(path, of_weights[path]) for path in self.owners})
+            return scatter(self.owners, {**of_weights, **of_slots})
 
         coded = {path for path, owner in self.owners.items() if owner.takes_codes(owner.operands)}
         apply = with_remat(apply, remat)
