@@ -44,9 +44,10 @@ class Link:
             layers than these, see `first`.
         whole: pytree of the parameters that are not cut over gtp, stacked likewise.
         fixed: pytree of arrays that have no gradient, such as keys, stacked likewise.
-        gather: what one layer sends to its whole weights.
-        scatter: the gradient of one layer's whole weights to that of its slices.
-        apply: `(weights, whole, x, fixed) -> y` for one layer.
+        gather: what one layer sends to its whole weights, of which integers have no gradient.
+        slots: makes arrays that stand for such weights where gradients are taken; their values are never read.
+        scatter: the gradients of one layer's whole weights and of its slots to that of its slices.
+        apply: `(weights, slots, whole, x, fixed) -> y` for one layer.
         length: number of layers.
         stacked: whether leaves carry the leading dimension.
         first: index in `sent` of the first layer: links that are parts of one stack share what is sent, uncopied.
@@ -56,12 +57,13 @@ class Link:
     sent: Tree
     whole: Tree
     gather: Callable[[Tree], Tree]
-    scatter: Callable[[Tree], Tree]
-    apply: Callable[[Tree, Tree, Tree, Tree], Tree]
+    scatter: Callable[[tuple[Tree, Tree]], Tree]
+    apply: Callable[[Tree, Tree, Tree, Tree, Tree], Tree]
     length: int = 1
     stacked: bool = False
     fixed: Tree = ()
     first: int = 0
+    slots: Callable[[], Tree] = dict
 
 
 def run(links: list[Link], x: Tree, schedule: Schedule) -> Tree:
@@ -214,14 +216,14 @@ class _Pass:
             following = self._gather(after, x) if after is not None else ()
         else:
             weights, following = self._gather(layer, x), ()
-        apply, whole = self.links[layer.link].apply, self._of(self.whole[layer.link], layer)
+        link, whole = self.links[layer.link], self._of(self.whole[layer.link], layer)
         fixed = self._of(self.given.fixed[layer.link], layer)
 
-        def run(weights: Tree, whole: Tree, x: Tree) -> Tree:
-            return apply(weights, whole, x, fixed)
+        def run(weights: Tree, slots: Tree, whole: Tree, x: Tree) -> Tree:
+            return link.apply(weights, slots, whole, x, fixed)
 
         # what backward wants of weights that are not kept comes back as a mark, to be gathered again
-        y, closure = jax.vjp(run, weights, whole, x, saveable_args=(kept, True, True))
+        y, closure = jax.vjp(run, weights, link.slots(), whole, x, saveable_args=(kept, True, True, True))
         if self.prefetch:
             y, following = _together(y, following)  # ends the gather with this layer
         return (y, following), closure
@@ -242,7 +244,8 @@ class _Pass:
         if _wants_weights(closure):
             closure = closure.replace(args_res=[weights, *closure.args_res[1:]])
         scattered = self.links[late[0]].scatter(late[1]) if late is not None else ()
-        own, whole, gradient = closure(gradient)
+        of_weights, of_slots, whole, gradient = closure(gradient)
+        own = jax.tree.map(lambda g: () if g.dtype == jax.dtypes.float0 else g, of_weights), of_slots
         if self.prefetch:
             # ends gather and scatter with this layer, and has its weight gradient before the next layer begins
             gradient, own, scattered, following = _together(gradient, own, scattered, following)

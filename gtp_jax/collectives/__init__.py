@@ -3,6 +3,7 @@
 from ._exchange import exchange_gradients as exchange_gradients
 from ._packed import Bundle as Bundle
 from ._packed import Packed as Packed
+from ._packed import gather_codes as gather_codes
 from ._packed import gather_packed as gather_packed
 from ._packed import hold_layers as hold_layers
 from ._packed import pack_all as pack_all

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..formats import Format, PackPlan, Piece
+from ..formats import Format, PackPlan, Piece, QuantizedArray
 from ..mesh import AXES, TP, Layout, degrees
 from ..ops import multi_amax, pack, power_of_two_amax, quantizable, unpack
 from ._weight import Slices, as_fused
@@ -57,13 +58,15 @@ class Bundle:
             without.
         fused: the layouts of each one's kernels.
         format: of the codes.
-        powers_of_two: whether a tensor's scale is rounded to one, so that FP8 matmuls need not round the codes again.
+        powers_of_two: whether a tensor's scale is rounded to one.
+        one_scale: whether all kernels of a fused weight share one, so that its codes can be multiplied as they are.
     """
 
     slices: dict[Any, Slices]
     fused: Fused
     format: Format
     powers_of_two: bool = False
+    one_scale: bool = False
 
     @property
     def kernels(self) -> list[jax.Array]:
@@ -98,11 +101,19 @@ def pack_all(bundles: Sequence[Bundle]) -> list[Packed]:
         if bundle.format.has_amax:
             mine, amaxes = amaxes[: len(bundle.kernels)], amaxes[len(bundle.kernels) :]
             amax = jnp.stack(mine, axis=-1)
+            if bundle.one_scale:
+                amax = _largest_of_each(amax, [len(layouts) for layouts in bundle.fused])
             if bundle.powers_of_two:
                 amax = power_of_two_amax(amax, bundle.format)
         buffer = pack(bundle.kernels, bundle.format, amax, plan_of(bundle.fused, bundle.format))
         found.append(Packed(buffer, amax, bundle.format, tuple(bundle.slices)))
     return found
+
+
+def _largest_of_each(amax: jax.Array, kernels: Sequence[int]) -> jax.Array:
+    """Of each fused weight's kernels, `(..., kernels)`, all get the largest."""
+    parts = jnp.split(amax, np.cumsum(kernels)[:-1], axis=-1)
+    return jnp.concatenate([jnp.broadcast_to(jnp.max(p, -1, keepdims=True), p.shape) for p in parts], axis=-1)
 
 
 def _over_slices(vector: jax.Array, bundles: Sequence[Bundle]) -> jax.Array:
@@ -136,6 +147,24 @@ def gather_packed(packed: Packed, fused: Fused, dtype: jax.typing.DTypeLike) -> 
     exact = jnp.float32 if np.dtype(dtype) == np.float64 else dtype
     weights = unpack(slices, packed.format, packed.amax, plan_of(fused, packed.format), exact)
     return tuple(as_fused(weight.astype(dtype), layouts) for weight, layouts in zip(weights, fused, strict=True))
+
+
+def gather_codes(packed: Packed, layouts: Sequence[Layout]) -> QuantizedArray:
+    """The fused weight of one layer, alone in its bundle and of one scale, as the codes that travel: no kernel runs.
+
+    Args:
+        packed: of one layer, in a format without blocks.
+        layouts: of its kernels, no experts'.
+    """
+    assert packed.amax is not None and packed.format.block is None
+    slices = packed.buffer if packed.gathered else _all_slices(packed.buffer, [layouts], axis=0)
+    plan = plan_of([layouts], packed.format)
+    (matrix,) = plan.outputs(len(slices))
+    codes = slices
+    if slices.size != math.prod(matrix):  # sections begin at multiples of 16 bytes
+        ends = [(section.start, section.start + section.bytes) for section, _ in plan.sections(packed.format)]
+        codes = jnp.concatenate([slices[:, start:end] for start, end in ends], axis=1)
+    return QuantizedArray(jnp.reshape(codes, matrix), None, packed.amax[0], packed.format, matrix)
 
 
 def hold_layers(packed: Packed, fused: Fused, start: int, stop: int) -> Packed:

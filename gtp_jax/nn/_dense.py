@@ -12,6 +12,7 @@ from jax.nn import initializers
 from jax.sharding import PartitionSpec
 
 from ..collectives import enter, leave, split_features
+from ..formats import Operands
 from ..mesh import ALIGNMENT, BATCH_AXES, TP, Layout, current_view, degree
 from ..ops import layer_norm, rms_norm
 from ._layer import between_layers, inside_layer
@@ -95,6 +96,9 @@ class Dense(WeightOwner):
 
     def weights(self) -> tuple[nnx.Param, ...]:
         return (self.kernel,) if self.names == ("",) else tuple(self.kernel[name] for name in self.names)
+
+    def takes_codes(self, operands: Operands | None) -> bool:
+        return operands is not None and operands.weight.block is None
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
         if self.parallel is None:

@@ -8,7 +8,6 @@ import jax
 from flax import nnx
 
 from ..collectives import Bundle, Packed, hold_layers, pack_all
-from ..formats import Format
 from ..recipes import KEPT, Recipe, matches
 from ._rounding import CallKeys, key_for
 from ._stack import Stack, stacks_of
@@ -122,16 +121,25 @@ def _bundles(model: nnx.Module, recipe: Recipe) -> list[tuple[Path, Bundle]]:
         for inner, owner in weight_owners(stack.layers).items():
             chosen = recipe.of((*path, *inner))
             if chosen.wire is not None:
-                kind = (chosen.wire, chosen.operands is not None, owner.dtype, owner.layouts[0].axes)
+                alone = inner if owner.takes_codes(chosen.operands) else None
+                kind = (chosen, owner.dtype, owner.layouts[0].axes, alone)
                 groups.setdefault(kind, {})[inner] = owner
-        found += [(path, _bundle(members, form, exact)) for (form, exact, *_), members in groups.items()]
+        found += [(path, _bundle(members, chosen)) for (chosen, *_), members in groups.items()]
     for path, owner in weight_owners(model).items():
         chosen = recipe.of(path)
         if chosen.wire is not None and not any(path[: len(stack)] == stack for stack in stacks):
-            found.append((path, _bundle({(): owner}, chosen.wire, chosen.operands is not None)))
+            found.append((path, _bundle({(): owner}, chosen)))
     return found
 
 
-def _bundle(owners: dict[Path, WeightOwner], form: Format, powers_of_two: bool) -> Bundle:
+def _bundle(owners: dict[Path, WeightOwner], recipe: Recipe) -> Bundle:
+    assert recipe.wire is not None
     slices = {path: owner.slices() for path, owner in owners.items()}
-    return Bundle(slices, [o.layouts for o in owners.values()], form, powers_of_two=powers_of_two)
+    as_codes = all(owner.takes_codes(recipe.operands) for owner in owners.values())
+    return Bundle(
+        slices,
+        [owner.layouts for owner in owners.values()],
+        recipe.wire,
+        powers_of_two=recipe.operands is not None,
+        one_scale=as_codes,
+    )

@@ -13,9 +13,14 @@ from jax.sharding import PartitionSpec
 
 from ..chain import Link, Remat, Schedule, run, with_remat
 from ..collectives import Packed, gather_packed
+from ..ops import CodedWeight
 from ._layer import Layer, layout_of
 from ._rounding import CallKeys, key_for
 from ._weight import WeightOwner, scatter, weight_owners
+
+# Of one layer, by path: gathered weights, arrays or codes; and where the gradients of the latter go.
+Weights = dict[Any, Any]
+Slots = dict[Any, jax.Array]
 
 
 class Stack(Layer):
@@ -219,27 +224,37 @@ class _Template:
     def link(self, slices: Any, sent: Any, whole: Any, keys: Any, remat: Remat) -> Link:
         """The layer as a link, not stacked."""
 
-        def apply(weights: dict[Any, jax.Array], whole: list[jax.Array], x: Any, keys: dict[Any, jax.Array]) -> Any:
+        def apply(weights: Weights, slots: Slots, whole: list[jax.Array], x: Any, keys: dict[Any, jax.Array]) -> Any:
             values = iter(whole)
             put = [v.replace(next(values)) if w else v for v, w in zip(self.leaves, self.is_whole, strict=True)]
             one = nnx.merge(self.graph, jax.tree.unflatten(self.tree, put))
             for path, owner in weight_owners(one).items():
-                owner.whole_weight = weights[path]
+                weight = weights[path]
+                owner.whole_weight = CodedWeight(weight, slots[path]) if path in slots else weight
                 owner.keys = nnx.data(CallKeys(keys[path]) if path in keys else None)
             return one(x)
 
-        def to_slices(gradients: dict[Any, jax.Array]) -> dict[Any, Any]:
-            return scatter(self.owners, gradients)
+        def slots() -> Slots:
+            return {path: owner.slot() for path, owner in self.owners.items() if path in coded}
 
+        def to_slices(gradients: tuple[Any, Slots]) -> dict[Any, Any]:
+            of_weights, of_slots = gradients
+            return scatter(self.owners, {**of_weights, **of_slots})
+
+        coded = {path for path, owner in self.owners.items() if owner.takes_codes(owner.operands)}
         apply = with_remat(apply, remat)
-        return Link(slices, sent, whole, gather=self.gather, scatter=to_slices, apply=apply, fixed=keys)
+        return Link(slices, sent, whole, gather=self.gather, slots=slots, scatter=to_slices, apply=apply, fixed=keys)
 
-    def gather(self, sent: tuple[tuple[Packed, ...], dict[Any, Any]]) -> dict[Any, jax.Array]:
+    def gather(self, sent: tuple[tuple[Packed, ...], dict[Any, Any]]) -> Weights:
         """The weights of one layer, by path."""
         packed, others = sent
         weights = {path: self.owners[path].gather(own) for path, own in others.items()}
         for one in packed:
             members = [self.owners[path] for path in one.members]
+            if members[0].takes_codes(members[0].operands):
+                (path,) = one.members
+                weights[path] = members[0].gather(one)
+                continue
             found = gather_packed(one, [member.layouts for member in members], members[0].dtype)
             weights.update(zip(one.members, found, strict=True))
         return weights

@@ -17,14 +17,15 @@ from ..collectives import (
     Packed,
     Slices,
     exchange_gradients,
+    gather_codes,
     gather_packed,
     gather_weight,
     gathered,
     scatter_gradient,
 )
-from ..formats import Format, Operands
+from ..formats import Format, Operands, QuantizedArray
 from ..mesh import TP, Layout, current_view, multiplies_blocks
-from ..ops import linear, linear_blocks, linear_fp8
+from ..ops import CodedWeight, linear, linear_blocks, linear_fp8
 from ._layer import Layer
 from ._rounding import CallKeys
 
@@ -91,7 +92,8 @@ class WeightOwner(Layer):
     Attributes:
         dtype: of the weight on the wire and in the matmul.
         reduce_dtype: in which its gradient is summed over the gtp axis.
-        whole_weight: the gathered weight, put there by a chain; `None` where the module gathers for itself.
+        whole_weight: the gathered weight, an array or a `CodedWeight`, put there by a chain; `None` where the module
+            gathers for itself.
         packed: the slices as a recipe has quantized them, to be gathered in their stead: one, or none without a recipe.
         operands: formats in which it multiplies; `None`: in `dtype`.
         keys: of its calls' stochastic rounding; `None` where nothing is rounded so.
@@ -133,17 +135,26 @@ class WeightOwner(Layer):
         """What this rank sends in a gather."""
         return self.packed[0] if self.packed else self.slices()
 
-    def gather(self, sent: Slices | Packed) -> jax.Array:
-        """The fused weight."""
-        if isinstance(sent, Packed):
-            return gather_packed(sent, [self.layouts], self.dtype)[0]
-        return gather_weight(sent, self.layouts, self.dtype)
+    def takes_codes(self, operands: Operands | None) -> bool:
+        """Whether it multiplies in these formats the very codes that travel."""
+        del operands
+        return False
 
-    def scatter(self, gradient: jax.Array) -> Slices:
-        """The fused weight's gradient to that of the slices."""
-        return scatter({(): self}, {(): gradient})[()]
+    def gather(self, sent: Slices | Packed) -> jax.Array | QuantizedArray:
+        """The fused weight, or its codes where the module multiplies those."""
+        if not isinstance(sent, Packed):
+            return gather_weight(sent, self.layouts, self.dtype)
+        if self.takes_codes(self.operands):
+            return gather_codes(sent, self.layouts)
+        return gather_packed(sent, [self.layouts], self.dtype)[0]
 
-    def product(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+    def slot(self) -> jax.Array:
+        """Where the gradient of a weight goes that is multiplied as codes."""
+        layouts = self.layouts
+        rows = sum(layout.padded_rows for layout in layouts)
+        return jnp.zeros((rows, layouts[0].slice_shape[1 - layouts[0].dim]), self.dtype)
+
+    def product(self, x: jax.Array, weight: Any) -> jax.Array:
         """`x @ weight.T`, as a recipe has it."""
         if self.operands is None:
             return linear(x, weight)
@@ -179,9 +190,16 @@ class WeightOwner(Layer):
         if self.whole_weight is not None:
             return function(self.whole_weight, *operands)
 
+        def gather(sent: Slices | Packed) -> Any:
+            weight = self.gather(sent)
+            return CodedWeight(weight, self.slot()) if isinstance(weight, QuantizedArray) else weight
+
+        def to_slices(gradient: Any) -> Slices:
+            array = gradient.slot if isinstance(gradient, CodedWeight) else gradient
+            return scatter({(): self}, {(): array})[()]
+
         def gather_and_apply(slices: Slices, *operands: Any) -> Any:
-            weight = gathered(slices, self.sent(), self.gather, self.scatter)
-            return function(weight, *operands)
+            return function(gathered(slices, self.sent(), gather, to_slices), *operands)
 
         if self.layouts[0].gtp > 1:
             gather_and_apply = jax.checkpoint(gather_and_apply)  # else backward would keep the gathered weight

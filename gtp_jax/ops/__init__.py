@@ -14,6 +14,7 @@ from ._keep import keep as keep
 from ._keep import row_major as row_major
 from ._linear import linear as linear
 from ._linear_blocks import linear_blocks as linear_blocks
+from ._linear_fp8 import CodedWeight as CodedWeight
 from ._linear_fp8 import linear_fp8 as linear_fp8
 from ._norm import layer_norm as layer_norm
 from ._norm import rms_norm as rms_norm

@@ -1,5 +1,7 @@
 """FP8 matmuls multiply what the oracle says the operands are rounded to, and on H200s run as such."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import gtp_jax as gtp
 from gtp_jax import native
-from gtp_jax.formats import FP8_E4M3, FP8_E5M2
-from gtp_jax.ops import linear_fp8, power_of_two_amax
+from gtp_jax.formats import FP8_E4M3, FP8_E5M2, QuantizedArray
+from gtp_jax.ops import CodedWeight, linear_fp8, power_of_two_amax
 from gtp_jax.train import compile_options
 
 from ..plan.programs import array, h200_mesh, needs_target
@@ -43,14 +45,18 @@ def test_forward_and_backward_multiply_the_rounded_operands(gradients):
         assert np.linalg.norm(found - wanted) <= 1e-6 * np.linalg.norm(wanted)
 
 
-def test_a_weight_that_travelled_is_not_rounded_again():
-    w = jax.random.normal(jax.random.key(2), (64, 96)) * jnp.linspace(1e-3, 3, 64)[:, None]
-    amax = power_of_two_amax(gtp.multi_amax([w]), FP8_E4M3)[0]
-    travelled = gtp.quantize(w, FP8_E4M3, amax=amax)
-    arrived = gtp.dequantize(travelled, jnp.bfloat16)
-    again = power_of_two_amax(gtp.multi_amax([arrived]), FP8_E4M3)[0]
-    back = gtp.dequantize(gtp.quantize(arrived, FP8_E4M3, amax=again), jnp.float32)
-    np.testing.assert_array_equal(np.asarray(back), np.asarray(arrived, np.float32))
+@both_gradients
+def test_codes_that_travelled_are_multiplied_as_the_array_that_they_were_made_of(gradients):
+    random = np.random.default_rng(2)
+    x, w, g = (jnp.asarray(random.normal(size=s), jnp.float32) for s in ((20, 96), (64, 96), (20, 64)))
+    w *= jnp.linspace(1e-3, 3, 64)[:, None]
+    codes = gtp.quantize(w, FP8_E4M3, amax=power_of_two_amax(gtp.multi_amax([w]), FP8_E4M3)[0])
+    y, back = jax.vjp(lambda x, w: linear_fp8(x, w, gradients), x, w)
+    coded, back_to_slot = jax.vjp(
+        lambda x, slot: linear_fp8(x, CodedWeight(codes, slot), gradients), x, jnp.full(w.shape, jnp.nan)
+    )
+    for found, wanted in zip((coded, *back_to_slot(g)), (y, *back(g)), strict=True):
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)
@@ -66,19 +72,21 @@ def test_the_rounded_amax_holds_the_amax_and_its_scale_is_a_power_of_two(amax):
 
 @needs_target
 @pytest.mark.skipif(not native.has("gtp_quantize", "CUDA"), reason=native.describe())
-def test_on_h200_all_three_products_are_fp8_matmuls_without_a_transposition():
-    def step(x, w, g):
-        y, back = jax.vjp(lambda x, w: linear_fp8(x, w, FP8_E5M2), x, w)
+def test_on_h200_all_three_products_are_fp8_matmuls_and_only_a_weights_codes_are_transposed():
+    def step(x, codes, g):
+        weight = QuantizedArray(codes, None, jnp.float32(448), FP8_E4M3, codes.shape)
+        slot = jnp.zeros(codes.shape, x.dtype)
+        y, back = jax.vjp(lambda x, slot: linear_fp8(x, CodedWeight(weight, slot), FP8_E5M2), x, slot)
         return y, *back(g)
 
     mesh = h200_mesh(2)
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P()), out_specs=P(), check_vma=False)
-    shapes = [array(mesh, shape, P()) for shape in ((2048, 1024), (4096, 1024), (2048, 4096))]
+    x, g = (array(mesh, shape, P()) for shape in ((2048, 1024), (2048, 4096)))
+    shapes = [x, array(mesh, (4096, 1024), P(), jnp.uint8), g]
     with jax.set_mesh(mesh):
         options = {**gtp.plan.COMPILE_OPTIONS, **compile_options("gpu", fp8=True)}
         text = jax.jit(mapped, compiler_options=options).lower(*shapes).compile().as_text()
     assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 3
-    assert (
-        text.count('custom_call_target="gtp_quantize"') == 5
-    )  # two operands each way, and the gradient both ways at once
-    assert " transpose(" not in text and "gemm_fusion" not in text
+    assert text.count('custom_call_target="gtp_quantize"') == 3  # the input each way, the gradient both ways at once
+    turned = re.findall(r"= (\w+)\[[\d,]*\]\S* transpose\(", text)
+    assert len(turned) == 1 and turned[0] in ("u8", "f8e4m3fn") and "gemm_fusion" not in text, turned

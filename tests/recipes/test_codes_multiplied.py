@@ -1,0 +1,119 @@
+"""FP8 matmuls take a weight's codes as they travel: rounded once, with one scale a fused weight, and never unpacked."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+from gtp_jax import native
+from gtp_jax.models import LlamaConfig, next_token_loss
+
+from ..chain.programs import lowered_step
+from ..ops.test_linear_fp8 import FP8_E4M3, FP8_E5M2, rounded
+from .test_recipe_parity import ALIGNED, UNALIGNED, batch_of, host, scope, start
+
+RECIPE = gtp.FP8(matmuls=True)
+
+
+@pytest.mark.parametrize(
+    "degrees, features, sizes",
+    [
+        (dict(gtp=4), 64, (56, 120)),
+        (dict(gtp=1), 5, (3, 7)),  # sections of 15 and 35 bytes, with gaps between
+    ],
+    ids=str,
+)
+def test_kernels_of_one_weight_share_a_scale_and_are_rounded_once(degrees, features, sizes):
+    rng = np.random.default_rng(0)
+    kernels = [
+        (rng.normal(size=(features, size)) * s).astype(np.float32) for size, s in zip(sizes, (1, 37), strict=True)
+    ]
+    x = rng.uniform(-1, 1, (8, 4, features)).astype(np.float32)
+    cotangents = [rng.uniform(-1, 1, (8, 4, size)).astype(np.float32) for size in sizes]
+    # of every rank the same amax, so that all round alike whatever tokens they have
+    x[..., 0], cotangents[0][..., 0] = 3, 5
+
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            names = {str(size): size for size in sizes}
+            given = dict(zip(sizes, kernels, strict=True))
+            self.dense = gtp.Dense(
+                features, names, dtype="float32", rngs=rngs,
+                kernel_init=lambda _, shape, __: given[shape[1]],
+            )  # fmt: skip
+
+        def __call__(self, x):
+            return self.dense(x)
+
+    def loss(model, batch):
+        found = model(batch["x"])
+        return sum((found[str(size)] * c).sum() for size, c in zip(sizes, batch["c"], strict=True)), jnp.float32(1)
+
+    with scope(degrees):
+        state = gtp.TrainState.create(gtp.init(Layer, nnx.Rngs(0)), optax.sgd(1.0))
+        run = jax.jit(lambda s, b: gtp.loss_and_gradients(loss, s, b, recipe=RECIPE))
+        value, gradient = run(state, {"x": x, "c": cotangents})
+        gradient = host(state.skeleton.logical(gradient))["dense"]["kernel"]
+    x8 = rounded(x.reshape(32, -1), FP8_E4M3)
+    fused = rounded(np.concatenate(kernels, axis=1), FP8_E4M3)
+    c8 = rounded(np.concatenate(cotangents, axis=-1).reshape(32, -1), FP8_E5M2)
+    wanted = (x8 @ fused * np.concatenate(cotangents, axis=-1).reshape(32, -1)).sum()
+    assert abs(float(value) * degrees["gtp"] - wanted) <= 1e-6 * np.abs(x8 @ fused).sum()
+    found = np.concatenate([gradient[str(size)] for size in sizes], axis=1) * degrees["gtp"]
+    assert np.linalg.norm(found - x8.T @ c8) <= 1e-6 * np.linalg.norm(x8.T @ c8)
+
+
+def gradients(changes, held=0, parts=2, config=ALIGNED, gtp_degree=2):
+    config = dataclasses.replace(config, dtype="float32", layers=4, **changes)
+    with scope(dict(gtp=gtp_degree)):
+        state = start(config, optax.sgd(1.0))
+        run = jax.jit(
+            lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, microbatches=parts, recipe=RECIPE, held=held)
+        )
+        loss, found = run(state, batch_of(config))
+        return float(loss), host(state.skeleton.logical(found))
+
+
+@functools.cache
+def written_out():
+    return gradients({})
+
+
+@pytest.mark.parametrize(
+    "changes, held",
+    [
+        (dict(unroll=1), 0),
+        pytest.param(dict(kept="all"), 2, marks=pytest.mark.slow),
+        pytest.param(dict(prefetch=False), 0, marks=pytest.mark.slow),
+        pytest.param(dict(unroll=1, kept=0), 1, marks=pytest.mark.slow),
+        pytest.param(dict(unroll=2, remat="everything"), 0, marks=pytest.mark.slow),
+        pytest.param(dict(remat="nothing"), "all", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_schedules_and_held_codes_change_nothing(changes, held):
+    loss, wanted = written_out()
+    other, found = gradients(changes, held)
+    assert abs(other - loss) <= 1e-6 * abs(loss)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6 * np.abs(b).max())
+
+
+@pytest.mark.slow
+def test_sizes_that_do_not_divide_train_too():
+    loss, found = gradients({}, config=UNALIGNED, gtp_degree=4)
+    assert np.isfinite(loss) and all(np.isfinite(leaf).all() and leaf.any() for leaf in jax.tree.leaves(found))
+
+
+@pytest.mark.skipif(not native.has("gtp_unpack", "cpu"), reason=native.describe())
+@pytest.mark.parametrize("recipe, unpacks", [(RECIPE, False), (gtp.FP8(), True)], ids=["codes", "values"])
+def test_no_weight_is_dequantized_in_a_pass(recipe, unpacks):
+    config = LlamaConfig(vocab=64, dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=128)
+    text = lowered_step(config, gtp.make_mesh(gtp=4, dp=2), batch=8, seq=16, recipe=recipe).as_text()
+    assert ("gtp_unpack" in text) == unpacks and "gtp_pack" in text
