@@ -41,4 +41,5 @@ def add_flag(parser: Any, field: dataclasses.Field[Any]) -> None:
     if kind is bool:
         parser.add_argument(flag_of(field), action=argparse.BooleanOptionalAction, help=text, **shared)
     else:
+        options = {"action": "extend", **options} if "nargs" in options else options  # given again, it adds
         parser.add_argument(flag_of(field), type=kind, help=text + shown, **shared, **options)

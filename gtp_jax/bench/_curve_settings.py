@@ -43,7 +43,17 @@ class CurveSettings:
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> CurveSettings:
-        """Those that a log begins with."""
+        """Those that a log begins with.
+
+        Raises:
+            ValueError: if they are not these fields.
+        """
+        names = {field.name for field in dataclasses.fields(cls)}
+        if names != set(found):
+            raise ValueError(
+                f"a log's settings are {', '.join(sorted(found))}, but {', '.join(sorted(names))} are wanted: another "
+                "version wrote it. Choose an empty folder with `--out`, or draw it with that version."
+            )
         return cls(**found)
 
     @property

@@ -43,6 +43,11 @@ def quantize_weights(model: nnx.Module, recipe: Recipe, held: int | Literal["all
             f"`held` is {held!r}, but no layers of a `Stack` travel as codes that could be held. Pass a recipe that "
             "quantizes them, such as `gtp_jax.NVFP4()`, or `held=0`."
         )
+    most = max(counts.values(), default=0)
+    if held != "all" and held > most:
+        raise ValueError(
+            f"`held` is {held}, but no `Stack` has more than {most} layers that travel as codes. Pass fewer, or 'all'."
+        )
     quantized: Quantized = {}
     for (path, bundle), one in zip(found, packed, strict=True):
         count = counts.get(path, 0) if held == "all" else min(held, counts.get(path, 0))

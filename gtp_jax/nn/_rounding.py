@@ -14,11 +14,18 @@ def key_for(key: jax.Array, path: tuple[Any, ...]) -> jax.Array:
     return key ^ jnp.array([0, zlib.crc32(".".join(map(str, path)).encode())], jnp.uint32)
 
 
+# No call has this number, so that no key of a link is that of a call.
+_LINK = 2**31
+
+
 @jax.tree_util.register_pytree_node_class
 class CallKeys:
     """A module's key, another one at each call: two calls in one layer must not round alike.
 
-    Calls are counted while a program is traced, from 0 in every trace; the number is no part of the pytree.
+    Calls are counted while a program is traced, from 0 in every trace; the number is no part of the pytree. So what is
+    traced once and run often has one key: every iteration of a loop over a module, all of a `vmap`, and calls through
+    a transformation that takes a module apart and puts it together again, such as `nnx.remat`. A `Stack`'s layers have
+    keys of their own.
 
     Args:
         words: uint32 `(2,)`, the key of the first call.
@@ -28,14 +35,11 @@ class CallKeys:
         self._words = words
         self._calls = 0
 
-    def next(self) -> jax.Array:
-        """uint32 `(2,)`, of the call that is made now."""
+    def next(self, *, link: bool = False) -> jax.Array:
+        """uint32 `(2,)`, of the call that is made now; of a chain's `link`, whose own calls are counted in turn."""
         number, self._calls = self._calls, self._calls + 1
-        if number == 0:
-            return self._words
-        return jax.random.key_data(
-            jax.random.fold_in(jax.random.wrap_key_data(self._words, impl="threefry2x32"), number)
-        )
+        words = _folded(self._words, number) if number else self._words
+        return _folded(words, _LINK) if link else words
 
     def tree_flatten(self) -> tuple[tuple[jax.Array], None]:
         return (self._words,), None
@@ -43,3 +47,8 @@ class CallKeys:
     @classmethod
     def tree_unflatten(cls, _: None, children: tuple[jax.Array]) -> CallKeys:
         return cls(*children)
+
+
+def _folded(words: jax.Array, number: int) -> jax.Array:
+    key = jax.random.wrap_key_data(words, impl="threefry2x32")
+    return jax.random.key_data(jax.random.fold_in(key, number))

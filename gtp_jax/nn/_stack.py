@@ -162,7 +162,7 @@ def _links(module: Layer, remat: Remat) -> list[Link]:
     and in high precision again."""
     if not isinstance(module, Stack):
         owners = weight_owners(module)
-        keys = {path: owner.keys.next() for path, owner in owners.items() if owner.keys is not None}
+        keys = {path: owner.keys.next(link=True) for path, owner in owners.items() if owner.keys is not None}
         sent = ((), {path: owner.sent() for path, owner in owners.items()})
         template = _Template(module)
         return [template.link(template.slices, sent, template.whole, keys, remat)]

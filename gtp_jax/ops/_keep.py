@@ -27,3 +27,15 @@ def row_major(x: jax.Array) -> jax.Array:
     and the optimizer above all, runs at a fraction of the memory bandwidth.
     """
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+@jax.custom_jvp
+def row_major_in_training(x: jax.Array) -> jax.Array:
+    """`row_major` where it is differentiated, and its gradient likewise. Elsewhere the array as it is, as what
+    constrains a layout cannot be exported (`jax.export`), and inference gains nothing."""
+    return x
+
+
+@row_major_in_training.defjvp
+def _row_major_in_training(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return row_major(primals[0]), row_major(tangents[0])

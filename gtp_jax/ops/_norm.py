@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._keep import keep, row_major
+from ._keep import keep, row_major_in_training
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float = 1e-6) -> jax.Array:
@@ -35,4 +35,4 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, *, eps: float = 
 
 def _wide(x: jax.Array) -> jax.Array:
     # Backward needs the input, a residual stream that else is added up again from what went into it.
-    return keep(row_major(x)).astype(jnp.promote_types(x.dtype, jnp.float32))
+    return keep(row_major_in_training(x)).astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -24,6 +24,9 @@ FLAGS = {
     "--override mlp.down=mxfp8-matmuls attention=bf16 --recipe nvfp4": gtp.NVFP4(
         override={"mlp.down": gtp.MXFP8(matmuls=True), "attention": gtp.BF16()}
     ),
+    "--override mlp.down=fp8 --recipe nvfp4 --override attention=bf16": gtp.NVFP4(
+        override={"mlp.down": gtp.FP8(), "attention": gtp.BF16()}
+    ),
 }
 
 

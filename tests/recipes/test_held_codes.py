@@ -127,3 +127,12 @@ def test_what_cannot_be_held_is_refused():
         lowered(gtp.BF16(), 2, 1)
     with pytest.raises(ValueError, match="`held` is 1, but no layers of a `Stack` travel as codes"):
         lowered(gtp.NVFP4(keep_first=1, keep_last=LAYERS - 1), 1, 1)
+
+
+def test_more_layers_than_a_stack_has_are_not_held():
+    config = dataclasses.replace(ALIGNED, dtype="float32")
+    with scope(dict(gtp=2)):
+        state = start(config, optax.sgd(1.0))
+        step = gtp.train_step(next_token_loss, optax.sgd(1.0), recipe=gtp.NVFP4(keep_last=1), held=2)
+        with pytest.raises(ValueError, match="`held` is 2, but no `Stack` has more than 1 layers that travel as codes"):
+            step(state, batch_of(config))
