@@ -14,7 +14,7 @@ from tqdm import tqdm
 from .. import bench
 from ..plan import columns, quantity
 from ._arguments import check_files, positive, whole
-from ._workload import add_workload, describe, environment_of, limit, probe, workload_of
+from ._workload import add_workload, describe, environment_of, probe, workload_of
 
 _EXAMPLES = """\
 examples:
@@ -74,7 +74,6 @@ def _run(args: argparse.Namespace) -> int:
     environment = environment_of(args)
     device, platform, count = probe(environment)
     work = workload_of(args, platform, count, steps=args.steps)
-    limit(environment, work.devices)
     if saved is not None:
         bench.changes({"workload": dataclasses.asdict(work), "device": device, "contenders": []}, saved)
     rows: list[bench.Row] = []
