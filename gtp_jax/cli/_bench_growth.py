@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 from tqdm import tqdm
 
 from .. import bench
@@ -123,9 +124,9 @@ def _run(args: argparse.Namespace) -> int:
     print(f"through {title}\n")
     print(_table(costs, target))
     print("\n" + "\n".join(f"{name}: what stays is {bench.AXES[name].stays}" for name in axes))
-    failures = [f"  {c.axis} {c.value}, {c.contender}: {c.failure}" for c in costs if c.failure]
-    if failures:
-        print("\n".join(["\nno result from", *failures]))
+    for failure in dict.fromkeys(c.failure for c in costs if c.failure):
+        print(f"\n{failure}")
+        print("\n".join(f"  {c.contender}, {c.axis} {c.value}" for c in costs if c.failure == failure))
     if args.png:
         bench.draw_growth(costs, title, args.png, modelled=target is not None)
     return 0
@@ -134,6 +135,7 @@ def _run(args: argparse.Namespace) -> int:
 def _there(target: Target, environment: dict[str, str]) -> tuple[str, str, int]:
     """What `probe` says of devices that are there; no process takes those."""
     environment["JAX_PLATFORMS"] = "cpu"
+    jax.config.update("jax_platforms", "cpu")  # the plugin would look for a driver
     topology_devices(target)  # now, for its message if packages are missing
     return target.chip.upper(), "gpu", target.devices
 

@@ -19,7 +19,7 @@ def test_points_run_and_one_that_fails_leaves_the_others(tmp_path, capsys):
     outputs = ["--json", str(saved), "--png", str(picture), "--logs", str(logs), "--torch-python", str(torch)]
     assert main(["bench", "growth", *shape, *flags, *outputs]) == 0
     printed = capsys.readouterr().out
-    assert "weak 2, fsdp2 again: ModuleNotFoundError: No module named 'torch'" in printed
+    assert "ModuleNotFoundError: No module named 'torch'\n  fsdp2 again, weak 2\n  fsdp2 again, depth 1\n" in printed
     assert "weak: what stays is tokens a device" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
     run = json.loads(saved.read_text())
