@@ -24,6 +24,19 @@ from ._curves import read_curve as read_curve
 from ._curves import run_curves as run_curves
 from ._curves import settings_in as settings_in
 from ._curves_picture import draw_curves as draw_curves
+from ._growth import AXES as AXES
+from ._growth import Axis as Axis
+from ._growth import Point as Point
+from ._growth import growth_points as growth_points
+from ._growth import parse_axes as parse_axes
+from ._growth_picture import draw_growth as draw_growth
+from ._growth_run import Cost as Cost
+from ._growth_run import cost as cost
+from ._growth_run import efficiency as efficiency
+from ._growth_run import first_of as first_of
+from ._growth_run import growth_runs as growth_runs
+from ._growth_run import measure_growth as measure_growth
+from ._growth_run import over_memory as over_memory
 from ._kernels import KERNELS as KERNELS
 from ._kernels import Kernel as Kernel
 from ._kernels import Measurement as Measurement
@@ -35,6 +48,7 @@ from ._movements import measure_links as measure_links
 from ._movements import measure_movements as measure_movements
 from ._picture import draw_ratios as draw_ratios
 from ._step import Row as Row
+from ._step import measure_step as measure_step
 from ._step import measure_steps as measure_steps
 from ._step import ratio as ratio
 from ._step import workload_flops as workload_flops

@@ -23,9 +23,9 @@ class Row:
 
     Attributes:
         contender: which.
-        seconds: of each timed step; none if it failed.
+        seconds: of each timed step; none if it failed, or was compiled for devices that are not there.
         facts: what else it reports: `compile_s`, `peak_bytes` a device, `loss` of the first step, `parameters`,
-            `versions`.
+            `versions`; `modelled_s` and `collectives` of a step that was only compiled.
         failure: why there is no result.
     """
 
@@ -91,10 +91,42 @@ def measure_steps(
         if left <= 0:
             yield Row(contender, failure=f"not run: {within_s:.0f} s for all contenders were over")
             continue
-        code, output = run(contender.command(work.flags, work.devices, torch_python), environment, min(timeout_s, left))
-        if logs is not None:
-            (logs / f"{contender.name.replace(' ', '_')}.txt").write_text(output)
-        yield _row(contender, code, output, min(timeout_s, left))
+        yield measure_step(
+            contender,
+            work,
+            environment=environment,
+            timeout_s=min(timeout_s, left),
+            torch_python=torch_python,
+            log=None if logs is None else logs / f"{contender.name.replace(' ', '_')}.txt",
+        )
+
+
+def measure_step(
+    contender: Contender,
+    work: Workload,
+    *,
+    environment: Mapping[str, str],
+    timeout_s: float,
+    torch_python: str = sys.executable,
+    log: Path | None = None,
+) -> Row:
+    """Runs one contender, which sees no more GPUs than the step has ranks.
+
+    Args:
+        contender: which.
+        work: what it runs.
+        environment: of its process.
+        timeout_s: its start and compilation included.
+        torch_python: the interpreter that has PyTorch.
+        log: file for what it prints; nowhere by default.
+    """
+    shown = environment.get("CUDA_VISIBLE_DEVICES")
+    every = shown.split(",") if shown else [str(i) for i in range(work.devices)]
+    environment = {**environment, "CUDA_VISIBLE_DEVICES": ",".join(every[: work.devices])}
+    code, output = run(contender.command(work.flags, work.devices, torch_python), environment, timeout_s)
+    if log is not None:
+        log.write_text(output)
+    return _row(contender, code, output, timeout_s)
 
 
 def ratio(row: Row, rows: Sequence[Row], family: str) -> float | None:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from .. import bench, native
 from ..mesh import platform
 from ..plan import columns
-from . import _bench_checkpoint, _bench_collectives, _bench_recipes, _bench_step
+from . import _bench_checkpoint, _bench_collectives, _bench_growth, _bench_recipes, _bench_step
 from ._arguments import check_files, positive
 from ._devices import choose_devices
 
@@ -40,6 +40,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     topics = parser.add_subparsers(dest="topic", metavar="TOPIC", required=True)
     _bench_step.add_topic(topics)
+    _bench_growth.add_topic(topics)
     _bench_collectives.add_topic(topics)
     _bench_recipes.add_topic(topics)
     kernels = topics.add_parser(

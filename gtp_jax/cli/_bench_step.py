@@ -14,7 +14,7 @@ from .. import bench
 from ..plan import columns, quantity
 from ..recipes import RecipeOptions, add_recipe, recipe_options
 from ._arguments import check_files, positive, whole
-from ._workload import add_workload, describe, environment_of, limit, probe, workload_of
+from ._workload import add_workload, describe, environment_of, probe, workload_of
 
 _EXAMPLES = """\
 examples:
@@ -77,7 +77,6 @@ def _run(args: argparse.Namespace) -> int:
     environment = environment_of(args)
     device, platform, count = probe(environment)
     work = workload_of(args, platform, count, steps=args.steps)
-    limit(environment, work.devices)
     if saved is not None:
         bench.changes(bench.record([bench.Row(c, failure="to be run") for c in chosen], work, device), saved)
     rows: list[bench.Row] = []

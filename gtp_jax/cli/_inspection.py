@@ -150,15 +150,15 @@ def inspect(options: InspectOptions) -> Inspection:
     mesh = make_mesh(dp=options.dp, gtp=gtp, tp=options.tp, devices=plan.topology_devices(target) if target else host)
     optimizer = optax.adamw(1e-3)
     recipe = options.quantization
-    step = train_step(
-        next_token_loss,
-        optimizer,
-        microbatches=options.microbatches,
-        max_grad_norm=_MAX_GRAD_NORM,
-        recipe=recipe,
-        held=options.held,
-    )
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh):  # which also decides for what platform's compiler the step has options
+        step = train_step(
+            next_token_loss,
+            optimizer,
+            microbatches=options.microbatches,
+            max_grad_norm=_MAX_GRAD_NORM,
+            recipe=recipe,
+            held=options.held,
+        )
         model = abstract_model(lambda rngs: Llama(config, rngs=rngs))
         state = TrainState.create(model, optimizer)
         lowered = step.lower(state, _batch(mesh, batch, options.seq))  # pyright: ignore[reportFunctionMemberAccess]

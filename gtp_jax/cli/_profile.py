@@ -14,7 +14,7 @@ from typing import Any
 from .. import bench
 from ..plan import columns
 from ._arguments import check_files, positive
-from ._workload import add_workload, describe, environment_of, limit, probe, workload_of
+from ._workload import add_workload, describe, environment_of, probe, workload_of
 
 _EXAMPLES = """\
 examples:
@@ -73,7 +73,6 @@ def run(args: argparse.Namespace) -> int:
     environment = environment_of(args)
     device, platform, count = probe(environment)
     work = workload_of(args, platform, count, steps=3)
-    limit(environment, work.devices)
     with _folder(args.keep) as folder:
         traced = dataclasses.replace(contender, flags=(*contender.flags, f"--trace={folder}"))
         print(f"tracing {contender.name} on {describe(work, device)}", flush=True)

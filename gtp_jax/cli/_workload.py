@@ -98,10 +98,3 @@ def workload_of(args: argparse.Namespace, platform: str, count: int, *, steps: i
         tp=args.tp,
         steps=steps,
     )
-
-
-def limit(environment: dict[str, str], devices: int) -> None:
-    """Lets contenders see no more GPUs than the step has ranks."""
-    shown = environment.get("CUDA_VISIBLE_DEVICES")
-    every = shown.split(",") if shown else [str(i) for i in range(devices)]
-    environment["CUDA_VISIBLE_DEVICES"] = ",".join(every[:devices])

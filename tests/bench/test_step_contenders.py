@@ -29,7 +29,7 @@ def partitioner(monkeypatch):
     """The script, imported as if from its own folder."""
     monkeypatch.syspath_prepend(str(Path(bench.__file__).with_name("contenders")))
     yield importlib.import_module("partitioner")
-    for name in ("partitioner", "workload"):
+    for name in ("partitioner", "deviceless", "workload"):
         sys.modules.pop(name, None)
 
 

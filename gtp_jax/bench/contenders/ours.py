@@ -9,12 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from deviceless import add_target, compile_only, devices_of
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from workload import LEARNING_RATE, WEIGHT_DECAY, parser, report, workload
 
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
+from gtp_jax.nn import abstract_model
 from gtp_jax.recipes import add_recipe, recipe_options
 
 
@@ -25,20 +27,17 @@ def main() -> None:
     flags.add_argument("--unroll", default="full", help="layers in one loop body, or 'full'")
     flags.add_argument("--remat", default="matmuls", help="what a layer keeps for backward")
     flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step there")
+    add_target(flags)
     args = flags.parse_args()
     work, recipe = workload(args), recipe_options(args)
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(LlamaConfig) if hasattr(args, f.name)}
     given["kept"] = args.kept if args.kept == "all" else int(args.kept)
     given["unroll"] = args.unroll if args.unroll == "full" else int(args.unroll)
     config = LlamaConfig(**given)
-    devices = jax.devices()[: work.devices]
+    devices = devices_of(args.target, work)
     with jax.set_mesh(gtp.make_mesh(gtp=work.gtp, tp=work.tp, devices=None if devices == jax.devices() else devices)):
         mesh: Any = jax.sharding.get_mesh()
         optimizer = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-        state = gtp.TrainState.create(gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(0)), optimizer)
-        tokens = jax.random.randint(jax.random.key(1), (work.sequences, work.seq), 0, work.vocab)
-        batch: Any = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
-        batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(("dp", "gtp"))))
         step = gtp.train_step(
             next_token_loss,
             optimizer,
@@ -46,6 +45,16 @@ def main() -> None:
             recipe=recipe.quantization,
             held=recipe.held,
         )
+        placed = NamedSharding(mesh, PartitionSpec(("dp", "gtp")))
+        if args.target:
+            like: Any = jax.ShapeDtypeStruct((work.sequences, work.seq), jnp.int32, sharding=placed)
+            state = gtp.TrainState.create(abstract_model(lambda rngs: Llama(config, rngs=rngs)), optimizer)
+            lowered = step.lower(state, {"tokens": like, "targets": like})  # pyright: ignore[reportFunctionMemberAccess]
+            return compile_only(lowered, args.target, parameters=config.param_count())
+        state = gtp.TrainState.create(gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(0)), optimizer)
+        tokens = jax.random.randint(jax.random.key(1), (work.sequences, work.seq), 0, work.vocab)
+        batch: Any = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
+        batch = jax.device_put(batch, placed)
         begin = time.perf_counter()
         compiled = step.lower(state, batch).compile()  # pyright: ignore[reportFunctionMemberAccess]
         compile_s = time.perf_counter() - begin

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
+from deviceless import add_target, compile_only, devices_of
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -237,16 +238,25 @@ def main() -> None:
     flags.add_argument("--combine", action="store_true", help="join the gathers of a layer, and its scatters")
     flags.add_argument("--xla", action="append", default=[], metavar="NAME=VALUE", help="XLA option of the step")
     flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step there")
+    add_target(flags)
     args = flags.parse_args()
     work = workload(args)
     mesh = jax.make_mesh(
-        (work.gtp, work.tp), ("gtp", "tp"), devices=jax.devices()[: work.devices], axis_types=(AxisType.Auto,) * 2
+        (work.gtp, work.tp), ("gtp", "tp"), devices=devices_of(args.target, work), axis_types=(AxisType.Auto,) * 2
     )
     xla = {**(combined(work) if args.combine else {}), **dict(map(parsed, args.xla))}
+    step, make_state, shardings = make_step(work, mesh, unroll=args.unroll, kept=args.kept, xla=xla or None)
     with jax.set_mesh(mesh):
-        step, make_state, _ = make_step(work, mesh, unroll=args.unroll, kept=args.kept, xla=xla or None)
-        state = make_state(jax.random.key(0))
         shape = (work.microbatches, work.sequences // work.microbatches, work.seq)
+        if args.target:
+            cut = jax.tree.map(
+                lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+                jax.eval_shape(lambda: make_state(jax.random.key(0))),
+                shardings,
+            )
+            like = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, BATCH))
+            return compile_only(step.lower(cut, like, like), args.target)  # pyright: ignore[reportFunctionMemberAccess]
+        state = make_state(jax.random.key(0))
         tokens = jax.random.randint(jax.random.key(1), shape, 0, work.vocab)
         tokens = jax.device_put(tokens, NamedSharding(mesh, BATCH))
         targets = jax.device_put(jnp.roll(tokens, -1, axis=-1), NamedSharding(mesh, BATCH))

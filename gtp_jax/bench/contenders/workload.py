@@ -94,9 +94,12 @@ def report(seconds: Sequence[float], **facts: Any) -> None:
     """Prints a line for people and a line of JSON.
 
     Args:
-        seconds: of each timed step.
+        seconds: of each timed step; none of a step that was only compiled.
         facts: `compile_s`, `peak_bytes` a device, `loss` of the first step, `parameters`, `versions` and the like.
     """
-    median, low, high = (1e3 * f(seconds) for f in (statistics.median, min, max))
-    print(f"{median:.2f} ms a step ({low:.2f} to {high:.2f}, {len(seconds)} steps)")
+    if seconds:
+        median, low, high = (1e3 * f(seconds) for f in (statistics.median, min, max))
+        print(f"{median:.2f} ms a step ({low:.2f} to {high:.2f}, {len(seconds)} steps)")
+    else:
+        print(f"compiled in {facts['compile_s']:.1f} s")
     print(MARK + json.dumps({"seconds": list(seconds), **facts}), flush=True)

@@ -1,0 +1,182 @@
+"""What steps along an axis cost: run, or compiled for GPUs that are not there, each in a process of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ..plan import Target, fact
+from ._contender import OURS, PARTITIONER, Contender
+from ._growth import Point
+from ._step import Row, measure_step, workload_flops
+
+# Families whose scripts compile without a device.
+_COMPILED = (OURS, PARTITIONER)
+_SCAN = "scan"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a step costs.
+
+    Attributes:
+        axis, value: where it is.
+        contender: name of what ran it.
+        devices: it ran on.
+        tokens: of the step, over all devices.
+        flops: of the step, over all devices, as `workload_flops` counts them.
+        step_s: median seconds, modelled ones of a step that was only compiled; `None` if there is no result.
+        low_s, high_s: the fastest and the slowest step.
+        peak_bytes: memory of a device.
+        compile_s: seconds of compilation; of a step that was only compiled, CPU seconds over all cores.
+        collectives: how many are launched, of a step that was only compiled.
+        failure: why there is no result.
+    """
+
+    axis: str
+    value: int
+    contender: str
+    devices: int
+    tokens: int
+    flops: int
+    step_s: float | None = None
+    low_s: float | None = None
+    high_s: float | None = None
+    peak_bytes: int | None = None
+    compile_s: float | None = None
+    collectives: int | None = None
+    failure: str = ""
+
+    @property
+    def flops_rate(self) -> float | None:
+        """Operations a second and device."""
+        return self.flops / self.devices / self.step_s if self.step_s else None
+
+    @property
+    def tokens_rate(self) -> float | None:
+        """Tokens a second and device."""
+        return self.tokens / self.devices / self.step_s if self.step_s else None
+
+
+def growth_runs(
+    points: Sequence[Point], contenders: Sequence[Contender], *, scan: bool, target: Target | None
+) -> list[tuple[Point, Contender]]:
+    """Which contender runs at which point, in their order.
+
+    Args:
+        points: in order.
+        contenders: each runs at every point.
+        scan: gtp_jax along the depth once more, its layers in a loop.
+        target: GPUs to compile for, run nothing.
+
+    Raises:
+        ValueError: if a contender cannot be compiled for a target.
+    """
+    unable = [c.name for c in contenders if target and c.family not in _COMPILED]
+    if unable:
+        raise ValueError(
+            f"{', '.join(unable)} cannot be compiled for GPUs that are not there. Leave out `--target`, or choose "
+            f"`--contenders` of {' or '.join(_COMPILED)}."
+        )
+    found = []
+    for point in points:
+        for contender in contenders:
+            found.append((point, contender))
+            if scan and point.axis == "depth" and contender.family == OURS:
+                found.append((point, _scanned(contender)))
+    return [(point, _compiled(contender, target) if target else contender) for point, contender in found]
+
+
+def measure_growth(
+    runs: Sequence[tuple[Point, Contender]],
+    *,
+    environment: Mapping[str, str],
+    timeout_s: float,
+    torch_python: str = sys.executable,
+    within_s: float = float("inf"),
+    logs: Path | None = None,
+) -> Iterator[Cost]:
+    """Runs points one after another; a step that lies on several axes runs once.
+
+    Args:
+        runs: what runs at which point.
+        environment: of the processes.
+        timeout_s: for one point, its start and compilation included.
+        torch_python: the interpreter that has PyTorch.
+        within_s: for all of them; those that come too late are not run.
+        logs: folder for what each prints; nowhere by default.
+    """
+    deadline = time.monotonic() + within_s
+    done: dict[object, Row] = {}
+    for point, contender in runs:
+        known = (contender, point.work)
+        if known not in done:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                late = Row(contender, failure=f"not run: {within_s:.0f} s for all points were over")
+                yield cost(point, late)
+                continue
+            name = f"{point.axis}_{point.value}_{contender.name.replace(' ', '_')}.txt"
+            done[known] = measure_step(
+                contender,
+                point.work,
+                environment=environment,
+                timeout_s=min(timeout_s, left),
+                torch_python=torch_python,
+                log=None if logs is None else logs / name,
+            )
+        yield cost(point, done[known])
+
+
+def cost(point: Point, row: Row) -> Cost:
+    """What a contender has made of a point."""
+    facts, work = row.facts, point.work
+    times: dict[str, float | None] = {"step_s": facts.get("modelled_s")}
+    if row.seconds:
+        times = {"step_s": statistics.median(row.seconds), "low_s": row.low_s, "high_s": row.high_s}
+    return Cost(
+        axis=point.axis,
+        value=point.value,
+        contender=row.contender.name,
+        devices=work.devices,
+        tokens=work.tokens,
+        flops=workload_flops(work),
+        **times,
+        peak_bytes=facts.get("peak_bytes"),
+        compile_s=facts.get("compile_cpu_s", facts.get("compile_s")),
+        collectives=facts.get("collectives"),
+        failure=row.failure,
+    )
+
+
+def over_memory(cost: Cost, chip: str) -> bool:
+    """Whether a step needs more memory than a chip has."""
+    return (cost.peak_bytes or 0) > fact(chip, "memory").value
+
+
+def first_of(cost: Cost, costs: Sequence[Cost]) -> Cost | None:
+    """The lowest point of a cost's axis where the same contender has a result: what the others are compared with."""
+    line = [c for c in costs if (c.axis, c.contender) == (cost.axis, cost.contender) and c.step_s]
+    return min(line, key=lambda c: c.value, default=None)
+
+
+def efficiency(cost: Cost, costs: Sequence[Cost]) -> float | None:
+    """Operations a second and device as a share of those at the axis' first point; 1 is ideal on every axis."""
+    first = first_of(cost, costs)
+    if first is None or cost.flops_rate is None:
+        return None
+    assert first.flops_rate is not None
+    return cost.flops_rate / first.flops_rate
+
+
+def _scanned(contender: Contender) -> Contender:
+    flags = (*contender.flags, "--unroll=1")
+    return dataclasses.replace(contender, variant=f"{contender.variant} {_SCAN}", flags=flags)
+
+
+def _compiled(contender: Contender, target: Target) -> Contender:
+    return dataclasses.replace(contender, flags=(*contender.flags, f"--target={target.chip}"))

@@ -1,0 +1,172 @@
+"""`gtp-jax bench growth`: how time, memory and compile time of a step grow with devices, depth, width and sequence."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+from .. import bench
+from ..plan import Target, columns, parse_target, topology_devices
+from ._arguments import check_files, positive, whole
+from ._workload import add_workload, describe, environment_of, probe, workload_of
+
+_DESCRIPTION = """\
+Measures steps along five axes. All but `strong` go through the step that the flags ask for, that of `bench step`.
+
+  weak      devices from 1 to all; tokens a device stay
+  strong    devices from 1 to all; tokens of the step stay: those of one rank, in sequences as many times shorter
+  depth     layers, half the model's to 4 times
+  width     half the model's to twice; ffn and heads grow with it (reference: ffn 3.5 x width, heads width / 128)
+  sequence  tokens a sequence, a quarter to 4 times; the number of sequences stays
+
+`efficiency` is FLOP/s a device over that of the axis' first point: 1 wherever time grows as the operations of a device
+do. With --target nothing runs: `modelled` time is that of matmuls and exposed communication alone, which ranks and
+predicts no step; memory is the planned peak; compile time is CPU seconds over all cores.
+"""
+
+_EXAMPLES = """\
+examples:
+  gtp-jax bench growth --json growth.json --png growth.png        all axes on this machine's GPUs
+  gtp-jax bench growth --within 6 --steps 6                       ends of each axis first, then what time is left for
+  gtp-jax bench growth --axes weak depth=8,64 --scan              two axes; depth also with the layers in a loop
+  gtp-jax bench growth --contenders "gtp_jax bf16 again" "fsdp2 again" --axes weak strong
+  gtp-jax bench growth --target h200:8 --png growth.png           compiled for 8 H200s that are not there
+
+A contender is picked by words of its name, as in `gtp-jax bench step`. Without a GPU and --target a tiny model runs on
+virtual devices. Ends of an axis are measured ahead of its middle, a step that lies on several axes once.
+"""
+
+
+def add_topic(topics: Any) -> None:
+    """Adds the topic to `gtp-jax bench`."""
+    topic = topics.add_parser(
+        "growth",
+        help="how time, memory and compile time of a step grow with devices, depth, width and sequence",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_workload(topic)
+    topic.add_argument(
+        "--axes",
+        nargs="+",
+        default=[],
+        metavar="AXIS[=VALUE,...]",
+        help=f"which, and where on them: {', '.join(bench.AXES)} (default: all)",
+    )
+    topic.add_argument(
+        "--contenders",
+        nargs="+",
+        default=["gtp_jax bf16 again"],
+        metavar="WORDS",
+        help="which (default: gtp_jax bf16 again)",
+    )
+    topic.add_argument("--scan", action="store_true", help="along the depth, gtp_jax also with its layers in a loop")
+    topic.add_argument("--target", metavar="CHIP:DEVICES", help="compile for GPUs that are not there, e.g. h200:8")
+    topic.add_argument("--steps", type=whole, default=12, help="timed, after 3 that are not (default: %(default)s)")
+    topic.add_argument(
+        "--timeout", type=positive, default=600, metavar="S", help="seconds for one point (default: %(default)s)"
+    )
+    topic.add_argument("--within", type=positive, metavar="MIN", help="minutes for all; what comes too late is not run")
+    topic.add_argument(
+        "--torch-python", default=sys.executable, metavar="PATH", help="the Python that has torch (default: this one)"
+    )
+    topic.add_argument("--json", type=Path, metavar="FILE", help="write all points there, as they are done")
+    topic.add_argument("--png", type=Path, metavar="FILE", help="draw them there")
+    topic.add_argument("--logs", type=Path, metavar="DIR", help="what each point printed")
+    topic.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    axes = bench.parse_axes(args.axes)
+    contenders = bench.chosen_contenders(args.contenders)
+    check_files(args.json, args.png)
+    if args.logs is not None:
+        args.logs.mkdir(parents=True, exist_ok=True)
+    environment = environment_of(args)
+    target = None if args.target is None else parse_target(args.target)
+    device, platform, count = _there(target, environment) if target else probe(environment)
+    work = workload_of(args, platform, count, steps=args.steps)
+    runs = bench.growth_runs(bench.growth_points(work, axes), contenders, scan=args.scan, target=target)
+    found: dict[str, Any] = {"device": device, "target": args.target, "workload": dataclasses.asdict(work)}
+    costs: list[bench.Cost] = []
+    with tqdm(total=len(runs), unit="point", file=sys.stderr, disable=None) as progress:
+
+        def announce() -> None:
+            if len(costs) < len(runs):
+                point, contender = runs[len(costs)]
+                progress.set_description(f"{point.axis} {point.value}, {contender.name}")
+
+        announce()
+        for cost in bench.measure_growth(
+            runs,
+            environment=environment,
+            timeout_s=args.timeout,
+            torch_python=args.torch_python,
+            within_s=60 * args.within if args.within else float("inf"),
+            logs=args.logs,
+        ):
+            costs.append(cost)
+            progress.update()
+            announce()
+            if args.json:
+                args.json.write_text(json.dumps({**found, "costs": [dataclasses.asdict(c) for c in costs]}, indent=1))
+    names = list(dict.fromkeys(c.contender for c in costs))
+    costs.sort(key=lambda c: (list(bench.AXES).index(c.axis), names.index(c.contender), c.value))
+    title = describe(work, device) + ("; compiled, not run" if target else "")
+    print(f"through {title}\n")
+    print(_table(costs, target))
+    print("\n" + "\n".join(f"{name}: what stays is {bench.AXES[name].stays}" for name in axes))
+    for failure in dict.fromkeys(c.failure for c in costs if c.failure):
+        print(f"\n{failure}")
+        print("\n".join(f"  {c.contender}, {c.axis} {c.value}" for c in costs if c.failure == failure))
+    if args.png:
+        bench.draw_growth(costs, title, args.png, modelled=target is not None)
+    return 0
+
+
+def _there(target: Target, environment: dict[str, str]) -> tuple[str, str, int]:
+    """What `probe` says of devices that are there; no process takes those."""
+    environment["JAX_PLATFORMS"] = "cpu"
+    jax.config.update("jax_platforms", "cpu")  # the plugin would look for a driver
+    topology_devices(target)  # now, for its message if packages are missing
+    return target.chip.upper(), "gpu", target.devices
+
+
+def _table(costs: list[bench.Cost], target: Target | None) -> str:
+    times = "modelled ms" if target else "ms"
+    seconds = "compile CPU s" if target else "compile s"
+    header = ["axis", "", "value", "devices", times, "x", "tokens/s", "efficiency", "GiB", seconds]
+    if target:
+        header += ["collectives", ""]
+    several = len({c.contender for c in costs}) > 1
+    rows = []
+    for c in costs:
+        first, share = bench.first_of(c, costs), bench.efficiency(c, costs)
+        row = [
+            c.axis,
+            c.contender if several else "",
+            f"{c.value}",
+            f"{c.devices}",
+            _shown(c.step_s, 1e3, ".1f") or "-",
+            _shown(c.step_s, 1 / first.step_s if first and first.step_s else 1, ".2f"),
+            _shown(c.tokens_rate, 1, ".0f"),
+            _shown(share, 1, ".3f"),
+            _shown(c.peak_bytes, 2**-30, ".3g"),
+            _shown(c.compile_s, 1, ".1f"),
+        ]
+        if target:
+            row += [_shown(c.collectives, 1, ".0f"), "does not fit" * bench.over_memory(c, target.chip)]
+        rows.append(row)
+    return columns(header, rows, right=range(2, 11))
+
+
+def _shown(value: float | None, scale: float, form: str) -> str:
+    return "" if value is None else format(value * scale, form)
