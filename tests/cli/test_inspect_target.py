@@ -30,6 +30,10 @@ def test_schedule_holds_every_matmul_and_attention_of_the_step(found):
     assert forward.count("attention") == 4
 
 
+def test_it_is_compiled_with_the_options_of_the_gpus_so_that_a_layer_is_one_gather(found):
+    assert len(found.schedule.collectives("all-gather")) <= 2 * 4 + 2  # twice a layer, embedding and head
+
+
 def test_text_shows_the_order_and_what_is_exposed(found):
     text = as_text(found)
     assert "parameters on h200:8, dp 1 x gtp 8 x tp 1" in text

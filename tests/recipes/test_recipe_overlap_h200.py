@@ -33,6 +33,22 @@ def test_a_layer_is_one_gather_of_bytes_under_the_layer_ahead_and_one_kernel():
     assert launches == [1, 1, 2 * LAYERS]
 
 
+@needs_target
+@pytest.mark.skipif(not native.has("gtp_quantize", "CUDA"), reason=native.describe())
+def test_codes_that_fp8_matmuls_take_as_they_are_travel_in_one_launch_a_layer_too():
+    mesh = gtp.make_mesh(gtp=8, devices=plan.topology_devices(plan.parse_target("h200:8")))
+    options = {**plan.COMPILE_OPTIONS, **compile_options("gpu", tp=1, fp8=True)}
+    recipe = gtp.FP8(matmuls=True)
+    step = lowered_step(LlamaConfig(**SIZES), mesh, batch=8, seq=8192, compiler_options=options, recipe=recipe)
+    text = step.compile().as_text()
+    gathers = [e for e in plan.schedule(text).collectives("all-gather") if "u8" in e.collective.dtype]
+    assert [e.direction for e in gathers] == ["forward"] * LAYERS + ["backward"] * LAYERS
+    assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 3 * 4 * LAYERS
+    # of every matmul the input twice and the gradient once; no weight, but for its codes once a step
+    launches = [text.count(f'custom_call_target="gtp_{name}"') for name in ("quantize", "unpack", "pack")]
+    assert launches == [3 * 4 * LAYERS, 0, 4]
+
+
 @pytest.mark.slow
 @needs_target
 @pytest.mark.skipif(not native.has("gtp_pack", "CUDA"), reason=native.describe())
