@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from ..collectives import Bundle, Packed, hold_layers, pack_all
+from ..formats import Format
 from ..recipes import KEPT, Recipe, matches
 from ._rounding import CallKeys, key_for
 from ._stack import Stack, stacks_of
@@ -115,7 +116,8 @@ def check_names(model: nnx.Module, recipe: Recipe) -> None:
 
 
 def _bundles(model: nnx.Module, recipe: Recipe) -> list[tuple[Path, Bundle]]:
-    """What travels together: weights of a stack's layer of one format, dtype and axes; each other module's own.
+    """What travels together: weights of a stack's layer of one format, dtype and axes, but those by themselves whose
+    codes are multiplied as they lie; each other module's own.
 
     Of a stack all layers, also those that stay in high precision: to leave them out would copy the others' masters.
     """
@@ -127,24 +129,21 @@ def _bundles(model: nnx.Module, recipe: Recipe) -> list[tuple[Path, Bundle]]:
             chosen = recipe.of((*path, *inner))
             if chosen.wire is not None:
                 alone = inner if owner.takes_codes(chosen.operands) else None
-                kind = (chosen, owner.dtype, owner.layouts[0].axes, alone)
+                kind = (chosen.wire, chosen.operands is not None, alone, owner.dtype, owner.layouts[0].axes)
                 groups.setdefault(kind, {})[inner] = owner
-        found += [(path, _bundle(members, chosen)) for (chosen, *_), members in groups.items()]
+        found += [
+            (path, _bundle(members, form, exact, alone is not None))
+            for (form, exact, alone, *_), members in groups.items()
+        ]
     for path, owner in weight_owners(model).items():
         chosen = recipe.of(path)
         if chosen.wire is not None and not any(path[: len(stack)] == stack for stack in stacks):
-            found.append((path, _bundle({(): owner}, chosen)))
+            as_codes = owner.takes_codes(chosen.operands)
+            found.append((path, _bundle({(): owner}, chosen.wire, chosen.operands is not None, as_codes)))
     return found
 
 
-def _bundle(owners: dict[Path, WeightOwner], recipe: Recipe) -> Bundle:
-    assert recipe.wire is not None
+def _bundle(owners: dict[Path, WeightOwner], form: Format, exact: bool, as_codes: bool) -> Bundle:
     slices = {path: owner.slices() for path, owner in owners.items()}
-    as_codes = all(owner.takes_codes(recipe.operands) for owner in owners.values())
-    return Bundle(
-        slices,
-        [owner.layouts for owner in owners.values()],
-        recipe.wire,
-        powers_of_two=recipe.operands is not None,
-        one_scale=as_codes,
-    )
+    layouts = [owner.layouts for owner in owners.values()]
+    return Bundle(slices, layouts, form, powers_of_two=exact, one_scale=as_codes)

@@ -69,12 +69,12 @@ def test_kernels_of_one_weight_share_a_scale_and_are_rounded_once(degrees, featu
     assert np.linalg.norm(found - x8.T @ c8) <= 1e-6 * np.linalg.norm(x8.T @ c8)
 
 
-def gradients(changes, held=0, parts=2, config=ALIGNED, gtp_degree=2):
+def gradients(changes, held=0, parts=2, config=ALIGNED, gtp_degree=2, recipe=RECIPE):
     config = dataclasses.replace(config, dtype="float32", layers=4, **changes)
     with scope(dict(gtp=gtp_degree)):
         state = start(config, optax.sgd(1.0))
         run = jax.jit(
-            lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, microbatches=parts, recipe=RECIPE, held=held)
+            lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, microbatches=parts, recipe=recipe, held=held)
         )
         loss, found = run(state, batch_of(config))
         return float(loss), host(state.skeleton.logical(found))
@@ -106,8 +106,9 @@ def test_schedules_and_held_codes_change_nothing(changes, held):
 
 
 @pytest.mark.slow
-def test_sizes_that_do_not_divide_train_too():
-    loss, found = gradients({}, config=UNALIGNED, gtp_degree=4)
+@pytest.mark.parametrize("keep", [("embed", "head"), ("embed",), ()], ids=str)
+def test_sizes_that_do_not_divide_and_heads_train_too(keep):
+    loss, found = gradients({}, config=UNALIGNED, gtp_degree=4, recipe=gtp.FP8(matmuls=True, keep=keep))
     assert np.isfinite(loss) and all(np.isfinite(leaf).all() and leaf.any() for leaf in jax.tree.leaves(found))
 
 
