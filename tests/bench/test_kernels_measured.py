@@ -48,7 +48,7 @@ def test_the_command_prints_a_table_and_writes_json_and_a_picture(tmp_path, caps
 
 
 @needs_kernels
-@pytest.mark.parametrize("mebibytes", ["1", "2"])
+@pytest.mark.parametrize("mebibytes", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_small_arrays_are_measured_too(mebibytes, tmp_path, capsys):
     record = tmp_path / "k.json"
     sizes = ["--mebibytes", mebibytes, "--dtype", "float32"]
