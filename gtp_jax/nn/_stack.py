@@ -251,11 +251,10 @@ class _Template:
         weights = {path: self.owners[path].gather(own) for path, own in others.items()}
         for one in packed:
             members = [self.owners[path] for path in one.members]
-            if members[0].takes_codes(members[0].operands):
-                (path,) = one.members
-                weights[path] = members[0].gather(one)
-                continue
-            found = gather_packed(one, [member.layouts for member in members], members[0].dtype)
+            if len(members) == 1:
+                found: Any = [members[0].gather(one)]
+            else:
+                found = gather_packed(one, [member.layouts for member in members], members[0].dtype)
             weights.update(zip(one.members, found, strict=True))
         return weights
 
