@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from ..collectives import enter, leave, split_features
 from ..mesh import ALIGNMENT, BATCH_AXES, TP, Layout, current_view, degree
-from ..ops import linear, rms_norm
+from ..ops import linear, look_up, rms_norm
 from ._layer import Layer, between_layers, inside_layer
 from ._weight import Initializer, WeightOwner, make_vector, make_weight
 
@@ -84,11 +84,11 @@ class Embed(WeightOwner):
     def _look_up(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
         tokens = jnp.clip(tokens, 0, self.layouts[0].shape[0] - 1)
         if degree(TP) == 1:
-            return jnp.take(table, tokens, axis=0, mode="clip")
+            return look_up(table, tokens)
         rows = self.layouts[0].rows
         local = tokens - lax.axis_index(TP) * rows
         here = (local >= 0) & (local < rows)
-        found = jnp.take(table, jnp.where(here, local, 0), axis=0, mode="clip")
+        found = look_up(table, jnp.where(here, local, 0))
         return leave(jnp.where(here[..., None], found, 0), sequence_parallel=self.sequence_parallel)
 
 

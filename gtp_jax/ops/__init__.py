@@ -16,6 +16,7 @@ from ._linear import linear as linear
 from ._linear_blocks import linear_blocks as linear_blocks
 from ._linear_fp8 import CodedWeight as CodedWeight
 from ._linear_fp8 import linear_fp8 as linear_fp8
+from ._look_up import look_up as look_up
 from ._norm import layer_norm as layer_norm
 from ._norm import rms_norm as rms_norm
 from ._operand import quantizable as quantizable
