@@ -26,6 +26,10 @@ _MANIFEST_FILE = "manifest.json"
 
 _SHOWN = 8
 
+# Host memory for what is on its way to the devices, if no array is larger. Orbax's own limit is 96, so much as a host
+# may hold of a whole model.
+_ON_THE_WAY_GB = 16
+
 
 def new_manager(directory: str, preservation: Any, *, background: bool = True) -> ocp.CheckpointManager:
     """What writes steps. Makes the directory, and sweeps steps that look half-written.
@@ -119,7 +123,10 @@ def read_arrays(path: Any, wanted: Sequence[Leaf], *, partial: bool) -> list[jax
     restore_args = jax.tree.map(
         lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype), target
     )
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+    # orbax refuses an array of more than the limit, which it counts in whole chunks: at most twice the array
+    largest = max((math.prod(like.shape) * like.dtype.itemsize for like in jax.tree.leaves(target)), default=0)
+    limit = max(_ON_THE_WAY_GB, 2 * largest // 10**9 + 1)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit)) as reader:
         try:
             arrays = reader.restore(
                 path / ARRAYS, args=ocp.args.PyTreeRestore(target, restore_args, partial_restore=partial)

@@ -157,3 +157,15 @@ def test_random_keys_of_an_optimizer_come_back_as_keys(tmp_path, plain):
     key = restored.opt_state.rng_key
     assert key.dtype == state.opt_state.rng_key.dtype
     assert jax.random.bits(key) == jax.random.bits(state.opt_state.rng_key)
+
+
+@pytest.mark.slow
+def test_an_array_larger_than_what_may_be_on_its_way_comes_back(tmp_path, plain, assert_same_bits, monkeypatch):
+    monkeypatch.setattr("gtp_jax.checkpoint._step._ON_THE_WAY_GB", 1)
+    row = jax.random.bits(jax.random.key(secrets.randbits(32)), (1 << 20,), "uint8")
+    state = plain({"large": jax.numpy.broadcast_to(row, (1100, 1 << 20))})  # 1.15 GB in one shard
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    restored = Checkpoints(tmp_path, read_only=True).restore(like)[0]
+    assert_same_bits(jax.tree.leaves(restored), jax.tree.leaves(state))
