@@ -104,14 +104,14 @@ class Checkpoints:
         Args:
             step: number of the step, above every earlier one.
             state: a train state of jax arrays.
-            extra: JSON to come back with the state, the same in every process.
+            extra: JSON to come back with the state, as it is now; the same in every process.
             loss: by which `keep_best` and `best` rank the step, the same in every process.
             recipe: that the state was trained with, for the record. Codes and scales are not saved: each step makes
                 them of the parameters, so that the run may go on with any recipe.
 
         Raises:
             ValueError: if `step` is not above the latest one in the directory, if `state` has been donated, if an array
-                is empty or complex, or if the copies of a replicated array differ.
+                is empty, complex or of a type that orbax does not store, or if the copies of a replicated array differ.
             OSError: if the disk is full or has become read-only; earlier steps are as they were.
             TypeError: if a leaf of `state` is not a jax array, if JSON cannot hold `extra`, or if `recipe` is none.
         """

@@ -41,17 +41,9 @@ def manifest(
     Raises:
         TypeError: if `extra` is not a dict that JSON can hold.
     """
-    if not isinstance(extra, dict):
-        raise TypeError(f"`extra` is a {type(extra).__name__}; a dict is wanted.")
-    try:
-        json.dumps(extra)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"`extra` cannot be written as JSON: {error}. Use numbers, strings, lists and dicts."
-        ) from error
     entries = {leaf.name: _entry(leaf) for leaf in leaves}
     versions = {name: _version(name) for name in ("gtp_jax", "jax", "orbax-checkpoint")}
-    content = {"format": FORMAT, **versions, "step": step, "leaves": entries, "extra": extra}
+    content = {"format": FORMAT, **versions, "step": step, "leaves": entries, "extra": _as_json(extra)}
     content["recipe"] = recipe and recipe.describe()
     content["loss"] = float(loss) if loss is not None and math.isfinite(loss) else None
     return content
@@ -105,6 +97,22 @@ def check(found: dict[str, Any], leaves: Sequence[Leaf], where: str) -> None:
         + "\n".join(lines)
         + "\nRestore it with the configuration it was saved with, or train into another directory."
     )
+
+
+def _as_json(extra: dict[str, Any]) -> dict[str, Any]:
+    """What will be read again: a copy, for the file is written while the caller goes on with its own."""
+    if not isinstance(extra, dict):
+        raise TypeError(f"`extra` is a {type(extra).__name__}; a dict is wanted.")
+    try:
+        text = json.dumps(extra)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"`extra` cannot be written as JSON: {error}. Use numbers, strings, lists and dicts."
+        ) from error
+    copy = json.loads(text)
+    if json.dumps(copy) != text:
+        raise TypeError("`extra` has two keys of one dict that are the same in JSON, as 1 and '1' are. Rename one.")
+    return copy
 
 
 def _entry(leaf: Leaf) -> dict[str, Any]:

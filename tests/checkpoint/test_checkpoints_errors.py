@@ -134,6 +134,8 @@ def test_extra_must_be_json(tmp_path, plain):
             checkpoints.save(1, state, {"order": np.ones(2)})
         with pytest.raises(TypeError, match="`extra` is a list; a dict is wanted"):
             checkpoints.save(1, state, [1])
+        with pytest.raises(TypeError, match="two keys of one dict that are the same in JSON"):
+            checkpoints.save(1, state, {"order": {1: "a", "1": "b"}})
         assert checkpoints.steps() == []
 
 
@@ -155,7 +157,13 @@ def test_a_donated_state_is_refused(tmp_path, plain):
 
 
 @pytest.mark.parametrize(
-    ("array", "kind"), [(jnp.zeros((0, 4)), "float32[0, 4]"), (jnp.ones(3, jnp.complex64), "complex64[3]")]
+    ("array", "kind"),
+    [
+        (jnp.zeros((0, 4)), "float32[0, 4]"),
+        (jnp.ones(3, jnp.complex64), "complex64[3]"),
+        (jnp.ones(3, jnp.uint4), "uint4[3]"),
+        (jnp.ones(3, jnp.float8_e4m3), "float8_e4m3[3]"),
+    ],
 )
 def test_arrays_that_orbax_or_digests_do_not_know_are_refused_by_path(tmp_path, plain, array, kind):
     with pytest.raises(ValueError, match=re.escape(f"`params/a/w` of the state is {kind}; only arrays with at")):
@@ -176,6 +184,11 @@ def test_a_key_with_a_slash_is_restored_and_a_loss_may_be_an_array(tmp_path, pla
 def test_two_arrays_of_one_name_on_disk_are_refused(tmp_path, plain):
     with pytest.raises(ValueError, match="`params/a.b` and `params/a/b` of the state would be one array on disk"):
         Checkpoints(tmp_path).save(1, plain({"a": {"b": jnp.ones(2)}, "a.b": jnp.zeros(2)}))
+
+
+def test_an_array_below_another_on_disk_is_refused(tmp_path, plain):
+    with pytest.raises(ValueError, match="`params/a` of the state would be both an array .* holds `params/a/b`"):
+        Checkpoints(tmp_path).save(1, plain({"a": jnp.ones(2), "a/b": jnp.zeros(2)}))
 
 
 def test_a_file_in_the_way_is_an_error_at_once(tmp_path):
