@@ -13,7 +13,9 @@ import numpy as np
 import optax
 import pytest
 
+import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.formats import FP8_E4M3, FP8_E5M2
 
 
 @pytest.fixture
@@ -60,6 +62,27 @@ def test_another_optimizer_is_refused(saved, plain):
         Checkpoints(saved).restore(state)
 
 
+@pytest.mark.parametrize("part", ["params", "opt_state"])
+def test_codes_of_another_format_are_refused_by_path(tmp_path, plain, part):
+    def state(format):
+        codes = {"w": gtp.quantize(jnp.ones((32, 32)), format)}
+        return plain(codes) if part == "params" else plain({"w": jnp.ones(2)}, (codes,))
+
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state(FP8_E4M3))
+        again, _ = checkpoints.restore(state(FP8_E4M3))
+        found = again.params if part == "params" else again.opt_state[0]
+        assert found["w"].format == FP8_E4M3
+        restores = [checkpoints.restore, checkpoints.restore_params]
+        for restore in restores if part == "params" else restores[:1]:
+            with pytest.raises(
+                ValueError, match=rf"{part}.*/w/format: the checkpoint has FP8_E4M3, the model FP8_E5M2"
+            ):
+                restore(state(FP8_E5M2))
+        if part == "opt_state":
+            assert checkpoints.restore_params(state(FP8_E5M2))["w"].shape == (2,)
+
+
 def test_a_long_list_of_differences_is_cut(saved, plain):
     with pytest.raises(ValueError, match=r"\(32 of 33 arrays differ\):\n(  .*\n){8}  and 24 more\nRestore"):
         Checkpoints(saved).restore(plain({f"layer{i}": jnp.ones(1) for i in range(30)}))
@@ -91,6 +114,14 @@ def test_a_foreign_checkpoint_is_refused(saved, plain):
     (saved / "4/manifest/manifest.json").unlink()
     with pytest.raises(ValueError, match="4 has no manifest.json: it was not written by gtp_jax, or has been deleted"):
         Checkpoints(saved).restore(plain({"w": jnp.ones(2)}))
+    (saved / "4/manifest/manifest.json").mkdir()
+    with pytest.raises(ValueError, match="4 has no manifest.json"):
+        Checkpoints(saved).restore(plain({"w": jnp.ones(2)}))
+    (saved / "4/manifest/manifest.json").rmdir()
+    (saved / "4/manifest/manifest.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="manifest.json: changed since it was written"):
+        Checkpoints(saved).restore(plain({"w": jnp.ones(2)}))
+    assert len(Checkpoints(saved).verify(4)) == 1
 
 
 def test_a_newer_format_is_refused(saved, plain):
