@@ -19,6 +19,7 @@ from ._digest import Digests
 from ._leaf import Leaf, check_savable, leaves
 from ._manifest import check, complete, manifest
 from ._retention import Retention
+from ._static import static_fields
 from ._step import ARRAYS, damaged, loss_of, new_manager, read_arrays, read_manifest, write_step
 from ._steps import absolute, find_step, refused_write, steps_in
 from ._stored import StoredArray, stored_arrays
@@ -104,14 +105,14 @@ class Checkpoints:
         Args:
             step: number of the step, above every earlier one.
             state: a train state of jax arrays.
-            extra: JSON to come back with the state, the same in every process.
+            extra: JSON to come back with the state, as it is now; the same in every process.
             loss: by which `keep_best` and `best` rank the step, the same in every process.
             recipe: that the state was trained with, for the record. Codes and scales are not saved: each step makes
                 them of the parameters, so that the run may go on with any recipe.
 
         Raises:
             ValueError: if `step` is not above the latest one in the directory, if `state` has been donated, if an array
-                is empty or complex, or if the copies of a replicated array differ.
+                is empty, complex or of a type that orbax does not store, or if the copies of a replicated array differ.
             OSError: if the disk is full or has become read-only; earlier steps are as they were.
             TypeError: if a leaf of `state` is not a jax array, if JSON cannot hold `extra`, or if `recipe` is none.
         """
@@ -119,7 +120,8 @@ class Checkpoints:
         check_recipe(recipe)
         found = leaves(state)
         check_savable(found)
-        content = manifest(step, found, {} if extra is None else extra, loss=loss, recipe=recipe)
+        static = static_fields(state)
+        content = manifest(step, found, {} if extra is None else extra, static=static, loss=loss, recipe=recipe)
         arrays = {leaf.name: leaf.to_disk() for leaf in found}
         digests, description = Digests(arrays), Future()
         try:
@@ -186,11 +188,12 @@ class Checkpoints:
 
         Raises:
             FileNotFoundError: if there is no such step.
-            ValueError: if the checkpoint holds other arrays than `state_like`, naming their paths, before any is
-                read; if an array's values are not those that were saved, naming it; or if files are damaged.
+            ValueError: if the checkpoint holds other arrays or static fields than `state_like`, naming their paths,
+                before any is read; if an array's values are not those that were saved, naming it; or if files are
+                damaged.
         """
-        found, wanted = self._read(leaves(state_like), step)
-        return jax.tree.unflatten(jax.tree.structure(state_like), wanted), found["extra"]
+        found, arrays = self._read(state_like, step)
+        return jax.tree.unflatten(jax.tree.structure(state_like), arrays), found["extra"]
 
     def restore_params(self, state_like: Any, step: int | None = None) -> dict[str, Any]:
         """Restores the parameters alone, of any checkpoint: of a run, or imported.
@@ -205,17 +208,15 @@ class Checkpoints:
         Raises:
             FileNotFoundError, ValueError: as in `restore`.
         """
-        mine = [leaf for leaf in leaves(state_like) if leaf.path[0] == _PARAMS]
-        return jax.tree.unflatten(jax.tree.structure(state_like.params), self._read(mine, step, part=_PARAMS)[1])
+        _, arrays = self._read(state_like, step, part=f"{_PARAMS}/")
+        return jax.tree.unflatten(jax.tree.structure(state_like.params), arrays)
 
-    def _read(self, wanted: list[Leaf], step: int | None, part: str = "") -> tuple[dict[str, Any], list[jax.Array]]:
-        """A step's manifest and its arrays; of only a part of it if one is named."""
+    def _read(self, state_like: Any, step: int | None, part: str = "") -> tuple[dict[str, Any], list[jax.Array]]:
+        """A step's manifest and its arrays, of which `part` may name those wanted, by the beginning of their names."""
+        wanted = [leaf for leaf in leaves(state_like) if leaf.name.startswith(part)]
         path = self._path(step)
         found = read_manifest(path)
-        if part:
-            inside = {name: leaf for name, leaf in found["leaves"].items() if name.startswith(f"{part}/")}
-            found = {**found, "leaves": inside}
-        check(found, wanted, f"the checkpoint {path}")
+        check(found, wanted, static_fields(state_like), f"the checkpoint {path}", part)
         stored = read_arrays(path, wanted, partial=bool(part))
         digests = Digests({leaf.name: array for leaf, array in zip(wanted, stored, strict=True)}).result()
         wrong = [name for name, digest in digests.items() if digest != found["leaves"][name]["digest"]]

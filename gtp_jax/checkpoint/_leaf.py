@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ..mesh import Layout, Path, differs_in_memory, in_memory, of_parameter, on_disk, with_paths
@@ -80,7 +81,7 @@ def leaves(state: Any) -> list[Leaf]:
 
     Raises:
         TypeError: if a leaf is not a jax array, nor a `ShapeDtypeStruct` with a sharding.
-        ValueError: if two leaves have one path on disk.
+        ValueError: if two leaves have one path on disk, or one lies below another.
     """
     layouts = dict(with_paths(state.skeleton.layouts))
     owners = {path: layouts.get(path) for path, _ in with_paths(state.params)}
@@ -94,6 +95,14 @@ def leaves(state: Any) -> list[Leaf]:
                 "are joined by dots. Rename one of them."
             )
         names[joined] = leaf.name
+    arrays = set(names.values())
+    for leaf in found:
+        above = next((name for name in _above(leaf.name) if name in arrays), None)
+        if above is not None:
+            raise ValueError(
+                f"`{above}` of the state would be both an array on disk and a dict that holds `{leaf.name}`: a slash "
+                "within a key counts as one between two. Rename one of them."
+            )
     return found
 
 
@@ -102,17 +111,18 @@ def check_savable(leaves: Sequence[Leaf]) -> None:
 
     Raises:
         TypeError: if a leaf is only a shape.
-        ValueError: if one has been donated, is empty or complex.
+        ValueError: if one has been donated, is empty, or of a type that orbax or digests do not know.
     """
     for leaf in leaves:
         if not isinstance(leaf.array, jax.Array):
             raise TypeError(f"`{leaf.name}` of the state is a {type(leaf.array).__name__}; only arrays can be saved.")
         if leaf.array.is_deleted():
             raise ValueError(f"`{leaf.name}` of the state has been donated. Save the state that the step returned.")
-        if not leaf.array.size or jnp.issubdtype(leaf.array.dtype, jnp.complexfloating):
+        if not leaf.array.size or not _has_savable_dtype(leaf):
             raise ValueError(
                 f"`{leaf.name}` of the state is {leaf.dtype}{list(leaf.shape)}; only arrays with at least one element, "
-                "of another type than complex, can be saved. Leave it out, or keep real and imaginary parts."
+                "of a type that orbax stores and that is not complex, can be saved. Leave it out; or keep real and "
+                "imaginary parts, or the bits in a type such as uint8."
             )
 
 
@@ -147,6 +157,22 @@ def _leaf(path: Path, array: Any, owners: dict[Path, Layout | None]) -> Leaf:
     layout = of_parameter(path, owners)
     changes = layout is not None and differs_in_memory(layout, array.shape)
     return Leaf(path, array, layout if changes else None)
+
+
+def _above(name: str) -> Iterator[str]:
+    """What a path on disk lies in."""
+    while "/" in name:
+        name = name.rpartition("/")[0]
+        yield name
+
+
+def _has_savable_dtype(leaf: Leaf) -> bool:
+    dtype = leaf.stored().dtype
+    try:
+        ts.dtype(str(dtype))
+    except ValueError:
+        return False
+    return not jnp.issubdtype(dtype, jnp.complexfloating)
 
 
 def _is_key(array: Any) -> bool:

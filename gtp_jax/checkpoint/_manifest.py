@@ -26,6 +26,7 @@ def manifest(
     leaves: Sequence[Leaf],
     extra: dict[str, Any],
     *,
+    static: Mapping[str, str] | None = None,
     loss: float | None = None,
     recipe: Recipe | None = None,
 ) -> dict[str, Any]:
@@ -35,23 +36,23 @@ def manifest(
         step: of the checkpoint.
         leaves: its arrays.
         extra: the caller's own.
+        static: static fields of the state.
         loss: that the state has; NaN and infinities count as none.
         recipe: that the state was trained with.
 
     Raises:
         TypeError: if `extra` is not a dict that JSON can hold.
     """
-    if not isinstance(extra, dict):
-        raise TypeError(f"`extra` is a {type(extra).__name__}; a dict is wanted.")
-    try:
-        json.dumps(extra)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"`extra` cannot be written as JSON: {error}. Use numbers, strings, lists and dicts."
-        ) from error
     entries = {leaf.name: _entry(leaf) for leaf in leaves}
     versions = {name: _version(name) for name in ("gtp_jax", "jax", "orbax-checkpoint")}
-    content = {"format": FORMAT, **versions, "step": step, "leaves": entries, "extra": extra}
+    content = {
+        "format": FORMAT,
+        **versions,
+        "step": step,
+        "leaves": entries,
+        "static": dict(static or {}),
+        "extra": _as_json(extra),
+    }
     content["recipe"] = recipe and recipe.describe()
     content["loss"] = float(loss) if loss is not None and math.isfinite(loss) else None
     return content
@@ -73,48 +74,67 @@ def read(text: str) -> dict[str, Any]:
     try:
         content = json.loads(text)
         whole = json.dumps(content) == text and content.pop(_SEAL) == _crc(content)
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         whole = False
     if not whole:
         raise ValueError("changed since it was written")
     return content
 
 
-def check(found: dict[str, Any], leaves: Sequence[Leaf], where: str) -> None:
-    """Compares a manifest with the leaves that are to be restored.
+def check(found: dict[str, Any], leaves: Sequence[Leaf], static: Mapping[str, str], where: str, part: str = "") -> None:
+    """Compares a manifest with the leaves and the static fields that are to be restored, in what begins with `part`.
 
     Raises:
         ValueError: naming every path (the first few) that the checkpoint or the model lacks, or that they hold in
-            different shapes or dtypes.
+            different shapes or dtypes, or with other static fields.
     """
     if found["format"] > FORMAT:
         raise ValueError(
             f"{where} has format {found['format']}, written by gtp_jax {found['gtp_jax']}; this version reads formats "
             f"up to {FORMAT}. Upgrade gtp_jax."
         )
-    has = {name: {"shape": e["shape"], "dtype": e["dtype"]} for name, e in found["leaves"].items()}
-    wants = {leaf.name: _entry(leaf) for leaf in leaves}
-    names = [name for name in {**wants, **has} if has.get(name) != wants.get(name)]
+    has = {name: _text(entry) for name, entry in found["leaves"].items()}
+    wants = {leaf.name: _text(_entry(leaf)) for leaf in leaves}
+    what = "arrays"
+    if "static" in found:  # not in what earlier versions wrote
+        has, wants = {**has, **found["static"]}, {**wants, **static}
+        what += " and static fields" if static or found["static"] else ""
+    every = [name for name in {**wants, **has} if name.startswith(part)]
+    names = [name for name in every if has.get(name) != wants.get(name)]
     if not names:
         return
-    lines = [f"  {name}: the checkpoint has {_text(has, name)}, the model {_text(wants, name)}" for name in names]
+    none = "no such array"
+    lines = [f"  {name}: the checkpoint has {has.get(name, none)}, the model {wants.get(name, none)}" for name in names]
     if len(lines) > _SHOWN:
         lines[_SHOWN:] = [f"  and {len(lines) - _SHOWN} more"]
     raise ValueError(
-        f"{where} is of another model or optimizer ({len(names)} of {len({**wants, **has})} arrays differ):\n"
+        f"{where} is of another model or optimizer ({len(names)} of {len(every)} {what} differ):\n"
         + "\n".join(lines)
         + "\nRestore it with the configuration it was saved with, or train into another directory."
     )
+
+
+def _as_json(extra: dict[str, Any]) -> dict[str, Any]:
+    """What will be read again: a copy, for the file is written while the caller goes on with its own."""
+    if not isinstance(extra, dict):
+        raise TypeError(f"`extra` is a {type(extra).__name__}; a dict is wanted.")
+    try:
+        text = json.dumps(extra)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"`extra` cannot be written as JSON: {error}. Use numbers, strings, lists and dicts."
+        ) from error
+    copy = json.loads(text)
+    if json.dumps(copy) != text:
+        raise TypeError("`extra` has two keys of one dict that are the same in JSON, as 1 and '1' are. Rename one.")
+    return copy
 
 
 def _entry(leaf: Leaf) -> dict[str, Any]:
     return {"shape": list(leaf.shape), "dtype": leaf.dtype}
 
 
-def _text(entries: dict[str, Any], name: str) -> str:
-    if name not in entries:
-        return "no such array"
-    entry = entries[name]
+def _text(entry: Mapping[str, Any]) -> str:
     return f"{entry['dtype']}{entry['shape']}".replace(" ", "")
 
 

@@ -148,7 +148,7 @@ def read_manifest(path: Any) -> dict[str, Any]:
     file = path / _MANIFEST / _MANIFEST_FILE
     try:
         return read(file.read_bytes().decode(errors="replace"))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         raise ValueError(
             f"{path} has no {_MANIFEST_FILE}: it was not written by gtp_jax, or has been deleted in part. "
             "Choose another step or directory."

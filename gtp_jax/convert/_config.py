@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ _FIELDS = (
     ("rope_theta", "rope_theta"),
     ("tie_word_embeddings", "tied"),
 )
+# Of which types they are, in JSON; sizes are whole numbers.
+_TYPES: dict[str, tuple[type, ...]] = {"eps": (int, float), "rope_theta": (int, float), "tied": (bool,)}
 # What LlamaConfig of transformers takes where a field is missing; of the others, none may be.
 _DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
 # Fields with the one value that our Llama computes, and what it has not got otherwise.
@@ -88,7 +91,7 @@ def read_config(path: Path) -> tuple[LlamaConfig, dict[str, Any]]:
     try:
         found = json.loads(file.read_text())
         names = found.get("architectures") or [_ARCHITECTURE]
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} is not a JSON object ({error}). Download or write it again.") from error
     if found.get("model_type") != _MODEL_TYPE or names != [_ARCHITECTURE]:
         raise ValueError(
@@ -101,6 +104,16 @@ def read_config(path: Path) -> tuple[LlamaConfig, dict[str, Any]]:
     fields = {**_DEFAULTS, **found, **_rotary(file, found)}
     if fields.get("num_key_value_heads") is None:
         fields["num_key_value_heads"] = fields.get("num_attention_heads")
+    wrong = [
+        f"{theirs} {fields[theirs]!r}"
+        for theirs, ours in _FIELDS
+        if fields.get(theirs) is not None and not _is_of(fields[theirs], _TYPES.get(ours, (int,)))
+    ]
+    if wrong:
+        raise ValueError(
+            f"{file} has {', '.join(wrong)}: sizes are whole numbers, others finite numbers of at least 0, true or "
+            "false. Take the config.json that belongs to the weights."
+        )
     if fields.get("head_dim") is None and fields.get("hidden_size") and fields.get("num_attention_heads"):
         fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
     missing = [theirs for theirs, _ in _FIELDS if fields.get(theirs) is None]
@@ -117,10 +130,18 @@ def _rotary(file: Path, found: dict[str, Any]) -> dict[str, Any]:
     """The base of the rotary wavelengths, from either place where transformers writes it.
 
     Raises:
-        ValueError: if the wavelengths are scaled.
+        ValueError: if the wavelengths are scaled, of a part of a head, or not the same in all layers.
     """
     for name in ("rope_scaling", "rope_parameters"):
-        kind = (found.get(name) or {}).get("rope_type", (found.get(name) or {}).get("type", "default"))
+        fields = found.get(name) or {}
+        if not isinstance(fields, dict) or any(isinstance(value, dict) for value in fields.values()):
+            raise ValueError(f"{file} has {name} {fields!r}; an object of numbers for all layers, or none, is wanted.")
+        part = fields.get("partial_rotary_factor", found.get("partial_rotary_factor"))
+        if part not in (None, 1):
+            raise ValueError(
+                f"{file} has partial_rotary_factor {part!r}, 1 or none is wanted: gtp_jax turns whole heads."
+            )
+        kind = fields.get("rope_type", fields.get("type", "default"))
         if kind != "default":
             raise ValueError(
                 f"{file} has {name} of the type {kind!r}, 'default' or none is wanted: gtp_jax computes the rotary "
@@ -128,3 +149,9 @@ def _rotary(file: Path, found: dict[str, Any]) -> dict[str, Any]:
             )
     theta = (found.get("rope_parameters") or {}).get("rope_theta")
     return {} if theta is None else {"rope_theta": theta}
+
+
+def _is_of(value: Any, types: tuple[type, ...]) -> bool:
+    if float in types:
+        return type(value) in types and 0 <= value < math.inf
+    return type(value) in types

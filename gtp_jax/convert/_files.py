@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from ._safetensors import Reader
 
@@ -33,8 +34,10 @@ def open_tensors(directory: Path) -> dict[str, Reader]:
         reader = Reader(directory / SINGLE_FILE)
         return dict.fromkeys(reader.entries, reader)
     try:
-        where: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
+        where: dict[str, str] = {
+            name: _text(file) for name, file in json.loads(index.read_text())["weight_map"].items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index} has no object `weight_map` ({error!r}). Download or write it again.") from error
     missing = sorted({file for file in where.values() if not (directory / file).is_file()})
     if missing:
@@ -48,3 +51,9 @@ def open_tensors(directory: Path) -> dict[str, Reader]:
                 "and index are not of one model; download both again."
             )
     return {name: readers[file] for name, file in held.items()}
+
+
+def _text(file: Any) -> str:
+    if not isinstance(file, str):
+        raise TypeError(f"a file is named {file!r}")
+    return file

@@ -139,7 +139,7 @@ class Reader:
         self._begin = _LENGTH_BYTES + length
         try:
             header = json.loads(text, object_pairs_hook=_unique)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._broken(f"its header is not JSON: {error}") from error
         if not isinstance(header, dict):
             raise self._broken(f"its header is a {type(header).__name__}, not an object of tensors")
@@ -173,7 +173,7 @@ class Reader:
             dtype, shape, (begin, end) = found["dtype"], tuple(found["shape"]), found["data_offsets"]
         except (TypeError, KeyError, ValueError) as error:
             raise self._broken(f"{name} is described by {found}; dtype, shape and data_offsets are wanted") from error
-        if dtype not in DTYPES:
+        if not isinstance(dtype, str) or dtype not in DTYPES:
             raise self._broken(f"{name} has the unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
         if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
             raise self._broken(f"{name} has shape {list(shape)} and offsets {[begin, end]}; whole numbers are wanted")

@@ -83,6 +83,17 @@ def test_buffers_may_be_donated_as_soon_as_save_returns(tmp_path, plain, filled,
         assert np.asarray(after).tobytes() == leaf.tobytes()
 
 
+def test_extra_may_be_changed_as_soon_as_save_returns(tmp_path, plain):
+    state = plain({"w": jnp.ones((1024, 1024))})
+    position = {"batches": 1, "of_files": {"a": [1]}}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, position)
+        assert checkpoints.latest() is None, "the save was over before the test began"
+        position["batches"] = 2
+        position["of_files"]["a"].append(2)
+    assert checkpoints.restore(state)[1] == {"batches": 1, "of_files": {"a": [1]}}
+
+
 def test_half_written_steps_are_ignored_and_swept_at_the_next_save(tmp_path, plain):
     state = plain({"w": jnp.ones(3)})
     with Checkpoints(tmp_path) as checkpoints:

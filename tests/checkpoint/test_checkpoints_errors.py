@@ -13,7 +13,9 @@ import numpy as np
 import optax
 import pytest
 
+import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.formats import FP8_E4M3, FP8_E5M2
 
 
 @pytest.fixture
@@ -60,6 +62,27 @@ def test_another_optimizer_is_refused(saved, plain):
         Checkpoints(saved).restore(state)
 
 
+@pytest.mark.parametrize("part", ["params", "opt_state"])
+def test_codes_of_another_format_are_refused_by_path(tmp_path, plain, part):
+    def state(format):
+        codes = {"w": gtp.quantize(jnp.ones((32, 32)), format)}
+        return plain(codes) if part == "params" else plain({"w": jnp.ones(2)}, (codes,))
+
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state(FP8_E4M3))
+        again, _ = checkpoints.restore(state(FP8_E4M3))
+        found = again.params if part == "params" else again.opt_state[0]
+        assert found["w"].format == FP8_E4M3
+        restores = [checkpoints.restore, checkpoints.restore_params]
+        for restore in restores if part == "params" else restores[:1]:
+            with pytest.raises(
+                ValueError, match=rf"{part}.*/w/format: the checkpoint has FP8_E4M3, the model FP8_E5M2"
+            ):
+                restore(state(FP8_E5M2))
+        if part == "opt_state":
+            assert checkpoints.restore_params(state(FP8_E5M2))["w"].shape == (2,)
+
+
 def test_a_long_list_of_differences_is_cut(saved, plain):
     with pytest.raises(ValueError, match=r"\(32 of 33 arrays differ\):\n(  .*\n){8}  and 24 more\nRestore"):
         Checkpoints(saved).restore(plain({f"layer{i}": jnp.ones(1) for i in range(30)}))
@@ -91,6 +114,14 @@ def test_a_foreign_checkpoint_is_refused(saved, plain):
     (saved / "4/manifest/manifest.json").unlink()
     with pytest.raises(ValueError, match="4 has no manifest.json: it was not written by gtp_jax, or has been deleted"):
         Checkpoints(saved).restore(plain({"w": jnp.ones(2)}))
+    (saved / "4/manifest/manifest.json").mkdir()
+    with pytest.raises(ValueError, match="4 has no manifest.json"):
+        Checkpoints(saved).restore(plain({"w": jnp.ones(2)}))
+    (saved / "4/manifest/manifest.json").rmdir()
+    (saved / "4/manifest/manifest.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="manifest.json: changed since it was written"):
+        Checkpoints(saved).restore(plain({"w": jnp.ones(2)}))
+    assert len(Checkpoints(saved).verify(4)) == 1
 
 
 def test_a_newer_format_is_refused(saved, plain):
@@ -134,6 +165,8 @@ def test_extra_must_be_json(tmp_path, plain):
             checkpoints.save(1, state, {"order": np.ones(2)})
         with pytest.raises(TypeError, match="`extra` is a list; a dict is wanted"):
             checkpoints.save(1, state, [1])
+        with pytest.raises(TypeError, match="two keys of one dict that are the same in JSON"):
+            checkpoints.save(1, state, {"order": {1: "a", "1": "b"}})
         assert checkpoints.steps() == []
 
 
@@ -155,7 +188,13 @@ def test_a_donated_state_is_refused(tmp_path, plain):
 
 
 @pytest.mark.parametrize(
-    ("array", "kind"), [(jnp.zeros((0, 4)), "float32[0, 4]"), (jnp.ones(3, jnp.complex64), "complex64[3]")]
+    ("array", "kind"),
+    [
+        (jnp.zeros((0, 4)), "float32[0, 4]"),
+        (jnp.ones(3, jnp.complex64), "complex64[3]"),
+        (jnp.ones(3, jnp.uint4), "uint4[3]"),
+        (jnp.ones(3, jnp.float8_e4m3), "float8_e4m3[3]"),
+    ],
 )
 def test_arrays_that_orbax_or_digests_do_not_know_are_refused_by_path(tmp_path, plain, array, kind):
     with pytest.raises(ValueError, match=re.escape(f"`params/a/w` of the state is {kind}; only arrays with at")):
@@ -176,6 +215,11 @@ def test_a_key_with_a_slash_is_restored_and_a_loss_may_be_an_array(tmp_path, pla
 def test_two_arrays_of_one_name_on_disk_are_refused(tmp_path, plain):
     with pytest.raises(ValueError, match="`params/a.b` and `params/a/b` of the state would be one array on disk"):
         Checkpoints(tmp_path).save(1, plain({"a": {"b": jnp.ones(2)}, "a.b": jnp.zeros(2)}))
+
+
+def test_an_array_below_another_on_disk_is_refused(tmp_path, plain):
+    with pytest.raises(ValueError, match="`params/a` of the state would be both an array .* holds `params/a/b`"):
+        Checkpoints(tmp_path).save(1, plain({"a": jnp.ones(2), "a/b": jnp.zeros(2)}))
 
 
 def test_a_file_in_the_way_is_an_error_at_once(tmp_path):

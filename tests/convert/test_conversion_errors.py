@@ -61,7 +61,15 @@ def change_config(source, **fields):
         (dict(hidden_act="gelu"), "has hidden_act 'gelu'.*another activation"),
         (dict(num_attention_heads=3), "`kv_heads` 2 does not divide `heads` 3"),
         (dict(hidden_size=None), "lacks hidden_size. Take the config.json that belongs to the weights"),
-        (dict(hidden_size="64"), "config.json: "),
+        (dict(hidden_size="64"), "has hidden_size '64': sizes are whole numbers"),
+        (dict(hidden_size="64", head_dim=None), "has hidden_size '64': sizes are whole numbers"),
+        (dict(num_attention_heads=4.0, rms_norm_eps="x"), "has num_attention_heads 4.0, rms_norm_eps 'x': sizes"),
+        (dict(rope_theta=float("nan")), "has rope_theta nan: .* finite numbers"),
+        (dict(tie_word_embeddings="no"), "has tie_word_embeddings 'no': .* true or false"),
+        (dict(rope_scaling="linear"), "has rope_scaling 'linear'; an object of numbers"),
+        (dict(rope_parameters={"full_attention": {"rope_theta": 1e4}}), "has rope_parameters .* for all layers"),
+        (dict(partial_rotary_factor=0.5), "has partial_rotary_factor 0.5, 1 or none is wanted"),
+        (dict(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}), "has partial_rotary_factor 0.5"),
     ],
 )
 def test_configurations_that_our_llama_does_not_compute(source, tmp_path, fields, message):
@@ -91,10 +99,12 @@ def test_files_that_are_not_there(source, tmp_path):
 
 
 def test_files_that_are_not_json(source, tmp_path):
-    (source / "model.safetensors.index.json").write_text("{}")
-    assert "has no object `weight_map`" in refused(import_llama, source, out=tmp_path / "out")
-    (source / "config.json").write_text("[1]")
-    assert "is not a JSON object" in refused(import_llama, source, out=tmp_path / "out")
+    for text in ("{}", '{"weight_map": {"lm_head.weight": 5}}', '{"weight_map": [1]}', "[" * 100_000):
+        (source / "model.safetensors.index.json").write_text(text)
+        assert "has no object `weight_map`" in refused(import_llama, source, out=tmp_path / "out")
+    for text in ("[1]", "[" * 100_000):
+        (source / "config.json").write_text(text)
+        assert "is not a JSON object" in refused(import_llama, source, out=tmp_path / "out")
 
 
 def test_an_index_of_other_files(source, tmp_path):
@@ -138,6 +148,10 @@ def test_tensors_that_are_not_the_models(tmp_path, change, message):
     assert "are not those of the Llama in its config.json (1 differ)" in found and message in found
 
 
+def headed(header: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header
+
+
 def test_files_that_are_not_whole(source, tmp_path):
     path = source / "model-00001-of-00002.safetensors"
     whole = path.read_bytes()
@@ -149,6 +163,8 @@ def test_files_that_are_not_whole(source, tmp_path):
         (b"", "announce a header of 0 bytes"),
         (b"\xff" * 8 + whole[8:], "announce a header of 18446744073709551615 bytes"),
         (whole[:8] + b"[" + whole[9:], "its header is not JSON"),
+        (headed(b"[" * 100_000), "its header is not JSON"),
+        (headed(b'{"w":{"dtype":[],"shape":[],"data_offsets":[0,0]}}'), "w has the unknown dtype []"),
     ):
         path.write_bytes(changed)
         found = refused(import_llama, source, out=tmp_path / "out")

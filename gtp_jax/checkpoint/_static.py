@@ -1,0 +1,47 @@
+"""What a state holds beside arrays: static fields of its dataclasses, such as the format of codes."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..formats import Format
+from ..mesh import Path, with_paths
+
+# Of these the text says all. Others (functions, meshes, layouts) say how the run computes, not what the arrays mean.
+_PLAIN = (str, bytes, bool, int, float, enum.Enum, np.dtype, Format, type(None))
+
+
+def static_fields(state: Any) -> dict[str, str]:
+    """Static fields of the dataclasses within a state, as text, by their paths joined by slashes.
+
+    Codes of two formats may have one shape and one dtype, so that arrays alone do not tell them apart.
+    """
+    return {"/".join(path): text for path, text in _below((), state)}
+
+
+def _below(path: Path, tree: Any) -> list[tuple[Path, str]]:
+    found = []
+    for keys, node in with_paths(tree, is_leaf=lambda x: x is not tree and _is_node(x)):
+        if node is tree or not _is_node(node):
+            continue
+        here = (*path, *keys)
+        children = {getattr(key, "name", None) for key, _ in jax.tree_util.flatten_one_level_with_keys(node)[0]}
+        for field in dataclasses.fields(node):
+            value = getattr(node, field.name)
+            if field.name not in children and _is_plain(value):
+                found.append(((*here, field.name), repr(value)))
+        found += _below(here, node)
+    return found
+
+
+def _is_node(x: Any) -> bool:
+    return dataclasses.is_dataclass(x) and not jax.tree_util.all_leaves([x])
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, _PLAIN)
