@@ -126,7 +126,7 @@ def _bundles(model: nnx.Module, recipe: Recipe) -> list[tuple[Path, Bundle]]:
     for path, stack in stacks.items():
         groups: dict[Any, dict[Path, WeightOwner]] = {}
         for inner, owner in weight_owners(stack.layers).items():
-            chosen = recipe.of((*path, *inner))
+            chosen = recipe.of((*path, "layers", *inner))  # the module's path in the model, as `explain` prints it
             if chosen.wire is not None:
                 alone = inner if owner.takes_codes(chosen.operands) else None
                 kind = (chosen.wire, chosen.operands is not None, alone, owner.dtype, owner.layouts[0].axes)

@@ -10,7 +10,7 @@ from flax import nnx
 import gtp_jax as gtp
 from gtp_jax.cli import main
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
-from gtp_jax.nn import abstract_model
+from gtp_jax.nn import abstract_model, quantize_weights
 
 CONFIG = LlamaConfig(vocab=640, dim=128, layers=3, heads=4, kv_heads=2, head_dim=64, ffn=384)
 
@@ -113,6 +113,25 @@ def test_the_first_rule_that_matches_counts():
     assert recipe.of(("attention", "d")) == recipe  # names follow one another
     assert recipe.describe()["override"]["mlp.d*"]["name"] == "MXFP8"
     json.dumps(recipe.describe())
+
+
+@pytest.mark.parametrize("first, pattern", [("blocks", "{}"), ("blocks", "blocks.*.{}"), ("head", "{}")])
+def test_a_pattern_has_the_same_modules_packed_as_explain_says(first, pattern):
+    model = abstract_model(lambda rngs: Llama(CONFIG, rngs=rngs))
+    graph, state = nnx.split(model)
+    names = [fact.module for fact in gtp.explain(model, None).facts if fact.module.startswith(first)]
+    for name in names:
+        chosen = pattern.format(name.removeprefix("blocks.layers.") if "*" in pattern else name)
+        recipe = gtp.NVFP4(override={chosen: gtp.MXFP8()})
+        packed = jax.eval_shape(lambda s, how=recipe: quantize_weights(nnx.merge(graph, s), how), state)
+        found = {
+            ".".join(map(str, (*path, "layers", *member) if path == ("blocks",) else path)): one.format.name
+            for path, bundles in packed.items()
+            for one in bundles
+            for member in one.members
+        }
+        said = {fact.module: fact.wire for fact in gtp.explain(model, recipe).facts if fact.wire != "bfloat16"}
+        assert found == said and found[name] == "MXFP8"
 
 
 def test_explain_tells_layers_and_operands_apart():
