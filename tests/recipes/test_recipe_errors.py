@@ -21,6 +21,12 @@ class Matmuls(nnx.Module):
         self.ragged = gtp.Dense(80, 48, rngs=rngs)
 
 
+def gpu(kind):
+    """A mesh in scope of a GPU that is not there."""
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+
+
 @pytest.mark.parametrize(
     "make, error, message",
     [
@@ -174,11 +180,32 @@ def test_inspect_shows_how_weights_travel(capsys):
     assert "how weights travel, recipe mxfp8" in printed and "MXFP8" in printed and " u8 " in printed
 
 
-def test_explain_says_which_matmuls_run_in_fp8():
-    model = abstract_model(lambda rngs: Llama(CONFIG, rngs=rngs))
-    matmuls = {fact.module: fact.matmul for fact in gtp.explain(model, gtp.FP8(matmuls=True)).facts}
-    assert matmuls.pop("embed") == matmuls.pop("head") == "bfloat16"
-    assert set(matmuls.values()) == {"FP8_E4M3, gradients FP8_E5M2"}
+def matmuls_of(make, recipe):
+    return {fact.module: fact.matmul for fact in gtp.explain(abstract_model(make), recipe).facts}
+
+
+def test_explain_says_which_matmuls_run_in_fp8_and_where_there_are_none():
+    make, recipe = lambda rngs: Llama(CONFIG, rngs=rngs), gtp.FP8(matmuls=True)
+    here = matmuls_of(make, recipe)
+    with gpu("NVIDIA H200"):
+        there = matmuls_of(make, recipe)
+    for found in (here, there):
+        assert found.pop("embed") == found.pop("head") == "bfloat16"
+    assert set(there.values()) == {"FP8_E4M3, gradients FP8_E5M2"}
+    assert set(here.values()) == {"FP8_E4M3, gradients FP8_E5M2: bfloat16 of their values"}
+
+
+def test_explain_names_what_no_recipe_touches():
+    class Foreign(nnx.Module):
+        def __init__(self, rngs):
+            self.blocks = gtp.Stack(lambda rngs: gtp.MoE(64, 128, experts=4, rngs=rngs), length=2, rngs=rngs)
+            self.biased = gtp.Dense(64, 64, bias=True, rngs=rngs)
+            self.linear = nnx.Linear(64, 64, use_bias=False, rngs=rngs)
+
+    found = gtp.explain(abstract_model(Foreign), gtp.NVFP4())
+    untouched = {"blocks.layers.router", "blocks.layers.scale", "biased.bias", "linear.kernel"}
+    assert set(found.untouched) == untouched and "biased" in {fact.module for fact in found.facts}
+    assert all(name in str(found).splitlines()[-1] for name in untouched)
 
 
 @pytest.mark.parametrize("recipe", [gtp.FP8(matmuls=True), gtp.NVFP4(matmuls=True)], ids=lambda r: type(r).__name__)
@@ -191,9 +218,7 @@ def test_explain_says_how_experts_multiply(recipe):
 
 
 def test_explain_says_which_products_are_scaled_matmuls_where_there_are_any():
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA B200", num_cores=None, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with gpu("NVIDIA B200"):
         model = abstract_model(lambda rngs: Matmuls(rngs))
         found = {fact.module: fact.matmul for fact in gtp.explain(model, gtp.MXFP8(matmuls=True)).facts}
         transformed = gtp.explain(model, gtp.NVFP4(matmuls=True)).facts
