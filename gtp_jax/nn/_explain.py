@@ -98,11 +98,16 @@ def explain(model: nnx.Module, recipe: Recipe | None) -> Explanation:
         recipe: such as `gtp_jax.NVFP4()`.
 
     Raises:
-        TypeError: if `recipe` is something else.
-        ValueError: if slices cut the format's blocks in two or have rows shorter than a block, or the recipe speaks of
-            what the model does not have.
+        TypeError: if `recipe` is something else, or `model` no NNX module.
+        ValueError: if slices cut the format's blocks in two or have rows shorter than a block, the recipe speaks of
+            what the model does not have, or the model has nothing to quantize.
     """
     check_recipe(recipe)
+    if not isinstance(model, nnx.Module):
+        raise TypeError(
+            f"`model` is a {type(model).__name__}; it is an `nnx.Module`. Recipes are for models of `train_step`, "
+            "which are NNX; a layer in Linen travels in its own dtype."
+        )
     recipe = BF16() if recipe is None else recipe
     check_names(model, recipe)
     stacks = stacks_of(model)

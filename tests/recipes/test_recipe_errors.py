@@ -5,7 +5,7 @@ import json
 import jax
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import gtp_jax as gtp
 from gtp_jax.cli import main
@@ -100,6 +100,27 @@ def test_recipes_that_speak_of_what_a_model_lacks_are_refused(recipe, message):
         gtp.train_step(next_token_loss, optax.sgd(1.0), recipe=recipe).lower(
             state, {"tokens": tokens, "targets": tokens}
         )
+
+
+def test_models_without_weights_to_quantize_are_refused():
+    message = "`recipe` quantizes to NVFP4, but Linear has no weights that are gathered"
+    linear = nnx.Linear(64, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=message):
+        gtp.explain(linear, gtp.NVFP4())
+    state = gtp.TrainState.create(linear, optax.sgd(1.0))
+    with pytest.raises(ValueError, match=message):
+        gtp.train_step(lambda model, x: (model(x).sum(), 1.0), optax.sgd(1.0), recipe=gtp.NVFP4()).lower(
+            state, jax.ShapeDtypeStruct((2, 64), "float32")
+        )
+    assert not gtp.explain(linear, gtp.BF16()).facts
+
+
+@pytest.mark.parametrize("model", [None, linen.Dense(8), gtp.Dense], ids=str)
+def test_only_nnx_modules_are_explained(model):
+    with pytest.raises(
+        TypeError, match="`model` is a .*; it is an `nnx.Module`. Recipes are for models of `train_step`"
+    ):
+        gtp.explain(model, gtp.NVFP4())
 
 
 def test_a_head_that_is_not_there_is_kept_quietly_but_not_overridden():
