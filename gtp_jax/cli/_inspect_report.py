@@ -36,6 +36,7 @@ def as_json(found: Inspection) -> dict[str, Any]:
         "compile_s": found.compile_s,
         "parameters": [dataclasses.asdict(p) for p in found.parameters],
         "wire": [dataclasses.asdict(fact) for fact in found.wire.facts],
+        "untouched": list(found.wire.untouched),
         "memory": {**dataclasses.asdict(found.memory), "peak_bytes": found.memory.peak_bytes},
         "collectives": [{"count": count, **_collective(c)} for c, count in plan.summary(found.collectives)],
     }

@@ -9,11 +9,12 @@ from flax import nnx
 
 from ..collectives import plan_of
 from ..formats import Format, Operands
-from ..mesh import multiplies_blocks
+from ..mesh import multiplies_blocks, platform
 from ..plan import columns, quantity
 from ..recipes import BF16, Recipe, check_recipe
 from ._dense import Dense
 from ._grouped import GroupedDense
+from ._layer import layout_of
 from ._quantized import check_names
 from ._stack import stacks_of
 from ._weight import WeightOwner, weight_owners
@@ -54,9 +55,16 @@ class WireFact:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """A line a module, as tables when printed: the wire, and the matmuls where their operands are quantized."""
+    """A line a module, as tables when printed: the wire, and the matmuls where their operands are quantized.
+
+    Attributes:
+        facts: of each module whose weights are gathered.
+        untouched: paths of all other parameters, which no recipe touches: norms, biases, routers, and modules that are
+            not gtp_jax's.
+    """
 
     facts: tuple[WireFact, ...]
+    untouched: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         header = ("module", "layers", "kernels", "wire", "a layer", "B/element", "matmul", "gradient")
@@ -75,25 +83,31 @@ class Explanation:
         ]
         table = columns(header, rows, right=(1, 4, 5))
         products = [(f.module, _layers(f), f.forward, f.dgrad, f.wgrad) for f in self.facts if f.forward]
-        if not products:
-            return table
         header = ("module", "layers", "forward: input x weight", "dgrad: gradient x weight", "wgrad: gradient x input")
-        return f"{table}\n\n{columns(header, products, right=(1,))}"
+        parts = [table, *([columns(header, products, right=(1,))] if products else [])]
+        if self.untouched:
+            parts.append(f"neither gathered nor quantized, used as they are: {', '.join(self.untouched)}")
+        return "\n\n".join(parts)
 
 
 def explain(model: nnx.Module, recipe: Recipe | None) -> Explanation:
-    """Says of each weight of a model what a recipe does with it.
+    """Says of each weight of a model what a recipe does with it, also of those that none touches.
 
     Args:
         model: may be abstract.
         recipe: such as `gtp_jax.NVFP4()`.
 
     Raises:
-        TypeError: if `recipe` is something else.
-        ValueError: if slices cut the format's blocks in two or have rows shorter than a block, or the recipe speaks of
-            what the model does not have.
+        TypeError: if `recipe` is something else, or `model` no NNX module.
+        ValueError: if slices cut the format's blocks in two or have rows shorter than a block, the recipe speaks of
+            what the model does not have, or the model has nothing to quantize.
     """
     check_recipe(recipe)
+    if not isinstance(model, nnx.Module):
+        raise TypeError(
+            f"`model` is a {type(model).__name__}; it is an `nnx.Module`. Recipes are for models of `train_step`, "
+            "which are NNX; a layer in Linen travels in its own dtype."
+        )
     recipe = BF16() if recipe is None else recipe
     check_names(model, recipe)
     stacks = stacks_of(model)
@@ -106,7 +120,9 @@ def explain(model: nnx.Module, recipe: Recipe | None) -> Explanation:
         first, last = recipe.keep_first, length - recipe.keep_last
         spans = ((BF16(), 0, first), (recipe.of(path), first, last), (BF16(), last, length))
         found += [_fact(path, owner, kind, start, stop) for kind, start, stop in spans if start < stop]
-    return Explanation(tuple(found))
+    params = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    others = (".".join(map(str, path)) for path, variable in params if layout_of(variable) is None)
+    return Explanation(tuple(found), tuple(others))
 
 
 def _fact(path: tuple[object, ...], owner: WeightOwner, recipe: Recipe, start: int, stop: int) -> WireFact:
@@ -140,7 +156,7 @@ def _matmul(owner: WeightOwner, wire: Format | None, operands: Operands | None) 
     if isinstance(owner, GroupedDense):
         return f"{formats}: grouped, {values}"
     if operands.weight.block is None:
-        return formats
+        return formats if platform() == "gpu" else f"{formats}: {values}"
     return f"{formats}: {_scaled(owner, operands, values) if multiplies_blocks() else values}"
 
 

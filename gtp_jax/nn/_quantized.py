@@ -87,9 +87,16 @@ def check_names(model: nnx.Module, recipe: Recipe) -> None:
     """Refuses a recipe that speaks of what a model does not have, so that no name is misspelt unseen.
 
     Raises:
-        ValueError: naming what there is; or the patterns, if those ahead leave nothing to one.
+        ValueError: naming what there is; or the patterns, if those ahead leave nothing to one; or if the model has no
+            weights for a recipe that quantizes.
     """
     paths = [tuple(map(str, path)) for path in weight_owners(model)]
+    if not paths and recipe.wire is not None:
+        raise ValueError(
+            f"`recipe` quantizes to {recipe.wire.name}, but {type(model).__name__} has no weights that are gathered, "
+            "which are those it can quantize. Build the model of gtp_jax's modules, such as `gtp_jax.Dense`, or leave "
+            "the recipe out."
+        )
     patterns = [pattern for pattern, _ in recipe.rules]
     for index, pattern in enumerate(patterns):
         if index >= len(recipe.override) and pattern in KEPT:
@@ -126,7 +133,7 @@ def _bundles(model: nnx.Module, recipe: Recipe) -> list[tuple[Path, Bundle]]:
     for path, stack in stacks.items():
         groups: dict[Any, dict[Path, WeightOwner]] = {}
         for inner, owner in weight_owners(stack.layers).items():
-            chosen = recipe.of((*path, *inner))
+            chosen = recipe.of((*path, "layers", *inner))  # the module's path in the model, as `explain` prints it
             if chosen.wire is not None:
                 alone = inner if owner.takes_codes(chosen.operands) else None
                 kind = (chosen.wire, chosen.operands is not None, alone, owner.dtype, owner.layouts[0].axes)

@@ -5,12 +5,12 @@ import json
 import jax
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import gtp_jax as gtp
 from gtp_jax.cli import main
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
-from gtp_jax.nn import abstract_model
+from gtp_jax.nn import abstract_model, quantize_weights
 
 CONFIG = LlamaConfig(vocab=640, dim=128, layers=3, heads=4, kv_heads=2, head_dim=64, ffn=384)
 
@@ -19,6 +19,12 @@ class Matmuls(nnx.Module):
     def __init__(self, rngs):
         self.fits = gtp.Dense(64, 96, rngs=rngs)
         self.ragged = gtp.Dense(80, 48, rngs=rngs)
+
+
+def gpu(kind):
+    """A mesh in scope of a GPU that is not there."""
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
 @pytest.mark.parametrize(
@@ -96,6 +102,27 @@ def test_recipes_that_speak_of_what_a_model_lacks_are_refused(recipe, message):
         )
 
 
+def test_models_without_weights_to_quantize_are_refused():
+    message = "`recipe` quantizes to NVFP4, but Linear has no weights that are gathered"
+    linear = nnx.Linear(64, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=message):
+        gtp.explain(linear, gtp.NVFP4())
+    state = gtp.TrainState.create(linear, optax.sgd(1.0))
+    with pytest.raises(ValueError, match=message):
+        gtp.train_step(lambda model, x: (model(x).sum(), 1.0), optax.sgd(1.0), recipe=gtp.NVFP4()).lower(
+            state, jax.ShapeDtypeStruct((2, 64), "float32")
+        )
+    assert not gtp.explain(linear, gtp.BF16()).facts
+
+
+@pytest.mark.parametrize("model", [None, linen.Dense(8), gtp.Dense], ids=str)
+def test_only_nnx_modules_are_explained(model):
+    with pytest.raises(
+        TypeError, match="`model` is a .*; it is an `nnx.Module`. Recipes are for models of `train_step`"
+    ):
+        gtp.explain(model, gtp.NVFP4())
+
+
 def test_a_head_that_is_not_there_is_kept_quietly_but_not_overridden():
     model = abstract_model(lambda rngs: gtp.MLP(64, 128, rngs=rngs))
     assert {fact.wire for fact in gtp.explain(model, gtp.NVFP4()).facts} == {"NVFP4"}
@@ -113,6 +140,25 @@ def test_the_first_rule_that_matches_counts():
     assert recipe.of(("attention", "d")) == recipe  # names follow one another
     assert recipe.describe()["override"]["mlp.d*"]["name"] == "MXFP8"
     json.dumps(recipe.describe())
+
+
+@pytest.mark.parametrize("first, pattern", [("blocks", "{}"), ("blocks", "blocks.*.{}"), ("head", "{}")])
+def test_a_pattern_has_the_same_modules_packed_as_explain_says(first, pattern):
+    model = abstract_model(lambda rngs: Llama(CONFIG, rngs=rngs))
+    graph, state = nnx.split(model)
+    names = [fact.module for fact in gtp.explain(model, None).facts if fact.module.startswith(first)]
+    for name in names:
+        chosen = pattern.format(name.removeprefix("blocks.layers.") if "*" in pattern else name)
+        recipe = gtp.NVFP4(override={chosen: gtp.MXFP8()})
+        packed = jax.eval_shape(lambda s, how=recipe: quantize_weights(nnx.merge(graph, s), how), state)
+        found = {
+            ".".join(map(str, (*path, "layers", *member) if path == ("blocks",) else path)): one.format.name
+            for path, bundles in packed.items()
+            for one in bundles
+            for member in one.members
+        }
+        said = {fact.module: fact.wire for fact in gtp.explain(model, recipe).facts if fact.wire != "bfloat16"}
+        assert found == said and found[name] == "MXFP8"
 
 
 def test_explain_tells_layers_and_operands_apart():
@@ -155,11 +201,32 @@ def test_inspect_shows_how_weights_travel(capsys):
     assert "how weights travel, recipe mxfp8" in printed and "MXFP8" in printed and " u8 " in printed
 
 
-def test_explain_says_which_matmuls_run_in_fp8():
-    model = abstract_model(lambda rngs: Llama(CONFIG, rngs=rngs))
-    matmuls = {fact.module: fact.matmul for fact in gtp.explain(model, gtp.FP8(matmuls=True)).facts}
-    assert matmuls.pop("embed") == matmuls.pop("head") == "bfloat16"
-    assert set(matmuls.values()) == {"FP8_E4M3, gradients FP8_E5M2"}
+def matmuls_of(make, recipe):
+    return {fact.module: fact.matmul for fact in gtp.explain(abstract_model(make), recipe).facts}
+
+
+def test_explain_says_which_matmuls_run_in_fp8_and_where_there_are_none():
+    make, recipe = lambda rngs: Llama(CONFIG, rngs=rngs), gtp.FP8(matmuls=True)
+    here = matmuls_of(make, recipe)
+    with gpu("NVIDIA H200"):
+        there = matmuls_of(make, recipe)
+    for found in (here, there):
+        assert found.pop("embed") == found.pop("head") == "bfloat16"
+    assert set(there.values()) == {"FP8_E4M3, gradients FP8_E5M2"}
+    assert set(here.values()) == {"FP8_E4M3, gradients FP8_E5M2: bfloat16 of their values"}
+
+
+def test_explain_names_what_no_recipe_touches():
+    class Foreign(nnx.Module):
+        def __init__(self, rngs):
+            self.blocks = gtp.Stack(lambda rngs: gtp.MoE(64, 128, experts=4, rngs=rngs), length=2, rngs=rngs)
+            self.biased = gtp.Dense(64, 64, bias=True, rngs=rngs)
+            self.linear = nnx.Linear(64, 64, use_bias=False, rngs=rngs)
+
+    found = gtp.explain(abstract_model(Foreign), gtp.NVFP4())
+    untouched = {"blocks.layers.router", "blocks.layers.scale", "biased.bias", "linear.kernel"}
+    assert set(found.untouched) == untouched and "biased" in {fact.module for fact in found.facts}
+    assert all(name in str(found).splitlines()[-1] for name in untouched)
 
 
 @pytest.mark.parametrize("recipe", [gtp.FP8(matmuls=True), gtp.NVFP4(matmuls=True)], ids=lambda r: type(r).__name__)
@@ -172,9 +239,7 @@ def test_explain_says_how_experts_multiply(recipe):
 
 
 def test_explain_says_which_products_are_scaled_matmuls_where_there_are_any():
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA B200", num_cores=None, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with gpu("NVIDIA B200"):
         model = abstract_model(lambda rngs: Matmuls(rngs))
         found = {fact.module: fact.matmul for fact in gtp.explain(model, gtp.MXFP8(matmuls=True)).facts}
         transformed = gtp.explain(model, gtp.NVFP4(matmuls=True)).facts
