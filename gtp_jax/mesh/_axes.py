@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any, Literal
 
 import jax
@@ -95,22 +94,3 @@ def degree(axis: str) -> int:
 def degrees(axes: tuple[str, ...]) -> int:
     """The product of the sizes of mesh axes in scope."""
     return math.prod(degree(axis) for axis in axes)
-
-
-def multiplies_blocks() -> bool:
-    """Whether the GPUs of the mesh in scope multiply codes and block scales in hardware: SM100 and on, B200 and kin."""
-    return platform() == "gpu" and re.search(r"\bG?B[123]0\d", _device("device_kind")) is not None
-
-
-def platform() -> str:
-    """`gpu` or `cpu`: what the mesh in scope consists of, else the default backend.
-
-    Asked of the mesh first, because a program may be compiled for GPUs on a machine that has none.
-    """
-    name = _device("platform")
-    return "gpu" if name in ("gpu", "cuda") else name
-
-
-def _device(fact: str) -> str:
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return getattr(jax.devices()[0] if device is None else device, fact)

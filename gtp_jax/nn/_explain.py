@@ -9,7 +9,7 @@ from flax import nnx
 
 from ..collectives import plan_of
 from ..formats import Format, Operands
-from ..mesh import multiplies_blocks, platform
+from ..mesh import multiplies_blocks, multiplies_fp8
 from ..plan import columns, quantity
 from ..recipes import BF16, Recipe, check_recipe
 from ._dense import Dense
@@ -156,7 +156,7 @@ def _matmul(owner: WeightOwner, wire: Format | None, operands: Operands | None) 
     if isinstance(owner, GroupedDense):
         return f"{formats}: grouped, {values}"
     if operands.weight.block is None:
-        return formats if platform() == "gpu" else f"{formats}: {values}"
+        return formats if multiplies_fp8() else f"{formats}: {values}"
     return f"{formats}: {_scaled(owner, operands, values) if multiplies_blocks() else values}"
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 
 from .. import native
-from ..mesh import platform
+from ..mesh import platform, runs_kernels
 from . import reference
 
 Implementation = Literal["reference", "native"]
@@ -37,9 +37,10 @@ def call(operation: str, implementation: Implementation | None, *operands: Any, 
     target = f"gtp_{operation}"
     if implementation == "native":
         registry = next((name for _, name, here in _PLATFORMS if here == platform()), None)
-        if registry is None or not native.has(target, registry):
+        if registry is None or not native.has(target, registry) or not runs_kernels():
+            why = native.describe() if runs_kernels() else "kernels run from compute capability 8.0 (A100) on"
             raise NotImplementedError(
-                f"there is no native {operation!r} for {platform()!r} here: {native.describe()}. "
+                f"there is no native {operation!r} for {platform()!r} here: {why}. "
                 "Leave `implementation` out to use the reference there."
             )
     return _run(operands, operation=operation, implementation=implementation, attributes=tuple(attributes.items()))
@@ -59,7 +60,8 @@ def _run(
     operands = _without_gradient(operation, operands)
     if implementation is not None:
         return by(native if implementation == "native" else reference)(*operands)
-    kernels = {name: by(native) for name, registry, _ in _PLATFORMS if native.has(f"gtp_{operation}", registry)}
+    able = [name for name, registry, _ in _PLATFORMS if native.has(f"gtp_{operation}", registry)]
+    kernels = {name: by(native) for name in able if name == "cpu" or runs_kernels()}
     in_jnp = by(reference)
     return jax.lax.platform_dependent(*operands, **kernels, default=in_jnp) if kernels else in_jnp(*operands)
 

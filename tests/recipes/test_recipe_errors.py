@@ -8,6 +8,7 @@ import pytest
 from flax import linen, nnx
 
 import gtp_jax as gtp
+from gtp_jax import native
 from gtp_jax.cli import main
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.nn import abstract_model, quantize_weights
@@ -247,3 +248,41 @@ def test_explain_says_which_products_are_scaled_matmuls_where_there_are_any():
     assert found["fits"] == f"MXFP8: scaled_matmul, but wgrad of tokens that fill no blocks: {values}"
     assert found["ragged"].startswith("MXFP8: scaled_matmul, but forward along 80, dgrad along 48, wgrad")
     assert {fact.matmul for fact in transformed} == {"NVFP4_1D: scaled_matmul"}
+
+
+@pytest.mark.parametrize(
+    "kind, matmul",
+    [
+        ("NVIDIA H200", "FP8_E4M3, gradients FP8_E5M2"),
+        ("NVIDIA L40S", "FP8_E4M3, gradients FP8_E5M2"),
+        ("NVIDIA RTX 6000 Ada Generation", "FP8_E4M3, gradients FP8_E5M2"),
+        ("NVIDIA A100-SXM4-80GB", "FP8_E4M3, gradients FP8_E5M2: bfloat16 of their values"),
+        ("NVIDIA RTX A6000", "FP8_E4M3, gradients FP8_E5M2: bfloat16 of their values"),
+        ("Tesla V100-SXM2-16GB", "FP8_E4M3, gradients FP8_E5M2: bfloat16 of their values"),
+    ],
+)
+def test_explain_knows_which_gpus_multiply_fp8(kind, matmul):
+    with gpu(kind):
+        facts = gtp.explain(abstract_model(lambda rngs: Matmuls(rngs)), gtp.FP8(matmuls=True)).facts
+    assert {fact.matmul for fact in facts} == {matmul}
+
+
+@pytest.mark.parametrize(
+    "kind, able",
+    [
+        ("Tesla V100-SXM2-16GB", False),
+        ("Tesla T4", False),
+        ("NVIDIA GeForce RTX 2080 Ti", False),
+        ("NVIDIA A100-SXM4-80GB", True),
+        ("NVIDIA H200", True),
+    ],
+)
+def test_gpus_that_no_kernel_is_built_for_run_the_reference(kind, able):
+    quantize = jax.jit(lambda x: gtp.quantize(x, gtp.formats.NVFP4))
+    with gpu(kind):
+        x = jax.ShapeDtypeStruct((64, 64), "float32")
+        text = quantize.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+        if not able:
+            with pytest.raises(NotImplementedError, match=r"kernels run from compute capability 8.0 \(A100\) on"):
+                jax.eval_shape(lambda x: gtp.quantize(x, gtp.formats.NVFP4, implementation="native"), x)
+    assert ("gtp_quantize" in text) == (able and native.has("gtp_quantize", "CUDA"))
