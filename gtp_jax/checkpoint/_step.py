@@ -26,8 +26,7 @@ _MANIFEST_FILE = "manifest.json"
 
 _SHOWN = 8
 
-# Host memory for what is on its way to the devices, if no array is larger. Orbax's own limit is 96, so much as a host
-# may hold of a whole model.
+# Host memory for what is on its way to the devices, if no device's part of an array is larger. Orbax's own limit is 96.
 _ON_THE_WAY_GB = 16
 
 
@@ -123,20 +122,33 @@ def read_arrays(path: Any, wanted: Sequence[Leaf], *, partial: bool) -> list[jax
     restore_args = jax.tree.map(
         lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype), target
     )
-    # orbax refuses an array of more than the limit, which it counts in whole chunks: at most twice the array
-    largest = max((math.prod(like.shape) * like.dtype.itemsize for like in jax.tree.leaves(target)), default=0)
-    limit = max(_ON_THE_WAY_GB, 2 * largest // 10**9 + 1)
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit)) as reader:
-        try:
+    try:
+        limit = max(_ON_THE_WAY_GB, _largest_part(path, wanted) // 10**9 + 1)  # orbax refuses a part that is larger
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit)) as reader:
             arrays = reader.restore(
                 path / ARRAYS, args=ocp.args.PyTreeRestore(target, restore_args, partial_restore=partial)
             )
-        except Exception as error:  # whatever the decoders below make of damaged bytes
-            broken = damage(path / ARRAYS)
-            if not broken:
-                raise
-            raise ValueError(damaged(path, broken)) from error
+    except Exception as error:  # whatever the decoders below make of damaged bytes
+        broken = damage(path / ARRAYS)
+        if not broken:
+            raise
+        raise ValueError(damaged(path, broken)) from error
     return [functools.reduce(operator.getitem, _keys(leaf.name), arrays) for leaf in wanted]
+
+
+def _largest_part(path: Any, wanted: Sequence[Leaf]) -> int:
+    """Bytes of the largest device's part of an array, in whole chunks of those on disk, as they are read."""
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        found = reader.metadata(path / ARRAYS).item_metadata.tree  # pyright: ignore[reportOptionalMemberAccess]
+    largest = 0
+    for leaf in wanted:
+        like, kept = leaf.stored(), functools.reduce(operator.getitem, _keys(leaf.name), found)
+        part = like.shape if like.sharding is None else like.sharding.shard_shape(like.shape)
+        chunks = kept.storage.chunk_shape or like.shape
+        # a part may begin within a chunk
+        read = (min(-(-n // c), -(-k // c) + 1) * c for n, k, c in zip(like.shape, part, chunks, strict=True))
+        largest = max(largest, math.prod(read) * like.dtype.itemsize)
+    return largest
 
 
 def read_manifest(path: Any) -> dict[str, Any]:

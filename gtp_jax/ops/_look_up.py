@@ -20,6 +20,6 @@ def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
     Returns:
         `(..., features)`, in the table's dtype.
     """
-    # no pass over the table: the first conversion is fused into the gather
+    # forward the conversion is fused into the gather; backward the sum is a float32 table for a while
     wide = table.astype(jnp.promote_types(table.dtype, jnp.float32))
     return jnp.take(wide, ids, axis=0, mode="clip").astype(table.dtype)
