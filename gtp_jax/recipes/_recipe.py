@@ -22,8 +22,9 @@ REDUCTIONS: dict[str, Format | np.dtype] = {
 
 _GRADIENTS = {"e5m2": formats.FP8_E5M2, "e4m3": formats.FP8_E4M3}
 
-# Names of modules that stay in high precision unless a recipe says otherwise, where a model has them.
-KEPT = ("embed", "head")
+# Names of modules that stay in high precision unless a recipe says otherwise, where a model has them: embeddings and
+# heads, as models call them.
+KEPT = ("*embed*", "wte", "*head")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,8 +40,9 @@ class Recipe:
     `override` counts, then `keep`, and else the recipe itself.
 
     Attributes:
-        keep: patterns of modules whose weights stay in high precision. By default those named `embed` and `head`, where
-            a model has them; name your own if they are called otherwise (`gtp_jax.explain` shows what becomes of them).
+        keep: patterns of modules whose weights stay in high precision. By default `"*embed*"`, `"wte"` and `"*head"`,
+            where a model has them; name your own if they are called otherwise (`gtp_jax.explain` shows what becomes of
+            them).
         keep_first: layers of a `Stack` that stay in high precision, from its first.
         keep_last: likewise, up to its last.
         override: pattern to the recipe of what matches, a mapping or pairs; of these recipes the formats and `reduce`

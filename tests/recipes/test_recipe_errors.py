@@ -286,3 +286,21 @@ def test_gpus_that_no_kernel_is_built_for_run_the_reference(kind, able):
             with pytest.raises(NotImplementedError, match=r"kernels run from compute capability 8.0 \(A100\) on"):
                 jax.eval_shape(lambda x: gtp.quantize(x, gtp.formats.NVFP4, implementation="native"), x)
     assert ("gtp_quantize" in text) == (able and native.has("gtp_quantize", "CUDA"))
+
+
+class Otherwise(nnx.Module):
+    """Embeddings and heads under the names that other models give them."""
+
+    def __init__(self, rngs):
+        self.wte = gtp.Embed(64, 64, rngs=rngs)
+        self.position_embedding = gtp.Embed(64, 64, rngs=rngs)
+        self.c_fc = gtp.Dense(64, 96, rngs=rngs)
+        self.lm_head = gtp.LayerNormDense(96, 64, rngs=rngs)
+
+
+def test_embeddings_and_heads_stay_in_high_precision_also_by_other_names():
+    facts = gtp.explain(abstract_model(Otherwise), gtp.NVFP4()).facts
+    wires = {fact.module: fact.wire for fact in facts}
+    assert wires.pop("c_fc") == "NVFP4" and set(wires.values()) == {"bfloat16"} and len(wires) == 3
+    named = gtp.explain(abstract_model(Otherwise), gtp.NVFP4(keep=("lm_head",))).facts
+    assert {fact.module for fact in named if fact.wire == "bfloat16"} == {"lm_head"}
