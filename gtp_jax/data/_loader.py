@@ -59,10 +59,13 @@ class Loader:
 
     def steps(self, start: int, stop: int) -> Iterator[dict[str, jax.Array]]:
         """The batches of steps `start` to `stop` (exclusive), each built while the one before is in use."""
-        with ThreadPoolExecutor(1, thread_name_prefix="batches") as thread:
+        thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        try:
             ahead = thread.submit(self.at, start) if start < stop else None
             for step in range(start, stop):
                 assert ahead is not None
                 batch = ahead.result()
                 ahead = thread.submit(self.at, step + 1) if step + 1 < stop else None
                 yield batch
+        finally:  # without waiting: a loop left early may end with the interpreter, which joins no thread then
+            thread.shutdown(wait=False)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import jax
 import numpy as np
 import pytest
@@ -75,3 +78,16 @@ def test_held_out_batches_carry_weights():
 def test_batch_must_divide():
     with pytest.raises(ValueError, match=r"`batch` is 6; it is cut over dp x gtp = 4 ranks and must be a multiple"):
         loader(make_mesh(dp=2, gtp=2, tp=2), batch=6)
+
+
+def test_a_loop_left_early_ends_with_the_interpreter_in_silence():
+    script = (
+        "import jax, numpy as np\n"
+        "from gtp_jax.data import Loader, Windows\n"
+        "from gtp_jax.mesh import make_mesh\n"
+        "mesh = make_mesh(devices=jax.devices()[:1])\n"
+        "steps = Loader(Windows(np.arange(1000), 8), 4, mesh).steps(0, 1000)\n"
+        "next(steps)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180)
+    assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr[-3000:]
