@@ -34,7 +34,7 @@ bool one_in(int64_t n) { return below(n) == 0; }
 int64_t any_size(int64_t limit) {
   static constexpr int64_t kSizes[] = {0,  1,  2,   15,  16,  17,  31,  32,  33,  63,  64,  65,
                                        80, 96, 127, 128, 129, 192, 255, 256, 257, 320, 520, 1088};
-  // whole stacks of panels have code of their own
+  // whole panels have code of their own
   const int64_t size = one_in(3) ? 128 * (1 + below(3)) : one_in(2) ? kSizes[below(std::size(kSizes))] : below(150);
   return std::min(size, limit);
 }
