@@ -10,10 +10,15 @@ namespace {
 using namespace dequantization;
 
 constexpr int kJobs = capacity_for<DequantizeJob>(kFewBytes);
+// Shared memory that a kernel may have without more ado.
+constexpr int kSharedUnasked = 48 * 1024;
+
+template <class T, Kind kind, bool kTurned>
+constexpr int kThreadsOf = kTurned ? TurnedPanel<T, kind>::kThreads : kThreads;
 
 // `kTurned`: all jobs' values are transposed; otherwise those of none.
 template <class T, Kind kind, bool kTurned>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreadsOf<T, kind, kTurned>)
     dequantize_kernel(const __grid_constant__ Table<DequantizeJob, kJobs> table, const Parameters p) {
   extern __shared__ __align__(16) char shared[];
   const int index = table.find(blockIdx.x);
@@ -21,7 +26,7 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t tile = blockIdx.x - table.first_tile[index];
   if constexpr (kTurned) {
     using Panel = TurnedPanel<T, kind>;
-    Panel(job, Place(job, tile, job.rows, job.cols, kTile, Panel::kCols)).write(p, shared);
+    Panel(job, tile).write(p, shared);
   } else if constexpr (kind == Kind::kExponents) {
     if (job.layout == Layout::kColumns) {
       flat_tile<T, kind, true>(job, p, tile);
@@ -36,7 +41,8 @@ __global__ void __launch_bounds__(kThreads)
 template <class T, Kind kind>
 int64_t tiles_of(const DequantizeJob& job) {
   if (job.layout == Layout::kColumnsTurned) {
-    return job.count * ceil_div(job.rows, kTile) * ceil_div(job.cols, TurnedPanel<T, kind>::kCols);
+    using Panel = TurnedPanel<T, kind>;
+    return job.count * ceil_div(job.rows, Panel::kRows) * ceil_div(job.cols, Panel::kCols);
   }
   const bool columns = job.layout == Layout::kColumns;
   const int64_t rows = columns ? job.cols : job.rows, cols = columns ? job.rows : job.cols;
@@ -49,10 +55,16 @@ const char* launch(const std::vector<DequantizeJob>& jobs, const Parameters& p, 
   for (const DequantizeJob& job : jobs) {
     if (job.dtype == T::kDType && (job.layout == Layout::kColumnsTurned) == kTurned) chosen.push_back(job);
   }
+  if (chosen.empty()) return nullptr;
   constexpr int kShared = kTurned ? TurnedPanel<T, kind>::kSharedBytes : 0;
+  if constexpr (kShared > kSharedUnasked) {  // of the device that is current
+    const cudaError_t error = cudaFuncSetAttribute(dequantize_kernel<T, kind, kTurned>,
+                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+    if (error != cudaSuccess) return cudaGetErrorString(error);
+  }
   Table<DequantizeJob, kJobs> table;
   return launch_all(chosen, &tiles_of<T, kind>, table, [&](const Table<DequantizeJob, kJobs>& full, unsigned blocks) {
-    dequantize_kernel<T, kind, kTurned><<<blocks, kThreads, kShared, stream>>>(full, p);
+    dequantize_kernel<T, kind, kTurned><<<blocks, kThreadsOf<T, kind, kTurned>, kShared, stream>>>(full, p);
   });
 }
 

@@ -132,18 +132,19 @@ __device__ __forceinline__ typename T::Storage number_of(const uint32_t (&words)
   if constexpr (T::kBytes == 2) return static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16));
 }
 
-// The matrix of a job, and the tile's first row and column; the tiles are so large.
+// The matrix of a job, and the tile's first row and column; the tiles are so large, and follow each other along rows, or
+// down columns.
 struct Place {
   int64_t matrix, row, col;
 
   __device__ __forceinline__ Place(const DequantizeJob& job, uint32_t tile, int64_t rows, int64_t cols, int tall,
-                                   int broad) {
+                                   int broad, bool downward = false) {
     const uint32_t down = static_cast<uint32_t>(ceil_div(rows, tall));
     const uint32_t across = static_cast<uint32_t>(ceil_div(cols, broad));
     const uint32_t stacked = job.count == 1 ? 0 : tile / (across * down), within = tile - stacked * across * down;
     matrix = stacked;
-    row = int64_t{within / across} * tall;
-    col = int64_t{within % across} * broad;
+    row = int64_t{downward ? within % down : within / across} * tall;
+    col = int64_t{downward ? within / down : within % across} * broad;
   }
 };
 

@@ -60,14 +60,29 @@ __device__ __forceinline__ float value_of(const uint32_t* words, int i) {
   }
 }
 
-// Magnitudes as unsigned integers order as the numbers do, so maxima are taken on the stored patterns, NaN the largest.
+// Of two words the larger magnitudes, NaN the largest; their signs mean nothing until `magnitudes` clears them.
 template <class T>
-__device__ __forceinline__ uint32_t max_magnitude(uint32_t top, uint32_t first, uint32_t second) {
+__device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) {
+#if __CUDA_ARCH__ >= 860
+  uint32_t out;
   if constexpr (T::kBytes == 4) {
-    return __vimax3_u32(top, first & kMagnitude, second & kMagnitude);
+    asm("max.NaN.xorsign.abs.f32 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  } else if constexpr (__is_same(T, BF16)) {
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
   } else {
-    return __vimax3_u16x2(top, first & 0x7FFF7FFFu, second & 0x7FFF7FFFu);
+    asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
   }
+  return out;
+#else
+  // as unsigned integers, magnitudes order as the numbers do
+  if constexpr (T::kBytes == 4) return max(a & kMagnitude, b & kMagnitude);
+  return __vmaxu2(a & 0x7FFF7FFFu, b & 0x7FFF7FFFu);
+#endif
+}
+
+template <class T>
+__device__ __forceinline__ uint32_t magnitudes(uint32_t word) {
+  return word & (T::kBytes == 4 ? kMagnitude : 0x7FFF7FFFu);
 }
 
 // The larger of a word's two halves; a float32 pattern is one number already.

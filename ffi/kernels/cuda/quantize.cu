@@ -16,22 +16,26 @@ struct BothCopies {
   Column column;
   bool wide;
 
-  template <class T>
   __device__ __forceinline__ void move_to(const QuantizeJob& job, const Place& at, const Parameters& p) {
-    row.template move_to<T>(job, at, p);
-    column.template move_to<T>(job, at, p);
+    row.move_to(job, at, p);
+    column.move_to(job, at, p, job.column.amax == job.row.amax, row.tensor);
     wide = row.wide && column.wide;
   }
 
-  __device__ __forceinline__ void next_tile() {
-    row.next_tile();
-    column.next_tile();
+  __device__ __forceinline__ void next_part() {
+    row.next_part();
+    column.next_part();
   }
 
-  template <class T, bool kExtras, bool kWhole>
-  __device__ __forceinline__ void write(const Parameters& p, const Extent& rest, const char* stage) const {
-    row.template write<T, kExtras, kWhole>(p, rest, stage);
-    column.template write<T, kExtras, kWhole>(p, rest, stage);
+  __device__ __forceinline__ void next_panel() {
+    row.next_panel();
+    column.next_panel();
+  }
+
+  template <bool kExtras, bool kWhole>
+  __device__ __forceinline__ void write(const Parameters& p, const Extent& rest, const char* stage, int part) const {
+    row.template write<kExtras, kWhole>(p, rest, stage, part);
+    column.template write<kExtras, kWhole>(p, rest, stage, part);
   }
 };
 
@@ -40,11 +44,12 @@ struct BothCopies {
 template <class Copies, bool kExtras, class T, Kind kind>
 __device__ __forceinline__ void quantize_job(const QuantizeTable& table, const Parameters& p, PanelWalk<T, kind>& walk,
                                              Stages<T, kind>& stages) {
+  using Panel = cuda::Panel<T, kind>;
   const int job = walk.job;
   Copies copies;
   __syncthreads();  // the job before may have been one whose warps do not meet
   do {
-    copies.template move_to<T>(table.jobs[job], walk.at, p);
+    copies.move_to(table.jobs[job], walk.at, p);
     bool more;
     do {
       const char* stage = stages.next();
@@ -54,19 +59,20 @@ __device__ __forceinline__ void quantize_job(const QuantizeTable& table, const P
         __syncwarp();
       }
       stages.fill();
-      const bool whole = copies.wide && walk.rest.rows >= kTile && walk.rest.cols >= kPanelTiles<T> * kTile;
+      const bool whole = copies.wide && walk.rest.rows >= kTile && walk.rest.cols >= Panel::kCols;
       // columns' code is too long to be there twice: it would not stay in the instruction cache
-#pragma unroll(Copies::kMeets ? 1 : kPanelTiles<T>)
-      for (int i = 0; i < kPanelTiles<T>; ++i) {
+#pragma unroll(Copies::kMeets ? 1 : Panel::kTiles)
+      for (int i = 0; i < Panel::kTiles; ++i) {
         if (whole) {
-          copies.template write<T, kExtras, true>(p, walk.rest, stage + i * Stage<T>::kBytes);
+          copies.template write<kExtras, true>(p, walk.rest, stage + i * Stage<T>::kBytes, i);
         } else {
           const Extent rest{walk.rest.rows, walk.rest.cols - i * kTile};
-          copies.template write<T, kExtras, false>(p, rest, stage + i * Stage<T>::kBytes);
+          copies.template write<kExtras, false>(p, rest, stage + i * Stage<T>::kBytes, i);
         }
-        copies.next_tile();
+        copies.next_part();
       }
       more = walk.next(table);
+      if (more) copies.next_panel();
     } while (more);
   } while (!walk.done() && walk.job == job);
 }
@@ -82,46 +88,44 @@ template <class T, Kind kind, bool kExtras, bool kBoth>
 __global__ void __launch_bounds__(kThreads, kResident<T, kind, kExtras, kBoth>)
     quantize_kernel(const __grid_constant__ QuantizeTable table, const Parameters p) {
   extern __shared__ __align__(128) char shared[];
-  using Row = LineCopy<kind, false>;
-  using Column = LineCopy<kind, true>;
+  using Row = LineCopy<T, kind, false>;
+  using Column = LineCopy<T, kind, true>;
   PanelWalk<T, kind> walk(table);
   Stages<T, kind> stages(table, walk, shared);
   while (!walk.done()) {
     const QuantizeJob& job = table.jobs[walk.job];
     if constexpr (kBoth && kind == Kind::kTiles) {
-      quantize_job<CodesBothWays, kExtras, T, kind>(table, p, walk, stages);
+      quantize_job<CodesBothWays<T>, kExtras, T, kind>(table, p, walk, stages);
     } else if constexpr (kBoth) {
       if (kind == Kind::kExponents && !job.column_transposed) {
-        quantize_job<BothCopies<Row, ColumnCopyInPlace>, kExtras, T, kind>(table, p, walk, stages);
+        quantize_job<BothCopies<Row, ColumnCopyInPlace<T>>, kExtras, T, kind>(table, p, walk, stages);
       } else {
         quantize_job<BothCopies<Row, Column>, kExtras, T, kind>(table, p, walk, stages);
       }
     } else if (job.row.codes) {
       quantize_job<Row, kExtras, T, kind>(table, p, walk, stages);
     } else if (kind == Kind::kExponents && !job.column_transposed) {
-      quantize_job<ColumnCopyInPlace, kExtras, T, kind>(table, p, walk, stages);
+      quantize_job<ColumnCopyInPlace<T>, kExtras, T, kind>(table, p, walk, stages);
     } else {
       quantize_job<Column, kExtras, T, kind>(table, p, walk, stages);
     }
   }
 }
 
-template <class T>
-int64_t panels_of(const QuantizeJob& job) {
-  return job.count * ceil_div(job.rows, kTile) * ceil_div(job.cols, kPanelTiles<T> * kTile);
-}
-
 template <class T, Kind kind, bool kExtras, bool kBoth>
 const char* launch(const std::vector<QuantizeJob>& jobs, const Parameters& p, cudaStream_t stream) {
+  using Walk = PanelWalk<T, kind>;
   std::vector<QuantizeJob> chosen;
+  int shared = Stages<T, kind>::kBytes;
   for (const QuantizeJob& job : jobs) {
     if (job.dtype != T::kDType || (job.row.codes && job.column.codes) != kBoth) continue;
+    // not for rows alone, of which more blocks fit without
+    if (job.column.codes) shared = Stages<T, kind>::kBytes + LineCopy<T, kind, true>::kHeldBytes;
     chosen.push_back(job);
   }
   QuantizeTable table;
-  return launch_all(chosen, &panels_of<T>, table, [&](const QuantizeTable& full, unsigned panels) {
-    const unsigned blocks = PanelWalk<T, kind>::blocks_for(panels);
-    quantize_kernel<T, kind, kExtras, kBoth><<<blocks, kThreads, Stages<T, kind>::kBytes, stream>>>(full, p);
+  return launch_all(chosen, &Walk::count, table, [&](const QuantizeTable& full, unsigned count) {
+    quantize_kernel<T, kind, kExtras, kBoth><<<Walk::blocks_for(count), kThreads, shared, stream>>>(full, p);
   });
 }
 

@@ -7,14 +7,14 @@ namespace gtp::cuda {
 
 // The row copy, and of its codes the transposed column copy, for which only nibbles change places: a thread takes 8
 // rows of 4 columns.
+template <class T>
 class CodesBothWays {
  public:
   static constexpr bool kMeets = true;
   bool wide;
 
-  template <class T>
   __device__ __forceinline__ void move_to(const QuantizeJob& job, const Place& at, const Parameters& p) {
-    row_.template move_to<T>(job, at, p);
+    row_.move_to(job, at, p);
     zero_gaps(job.column, at);
     pitch_ = ceil_div(job.rows, 2);
     uint8_t* first = job.column.codes + at.matrix * job.column.codes_stride;
@@ -25,24 +25,25 @@ class CodesBothWays {
               (at.col / 16 + threadIdx.x % 4) * scales_pitch_ + at.row / 16 + threadIdx.x / 32;
   }
 
-  __device__ __forceinline__ void next_tile() {
+  __device__ __forceinline__ void next_part() {
     odd_ = !odd_;
-    row_.next_tile();
+    row_.next_part();
     codes_ += kTile * pitch_;
     scales_ += kTile / 16 * scales_pitch_;
   }
+  __device__ __forceinline__ void next_panel() {}
 
-  template <class T, bool kExtras, bool kWhole>
-  __device__ __forceinline__ void write(const Parameters& p, const Extent& rest, const char* stage) const {
+  template <bool kExtras, bool kWhole>
+  __device__ __forceinline__ void write(const Parameters& p, const Extent& rest, const char* stage, int part) const {
     __shared__ __align__(8) uint32_t nibbles[2][kNibbleWords];  // the row copy stores two at a time
     uint8_t tile;
-    row_.template write<T, kExtras, kWhole>(p, rest, stage, nibbles[odd_], &tile);
+    row_.template write<kExtras, kWhole>(p, rest, stage, part, nibbles[odd_], &tile);
     __syncthreads();  // also: all are done with the tile before, whose codes the next one's will replace
     transpose<kWhole>(rest, nibbles[odd_], tile);
   }
 
  private:
-  LineCopy<Kind::kTiles, false> row_;
+  LineCopy<T, Kind::kTiles, false> row_;
   bool odd_ = false;
   uint8_t* codes_;
   uint8_t* scales_;  // of the block that the thread has in the row copy

@@ -1,11 +1,12 @@
 // The column copy that stays as it is: blocks of 32 rows of a column.
 #pragma once
 
-#include "quantize_tile.cuh"
+#include "quantize_panel.cuh"
 
 namespace gtp::cuda {
 
 // Two warps take a block's rows. A thread has eight columns of four rows.
+template <class T>
 struct ColumnCopyInPlace {
   static constexpr bool kMeets = true;
   static constexpr int kBlock = 32;
@@ -15,8 +16,8 @@ struct ColumnCopyInPlace {
   int64_t pitch;
   bool wide;
 
-  template <class T>
-  __device__ __forceinline__ void move_to(const QuantizeJob& job, const Place& at, const Parameters&) {
+  __device__ __forceinline__ void move_to(const QuantizeJob& job, const Place& at, const Parameters&,
+                                          bool = false, TensorScale = {}) {
     zero_gaps(job.column, at);
     pitch = job.cols;
     const int lane = threadIdx.x % 32;
@@ -27,29 +28,29 @@ struct ColumnCopyInPlace {
              (at.row / kBlock + threadIdx.x / kTile) * pitch + at.col + threadIdx.x % kTile;
   }
 
-  __device__ __forceinline__ void next_tile() {
+  __device__ __forceinline__ void next_part() {
     codes += kTile;
     scales += kTile;
   }
+  __device__ __forceinline__ void next_panel() {}
 
-  template <class T, bool kExtras, bool kWhole>
-  __device__ __forceinline__ void write(const Parameters& p, const Extent& rest, const char* stage) const {
+  template <bool kExtras, bool kWhole>
+  __device__ __forceinline__ void write(const Parameters& p, const Extent& rest, const char* stage, int part) const {
     __shared__ uint32_t tops[kThreads / 32][kTile];  // of a warp's rows
     __shared__ float factors[2][kTile];              // NaN: not finite
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane % 8;
     Numbers<T, 8> x[kRowsPerThread];
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
-      x[r] = Stage<T>::template read<8>(stage, warp * 16 + r * 4 + lane / 8, group * 8);
+      x[r] = Stage<T>::template read<8>(stage, warp * 16 + r * 4 + lane / 8, group * 8, Panel<T, Kind::kExponents>::odd(part));
     }
 
     uint32_t words[Numbers<T, 8>::kWords];
 #pragma unroll
     for (int i = 0; i < Numbers<T, 8>::kWords; ++i) {
-      uint32_t top = max_magnitude<T>(0, x[0].words[i], x[1].words[i]);
-      top = max_magnitude<T>(top, x[2].words[i], x[3].words[i]);
-      top = max_magnitude<T>(top, __shfl_xor_sync(0xFFFFFFFFu, top, 8), 0);
-      words[i] = max_magnitude<T>(top, __shfl_xor_sync(0xFFFFFFFFu, top, 16), 0);
+      uint32_t top = larger<T>(larger<T>(x[0].words[i], x[1].words[i]), larger<T>(x[2].words[i], x[3].words[i]));
+      top = larger<T>(top, __shfl_xor_sync(0xFFFFFFFFu, top, 8));
+      words[i] = magnitudes<T>(larger<T>(top, __shfl_xor_sync(0xFFFFFFFFu, top, 16)));
     }
     if (lane < 8) {
 #pragma unroll

@@ -38,65 +38,64 @@ struct Numbers {
   __device__ __forceinline__ float operator[](int i) const { return value_of<T>(words, i); }
 };
 
-// A tile waits in shared memory, which loads fill ahead of use. A warp loads 16 of its rows. Chunks of 16 bytes change
-// places within their row so that runs of rows, and of columns, are read without bank conflicts.
+// A tile waits in shared memory, which loads fill ahead of use. A warp loads 16 of its rows, whole lines of memory at a
+// time: lanes that skip every second chunk of 16 bytes have L2 send all of them twice. Chunks change places within their
+// row so that runs of rows, and of columns, are read without bank conflicts. `odd`: those of every second tile of a
+// panel lie otherwise, so that a row of two tiles is read without conflicts; a gap between them would do so too, but
+// lines that are copied into memory across a multiple of 128 bytes are fetched in parts.
 template <class T>
 struct Stage {
   static constexpr int kRowBytes = kTile * T::kBytes;
   static constexpr int kBytes = kTile * kRowBytes;
 
-  // Of the numbers that a thread loads: eight columns of this row, and of every fourth after it.
-  __device__ __forceinline__ static int first_row() { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / 8; }
-  __device__ __forceinline__ static int first_col() { return threadIdx.x % 8 * 8; }
+  static constexpr int kChunk = 16 / T::kBytes;  // numbers
+  static constexpr int kLanes = kTile / kChunk;  // of a row
+  static constexpr int kStep = 32 / kLanes;      // rows that a warp loads at a time
+
+  // A thread loads a chunk of this row, and of every `kStep`th after it.
+  __device__ __forceinline__ static int first_row() { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / kLanes; }
+  __device__ __forceinline__ static int first_col() { return threadIdx.x % kLanes * kChunk; }
 
   // Where a chunk lies.
-  __device__ __forceinline__ static int place(int row, int chunk) {
+  __device__ __forceinline__ static int place(int row, int chunk, int odd) {
     constexpr bool kWide = T::kBytes == 4;
-    const int crossed = (row >> 4 & 3) << 1 ^ (row >> 1 & 1) << kWide ^ (kWide ? chunk >> 3 & 1 : 0);
+    const int crossed = (row >> 4 & 3) << 1 ^ (row >> 1 & 1) << kWide ^ (kWide ? chunk >> 3 & 1 : 0) ^ odd;
     return row * kRowBytes + ((chunk ^ crossed) << 4);
   }
 
-  // This thread's four rows of eight columns. In the background, of a tile that is whole and aligned.
-  __device__ __forceinline__ static void fill(char* stage, const typename T::Storage* x, int64_t pitch) {
+  // This thread's chunks. In the background, of a tile that is whole and aligned.
+  __device__ __forceinline__ static void fill(char* stage, const typename T::Storage* x, int64_t pitch, int odd) {
     const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(stage));
     const char* from = reinterpret_cast<const char*>(x);
-    constexpr int kChunks = T::kBytes / 2;
-    uint32_t places[kChunks];
+    const uint32_t first = to + place(first_row(), first_col() / kChunk, odd);
 #pragma unroll
-    for (int k = 0; k < kChunks; ++k) places[k] = to + place(first_row(), first_col() * T::kBytes / 16 + k);
-#pragma unroll
-    for (int i = 0; i < kRowsPerThread; ++i) {
-#pragma unroll
-      for (int k = 0; k < kChunks; ++k) {
-        const uint32_t place = places[k] + i * 4 * kRowBytes;
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(from + k * 16) : "memory");
-      }
-      from += 4 * T::kBytes * pitch;
+    for (int i = 0; i < 16 / kStep; ++i) {
+      const int crossed = place(i * kStep, 0, 0) - i * kStep * kRowBytes;  // as `place` has it, of the row's second bit
+      const uint32_t place = (first ^ crossed) + i * kStep * kRowBytes;
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(from) : "memory");
+      from += kStep * T::kBytes * pitch;
     }
   }
 
   // The same for what there is of them; the rest is zero.
   __device__ __forceinline__ static void fill_part(char* stage, const typename T::Storage* x, int64_t pitch,
-                                                   const Extent& extent) {
-    constexpr int kEach = 16 / T::kBytes;
+                                                   const Extent& extent, int odd) {
 #pragma unroll 1
-    for (int i = 0; i < kRowsPerThread; ++i) {
-      const int row = first_row() + i * 4, valid = row < extent.rows ? extent.cols - first_col() : 0;
+    for (int i = 0; i < 16 / kStep; ++i) {
+      const int row = first_row() + i * kStep, valid = row < extent.rows ? extent.cols - first_col() : 0;
+      auto* to = reinterpret_cast<typename T::Storage*>(stage + place(row, first_col() / kChunk, odd));
 #pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        auto* to = reinterpret_cast<typename T::Storage*>(stage + place(row, (first_col() + k) / kEach));
-        to[k % kEach] = k < valid ? x[i * 4 * pitch + k] : typename T::Storage{};
-      }
+      for (int k = 0; k < kChunk; ++k) to[k] = k < valid ? x[i * kStep * pitch + k] : typename T::Storage{};
     }
   }
 
   // Numbers of a row from a column on.
   template <int kCount>
-  __device__ __forceinline__ static Numbers<T, kCount> read(const char* stage, int row, int col) {
+  __device__ __forceinline__ static Numbers<T, kCount> read(const char* stage, int row, int col, int odd) {
     Numbers<T, kCount> numbers;
 #pragma unroll
     for (int w = 0; w < numbers.kWords / 4; ++w) {
-      const uint4 words = *reinterpret_cast<const uint4*>(stage + place(row, col * T::kBytes / 16 + w));
+      const uint4 words = *reinterpret_cast<const uint4*>(stage + place(row, col / kChunk + w, odd));
       numbers.words[4 * w] = words.x;
       numbers.words[4 * w + 1] = words.y;
       numbers.words[4 * w + 2] = words.z;
@@ -132,10 +131,10 @@ struct RunsOfRows {
   using Number = T;
   Numbers<T, kRun> runs[2];
 
-  __device__ __forceinline__ void load(const char* stage, int run, int line) {
+  __device__ __forceinline__ void load(const char* stage, int run, int line, int odd) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      runs[i] = Stage<T>::template read<kRun>(stage + i * Stage<T>::kRowBytes, line, run * kRun);  // `line` is even
+      runs[i] = Stage<T>::template read<kRun>(stage + i * Stage<T>::kRowBytes, line, run * kRun, odd);  // `line` is even
     }
   }
 
@@ -145,12 +144,10 @@ struct RunsOfRows {
   __device__ __forceinline__ void max(uint32_t (&tops)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      uint32_t top = 0;
+      uint32_t top = runs[r].words[0];
 #pragma unroll
-      for (int w = 0; w < Numbers<T, kRun>::kWords; w += 2) {
-        top = max_magnitude<T>(top, runs[r].words[w], runs[r].words[w + 1]);
-      }
-      tops[r] = widen_magnitude<T>(fold_halves<T>(top));
+      for (int w = 1; w < Numbers<T, kRun>::kWords; ++w) top = larger<T>(top, runs[r].words[w]);
+      tops[r] = widen_magnitude<T>(fold_halves<T>(magnitudes<T>(top)));
     }
   }
 };
@@ -162,11 +159,12 @@ struct RunsOfColumns {
   static constexpr int kWords = 2 * T::kBytes / 4;  // of a row
   uint32_t words[kRun][kWords];
 
-  __device__ __forceinline__ void load(const char* stage, int run, int line) {
+  __device__ __forceinline__ void load(const char* stage, int run, int line, int odd) {
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
       // the places of a row's chunks depend on one bit of its number here
-      const char* near = stage + Stage<T>::place(run * kRun + (i & 2), line * T::kBytes / 16) + line * T::kBytes % 16;
+      const char* near = stage + Stage<T>::place(run * kRun + (i & 2), line / Stage<T>::kChunk, odd) +
+                         line % Stage<T>::kChunk * T::kBytes;
       const char* in = near + (i & ~2) * Stage<T>::kRowBytes;
       if constexpr (kWords == 2) {
         const uint2 both = *reinterpret_cast<const uint2*>(in);
@@ -181,11 +179,13 @@ struct RunsOfColumns {
   __device__ __forceinline__ float value(int run, int i) const { return value_of<T>(words[i], run); }
 
   __device__ __forceinline__ void max(uint32_t (&tops)[2]) const {
-    uint32_t top[kWords] = {};
+    uint32_t top[kWords];
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
+      top[w] = words[0][w];
 #pragma unroll
-      for (int i = 0; i < kRun; i += 2) top[w] = max_magnitude<T>(top[w], words[i][w], words[i + 1][w]);
+      for (int i = 1; i < kRun; ++i) top[w] = larger<T>(top[w], words[i][w]);
+      top[w] = magnitudes<T>(top[w]);
     }
     if constexpr (kWords == 2) {
       tops[0] = top[0];

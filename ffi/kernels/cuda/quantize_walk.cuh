@@ -2,78 +2,85 @@
 #pragma once
 
 #include "launch.cuh"
-#include "quantize_tile.cuh"
+#include "quantize_panel.cuh"
 
 namespace gtp::cuda {
 
 using QuantizeTable = Table<QuantizeJob, capacity_for<QuantizeJob>(kFewBytes)>;
 
-// A block's way along panels of `kRows` x `kCols`, which are counted along rows of panels, matrix by matrix and job by
-// job. Long enough that what is prepared once costs little, short enough that all processors end at about the same
-// time: they differ in speed, so that equal shares for as many blocks as fit at a time lost 10% (H200).
-template <int kRows, int kCols, uint32_t kTurn>
+// A block's way along two panels of `kRows` x `kCols`, which are counted along rows of panels, matrix by matrix and job
+// by job; or down a stack of two, counted likewise. Long enough that what is prepared once costs little, short enough
+// that all processors end at about the same time: they differ in speed, so that equal shares for as many blocks as fit
+// at a time lost 10% (H200).
+template <int kRows, int kCols, bool kStacked>
 class Walk {
+  static constexpr uint32_t kTurn = kStacked ? 1 : 2;
+  static constexpr int kDown = kStacked ? 2 * kRows : kRows;  // of what is counted
+  static constexpr Extent kStep = kStacked ? Extent{kRows, 0} : Extent{0, kCols};
+
  public:
   int job;  // the number of the panel's job
   Place at;
   Extent rest;  // of the matrix, from the panel's first row and column on
 
-  static unsigned blocks_for(unsigned panels) { return static_cast<unsigned>(ceil_div(panels, kTurn)); }
+  static int64_t count(const QuantizeJob& job) {
+    return job.count * ceil_div(job.rows, kDown) * ceil_div(job.cols, kCols);
+  }
+  static unsigned blocks_for(unsigned count) { return static_cast<unsigned>(ceil_div(count, kTurn)); }
 
   __device__ __forceinline__ explicit Walk(const QuantizeTable& table)
-      : panel_(blockIdx.x * kTurn), end_(min(panel_ + kTurn, table.first_tile[table.count])) {
+      : next_(blockIdx.x * kTurn), end_(min(next_ + kTurn, table.first_tile[table.count])) {
     seek(table);
   }
 
   __device__ __forceinline__ bool done() const { return left_ == 0; }
 
-  // To the block's next panel. Whether it follows in the row of panels.
+  // To the block's next panel. Whether it is the neighbour of this.
   __device__ __forceinline__ bool next(const QuantizeTable& table) {
     if (--left_ > 0) {
-      at.col += kCols;
-      rest.cols -= kCols;
+      at.row += kStep.rows;
+      at.col += kStep.cols;
+      rest.rows -= kStep.rows;
+      rest.cols -= kStep.cols;
       return true;
     }
-    seek(table);
+    if constexpr (!kStacked) seek(table);  // of stacks there is one
     return false;
   }
 
  private:
-  uint32_t panel_, end_;  // after those at hand; after the block's last
-  uint32_t left_;         // of those at hand, which are neighbours
+  uint32_t next_, end_;  // of what is counted: after the panels at hand; after the block's last
+  uint32_t left_;        // of the panels at hand, which are neighbours
 
   __device__ __forceinline__ void seek(const QuantizeTable& table) {
     left_ = 0;
-    if (panel_ >= end_) return;
-    job = table.find(panel_);
+    if (next_ >= end_) return;
+    job = table.find(next_);
     const QuantizeJob& its = table.jobs[job];
     const auto across = static_cast<uint32_t>(ceil_div(its.cols, kCols));
-    const auto down = static_cast<uint32_t>(ceil_div(its.rows, kRows));
-    uint32_t panel = panel_ - table.first_tile[job];
-    const uint32_t matrix = its.count == 1 ? 0 : panel / (across * down);
-    panel -= matrix * across * down;
-    const uint32_t row = panel / across, col = panel - row * across;
-    at = {matrix, int64_t{row} * kRows, int64_t{col} * kCols};
+    const auto down = static_cast<uint32_t>(ceil_div(its.rows, kDown));
+    uint32_t index = next_ - table.first_tile[job];
+    const uint32_t matrix = its.count == 1 ? 0 : index / (across * down);
+    index -= matrix * across * down;
+    const uint32_t row = index / across, col = index - row * across;
+    at = {matrix, int64_t{row} * kDown, int64_t{col} * kCols};
     rest = {static_cast<int>(min(int64_t{INT32_MAX}, its.rows - at.row)),
             static_cast<int>(min(int64_t{INT32_MAX}, its.cols - at.col))};
-    left_ = min(end_ - panel_, across - col);
-    panel_ += left_;
+    left_ = kStacked ? (rest.rows > kRows ? 2 : 1) : min(end_ - next_, across - col);
+    next_ += kStacked ? 1 : left_;
   }
 };
 
-// Tiles are loaded so many at a time, neighbours in a row.
-template <class T>
-constexpr int kPanelTiles = 4 / T::kBytes;
-
-// Codes that cost more to make are made in longer turns.
 template <class T, Kind kind>
-using PanelWalk = Walk<kTile, kPanelTiles<T> * kTile, kind == Kind::kRuns && T::kBytes == 2 ? 4 : 2>;
+using PanelWalk = Walk<kTile, Panel<T, kind>::kCols, Panel<T, kind>::kStacked>;
 
 // Panels come through shared memory, one ahead of its use.
 template <class T, Kind kind>
 class Stages {
+  using Panel = cuda::Panel<T, kind>;
+
  public:
-  static constexpr int kBytes = 2 * kPanelTiles<T> * Stage<T>::kBytes;  // of shared memory
+  static constexpr int kBytes = 2 * Panel::kBytes;  // of shared memory
 
   __device__ __forceinline__ Stages(const QuantizeTable& table, const PanelWalk<T, kind>& walk, char* shared)
       : table_(table), shared_(shared), walk_(walk), fill_(0) {
@@ -94,16 +101,16 @@ class Stages {
     fill_ ^= 1;
     if (walk_.done()) return;
 #pragma unroll
-    for (int i = 0; i < kPanelTiles<T>; ++i) {
-      if (wide_ && walk_.rest.cols >= kPanelTiles<T> * kTile) {
-        Stage<T>::fill(stage + i * Stage<T>::kBytes, x_ + i * kTile, pitch_);
+    for (int i = 0; i < Panel::kTiles; ++i) {
+      if (wide_ && (!Panel::kStacked || walk_.rest.rows >= kTile) && walk_.rest.cols >= Panel::kCols) {
+        Stage<T>::fill(stage + i * Stage<T>::kBytes, x_ + i * kTile, pitch_, Panel::odd(i));
       } else {
         const Extent rest{walk_.rest.rows, walk_.rest.cols - i * kTile};
-        Stage<T>::fill_part(stage + i * Stage<T>::kBytes, x_ + i * kTile, pitch_, rest);
+        Stage<T>::fill_part(stage + i * Stage<T>::kBytes, x_ + i * kTile, pitch_, rest, Panel::odd(i));
       }
     }
     if (walk_.next(table_)) {
-      x_ += kPanelTiles<T> * kTile;
+      x_ += Panel::kStacked ? kTile * pitch_ : Panel::kCols;
     } else {
       settle();
     }
