@@ -39,8 +39,19 @@ struct BothCopies {
   }
 };
 
-// The panels of the job at hand. A panel that lies wholly inside an aligned matrix has code of its own, free of
-// conditions.
+// A panel that lies wholly inside an aligned matrix, `kWhole`, has code of its own, free of conditions.
+template <class Copies, bool kExtras, bool kWhole, class Panel>
+__device__ __forceinline__ void quantize_panel(Copies& copies, const Parameters& p, const Extent& rest,
+                                               const char* stage) {
+  // columns' code is too long to be there twice: it would not stay in the instruction cache
+#pragma unroll(Copies::kMeets ? 1 : Panel::kCols / kTile)
+  for (int i = 0; i < Panel::kParts; ++i) {
+    copies.template write<kExtras, kWhole>(p, rest, stage, i);
+    copies.next_part();
+  }
+}
+
+// The panels of the job at hand.
 template <class Copies, bool kExtras, class T, Kind kind>
 __device__ __forceinline__ void quantize_job(const QuantizeTable& table, const Parameters& p, PanelWalk<T, kind>& walk,
                                              Stages<T, kind>& stages) {
@@ -59,17 +70,11 @@ __device__ __forceinline__ void quantize_job(const QuantizeTable& table, const P
         __syncwarp();
       }
       stages.fill();
-      const bool whole = copies.wide && walk.rest.rows >= kTile && walk.rest.cols >= Panel::kCols;
-      // columns' code is too long to be there twice: it would not stay in the instruction cache
-#pragma unroll(Copies::kMeets ? 1 : Panel::kTiles)
-      for (int i = 0; i < Panel::kTiles; ++i) {
-        if (whole) {
-          copies.template write<kExtras, true>(p, walk.rest, stage + i * Stage<T>::kBytes, i);
-        } else {
-          const Extent rest{walk.rest.rows, walk.rest.cols - i * kTile};
-          copies.template write<kExtras, false>(p, rest, stage + i * Stage<T>::kBytes, i);
-        }
-        copies.next_part();
+      const bool whole = copies.wide && walk.rest.rows >= Panel::kRows && walk.rest.cols >= Panel::kCols;
+      if (whole) {
+        quantize_panel<Copies, kExtras, true, Panel>(copies, p, walk.rest, stage);
+      } else {
+        quantize_panel<Copies, kExtras, false, Panel>(copies, p, walk.rest, stage);
       }
       more = walk.next(table);
       if (more) copies.next_panel();
@@ -116,16 +121,14 @@ template <class T, Kind kind, bool kExtras, bool kBoth>
 const char* launch(const std::vector<QuantizeJob>& jobs, const Parameters& p, cudaStream_t stream) {
   using Walk = PanelWalk<T, kind>;
   std::vector<QuantizeJob> chosen;
-  int shared = Stages<T, kind>::kBytes;
   for (const QuantizeJob& job : jobs) {
     if (job.dtype != T::kDType || (job.row.codes && job.column.codes) != kBoth) continue;
-    // not for rows alone, of which more blocks fit without
-    if (job.column.codes) shared = Stages<T, kind>::kBytes + LineCopy<T, kind, true>::kHeldBytes;
     chosen.push_back(job);
   }
   QuantizeTable table;
   return launch_all(chosen, &Walk::count, table, [&](const QuantizeTable& full, unsigned count) {
-    quantize_kernel<T, kind, kExtras, kBoth><<<Walk::blocks_for(count), kThreads, shared, stream>>>(full, p);
+    constexpr int kShared = Stages<T, kind>::kBytes;
+    quantize_kernel<T, kind, kExtras, kBoth><<<Walk::blocks_for(count), kThreads, kShared, stream>>>(full, p);
   });
 }
 

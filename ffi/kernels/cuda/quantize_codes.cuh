@@ -39,7 +39,7 @@ class CodesBothWays {
     uint8_t tile;
     row_.template write<kExtras, kWhole>(p, rest, stage, part, nibbles[odd_], &tile);
     __syncthreads();  // also: all are done with the tile before, whose codes the next one's will replace
-    transpose<kWhole>(rest, nibbles[odd_], tile);
+    transpose<kWhole>({rest.rows, rest.cols - part * kTile}, nibbles[odd_], tile);
   }
 
  private:

@@ -10,6 +10,7 @@ template <class T>
 struct ColumnCopyInPlace {
   static constexpr bool kMeets = true;
   static constexpr int kBlock = 32;
+  using Panel = cuda::Panel<T, Kind::kExponents>;
 
   uint8_t* codes;   // of the thread's first number
   uint8_t* scales;  // of the one block whose scale the thread writes
@@ -38,11 +39,11 @@ struct ColumnCopyInPlace {
   __device__ __forceinline__ void write(const Parameters& p, const Extent& rest, const char* stage, int part) const {
     __shared__ uint32_t tops[kThreads / 32][kTile];  // of a warp's rows
     __shared__ float factors[2][kTile];              // NaN: not finite
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane % 8;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane % 8, cols = rest.cols - part * kTile;
     Numbers<T, 8> x[kRowsPerThread];
 #pragma unroll
     for (int r = 0; r < kRowsPerThread; ++r) {
-      x[r] = Stage<T>::template read<8>(stage, warp * 16 + r * 4 + lane / 8, group * 8, Panel<T, Kind::kExponents>::odd(part));
+      x[r].load(stage, Panel::place(warp * 16 + r * 4 + lane / 8, part * kTile + group * 8));
     }
 
     uint32_t words[Numbers<T, 8>::kWords];
@@ -61,12 +62,12 @@ struct ColumnCopyInPlace {
       const int block = threadIdx.x / kTile, k = threadIdx.x % kTile;
       const Scaled scale = scale_of<Kind::kExponents>(max(tops[2 * block][k], tops[2 * block + 1][k]), {}, p);
       factors[block][k] = scale.plain ? scale.factor : __uint_as_float(kNan);
-      if (kWhole || (block * kBlock < rest.rows && k < rest.cols)) {
+      if (kWhole || (block * kBlock < rest.rows && k < cols)) {
         *scales = scale_code<Kind::kExponents>(scale, scale.plain);
       }
     }
     __syncthreads();
-    const int valid = kWhole ? 8 : min(8, rest.cols - group * 8);
+    const int valid = kWhole ? 8 : min(8, cols - group * 8);
     float factor[8];
     uint2 keep = make_uint2(0xFFFFFFFFu, 0xFFFFFFFFu);
 #pragma unroll

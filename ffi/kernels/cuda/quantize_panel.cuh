@@ -1,29 +1,87 @@
-// How tiles lie together: what a block loads at a time, and in which order it goes on.
+// What a block loads at a time: a panel, and where its numbers lie in shared memory.
 #pragma once
+
+#include <algorithm>
 
 #include "quantize_tile.cuh"
 
 namespace gtp::cuda {
 
-// A panel is a row of tiles, 256 bytes broad, that are loaded together. A block's turn has two panels: neighbours in a
-// row, or, `kStacked`, one below the other.
+// A panel is 256 bytes broad. A block's turn has two of 64 rows, neighbours in a row, of which the second is loaded
+// while the first is worked on; or one of 128 rows, `kTall`, whose loads other blocks hide.
 //
-// Stacks are for blocks of 16 that are runs of their lines. What bounds these is how many lines of 128 bytes stores
-// touch, however little of each: for both copies of 16-bit numbers ncu had `lts__t_tag_requests` at 80% of its peak,
-// DRAM at 56% (H200). So a store takes more of a line: of a row the codes of both tiles, of a column those of both
-// panels.
+// Tall panels are for blocks of 16 that are runs of their lines. What bounded these is how many lines of 128 bytes
+// stores touch, each of which L2 looks up however little of it is written: so a store takes 64 bytes of a line's codes
+// and 8 of its scales, those of 128 numbers. Two panels of 64 rows, one below the other, of which the upper one's codes
+// of columns waited in shared memory for the lower one's, stored as much at a time, with a third more instructions.
 template <class T, Kind kind>
 struct Panel {
-  static constexpr int kTiles = 4 / T::kBytes;
-  static constexpr int kCols = kTiles * kTile;
-  static constexpr bool kStacked = kind == Kind::kRuns;
-  static constexpr int kBytes = kTiles * Stage<T>::kBytes;
+  static constexpr bool kTall = kind == Kind::kRuns;
+  static constexpr int kTurn = kTall ? 1 : 2;  // panels
+  static constexpr int kRowBytes = 256;
+  static constexpr int kRows = kTall ? 2 * kTile : kTile, kCols = kRowBytes / T::kBytes;
+  static constexpr int kBytes = kRows * kRowBytes;
+  static constexpr int kParts = kRows * kCols / (kThreads * 2 * kRun);  // a thread makes two runs at a time
 
-  // Whether a warp takes rows of both tiles at a time.
-  static constexpr bool kBroad = kTiles == 2 && (kStacked || kind == Kind::kExponents);
+  // How many lanes take a line: all 128 numbers of it where that makes stores broader, else 64.
+  static constexpr int kMostLanes = kind == Kind::kRuns || kind == Kind::kExponents ? 8 : 4;
+  static constexpr int kRowLanes = std::min(kCols / kRun, kMostLanes);
+  static constexpr int kColumnLanes = std::min(kRows / kRun, kMostLanes);
 
-  // `odd` of a panel's tile number i.
-  __device__ __forceinline__ static int odd(int i) { return kBroad ? i : 0; }
+  // Where a number lies. Chunks of 16 bytes change places within their row so that runs of rows, and of columns, are
+  // read without bank conflicts; gaps would do so too, but lines that are copied into memory across a multiple of 128
+  // bytes are fetched in parts. Every bit is an exclusive or of bits of the row and of the column: the place of a sum
+  // of numbers that have no bit in common is the exclusive or of their places.
+  __device__ __forceinline__ static int place(int row, int col) {
+    const int chunk = col / kChunk;
+    return row * kRowBytes + ((chunk ^ chunk >> 3) << 4 ^ crossed(row)) + col % kChunk * T::kBytes;
+  }
+
+  // What of that is the row's part.
+  __device__ __forceinline__ static int crossed(int row) {
+    // by fours, lanes read two pairs of rows at a time
+    const int pair = kRowLanes == 4 ? (row >> 1 & 1) << (T::kBytes / 4) : 0;
+    return ((row >> 4 & 3) << 1 ^ row >> 6 ^ pair) << 4;
+  }
+
+  // The first chunk that a thread loads. A warp loads a quarter of the rows, those that it has in the row copy: halves
+  // of four at a time, which are whole lines of memory. Lanes that skip every second chunk have L2 send all of them
+  // twice.
+  __device__ __forceinline__ static int first_row() { return threadIdx.x / 32 * kWarpRows + threadIdx.x % 32 / 8; }
+  __device__ __forceinline__ static int first_col() { return threadIdx.x % 8 * kChunk; }
+
+  // A thread's chunks, `x` being its first number. In the background, of a panel that is whole and aligned.
+  __device__ __forceinline__ static void fill(char* stage, const typename T::Storage* x, int64_t pitch) {
+    const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(stage));
+    const uint32_t first = to + place(first_row(), first_col());
+#pragma unroll
+    for (int row = 0; row < kWarpRows; row += 4) {
+#pragma unroll
+      for (int col = 0; col < kCols; col += kCols / 2) {
+        const int further = place(row, col);
+        const uint32_t place = (first ^ further % 128) + further / 128 * 128;
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(x + col) : "memory");
+      }
+      x += 4 * pitch;
+    }
+  }
+
+  // The same for what there is of them; the rest is zero.
+  __device__ __forceinline__ static void fill_part(char* stage, const typename T::Storage* x, int64_t pitch,
+                                                   const Extent& extent) {
+#pragma unroll 1
+    for (int i = 0; i < kWarpRows / 2; ++i) {
+      const int row = i / 2 * 4, col = i % 2 * (kCols / 2);
+      const int valid = first_row() + row < extent.rows ? extent.cols - first_col() - col : 0;
+      auto* to = reinterpret_cast<typename T::Storage*>(stage + place(first_row() + row, first_col() + col));
+#pragma unroll
+      for (int k = 0; k < kChunk; ++k) to[k] = k < valid ? x[row * pitch + col + k] : typename T::Storage{};
+    }
+  }
+
+ private:
+  static constexpr int kChunk = 16 / T::kBytes;  // numbers
+  static constexpr int kWarpRows = kRows / (kThreads / 32);
 };
 
 }  // namespace gtp::cuda

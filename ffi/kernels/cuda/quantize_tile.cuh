@@ -35,74 +35,19 @@ struct Numbers {
   static constexpr int kWords = kCount * T::kBytes / 4;
   uint32_t words[kWords];
 
+  // From a panel, where the first lie.
+  __device__ __forceinline__ void load(const char* stage, int place) {
+#pragma unroll
+    for (int w = 0; w < kWords; w += 4) {
+      const uint4 chunk = *reinterpret_cast<const uint4*>(stage + (place ^ w * 4));
+      words[w] = chunk.x;
+      words[w + 1] = chunk.y;
+      words[w + 2] = chunk.z;
+      words[w + 3] = chunk.w;
+    }
+  }
+
   __device__ __forceinline__ float operator[](int i) const { return value_of<T>(words, i); }
-};
-
-// A tile waits in shared memory, which loads fill ahead of use. A warp loads 16 of its rows, whole lines of memory at a
-// time: lanes that skip every second chunk of 16 bytes have L2 send all of them twice. Chunks change places within their
-// row so that runs of rows, and of columns, are read without bank conflicts. `odd`: those of every second tile of a
-// panel lie otherwise, so that a row of two tiles is read without conflicts; a gap between them would do so too, but
-// lines that are copied into memory across a multiple of 128 bytes are fetched in parts.
-template <class T>
-struct Stage {
-  static constexpr int kRowBytes = kTile * T::kBytes;
-  static constexpr int kBytes = kTile * kRowBytes;
-
-  static constexpr int kChunk = 16 / T::kBytes;  // numbers
-  static constexpr int kLanes = kTile / kChunk;  // of a row
-  static constexpr int kStep = 32 / kLanes;      // rows that a warp loads at a time
-
-  // A thread loads a chunk of this row, and of every `kStep`th after it.
-  __device__ __forceinline__ static int first_row() { return threadIdx.x / 32 * 16 + threadIdx.x % 32 / kLanes; }
-  __device__ __forceinline__ static int first_col() { return threadIdx.x % kLanes * kChunk; }
-
-  // Where a chunk lies.
-  __device__ __forceinline__ static int place(int row, int chunk, int odd) {
-    constexpr bool kWide = T::kBytes == 4;
-    const int crossed = (row >> 4 & 3) << 1 ^ (row >> 1 & 1) << kWide ^ (kWide ? chunk >> 3 & 1 : 0) ^ odd;
-    return row * kRowBytes + ((chunk ^ crossed) << 4);
-  }
-
-  // This thread's chunks. In the background, of a tile that is whole and aligned.
-  __device__ __forceinline__ static void fill(char* stage, const typename T::Storage* x, int64_t pitch, int odd) {
-    const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(stage));
-    const char* from = reinterpret_cast<const char*>(x);
-    const uint32_t first = to + place(first_row(), first_col() / kChunk, odd);
-#pragma unroll
-    for (int i = 0; i < 16 / kStep; ++i) {
-      const int crossed = place(i * kStep, 0, 0) - i * kStep * kRowBytes;  // as `place` has it, of the row's second bit
-      const uint32_t place = (first ^ crossed) + i * kStep * kRowBytes;
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(from) : "memory");
-      from += kStep * T::kBytes * pitch;
-    }
-  }
-
-  // The same for what there is of them; the rest is zero.
-  __device__ __forceinline__ static void fill_part(char* stage, const typename T::Storage* x, int64_t pitch,
-                                                   const Extent& extent, int odd) {
-#pragma unroll 1
-    for (int i = 0; i < 16 / kStep; ++i) {
-      const int row = first_row() + i * kStep, valid = row < extent.rows ? extent.cols - first_col() : 0;
-      auto* to = reinterpret_cast<typename T::Storage*>(stage + place(row, first_col() / kChunk, odd));
-#pragma unroll
-      for (int k = 0; k < kChunk; ++k) to[k] = k < valid ? x[i * kStep * pitch + k] : typename T::Storage{};
-    }
-  }
-
-  // Numbers of a row from a column on.
-  template <int kCount>
-  __device__ __forceinline__ static Numbers<T, kCount> read(const char* stage, int row, int col, int odd) {
-    Numbers<T, kCount> numbers;
-#pragma unroll
-    for (int w = 0; w < numbers.kWords / 4; ++w) {
-      const uint4 words = *reinterpret_cast<const uint4*>(stage + place(row, col / kChunk + w, odd));
-      numbers.words[4 * w] = words.x;
-      numbers.words[4 * w + 1] = words.y;
-      numbers.words[4 * w + 2] = words.z;
-      numbers.words[4 * w + 3] = words.w;
-    }
-    return numbers;
-  }
 };
 
 // Where a row of a tile's codes of e2m1 begins, in words: the gaps let rows be read without bank conflicts.
@@ -131,11 +76,11 @@ struct RunsOfRows {
   using Number = T;
   Numbers<T, kRun> runs[2];
 
-  __device__ __forceinline__ void load(const char* stage, int run, int line, int odd) {
+  // From where a panel has the first.
+  template <class Panel>
+  __device__ __forceinline__ void load(const char* stage, int place) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      runs[i] = Stage<T>::template read<kRun>(stage + i * Stage<T>::kRowBytes, line, run * kRun, odd);  // `line` is even
-    }
+    for (int i = 0; i < 2; ++i) runs[i].load(stage + i * Panel::kRowBytes, place);
   }
 
   __device__ __forceinline__ float value(int run, int i) const { return runs[run][i]; }
@@ -159,13 +104,11 @@ struct RunsOfColumns {
   static constexpr int kWords = 2 * T::kBytes / 4;  // of a row
   uint32_t words[kRun][kWords];
 
-  __device__ __forceinline__ void load(const char* stage, int run, int line, int odd) {
+  template <class Panel>
+  __device__ __forceinline__ void load(const char* stage, int place) {
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
-      // the places of a row's chunks depend on one bit of its number here
-      const char* near = stage + Stage<T>::place(run * kRun + (i & 2), line / Stage<T>::kChunk, odd) +
-                         line % Stage<T>::kChunk * T::kBytes;
-      const char* in = near + (i & ~2) * Stage<T>::kRowBytes;
+      const char* in = stage + (place ^ Panel::crossed(i)) + i * Panel::kRowBytes;
       if constexpr (kWords == 2) {
         const uint2 both = *reinterpret_cast<const uint2*>(in);
         words[i][0] = both.x;
