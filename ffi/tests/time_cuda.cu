@@ -1,7 +1,8 @@
 // Times the CUDA kernels beside a device-to-device copy, without XLA: 256 MiB of normal numbers, formats by rows, by
 // columns and both, and turned dequantization. Behind each time a sum of what was written, which must not change.
 //
-//     nvcc -std=c++20 -O3 -fmad=false -arch=sm_90a -Iffi/include ffi/tests/time_cuda.cu ffi/kernels/cuda/*.cu -o time_cuda
+//     nvcc -std=c++20 -O3 -fmad=false -arch=sm_90a -Iffi/include -o time_cuda ffi/tests/time_cuda.cu
+//         ffi/kernels/cuda/*.cu
 //     time_cuda [FILTER] [AMAX]     time_cuda both.NVFP4_1D 5.5
 //     ncu --profile-from-start off --set full time_cuda both.NVFP4_1D 5.5 once
 #include <cuda_profiler_api.h>
@@ -71,14 +72,14 @@ unsigned sum_of(const void* data, int64_t bytes) {
   return static_cast<unsigned>(host >> 48);
 }
 
-// Median microseconds of a call.
+// Median microseconds of a call; 0 if it is for a profiler, once.
 template <class Call>
 double microseconds(const Call& call) {
   if (once) {
     check(cudaProfilerStart());
     call(0);
     check(cudaProfilerStop());
-    return 1;
+    return 0;
   }
   cudaEvent_t begin, end;
   check(cudaEventCreate(&begin));
@@ -129,6 +130,7 @@ int main(int argc, char** argv) {
         if (name.find(filter) == std::string::npos) return;
         const double time = microseconds(call);
         const double moved = static_cast<double>(kBytes + copies * (codes + scales));
+        if (once) return;
         std::printf("%-24s %7.1f us  %5.1f%% of a copy  %04x\n", name.c_str(), time, 100 * moved / time / rate, sum());
       };
       for (int ways = 1; ways <= 3; ++ways) {
@@ -145,7 +147,8 @@ int main(int argc, char** argv) {
         report(ways == 1 ? "rows" : ways == 2 ? "columns" : "both", ways == 3 ? 2 : 1, quantized, [&] {
           unsigned sum = 0;
           for (int way = 0; way < 2; ++way) {
-            if (ways >> way & 1) sum += sum_of(buffers[0].codes[way], codes) + 3 * sum_of(buffers[0].scales[way], scales);
+            if (!(ways >> way & 1)) continue;
+            sum += sum_of(buffers[0].codes[way], codes) + 3 * sum_of(buffers[0].scales[way], scales);
           }
           return sum & 0xFFFF;
         });
@@ -153,8 +156,9 @@ int main(int argc, char** argv) {
       if (!format.transposed_columns) continue;
       report("turned", 1, [&](int i) {
         const Buffers& b = buffers[i];
-        require(cuda::dequantize({{b.codes[1], b.scales[1], amax, b.y, 1, kCols, rows, kCols, codes, scales, count, 1, 0,
-                                   dtype, Layout::kColumnsTurned}}, code, nullptr));
+        const DequantizeJob job{b.codes[1], b.scales[1], amax, b.y, 1, kCols, rows, kCols, codes, scales, count,
+                                1, 0, dtype, Layout::kColumnsTurned};
+        require(cuda::dequantize({job}, code, nullptr));
       }, [&] { return sum_of(buffers[0].y, kBytes); });
     }
   }

@@ -12,8 +12,9 @@ namespace gtp::cuda {
 //
 // Tall panels are for blocks of 16 that are runs of their lines. What bounded these is how many lines of 128 bytes
 // stores touch, each of which L2 looks up however little of it is written: so a store takes 64 bytes of a line's codes
-// and 8 of its scales, those of 128 numbers. Two panels of 64 rows, one below the other, of which the upper one's codes
-// of columns waited in shared memory for the lower one's, stored as much at a time, with a third more instructions.
+// and 8 of its scales, those of 128 numbers (of rows of float32 half of that). Two panels of 64 rows, one below the
+// other, of which the upper one's codes of columns waited in shared memory for the lower one's, stored as much at a
+// time, with a third more instructions.
 template <class T, Kind kind>
 struct Panel {
   static constexpr bool kTall = kind == Kind::kRuns;
