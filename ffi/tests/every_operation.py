@@ -1,6 +1,7 @@
 """Runs every kernel on odd and even shapes, for NVIDIA's compute-sanitizer to look on; each buffer its own allocation:
 
-XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool racecheck python ffi/tests/every_operation.py
+XLA_PYTHON_CLIENT_ALLOCATOR=platform PYTHONPATH=. compute-sanitizer --tool racecheck python \\
+    ffi/tests/every_operation.py
 """
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import gtp_jax as gtp
 from gtp_jax.formats import FORMATS, PackPlan, Piece
 
-SHAPES = [(1, 1), (33, 47), (64, 64), (128, 640), (130, 584), (3, 100, 72)]
+SHAPES = [(1, 1), (33, 47), (64, 64), (256, 640), (322, 584), (3, 100, 72)]
 PLAN = PackPlan(
     (
         Piece(rows=64, cols=100, transposed=True, total_rows=64, out=0, out_row=0),

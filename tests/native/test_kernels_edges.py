@@ -1,4 +1,4 @@
-"""Whole tiles, edges and neighbours: the kernels give the oracle's bytes at sizes around every unit of work."""
+"""Whole panels, edges and neighbours: the kernels give the oracle's bytes at sizes around every unit of work."""
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -29,8 +29,8 @@ def test_no_row_sees_its_neighbours(format, dtype):
 
 @a_format_of_each_kind
 @every_dtype
-def test_whole_tiles_edges_and_the_tiles_after_the_first(format, dtype):
-    x = np.random.default_rng(0).normal(size=(2, 130, 584)).astype(dtype)
+def test_whole_panels_edges_and_the_panels_after_the_first(format, dtype):
+    x = np.random.default_rng(0).normal(size=(2, 322, 584)).astype(dtype)
     check_quantize(x, format, "native")
     for axis in ("row", "column"):
         q = gtp.quantize(jnp.asarray(x), format, axis=axis, implementation="native")
@@ -39,8 +39,9 @@ def test_whole_tiles_edges_and_the_tiles_after_the_first(format, dtype):
 
 
 @a_format_of_each_kind
-def test_whole_tiles_alone(format):
-    x = np.random.default_rng(1).normal(size=(128, 1088)).astype(np.float32)
+@every_dtype
+def test_whole_panels_alone(format, dtype):
+    x = np.random.default_rng(1).normal(size=(256, 1088)).astype(dtype)
     check_quantize(x, format, "native")
     for axis in ("row", "column"):
         check_dequantize(

@@ -12,8 +12,8 @@ from gtp_jax.formats import FP8_E4M3, MXFP8, NVFP4, NVFP4_1D, PackPlan, Piece
 
 from ..ops.bits import assert_same_bits
 
-ROWS, COLS = 2**16 + 64, 2**16
-TAIL = 64
+ROWS, COLS = 2**16 + 256, 2**16
+TAIL = 256  # whole panels of every kernel
 # The matrix, both copies of its codes and their values: not quite seven bytes an element.
 ROOM = 7 * ROWS * COLS
 
@@ -30,7 +30,7 @@ def take_room():
 
 @jax.jit
 def matrix(base):
-    """No tile is like another in its column, so that what an offset of 32 bits wraps to is not what belongs there."""
+    """No panel is like another in its column, so that what an offset of 32 bits wraps to is not what belongs there."""
     scaled = base[None] * jnp.linspace(1, 1.9, ROWS // TAIL, dtype=jnp.float32)[:, None, None]
     return jnp.reshape(scaled.astype(jnp.bfloat16), (ROWS, COLS)).at[-1, -1].set(30)
 

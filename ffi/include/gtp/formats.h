@@ -50,7 +50,7 @@ inline constexpr int kSectionBytes = 16;
 
 // Of what is not negative; without a sign, division by a power of two is a shift.
 GTP_HD constexpr int64_t ceil_div(int64_t n, int64_t d) {
-  return static_cast<int64_t>(static_cast<uint64_t>(n + d - 1) / static_cast<uint64_t>(d));
+  return static_cast<int64_t>((static_cast<uint64_t>(n) + static_cast<uint64_t>(d) - 1) / static_cast<uint64_t>(d));
 }
 GTP_HD constexpr int64_t round_up(int64_t n, int64_t d) { return ceil_div(n, d) * d; }
 GTP_HD constexpr int dtype_bytes(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }

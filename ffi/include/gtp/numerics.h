@@ -50,11 +50,6 @@ GTP_HD T smaller(T a, T b) {
   return a < b ? a : b;
 }
 
-template <class T>
-GTP_HD T larger(T a, T b) {
-  return a < b ? b : a;
-}
-
 // ---- 16-bit floats ------------------------------------------------------------------------------------------------
 
 GTP_HD float from_bf16(uint16_t x) { return float_of(static_cast<uint32_t>(x) << 16); }

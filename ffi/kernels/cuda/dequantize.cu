@@ -10,8 +10,6 @@ namespace {
 using namespace dequantization;
 
 constexpr int kJobs = capacity_for<DequantizeJob>(kFewBytes);
-// Shared memory that a kernel may have without more ado.
-constexpr int kSharedUnasked = 48 * 1024;
 
 template <class T, Kind kind, bool kTurned>
 constexpr int kThreadsOf = kTurned ? TurnedPanel<T, kind>::kThreads : kThreads;
@@ -57,11 +55,7 @@ const char* launch(const std::vector<DequantizeJob>& jobs, const Parameters& p, 
   }
   if (chosen.empty()) return nullptr;
   constexpr int kShared = kTurned ? TurnedPanel<T, kind>::kSharedBytes : 0;
-  if constexpr (kShared > kSharedUnasked) {  // of the device that is current
-    const cudaError_t error = cudaFuncSetAttribute(dequantize_kernel<T, kind, kTurned>,
-                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
-    if (error != cudaSuccess) return cudaGetErrorString(error);
-  }
+  if (const char* error = allow_shared(&dequantize_kernel<T, kind, kTurned>, kShared)) return error;
   Table<DequantizeJob, kJobs> table;
   return launch_all(chosen, &tiles_of<T, kind>, table, [&](const Table<DequantizeJob, kJobs>& full, unsigned blocks) {
     dequantize_kernel<T, kind, kTurned><<<blocks, kThreadsOf<T, kind, kTurned>, kShared, stream>>>(full, p);

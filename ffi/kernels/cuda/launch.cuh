@@ -11,6 +11,8 @@ namespace gtp::cuda {
 
 // Of the 32,764 that a kernel's parameters may have. A launch with the large table takes 5 us longer (H200).
 constexpr int kFewBytes = 4 * 1024, kManyBytes = 30 * 1024;
+// Shared memory that a kernel may have without more ado.
+constexpr int kSharedUnasked = 48 * 1024;
 
 // `first_tile[i]` is the number of tiles before job i; `first_tile[count]` their total.
 template <class Job, int kCapacity>
@@ -37,6 +39,16 @@ struct Table {
 template <class Job>
 constexpr int capacity_for(int bytes) {
   return (bytes - 2 * static_cast<int>(sizeof(uint64_t))) / static_cast<int>(sizeof(Job) + sizeof(uint32_t));
+}
+
+// Lets a kernel ask for so much shared memory, on the device that is current.
+template <class Kernel>
+const char* allow_shared(Kernel* kernel, int bytes) {
+  if (bytes <= kSharedUnasked) return nullptr;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error == cudaSuccess) return nullptr;
+  cudaGetLastError();  // or the next launch would be told of it
+  return cudaGetErrorString(error);
 }
 
 // Adds jobs to tables and launches each table when it is full. `launch(table, tiles)` is told the table's tiles.

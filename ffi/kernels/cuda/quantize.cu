@@ -1,4 +1,4 @@
-// Quantization, tile by tile: one pass over the input for the row copy, the column copy, or both.
+// Quantization, panel by panel: one pass over the input for the row copy, the column copy, or both.
 #include "gtp/cuda.h"
 #include "quantize_codes.cuh"
 #include "quantize_columns.cuh"
@@ -8,7 +8,7 @@
 namespace gtp::cuda {
 namespace {
 
-// Two copies of the same tile.
+// Two copies of the same panel.
 template <class Row, class Column>
 struct BothCopies {
   static constexpr bool kMeets = Row::kMeets || Column::kMeets;
@@ -44,7 +44,7 @@ template <class Copies, bool kExtras, bool kWhole, class Panel>
 __device__ __forceinline__ void quantize_panel(Copies& copies, const Parameters& p, const Extent& rest,
                                                const char* stage) {
   // columns' code is too long to be there twice: it would not stay in the instruction cache
-#pragma unroll(Copies::kMeets ? 1 : Panel::kCols / kTile)
+#pragma unroll(Copies::kMeets ? 1 : 2)
   for (int i = 0; i < Panel::kParts; ++i) {
     copies.template write<kExtras, kWhole>(p, rest, stage, i);
     copies.next_part();
@@ -82,15 +82,13 @@ __device__ __forceinline__ void quantize_job(const QuantizeTable& table, const P
   } while (!walk.done() && walk.job == job);
 }
 
-// How many blocks are to fit on a processor, as far as registers go: as measured on an H200.
-template <class T, Kind kind, bool kExtras, bool kBoth>
-constexpr int kResident = kExtras || (kind == Kind::kExponents && kBoth)              ? 4
-                          : kind == Kind::kRuns && T::kBytes == 2 && !kBoth ? 6
-                                                                            : 5;
+// How many threads are to fit on a processor, as far as registers go: as measured on an H200.
+template <Kind kind, bool kExtras, bool kBoth>
+constexpr int kResident = kExtras || (kind == Kind::kExponents && kBoth) ? 512 : kind == Kind::kRuns ? 768 : 640;
 
 // `kBoth`: every job wants both copies; otherwise each wants one.
 template <class T, Kind kind, bool kExtras, bool kBoth>
-__global__ void __launch_bounds__(kThreads, kResident<T, kind, kExtras, kBoth>)
+__global__ void __launch_bounds__(Panel<T, kind>::kThreads, kResident<kind, kExtras, kBoth> / Panel<T, kind>::kThreads)
     quantize_kernel(const __grid_constant__ QuantizeTable table, const Parameters p) {
   extern __shared__ __align__(128) char shared[];
   using Row = LineCopy<T, kind, false>;
@@ -120,15 +118,18 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kind, kExtras, kBoth>)
 template <class T, Kind kind, bool kExtras, bool kBoth>
 const char* launch(const std::vector<QuantizeJob>& jobs, const Parameters& p, cudaStream_t stream) {
   using Walk = PanelWalk<T, kind>;
+  constexpr int kShared = Stages<T, kind>::kBytes;
   std::vector<QuantizeJob> chosen;
   for (const QuantizeJob& job : jobs) {
     if (job.dtype != T::kDType || (job.row.codes && job.column.codes) != kBoth) continue;
     chosen.push_back(job);
   }
+  if (chosen.empty()) return nullptr;
+  if (const char* error = allow_shared(&quantize_kernel<T, kind, kExtras, kBoth>, kShared)) return error;
   QuantizeTable table;
   return launch_all(chosen, &Walk::count, table, [&](const QuantizeTable& full, unsigned count) {
-    constexpr int kShared = Stages<T, kind>::kBytes;
-    quantize_kernel<T, kind, kExtras, kBoth><<<Walk::blocks_for(count), kThreads, kShared, stream>>>(full, p);
+    quantize_kernel<T, kind, kExtras, kBoth>
+        <<<Walk::blocks_for(count), Panel<T, kind>::kThreads, kShared, stream>>>(full, p);
   });
 }
 

@@ -55,7 +55,7 @@ class CodesBothWays {
   template <bool kWhole>
   __device__ __forceinline__ void transpose(const Extent& rest, const uint32_t* nibbles, uint8_t tile) const {
     const int lane = threadIdx.x % 32;
-    if (lane < 4 && (kWhole || (lane * 16 < rest.cols && threadIdx.x / 32 * 16 < rest.rows))) *scales_ = tile;
+    if (lane < 4 && (kWhole || (lane * 16 < rest.cols && threadIdx.x / 32 * 16 < rest.rows))) store_byte_kept(scales_, tile);
     const auto* rows = reinterpret_cast<const uint16_t*>(nibbles + nibble_offset(octet_of() * 8)) + quad_of();
     uint32_t pairs[4];  // of rows, four nibbles each
 #pragma unroll
@@ -75,7 +75,7 @@ class CodesBothWays {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         if (!kWhole && (valid_rows == 0 || quad_of() * 4 + byte * 2 + c >= rest.cols)) continue;
-        store<kWhole>(codes_ + (byte * 2 + c) * pitch_, words[c], (valid_rows + 1) / 2, wide);
+        store<kWhole, true>(codes_ + (byte * 2 + c) * pitch_, words[c], (valid_rows + 1) / 2, wide);
       }
     }
   }

@@ -9,7 +9,7 @@ namespace gtp::cuda {
 template <class T>
 struct ColumnCopyInPlace {
   static constexpr bool kMeets = true;
-  static constexpr int kBlock = 32;
+  static constexpr int kBlock = 32, kRowsPerThread = 4;
   using Panel = cuda::Panel<T, Kind::kExponents>;
 
   uint8_t* codes;   // of the thread's first number
@@ -37,7 +37,7 @@ struct ColumnCopyInPlace {
 
   template <bool kExtras, bool kWhole>
   __device__ __forceinline__ void write(const Parameters& p, const Extent& rest, const char* stage, int part) const {
-    __shared__ uint32_t tops[kThreads / 32][kTile];  // of a warp's rows
+    __shared__ uint32_t tops[Panel::kThreads / 32][kTile];  // of a warp's rows
     __shared__ float factors[2][kTile];              // NaN: not finite
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane % 8, cols = rest.cols - part * kTile;
     Numbers<T, 8> x[kRowsPerThread];
@@ -49,9 +49,9 @@ struct ColumnCopyInPlace {
     uint32_t words[Numbers<T, 8>::kWords];
 #pragma unroll
     for (int i = 0; i < Numbers<T, 8>::kWords; ++i) {
-      uint32_t top = larger<T>(larger<T>(x[0].words[i], x[1].words[i]), larger<T>(x[2].words[i], x[3].words[i]));
-      top = larger<T>(top, __shfl_xor_sync(0xFFFFFFFFu, top, 8));
-      words[i] = magnitudes<T>(larger<T>(top, __shfl_xor_sync(0xFFFFFFFFu, top, 16)));
+      uint32_t top = larger_magnitudes<T>(larger_magnitudes<T>(x[0].words[i], x[1].words[i]), larger_magnitudes<T>(x[2].words[i], x[3].words[i]));
+      top = larger_magnitudes<T>(top, __shfl_xor_sync(0xFFFFFFFFu, top, 8));
+      words[i] = magnitudes<T>(larger_magnitudes<T>(top, __shfl_xor_sync(0xFFFFFFFFu, top, 16)));
     }
     if (lane < 8) {
 #pragma unroll
@@ -83,7 +83,7 @@ struct ColumnCopyInPlace {
       for (int i = 0; i < 8; ++i) scaled[i] = x[r][i] * factor[i];
       const uint2 both = encode_fp8_x8(scaled, 1.0f, p.e5m2);
       const uint32_t out[2] = {both.x & keep.x, both.y & keep.y};
-      store<kWhole>(codes + r * 4 * pitch, out, valid, wide);
+      store<kWhole, false>(codes + r * 4 * pitch, out, valid, wide);
     }
   }
 };

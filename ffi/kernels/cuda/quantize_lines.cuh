@@ -8,7 +8,7 @@
 namespace gtp::cuda {
 
 // A thread takes a run of 16 numbers of two neighbouring lines; four lanes have 64 numbers of a line, and a warp 16
-// lines, so that it has whole 16 x 16 blocks; or, for broader stores, eight lanes have 128, and a warp 8 lines.
+// lines, so that it has whole 16 x 16 blocks; or, for broader stores, eight lanes have 128, or sixteen 256.
 // `kDown`: lines are columns.
 template <class T, Kind kind, bool kDown>
 class LineCopy {
@@ -17,7 +17,7 @@ class LineCopy {
  public:
   static constexpr bool kMeets = kDown;  // reads what other warps have loaded
   bool wide;  // a run's codes are stored at once: panels that lie wholly inside need no conditions
-  TensorScale tensor;
+  TensorScale tensor{};
 
   // To the panel at `at`, by all threads of the block. `known`: another copy has made the tensor's scale, which all
   // warps of the block would wait for again.
@@ -78,12 +78,13 @@ class LineCopy {
   static constexpr int kBlock = kind == Kind::kExponents ? 32 : 16;
   static constexpr int kBytes = kFp4<kind> ? 8 : 16;  // of the codes of a run
   static constexpr bool kTabled = kFp4<kind>;
-  static constexpr int kWarpLines = (kDown ? Panel::kCols : Panel::kRows) / (kThreads / 32);
+  static constexpr int kWarpLines = (kDown ? Panel::kCols : Panel::kRows) / (Panel::kThreads / 32);
   static constexpr int kLanes = kDown ? Panel::kColumnLanes : Panel::kRowLanes;  // of a line
   // From a part to the next: to the warp's next lines, or, where it has had them all, to the next tile.
   static constexpr bool kHadAll = 2 * 32 / kLanes == kWarpLines;
-  static constexpr int kStepLines = !kHadAll ? 2 * 32 / kLanes : kDown ? kTile : 0;
+  static constexpr int kStepLines = kHadAll ? 0 : 2 * 32 / kLanes;
   static constexpr int kStepAlong = kHadAll && !kDown ? kTile : 0;
+  static_assert(!kHadAll || !kDown || Panel::kParts == 1);
 
   uint8_t* codes_;  // of the thread's first number
   uint8_t* scales_;
@@ -163,8 +164,8 @@ class LineCopy {
       }
       if (!kWhole && (valid <= 0 || r >= lines)) continue;
       const bool has_scale = kind == Kind::kTiles ? r == 0 : kind != Kind::kTensor;
-      if (has_scale && scales_it) scales_[r * scales_pitch_] = scale[r];
-      store<kWhole>(codes_ + r * pitch_, words[r], kFp4<kind> ? (valid + 1) / 2 : valid, wide);
+      if (has_scale && scales_it) store_byte_kept(scales_ + r * scales_pitch_, scale[r]);
+      store<kWhole, kDown>(codes_ + r * pitch_, words[r], kFp4<kind> ? (valid + 1) / 2 : valid, wide);
     }
   }
 };

@@ -1,13 +1,10 @@
-// What all copies of a tile are made of: its numbers as loaded, the scale of a block, codes as stored.
+// What all copies of a panel are made of: its numbers as loaded, the scale of a block, codes as stored.
 #pragma once
 
 #include "device.cuh"
 #include "gtp/jobs.h"
 
 namespace gtp::cuda {
-
-constexpr int kThreads = 128;
-constexpr int kRowsPerThread = 4;
 
 struct Parameters {
   const uint32_t* key;
@@ -17,12 +14,12 @@ struct Parameters {
   bool e5m2;
 };
 
-// A matrix of the job, and the first row and column of a tile.
+// A matrix of the job, and the first row and column of a panel.
 struct Place {
   int64_t matrix, row, col;
 };
 
-// Of a tile or a matrix: how much there is.
+// Of a panel or a matrix: how much there is.
 struct Extent {
   int rows, cols;
 };
@@ -55,9 +52,9 @@ __device__ __forceinline__ int nibble_offset(int row) { return row * 8 + row / 8
 constexpr int kNibbleWords = kTile * 8 + kTile / 8 * 4;
 
 // The first `bytes` of up to 16 bytes, in one store if `wide`.
-template <bool kWhole, int kWords>
+template <bool kWhole, bool kKept, int kWords>
 __device__ __forceinline__ void store(uint8_t* out, const uint32_t (&words)[kWords], int bytes, bool wide) {
-  if (kWhole || (wide && bytes == 4 * kWords)) return store_words(out, words);
+  if (kWhole || (wide && bytes == 4 * kWords)) return store_words<kKept>(out, words);
 #pragma unroll
   for (int i = 0; i < 4 * kWords; ++i) {
     if (i < bytes) out[i] = static_cast<uint8_t>(words[i / 4] >> (i % 4 * 8));
@@ -91,7 +88,7 @@ struct RunsOfRows {
     for (int r = 0; r < 2; ++r) {
       uint32_t top = runs[r].words[0];
 #pragma unroll
-      for (int w = 1; w < Numbers<T, kRun>::kWords; ++w) top = larger<T>(top, runs[r].words[w]);
+      for (int w = 1; w < Numbers<T, kRun>::kWords; ++w) top = larger_magnitudes<T>(top, runs[r].words[w]);
       tops[r] = widen_magnitude<T>(fold_halves<T>(magnitudes<T>(top)));
     }
   }
@@ -127,7 +124,7 @@ struct RunsOfColumns {
     for (int w = 0; w < kWords; ++w) {
       top[w] = words[0][w];
 #pragma unroll
-      for (int i = 1; i < kRun; ++i) top[w] = larger<T>(top[w], words[i][w]);
+      for (int i = 1; i < kRun; ++i) top[w] = larger_magnitudes<T>(top[w], words[i][w]);
       top[w] = magnitudes<T>(top[w]);
     }
     if constexpr (kWords == 2) {
@@ -161,7 +158,7 @@ __device__ __forceinline__ const float* amax_of(const Copy& copy, const Quantize
   return copy.amax + (matrix == 0 ? 0 : matrix / job.count_per_amax * job.amax_stride);
 }
 
-// By the first tile of a matrix.
+// By the first panel of a matrix.
 __device__ __forceinline__ void zero_gaps(const Copy& copy, const Place& at) {
   if (at.row + at.col > 0) return;
   const int i = static_cast<int>(threadIdx.x);
@@ -185,13 +182,13 @@ struct Scaled {
   bool plain;
 };
 
-// One factor by each thread; the block must meet before they are used.
+// One factor by each of a block's first threads, which must meet before they are used.
 template <Kind kind, class T>
 __device__ __forceinline__ TensorScale tensor_scale_of(const float* amax, const Parameters& p, float* factors) {
   if constexpr (kind == Kind::kExponents) return {};
   if constexpr (kind == Kind::kTensor) return {{tensor_scale(p.largest, *amax), 0.0f}, nullptr};
   const Nvfp4Scale scale = nvfp4_scale(*amax);
-  static_assert(kThreads == kScaleCodes);
+  if (threadIdx.x >= kScaleCodes) return {scale, factors};
   float factor = e4m3_scale_factor(threadIdx.x, scale);
   if constexpr (!kTies<T>) {
     if (may_tie<T::kBits>(factor)) factor = -factor;

@@ -1,4 +1,4 @@
-// Which tiles a block takes, where they lie, and their way into shared memory.
+// Which panels a block takes, where they lie, and their way into shared memory.
 #pragma once
 
 #include "launch.cuh"
@@ -92,10 +92,10 @@ class Stages {
   __device__ __forceinline__ void fill() {
     if (walk_.done()) return;
     char* stage = shared_ + filled_++ * Panel::kBytes;
-    if (wide_ && walk_.rest.cols >= Panel::kCols) {
-      Panel::fill(stage, x_, pitch_);
+    if (wide_) {
+      Panel::fill(stage, x_, pitch_, walk_.rest);
     } else {
-      Panel::fill_part(stage, x_, pitch_, walk_.rest);
+      Panel::fill_singly(stage, x_, pitch_, walk_.rest);
     }
     if (walk_.next(table_)) {
       x_ += Panel::kCols;
@@ -119,7 +119,7 @@ class Stages {
     const auto* data = static_cast<const typename T::Storage*>(job.x) + walk_.at.matrix * job.rows * job.cols;
     pitch_ = job.cols;
     x_ = data + (walk_.at.row + Panel::first_row()) * pitch_ + walk_.at.col + Panel::first_col();
-    wide_ = walk_.rest.rows >= Panel::kRows && pitch_ * T::kBytes % 16 == 0 && aligned(data, 16);
+    wide_ = pitch_ * T::kBytes % 16 == 0 && aligned(data, 16);
   }
 };
 
