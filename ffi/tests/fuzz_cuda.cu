@@ -23,7 +23,7 @@ namespace {
 
 using namespace gtp;
 
-constexpr int64_t kArena = int64_t{64} << 20;
+constexpr int64_t kArena = int64_t{128} << 20;
 constexpr uint8_t kUntouched = 0xA5;
 
 std::mt19937_64 generator;
@@ -206,7 +206,7 @@ void quantize_case(Arena& arena, const cpu::Pool& pool) {
   auto* key = reinterpret_cast<uint32_t*>(arena.take(8, 4, "key"));
   for (int i = 0; i < 2; ++i) key[i] = static_cast<uint32_t>(generator());
   std::vector<QuantizeJob> jobs, there;
-  const int64_t many = any_count(), limit = many > 4 ? 200 : 2000;
+  const int64_t many = any_count(), limit = many > 30 ? 200 : many > 4 ? 260 : 2000;
   for (int64_t i = 0; i < many; ++i) {
     const std::string name = std::string(format.name) + " job " + std::to_string(i);
     QuantizeJob job{};
@@ -244,7 +244,7 @@ void dequantize_case(Arena& arena, const cpu::Pool& pool) {
   const int code = static_cast<int>(below(kFormatCount));
   const Format& format = kFormats[code];
   std::vector<DequantizeJob> jobs, there;
-  const int64_t many = any_count(), limit = many > 4 ? 200 : 2000;
+  const int64_t many = any_count(), limit = many > 30 ? 200 : many > 4 ? 260 : 2000;
   for (int64_t i = 0; i < many; ++i) {
     const std::string name = std::string(format.name) + " job " + std::to_string(i);
     DequantizeJob job{};

@@ -1,10 +1,10 @@
-// Times the CUDA kernels beside a device-to-device copy, without XLA: 256 MiB of normal numbers, formats by rows, by
-// columns and both, and turned dequantization. Behind each time a sum of what was written, which must not change.
+// Times the CUDA kernels beside a device-to-device copy, without XLA: normal numbers, 256 MiB unless told otherwise,
+// formats by rows, by columns and both, and turned dequantization. Behind each time a sum of what was written, which must not change.
 //
 //     nvcc -std=c++20 -O3 -fmad=false -arch=sm_90a -Iffi/include -o time_cuda ffi/tests/time_cuda.cu
 //         ffi/kernels/cuda/*.cu
-//     time_cuda [FILTER] [AMAX]     time_cuda both.NVFP4_1D 5.5
-//     ncu --profile-from-start off --set full time_cuda both.NVFP4_1D 5.5 once
+//     time_cuda [FILTER] [AMAX] [MIB]     time_cuda both.NVFP4_1D 5.5 64
+//     ncu --profile-from-start off --set full time_cuda both.NVFP4_1D 5.5 256 once
 #include <cuda_profiler_api.h>
 #include <cuda_runtime.h>
 
@@ -20,8 +20,9 @@ namespace {
 
 using namespace gtp;
 
-constexpr int64_t kBytes = int64_t{256} << 20, kCols = 4096;
-constexpr int kArrays = 4;  // in turn, so that none stays in a cache
+constexpr int64_t kCols = 4096;
+int64_t bytes_of_array = int64_t{256} << 20;
+constexpr int kArrays = 16;  // in turn, so that none stays in a cache
 
 bool once = false;
 
@@ -99,9 +100,9 @@ double microseconds(const Call& call) {
 }
 
 struct Buffers {
-  char *x = device<char>(kBytes), *y = device<char>(kBytes);
-  uint8_t *codes[2] = {device<uint8_t>(kBytes / 2), device<uint8_t>(kBytes / 2)};
-  uint8_t *scales[2] = {device<uint8_t>(kBytes / 16), device<uint8_t>(kBytes / 16)};
+  char *x = device<char>(bytes_of_array), *y = device<char>(bytes_of_array);
+  uint8_t *codes[2] = {device<uint8_t>(bytes_of_array / 2), device<uint8_t>(bytes_of_array / 2)};
+  uint8_t *scales[2] = {device<uint8_t>(bytes_of_array / 16), device<uint8_t>(bytes_of_array / 16)};
 };
 
 }  // namespace
@@ -109,27 +110,30 @@ struct Buffers {
 int main(int argc, char** argv) {
   const std::string filter = argc > 1 ? argv[1] : "";
   const float largest = argc > 2 ? std::strtof(argv[2], nullptr) : 5.5f;
+  if (argc > 3) bytes_of_array = std::max(std::strtoll(argv[3], nullptr, 10), 1LL) << 20;
   std::vector<Buffers> buffers(kArrays);
   auto* amax = device<float>(4);
   check(cudaMemcpy(amax, &largest, 4, cudaMemcpyHostToDevice));
-  const auto copied = [&](int i) { check(cudaMemcpyAsync(buffers[i].y, buffers[i].x, kBytes, cudaMemcpyDefault)); };
-  const double rate = 2 * kBytes / microseconds(copied);
+  const auto copied = [&](int i) {
+    check(cudaMemcpyAsync(buffers[i].y, buffers[i].x, bytes_of_array, cudaMemcpyDefault));
+  };
+  const double rate = 2 * bytes_of_array / microseconds(copied);
   std::printf("copy %.2f TB/s\n", rate * 1e-6);
-  once = argc > 3;
+  once = argc > 4;
 
   for (int code = 0; code < kFormatCount; ++code) {
     const Format& format = kFormats[code];
     for (const DType dtype : {DType::kBF16, DType::kF32}) {
-      const int64_t count = kBytes / dtype_bytes(dtype), rows = count / kCols, codes = format.code_bytes(count);
+      const int64_t count = bytes_of_array / dtype_bytes(dtype), rows = count / kCols, codes = format.code_bytes(count);
       const int64_t scales = format.block_rows ? count / format.block_rows / format.block_cols : 0;
       for (int i = 0; i < kArrays; ++i) {
-        normal<<<4096, 256>>>(reinterpret_cast<uint32_t*>(buffers[i].x), kBytes / 4, dtype_bytes(dtype), i);
+        normal<<<4096, 256>>>(reinterpret_cast<uint32_t*>(buffers[i].x), bytes_of_array / 4, dtype_bytes(dtype), i);
       }
       const auto report = [&](const char* operation, int copies, const auto& call, const auto& sum) {
         const std::string name = std::string(operation) + "." + format.name + (dtype == DType::kF32 ? ".f32" : ".bf16");
         if (name.find(filter) == std::string::npos) return;
         const double time = microseconds(call);
-        const double moved = static_cast<double>(kBytes + copies * (codes + scales));
+        const double moved = static_cast<double>(bytes_of_array + copies * (codes + scales));
         if (once) return;
         std::printf("%-24s %7.1f us  %5.1f%% of a copy  %04x\n", name.c_str(), time, 100 * moved / time / rate, sum());
       };
@@ -159,7 +163,7 @@ int main(int argc, char** argv) {
         const DequantizeJob job{b.codes[1], b.scales[1], amax, b.y, 1, kCols, rows, kCols, codes, scales, count,
                                 1, 0, dtype, Layout::kColumnsTurned};
         require(cuda::dequantize({job}, code, nullptr));
-      }, [&] { return sum_of(buffers[0].y, kBytes); });
+      }, [&] { return sum_of(buffers[0].y, bytes_of_array); });
     }
   }
   check(cudaDeviceSynchronize());

@@ -18,6 +18,7 @@ from ._contender import CONTENDERS as CONTENDERS
 from ._contender import Contender as Contender
 from ._contender import chosen_contenders as chosen_contenders
 from ._contender import with_recipe as with_recipe
+from ._contender import with_remat_policies as with_remat_policies
 from ._curve_settings import CurveSettings as CurveSettings
 from ._curves import Curve as Curve
 from ._curves import read_curve as read_curve

@@ -79,6 +79,19 @@ def chosen_contenders(only: Sequence[str]) -> list[Contender]:
     return by_words(CONTENDERS, only, "contender")
 
 
+def with_remat_policies(contenders: Sequence[Contender], policies: Sequence[str]) -> list[Contender]:
+    """The contenders, those of gtp_jax once for each policy of what a layer keeps, by whose name they go if several."""
+    found = []
+    for one in contenders:
+        if one.family != OURS:
+            found.append(one)
+            continue
+        for policy in dict.fromkeys(policies):
+            variant = one.variant if len(set(policies)) == 1 else f"{one.variant} {policy}"
+            found.append(dataclasses.replace(one, variant=variant, flags=(*one.flags, f"--remat={policy}")))
+    return found
+
+
 def with_recipe(contenders: Sequence[Contender], options: RecipeOptions) -> list[Contender]:
     """The contenders, of which those of gtp_jax follow what is said beside their recipe.
 

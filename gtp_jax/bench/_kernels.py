@@ -1,8 +1,10 @@
 """The kernels of quantization beside a copy and beside what XLA makes of the reference.
 
 A program runs the operation on several arrays, one after another, so that the cost of starting a program is shared and
-the arrays do not stay in a cache. The copy is a program of the same form over the same arrays. To hand over a thousand
-arrays takes the host longer than the kernel takes, so there the time in kernels counts, by the profiler.
+the arrays do not stay in a cache. It returns one number of each result: all are in memory at its end, but the host need
+not take hundreds of arrays, which would take it longer than the device takes to make them. The copy is a program over
+the same arrays. To hand over a thousand arrays takes the host too long too, so there the time in kernels counts, by the
+profiler.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from ._choice import by_words
 from ._timing import seconds_a_call, seconds_on_device
 
 _COLS = 4096
+# Arrays that a program works on at least, and on a GPU together: with fewer, the host would take longer to start it.
+_ARRAYS = 4
+_PROGRAM_BYTES = 2**30
 _SMALL_BYTES = 64 * 1024
 _SMALL_COUNT = 1000
 _WEIGHTS = 4  # of which a layer consists
@@ -126,7 +131,6 @@ def measure(
     *,
     mebibytes: float,
     dtype: Any,
-    copies: int = 4,
     reference: bool = True,
 ) -> Iterator[Measurement]:
     """Measures kernels one after another.
@@ -135,19 +139,21 @@ def measure(
         chosen: which.
         mebibytes: size of the values of one array; they are as near to it as whole blocks allow.
         dtype: of the values; float32, bfloat16 or float16.
-        copies: arrays a program works on.
         reference: whether to time the reference as well.
     """
     dtype = jnp.dtype(dtype)
     shape = _shape(round(mebibytes * 2**20 / dtype.itemsize))
-    arrays = [jax.random.normal(jax.random.key(i), shape, dtype) for i in range(copies)]
+    on_gpu = jax.default_backend() != "cpu"
+    count = max(_ARRAYS, _PROGRAM_BYTES // (math.prod(shape) * dtype.itemsize)) if on_gpu else _ARRAYS
+    every = [jax.random.normal(jax.random.key(i), shape, dtype) for i in range(count)]
     copy = jax.jit(lambda xs: [jnp.copy(x) for x in xs])
-    copy_rate = 2 * sum(x.nbytes for x in arrays) / seconds_a_call(copy, arrays)
+    copy_rate = 2 * sum(x.nbytes for x in every) / seconds_a_call(copy, every)
     for kernel in chosen:
+        arrays = every[:_ARRAYS] if kernel.variant == "small" else every
         program, operands, moved = _program(kernel, arrays)
         implementations: tuple[Implementation, ...] = ("native", "reference") if reference else ("native",)
         clock = seconds_on_device if kernel.variant == "small" else seconds_a_call
-        seconds = [clock(jax.jit(program(choice)), operands) / copies for choice in implementations]
+        seconds = [clock(jax.jit(_sampled(program(choice))), operands) / len(arrays) for choice in implementations]
         yield Measurement(
             kernel,
             dtype.name,
@@ -157,6 +163,16 @@ def measure(
             copy_rate,
             seconds[1] * 1e6 if reference else None,
         )
+
+
+def _sampled(program: Callable[[Any], Any]) -> Callable[[Any], jax.Array]:
+    """The program, but the first number of each of its results is all that it returns."""
+
+    def sampled(operands: Any) -> jax.Array:
+        made = jax.lax.optimization_barrier(jax.tree.leaves(program(operands)))
+        return jnp.stack([jnp.ravel(leaf)[0].astype(jnp.float32) for leaf in made])
+
+    return sampled
 
 
 _Program = Callable[[Implementation], Callable[[Any], Any]]

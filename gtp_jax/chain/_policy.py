@@ -7,9 +7,9 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from ..ops import KEPT
+from ..ops import ACTIVATION, KEPT
 
-Remat = Literal["nothing", "matmuls", "everything"]
+Remat = Literal["nothing", "matmuls", "activations", "everything"]
 REMAT: tuple[Remat, ...] = get_args(Remat)
 
 
@@ -23,9 +23,16 @@ def _saves_matmuls(primitive: Any, *_: Any, **params: Any) -> bool:
     return primitive.name in ("reduce_scatter", "psum") or "dot_product_attention_fwd" in primitive.name
 
 
+def _saves_activations(primitive: Any, *avals: Any, **params: Any) -> bool:
+    if primitive.name == "name" and params["name"] == ACTIVATION:
+        return True
+    return _saves_matmuls(primitive, *avals, **params)
+
+
 _POLICIES: dict[str, Callable[..., Any] | None] = {
     "nothing": jax.checkpoint_policies.nothing_saveable,
     "matmuls": _saves_matmuls,
+    "activations": _saves_activations,
     "everything": None,
 }
 
@@ -37,6 +44,8 @@ def with_remat(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]
     - `matmuls`: outputs of matmuls, summed over tp where they are partial, and of fused attention, or what takes their
       place ahead of norms and attention (`ops.keep`); norms, activations and the tp axis' gathers of activations are
       run again. The default.
+    - `activations`: those, and the inputs of matmuls that an activation function made (`ops.keep_activation`): SwiGLU
+      is not run again, for `hidden` numbers a token and layer.
     - `everything`: all that backward needs; nothing is run again.
 
     Raises:

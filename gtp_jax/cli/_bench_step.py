@@ -11,6 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from .. import bench
+from ..chain import REMAT
 from ..plan import columns, quantity
 from ..recipes import RecipeOptions, add_recipe, recipe_options
 from ._arguments import check_files, positive, whole
@@ -22,6 +23,7 @@ examples:
   gtp-jax bench step --contenders "gtp_jax again" "fsdp2 again" --tokens 2048 --seq 2048
   gtp-jax bench step --preset 70b --layers 4 --within 9 --json run.json --png run.png
   gtp-jax bench step --contenders "gtp_jax nvfp4-matmuls" --keep-last 2 --microbatches 4 --held all
+  gtp-jax bench step --contenders "gtp_jax bf16" --remat matmuls activations    what keeping more brings
   gtp-jax bench step --compare run.json                 the same again, and what has become slower since
   gtp-jax bench step --contenders "gtp_jax nvfp4"       on a machine without a GPU: a tiny model on virtual devices
 
@@ -49,6 +51,13 @@ def add_topic(topics: Any) -> None:
     )
     add_workload(topic)
     add_recipe(topic, but=("recipe",))
+    topic.add_argument(
+        "--remat",
+        nargs="+",
+        choices=REMAT,
+        default=["matmuls"],
+        help="what gtp_jax's layers keep for backward; several are compared (default: matmuls)",
+    )
     topic.add_argument("--steps", type=whole, default=12, help="timed, after 3 that are not (default: %(default)s)")
     topic.add_argument("--contenders", nargs="+", default=[], metavar="WORDS", help="which (default: all)")
     topic.add_argument(
@@ -70,6 +79,7 @@ def add_topic(topics: Any) -> None:
 def _run(args: argparse.Namespace) -> int:
     options = recipe_options(args)
     chosen = bench.with_recipe(bench.chosen_contenders(args.contenders), options)
+    chosen = bench.with_remat_policies(chosen, args.remat)
     check_files(args.json, args.png)
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)

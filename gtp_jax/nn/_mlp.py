@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from ..ops import keep_activation
 from ._dense import Dense, LayerNormDense, Norm
 from ._layer import Layer
 
@@ -51,5 +52,7 @@ class MLP(Layer):
         """`(batch, sequence, features)` to the same."""
         hidden = self.up(x)
         if self.gated:
-            return self.down(self.activation(hidden["gate"]) * hidden["up"])
-        return self.down(self.activation(hidden["up"]))
+            made = self.activation(hidden["gate"]) * hidden["up"]
+        else:
+            made = self.activation(hidden["up"])
+        return self.down(keep_activation(made))

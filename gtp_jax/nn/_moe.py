@@ -13,7 +13,7 @@ from jax.nn import initializers
 
 from ..collectives import enter, leave
 from ..mesh import GTP, TP, degree
-from ..ops import balanced, permute, rms_norm, route
+from ..ops import balanced, keep_activation, permute, rms_norm, route
 from ._grouped import GroupedDense
 from ._layer import Layer
 from ._weight import make_vector, make_whole
@@ -99,7 +99,7 @@ class MoE(Layer):
         inverse = jnp.argsort(order)
         sizes = jnp.bincount(expert_of, length=self.experts).astype(jnp.int32)
         hidden = self.up(permute(jnp.repeat(rows, self.top_k, axis=0), order, inverse), sizes)
-        found = self.down(self.activation(hidden["gate"]) * hidden["up"], sizes)
+        found = self.down(keep_activation(self.activation(hidden["gate"]) * hidden["up"]), sizes)
         by_token = jnp.reshape(permute(found, inverse, order), (*x.shape[:-1], self.top_k, -1))
         y = jnp.sum(by_token * shares[..., None].astype(by_token.dtype), axis=-2)
         return y if self.parallel is None else leave(y, sequence_parallel=self.sequence_parallel)

@@ -9,8 +9,10 @@ from ._cross_entropy import token_cross_entropy as token_cross_entropy
 from ._grouped_matmul import grouped_matmul as grouped_matmul
 from ._grouped_quantized import grouped_quantized as grouped_quantized
 from ._implementation import Implementation as Implementation
+from ._keep import ACTIVATION as ACTIVATION
 from ._keep import KEPT as KEPT
 from ._keep import keep as keep
+from ._keep import keep_activation as keep_activation
 from ._keep import row_major as row_major
 from ._linear import linear as linear
 from ._linear_blocks import linear_blocks as linear_blocks

@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 
 KEPT = "gtp_kept"
+ACTIVATION = "gtp_activation"
 
 
 def keep(x: Any) -> Any:
@@ -18,6 +19,14 @@ def keep(x: Any) -> Any:
     computed from it is not computed again, for no more memory.
     """
     return checkpoint_name(x, KEPT)
+
+
+def keep_activation(x: Any) -> Any:
+    """Marks what the policy `activations` keeps: what a matmul reads that an activation function made.
+
+    Backward needs it for the weight's gradient alone, and otherwise makes it again from the matmuls' outputs.
+    """
+    return checkpoint_name(x, ACTIVATION)
 
 
 def row_major(x: jax.Array) -> jax.Array:

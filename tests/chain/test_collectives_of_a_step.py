@@ -75,7 +75,9 @@ def test_each_weight_is_gathered_once_a_pass_and_scattered_once(case):
 
 
 @pytest.mark.parametrize("unroll", ["full", 1])
-@pytest.mark.parametrize("remat, again", [("nothing", True), ("matmuls", True), ("everything", False)])
+@pytest.mark.parametrize(
+    "remat, again", [("nothing", True), ("matmuls", True), ("activations", True), ("everything", False)]
+)
 def test_what_is_not_kept_is_computed_again(remat, again, unroll):
     config = LlamaConfig(**SIZES, remat=remat, unroll=unroll)
     step = lowered_step(config, gtp.make_mesh(gtp=4, tp=2), batch=4, seq=16, gradients=True)

@@ -41,7 +41,8 @@ def test_whole_panels_edges_and_the_panels_after_the_first(format, dtype):
 @a_format_of_each_kind
 @every_dtype
 def test_whole_panels_alone(format, dtype):
-    x = np.random.default_rng(1).normal(size=(256, 1088)).astype(dtype)
+    # an odd number of panels, so that turns of two end in the next row of them
+    x = np.random.default_rng(1).normal(size=(256, 1088 if dtype == np.float32 else 1152)).astype(dtype)
     check_quantize(x, format, "native")
     for axis in ("row", "column"):
         check_dequantize(

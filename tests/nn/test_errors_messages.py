@@ -51,7 +51,7 @@ WITHOUT_A_MESH = {
     "length": (lambda: gtp.Stack(lambda rngs: None, 0, rngs=rngs()), "`length` is 0; a stack has at least one layer"),
     "remat": (
         lambda: gtp.Stack(lambda rngs: None, 1, remat="some", rngs=rngs()),
-        r"`remat` is 'some'; it is one of \['everything', 'matmuls', 'nothing'\]",
+        r"`remat` is 'some'; it is one of \['activations', 'everything', 'matmuls', 'nothing'\]",
     ),
     "no modules": (lambda: gtp.run_chain(jnp.ones(1)), "`run_chain` joins one module or more; it got none"),
     "unroll 0": (lambda: gtp.Schedule(unroll=0), "`unroll` is 0; it is a number of layers, at least 1, or 'full'"),

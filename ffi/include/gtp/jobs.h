@@ -46,7 +46,8 @@ enum class Layout : int {
   kColumnsTurned,   // codes R x C, values C x R: a transposed column copy
 };
 
-// Dequantizes `count` copies of R x C. `rows_kept`: with `kRows`, of all their rows together only so many are written.
+// Dequantizes `count` copies of R x C. Of all their rows together only the first `rows_kept` are written, which with
+// another layout than `kRows` is all of them.
 struct DequantizeJob {
   const uint8_t* codes;
   const uint8_t* scales;

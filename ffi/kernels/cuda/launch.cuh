@@ -11,8 +11,8 @@ namespace gtp::cuda {
 
 // Of the 32,764 that a kernel's parameters may have. A launch with the large table takes 5 us longer (H200).
 constexpr int kFewBytes = 4 * 1024, kManyBytes = 30 * 1024;
-// Shared memory that a kernel may have without more ado.
-constexpr int kSharedUnasked = 48 * 1024;
+// Shared memory that a kernel may ask for at its launch without more ado: of 48 KiB, which what it declares counts in.
+constexpr int kSharedUnasked = 32 * 1024;
 
 // `first_tile[i]` is the number of tiles before job i; `first_tile[count]` their total.
 template <class Job, int kCapacity>

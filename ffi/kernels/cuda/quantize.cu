@@ -39,7 +39,7 @@ struct BothCopies {
   }
 };
 
-// A panel that lies wholly inside an aligned matrix, `kWhole`, has code of its own, free of conditions.
+// A panel that lies wholly inside a matrix whose copies are aligned, `kWhole`, has code of its own, free of conditions.
 template <class Copies, bool kExtras, bool kWhole, class Panel>
 __device__ __forceinline__ void quantize_panel(Copies& copies, const Parameters& p, const Extent& rest,
                                                const char* stage) {

@@ -55,7 +55,8 @@ class CodesBothWays {
   template <bool kWhole>
   __device__ __forceinline__ void transpose(const Extent& rest, const uint32_t* nibbles, uint8_t tile) const {
     const int lane = threadIdx.x % 32;
-    if (lane < 4 && (kWhole || (lane * 16 < rest.cols && threadIdx.x / 32 * 16 < rest.rows))) store_byte_kept(scales_, tile);
+    const bool there = kWhole || (lane * 16 < rest.cols && threadIdx.x / 32 * 16 < rest.rows);
+    if (lane < 4 && there) store_byte_kept(scales_, tile);
     const auto* rows = reinterpret_cast<const uint16_t*>(nibbles + nibble_offset(octet_of() * 8)) + quad_of();
     uint32_t pairs[4];  // of rows, four nibbles each
 #pragma unroll

@@ -38,7 +38,7 @@ struct ColumnCopyInPlace {
   template <bool kExtras, bool kWhole>
   __device__ __forceinline__ void write(const Parameters& p, const Extent& rest, const char* stage, int part) const {
     __shared__ uint32_t tops[Panel::kThreads / 32][kTile];  // of a warp's rows
-    __shared__ float factors[2][kTile];              // NaN: not finite
+    __shared__ float factors[2][kTile];                     // NaN: not finite
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane % 8, cols = rest.cols - part * kTile;
     Numbers<T, 8> x[kRowsPerThread];
 #pragma unroll
@@ -49,7 +49,9 @@ struct ColumnCopyInPlace {
     uint32_t words[Numbers<T, 8>::kWords];
 #pragma unroll
     for (int i = 0; i < Numbers<T, 8>::kWords; ++i) {
-      uint32_t top = larger_magnitudes<T>(larger_magnitudes<T>(x[0].words[i], x[1].words[i]), larger_magnitudes<T>(x[2].words[i], x[3].words[i]));
+      uint32_t top = x[0].words[i];
+#pragma unroll
+      for (int r = 1; r < kRowsPerThread; ++r) top = larger_magnitudes<T>(top, x[r].words[i]);
       top = larger_magnitudes<T>(top, __shfl_xor_sync(0xFFFFFFFFu, top, 8));
       words[i] = magnitudes<T>(larger_magnitudes<T>(top, __shfl_xor_sync(0xFFFFFFFFu, top, 16)));
     }

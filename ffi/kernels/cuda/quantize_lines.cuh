@@ -78,6 +78,7 @@ class LineCopy {
   static constexpr int kBlock = kind == Kind::kExponents ? 32 : 16;
   static constexpr int kBytes = kFp4<kind> ? 8 : 16;  // of the codes of a run
   static constexpr bool kTabled = kFp4<kind>;
+  static_assert(!kTabled || Panel::kThreads >= kScaleCodes);
   static constexpr int kWarpLines = (kDown ? Panel::kCols : Panel::kRows) / (Panel::kThreads / 32);
   static constexpr int kLanes = kDown ? Panel::kColumnLanes : Panel::kRowLanes;  // of a line
   // From a part to the next: to the warp's next lines, or, where it has had them all, to the next tile.
@@ -113,6 +114,8 @@ class LineCopy {
   template <bool kExtras, bool kWhole, class Runs>
   __device__ __forceinline__ void write(const Parameters& p, int lines, const Runs& x, uint32_t* nibbles,
                                         uint8_t* tile) const {
+    // of a tile, lanes make the scale together
+    if (!kWhole && kind != Kind::kTiles && __all_sync(0xFFFFFFFFu, lines <= 0)) return;
     uint32_t tops[2];
     x.max(tops);
     if constexpr (kind == Kind::kTiles) {

@@ -10,9 +10,10 @@ namespace gtp::cuda {
 // A panel is 256 bytes broad. A block's turn has two of 64 rows, neighbours in a row, of which the second is loaded
 // while the first is worked on; or one of 256 rows, `kTall`, whose loads other blocks hide.
 //
-// Tall panels are for blocks of 16 that are runs of their lines. What bounded these is how many lines of 128 bytes
-// stores touch, each of which L2 looks up however little of it is written: so a store takes all 128 bytes of codes of a
-// column's line, and 16 of its scales; of a row's, as broad as the panel is, half of that or, for float32, a quarter.
+// Tall panels are for blocks of 16 that are runs of their lines. What bounded these is how many pieces of lines of 128
+// bytes stores consist of (see `kept`): so a store takes all 128 bytes of codes of a column's line, and 16 of its
+// scales; of a row's, as broad as the panel is, half of that or, for float32, a quarter. Three blocks take 200 KB of a
+// processor's shared memory: GPUs with 100 KB have one at a time.
 template <class T, Kind kind>
 struct Panel {
   static constexpr bool kTall = kind == Kind::kRuns;
@@ -29,9 +30,10 @@ struct Panel {
   static constexpr int kColumnLanes = std::min(kRows / kRun, kMostLanes);
 
   // Where a number lies. Chunks of 16 bytes change places within their row so that runs of rows, and of columns, are
-  // read without bank conflicts; gaps would do so too, but lines that are copied into memory across a multiple of 128
-  // bytes are fetched in parts. Every bit is an exclusive or of bits of the row and of the column: the place of a sum
-  // of numbers that have no bit in common is the exclusive or of their places.
+  // read without bank conflicts, but for the 16 runs of columns of tall panels, which meet in pairs; gaps would do so
+  // too, but lines that are copied into memory across a multiple of 128 bytes are fetched in parts. Every bit is an
+  // exclusive or of bits of the row and of the column: the place of a sum of numbers that have no bit in common is the
+  // exclusive or of their places.
   __device__ __forceinline__ static int place(int row, int col) {
     const int chunk = col / kChunk;
     return row * kRowBytes + ((chunk ^ chunk >> 3) << 4 ^ crossed(row)) + col % kChunk * T::kBytes;
@@ -44,9 +46,8 @@ struct Panel {
     return ((row >> 4 & 3) << 1 ^ row >> 6 ^ pair) << 4;
   }
 
-  // The first chunk that a thread loads. A warp loads a quarter of the rows, those that it has in the row copy: halves
-  // of four at a time, which are whole lines of memory. Lanes that skip every second chunk have L2 send all of them
-  // twice.
+  // The first chunk that a thread loads. A warp loads the rows that it has in the row copy: halves of four at a time,
+  // which are whole lines of memory. Lanes that skip every second chunk have L2 send all of them twice.
   __device__ __forceinline__ static int first_row() { return threadIdx.x / 32 * kWarpRows + threadIdx.x % 32 / 8; }
   __device__ __forceinline__ static int first_col() { return threadIdx.x % 8 * kChunk; }
 

@@ -182,18 +182,19 @@ struct Scaled {
   bool plain;
 };
 
-// One factor by each of a block's first threads, which must meet before they are used.
+// One factor by each of a block's first threads; all its threads must meet before they are used.
 template <Kind kind, class T>
 __device__ __forceinline__ TensorScale tensor_scale_of(const float* amax, const Parameters& p, float* factors) {
   if constexpr (kind == Kind::kExponents) return {};
   if constexpr (kind == Kind::kTensor) return {{tensor_scale(p.largest, *amax), 0.0f}, nullptr};
   const Nvfp4Scale scale = nvfp4_scale(*amax);
-  if (threadIdx.x >= kScaleCodes) return {scale, factors};
-  float factor = e4m3_scale_factor(threadIdx.x, scale);
-  if constexpr (!kTies<T>) {
-    if (may_tie<T::kBits>(factor)) factor = -factor;
+  if (threadIdx.x < kScaleCodes) {
+    float factor = e4m3_scale_factor(threadIdx.x, scale);
+    if constexpr (!kTies<T>) {
+      if (may_tie<T::kBits>(factor)) factor = -factor;
+    }
+    factors[threadIdx.x] = factor;
   }
-  factors[threadIdx.x] = factor;
   return {scale, factors};
 }
 
