@@ -27,7 +27,9 @@ parser.add_argument("--width", type=int, default=4096)
 parser.add_argument("--seq", type=int, default=8192, help="tokens a sequence; one sequence a GPU")
 parser.add_argument("--tp", type=int, default=1)
 parser.add_argument("--kept", default="1", help="layers that keep gathered weights for backward, or 'all'")
-parser.add_argument("--remat", default="matmuls", help="what a layer keeps: nothing, matmuls or everything")
+parser.add_argument(
+    "--remat", default="matmuls", help="what a layer keeps: nothing, matmuls, activations or everything"
+)
 parser.add_argument("--unroll", default="full", help="layers in one loop body, or 'full'")
 parser.add_argument("--recipe", default="bf16", choices=RECIPES, help="in which format weights travel")
 parser.add_argument("--steps", type=int, default=12)

@@ -80,16 +80,20 @@ def chosen_contenders(only: Sequence[str]) -> list[Contender]:
 
 
 def with_remat_policies(contenders: Sequence[Contender], policies: Sequence[str]) -> list[Contender]:
-    """The contenders, those of gtp_jax once for each policy of what a layer keeps, by whose name they go if several."""
-    found = []
-    for one in contenders:
-        if one.family != OURS:
-            found.append(one)
-            continue
-        for policy in dict.fromkeys(policies):
-            variant = one.variant if len(set(policies)) == 1 else f"{one.variant} {policy}"
-            found.append(dataclasses.replace(one, variant=variant, flags=(*one.flags, f"--remat={policy}")))
-    return found
+    """The contenders, those of gtp_jax once for each policy of what a layer keeps, whose name they have beside theirs.
+
+    With the default alone they are as they were.
+    """
+    chosen = list(dict.fromkeys(policies))
+    if chosen == ["matmuls"]:
+        return list(contenders)
+    return [
+        dataclasses.replace(one, variant=f"{one.variant} {policy}", flags=(*one.flags, f"--remat={policy}"))
+        if one.family == OURS
+        else one
+        for one in contenders
+        for policy in (chosen if one.family == OURS else chosen[:1])
+    ]
 
 
 def with_recipe(contenders: Sequence[Contender], options: RecipeOptions) -> list[Contender]:

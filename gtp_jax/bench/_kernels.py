@@ -3,7 +3,8 @@
 A program runs the operation on several arrays, one after another, so that the cost of starting a program is shared and
 the arrays do not stay in a cache. It returns one number of each result: all are in memory at its end, but the host need
 not take hundreds of arrays, which would take it longer than the device takes to make them. The copy is a program over
-the same arrays. To hand over a thousand arrays takes the host too long too, so there the time in kernels counts, by the
+the same arrays, which it returns, as XLA would drop it otherwise; the reference works on four of them, as it takes long
+to compile. To hand over a thousand arrays takes the host too long too, so there the time in kernels counts, by the
 profiler.
 """
 
@@ -24,9 +25,9 @@ from ._choice import by_words
 from ._timing import seconds_a_call, seconds_on_device
 
 _COLS = 4096
-# Arrays that a program works on at least, and on a GPU together: with fewer, the host would take longer to start it.
-_ARRAYS = 4
-_PROGRAM_BYTES = 2**30
+_ARRAYS = 4  # that a program works on, more of small ones on a GPU, which the host must not keep waiting:
+_PROGRAM_BYTES = 2**30  # so many together,
+_MOST_ARRAYS = 64  # but not more, as each is an operation to compile
 _SMALL_BYTES = 64 * 1024
 _SMALL_COUNT = 1000
 _WEIGHTS = 4  # of which a layer consists
@@ -144,7 +145,8 @@ def measure(
     dtype = jnp.dtype(dtype)
     shape = _shape(round(mebibytes * 2**20 / dtype.itemsize))
     on_gpu = jax.default_backend() != "cpu"
-    count = max(_ARRAYS, _PROGRAM_BYTES // (math.prod(shape) * dtype.itemsize)) if on_gpu else _ARRAYS
+    together = _PROGRAM_BYTES // (math.prod(shape) * dtype.itemsize)
+    count = min(max(together, _ARRAYS), _MOST_ARRAYS) if on_gpu else _ARRAYS
     every = [jax.random.normal(jax.random.key(i), shape, dtype) for i in range(count)]
     copy = jax.jit(lambda xs: [jnp.copy(x) for x in xs])
     copy_rate = 2 * sum(x.nbytes for x in every) / seconds_a_call(copy, every)
@@ -157,7 +159,6 @@ def measure(
             return clock(jax.jit(_sampled(program(choice))), operands) / len(operands)
 
         found = seconds("native", operands)
-        # on few arrays, as it takes long to compile
         other = seconds("reference", operands[:_ARRAYS]) if reference else None
         yield Measurement(
             kernel,
@@ -174,7 +175,9 @@ def _sampled(program: Callable[[Any], Any]) -> Callable[[Any], jax.Array]:
     """The program, but the first number of each of its results is all that it returns."""
 
     def sampled(operands: Any) -> jax.Array:
-        made = jax.lax.optimization_barrier(jax.tree.leaves(program(operands)))
+        # laid out as results are: inside a program XLA might leave a transposition out
+        laid = [ops.row_major(leaf) if leaf.ndim else leaf for leaf in jax.tree.leaves(program(operands))]
+        made = jax.lax.optimization_barrier(laid)
         return jnp.stack([jnp.ravel(leaf)[0].astype(jnp.float32) for leaf in made])
 
     return sampled

@@ -44,8 +44,8 @@ def with_remat(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]
     - `matmuls`: outputs of matmuls, summed over tp where they are partial, and of fused attention, or what takes their
       place ahead of norms and attention (`ops.keep`); norms, activations and the tp axis' gathers of activations are
       run again. The default.
-    - `activations`: those, and the inputs of matmuls that an activation function made (`ops.keep_activation`): SwiGLU
-      is not run again, for `hidden` numbers a token and layer.
+    - `activations`: those, and the inputs of matmuls that an activation function made (`ops.keep_activation`), which
+      are then not made again, for one number a hidden feature and row.
     - `everything`: all that backward needs; nothing is run again.
 
     Raises:

@@ -143,7 +143,8 @@ def test_the_partitioner_at_its_best_hides_all_but_two_collectives_on_h200(parti
 def test_the_command_reports_what_ran_and_why_the_rest_did_not(tmp_path, capsys):
     saved, picture = tmp_path / "run.json", tmp_path / "run.png"
     words = ["gtp_jax bf16 again", "bound bf16", "fsdp2 again"]
-    flags = ["--layers", "1", "--seq", "32", "--steps", "2", "--gtp", "2", "--contenders", *words]
+    flags = ["--layers", "1", "--seq", "32", "--steps", "2", "--gtp", "2", "--remat", "activations"]
+    flags += ["--contenders", *words]
     nowhere = ["--torch-python", str(tmp_path / "python-without-torch")]
     (tmp_path / "python-without-torch").write_text(
         "#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\"\nexit 1\n"
@@ -151,7 +152,7 @@ def test_the_command_reports_what_ran_and_why_the_rest_did_not(tmp_path, capsys)
     (tmp_path / "python-without-torch").chmod(0o755)
     assert main(["bench", "step", *flags, *nowhere, "--json", str(saved), "--png", str(picture)]) == 0
     printed = capsys.readouterr().out
-    assert "gtp_jax bf16  again" in printed and "FLOPs of a step: 6 x matmul parameters x tokens" in printed
+    assert "gtp_jax bf16 activations  again" in printed and "FLOPs of a step: 6 x matmul parameters x tokens" in printed
     assert "fsdp2 again: ModuleNotFoundError: No module named 'torch'" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
     ours, theirs, bound = json.loads(saved.read_text())["contenders"]

@@ -51,7 +51,9 @@ def test_meshes_agree_with_every_token_through_every_expert(name, x64):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [dict(remat="everything"), dict(remat="nothing", unroll=1, kept=0)], ids=str)
+@pytest.mark.parametrize(
+    "fields", [dict(remat="everything"), dict(remat="activations"), dict(remat="nothing", unroll=1, kept=0)], ids=str
+)
 def test_what_is_kept_changes_no_gradient(fields, x64):
     check(dataclasses.replace(MOE, **fields), dict(gtp=2, tp=2), 1e-12)
 

@@ -18,13 +18,12 @@ struct View {
   const Format* format;
   const uint8_t *codes, *scales;
   int64_t rows, cols;
-  int64_t codes_row, codes_col, scales_row, scales_col;
-  int64_t x_row, x_col;  // elements
+  int64_t codes_row, scales_row;  // bytes from one row to the next
+  int64_t x_row, x_col;           // elements
   float amax;
 };
 
 View view_of(const DequantizeJob& job, const Format& format, int64_t index) {
-  const bool turned = job.layout == Layout::kColumns;
   const int64_t blocks = format.block_cols ? ceil_div(job.cols, format.block_cols) : 0;
   View view{};
   view.format = &format;
@@ -32,10 +31,8 @@ View view_of(const DequantizeJob& job, const Format& format, int64_t index) {
   view.scales = job.scales + index * job.scales_stride;
   view.rows = job.rows;
   view.cols = job.cols;
-  view.codes_row = turned ? 1 : format.code_bytes(job.cols);
-  view.codes_col = turned ? job.rows : 1;
-  view.scales_row = turned ? 1 : blocks;
-  view.scales_col = turned ? job.rows : 1;
+  view.codes_row = format.code_bytes(job.cols);
+  view.scales_row = blocks;
   view.x_row = job.layout == Layout::kRows ? job.cols : 1;
   view.x_col = job.layout == Layout::kRows ? 1 : job.rows;
   view.amax = format.has_amax ? job.amax[index / job.count_per_amax * job.amax_stride] : 0.0f;
@@ -44,7 +41,7 @@ View view_of(const DequantizeJob& job, const Format& format, int64_t index) {
 
 float factor_of(const View& view, int64_t row, int64_t block) {
   if (view.format->scale == ScaleType::kNone) return tensor_factor(view.format->largest(), view.amax);
-  const uint8_t scale = view.scales[row / view.format->block_rows * view.scales_row + block * view.scales_col];
+  const uint8_t scale = view.scales[row / view.format->block_rows * view.scales_row + block];
   return view.format->scale == ScaleType::kE4M3 ? e4m3_block_factor(scale, view.amax) : e8m0_block_factor(scale);
 }
 
@@ -57,11 +54,15 @@ GTP_CLONES void read_codes(const View& view, int64_t row, int64_t col, int cols,
       codes[2 * i] = in[i] & 0xF;
       codes[2 * i + 1] = in[i] >> 4;
     }
-  } else if (view.codes_col == 1) {
-    std::memcpy(codes, in + col, cols);
   } else {
-    for (int i = 0; i < cols; ++i) codes[i] = in[(col + i) * view.codes_col];
+    std::memcpy(codes, in + col, cols);
   }
+}
+
+template <Element kElement>
+float decode(uint8_t code) {
+  if (kElement == Element::kE2M1) return decode_e2m1(code);
+  return kElement == Element::kE4M3 ? decode_e4m3(code) : decode_e5m2(code);
 }
 
 // A whole number of blocks, so that the inner loop has a fixed length.
@@ -69,12 +70,7 @@ template <class T, Element kElement, int kBlock>
 GTP_CLONES void scale_blocks(const uint8_t* __restrict codes, const float* __restrict factors, int blocks,
                              typename T::Storage* __restrict x) {
   for (int block = 0; block < blocks; ++block, codes += kBlock, x += kBlock) {
-    for (int i = 0; i < kBlock; ++i) {
-      const float value = kElement == Element::kE2M1   ? decode_e2m1(codes[i])
-                          : kElement == Element::kE4M3 ? decode_e4m3(codes[i])
-                                                       : decode_e5m2(codes[i]);
-      x[i] = T::narrow(value * factors[block]);
-    }
+    for (int i = 0; i < kBlock; ++i) x[i] = T::narrow(decode<kElement>(codes[i]) * factors[block]);
   }
 }
 
@@ -123,20 +119,54 @@ void dequantize_rows(const View& view, int64_t first_row, int rows, typename T::
   }
 }
 
+template <class T, Element kElement>
+GTP_CLONES void scale_each(const uint8_t* __restrict codes, const float* __restrict factors, int count,
+                           typename T::Storage* __restrict x) {
+  for (int i = 0; i < count; ++i) x[i] = T::narrow(decode<kElement>(codes[i]) * factors[i]);
+}
+
+// A row of blocks of columns that stay columns, as MXFP8 alone has them: numbers of a row have factors of their own.
+template <class T>
+void dequantize_columns(const DequantizeJob& job, const Format& format, int64_t index, int64_t block) {
+  const auto scale = format.element == Element::kE4M3 ? &scale_each<T, Element::kE4M3> : &scale_each<T, Element::kE5M2>;
+  const uint8_t* scales = job.scales + index * job.scales_stride + block * job.rows;
+  const uint8_t* codes = job.codes + index * job.codes_stride;
+  auto* x = static_cast<typename T::Storage*>(job.x) + index * job.x_stride;
+  const int64_t first = block * format.block_cols, end = std::min(job.cols, first + format.block_cols);
+  for (int64_t at = 0; at < job.rows; at += kCols) {
+    const int count = static_cast<int>(std::min<int64_t>(kCols, job.rows - at));
+    float factors[kCols];
+    for (int i = 0; i < count; ++i) factors[i] = e8m0_block_factor(scales[at + i]);
+    for (int64_t row = first; row < end; ++row) {
+      scale(codes + row * job.rows + at, factors, count, x + row * job.rows + at);
+    }
+  }
+}
+
+// What a thread takes at a time: rows of a copy, or of its blocks.
+int64_t panels_of(const DequantizeJob& job, const Format& format) {
+  if (job.rows * job.cols == 0) return 0;
+  return job.layout == Layout::kColumns ? ceil_div(job.cols, format.block_cols) : ceil_div(job.rows, kRows);
+}
+
 }  // namespace
 
 void dequantize(const std::vector<DequantizeJob>& jobs, int format_code, const Pool& pool) {
   const Format& format = kFormats[format_code];
   std::vector<int64_t> first_panel{0};
   for (const DequantizeJob& job : jobs) {
-    const int64_t panels = job.cols == 0 ? 0 : job.count * ceil_div(job.rows, kRows);
-    first_panel.push_back(first_panel.back() + panels);
+    first_panel.push_back(first_panel.back() + job.count * panels_of(job, format));
   }
   parallel_for(pool, first_panel.back(), [&](int64_t unit) {
     const size_t which = std::upper_bound(first_panel.begin(), first_panel.end(), unit) - first_panel.begin() - 1;
     const DequantizeJob& job = jobs[which];
-    const int64_t panels = ceil_div(job.rows, kRows), panel = unit - first_panel[which];
+    const int64_t panels = panels_of(job, format), panel = unit - first_panel[which];
     const int64_t index = panel / panels, first_row = panel % panels * kRows;
+    if (job.layout == Layout::kColumns) {
+      return with_dtype(job.dtype, [&](auto type) {
+        dequantize_columns<decltype(type)>(job, format, index, panel % panels);
+      });
+    }
     const int64_t end = std::min({job.rows, first_row + kRows, job.rows_kept - index * job.rows});
     if (end <= first_row) return;
     const View view = view_of(job, format, index);

@@ -17,8 +17,7 @@ struct View {
   int64_t rows, cols, source_cols;  // columns from source_cols to cols are zero
   int64_t row_step, col_step;       // elements from one row, one column, to the next
   uint8_t *codes, *scales;
-  int64_t codes_row, codes_col;  // bytes; codes_col is 1 for 4-bit elements, whose pairs share a byte
-  int64_t scales_row, scales_col;
+  int64_t codes_row, scales_row;  // bytes from one row to the next
   float amax;
   bool hadamard;
   const uint32_t* key;
@@ -42,11 +41,8 @@ View view_of(const QuantizeJob& job, const QuantizeOptions& options, bool column
   view.codes = copy.codes + index * copy.codes_stride;
   view.scales = copy.scales ? copy.scales + index * copy.scales_stride : nullptr;
   const int64_t blocks = format.block_cols ? ceil_div(view.cols, format.block_cols) : 0;
-  const bool turned = column && !job.column_transposed;
-  view.codes_row = turned ? 1 : format.code_bytes(view.cols);
-  view.codes_col = turned ? view.rows : 1;
-  view.scales_row = turned ? 1 : blocks;
-  view.scales_col = turned ? view.rows : 1;
+  view.codes_row = format.code_bytes(view.cols);
+  view.scales_row = blocks;
   view.amax = format.has_amax ? copy.amax[index / job.count_per_amax * job.amax_stride] : 0.0f;
   view.key = options.key;
   view.copy = column;
@@ -142,7 +138,7 @@ GTP_CLONES void encode_nvfp4(const View& view, const Panel& panel, int64_t row, 
       for (int i = 0; i < block_rows; ++i) top = std::max(top, block_max<kSize>(&panel.x[r + i][c]));
       const bool finite = top < kInfinity;
       const BlockScale scale = e4m3_block_scale(finite ? float_of(top) : 0.0f, tensor);
-      view.scales[(row + r) / kBlockRows * view.scales_row + (col + c) / kSize * view.scales_col] =
+      view.scales[(row + r) / kBlockRows * view.scales_row + (col + c) / kSize] =
           finite ? scale.code : kNanCode;
       for (int i = 0; i < block_rows; ++i) {
         uint8_t* out = &codes[r + i][c];
@@ -168,8 +164,7 @@ GTP_CLONES void encode_mxfp8(const View& view, const Panel& panel, int64_t row, 
       const uint32_t top = block_max<kSize>(&panel.x[r][c]);
       const bool finite = top < kInfinity;
       const BlockScale scale = e8m0_block_scale(finite ? float_of(top) : 0.0f, inverse_max);
-      view.scales[(row + r) * view.scales_row + (col + c) / kSize * view.scales_col] =
-          finite ? scale.code : kNanScale8;
+      view.scales[(row + r) * view.scales_row + (col + c) / kSize] = finite ? scale.code : kNanScale8;
       if (finite) {
         encode_fp8_row<kE5M2>(&panel.x[r][c], kSize, scale.factor, &codes[r][c]);
       } else {
@@ -211,13 +206,8 @@ void store(const View& view, const Codes& codes, int64_t row, int64_t col, int r
       for (int i = 0; i < pairs; ++i) out[i] = static_cast<uint8_t>(codes[r][2 * i] | codes[r][2 * i + 1] << 4);
       if (cols % 2) out[pairs] = codes[r][cols - 1];
     }
-  } else if (view.codes_col == 1) {
-    for (int r = 0; r < rows; ++r) std::memcpy(view.codes + (row + r) * view.codes_row + col, codes[r], cols);
   } else {
-    for (int c = 0; c < cols; ++c) {
-      uint8_t* out = view.codes + (col + c) * view.codes_col + row;
-      for (int r = 0; r < rows; ++r) out[r] = codes[r][c];
-    }
+    for (int r = 0; r < rows; ++r) std::memcpy(view.codes + (row + r) * view.codes_row + col, codes[r], cols);
   }
 }
 
@@ -240,12 +230,65 @@ void quantize_rows(const View& view, int64_t row) {
   }
 }
 
+// Blocks of columns that stay columns, as MXFP8 alone has them.
+constexpr int kStripRows = 32;
+using Strip = Panel[kStripRows / kPanelRows];
+
+template <bool kE5M2>
+GTP_CLONES void encode_strip(const Strip& strip, int rows, int cols, float inverse_max, uint8_t* scales, uint8_t* codes,
+                             int64_t pitch) {
+  int32_t tops[kPanelCols] = {};
+  for (int r = 0; r < rows; ++r) {
+    const float* x = strip[r / kPanelRows].x[r % kPanelRows];
+    for (int c = 0; c < cols; ++c) tops[c] = std::max(tops[c], static_cast<int32_t>(bits_of(x[c]) & kMagnitude));
+  }
+  float factors[kPanelCols];
+  uint8_t kept[kPanelCols];
+  for (int c = 0; c < cols; ++c) {
+    const bool finite = static_cast<uint32_t>(tops[c]) < kInfinity;
+    const BlockScale scale = e8m0_block_scale(finite ? float_of(tops[c]) : 0.0f, inverse_max);
+    scales[c] = finite ? scale.code : kNanScale8;
+    factors[c] = scale.factor;
+    kept[c] = finite ? 0xFF : 0;
+  }
+  for (int r = 0; r < rows; ++r) {
+    const float* x = strip[r / kPanelRows].x[r % kPanelRows];
+    uint8_t* __restrict out = codes + r * pitch;
+    for (int c = 0; c < cols; ++c) {
+      const float product = magnitude_of(x[c]) * factors[c];
+      const uint32_t code = kE5M2 ? encode_e5m2(product) : encode_e4m3(product);
+      out[c] = static_cast<uint8_t>((code | sign_of(x[c], 7)) & kept[c]);
+    }
+  }
+}
+
+// A row of blocks of one matrix.
+void quantize_strip(const QuantizeJob& job, const Format& format, int64_t index, int64_t block) {
+  thread_local Strip strip;
+  const int64_t first = block * kStripRows, pitch = job.cols;
+  const int rows = static_cast<int>(std::min<int64_t>(kStripRows, job.rows - first));
+  uint8_t* codes = job.column.codes + index * job.column.codes_stride + first * pitch;
+  uint8_t* scales = job.column.scales + index * job.column.scales_stride + block * pitch;
+  const auto encode_one = format.element == Element::kE5M2 ? encode_strip<true> : encode_strip<false>;
+  for (int64_t col = 0; col < job.cols; col += kPanelCols) {
+    const int cols = static_cast<int>(std::min<int64_t>(kPanelCols, job.cols - col));
+    with_dtype(job.dtype, [&](auto type) {
+      using T = decltype(type);
+      const auto* x = static_cast<const typename T::Storage*>(job.x) + (index * job.rows + first) * pitch + col;
+      for (int r = 0; r < rows; r += kPanelRows) {
+        load_rows<T>(x + r * pitch, pitch, std::min(kPanelRows, rows - r), cols, strip[r / kPanelRows]);
+      }
+    });
+    encode_one(strip, rows, cols, 1.0f / format.element_max, scales + col, codes + col, pitch);
+  }
+}
+
 }  // namespace
 
 void quantize(const std::vector<QuantizeJob>& jobs, const QuantizeOptions& options, const Pool& pool) {
   struct Share {
     const QuantizeJob* job;
-    bool column;
+    bool column, strips;
     int64_t panels, first;
   };
   std::vector<Share> shares;
@@ -254,8 +297,10 @@ void quantize(const std::vector<QuantizeJob>& jobs, const QuantizeOptions& optio
     if (job.count * job.rows * job.cols == 0) continue;
     for (const bool column : {false, true}) {
       if (!(column ? job.column : job.row).codes) continue;
-      const int64_t panels = ceil_div(column ? job.cols : job.rows, kPanelRows);
-      shares.push_back({&job, column, panels, total});
+      const bool strips = column && !job.column_transposed;
+      const int64_t rows = column && !strips ? job.cols : job.rows;
+      const int64_t panels = ceil_div(rows, strips ? kStripRows : kPanelRows);
+      shares.push_back({&job, column, strips, panels, total});
       total += panels * job.count;
     }
   }
@@ -265,6 +310,9 @@ void quantize(const std::vector<QuantizeJob>& jobs, const QuantizeOptions& optio
     const Share& share = *(after - 1);
     const int64_t panel = unit - share.first;
     if (panel % share.panels == 0) zero_gaps(share.column ? share.job->column : share.job->row, panel / share.panels);
+    if (share.strips) {
+      return quantize_strip(*share.job, kFormats[options.format], panel / share.panels, panel % share.panels);
+    }
     const View view = view_of(*share.job, options, share.column, panel / share.panels);
     quantize_rows(view, panel % share.panels * kPanelRows);
   });

@@ -40,7 +40,7 @@ __device__ __forceinline__ bool aligned(const void* pointer, uint32_t bytes) {
 
 // For pieces of lines of 128 bytes that other blocks of threads fill up later, block scales above all, and for lines of
 // columns, which lie far apart: L2 is to keep them for a while. Without it they slow down what is read and written
-// beside them: both copies of bfloat16 took 3% longer as NVFP4, 7% with half as high panels as NVFP4_1D (H200).
+// beside them: both copies of bfloat16 took 3% longer (H200).
 __device__ __forceinline__ uint64_t kept() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
