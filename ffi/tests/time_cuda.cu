@@ -1,6 +1,6 @@
 // Times the CUDA kernels beside a device-to-device copy, without XLA: normal numbers, 256 MiB unless told otherwise,
-// formats by rows, by columns and both, and turned dequantization. Behind each time a sum of what was written, which must
-// not change.
+// formats by rows, by columns and both, and turned dequantization. Behind each time a sum of what was written, which
+// must not change.
 //
 //     nvcc -std=c++20 -O3 -fmad=false -arch=sm_90a -Iffi/include -o time_cuda ffi/tests/time_cuda.cu
 //         ffi/kernels/cuda/*.cu

@@ -87,13 +87,15 @@ def with_remat_policies(contenders: Sequence[Contender], policies: Sequence[str]
     chosen = list(dict.fromkeys(policies))
     if chosen == ["matmuls"]:
         return list(contenders)
-    return [
-        dataclasses.replace(one, variant=f"{one.variant} {policy}", flags=(*one.flags, f"--remat={policy}"))
-        if one.family == OURS
-        else one
-        for one in contenders
-        for policy in (chosen if one.family == OURS else chosen[:1])
-    ]
+    found = []
+    for one in contenders:
+        if one.family != OURS:
+            found.append(one)
+            continue
+        for policy in chosen:
+            flags = (*one.flags, f"--remat={policy}")
+            found.append(dataclasses.replace(one, variant=f"{one.variant} {policy}", flags=flags))
+    return found
 
 
 def with_recipe(contenders: Sequence[Contender], options: RecipeOptions) -> list[Contender]:

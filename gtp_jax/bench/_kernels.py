@@ -154,21 +154,22 @@ def measure(
         arrays = every[:_ARRAYS] if kernel.variant == "small" else every
         program, operands, moved = _program(kernel, arrays)
         clock = seconds_on_device if kernel.variant == "small" else seconds_a_call
-
-        def seconds(choice: Implementation, operands: Any, clock: Any = clock, program: Any = program) -> float:
-            return clock(jax.jit(_sampled(program(choice))), operands) / len(operands)
-
-        found = seconds("native", operands)
-        other = seconds("reference", operands[:_ARRAYS]) if reference else None
+        found = _microseconds(clock, program("native"), operands)
+        other = _microseconds(clock, program("reference"), operands[:_ARRAYS]) if reference else None
         yield Measurement(
             kernel,
             dtype.name,
             min(moved, arrays[0].nbytes) / 2**20,
-            found * 1e6,
+            found,
             moved,
             copy_rate,
-            None if other is None else other * 1e6,
+            other,
         )
+
+
+def _microseconds(clock: Callable[..., float], program: Callable[[Any], Any], operands: Sequence[Any]) -> float:
+    """Of one of the arrays that the program works on."""
+    return clock(jax.jit(_sampled(program)), operands) / len(operands) * 1e6
 
 
 def _sampled(program: Callable[[Any], Any]) -> Callable[[Any], jax.Array]:

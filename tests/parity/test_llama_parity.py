@@ -156,7 +156,7 @@ def test_schedules_agree_with_the_plain_model(name, x64):
     check(dataclasses.replace(UNALIGNED, layers=layers, **fields), dict(gtp=2, tp=2), 1e-12)
 
 
-@pytest.mark.parametrize("remat", some_slow(["nothing", "activations", "everything"], ("nothing", "everything")))
+@pytest.mark.parametrize("remat", some_slow(["nothing", "activations", "everything"], ("everything",)))
 def test_what_is_kept_changes_no_gradient(remat, x64):
     check(dataclasses.replace(UNALIGNED, remat=remat), dict(gtp=2, tp=2), 1e-12)
 

@@ -161,12 +161,11 @@ void dequantize(const std::vector<DequantizeJob>& jobs, int format_code, const P
     const size_t which = std::upper_bound(first_panel.begin(), first_panel.end(), unit) - first_panel.begin() - 1;
     const DequantizeJob& job = jobs[which];
     const int64_t panels = panels_of(job, format), panel = unit - first_panel[which];
-    const int64_t index = panel / panels, first_row = panel % panels * kRows;
+    const int64_t index = panel / panels, at = panel % panels;
     if (job.layout == Layout::kColumns) {
-      return with_dtype(job.dtype, [&](auto type) {
-        dequantize_columns<decltype(type)>(job, format, index, panel % panels);
-      });
+      return with_dtype(job.dtype, [&](auto type) { dequantize_columns<decltype(type)>(job, format, index, at); });
     }
+    const int64_t first_row = at * kRows;
     const int64_t end = std::min({job.rows, first_row + kRows, job.rows_kept - index * job.rows});
     if (end <= first_row) return;
     const View view = view_of(job, format, index);
