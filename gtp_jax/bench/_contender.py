@@ -28,6 +28,7 @@ class Contender:
         policy: `again` or `kept`; empty for a bound, which gathers nothing.
         script: file in the folder `contenders`.
         flags: beside those of the workload.
+        needs_tp: whether it differs from another only where tp is above 1.
     """
 
     family: str
@@ -35,6 +36,7 @@ class Contender:
     policy: str
     script: str
     flags: tuple[str, ...] = ()
+    needs_tp: bool = False
 
     @property
     def name(self) -> str:
@@ -57,26 +59,28 @@ def _contenders() -> tuple[Contender, ...]:
         for policy, layers in (("again", 1), ("kept", "all"))
     ]
     rivals = [Contender(FSDP2, "", policy, "fsdp2.py", kept[policy]) for policy in POLICIES]
+    in_parts = ("--async-tp",)
+    rivals += [Contender(FSDP2, "async-tp", p, "fsdp2.py", (*in_parts, *kept[p]), needs_tp=True) for p in POLICIES]
     rivals += [
         Contender(PARTITIONER, variant, policy, "partitioner.py", (*flags, *kept[policy]))
         for variant, flags in written.items()
         for policy in POLICIES
     ]
     bounds = [Contender(BOUND, form, "", "bound.py", (f"--precision={form}",)) for form in ("bf16", "fp8")]
-    return (*ours[:2], *rivals[:4], bounds[0], *ours[2:], *rivals[4:], bounds[1])
+    return (*ours[:2], *rivals[:6], bounds[0], *ours[2:], *rivals[6:], bounds[1])
 
 
 # In the order in which they run: first what is compared most, so that a short run leaves out what matters least.
 CONTENDERS: tuple[Contender, ...] = _contenders()
 
 
-def chosen_contenders(only: Sequence[str]) -> list[Contender]:
-    """Those of `CONTENDERS` whose name has all the words of one of `only`; all of them if `only` is empty.
+def chosen_contenders(only: Sequence[str], *, tp: int = 1) -> list[Contender]:
+    """Those of `CONTENDERS` that a tp degree has, and whose name has all the words of one of `only`, if there are any.
 
     Raises:
         ValueError: if none has.
     """
-    return by_words(CONTENDERS, only, "contender")
+    return by_words([c for c in CONTENDERS if tp > 1 or not c.needs_tp], only, "contender")
 
 
 def with_remat_policies(contenders: Sequence[Contender], policies: Sequence[str]) -> list[Contender]:

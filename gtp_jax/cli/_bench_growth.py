@@ -86,7 +86,7 @@ def add_topic(topics: Any) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     axes = bench.parse_axes(args.axes)
-    contenders = bench.chosen_contenders(args.contenders)
+    contenders = bench.chosen_contenders(args.contenders, tp=args.tp)
     check_files(args.json, args.png)
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)

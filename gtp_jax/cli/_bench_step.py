@@ -28,8 +28,8 @@ examples:
   gtp-jax bench step --contenders "gtp_jax nvfp4"       on a machine without a GPU: a tiny model on virtual devices
 
 A contender is picked by words of its name: a family (gtp_jax, partitioner, fsdp2, bound), a variant (a recipe; scan,
-unrolled, combined; bf16, fp8) and a policy (again, kept). What is said of recipes goes for gtp_jax's, beside
-the recipe each is named after. Each is a script in gtp_jax/bench/contenders that runs by itself.
+unrolled, combined; async-tp, where tp is above 1; bf16, fp8) and a policy (again, kept). What is said of recipes goes
+for gtp_jax's, beside the recipe each is named after. Each is a script in gtp_jax/bench/contenders that runs by itself.
 """
 
 _FORMULA = (
@@ -78,7 +78,7 @@ def add_topic(topics: Any) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     options = recipe_options(args)
-    chosen = bench.with_recipe(bench.chosen_contenders(args.contenders), options)
+    chosen = bench.with_recipe(bench.chosen_contenders(args.contenders, tp=args.tp), options)
     chosen = bench.with_remat_policies(chosen, args.remat)
     check_files(args.json, args.png)
     if args.logs is not None:

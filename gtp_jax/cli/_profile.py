@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     check_files(args.png, args.html, args.json)
     if args.trace is not None:
         return _show(args, args.trace, str(args.trace))
-    (contender, *more) = bench.chosen_contenders([args.contender])
+    (contender, *more) = bench.chosen_contenders([args.contender], tp=args.tp)
     if more or contender.family not in _TRACED:
         several = ", ".join(c.name for c in bench.CONTENDERS if c.family in _TRACED)
         raise ValueError(f"`--contender` is {args.contender!r}; it names one of {several}.")

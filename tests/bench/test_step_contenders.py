@@ -41,9 +41,15 @@ def mesh_of(gtp_degree: int, tp: int):
 def test_contenders_are_picked_by_words():
     names = [c.name for c in bench.chosen_contenders(["fsdp2", "gtp_jax nvfp4"])]
     assert sorted(names) == ["fsdp2 again", "fsdp2 kept", "gtp_jax nvfp4 again", "gtp_jax nvfp4 kept"]
-    assert len(bench.chosen_contenders([])) == len(bench.CONTENDERS) == len({c.name for c in bench.CONTENDERS})
+    assert len(bench.chosen_contenders([], tp=2)) == len(bench.CONTENDERS) == len({c.name for c in bench.CONTENDERS})
     with pytest.raises(ValueError, match="no contender is called deepspeed; there are gtp_jax bf16 again, "):
         bench.chosen_contenders(["deepspeed"])
+
+
+def test_what_differs_over_tp_alone_takes_part_only_there():
+    over_tp = [c.name for c in bench.chosen_contenders(["fsdp2"], tp=2)]
+    assert over_tp == ["fsdp2 again", "fsdp2 kept", "fsdp2 async-tp again", "fsdp2 async-tp kept"]
+    assert [c.name for c in bench.chosen_contenders(["fsdp2"])] == over_tp[:2]
 
 
 def test_operations_are_those_of_the_model():
@@ -118,26 +124,38 @@ def test_the_partitioner_gathers_as_often_as_its_policy_says(partitioner, policy
     assert elements == CHAIN[policy] * blocks + 2 * model.vocab * model.dim
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(bool(plan.missing_packages()), reason="compiling for H200 needs gtp_jax[target]")
-@pytest.mark.parametrize("policy", CHAIN)
-def test_the_partitioner_at_its_best_hides_all_but_two_collectives_on_h200(partitioner, policy):
+needs_target = pytest.mark.skipif(bool(plan.missing_packages()), reason="compiling for H200 needs gtp_jax[target]")
+
+
+def schedule_on_h200(partitioner, policy: str, layers: int, tp: int = 1) -> plan.Schedule:
     sizes = {name: value for name, value in vars(PRESETS["reference"]).items() if name in SIZES}
-    work = bench.Workload(**sizes | {"layers": 4}, sequences=8, gtp=8)
+    work = bench.Workload(**sizes | {"layers": layers}, sequences=8 // tp, gtp=8 // tp, tp=tp)
     devices = plan.topology_devices(plan.parse_target("h200:8"))
-    mesh = Mesh(np.array(devices).reshape(8, 1), ("gtp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    mesh = Mesh(np.array(devices).reshape(work.gtp, tp), ("gtp", "tp"), axis_types=(AxisType.Auto,) * 2)
     options = {**plan.COMPILE_OPTIONS, **partitioner.combined(work)}
     step, _, shardings = partitioner.make_step(work, mesh, unroll=0, kept=policy == "kept", xla=options)
     params = partitioner.abstract(work)
     shapes = params, jax.eval_shape(optax.adamw(1.0).init, params)
     state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
-    tokens = jax.ShapeDtypeStruct((1, 8, 8192), jnp.int32, sharding=NamedSharding(mesh, partitioner.BATCH))
+    tokens = jax.ShapeDtypeStruct((1, work.sequences, 8192), jnp.int32, sharding=NamedSharding(mesh, partitioner.BATCH))
     with jax.set_mesh(mesh):
-        found = plan.schedule(step.lower(state, tokens, tokens).compile().as_text())
-    kinds = ("all-gather", "reduce-scatter", "all-reduce")
-    assert len(found.exposed(*kinds)) <= 2
+        return plan.schedule(step.lower(state, tokens, tokens).compile().as_text())
+
+
+@pytest.mark.slow
+@needs_target
+@pytest.mark.parametrize("policy", CHAIN)
+def test_the_partitioner_at_its_best_hides_all_but_two_collectives_on_h200(partitioner, policy):
+    found = schedule_on_h200(partitioner, policy, layers=4)
+    assert len(found.exposed("all-gather", "reduce-scatter", "all-reduce")) <= 2
     gathers = [e.direction for e in found.collectives("all-gather")]
     assert (gathers.count("forward"), gathers.count("backward")) == (6, 4 * (policy == "again"))
+
+
+@needs_target
+def test_the_partitioner_compiles_over_tp_on_h200_with_cudnn_attention(partitioner):
+    found = schedule_on_h200(partitioner, "again", layers=1, tp=2)
+    assert {e.direction for e in found.events if e.kind == "attention"} == {"forward", "backward"}
 
 
 def test_the_command_reports_what_ran_and_why_the_rest_did_not(tmp_path, capsys):
@@ -207,9 +225,11 @@ def test_every_contender_runs_the_step(degrees, tmp_path, capsys):
     assert main(["bench", "step", *flags, *shape, "--json", str(saved)]) == 0
     rows = {row["name"]: row for row in json.loads(saved.read_text())["contenders"]}
     without_torch = {n for n, row in rows.items() if "No module named 'torch'" in row.get("failure", "")}
-    assert without_torch <= {"fsdp2 again", "fsdp2 kept"}
+    assert without_torch <= {name for name in rows if name.startswith("fsdp2")}
     run = [row for name, row in rows.items() if name not in without_torch]
-    assert len(run) >= len(bench.CONTENDERS) - 2 and not any("failure" in row for row in run), capsys.readouterr().out
+    assert len(run) >= len([c for c in bench.CONTENDERS if c.family != "fsdp2"]) and not any(
+        "failure" in row for row in run
+    ), capsys.readouterr().out
     steps = [row for row in run if row["family"] != "bound"]
     config = gtp.models.PRESETS["tiny"]
     assert len({row["parameters"] for row in steps}) == 1

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -130,6 +131,7 @@ def over_tp(model: Llama, mesh) -> None:
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--kept", action="store_true", help="keep gathered weights for backward")
+    flags.add_argument("--async-tp", action="store_true", help="over tp, activations move in parts, under matmuls")
     flags.add_argument("--eager", action="store_true", help="do not compile")
     args = flags.parse_args()
     work = workload(args)
@@ -144,6 +146,9 @@ def main() -> None:
         model = Llama(work)
     if work.tp > 1:
         over_tp(model, mesh["tp"])
+        if args.async_tp:
+            torch._inductor.config._micro_pipeline_tp = True
+            enable_symm_mem_for_group(mesh["tp"].get_group().group_name)
 
     def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

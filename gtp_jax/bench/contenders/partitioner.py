@@ -35,6 +35,7 @@ LAYER = {
 EMBED = (P("gtp", None), P())
 HEAD = (P("gtp", "tp"), P(None, "tp"))
 BETWEEN, INSIDE = P("gtp", "tp", None), P("gtp", None, "tp")  # activations: the sequence cut over tp, then features
+HEADS = P("gtp", None, "tp", None)
 BATCH = P(None, "gtp", None)  # microbatch, sequence, token
 
 
@@ -139,6 +140,7 @@ def _layer(work: Workload, attention: Literal["cudnn", "xla"], x: jax.Array, wei
     q, k, v = jnp.split(fused, [group * work.head_dim, (group + 1) * work.head_dim], axis=-1)
     q = jnp.reshape(q, (batch, seq, work.heads, work.head_dim))
     q, k = _rope(q, work.rope_theta), _rope(k, work.rope_theta)
+    q, k, v = (_constrained(part, HEADS) for part in (q, k, v))  # attention takes no cut sequence
     mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention)
     x = x + _constrained(jnp.reshape(mixed, (batch, seq, -1)) @ w["out"], BETWEEN)
     hidden = jnp.einsum("bsd,dcf->bscf", _norm(x, weights["norm2"], work.eps), w["up"])
