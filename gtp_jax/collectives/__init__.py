@@ -9,6 +9,11 @@ from ._packed import hold_layers as hold_layers
 from ._packed import pack_all as pack_all
 from ._packed import plan_of as plan_of
 from ._replicas import sum_over_replicas as sum_over_replicas
+from ._ring import Parts as Parts
+from ._ring import gather_linear as gather_linear
+from ._ring import join_parts as join_parts
+from ._ring import linear_scatter as linear_scatter
+from ._ring import split_parts as split_parts
 from ._sequence import enter as enter
 from ._sequence import leave as leave
 from ._weight import Slices as Slices

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -11,10 +11,10 @@ from flax import nnx
 from jax.nn import initializers
 from jax.sharding import PartitionSpec
 
-from ..collectives import enter, leave, split_features
+from ..collectives import Parts, enter, gather_linear, join_parts, leave, linear_scatter, split_features, split_parts
 from ..formats import Operands
 from ..mesh import ALIGNMENT, BATCH_AXES, TP, Layout, current_view, degree
-from ..ops import layer_norm, rms_norm
+from ..ops import keep, layer_norm, rms_norm
 from ._layer import between_layers, inside_layer
 from ._weight import Initializer, WeightOwner, make_vector, make_weight
 
@@ -116,16 +116,44 @@ class Dense(WeightOwner):
         return super().__call__(x)
 
     def local(self, x: jax.Array) -> Any:
-        x = x.astype(self.dtype)
-        cut = self.sequence_parallel and x.ndim > 2
-        if self.parallel == "column":
-            x = enter(x, sequence_parallel=cut)
-        outputs = split_features(self.with_weight(lambda w, x: self.product(x, w), x), self.layouts)
         if self.parallel == "row":
-            outputs = tuple(leave(y, sequence_parallel=cut) for y in outputs)
+            return self.from_parts(split_parts(x) if self.moves_in_parts(x) else (x,))
+        return jax.tree.map(lambda *parts: parts[0] if len(parts) == 1 else join_parts(parts), *self.to_parts(x))
+
+    def moves_in_parts(self, x: jax.Array) -> bool:
+        """Whether the sequence moves over tp part by part, under matmuls, or at once, ahead of and behind them."""
+        return self.sequence_parallel and x.ndim > 2 and degree(TP) > 1 and self.operands is None
+
+    def to_parts(self, x: jax.Array) -> tuple[Any, ...]:
+        """What a call returns, for each part of the sequence (`collectives.Parts`); one whole if it moves at once."""
+        x = self.prepare(x).astype(self.dtype)
+        if self.moves_in_parts(x):
+            products = keep(self.with_weight(lambda w, x: gather_linear(x, w), x))
+        else:
+            if self.parallel == "column":
+                x = enter(x, sequence_parallel=self.sequence_parallel and x.ndim > 2)
+            products = (self.with_weight(lambda w, x: self.product(x, w), x),)
+        return tuple(self._named(split_features(y, self.layouts)) for y in products)
+
+    def from_parts(self, parts: Parts) -> Any:
+        """What a call of a row-parallel layer returns, from its input in parts, or whole."""
+        parts = tuple(x.astype(self.dtype) for x in parts)
+        if self.moves_in_parts(parts[0]):
+            y = keep(self.with_weight(lambda w, *parts: linear_scatter(parts, w), *parts))
+            return self._named(split_features(y, self.layouts))
+        (x,) = parts
+        cut = self.sequence_parallel and x.ndim > 2
+        outputs = split_features(self.with_weight(lambda w, x: self.product(x, w), x), self.layouts)
+        return self._named([leave(y, sequence_parallel=cut) for y in outputs])
+
+    def prepare(self, x: jax.Array) -> jax.Array:
+        """What is multiplied, from the input."""
+        return x
+
+    def _named(self, outputs: Sequence[jax.Array]) -> Any:
         if self.bias is not None:
             biases = [self.bias] if self.names == ("",) else [self.bias[name] for name in self.names]
-            outputs = tuple(y + b.get_value().astype(y.dtype) for y, b in zip(outputs, biases, strict=True))
+            outputs = [y + b.get_value().astype(y.dtype) for y, b in zip(outputs, biases, strict=True)]
         return outputs[0] if self.names == ("",) else dict(zip(self.names, outputs, strict=True))
 
 
@@ -168,9 +196,9 @@ class LayerNormDense(Dense):
         shift = norm == "layer"
         self.shift: Any = make_vector(in_features, zeros, rngs.params(), param_dtype) if shift else nnx.data(None)
 
-    def local(self, x: jax.Array) -> Any:
+    def prepare(self, x: jax.Array) -> jax.Array:
         if self.norm == "rms":
-            x = rms_norm(x, self.scale.get_value(), eps=self.eps)
-        elif self.norm == "layer":
-            x = layer_norm(x, self.scale.get_value(), self.shift.get_value(), eps=self.eps)
-        return super().local(x)
+            return rms_norm(x, self.scale.get_value(), eps=self.eps)
+        if self.norm == "layer":
+            return layer_norm(x, self.scale.get_value(), self.shift.get_value(), eps=self.eps)
+        return x

@@ -50,9 +50,9 @@ class MLP(Layer):
 
     def local(self, x: jax.Array) -> jax.Array:
         """`(batch, sequence, features)` to the same."""
-        hidden = self.up(x)
+        return self.down.from_parts(tuple(keep_activation(self._activated(part)) for part in self.up.to_parts(x)))
+
+    def _activated(self, hidden: dict[str, jax.Array]) -> jax.Array:
         if self.gated:
-            made = self.activation(hidden["gate"]) * hidden["up"]
-        else:
-            made = self.activation(hidden["up"])
-        return self.down(keep_activation(made))
+            return self.activation(hidden["gate"]) * hidden["up"]
+        return self.activation(hidden["up"])

@@ -115,6 +115,17 @@ def test_every_gather_and_scatter_but_the_outermost_runs_under_compute(tp):
     assert all(e.collective.asynchronous for e in (*hidden_gathers, *hidden_scatters))
 
 
+def test_activations_move_over_tp_in_parts_under_matmuls():
+    found = plan.schedule(compiled(2, True)[0])
+    every = found.collectives("collective-permute")
+    ahead, behind = 2 * LAYERS + 1, 2 * LAYERS  # qkv, up and head; out and down; a weight's gradient gathers again
+    assert [e.direction for e in every].count("forward") == ahead + behind
+    assert [e.direction for e in every].count("backward") == 2 * ahead + behind
+    assert {(e.collective.dtype, e.collective.operand_bytes) for e in every} == {("bf16", 2 * TOKENS // 2 * 4096)}
+    assert not found.exposed("collective-permute")
+    assert all(e.collective.asynchronous for e in every)
+
+
 def test_without_prefetch_gathers_are_exposed():
     bare, _ = exposed(1, prefetch=False)
     assert len([e for e in bare if e.kind == "all-gather"]) >= LAYERS

@@ -25,7 +25,7 @@ MODULES = {
     "layer norm": lambda **o: gtp.LayerNormDense(FEATURES, NAMED, norm="layer", bias=True, **o),
     "mlp": lambda **o: gtp.MLP(FEATURES, OUT, bias=True, **o),
     "plain mlp": lambda **o: gtp.MLP(FEATURES, OUT, gated=False, activation=jnp.tanh, norm=None, **o),
-    "attention": lambda **o: gtp.Attention(FEATURES, heads=4, kv_heads=2, head_dim=14, **o),
+    "attention": lambda **o: gtp.Attention(FEATURES, heads=8, kv_heads=4, head_dim=14, **o),
     "embed": lambda **o: gtp.Embed(1000, FEATURES, **o),
     "stack": lambda **o: gtp.Stack(
         lambda rngs: gtp.MLP(FEATURES, OUT, **{**o, "rngs": rngs}),
@@ -36,6 +36,7 @@ MODULES = {
 }
 MESHES = {
     "gtp 4 x tp 2, sequence parallel": (dict(gtp=4, tp=2), True),
+    "gtp 2 x tp 4, sequence parallel": (dict(gtp=2, tp=4), True),
     "dp 2 x gtp 2 x tp 2, whole sequence": (dict(dp=2, gtp=2, tp=2), False),
 }
 
@@ -55,7 +56,7 @@ def measured(name: str, mesh: str | None):
     """Parameters, output, loss and gradients; an ordinary function of the module under `jax.jit`."""
     degrees, sequence_parallel = MESHES[mesh] if mesh else (None, True)
     rng = np.random.default_rng(len(name))
-    x = rng.integers(0, 1000, (8, 6)) if name == "embed" else rng.normal(size=(8, 6, FEATURES))
+    x = rng.integers(0, 1000, (8, 8)) if name == "embed" else rng.normal(size=(8, 8, FEATURES))
     with jax.set_mesh(gtp.make_mesh(**degrees)) if degrees else contextlib.nullcontext():
         make = lambda rngs: MODULES[name](rngs=rngs, sequence_parallel=sequence_parallel, **F64)  # noqa: E731
         graph, state = nnx.split(gtp.init(make, nnx.Rngs(5)))

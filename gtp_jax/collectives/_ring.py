@@ -1,0 +1,147 @@
+"""Matmuls and the sequence's movements over tp in one, each under the other (Wang et al., ASPLOS 2023).
+
+Ahead of a column-parallel matmul the sequence is gathered, behind a row-parallel one summed and cut again, and each
+waits for the other. Cut by rank they need not: a part is multiplied while another goes from neighbour to neighbour.
+Parts are counted from this rank backwards: part 0 is its own, part s that of the rank s before it. What is done to each
+token by itself needs no other order; attention does, see `join_parts`. Called inside a `shard_map`.
+
+[Note: turns]
+XLA's scheduler would send everything ahead of the first matmul, or multiply first what arrives last. So each matmul is
+tied, through an optimization barrier, to the part that travels meanwhile: the next takes, and sends on, what both have
+left. Gradients go through the same two loops, each the other's transpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..mesh import TP, degree
+from ..ops import linear
+
+Parts = tuple[jax.Array, ...]
+
+
+@jax.custom_vjp
+def gather_linear(x: jax.Array, weight: jax.Array) -> Parts:
+    """`linear` of every rank's part of the sequence, of which `x` is this rank's.
+
+    Backward gathers the sequence again for the weight's gradient (Korthikanti et al. 2022, arXiv 2205.05198), and adds
+    that up over parts in the weight's dtype.
+
+    Args:
+        x: `(batch, sequence / tp, features_in)`.
+        weight: `(features_out, features_in)`.
+    """
+    return _while_gathered(x, lambda part, _: linear(part, weight))
+
+
+def _gather_linear_forward(x: jax.Array, weight: jax.Array) -> tuple[Parts, tuple[jax.Array, jax.Array]]:
+    return gather_linear(x, weight), (x, weight)
+
+
+def _gather_linear_backward(saved: tuple[jax.Array, jax.Array], gradients: Parts) -> tuple[jax.Array, jax.Array]:
+    x, weight = saved
+    to_x = _while_scattered(gradients, lambda gradient: _to_input(gradient, weight))
+    to_weight = _while_gathered(x, lambda part, s: _to_weight(part, gradients[s]))
+    return to_x, _sum(to_weight)
+
+
+gather_linear.defvjp(_gather_linear_forward, _gather_linear_backward)
+
+
+@jax.custom_vjp
+def linear_scatter(parts: Parts, weight: jax.Array) -> jax.Array:
+    """The sum over ranks of `linear` of every rank's part, of which each rank gets its own.
+
+    Args:
+        parts: `(batch, sequence / tp, features_in)` each.
+        weight: `(features_out, features_in)`.
+    """
+    return _while_scattered(parts, lambda part: linear(part, weight))
+
+
+def _linear_scatter_forward(parts: Parts, weight: jax.Array) -> tuple[jax.Array, tuple[Parts, jax.Array]]:
+    return linear_scatter(parts, weight), (parts, weight)
+
+
+def _linear_scatter_backward(saved: tuple[Parts, jax.Array], gradient: jax.Array) -> tuple[Parts, jax.Array]:
+    parts, weight = saved
+    to_weight: list[jax.Array] = []
+
+    def to_input(gradient: jax.Array, s: int) -> jax.Array:
+        to_weight.append(_to_weight(parts[s], gradient))
+        return _to_input(gradient, weight)
+
+    return _while_gathered(gradient, to_input), _sum(to_weight)
+
+
+linear_scatter.defvjp(_linear_scatter_forward, _linear_scatter_backward)
+
+
+@jax.custom_vjp
+def join_parts(parts: Parts) -> jax.Array:
+    """Parts, `(batch, sequence / tp, ...)`, to the sequence in its order, whole."""
+    length = parts[0].shape[1]
+    whole = jnp.zeros((parts[0].shape[0], length * len(parts), *parts[0].shape[2:]), parts[0].dtype)
+    for part, start in zip(parts, _starts(length), strict=True):
+        whole = lax.dynamic_update_slice_in_dim(whole, part, start, 1)
+    return whole
+
+
+@jax.custom_vjp
+def split_parts(x: jax.Array) -> Parts:
+    """The sequence, whole, to parts."""
+    length = x.shape[1] // degree(TP)
+    return tuple(lax.dynamic_slice_in_dim(x, start, length, 1) for start in _starts(length))
+
+
+# Each is the other's inverse and transpose. JAX's own would add up arrays that are zero outside of one part.
+join_parts.defvjp(lambda parts: (join_parts(parts), None), lambda _, gradient: (split_parts(gradient),))
+split_parts.defvjp(lambda x: (split_parts(x), None), lambda _, gradients: (join_parts(gradients),))
+
+
+def _while_gathered(x: jax.Array, make: Callable[[jax.Array, int], jax.Array]) -> Parts:
+    """`make(part, s)` of every part, `x` being part 0, each while the next is on its way [Note: turns]."""
+    made = [make(x, 0)]
+    for s in range(1, degree(TP)):
+        x, made[-1] = lax.optimization_barrier((_send(x, 1), made[-1]))
+        made.append(make(x, s))
+    return tuple(made)
+
+
+def _while_scattered(parts: Parts, make: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The sum over ranks of `make` of this rank's part, each made while the sum for another is on its way."""
+    total = make(parts[-1])
+    for part in reversed(parts[:-1]):
+        # it is not added within the matmul, which would wait for it
+        part, total = lax.optimization_barrier((part, total))
+        total, made = lax.optimization_barrier((_send(total, -1), make(part)))
+        total = total + made
+    return total
+
+
+def _to_input(gradient: jax.Array, weight: jax.Array) -> jax.Array:
+    return lax.dot_general(gradient, weight, (((gradient.ndim - 1,), (0,)), ((), ())))
+
+
+def _to_weight(part: jax.Array, gradient: jax.Array) -> jax.Array:
+    rows = tuple(range(part.ndim - 1))
+    return lax.dot_general(gradient, part, ((rows, rows), ((), ())))
+
+
+def _sum(terms: Sequence[jax.Array]) -> jax.Array:
+    return sum(terms[1:], terms[0])
+
+
+def _starts(length: int) -> list[jax.Array]:
+    own, tp = lax.axis_index(TP), degree(TP)
+    return [(own - s) % tp * length for s in range(tp)]
+
+
+def _send(x: jax.Array, ahead: int) -> jax.Array:
+    tp = degree(TP)
+    return lax.ppermute(x, TP, [(rank, (rank + ahead) % tp) for rank in range(tp)])
