@@ -17,7 +17,8 @@ def _saves_matmuls(primitive: Any, *_: Any, **params: Any) -> bool:
     # A product with batch dimensions is attention written out: sequence x sequence, never worth keeping.
     if primitive.name == "dot_general":
         return not any(params["dimension_numbers"][1])
-    # Of a row-parallel product the sum over tp is kept, in place of the partial product.
+    # Of a row-parallel product the sum over tp is kept, in place of the partial product; of products made part by part
+    # (`collectives.gather_linear`), which this does not see into, the name.
     if primitive.name == "name":
         return params["name"] == KEPT
     return primitive.name in ("reduce_scatter", "psum") or "dot_product_attention_fwd" in primitive.name
@@ -46,7 +47,7 @@ def with_remat(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]
       run again. The default.
     - `activations`: those, and the inputs of matmuls that an activation function made (`ops.keep_activation`), which
       are then not made again, for one number a hidden feature and row.
-    - `everything`: all that backward needs; nothing is run again.
+    - `everything`: all that backward needs; nothing is run again but the tp axis' gathers of activations.
 
     Raises:
         ValueError: on another name.

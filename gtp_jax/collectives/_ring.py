@@ -29,8 +29,8 @@ Parts = tuple[jax.Array, ...]
 def gather_linear(x: jax.Array, weight: jax.Array) -> Parts:
     """`linear` of every rank's part of the sequence, of which `x` is this rank's.
 
-    Backward gathers the sequence again for the weight's gradient (Korthikanti et al. 2022, arXiv 2205.05198), and adds
-    that up over parts in the weight's dtype.
+    Backward gathers the sequence again for the weight's gradient (Korthikanti et al. 2022, arXiv 2205.05198). That of
+    two parts is added up in the weight's dtype, of more in float32 at least, as every addition rounds.
 
     Args:
         x: `(batch, sequence / tp, features_in)`.
@@ -47,7 +47,7 @@ def _gather_linear_backward(saved: tuple[jax.Array, jax.Array], gradients: Parts
     x, weight = saved
     to_x = _while_scattered(gradients, lambda gradient: _to_input(gradient, weight))
     to_weight = _while_gathered(x, lambda part, s: _to_weight(part, gradients[s]))
-    return to_x, _sum(to_weight)
+    return to_x, _sum(to_weight, weight)
 
 
 gather_linear.defvjp(_gather_linear_forward, _gather_linear_backward)
@@ -56,6 +56,8 @@ gather_linear.defvjp(_gather_linear_forward, _gather_linear_backward)
 @jax.custom_vjp
 def linear_scatter(parts: Parts, weight: jax.Array) -> jax.Array:
     """The sum over ranks of `linear` of every rank's part, of which each rank gets its own.
+
+    Sums are in the dtype of the product, as those of a reduce-scatter are; the weight's gradient as in `gather_linear`.
 
     Args:
         parts: `(batch, sequence / tp, features_in)` each.
@@ -76,7 +78,7 @@ def _linear_scatter_backward(saved: tuple[Parts, jax.Array], gradient: jax.Array
         to_weight.append(_to_weight(parts[s], gradient))
         return _to_input(gradient, weight)
 
-    return _while_gathered(gradient, to_input), _sum(to_weight)
+    return _while_gathered(gradient, to_input), _sum(to_weight, weight)
 
 
 linear_scatter.defvjp(_linear_scatter_forward, _linear_scatter_backward)
@@ -94,8 +96,17 @@ def join_parts(parts: Parts) -> jax.Array:
 
 @jax.custom_vjp
 def split_parts(x: jax.Array) -> Parts:
-    """The sequence, whole, to parts."""
-    length = x.shape[1] // degree(TP)
+    """The sequence, whole, to parts.
+
+    Raises:
+        ValueError: if tp does not divide it.
+    """
+    length, rest = divmod(x.shape[1], degree(TP))
+    if rest:
+        raise ValueError(
+            f"an input of shape {x.shape} leaves a row-parallel layer cut along its sequence, dimension 1, over tp = "
+            f"{degree(TP)}, which does not divide it. Pad the sequence, or pass `sequence_parallel=False`."
+        )
     return tuple(lax.dynamic_slice_in_dim(x, start, length, 1) for start in _starts(length))
 
 
@@ -130,11 +141,12 @@ def _to_input(gradient: jax.Array, weight: jax.Array) -> jax.Array:
 
 def _to_weight(part: jax.Array, gradient: jax.Array) -> jax.Array:
     rows = tuple(range(part.ndim - 1))
-    return lax.dot_general(gradient, part, ((rows, rows), ((), ())))
+    dtype = part.dtype if degree(TP) <= 2 else jnp.promote_types(part.dtype, jnp.float32)
+    return lax.dot_general(gradient, part, ((rows, rows), ((), ())), preferred_element_type=dtype)
 
 
-def _sum(terms: Sequence[jax.Array]) -> jax.Array:
-    return sum(terms[1:], terms[0])
+def _sum(terms: Sequence[jax.Array], like: jax.Array) -> jax.Array:
+    return sum(terms[1:], terms[0]).astype(like.dtype)
 
 
 def _starts(length: int) -> list[jax.Array]:

@@ -1,4 +1,5 @@
-"""The activation's collectives on the tp axis (Korthikanti et al. 2022, arXiv 2205.05198). Called inside a `shard_map`.
+"""The activation's collectives on the tp axis, at once (Korthikanti et al. 2022, arXiv 2205.05198). Called inside a
+`shard_map`. Around a plain matmul the sequence moves part by part instead, see `_ring`.
 
 Gradients are those of the sum of every rank's loss with respect to every rank's copy (the convention of `shard_map`
 with `check_vma=False`). So `psum` transposes to `psum`, nothing is added at the entrance of a column-parallel layer,

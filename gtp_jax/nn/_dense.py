@@ -33,8 +33,10 @@ class Dense(WeightOwner):
     | `row` | in over tp, out over gtp | cut over tp | whole, summed over tp |
     | `None` | out over gtp | whole | whole |
 
-    Sequence parallel, the whole-feature side of a parallel layer is cut along the sequence over tp. An input without a
-    sequence, `(batch, in_features)`, is whole on every tp rank.
+    Sequence parallel, the whole-feature side of a parallel layer is cut along the sequence over tp. The sequence then
+    moves part by part, each while another is multiplied (`collectives.gather_linear`), and has a gradient in reverse
+    mode only; where a recipe has operands in formats, at once. An input without a sequence, `(batch, in_features)`, is
+    whole on every tp rank.
 
     Args:
         in_features: size of the last dimension of the input.
@@ -108,16 +110,12 @@ class Dense(WeightOwner):
 
     def __call__(self, x: jax.Array) -> Any:
         """`(batch, ..., in_features)` to `(batch, ..., out_features)`, or a dict of such."""
-        cut = self.parallel == "row" and current_view() == "local"
-        wanted = self.in_features // degree(TP) if cut else self.in_features
-        if x.shape[-1] != wanted:
-            rank = " on each tp rank" if cut else ""
-            raise ValueError(f"{type(self).__name__} takes {wanted} input features{rank}; got shape {x.shape}.")
+        self._check_features(x)
         return super().__call__(x)
 
     def local(self, x: jax.Array) -> Any:
         if self.parallel == "row":
-            return self.from_parts(split_parts(x) if self.moves_in_parts(x) else (x,))
+            return self.from_parts((x,))
         return jax.tree.map(lambda *parts: parts[0] if len(parts) == 1 else join_parts(parts), *self.to_parts(x))
 
     def moves_in_parts(self, x: jax.Array) -> bool:
@@ -126,6 +124,7 @@ class Dense(WeightOwner):
 
     def to_parts(self, x: jax.Array) -> tuple[Any, ...]:
         """What a call returns, for each part of the sequence (`collectives.Parts`); one whole if it moves at once."""
+        self._check_features(x)
         x = self.prepare(x).astype(self.dtype)
         if self.moves_in_parts(x):
             products = keep(self.with_weight(lambda w, x: gather_linear(x, w), x))
@@ -136,12 +135,15 @@ class Dense(WeightOwner):
         return tuple(self._named(split_features(y, self.layouts)) for y in products)
 
     def from_parts(self, parts: Parts) -> Any:
-        """What a call of a row-parallel layer returns, from its input in parts, or whole."""
+        """What a call of a row-parallel layer returns, from its input in parts, or from one whole."""
         parts = tuple(x.astype(self.dtype) for x in parts)
-        if self.moves_in_parts(parts[0]):
+        x = parts[0]
+        self._check_features(x)
+        if self.moves_in_parts(x):
+            parts = parts if len(parts) > 1 else split_parts(x)
             y = keep(self.with_weight(lambda w, *parts: linear_scatter(parts, w), *parts))
             return self._named(split_features(y, self.layouts))
-        (x,) = parts
+        x = x if len(parts) == 1 else join_parts(parts)
         cut = self.sequence_parallel and x.ndim > 2
         outputs = split_features(self.with_weight(lambda w, x: self.product(x, w), x), self.layouts)
         return self._named([leave(y, sequence_parallel=cut) for y in outputs])
@@ -149,6 +151,13 @@ class Dense(WeightOwner):
     def prepare(self, x: jax.Array) -> jax.Array:
         """What is multiplied, from the input."""
         return x
+
+    def _check_features(self, x: jax.Array) -> None:
+        cut = self.parallel == "row" and current_view() == "local"
+        wanted = self.in_features // degree(TP) if cut else self.in_features
+        if x.shape[-1] != wanted:
+            rank = " on each tp rank" if cut else ""
+            raise ValueError(f"{type(self).__name__} takes {wanted} input features{rank}; got shape {x.shape}.")
 
     def _named(self, outputs: Sequence[jax.Array]) -> Any:
         if self.bias is not None:

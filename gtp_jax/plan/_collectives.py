@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 from ._hlo import Computation, Instruction, Module, Shape, Visit, parse
@@ -107,7 +107,7 @@ def launched(module: Module, visit: Visit, *, backward: str = BACKWARD) -> Itera
     else:
         return
     for inner, scope in found:
-        axes, group = _ranks(inner, module.devices)
+        axes, group = _ranks(inner, module)
         yield Collective(
             name=instruction.name,
             kind=inner.opcode.removesuffix("-start"),
@@ -181,8 +181,8 @@ def _results(instruction: Instruction, scope: Computation) -> tuple[Shape, ...]:
     return instruction.shapes[len(instruction.operands) :]  # a start's type is (operands, results)
 
 
-def _ranks(instruction: Instruction, devices: int) -> tuple[tuple[str, ...], int]:
-    """Mesh axes of a collective, if it names them, and the number of ranks in one of its groups."""
+def _ranks(instruction: Instruction, module: Module) -> tuple[tuple[str, ...], int]:
+    """Mesh axes of a collective, if they are known, and the number of ranks in one of its groups."""
     text = instruction.attributes
     named = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text)
     if named:
@@ -196,12 +196,26 @@ def _ranks(instruction: Instruction, devices: int) -> tuple[tuple[str, ...], int
     if first:
         return (), first[1].count(",") + 1
     pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", text)
-    return (), _ring(re.findall(r"(\d+),(\d+)", pairs[1])) if pairs else devices
+    if pairs is None:
+        return (), module.devices
+    ring = _ring([(int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)", pairs[1])])
+    return _axes(ring, module.mesh), len(ring)
 
 
-def _ring(pairs: list[tuple[str, str]]) -> int:
-    """How many ranks the first of a permutation's pairs is connected with."""
+def _ring(pairs: list[tuple[int, int]]) -> set[int]:
+    """The ranks that the first of a permutation's pairs is connected with."""
     reached = set(pairs[0]) if pairs else set()
     for _ in pairs:
         reached |= {rank for pair in pairs if not reached.isdisjoint(pair) for rank in pair}
-    return len(reached)
+    return reached
+
+
+def _axes(ranks: set[int], mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes along which a group of ranks lies, if it is all there are along them."""
+    places: dict[str, set[int]] = {axis: set() for axis in mesh}
+    for rank in ranks:
+        for axis, size in reversed(list(mesh.items())):
+            rank, place = divmod(rank, size)
+            places[axis].add(place)
+    axes = tuple(axis for axis, found in places.items() if len(found) > 1)
+    return axes if math.prod(mesh[axis] for axis in axes) == len(ranks) else ()

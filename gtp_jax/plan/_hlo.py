@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 # Bits of an element, by the name XLA prints. Tokens and opaque values weigh nothing.
 BITS = {
@@ -128,12 +128,14 @@ class Module:
         computations: all of them, by name.
         entry: name of the one that runs.
         devices: number of devices it runs on.
+        mesh: sizes of their mesh's axes, if collectives name one mesh; empty otherwise.
         scheduled: whether the order of instructions is the order in which they are launched.
     """
 
     computations: dict[str, Computation]
     entry: str
     devices: int
+    mesh: Mapping[str, int]
     scheduled: bool
 
     def walk(self) -> Iterator[Visit]:
@@ -204,7 +206,11 @@ def parse(text: str) -> Module:
         )
     top = text.partition("\n")[0]
     devices = math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", top))
-    return Module(computations, entry, devices, "is_scheduled=true" in top)
+    # with devices in another order than theirs, more stands between mesh and axes
+    meshes = set(re.findall(r"replica_groups=mesh\[([^\]]*)\] *\{", text))
+    axes = re.findall(r"'([^']+)'=(\d+)", meshes.pop()) if len(meshes) == 1 else ()
+    mesh = {axis: int(size) for axis, size in axes}
+    return Module(computations, entry, devices, mesh, "is_scheduled=true" in top)
 
 
 def shapes(text: str) -> tuple[Shape, ...]:

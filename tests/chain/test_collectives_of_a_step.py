@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import jax
 import pytest
 
 import gtp_jax as gtp
@@ -71,7 +72,7 @@ def test_each_weight_is_gathered_once_a_pass_and_scattered_once(case):
     # further rank each; at once only behind the embedding
     moved = Counter()
     for c in found:
-        if c.axes == ("tp",) or c.kind == "collective-permute":
+        if c.axes == ("tp",):
             moved[c.kind, c.direction] += c.times
     ahead, behind = (2 * LAYERS + 1) * parts, 2 * LAYERS * parts
     if tp > 1:
@@ -84,11 +85,24 @@ def test_each_weight_is_gathered_once_a_pass_and_scattered_once(case):
 
 @pytest.mark.parametrize("unroll", ["full", 1])
 @pytest.mark.parametrize("remat", ["nothing", "matmuls", "activations", "everything"])
-def test_no_sum_over_tp_is_computed_again_but_where_nothing_is_kept(remat, unroll):
-    config = LlamaConfig(**SIZES, remat=remat, unroll=unroll)
-    step = lowered_step(config, gtp.make_mesh(gtp=4, tp=2), batch=4, seq=16, gradients=True)
-    found = plan.collectives(step.compile().as_text())
-    hops = sum(c.times for c in found if c.kind == "collective-permute" and c.direction == "backward")
-    gathers, scatters = 2 * LAYERS + 1, 2 * LAYERS
-    # gradients, and the sequence for the weights' gradients; attention's sum is read by the feed-forward half
-    assert hops == gathers + scatters + gathers + (LAYERS if remat == "nothing" else 0)
+def test_nothing_moves_over_tp_again_but_the_sequence_and_what_was_not_kept(remat, unroll):
+    tp, sizes = 4, {**SIZES, "heads": 8, "kv_heads": 4, "head_dim": 32}
+    config = LlamaConfig(**sizes, remat=remat, unroll=unroll)
+    step = lowered_step(config, gtp.make_mesh(gtp=2, tp=tp), batch=2, seq=16, gradients=True)
+    found = [c for c in plan.collectives(step.compile().as_text()) if c.axes == ("tp",) and c.direction == "backward"]
+    hops = sum(c.times for c in found if c.kind == "collective-permute")
+    ahead, behind = 2 * LAYERS + 1, 2 * LAYERS
+    # gradients, and the sequence for the weights' gradients
+    once = (tp - 1) * (ahead + behind + ahead)
+    # attention's sum, which the feed-forward half reads; gathers for products made again, whose first hop is shared
+    again = (tp - 1) * LAYERS + (tp - 2) * 2 * LAYERS
+    assert hops == once + (again if remat == "nothing" else 0)
+
+
+def test_matmuls_in_formats_move_the_sequence_at_once():
+    for recipe in (gtp.FP8(matmuls=True), gtp.MXFP8(matmuls=True)):
+        mesh = gtp.make_mesh(gtp=2, tp=2, devices=jax.devices()[:4])
+        step = lowered_step(LlamaConfig(**{**SIZES, "layers": 1}), mesh, batch=2, seq=64, recipe=recipe)
+        kinds = Counter(c.kind for c in plan.collectives(step.compile().as_text()) if c.axes == ("tp",))
+        assert kinds["all-gather"] >= 4  # ahead of qkv and up, and behind the gradients of out and down
+        assert kinds["collective-permute"] == 3  # of the head, which multiplies in bfloat16

@@ -44,7 +44,7 @@ def test_every_kind_is_recognised_with_its_axes_and_group():
         ("all-gather", 4, ("gtp",)),
         ("reduce-scatter", 8, ("gtp", "dp")),
         ("all-to-all", 4, ("gtp",)),
-        ("collective-permute", 4, ()),
+        ("collective-permute", 4, ("gtp",)),
     }
     by_kind = {c.kind: c for c in found}
     assert by_kind["all-reduce"].wire_bytes == by_kind["all-reduce"].operand_bytes == 32 * 8 * 4
@@ -67,6 +67,23 @@ def test_groups_are_read_in_every_notation():
         )
         (found,) = plan.collectives(text)
         assert (found.axes, found.group) == expected, line
+
+
+def test_a_permutation_has_the_axes_that_its_ranks_make_up():
+    wholes = {
+        "{0,1},{1,0},{2,3},{3,2}": ("tp",),
+        "{0,2},{2,0},{1,3},{3,1}": ("gtp",),
+        "{0,1},{1,2},{2,3},{3,0}": ("gtp", "tp"),
+    }
+    parts = {"{0,3},{3,0}": (), "{0,1},{1,2}": ()}
+    for pairs, axes in {**wholes, **parts}.items():
+        text = (
+            "HloModule m, num_partitions=4\n\nENTRY %main (x: f32[4]) -> f32[4] {\n  %x = f32[4]{0} parameter(0)\n"
+            f"  %y = f32[4]{{0}} collective-permute(%x), source_target_pairs={{{pairs}}}\n"
+            "  ROOT %r = f32[4]{0} all-reduce(%y), replica_groups=mesh['gtp'=2,'tp'=2] {'tp'}, to_apply=%add\n}\n"
+        )
+        assert plan.collectives(text)[0].axes == axes, pairs
+        assert plan.collectives(text.replace("mesh['gtp'=2,'tp'=2] {'tp'}", "{{0,1},{2,3}}"))[0].axes == ()
 
 
 def test_table_counts_those_alike_together():

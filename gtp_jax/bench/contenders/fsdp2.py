@@ -134,6 +134,8 @@ def main() -> None:
     flags.add_argument("--async-tp", action="store_true", help="over tp, activations move in parts, under matmuls")
     flags.add_argument("--eager", action="store_true", help="do not compile")
     args = flags.parse_args()
+    if args.async_tp and args.eager:
+        flags.error("--async-tp is done by the compiler; leave out --eager")
     work = workload(args)
     cuda = torch.cuda.is_available()
     if cuda:
