@@ -52,22 +52,25 @@ class Contender:
 
 def _contenders() -> tuple[Contender, ...]:
     kept = {"again": (), "kept": ("--kept",)}
+    compiled = {"": (), "async-tp": ("--async-tp",)}
     written = {"combined": ("--combine",), "unrolled": (), "scan": ("--unroll=1",)}
     ours = [
         Contender(OURS, recipe, policy, "ours.py", (f"--recipe={recipe}", f"--kept={layers}"))
         for recipe in RECIPES
         for policy, layers in (("again", 1), ("kept", "all"))
     ]
-    rivals = [Contender(FSDP2, "", policy, "fsdp2.py", kept[policy]) for policy in POLICIES]
-    in_parts = ("--async-tp",)
-    rivals += [Contender(FSDP2, "async-tp", p, "fsdp2.py", (*in_parts, *kept[p]), needs_tp=True) for p in POLICIES]
-    rivals += [
+    fsdp2 = [
+        Contender(FSDP2, variant, policy, "fsdp2.py", (*flags, *kept[policy]), needs_tp=bool(variant))
+        for variant, flags in compiled.items()
+        for policy in POLICIES
+    ]
+    partitioner = [
         Contender(PARTITIONER, variant, policy, "partitioner.py", (*flags, *kept[policy]))
         for variant, flags in written.items()
         for policy in POLICIES
     ]
     bounds = [Contender(BOUND, form, "", "bound.py", (f"--precision={form}",)) for form in ("bf16", "fp8")]
-    return (*ours[:2], *rivals[:6], bounds[0], *ours[2:], *rivals[6:], bounds[1])
+    return (*ours[:2], *fsdp2, *partitioner[:2], bounds[0], *ours[2:], *partitioner[2:], bounds[1])
 
 
 # In the order in which they run: first what is compared most, so that a short run leaves out what matters least.

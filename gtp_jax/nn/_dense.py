@@ -105,7 +105,7 @@ class Dense(WeightOwner):
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
         if self.parallel is None:
             return PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES)
-        sides = between_layers(self.sequence_parallel and ndim > 2), inside_layer(ndim)
+        sides = between_layers(self._cuts_sequence(ndim)), inside_layer(ndim)
         return sides if self.parallel == "column" else (sides[1], sides[0])
 
     def __call__(self, x: jax.Array) -> Any:
@@ -116,11 +116,11 @@ class Dense(WeightOwner):
     def local(self, x: jax.Array) -> Any:
         if self.parallel == "row":
             return self.from_parts((x,))
-        return jax.tree.map(lambda *parts: parts[0] if len(parts) == 1 else join_parts(parts), *self.to_parts(x))
+        return jax.tree.map(lambda *parts: _whole(parts), *self.to_parts(x))
 
     def moves_in_parts(self, x: jax.Array) -> bool:
         """Whether the sequence moves over tp part by part, under matmuls, or at once, ahead of and behind them."""
-        return self.sequence_parallel and x.ndim > 2 and degree(TP) > 1 and self.operands is None
+        return self._cuts_sequence(x.ndim) and degree(TP) > 1 and self.operands is None
 
     def to_parts(self, x: jax.Array) -> tuple[Any, ...]:
         """What a call returns, for each part of the sequence (`collectives.Parts`); one whole if it moves at once."""
@@ -130,7 +130,7 @@ class Dense(WeightOwner):
             products = keep(self.with_weight(lambda w, x: gather_linear(x, w), x))
         else:
             if self.parallel == "column":
-                x = enter(x, sequence_parallel=self.sequence_parallel and x.ndim > 2)
+                x = enter(x, sequence_parallel=self._cuts_sequence(x.ndim))
             products = (self.with_weight(lambda w, x: self.product(x, w), x),)
         return tuple(self._named(split_features(y, self.layouts)) for y in products)
 
@@ -143,14 +143,16 @@ class Dense(WeightOwner):
             parts = parts if len(parts) > 1 else split_parts(x)
             y = keep(self.with_weight(lambda w, *parts: linear_scatter(parts, w), *parts))
             return self._named(split_features(y, self.layouts))
-        x = x if len(parts) == 1 else join_parts(parts)
-        cut = self.sequence_parallel and x.ndim > 2
+        x = _whole(parts)
         outputs = split_features(self.with_weight(lambda w, x: self.product(x, w), x), self.layouts)
-        return self._named([leave(y, sequence_parallel=cut) for y in outputs])
+        return self._named([leave(y, sequence_parallel=self._cuts_sequence(x.ndim)) for y in outputs])
 
     def prepare(self, x: jax.Array) -> jax.Array:
         """What is multiplied, from the input."""
         return x
+
+    def _cuts_sequence(self, ndim: int) -> bool:
+        return self.sequence_parallel and ndim > 2
 
     def _check_features(self, x: jax.Array) -> None:
         cut = self.parallel == "row" and current_view() == "local"
@@ -164,6 +166,10 @@ class Dense(WeightOwner):
             biases = [self.bias] if self.names == ("",) else [self.bias[name] for name in self.names]
             outputs = [y + b.get_value().astype(y.dtype) for y, b in zip(outputs, biases, strict=True)]
         return outputs[0] if self.names == ("",) else dict(zip(self.names, outputs, strict=True))
+
+
+def _whole(parts: Parts) -> jax.Array:
+    return parts[0] if len(parts) == 1 else join_parts(parts)
 
 
 class LayerNormDense(Dense):

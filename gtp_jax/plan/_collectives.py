@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
-from ._hlo import Computation, Instruction, Module, Shape, Visit, parse
+from ._hlo import Computation, Instruction, Module, Shape, Visit, mesh_sizes, parse
 from ._text import alike, columns, quantity
 
 KINDS = (
@@ -186,7 +186,7 @@ def _ranks(instruction: Instruction, module: Module) -> tuple[tuple[str, ...], i
     text = instruction.attributes
     named = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text)
     if named:
-        sizes = dict(re.findall(r"'([^']+)'=(\d+)", named[1]))
+        sizes = mesh_sizes(named[1])
         axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", named[2])  # 'x', or 'x':(2)4 for a part of x
         return tuple(axis for axis, _ in axes), math.prod(int(part or sizes[axis]) for axis, part in axes)
     iota = re.search(r"replica_groups=\[\d+,(\d+)\]", text)

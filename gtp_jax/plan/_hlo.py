@@ -208,9 +208,13 @@ def parse(text: str) -> Module:
     devices = math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", top))
     # with devices in another order than theirs, more stands between mesh and axes
     meshes = set(re.findall(r"replica_groups=mesh\[([^\]]*)\] *\{", text))
-    axes = re.findall(r"'([^']+)'=(\d+)", meshes.pop()) if len(meshes) == 1 else ()
-    mesh = {axis: int(size) for axis, size in axes}
+    mesh = mesh_sizes(meshes.pop()) if len(meshes) == 1 else {}
     return Module(computations, entry, devices, mesh, "is_scheduled=true" in top)
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    """Sizes of a mesh's axes by name, `'gtp'=4,'tp'=2` as XLA prints them."""
+    return {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", text)}
 
 
 def shapes(text: str) -> tuple[Shape, ...]:

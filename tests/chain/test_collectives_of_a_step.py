@@ -89,14 +89,17 @@ def test_nothing_moves_over_tp_again_but_the_sequence_and_what_was_not_kept(rema
     tp, sizes = 4, {**SIZES, "heads": 8, "kv_heads": 4, "head_dim": 32}
     config = LlamaConfig(**sizes, remat=remat, unroll=unroll)
     step = lowered_step(config, gtp.make_mesh(gtp=2, tp=tp), batch=2, seq=16, gradients=True)
-    found = [c for c in plan.collectives(step.compile().as_text()) if c.axes == ("tp",) and c.direction == "backward"]
-    hops = sum(c.times for c in found if c.kind == "collective-permute")
+    moved = Counter()
+    for c in plan.collectives(step.compile().as_text()):
+        if c.axes == ("tp",) and c.direction == "backward":
+            moved[c.kind] += c.times
     ahead, behind = 2 * LAYERS + 1, 2 * LAYERS
     # gradients, and the sequence for the weights' gradients
     once = (tp - 1) * (ahead + behind + ahead)
     # attention's sum, which the feed-forward half reads; gathers for products made again, whose first hop is shared
     again = (tp - 1) * LAYERS + (tp - 2) * 2 * LAYERS
-    assert hops == once + (again if remat == "nothing" else 0)
+    assert moved["collective-permute"] == once + (again if remat == "nothing" else 0)
+    assert (moved["all-gather"], moved["reduce-scatter"]) == (1, 0)  # of the embedding's gradient, at once
 
 
 def test_matmuls_in_formats_move_the_sequence_at_once():

@@ -94,8 +94,9 @@ def test_only_a_sequence_cut_over_tp_moves_in_parts(parallel, shape, options, in
     assert (len(hops) == 3 and len(found) == 3) if in_parts else not hops
 
 
-def loss_and_gradients(tp: int, kept: tuple[str, ...], x: np.ndarray):
-    """Those of an MLP that multiplies in FP8 but for the layers that are kept."""
+def loss_and_gradients(kept: tuple[str, ...], x: np.ndarray):
+    """Those of an MLP over tp that multiplies in FP8 but for the layers that are kept."""
+    tp = jax.sharding.get_mesh().shape["tp"]
 
     def loss(mlp, batch):
         own = jax.lax.axis_index("tp") * (SEQ // tp)
@@ -113,9 +114,9 @@ def loss_and_gradients(tp: int, kept: tuple[str, ...], x: np.ndarray):
 def test_layers_in_formats_go_with_layers_whose_sequence_moves_in_parts(kept, monkeypatch):
     x = np.random.default_rng(0).normal(size=(4, SEQ, 32)).astype(np.float32)
     with jax.set_mesh(gtp.make_mesh(gtp=2, tp=4)):
-        found = loss_and_gradients(4, kept, x)
+        found = loss_and_gradients(kept, x)
         monkeypatch.setattr(gtp.Dense, "moves_in_parts", lambda self, x: False)
-        at_once = loss_and_gradients(4, kept, x)
+        at_once = loss_and_gradients(kept, x)
     # sums in another order may round to another code of FP8 here and there
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.01, atol=0.01 * np.abs(b).max()), found, at_once)
 
