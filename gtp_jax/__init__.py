@@ -4,7 +4,9 @@ from . import formats as formats
 from .chain import Schedule as Schedule
 from .formats import PackPlan as PackPlan
 from .formats import QuantizedArray as QuantizedArray
+from .mesh import Roles as Roles
 from .mesh import make_mesh as make_mesh
+from .mesh import use_roles as use_roles
 from .nn import MLP as MLP
 from .nn import Attention as Attention
 from .nn import Dense as Dense

@@ -1,33 +1,29 @@
-"""One array of a state: its path on disk, and how it differs between memory and disk."""
+"""One array of a state, and its path on disk."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import tensorstore as ts
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from ..mesh import Layout, Path, differs_in_memory, in_memory, of_parameter, on_disk, with_paths
+from ..mesh import Path, with_paths
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One array of a state. On disk it is logical: without the padding that the mesh in memory asks for.
+    """One array of a state, of the same shape in memory and on disk.
 
     Attributes:
         path: keys on disk, outermost first.
         array: the array, or its shape, dtype and sharding.
-        layout: of the padded weight that it is or belongs to; `None` if memory and disk hold the same.
     """
 
     path: Path
     array: Any
-    layout: Layout | None = None
 
     @property
     def name(self) -> str:
@@ -36,12 +32,8 @@ class Leaf:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Logical shape."""
-        return (
-            self.array.shape
-            if self.layout is None
-            else jax.eval_shape(functools.partial(on_disk, self.layout), self.array).shape
-        )
+        """Its shape."""
+        return self.array.shape
 
     @property
     def dtype(self) -> str:
@@ -53,39 +45,29 @@ class Leaf:
         if _is_key(self.array):
             data = jax.eval_shape(jax.random.key_data, self.array)
             return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=self.array.sharding)
-        sharding = self.array.sharding if self.layout is None else even_sharding(self.array.sharding, self.shape)
-        return jax.ShapeDtypeStruct(self.shape, self.array.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(self.shape, self.array.dtype, sharding=self.array.sharding)
 
     def to_disk(self) -> jax.Array:
         """The array that orbax writes."""
         if _is_key(self.array):
             return jax.random.key_data(self.array)  # orbax brings a typed key back as plain integers
-        if self.layout is None:
-            return self.array
-        return _logical(self.layout, self.stored().sharding)(self.array)
+        return self.array
 
     def to_memory(self, stored: jax.Array) -> jax.Array:
         """The array that orbax read, with the sharding of `array`."""
         if _is_key(self.array):
             return jax.random.wrap_key_data(stored, impl=_key_implementation(self.array.dtype))
-        if self.layout is None:
-            return stored
-        return _physical(self.layout, self.stored().sharding, self.array.sharding)(stored)
+        return stored
 
 
 def leaves(state: Any) -> list[Leaf]:
     """The leaves of a train state, in the order of `jax.tree.leaves`.
 
-    An array of the optimizer belongs to the parameter whose path its own path ends with (optax keeps such arrays in
-    trees of the parameters' structure, whole or masked), which with its shape says how it differs on disk.
-
     Raises:
         TypeError: if a leaf is not a jax array, nor a `ShapeDtypeStruct` with a sharding.
         ValueError: if two leaves have one path on disk, or one lies below another.
     """
-    layouts = dict(with_paths(state.skeleton.layouts))
-    owners = {path: layouts.get(path) for path, _ in with_paths(state.params)}
-    found = [_leaf(path, array, owners) for path, array in with_paths(state)]
+    found = [_leaf(path, array) for path, array in with_paths(state)]
     names: dict[str, str] = {}
     for leaf in found:
         joined = leaf.name.replace("/", ".")  # orbax joins keys by dots, the manifest by slashes
@@ -126,37 +108,14 @@ def check_savable(leaves: Sequence[Leaf]) -> None:
             )
 
 
-def even_sharding(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
-    """`sharding` for an array of another shape, whose dimensions its axes may not divide.
-
-    An axis that does not divide its dimension goes to the first dimension that it divides, and is dropped (the array
-    is then replicated over it) if there is none.
-    """
-    if not isinstance(sharding, NamedSharding):
-        return sharding
-    entries = [(e,) if isinstance(e, str) else tuple(e or ()) for e in sharding.spec]
-    cut: list[list[str]] = [[] for _ in shape]
-    parts = [1] * len(shape)
-    for home, axis in [(dim, axis) for dim, entry in enumerate(entries) for axis in entry]:
-        size = sharding.mesh.shape[axis]
-        for dim in (home, *range(len(shape))):
-            if shape[dim] % (parts[dim] * size) == 0:
-                cut[dim].append(axis)
-                parts[dim] *= size
-                break
-    return NamedSharding(sharding.mesh, PartitionSpec(*(tuple(axes) or None for axes in cut)))
-
-
-def _leaf(path: Path, array: Any, owners: dict[Path, Layout | None]) -> Leaf:
+def _leaf(path: Path, array: Any) -> Leaf:
     if not isinstance(array, jax.Array | jax.ShapeDtypeStruct) or array.sharding is None:
         raise TypeError(
             f"`{'/'.join(path)}` of the state is a {type(array).__name__} without a sharding; a jax.Array, or a "
             "jax.ShapeDtypeStruct with a sharding, is wanted. Make the state under `jax.set_mesh(mesh)`, or place the "
             "array with `jax.device_put(value, sharding)`."
         )
-    layout = of_parameter(path, owners)
-    changes = layout is not None and differs_in_memory(layout, array.shape)
-    return Leaf(path, array, layout if changes else None)
+    return Leaf(path, array)
 
 
 def _above(name: str) -> Iterator[str]:
@@ -183,18 +142,3 @@ def _key_implementation(dtype: Any) -> Any:
     found: list[Any] = []  # only a traced or a real key tells
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))
     return found[0]
-
-
-@functools.cache
-def _logical(layout: Layout, even: Sharding) -> Any:
-    return jax.jit(lambda array: on_disk(layout, _placed(array, even)), out_shardings=even)
-
-
-@functools.cache
-def _physical(layout: Layout, even: Sharding, sharding: Sharding) -> Any:
-    return jax.jit(lambda array: _placed(in_memory(layout, array), even), out_shardings=sharding)
-
-
-def _placed(array: jax.Array, even: Sharding) -> jax.Array:
-    """Moves an axis between dimensions while padding is there: XLA would gather an array whose cut is uneven."""
-    return jax.lax.with_sharding_constraint(array, even)

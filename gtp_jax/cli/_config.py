@@ -165,7 +165,7 @@ class TrainConfig(RecipeOptions):
         model = PRESETS[self.preset]
         check_heads(model.heads, model.kv_heads, tp)
         if model.sequence_parallel and self.seq % tp:
-            raise ValueError(f"`seq` is {self.seq}, which tp {tp} does not divide; the sequence is cut over tp.")
+            raise ValueError(f"`seq` is {self.seq}, which tp {tp} does not divide; the sequence is sharded over tp.")
         parts = dp * gtp * self.microbatches
         if self.batch % parts:
             raise ValueError(

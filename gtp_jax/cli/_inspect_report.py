@@ -65,12 +65,9 @@ def _heading(found: Inspection) -> str:
 def _parameters(found: Inspection) -> str:
     rows = []
     for p in found.parameters:
-        padded = "" if p.logical_shape == p.stored_shape else f"stored as {_shape(p.stored_shape)}"
         axes = (a if isinstance(a, str) else "-" if a is None else "*".join(a) for a in p.partition)
-        rows.append(
-            (p.path, p.dtype, _shape(p.logical_shape), ", ".join(axes), quantity(p.bytes_per_device, "B"), padded)
-        )
-    return columns(("parameter", "dtype", "shape", "cut over", "a device", ""), rows, right=(4,))
+        rows.append((p.path, p.dtype, _shape(p.logical_shape), ", ".join(axes), quantity(p.bytes_per_device, "B")))
+    return columns(("parameter", "dtype", "shape", "sharded over", "a device"), rows, right=(4,))
 
 
 def _capacity(found: Inspection) -> str:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import plan
 from ..chain import Remat
-from ..mesh import BATCH_AXES, Layout, make_mesh
+from ..mesh import Roles, make_mesh
 from ..models import PRESETS, Llama, LlamaConfig, next_token_loss
 from ..nn import Explanation, abstract_model, check_heads, explain
 from ..recipes import RecipeOptions
@@ -73,7 +73,9 @@ class InspectOptions(RecipeOptions):
         config = dataclasses.replace(PRESETS[self.preset], **chosen)
         check_heads(config.heads, config.kv_heads, self.tp)
         if config.sequence_parallel and self.seq % self.tp:
-            raise ValueError(f"`seq` is {self.seq}, which tp {self.tp} does not divide; the sequence is cut over tp.")
+            raise ValueError(
+                f"`seq` is {self.seq}, which tp {self.tp} does not divide; the sequence is sharded over tp."
+            )
         return config
 
     def sequences(self, ranks: int) -> int:
@@ -95,7 +97,6 @@ class Parameter:
 
     path: str
     logical_shape: tuple[int, ...]
-    stored_shape: tuple[int, ...]
     dtype: str
     partition: tuple[Any, ...]
     bytes_per_device: int
@@ -211,20 +212,17 @@ def _cpu_devices(count: int) -> list[Any]:
 
 
 def _batch(mesh: Mesh, batch: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
-    tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
+    tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(Roles().batch)))
     return {"tokens": tokens, "targets": tokens}
 
 
 def _parameters(state: TrainState) -> tuple[Parameter, ...]:
-    layouts = jax.tree.leaves(state.skeleton.layouts, is_leaf=lambda x: x is None or isinstance(x, Layout))
     found = []
-    for (path, leaf), layout in zip(jax.tree_util.tree_leaves_with_path(state.params), layouts, strict=True):
-        leading = () if layout is None else leaf.shape[: len(leaf.shape) - len(layout.shape)]
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
         found.append(
             Parameter(
                 path=".".join(str(key.key) for key in path),
-                logical_shape=leaf.shape if layout is None else (*leading, *layout.shape),
-                stored_shape=leaf.shape,
+                logical_shape=leaf.shape,
                 dtype=str(leaf.dtype),
                 partition=tuple(leaf.sharding.spec) + (None,) * (len(leaf.shape) - len(leaf.sharding.spec)),
                 bytes_per_device=plan.bytes_per_device(leaf),

@@ -12,12 +12,11 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from .. import plan
 from ..checkpoint import Checkpoints
 from ..data import Corpus, Loader, Windows
-from ..mesh import cut_axes
 from ..models import Llama, LlamaConfig, next_token_loss
 from ..nn import abstract_model, init, take_apart
 from ..train import TrainState, eval_step, train_step
@@ -136,7 +135,7 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
 
 def adamw(config: TrainConfig, model: Llama) -> optax.GradientTransformation:
     """AdamW whose weight decay leaves out what is not a matrix."""
-    # Matrices are what is cut over the mesh; norm scales, also those of a stack of layers, stay whole.
-    specs = take_apart(model)[0].specs
-    matrices = jax.tree.map(lambda spec: bool(cut_axes(spec)), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    # Matrices are what is gathered; norm scales, also those of a stack of layers, biases and routers are not.
+    layouts = take_apart(model)[0].layouts
+    matrices = jax.tree.map(lambda layout: layout is not None, layouts, is_leaf=lambda x: not isinstance(x, dict))
     return optax.adamw(learning_rate(config), b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=matrices)

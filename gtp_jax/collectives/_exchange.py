@@ -27,9 +27,9 @@ import numpy as np
 from jax import lax
 
 from ..formats import Format, PackPlan, Piece
-from ..mesh import Layout
+from ..layout import Layout
 from ..ops import multi_amax, pack, power_of_two_amax, quantizable, unpack
-from ._weight import WIRE, Slices, as_slices
+from ._weight import WIRE, Shards, as_shards, unfuse
 
 _Send = Callable[[jax.Array], jax.Array]
 
@@ -39,7 +39,7 @@ def exchange_gradients(
     fused: Sequence[Sequence[Layout]],
     wire: Format | np.dtype,
     out: Sequence[Sequence[jax.typing.DTypeLike]],
-) -> list[Slices]:
+) -> list[Shards]:
     """`scatter_gradient` of several fused weights at once: one all-to-all, and a sum in float32.
 
     Args:
@@ -49,15 +49,16 @@ def exchange_gradients(
             rank's share of a matrix, rounded up to a power of two's, and travels behind the codes.
         out: dtypes of each one's returned slices.
     """
-    ranks, axes = fused[0][0].gtp, fused[0][0].axes
+    ranks, axes = fused[0][0].ranks, fused[0][0].axes
+    unfused = [unfuse(gradient, layouts) for gradient, layouts in zip(gradients, fused, strict=True)]
     parts = [
-        jnp.reshape(gradient, (ranks, layouts[0].matrices, -1, gradient.shape[-1]))
-        for gradient, layouts in zip(gradients, fused, strict=True)
+        jnp.reshape(part, (ranks, layouts[0].matrices, -1, part.shape[-1]))
+        for part, layouts in zip(unfused, fused, strict=True)
     ]
     send = functools.partial(lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True)
     arrived = _as_codes(parts, wire, send) if isinstance(wire, Format) else _rounded(parts, wire, send)
     return [
-        as_slices(jnp.sum(part, axis=0), layouts, kinds)
+        as_shards(jnp.sum(part, axis=0), layouts, kinds)
         for part, layouts, kinds in zip(arrived, fused, out, strict=True)
     ]
 

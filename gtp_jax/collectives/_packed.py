@@ -1,8 +1,13 @@
-"""Quantized slices to whole weights. Called inside a `shard_map`.
+"""Quantized shards to whole weights. Called inside a `shard_map`.
 
 All kernels of one layer travel as one buffer of bytes, even those of several modules. What comes out lies as
 `gather_weight` would leave it, see [Note: the fused weight], so that nothing behind the gather knows whether there was
 a format.
+
+[Note: whole]
+Where shards would cut a format's blocks in two (7 rows of blocks of 16), a layer's masters are gathered once a step,
+layer by layer, and quantized whole on every rank; each rank keeps an equal part of the bytes, and that is what travels
+in every pass. So the blocks are those of the whole weight on every mesh.
 """
 
 from __future__ import annotations
@@ -18,10 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..formats import Format, PackPlan, Piece, QuantizedArray
-from ..mesh import AXES, TP, Layout, degrees
+from ..formats import SECTION_BYTES, Format, PackPlan, Piece, QuantizedArray
+from ..layout import Layout, axes_in_use
+from ..mesh import degrees
 from ..ops import multi_amax, pack, power_of_two_amax, quantizable, unpack
-from ._weight import Slices, as_fused
+from ._weight import Shards, fuse, fuse_kernels, whole_kernels
 
 # The layouts of each fused weight's kernels.
 Fused = Sequence[Sequence[Layout]]
@@ -32,14 +38,14 @@ Fused = Sequence[Sequence[Layout]]
 )
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """This rank's slices of a layer's weights, or of a stack of layers', as they travel; or all ranks', once they have.
+    """This rank's shards of a layer's weights, or of a stack of layers', as they travel; or all ranks', once they have.
 
     Attributes:
-        buffer: uint8 `(*stack, bytes)`; `(*stack, slices, bytes)` if gathered.
-        amax: float32 `(*stack, kernels)`, over all slices; `None` if the format has none. It does not travel.
+        buffer: uint8 `(*stack, bytes)`; `(*stack, ranks, bytes)` if gathered.
+        amax: float32 `(*stack, kernels)`, over all shards; `None` if the format has none. It does not travel.
         format: of the codes.
         members: names of the fused weights in it, in order.
-        gathered: whether all slices are here.
+        gathered: whether all shards are here.
     """
 
     buffer: jax.Array
@@ -54,7 +60,7 @@ class Bundle:
     """Weights that are to travel in one buffer.
 
     Attributes:
-        slices: by name of the fused weight, this rank's slices of its kernels, with the leading dimension of a stack or
+        shards: by name of the fused weight, this rank's shards of its kernels, with the leading dimension of a stack or
             without.
         fused: the layouts of each one's kernels.
         format: of the codes.
@@ -62,7 +68,7 @@ class Bundle:
         one_scale: whether all kernels of a fused weight share one, so that its codes can be multiplied as they are.
     """
 
-    slices: dict[Any, Slices]
+    shards: dict[Any, Shards]
     fused: Fused
     format: Format
     powers_of_two: bool = False
@@ -70,27 +76,33 @@ class Bundle:
 
     @property
     def kernels(self) -> list[jax.Array]:
-        """All slices, in the order in which they travel: matrices, an expert's each by itself."""
-        weights = zip(self.slices.values(), self.fused, strict=True)
-        return [quantizable(x) for slices, layouts in weights for x in _matrices(slices, layouts)]
+        """All shards, in the order in which they travel: matrices, an expert's each by itself."""
+        weights = zip(self.shards.values(), self.fused, strict=True)
+        return [quantizable(x) for shards, layouts in weights for x in _matrices(shards, layouts)]
 
     @property
     def divided(self) -> np.ndarray:
-        """Of every amax of the kernels, layer by layer of a stack, whether each tp rank has one of its own."""
-        kinds = [one.divided for layouts in self.fused for _ in range(layouts[0].matrices) for one in layouts]
+        """Says for each amax, layer by layer of a stack, whether every tensor rank has its own value (experts divided
+        among them) or all share one."""
+        kinds = [
+            one.divided and not one.takes_part
+            for layouts in self.fused
+            for _ in range(layouts[0].matrices)
+            for one in layouts
+        ]
         return np.repeat(kinds, [1 if x.ndim == 2 else x.shape[0] for x in self.kernels])
 
 
 def pack_all(bundles: Sequence[Bundle]) -> list[Packed]:
-    """Quantizes slices: one amax kernel and one reduction of one vector for all bundles, one launch for each.
+    """Quantizes shards: one amax kernel and one reduction of one vector for all bundles, one launch for each.
 
-    The amax of a weight is taken over the axes that cut it, gtp and tp, and not over replicas, which agree already.
+    The amax of a weight is taken over the axes that shard it, and not over replicas, which agree already.
     """
     scaled = [x for bundle in bundles if bundle.format.has_amax for x in bundle.kernels]
     stacks = [x[None] if x.ndim == 2 else x for x in scaled]
     amaxes: list[jax.Array] = []
     if stacks:
-        vector = _over_slices(multi_amax(stacks, stacked=True), [b for b in bundles if b.format.has_amax])
+        vector = _over_shards(multi_amax(stacks, stacked=True), [b for b in bundles if b.format.has_amax])
         ends = np.cumsum([x.shape[0] for x in stacks])
         amaxes = [
             part[0] if x.ndim == 2 else part for part, x in zip(jnp.split(vector, ends[:-1]), scaled, strict=True)
@@ -105,9 +117,34 @@ def pack_all(bundles: Sequence[Bundle]) -> list[Packed]:
                 amax = _largest_of_each(amax, [len(layouts) for layouts in bundle.fused])
             if bundle.powers_of_two:
                 amax = power_of_two_amax(amax, bundle.format)
-        buffer = pack(bundle.kernels, bundle.format, amax, plan_of(bundle.fused, bundle.format))
-        found.append(Packed(buffer, amax, bundle.format, tuple(bundle.slices)))
+        if fits_blocks(bundle.fused, bundle.format):
+            buffer = pack(bundle.kernels, bundle.format, amax, plan_of(bundle.fused, bundle.format))
+        else:
+            buffer = _pack_whole(bundle, amax)
+        found.append(Packed(buffer, amax, bundle.format, tuple(bundle.shards)))
     return found
+
+
+def _pack_whole(bundle: Bundle, amax: jax.Array | None) -> jax.Array:
+    """This rank's part of the bytes of whole weights; see [Note: whole]."""
+    first = bundle.fused[0][0]
+    plan = plan_of(bundle.fused, bundle.format)
+    part = _bytes_sent(bundle.fused, bundle.format)
+
+    def one(layer: tuple[list[Shards], jax.Array | None]) -> jax.Array:
+        shards, amax = layer
+        kernels = []
+        for mine, layouts in zip(shards, bundle.fused, strict=True):
+            rows = [jnp.moveaxis(x, layout.rows, -2) for x, layout in zip(mine, layouts, strict=True)]
+            parts = lax.all_gather(jnp.concatenate(rows, axis=-2), first.axes, axis=0)
+            kernels += _matrices(whole_kernels(parts, layouts), layouts)
+        buffer = pack([quantizable(x) for x in kernels], bundle.format, amax, plan)
+        padded = jnp.pad(buffer, (0, part * first.ranks - buffer.size))
+        return lax.dynamic_slice_in_dim(padded, lax.axis_index(first.axes) * part, part)
+
+    layers = (list(bundle.shards.values()), amax)
+    stacked = bundle.shards[next(iter(bundle.shards))][0].ndim > len(first.shape)
+    return lax.map(one, layers) if stacked else one(layers)
 
 
 def _largest_of_each(amax: jax.Array, kernels: Sequence[int]) -> jax.Array:
@@ -116,19 +153,21 @@ def _largest_of_each(amax: jax.Array, kernels: Sequence[int]) -> jax.Array:
     return jnp.concatenate([jnp.broadcast_to(jnp.max(p, -1, keepdims=True), p.shape) for p in parts], axis=-1)
 
 
-def _over_slices(vector: jax.Array, bundles: Sequence[Bundle]) -> jax.Array:
-    """The maximum of each weight's amax over the axes that cut any of them; on the others all ranks agree already.
+def _over_shards(vector: jax.Array, bundles: Sequence[Bundle]) -> jax.Array:
+    """The maximum of each weight's amax over the axes that shard any of them; on the others all ranks agree already.
 
-    Experts that tp divides are other ones on each of its ranks: they go into the vector side by side.
+    Experts that the tensor axis divides are other ones on each of its ranks: they go into the vector side by side.
     """
-    axes = {TP, *(axis for bundle in bundles for layouts in bundle.fused for axis in layouts[0].axes)}
-    names = tuple(axis for axis in reversed(AXES) if axis in axes)
+    kernels = [layout for bundle in bundles for layouts in bundle.fused for layout in layouts]
+    axes = axes_in_use(kernels)
+    names = tuple(axis for axis in reversed(jax.sharding.get_abstract_mesh().axis_names) if axis in axes)
     if degrees(names) == 1:
         return vector
     own = np.concatenate([bundle.divided for bundle in bundles])
     if not own.any():
         return lax.pmax(vector, names)
-    rank, ranks = lax.axis_index(TP), degrees((TP,))
+    tensor = next(one.split.axis for one in kernels if one.divided and one.split is not None)
+    rank, ranks = lax.axis_index(tensor), degrees((tensor,))
     side_by_side = jnp.zeros((ranks, int(own.sum())), vector.dtype).at[rank].set(vector[own])
     whole = lax.pmax(jnp.concatenate([vector[~own], jnp.ravel(side_by_side)]), names)
     shared, divided = jnp.split(whole, [int((~own).sum())])
@@ -136,17 +175,34 @@ def _over_slices(vector: jax.Array, bundles: Sequence[Bundle]) -> jax.Array:
 
 
 def gather_packed(packed: Packed, fused: Fused, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, ...]:
-    """The fused weights of one layer, each as `gather_weight` gives it, from one gather of bytes.
+    """Returns the fused weights of one layer, each as `gather_weight` gives it, from one gather of bytes.
 
     Args:
         packed: of one layer.
         fused: the layouts of each member's kernels; all with the same axes.
         dtype: of the weights.
     """
-    slices = packed.buffer if packed.gathered else _all_slices(packed.buffer, fused, axis=0)
+    buffers = packed.buffer if packed.gathered else _of_all_ranks(packed.buffer, fused, axis=0)
     exact = jnp.float32 if np.dtype(dtype) == np.float64 else dtype
-    weights = unpack(slices, packed.format, packed.amax, plan_of(fused, packed.format), exact)
-    return tuple(as_fused(weight.astype(dtype), layouts) for weight, layouts in zip(weights, fused, strict=True))
+    plan, by_shard = plan_of(fused, packed.format), fits_blocks(fused, packed.format)
+    if not by_shard:
+        buffers = jnp.reshape(buffers, (1, -1))[:, : plan.bytes(packed.format)]
+    weights = unpack(buffers, packed.format, packed.amax, plan, exact)
+    make = _from_shards if by_shard else _from_whole
+    return tuple(make(weight.astype(dtype), layouts) for weight, layouts in zip(weights, fused, strict=True))
+
+
+def _from_shards(weight: jax.Array, layouts: Sequence[Layout]) -> jax.Array:
+    """All ranks' rows one after another, in the shape of the fused weight."""
+    first = layouts[0]
+    return fuse(jnp.reshape(weight, (first.ranks, *first.shard_shape[:-2], -1, weight.shape[-1])), layouts)
+
+
+def _from_whole(weight: jax.Array, layouts: Sequence[Layout]) -> jax.Array:
+    """Whole kernels' rows one after another, in the shape of the fused weight."""
+    whole = jnp.reshape(weight, (*layouts[0].shard_shape[:-2], -1, weight.shape[-1]))
+    ends = np.cumsum([layout.matrix_of(layout.whole_shape)[0] for layout in layouts])
+    return fuse_kernels(jnp.split(whole, ends[:-1], axis=-2), layouts)
 
 
 def gather_codes(packed: Packed, layouts: Sequence[Layout]) -> QuantizedArray:
@@ -157,73 +213,88 @@ def gather_codes(packed: Packed, layouts: Sequence[Layout]) -> QuantizedArray:
         layouts: of its kernels, no experts'.
     """
     assert packed.amax is not None and packed.format.block is None
-    slices = packed.buffer if packed.gathered else _all_slices(packed.buffer, [layouts], axis=0)
+    buffers = packed.buffer if packed.gathered else _of_all_ranks(packed.buffer, [layouts], axis=0)
     plan = plan_of([layouts], packed.format)
-    (matrix,) = plan.outputs(len(slices))
-    codes = slices
-    if slices.size != math.prod(matrix):  # sections begin at multiples of 16 bytes
+    (matrix,) = plan.outputs(len(buffers))
+    codes = buffers
+    if buffers.size != math.prod(matrix):  # sections begin at multiples of 16 bytes
         ends = [(section.start, section.start + section.bytes) for section, _ in plan.sections(packed.format)]
-        codes = jnp.concatenate([slices[:, start:end] for start, end in ends], axis=1)
-    return QuantizedArray(jnp.reshape(codes, matrix), None, packed.amax[0], packed.format, matrix)
+        codes = jnp.concatenate([buffers[:, start:end] for start, end in ends], axis=1)
+    fused = _from_shards(jnp.reshape(codes, matrix), layouts)  # the code 0 is the number 0, in padding too
+    return QuantizedArray(fused, None, packed.amax[0], packed.format, fused.shape)
 
 
 def hold_layers(packed: Packed, fused: Fused, start: int, stop: int) -> Packed:
-    """Layers `start` to `stop` (exclusive) of a stack with all ranks' slices, in one gather."""
+    """Returns layers `start` to `stop` (exclusive) of a stack with all ranks' shards, from one gather."""
     some = jax.tree.map(lambda a: a[start:stop], packed)
-    return dataclasses.replace(some, buffer=_all_slices(some.buffer, fused, axis=1), gathered=True)
+    return dataclasses.replace(some, buffer=_of_all_ranks(some.buffer, fused, axis=1), gathered=True)
 
 
-def _all_slices(buffer: jax.Array, fused: Fused, axis: int) -> jax.Array:
-    if fused[0][0].gtp == 1:
+def _of_all_ranks(buffer: jax.Array, fused: Fused, axis: int) -> jax.Array:
+    if fused[0][0].ranks == 1:
         return jnp.expand_dims(buffer, axis)
     return lax.all_gather(buffer, fused[0][0].axes, axis=axis)
 
 
+def fits_blocks(fused: Fused, form: Format) -> bool:
+    """Says whether shards hold whole blocks of a format, so that each rank can quantize its own; see [Note: whole]."""
+    block_rows, block_cols = form.block or (1, 1)
+
+    def fits(layout: Layout) -> bool:
+        rows, cols = layout.matrix_of(layout.shard_shape)
+        return rows % block_rows == 0 and (layout.by_rows or cols % block_cols == 0)
+
+    return fused[0][0].ranks == 1 or all(fits(layout) for layouts in fused for layout in layouts)
+
+
+def _bytes_sent(fused: Fused, form: Format) -> int:
+    """Bytes that each rank sends in a gather."""
+    size = plan_of(fused, form).bytes(form)
+    if fits_blocks(fused, form):
+        return size
+    return -(-size // (fused[0][0].ranks * SECTION_BYTES)) * SECTION_BYTES
+
+
+def wire_bytes(fused: Fused, form: Format) -> int:
+    """Returns the bytes of a layer's gathered weights on the wire, codes and scales of all shards together."""
+    first = fused[0][0]
+    return first.shards * _bytes_sent(fused, form)
+
+
 def plan_of(fused: Fused, form: Format) -> PackPlan:
-    """How the kernels of a layer's weights share a buffer.
+    """Returns how the kernels of a layer's weights share a buffer: their shards, or the whole kernels where shards
+    would cut blocks in two.
 
     Raises:
-        ValueError: if a slice's rows cut the format's blocks in two, or are shorter than a block.
+        ValueError: if a kernel's rows are shorter than a block.
     """
     return _plan(tuple(map(tuple, fused)), form)
 
 
 @functools.cache
 def _plan(fused: tuple[tuple[Layout, ...], ...], form: Format) -> PackPlan:
-    block_rows, block_cols = form.block or (1, 1)
+    block_cols = form.block[1] if form.block else 1
+    by_shard = fits_blocks(fused, form)
     pieces = []
     for out, layouts in enumerate(fused):
         row = 0
-        for layout in [one.matrix for _ in range(layouts[0].matrices) for one in layouts]:
-            rows = layout.padded_rows // layout.gtp
-            if layout.gtp > 1 and rows % block_rows:
+        for layout in [one for _ in range(layouts[0].matrices) for one in layouts]:
+            rows, cols = layout.matrix_of(layout.shard_shape if by_shard else layout.whole_shape)
+            length = layout.matrix_of(layout.whole_shape)[1]
+            if length < block_cols:
                 raise ValueError(
-                    f"a weight of shape {layout.shape} has slices of {rows} rows, which cut {form.name}'s blocks of "
-                    f"{block_rows} rows in two. Build the model with `alignment={form.alignment}`."
-                )
-            cols = layout.slice_shape[1 - layout.dim]
-            if cols < block_cols:
-                raise ValueError(
-                    f"a weight of shape {layout.shape} has rows of {cols} elements on a rank, fewer than the "
+                    f"a weight of shape {layout.shape} has rows of {length} elements on a rank, fewer than the "
                     f"{block_cols} of a block of {form.name}. Name its module in the recipe's `keep`, or choose "
                     "`gtp_jax.FP8()`, which has no blocks."
                 )
-            pieces.append(
-                Piece(
-                    rows=rows,
-                    cols=cols,
-                    transposed=layout.dim == 1,
-                    total_rows=rows,
-                    out=out,
-                    out_row=row,
-                )
-            )
+            transposed = by_shard and layout.rows > layout.cols
+            pieces.append(Piece(rows=rows, cols=cols, transposed=transposed, total_rows=rows, out=out, out_row=row))
             row += rows
     return PackPlan(tuple(pieces), by_slice=True)
 
 
-def _matrices(slices: Slices, layouts: Sequence[Layout]) -> list[jax.Array]:
-    """The kernels' slices; of experts, every expert's kernels in turn."""
+def _matrices(shards: Sequence[jax.Array], layouts: Sequence[Layout]) -> list[jax.Array]:
+    """The kernels' shards; of experts, every expert's kernels in turn."""
     if len(layouts[0].shape) == 2:
-        return list(slices)
-    return [x[..., expert, :, :] for expert in range(layouts[0].matrices) for x in slices]
+        return list(shards)
+    return [x[..., expert, :, :] for expert in range(layouts[0].matrices) for x in shards]

@@ -1,4 +1,4 @@
-"""The sum of gradients over the mesh axes that do not cut a parameter. Called inside a `shard_map`."""
+"""The sum of gradients over the mesh axes that do not shard a parameter. Called inside a `shard_map`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..mesh import cut_axes, degree
+from ..mesh import axes_of, degree
 
 
 def sum_over_replicas(gradients: Any, specs: Any) -> Any:
@@ -26,7 +26,7 @@ def sum_over_replicas(gradients: Any, specs: Any) -> Any:
     names = jax.sharding.get_abstract_mesh().axis_names
     groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for i, spec in enumerate(partitions):
-        groups[tuple(a for a in names if a not in cut_axes(spec) and degree(a) > 1)].append(i)
+        groups[tuple(a for a in names if a not in axes_of(spec) and degree(a) > 1)].append(i)
     for axes, members in groups.items():
         if axes:
             for i, total in zip(members, lax.psum([leaves[i] for i in members], axes), strict=True):

@@ -13,20 +13,21 @@ left. Gradients go through the same two loops, each the other's transpose.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..mesh import TP, degree
+from ..mesh import degree
 from ..ops import linear
 
 Parts = tuple[jax.Array, ...]
 
 
-@jax.custom_vjp
-def gather_linear(x: jax.Array, weight: jax.Array) -> Parts:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def gather_linear(x: jax.Array, weight: jax.Array, axis: str) -> Parts:
     """`linear` of every rank's part of the sequence, of which `x` is this rank's.
 
     Backward gathers the sequence again for the weight's gradient (Korthikanti et al. 2022, arXiv 2205.05198). That of
@@ -35,26 +36,29 @@ def gather_linear(x: jax.Array, weight: jax.Array) -> Parts:
     Args:
         x: `(batch, sequence / tp, features_in)`.
         weight: `(features_out, features_in)`.
+        axis: the tensor axis, which shards the sequence.
     """
-    return _while_gathered(x, lambda part, _: linear(part, weight))
+    return _while_gathered(x, lambda part, _: linear(part, weight), axis)
 
 
-def _gather_linear_forward(x: jax.Array, weight: jax.Array) -> tuple[Parts, tuple[jax.Array, jax.Array]]:
-    return gather_linear(x, weight), (x, weight)
+def _gather_linear_forward(x: jax.Array, weight: jax.Array, axis: str) -> tuple[Parts, tuple[jax.Array, jax.Array]]:
+    return gather_linear(x, weight, axis), (x, weight)
 
 
-def _gather_linear_backward(saved: tuple[jax.Array, jax.Array], gradients: Parts) -> tuple[jax.Array, jax.Array]:
+def _gather_linear_backward(
+    axis: str, saved: tuple[jax.Array, jax.Array], gradients: Parts
+) -> tuple[jax.Array, jax.Array]:
     x, weight = saved
-    to_x = _while_scattered(gradients, lambda gradient: _to_input(gradient, weight))
-    to_weight = _while_gathered(x, lambda part, s: _to_weight(part, gradients[s]))
+    to_x = _while_scattered(gradients, lambda gradient: _to_input(gradient, weight), axis)
+    to_weight = _while_gathered(x, lambda part, s: _to_weight(part, gradients[s], axis), axis)
     return to_x, _sum(to_weight, weight)
 
 
 gather_linear.defvjp(_gather_linear_forward, _gather_linear_backward)
 
 
-@jax.custom_vjp
-def linear_scatter(parts: Parts, weight: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def linear_scatter(parts: Parts, weight: jax.Array, axis: str) -> jax.Array:
     """The sum over ranks of `linear` of every rank's part, of which each rank gets its own.
 
     Sums are in the dtype of the product, as those of a reduce-scatter are; the weight's gradient as in `gather_linear`.
@@ -62,75 +66,80 @@ def linear_scatter(parts: Parts, weight: jax.Array) -> jax.Array:
     Args:
         parts: `(batch, sequence / tp, features_in)` each.
         weight: `(features_out, features_in)`.
+        axis: the tensor axis, which shards the sequence.
     """
-    return _while_scattered(parts, lambda part: linear(part, weight))
+    return _while_scattered(parts, lambda part: linear(part, weight), axis)
 
 
-def _linear_scatter_forward(parts: Parts, weight: jax.Array) -> tuple[jax.Array, tuple[Parts, jax.Array]]:
-    return linear_scatter(parts, weight), (parts, weight)
+def _linear_scatter_forward(parts: Parts, weight: jax.Array, axis: str) -> tuple[jax.Array, tuple[Parts, jax.Array]]:
+    return linear_scatter(parts, weight, axis), (parts, weight)
 
 
-def _linear_scatter_backward(saved: tuple[Parts, jax.Array], gradient: jax.Array) -> tuple[Parts, jax.Array]:
+def _linear_scatter_backward(axis: str, saved: tuple[Parts, jax.Array], gradient: jax.Array) -> tuple[Parts, jax.Array]:
     parts, weight = saved
     to_weight: list[jax.Array] = []
 
     def to_input(gradient: jax.Array, s: int) -> jax.Array:
-        to_weight.append(_to_weight(parts[s], gradient))
+        to_weight.append(_to_weight(parts[s], gradient, axis))
         return _to_input(gradient, weight)
 
-    return _while_gathered(gradient, to_input), _sum(to_weight, weight)
+    return _while_gathered(gradient, to_input, axis), _sum(to_weight, weight)
 
 
 linear_scatter.defvjp(_linear_scatter_forward, _linear_scatter_backward)
 
 
-@jax.custom_vjp
-def join_parts(parts: Parts) -> jax.Array:
-    """Parts, `(batch, sequence / tp, ...)`, to the sequence in its order, whole."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def join_parts(parts: Parts, axis: str) -> jax.Array:
+    """Returns the sequence in its order, whole, from its parts `(batch, sequence / ranks, ...)`."""
     length = parts[0].shape[1]
     whole = jnp.zeros((parts[0].shape[0], length * len(parts), *parts[0].shape[2:]), parts[0].dtype)
-    for part, start in zip(parts, _starts(length), strict=True):
+    for part, start in zip(parts, _starts(length, axis), strict=True):
         whole = lax.dynamic_update_slice_in_dim(whole, part, start, 1)
     return whole
 
 
-@jax.custom_vjp
-def split_parts(x: jax.Array) -> Parts:
-    """The sequence, whole, to parts.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def split_parts(x: jax.Array, axis: str) -> Parts:
+    """Returns the parts of a sequence, of which this rank has the whole.
 
     Raises:
-        ValueError: if tp does not divide it.
+        ValueError: if the axis does not divide it.
     """
-    length, rest = divmod(x.shape[1], degree(TP))
+    length, rest = divmod(x.shape[1], degree(axis))
     if rest:
         raise ValueError(
-            f"an input of shape {x.shape} leaves a row-parallel layer cut along its sequence, dimension 1, over tp = "
-            f"{degree(TP)}, which does not divide it. Pad the sequence, or pass `sequence_parallel=False`."
+            f"an input of shape {x.shape} leaves a row-parallel layer sharded along its sequence, dimension 1, over "
+            f"{axis} = {degree(axis)}, which does not divide it. Pad the sequence, or pass `sequence_parallel=False`."
         )
-    return tuple(lax.dynamic_slice_in_dim(x, start, length, 1) for start in _starts(length))
+    return tuple(lax.dynamic_slice_in_dim(x, start, length, 1) for start in _starts(length, axis))
 
 
 # Each is the other's inverse and transpose. JAX's own would add up arrays that are zero outside of one part.
-join_parts.defvjp(lambda parts: (join_parts(parts), None), lambda _, gradient: (split_parts(gradient),))
-split_parts.defvjp(lambda x: (split_parts(x), None), lambda _, gradients: (join_parts(gradients),))
+join_parts.defvjp(
+    lambda parts, axis: (join_parts(parts, axis), None), lambda axis, _, gradient: (split_parts(gradient, axis),)
+)
+split_parts.defvjp(
+    lambda x, axis: (split_parts(x, axis), None), lambda axis, _, gradients: (join_parts(gradients, axis),)
+)
 
 
-def _while_gathered(x: jax.Array, make: Callable[[jax.Array, int], jax.Array]) -> Parts:
+def _while_gathered(x: jax.Array, make: Callable[[jax.Array, int], jax.Array], axis: str) -> Parts:
     """`make(part, s)` of every part, `x` being part 0, each while the next is on its way [Note: turns]."""
     made = [make(x, 0)]
-    for s in range(1, degree(TP)):
-        x, made[-1] = lax.optimization_barrier((_send(x, 1), made[-1]))
+    for s in range(1, degree(axis)):
+        x, made[-1] = lax.optimization_barrier((_send(x, 1, axis), made[-1]))
         made.append(make(x, s))
     return tuple(made)
 
 
-def _while_scattered(parts: Parts, make: Callable[[jax.Array], jax.Array]) -> jax.Array:
+def _while_scattered(parts: Parts, make: Callable[[jax.Array], jax.Array], axis: str) -> jax.Array:
     """The sum over ranks of `make` of this rank's part, each made while the sum for another is on its way."""
     total = make(parts[-1])
     for part in reversed(parts[:-1]):
         # it is not added within the matmul, which would wait for it
         part, total = lax.optimization_barrier((part, total))
-        total, made = lax.optimization_barrier((_send(total, -1), make(part)))
+        total, made = lax.optimization_barrier((_send(total, -1, axis), make(part)))
         total = total + made
     return total
 
@@ -139,9 +148,9 @@ def _to_input(gradient: jax.Array, weight: jax.Array) -> jax.Array:
     return lax.dot_general(gradient, weight, (((gradient.ndim - 1,), (0,)), ((), ())))
 
 
-def _to_weight(part: jax.Array, gradient: jax.Array) -> jax.Array:
+def _to_weight(part: jax.Array, gradient: jax.Array, axis: str) -> jax.Array:
     rows = tuple(range(part.ndim - 1))
-    dtype = part.dtype if degree(TP) <= 2 else jnp.promote_types(part.dtype, jnp.float32)
+    dtype = part.dtype if degree(axis) <= 2 else jnp.promote_types(part.dtype, jnp.float32)
     return lax.dot_general(gradient, part, ((rows, rows), ((), ())), preferred_element_type=dtype)
 
 
@@ -149,11 +158,11 @@ def _sum(terms: Sequence[jax.Array], like: jax.Array) -> jax.Array:
     return sum(terms[1:], terms[0]).astype(like.dtype)
 
 
-def _starts(length: int) -> list[jax.Array]:
-    own, tp = lax.axis_index(TP), degree(TP)
-    return [(own - s) % tp * length for s in range(tp)]
+def _starts(length: int, axis: str) -> list[jax.Array]:
+    own, ranks = lax.axis_index(axis), degree(axis)
+    return [(own - s) % ranks * length for s in range(ranks)]
 
 
-def _send(x: jax.Array, ahead: int) -> jax.Array:
-    tp = degree(TP)
-    return lax.ppermute(x, TP, [(rank, (rank + ahead) % tp) for rank in range(tp)])
+def _send(x: jax.Array, ahead: int, axis: str) -> jax.Array:
+    ranks = degree(axis)
+    return lax.ppermute(x, axis, [(rank, (rank + ahead) % ranks) for rank in range(ranks)])

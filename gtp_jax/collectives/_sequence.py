@@ -1,9 +1,9 @@
-"""The activation's collectives on the tp axis, at once (Korthikanti et al. 2022, arXiv 2205.05198). Called inside a
+"""The activation's collectives on the tensor axis, at once (Korthikanti et al. 2022, arXiv 2205.05198). Called inside a
 `shard_map`. Around a plain matmul the sequence moves part by part instead, see `_ring`.
 
 Gradients are those of the sum of every rank's loss with respect to every rank's copy (the convention of `shard_map`
 with `check_vma=False`). So `psum` transposes to `psum`, nothing is added at the entrance of a column-parallel layer,
-and a parameter that a mesh axis does not cut gets its gradient summed over that axis, once, at the end.
+and a parameter that a mesh axis does not shard gets its gradient summed over that axis, once, at the end.
 """
 
 from __future__ import annotations
@@ -11,20 +11,29 @@ from __future__ import annotations
 import jax
 from jax import lax
 
-from ..mesh import TP, degree
+from ..mesh import degree
 
 
-def enter(x: jax.Array, *, sequence_parallel: bool) -> jax.Array:
-    """`(batch, sequence / tp, features)` to `(batch, sequence, features)`, ahead of a column-parallel matmul."""
-    if degree(TP) == 1 or not sequence_parallel:
+def gather_sequence(x: jax.Array, axis: str | None, *, sequence_parallel: bool) -> jax.Array:
+    """`(batch, sequence / ranks, features)` to `(batch, sequence, features)`, ahead of a column-parallel matmul."""
+    if axis is None or degree(axis) == 1 or not sequence_parallel:
         return x
-    return lax.all_gather(x, TP, axis=1, tiled=True)
+    return lax.all_gather(x, axis, axis=1, tiled=True)
 
 
-def leave(y: jax.Array, *, sequence_parallel: bool) -> jax.Array:
-    """Sums the partial products behind a row-parallel matmul, and cuts the sequence again if it was cut."""
-    if degree(TP) == 1:
+def reduce_scatter_sequence(y: jax.Array, axis: str | None, *, sequence_parallel: bool) -> jax.Array:
+    """Sums the partial products behind a row-parallel matmul, and shards the sequence again if it was sharded.
+
+    Raises:
+        ValueError: if the axis does not divide a sequence that is to be sharded.
+    """
+    if axis is None or degree(axis) == 1:
         return y
     if not sequence_parallel:
-        return lax.psum(y, TP)
-    return lax.psum_scatter(y, TP, scatter_dimension=1, tiled=True)
+        return lax.psum(y, axis)
+    if y.shape[1] % degree(axis):
+        raise ValueError(
+            f"an output of shape {y.shape} is to be sharded along its sequence, dimension 1, over {axis} = "
+            f"{degree(axis)}, which does not divide it. Pad the sequence, or pass `sequence_parallel=False`."
+        )
+    return lax.psum_scatter(y, axis, scatter_dimension=1, tiled=True)

@@ -1,18 +1,23 @@
-"""Slices to a whole weight, and its gradient back to slices. Called inside a `shard_map`.
+"""Shards to a gathered weight, and its gradient back to shards. Called inside a `shard_map`.
 
 [Note: the fused weight]
-A layer may hold several kernels that meet the same input (query, key, value; gate and up). Their slices are laid one
-after the other and travel in one gather, so the gathered weight holds, rank after rank, every kernel's rows:
+A layer may hold several kernels that meet the same input (query, key, value; gate and up). Their shards are laid one
+after another and travel in one gather. Where shards are whole rows, in multiples of a block, the gathered weight holds,
+rank after rank, every kernel's rows:
 
-    (gtp, rows of kernel 0 | rows of kernel 1 | ..., features_in)
+    (ranks, rows of kernel 0 | rows of kernel 1 | ..., features_in)
 
-It goes into one matmul as it is. `split_features` then takes the kernels' outputs apart in the activation, where
-cutting is free, and drops the columns that come from padding. Of a layer of experts a rank's part has every expert's
-kernels in turn, and the fused weight is `(gtp, experts, rows of kernel 0 | rows of kernel 1 | ..., features_in)`.
+It goes into one matmul as it is, with no copy. `split_features` then takes the kernels' outputs apart in the
+activation. Of a layer of experts a rank's part has every expert's kernels in turn, and the fused weight is
+`(ranks, experts, rows of kernel 0 | rows of kernel 1 | ..., features_in)`.
+
+Other shards (columns; rows that are no multiple of a block; those of which each tensor rank takes its part) are put in
+order first, by one copy of the weight. The result has the same form, with 1 for `ranks`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,114 +26,215 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..mesh import Layout
+from ..layout import BLOCK, Layout
 from ..ops import row_major
 
-Slices = tuple[jax.Array, ...]
+Shards = tuple[jax.Array, ...]
 
 # XLA's CPU backend widens 16-bit floats in collectives; as integers they keep their true size on every backend.
 WIRE = {np.dtype(jnp.bfloat16): jnp.uint16, np.dtype(jnp.float16): jnp.uint16}
 
 
-def gather_weight(slices: Slices, layouts: Sequence[Layout], dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The fused weight of a layer, from this rank's slices.
+def gather_weight(shards: Shards, layouts: Sequence[Layout], dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Returns the fused weight of a layer, from this rank's shards.
 
     Args:
-        slices: one array a kernel, each of its layout's `slice_shape`.
-        layouts: the kernels' layouts; all with the same experts, axes and gtp degree.
+        shards: one array a kernel, each of its layout's `shard_shape`.
+        layouts: the kernels' layouts; see `layouts_of_kernels`.
         dtype: the dtype on the wire and in the matmul.
 
     Returns:
-        `(gtp * rows, other)`, see [Note: the fused weight]. With gtp 1 no collective is issued.
+        `(rows, features_in)`, or of experts `(ranks, experts, rows, features_in)`; see [Note: the fused weight]. With
+        one rank no collective is issued.
     """
-    rows = [jnp.moveaxis(s.astype(dtype), layout.dim, -2) for s, layout in zip(slices, layouts, strict=True)]
+    rows = [jnp.moveaxis(s.astype(dtype), layout.rows, -2) for s, layout in zip(shards, layouts, strict=True)]
     part = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=-2)
-    if layouts[0].gtp == 1:
-        return as_fused(part, layouts)
-    axes, wire = layouts[0].axes, WIRE.get(part.dtype)
-    part = jnp.reshape(part, (-1, part.shape[-1]))
-    if wire is None:
-        return as_fused(lax.all_gather(part, axes, axis=0, tiled=True), layouts)
-    whole = lax.all_gather(lax.bitcast_convert_type(part, wire), axes, axis=0, tiled=True)
-    return as_fused(lax.bitcast_convert_type(whole, part.dtype), layouts)
+    ranks, axes, wire = layouts[0].ranks, layouts[0].axes, WIRE.get(part.dtype)
+    flat = jnp.reshape(part, (-1, part.shape[-1]))
+    if ranks > 1 and wire is None:
+        flat = lax.all_gather(flat, axes, axis=0, tiled=True)
+    elif ranks > 1:
+        whole = lax.all_gather(lax.bitcast_convert_type(flat, wire), axes, axis=0, tiled=True)
+        flat = lax.bitcast_convert_type(whole, part.dtype)
+    return fuse(jnp.reshape(flat, (ranks, *part.shape)), layouts)
 
 
-def as_fused(weight: jax.Array, layouts: Sequence[Layout]) -> jax.Array:
-    """All ranks' rows, one after another, in the shape of the fused weight."""
-    if len(layouts[0].shape) == 2:
-        return weight
-    return jnp.reshape(weight, (layouts[0].gtp, layouts[0].matrices, -1, weight.shape[-1]))
+def fuse(parts: jax.Array, layouts: Sequence[Layout]) -> jax.Array:
+    """Returns the fused weight made of all ranks' shards.
+
+    Args:
+        parts: `(ranks, *experts, rows of kernel 0 | rows of kernel 1 | ..., cols)`, of each rank's shards.
+        layouts: the kernels' layouts.
+    """
+    if not in_order(layouts):
+        return fuse_kernels(whole_kernels(parts, layouts), layouts)
+    return parts if parts.ndim > 3 else jnp.reshape(parts, (-1, parts.shape[-1]))
+
+
+def fuse_kernels(kernels: Sequence[jax.Array], layouts: Sequence[Layout]) -> jax.Array:
+    """Returns the fused weight made of whole kernels, `(*experts, rows, cols)` each: kernel after kernel."""
+    parts = [_take(kernel, layout) for kernel, layout in zip(kernels, layouts, strict=True)]
+    fused = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-2)
+    return fused[None] if fused.ndim > 2 else fused
+
+
+def unfuse(gradient: jax.Array, layouts: Sequence[Layout]) -> jax.Array:
+    """Returns, of a fused weight's gradient, what belongs to each rank's shards: `fuse`, transposed."""
+    first = layouts[0]
+    if in_order(layouts):
+        return jnp.reshape(gradient, (first.ranks, *_lead(first), -1, gradient.shape[-1]))
+    use = [layout.matrix_of(layout.use_shape) for layout in layouts]
+    whole = jnp.reshape(gradient, (*first.use_shape[:-2], sum(rows for rows, _ in use), use[0][1]))
+    pieces = jnp.split(whole, np.cumsum([rows for rows, _ in use])[:-1], axis=-2)
+    return _by_rank([_place(piece, layout) for piece, layout in zip(pieces, layouts, strict=True)], layouts)
+
+
+def in_order(layouts: Sequence[Layout]) -> bool:
+    """Says whether rank after rank is an order in which the fused weight can be multiplied."""
+    first = layouts[0]
+    if first.takes_part or not (first.by_rows or first.ranks == 1):
+        return False
+    one_matrix = len(layouts) == 1 and len(first.shape) == 2
+    return one_matrix or first.ranks == 1 or all(one.shard_shape[one.rows] % BLOCK == 0 for one in layouts)
+
+
+def use_rows(layouts: Sequence[Layout]) -> tuple[int, ...]:
+    """Returns each kernel's rows in the fused weight."""
+    return tuple(layout.use_shape[layout.rows] for layout in layouts)
 
 
 def scatter_gradient(
     gradient: jax.Array, layouts: Sequence[Layout], dtype: jax.typing.DTypeLike, out: Sequence[jax.typing.DTypeLike]
-) -> Slices:
-    """Sums the fused weight's gradient over the gtp axis and returns this rank's slices: `gather_weight`, transposed.
+) -> Shards:
+    """Sums a fused weight's gradient over its ranks and returns this rank's shards: `gather_weight`, transposed.
+
+    Gradients of padding are dropped.
 
     Args:
         gradient: of the fused weight's shape.
         layouts: as in `gather_weight`.
         dtype: the dtype on the wire, in which the sum is taken: of bfloat16, every partial sum is rounded to it.
             `exchange_gradients` rounds each rank's gradient alone.
-        out: dtype of each returned slice.
+        out: dtype of each returned shard.
     """
-    part = jnp.reshape(gradient.astype(dtype), (-1, gradient.shape[-1]))
-    if layouts[0].gtp > 1:
+    parts = unfuse(gradient.astype(dtype), layouts)
+    part = jnp.reshape(parts, (-1, parts.shape[-1]))
+    if layouts[0].ranks > 1:
         part = lax.psum_scatter(part, layouts[0].axes, scatter_dimension=0, tiled=True)
-    return as_slices(part, layouts, out)
+    return as_shards(part, layouts, out)
 
 
-def as_slices(part: jax.Array, layouts: Sequence[Layout], out: Sequence[jax.typing.DTypeLike]) -> Slices:
-    """This rank's rows of a fused weight, as its kernels' slices in the dtypes `out`."""
-    part = jnp.reshape(part, (*layouts[0].slice_shape[:-2], -1, part.shape[-1]))
-    ends = np.cumsum([layout.padded_rows // layout.gtp for layout in layouts])
+def as_shards(part: jax.Array, layouts: Sequence[Layout], out: Sequence[jax.typing.DTypeLike]) -> Shards:
+    """Returns this rank's part of a fused weight as its kernels' shards, in the dtypes `out`."""
+    part = jnp.reshape(part, (*_lead(layouts[0]), -1, part.shape[-1]))
+    ends = np.cumsum([layout.shard_shape[layout.rows] for layout in layouts])
     pieces = jnp.split(part, ends[:-1], axis=-2)
     # else XLA keeps the wire's order, and transposes parameter and moments inside the optimizer's kernel
     return tuple(
-        row_major(jnp.moveaxis(piece, -2, layout.dim).astype(kind))
+        row_major(jnp.moveaxis(piece, -2, layout.rows).astype(kind))
         for piece, layout, kind in zip(pieces, layouts, out, strict=True)
     )
 
 
-def split_features(y: jax.Array, layouts: Sequence[Layout]) -> Slices:
-    """The kernels' outputs, each `(..., rows)`, from the product with a fused weight, `(..., gtp * rows)`."""
-    gtp = layouts[0].gtp
+def split_features(y: jax.Array, layouts: Sequence[Layout]) -> Shards:
+    """Returns the kernels' outputs, each `(..., rows)`, from the product with a fused weight."""
     if len(layouts) == 1:
-        return (y[..., : layouts[0].rows],)
-    by_rank = jnp.reshape(y, (*y.shape[:-1], gtp, -1))
-    ends = np.cumsum([layout.padded_rows // gtp for layout in layouts])
-    pieces = jnp.split(by_rank, ends[:-1], axis=-1)
-    return tuple(
-        jnp.reshape(piece, (*y.shape[:-1], layout.padded_rows))[..., : layout.rows]
-        for piece, layout in zip(pieces, layouts, strict=True)
-    )
+        return (y,)
+    ranks = layouts[0].ranks if in_order(layouts) else 1
+    sizes = use_rows(layouts)
+    by_rank = jnp.reshape(y, (*y.shape[:-1], ranks, -1))
+    pieces = jnp.split(by_rank, np.cumsum([size // ranks for size in sizes])[:-1], axis=-1)
+    return tuple(jnp.reshape(piece, (*y.shape[:-1], size)) for piece, size in zip(pieces, sizes, strict=True))
 
 
 def gathered(
-    slices: Slices,
+    shards: Shards,
     sent: Any,
     gather: Callable[[Any], jax.Array],
-    scatter: Callable[[jax.Array], Slices],
+    scatter: Callable[[jax.Array], Shards],
 ) -> jax.Array:
-    """A gather with a scatter as its gradient, for a layer that stands outside a chain.
+    """Gathers, with a scatter as the gradient, for a layer that stands outside a chain.
 
     Args:
-        slices: what the gradient belongs to.
-        sent: what is gathered: the slices, or what they were quantized to.
+        shards: what the gradient belongs to.
+        sent: what is gathered: the shards, or what they were quantized to.
         gather: `sent` to the fused weight.
-        scatter: its gradient to that of the slices.
+        scatter: its gradient to that of the shards.
     """
 
     @jax.custom_vjp
-    def apply(slices: Slices, sent: Any) -> jax.Array:
+    def apply(shards: Shards, sent: Any) -> jax.Array:
         return gather(sent)
 
-    def fwd(slices: Slices, sent: Any) -> tuple[jax.Array, None]:
+    def fwd(shards: Shards, sent: Any) -> tuple[jax.Array, None]:
         return gather(sent), None
 
-    def bwd(residuals: None, gradient: jax.Array) -> tuple[Slices, None]:
+    def bwd(residuals: None, gradient: jax.Array) -> tuple[Shards, None]:
         del residuals
         return scatter(gradient), None
 
     apply.defvjp(fwd, bwd)
-    return apply(slices, sent)
+    return apply(shards, sent)
+
+
+def _lead(layout: Layout) -> tuple[int, ...]:
+    """The leading dimensions of a shard: its experts."""
+    return layout.shard_shape[:-2]
+
+
+def whole_kernels(parts: jax.Array, layouts: Sequence[Layout]) -> list[jax.Array]:
+    """Returns whole kernels, `(*lead, rows, cols)` each, made of all ranks' shards.
+
+    Args:
+        parts: `(ranks, *lead, rows of kernel 0 | rows of kernel 1 | ..., cols)`.
+        layouts: the kernels' layouts.
+    """
+    ends = np.cumsum([layout.matrix_of(layout.shard_shape)[0] for layout in layouts])
+    found = []
+    for piece, layout in zip(jnp.split(parts, ends[:-1], axis=-2), layouts, strict=True):
+        ahead = -3 if layout.by_rows else -2  # of the dimension that the ranks divide
+        moved = jnp.moveaxis(piece, 0, ahead)
+        rows, cols = layout.matrix_of(layout.whole_shape)
+        found.append(jnp.reshape(moved, (*parts.shape[1:-2], rows, cols)))
+    return found
+
+
+def _by_rank(kernels: Sequence[jax.Array], layouts: Sequence[Layout]) -> jax.Array:
+    """Whole kernels as all ranks' shards: `whole_kernels`, transposed."""
+    found = []
+    for kernel, layout in zip(kernels, layouts, strict=True):
+        rows, cols = layout.matrix_of(layout.shard_shape)
+        if layout.by_rows:
+            parted = jnp.reshape(kernel, (*_lead(layout), layout.ranks, rows, cols))
+            found.append(jnp.moveaxis(parted, -3, 0))
+        else:
+            parted = jnp.reshape(kernel, (*_lead(layout), rows, layout.ranks, cols))
+            found.append(jnp.moveaxis(parted, -2, 0))
+    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=-2)
+
+
+def _take(kernel: jax.Array, layout: Layout) -> jax.Array:
+    """This tensor rank's part of a whole kernel `(*experts, rows, cols)`."""
+    if not layout.takes_part or layout.split is None:
+        return kernel
+    return layout.split.take(kernel, _dim_of_split(layout))
+
+
+def _place(part: jax.Array, layout: Layout) -> jax.Array:
+    """The whole kernel with this tensor rank's part in place: `_take`, transposed."""
+    if not layout.takes_part or layout.split is None:
+        return part
+    return layout.split.place(part, _dim_of_split(layout))
+
+
+def _dim_of_split(layout: Layout) -> int:
+    """The dimension that tensor ranks divide, in the order `(*experts, rows, cols)`."""
+    if layout.divided:
+        assert layout.split_dim is not None
+        return layout.split_dim
+    return -2 if layout.split_dim == layout.rows else -1
+
+
+def bytes_of(layouts: Sequence[Layout], itemsize: int) -> int:
+    """Returns the bytes of all different shards of these weights."""
+    return sum(layout.shards * math.prod(layout.shard_shape) * itemsize for layout in layouts)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..mesh import BATCH_AXES
+from ..mesh import Roles
 from ._windows import Windows
 
 
@@ -23,27 +23,29 @@ class Loader:
     Attributes:
         windows: where rows come from.
         batch: sequences of a batch, over all devices.
-        mesh: with the axes that cut the batch.
+        mesh: with the axes that shard the batch.
+        roles: which axes these are.
 
     Raises:
-        ValueError: if the devices that cut the batch do not divide it.
+        ValueError: if the devices that shard the batch do not divide it.
     """
 
     windows: Windows
     batch: int
     mesh: Mesh
+    roles: Roles = Roles()
 
     def __post_init__(self) -> None:
-        ranks = int(np.prod([self.mesh.shape[axis] for axis in BATCH_AXES]))
+        ranks = int(np.prod([self.mesh.shape[axis] for axis in self.roles.batch]))
         if self.batch < 1 or self.batch % ranks:
             raise ValueError(
-                f"`batch` is {self.batch}; it is cut over {' x '.join(BATCH_AXES)} = {ranks} ranks and must be a "
-                "multiple of that."
+                f"`batch` is {self.batch}; it is sharded over {' x '.join(self.roles.batch)} = {ranks} ranks and must "
+                "be a multiple of that."
             )
 
     def at(self, step: int) -> dict[str, jax.Array]:
-        """The batch of a step, arrays of shape `(batch, seq)` whose rows are cut over dp and gtp."""
-        sharding = NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
+        """The batch of a step, arrays of shape `(batch, seq)` whose rows are sharded over the batch's axes."""
+        sharding = NamedSharding(self.mesh, PartitionSpec(self.roles.batch))
 
         @functools.cache  # tp ranks need the same rows
         def rows(start: int, stop: int) -> dict[str, np.ndarray]:

@@ -14,12 +14,6 @@ DP, GTP, TP = "dp", "gtp", "tp"
 # Outermost first. tp is innermost, so that its ranks are neighbours; `ep` will go between dp and gtp.
 AXES = (DP, GTP, TP)
 
-# The axes that cut the batch: ranks of a gtp group train on different sequences.
-BATCH_AXES = (DP, GTP)
-
-# The axes that cut a weight's output features, tp outer and gtp inner.
-WEIGHT_AXES = (TP, GTP)
-
 View = Literal["plain", "global", "local"]
 
 
@@ -74,19 +68,20 @@ def current_view() -> View:
     return "local"
 
 
-def degree(axis: str) -> int:
-    """The size of a mesh axis in scope; 1 without a mesh.
+def degree(axis: str | None) -> int:
+    """Returns the size of a mesh axis in scope; 1 without a mesh, and for `None`.
 
     Raises:
         ValueError: if the mesh in scope has no such axis.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if mesh.empty or axis is None:
         return 1
     if axis not in mesh.shape:
         raise ValueError(
             f"the mesh in scope has the axes {mesh.axis_names}, and none named {axis!r}. "
-            "Build it with `gtp_jax.make_mesh(dp=..., gtp=..., tp=...)`; a degree of 1 is fine."
+            "Build it with `gtp_jax.make_mesh(dp=..., gtp=..., tp=...)`; a degree of 1 is fine. For axes of your own "
+            "say what they do: `gtp_jax.use_roles(gtp_jax.Roles(...))`."
         )
     return mesh.shape[axis]
 

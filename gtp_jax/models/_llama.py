@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..chain import Remat, Schedule
-from ..mesh import ALIGNMENT, GTP
 from ..nn import (
     MLP,
     Attention,
@@ -50,16 +49,15 @@ class LlamaConfig:
         top_k: experts a token.
         balance: weight of the term that keeps experts evenly loaded; see `MoE`.
         expert_parallel: what tp does to experts; see `MoE`.
-        expert_axes: mesh axes along which the slices of experts lie; see `GroupedDense`.
+        expert_axes: mesh axes over which experts are gathered, those of dense layers by default; see `GroupedDense`.
         tied: whether the head uses the embedding's table.
         rope_theta: base of the rotary wavelengths.
         eps: of the norms.
         dtype: compute dtype, by name.
         reduce_dtype: in which weight gradients are summed over gtp; `dtype` if `None`.
-        sequence_parallel: cut the sequence over tp between layers.
+        sequence_parallel: shard the sequence over tp between layers.
         remat: what blocks keep for backward.
         prefetch, unroll, kept: the chain's schedule; see `Schedule`.
-        alignment: rows of a slice come in multiples of this.
     """
 
     vocab: int
@@ -73,7 +71,7 @@ class LlamaConfig:
     top_k: int = 2
     balance: float = 0.01
     expert_parallel: ExpertParallel = "features"
-    expert_axes: tuple[str, ...] = (GTP,)
+    expert_axes: tuple[str, ...] | None = None
     tied: bool = False
     rope_theta: float = 10_000.0
     eps: float = 1e-5
@@ -84,7 +82,6 @@ class LlamaConfig:
     prefetch: bool = True
     unroll: int | Literal["full"] = "full"
     kept: int | Literal["all"] = 1
-    alignment: int = ALIGNMENT
 
     def __post_init__(self) -> None:
         for field in ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn"):
@@ -195,5 +192,4 @@ def _shared(config: LlamaConfig) -> dict[str, Any]:
         "reduce_dtype": None if config.reduce_dtype is None else jnp.dtype(config.reduce_dtype),
         "param_dtype": jnp.promote_types(config.dtype, jnp.float32),
         "sequence_parallel": config.sequence_parallel,
-        "alignment": config.alignment,
     }

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..mesh import TP, degree, platform
+from ..mesh import degree, platform
 from ..ops import causal_attention, keep, rope
 from ._dense import Dense, LayerNormDense, Norm
 from ._layer import Layer
@@ -19,8 +19,8 @@ class Attention(Layer):
 
     Args:
         features: size of the input and of the output.
-        heads: query heads, cut over tp.
-        kv_heads: key and value heads, cut over tp; divides `heads`. All heads by default.
+        heads: query heads, divided among tp ranks with the key-value head that they share.
+        kv_heads: key and value heads; divides `heads`, and is at least tp. All heads by default.
         head_dim: `features // heads` by default.
         rope_theta: base of the rotary wavelengths; `None` for no rotary embedding.
         norm: of the input, as in `LayerNormDense`.
@@ -29,7 +29,7 @@ class Attention(Layer):
         options: passed to both `Dense` layers.
 
     Raises:
-        ValueError: if tp does not divide the heads, or the heads do not divide.
+        ValueError: if there are fewer key-value heads than tp ranks, or `kv_heads` does not divide `heads`.
     """
 
     def __init__(
@@ -46,8 +46,9 @@ class Attention(Layer):
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
+        super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
-        check_heads(heads, kv_heads, degree(TP))
+        check_heads(heads, kv_heads, degree(self.roles.tensor))
         if head_dim is None:
             if features % heads:
                 raise ValueError(f"`heads` {heads} does not divide `features` {features}; pass `head_dim` as well.")
@@ -56,8 +57,11 @@ class Attention(Layer):
             raise ValueError(f"`head_dim` is {head_dim}; rotary embedding needs an even number of at least 2.")
         shared: dict[str, Any] = {"sequence_parallel": sequence_parallel, "rngs": rngs, **options}
         sizes = {"query": heads * head_dim, "key": kv_heads * head_dim, "value": kv_heads * head_dim}
-        self.qkv = LayerNormDense(features, sizes, norm=norm, eps=eps, **shared)
-        self.out = Dense(heads * head_dim, features, parallel="row", **shared)
+        group = heads // kv_heads * head_dim  # the features of the queries that share a key-value head
+        units = {"query": group, "key": head_dim, "value": head_dim}
+        # padding is whole heads of zeros, which attend to nothing but zeros
+        self.qkv = LayerNormDense(features, sizes, norm=norm, eps=eps, units=units, padding_value=0.0, **shared)
+        self.out = Dense(heads * head_dim, features, parallel="row", units=group, **shared)
         self.head_dim = head_dim
         self.rope_theta = rope_theta
         self.sequence_parallel = sequence_parallel
@@ -75,7 +79,7 @@ class Attention(Layer):
 
 
 def check_heads(heads: int, kv_heads: int, tp: int) -> None:
-    """Refuses heads that do not divide evenly.
+    """Refuses heads that cannot be divided among groups and tp ranks.
 
     Raises:
         ValueError: naming the two numbers and the remedy.
@@ -84,8 +88,8 @@ def check_heads(heads: int, kv_heads: int, tp: int) -> None:
         raise ValueError(f"`heads` is {heads} and `kv_heads` {kv_heads}; both are whole numbers of at least 1.")
     if heads % kv_heads:
         raise ValueError(f"`kv_heads` {kv_heads} does not divide `heads` {heads}; every group has as many queries.")
-    if kv_heads % tp:
+    if kv_heads < tp:
         raise ValueError(
-            f"tp {tp} does not divide the {kv_heads} key-value heads ({heads} query heads). Choose a tp degree that "
-            "divides them, and cut weights further over gtp instead."
+            f"tp {tp} is more than the {kv_heads} key-value heads ({heads} query heads), of which every rank needs "
+            "one. Choose a tp degree of at most that, and shard weights further over gtp instead."
         )

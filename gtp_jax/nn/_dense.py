@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -11,9 +12,19 @@ from flax import nnx
 from jax.nn import initializers
 from jax.sharding import PartitionSpec
 
-from ..collectives import Parts, enter, gather_linear, join_parts, leave, linear_scatter, split_features, split_parts
+from ..collectives import (
+    Parts,
+    gather_linear,
+    gather_sequence,
+    join_parts,
+    linear_scatter,
+    reduce_scatter_sequence,
+    split_features,
+    split_parts,
+)
 from ..formats import Operands
-from ..mesh import ALIGNMENT, BATCH_AXES, TP, Layout, current_view, degree
+from ..layout import Layout, layouts_of_kernels
+from ..mesh import current_view, degree
 from ..ops import keep, layer_norm, rms_norm
 from ._layer import between_layers, inside_layer
 from ._weight import Initializer, WeightOwner, make_vector, make_weight
@@ -25,35 +36,43 @@ default_init = initializers.variance_scaling(1.0, "fan_in", "normal")
 
 
 class Dense(WeightOwner):
-    """`x @ kernel + bias`, the kernel cut over gtp, and over tp if parallel.
+    """`x @ kernel + bias`, the kernel sharded over gtp, and over tp if parallel.
 
-    | parallel | kernel `(in, out)` is cut | input features | output features |
+    | parallel | kernel `(in, out)` is sharded | input features | output features |
     |---|---|---|---|
-    | `column` | out over tp, then gtp | whole | cut over tp |
-    | `row` | in over tp, out over gtp | cut over tp | whole, summed over tp |
+    | `column` | out over tp, then gtp | whole | sharded over tp |
+    | `row` | in over tp, out over gtp | sharded over tp | whole, summed over tp |
     | `None` | out over gtp | whole | whole |
 
-    Sequence parallel, the whole-feature side of a parallel layer is cut along the sequence over tp. The sequence then
-    moves part by part, each while another is multiplied (`collectives.gather_linear`), and has a gradient in reverse
-    mode only; where a recipe has operands in formats, at once. An input without a sequence, `(batch, in_features)`, is
-    whole on every tp rank.
+    Where gtp does not divide `out`, it shards `in`; where tp does not divide the features evenly, ranks own runs of
+    units of different lengths, and the kernel is gathered over tp too (see `gtp_jax.layout.Layout`). The other axes
+    that roles may give these parts are named in `gtp_jax.Roles`.
+
+    Sequence parallel, the whole-feature side of a parallel layer is sharded along the sequence over tp. The sequence
+    then moves part by part, each while another is multiplied (`collectives.gather_linear`), and has a gradient in
+    reverse mode only; where a recipe has operands in formats, at once. An input without a sequence, `(batch,
+    in_features)`, is whole on every tp rank.
 
     Args:
         in_features: size of the last dimension of the input.
         out_features: size of the output's, or a mapping from names to sizes: several kernels that meet the same input
             and share one gather and one matmul. The call then returns a dict of outputs.
         parallel: see the table.
-        bias: whether to add one. It stays whole, or cut over tp alone where the output is.
-        sequence_parallel: cut the sequence over tp between parallel layers.
+        bias: whether to add one. It stays whole, or is sharded over tp alone where the output is.
+        units: how many neighbouring features stay together on a tp rank, such as the features of a head: a number, or
+            one for each name of `out_features`.
+        padding_value: what stands behind a rank's last feature where tp divides the output unevenly. The default is
+            neutral for softmax, maxima and `cross_entropy`; row-parallel layers leave the padding out, whatever has
+            become of it.
+        sequence_parallel: shard the sequence over tp between parallel layers.
         dtype: compute dtype; input and weight are cast to it.
-        param_dtype: dtype of the stored slices.
+        param_dtype: dtype of the stored shards.
         reduce_dtype: in which weight gradients are summed over gtp; `dtype` by default.
-        alignment: rows of a slice come in multiples of this (16; 32 for MXFP8).
         kernel_init: called with the key and the logical shape.
         rngs: the `params` stream is used.
 
     Raises:
-        ValueError: if tp does not divide the cut dimension, or a size is not positive.
+        ValueError: if a size is not positive, or `units` do not divide the features.
     """
 
     def __init__(
@@ -63,11 +82,12 @@ class Dense(WeightOwner):
         *,
         parallel: Parallel = None,
         bias: bool = False,
+        units: int | Mapping[str, int] = 1,
+        padding_value: float = -math.inf,
         sequence_parallel: bool = True,
         dtype: Any = jnp.bfloat16,
         param_dtype: Any = jnp.float32,
         reduce_dtype: Any | None = None,
-        alignment: int = ALIGNMENT,
         kernel_init: Initializer = default_init,
         rngs: nnx.Rngs,
     ) -> None:
@@ -80,18 +100,24 @@ class Dense(WeightOwner):
         self.in_features = in_features
         self.names = tuple(sizes)
         self.parallel = parallel
+        self.padding_value = padding_value
         self.sequence_parallel = sequence_parallel and parallel is not None
-        tp_dim = {"column": 1, "row": 0, None: None}[parallel]
+        layouts = layouts_of_kernels(
+            [(in_features, size) for size in sizes.values()],
+            rows=1,
+            split_dim={"column": 1, "row": 0, None: None}[parallel],
+            units=_checked_units(units, sizes if parallel == "column" else dict.fromkeys(sizes, in_features)),
+        )
 
-        def kernel(size: int) -> nnx.Param:
-            layout = Layout.on_mesh((in_features, size), dim=1, tp_dim=tp_dim, alignment=alignment)
+        def kernel(layout: Layout) -> nnx.Param:
             return make_weight(layout, kernel_init, rngs.params(), param_dtype)
 
-        def vector(size: int) -> nnx.Param:
-            return make_vector(size, initializers.zeros, rngs.params(), param_dtype, cut=parallel == "column")
+        def vector(layout: Layout) -> nnx.Param:
+            behind = layout if parallel == "column" else None
+            return make_vector(layout.shape[1], initializers.zeros, rngs.params(), param_dtype, behind=behind)
 
-        kernels = {name: kernel(size) for name, size in sizes.items()}
-        biases = {name: vector(size) for name, size in sizes.items()} if bias else {}
+        kernels = {name: kernel(layout) for name, layout in zip(sizes, layouts, strict=True)}
+        biases = {name: vector(layout) for name, layout in zip(sizes, layouts, strict=True)} if bias else {}
         alone = self.names == ("",)
         self.kernel: Any = kernels[""] if alone else nnx.Dict(kernels)
         self.bias: Any = nnx.data(None) if not bias else biases[""] if alone else nnx.Dict(biases)
@@ -104,9 +130,20 @@ class Dense(WeightOwner):
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
         if self.parallel is None:
-            return PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES)
-        sides = between_layers(self._cuts_sequence(ndim)), inside_layer(ndim)
+            return PartitionSpec(self.roles.batch), PartitionSpec(self.roles.batch)
+        inside = inside_layer(self.roles, ndim, even=not self.layouts[0].takes_part)
+        sides = between_layers(self.roles, self._shards_sequence(ndim)), inside
         return sides if self.parallel == "column" else (sides[1], sides[0])
+
+    def from_global(self, x: Any) -> Any:
+        split, takes_part = self.layouts[0].split, self.layouts[0].takes_part
+        return split.take(x, -1) if self.parallel == "row" and split is not None and takes_part else x
+
+    def to_global(self, y: Any) -> Any:
+        if self.parallel != "column" or not self.layouts[0].takes_part:
+            return y
+        joined = [layout.split.join(part, -1) for layout, part in zip(self.layouts, self._parts_of(y), strict=True)]
+        return self._by_name(joined)
 
     def __call__(self, x: jax.Array) -> Any:
         """`(batch, ..., in_features)` to `(batch, ..., out_features)`, or a dict of such."""
@@ -116,60 +153,97 @@ class Dense(WeightOwner):
     def local(self, x: jax.Array) -> Any:
         if self.parallel == "row":
             return self.from_parts((x,))
-        return jax.tree.map(lambda *parts: _whole(parts), *self.to_parts(x))
+        return jax.tree.map(lambda *parts: self._whole(parts), *self.to_parts(x))
 
     def moves_in_parts(self, x: jax.Array) -> bool:
         """Whether the sequence moves over tp part by part, under matmuls, or at once, ahead of and behind them."""
-        return self._cuts_sequence(x.ndim) and degree(TP) > 1 and self.operands is None
+        return self._shards_sequence(x.ndim) and degree(self.roles.tensor) > 1 and self.operands is None
 
     def to_parts(self, x: jax.Array) -> tuple[Any, ...]:
         """What a call returns, for each part of the sequence (`collectives.Parts`); one whole if it moves at once."""
         self._check_features(x)
-        x = self.prepare(x).astype(self.dtype)
-        if self.moves_in_parts(x):
-            products = keep(self.with_weight(lambda w, x: gather_linear(x, w), x))
+        x, axis = self.prepare(x).astype(self.dtype), self.roles.tensor
+        if axis is not None and self.moves_in_parts(x):
+            products = keep(self.with_weight(lambda w, x: gather_linear(x, w, axis), x))
         else:
             if self.parallel == "column":
-                x = enter(x, sequence_parallel=self._cuts_sequence(x.ndim))
+                x = gather_sequence(x, axis, sequence_parallel=self._shards_sequence(x.ndim))
             products = (self.with_weight(lambda w, x: self.product(x, w), x),)
         return tuple(self._named(split_features(y, self.layouts)) for y in products)
 
     def from_parts(self, parts: Parts) -> Any:
         """What a call of a row-parallel layer returns, from its input in parts, or from one whole."""
-        parts = tuple(x.astype(self.dtype) for x in parts)
+        self._check_features(parts[0])
+        split, axis = self.layouts[0].split, self.roles.tensor
+        assert split is not None
+        parts = tuple(split.mask(x.astype(self.dtype), -1) for x in parts)
         x = parts[0]
-        self._check_features(x)
-        if self.moves_in_parts(x):
-            parts = parts if len(parts) > 1 else split_parts(x)
-            y = keep(self.with_weight(lambda w, *parts: linear_scatter(parts, w), *parts))
+        if axis is not None and self.moves_in_parts(x):
+            parts = parts if len(parts) > 1 else split_parts(x, axis)
+            y = keep(self.with_weight(lambda w, *parts: linear_scatter(parts, w, axis), *parts))
             return self._named(split_features(y, self.layouts))
-        x = _whole(parts)
+        x = self._whole(parts)
         outputs = split_features(self.with_weight(lambda w, x: self.product(x, w), x), self.layouts)
-        return self._named([leave(y, sequence_parallel=self._cuts_sequence(x.ndim)) for y in outputs])
+        whole = self._shards_sequence(x.ndim)
+        return self._named([reduce_scatter_sequence(y, axis, sequence_parallel=whole) for y in outputs])
 
     def prepare(self, x: jax.Array) -> jax.Array:
         """What is multiplied, from the input."""
         return x
 
-    def _cuts_sequence(self, ndim: int) -> bool:
+    def _shards_sequence(self, ndim: int) -> bool:
         return self.sequence_parallel and ndim > 2
 
     def _check_features(self, x: jax.Array) -> None:
-        cut = self.parallel == "row" and current_view() == "local"
-        wanted = self.in_features // degree(TP) if cut else self.in_features
-        if x.shape[-1] != wanted:
-            rank = " on each tp rank" if cut else ""
-            raise ValueError(f"{type(self).__name__} takes {wanted} input features{rank}; got shape {x.shape}.")
+        of_rank = self.parallel == "row" and current_view() == "local"
+        split = self.layouts[0].split
+        expected = split.width if of_rank and split is not None else self.in_features
+        if x.shape[-1] != expected:
+            rank = " on each tp rank" if of_rank else ""
+            raise ValueError(f"{type(self).__name__} takes {expected} input features{rank}; got shape {x.shape}.")
 
     def _named(self, outputs: Sequence[jax.Array]) -> Any:
+        """Adds biases, fills the padding, and returns one output or a dict of them."""
+        column = self.parallel == "column"
         if self.bias is not None:
-            biases = [self.bias] if self.names == ("",) else [self.bias[name] for name in self.names]
-            outputs = [y + b.get_value().astype(y.dtype) for y, b in zip(outputs, biases, strict=True)]
+            biases = [b.get_value() for b in self._parts_of(self.bias)]
+            if column:
+                biases = [
+                    layout.split.take(b, 0) if layout.takes_part and layout.split is not None else b
+                    for b, layout in zip(biases, self.layouts, strict=True)
+                ]
+            outputs = [y + b.astype(y.dtype) for y, b in zip(outputs, biases, strict=True)]
+        if column:
+            outputs = [
+                y if layout.split is None else layout.split.mask(y, -1, self.padding_value)
+                for y, layout in zip(outputs, self.layouts, strict=True)
+            ]
+        return self._by_name(outputs)
+
+    def _parts_of(self, named: Any) -> list[Any]:
+        return [named] if self.names == ("",) else [named[name] for name in self.names]
+
+    def _by_name(self, outputs: Sequence[jax.Array]) -> Any:
         return outputs[0] if self.names == ("",) else dict(zip(self.names, outputs, strict=True))
 
+    def _whole(self, parts: Parts) -> jax.Array:
+        if len(parts) == 1:
+            return parts[0]
+        assert self.roles.tensor is not None
+        return join_parts(parts, self.roles.tensor)
 
-def _whole(parts: Parts) -> jax.Array:
-    return parts[0] if len(parts) == 1 else join_parts(parts)
+
+def _checked_units(units: int | Mapping[str, int], sizes: Mapping[str, int]) -> list[int]:
+    """Units by name of the kernel, of which each divides the kernel's features."""
+    by_name = dict(units) if isinstance(units, Mapping) else dict.fromkeys(sizes, units)
+    for name, size in sizes.items():
+        unit = by_name.get(name)
+        if not isinstance(unit, int) or unit < 1 or size % unit:
+            raise ValueError(
+                f"`units` is {units!r}; it must be a whole number of features that divides {size}, or one for each "
+                "name."
+            )
+    return [by_name[name] for name in sizes]
 
 
 class LayerNormDense(Dense):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.nn import initializers
 from jax.sharding import PartitionSpec
 
-from ..collectives import enter, leave, split_features
-from ..mesh import ALIGNMENT, BATCH_AXES, TP, Layout, current_view, degree
+from ..collectives import gather_sequence, reduce_scatter_sequence, split_features
+from ..layout import layouts_of_kernels
+from ..mesh import current_view
 from ..ops import linear, look_up, rms_norm
 from ._layer import Layer, between_layers, inside_layer
 from ._weight import Initializer, WeightOwner, make_vector, make_weight
@@ -21,21 +22,22 @@ default_table_init = initializers.normal(0.02)
 
 
 class Embed(WeightOwner):
-    """A table of vectors, its vocabulary cut over tp, then gtp. Ids outside are taken for the nearest inside.
+    """A table of vectors, its vocabulary sharded over tp, then gtp. Ids outside are taken for the nearest inside.
+
+    Where they do not divide the vocabulary, the features are sharded; see `gtp_jax.layout.Layout`.
 
     Args:
         vocab: number of rows.
         features: size of a row.
-        sequence_parallel: cut the output's sequence over tp.
+        sequence_parallel: shard the output's sequence over tp.
         dtype: of the output.
-        param_dtype: dtype of the stored slices.
+        param_dtype: dtype of the stored shards.
         reduce_dtype: in which gradients are summed over gtp; `dtype` by default.
-        alignment: as in `Dense`.
         table_init: called with the key and `(vocab, features)`.
         rngs: the `params` stream is used.
 
     Raises:
-        ValueError: if tp does not divide `vocab`, or a size is not positive.
+        ValueError: if a size is not positive.
     """
 
     def __init__(
@@ -47,14 +49,13 @@ class Embed(WeightOwner):
         dtype: Any = jnp.bfloat16,
         param_dtype: Any = jnp.float32,
         reduce_dtype: Any | None = None,
-        alignment: int = ALIGNMENT,
         table_init: Initializer = default_table_init,
         rngs: nnx.Rngs,
     ) -> None:
         super().__init__(dtype=dtype, reduce_dtype=reduce_dtype)
         if min(vocab, features) < 1:
             raise ValueError(f"Embed({vocab}, {features}): sizes are whole numbers of at least 1.")
-        layout = Layout.on_mesh((vocab, features), dim=0, tp_dim=0, alignment=alignment)
+        (layout,) = layouts_of_kernels([(vocab, features)], rows=0, split_dim=0)
         self.table = make_weight(layout, table_init, rngs.params(), param_dtype)
         self.sequence_parallel = sequence_parallel
 
@@ -72,24 +73,33 @@ class Embed(WeightOwner):
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
         del ndim
-        return PartitionSpec(BATCH_AXES), between_layers(self.sequence_parallel)
+        return PartitionSpec(self.roles.batch), between_layers(self.roles, self.sequence_parallel)
 
     def attend(self, x: jax.Array) -> jax.Array:
-        """Logits from the same table (Press and Wolf 2017, arXiv 1608.05859): features to vocabulary, cut over tp."""
+        """Returns logits by the same table (Press and Wolf 2017, arXiv 1608.05859), this rank's part of the vocabulary.
+
+        Where tp divides the vocabulary unevenly, the padding behind a rank's last logit is -inf.
+        """
         if current_view() == "global":
             raise ValueError("Embed.attend runs inside a shard_map or without a mesh; call it through a `TiedHead`.")
-        x = enter(x.astype(self.dtype), sequence_parallel=self.sequence_parallel)
-        return split_features(self.with_weight(lambda w, x: linear(x, w), x), self.layouts)[0]
+        x = gather_sequence(x.astype(self.dtype), self.roles.tensor, sequence_parallel=self.sequence_parallel)
+        logits = split_features(self.with_weight(lambda w, x: linear(x, w), x), self.layouts)[0]
+        split = self.layouts[0].split
+        assert split is not None
+        return split.mask(logits, -1, -math.inf)
 
     def _look_up(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
-        tokens = jnp.clip(tokens, 0, self.layouts[0].shape[0] - 1)
-        if degree(TP) == 1:
+        split = self.layouts[0].split
+        assert split is not None
+        tokens = jnp.clip(tokens, 0, split.size - 1)
+        if len(split.owners) == 1:
             return look_up(table, tokens)
-        rows = self.layouts[0].rows
-        local = tokens - lax.axis_index(TP) * rows
-        here = (local >= 0) & (local < rows)
-        found = look_up(table, jnp.where(here, local, 0))
-        return leave(jnp.where(here[..., None], found, 0), sequence_parallel=self.sequence_parallel)
+        local = tokens - split.start()
+        here = (local >= 0) & (local < split.count())
+        rows = look_up(table, jnp.where(here, local, 0))
+        return reduce_scatter_sequence(
+            jnp.where(here[..., None], rows, 0), self.roles.tensor, sequence_parallel=self.sequence_parallel
+        )
 
 
 class TiedHead(Layer):
@@ -104,14 +114,20 @@ class TiedHead(Layer):
     """
 
     def __init__(self, embed: Embed, *, eps: float = 1e-6, param_dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
+        super().__init__()
         self.embed = embed
         self.scale = make_vector(embed.layouts[0].shape[1], initializers.ones, rngs.params(), param_dtype)
         self.eps = eps
         self.sequence_parallel = embed.sequence_parallel
 
     def local(self, x: jax.Array) -> jax.Array:
-        """`(batch, sequence, features)` to logits `(batch, sequence, vocab)`, this rank's columns."""
+        """`(batch, sequence, features)` to logits `(batch, sequence, vocab)`, this rank's part."""
         return self.embed.attend(rms_norm(x, self.scale.get_value(), eps=self.eps))
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
-        return between_layers(self.sequence_parallel), inside_layer(ndim)
+        even = not self.embed.layouts[0].takes_part
+        return between_layers(self.roles, self.sequence_parallel), inside_layer(self.roles, ndim, even=even)
+
+    def to_global(self, y: Any) -> Any:
+        layout = self.embed.layouts[0]
+        return layout.split.join(y, -1) if layout.takes_part and layout.split is not None else y

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 from flax import nnx
 
-from ..collectives import plan_of
+from ..collectives import bytes_of, wire_bytes
 from ..formats import Format, Operands
 from ..mesh import multiplies_blocks, multiplies_fp8
 from ..plan import columns, quantity
@@ -127,12 +127,7 @@ def explain(model: nnx.Module, recipe: Recipe | None) -> Explanation:
 
 def _fact(path: tuple[object, ...], owner: WeightOwner, recipe: Recipe, start: int, stop: int) -> WireFact:
     layouts, form = owner.layouts, recipe.wire
-    tp = max(layout.tp if layout.tp_dim is not None else 1 for layout in layouts)
-    slices = tp * layouts[0].gtp
-    if form is None:
-        total = slices * sum(int(np.prod(layout.slice_shape)) for layout in layouts) * owner.dtype.itemsize
-    else:
-        total = slices * plan_of([layouts], form).bytes(form)
+    total = bytes_of(layouts, owner.dtype.itemsize) if form is None else wire_bytes([layouts], form)
     operands = recipe.operands if isinstance(owner, Dense | GroupedDense) else None
     return WireFact(
         module=".".join(map(str, path)),
@@ -163,7 +158,7 @@ def _matmul(owner: WeightOwner, wire: Format | None, operands: Operands | None) 
 def _scaled(owner: WeightOwner, operands: Operands, values: str) -> str:
     """Which products are `scaled_matmul`'s, whose blocks must fill the contraction, on hardware that has it."""
     first = owner.layouts[0]
-    within = first.slice_shape[1 - first.dim]  # on a rank
+    within = first.matrix_of(first.use_shape)[1]  # on a rank
     assert operands.activation.block is not None and operands.gradient.block is not None
     lengths = {
         "forward": (within, operands.activation.block[1]),
@@ -176,7 +171,7 @@ def _scaled(owner: WeightOwner, operands: Operands, values: str) -> str:
 
 
 def _reduction(owner: WeightOwner, recipe: Recipe) -> str:
-    if owner.layouts[0].gtp == 1:
+    if owner.layouts[0].ranks == 1:
         return ""
     if recipe.reduction is None:
         return f"reduce-scatter {owner.reduce_dtype.name}"

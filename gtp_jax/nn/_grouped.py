@@ -12,7 +12,8 @@ from jax import lax
 from jax.nn import initializers
 
 from ..collectives import split_features
-from ..mesh import ALIGNMENT, GTP, TP, Layout, current_view, degree, platform
+from ..layout import Layout, Split, layouts_of_kernels
+from ..mesh import current_view, degree, platform
 from ..ops import grouped_matmul, grouped_quantized
 from ._weight import Initializer, WeightOwner, make_weight
 
@@ -21,22 +22,24 @@ GroupedParallel = Literal["column", "row", "expert"] | None
 # Of each expert by itself: the first dimension counts experts.
 default_init = initializers.variance_scaling(1.0, "fan_in", "normal", batch_axis=0)
 
-_TP_DIM = {"column": 2, "row": 1, "expert": 0, None: None}
+_SPLIT_DIM = {"column": 2, "row": 1, "expert": 0, None: None}
 
 
 class GroupedDense(WeightOwner):
     """`x[row] @ kernel[expert of row]`, for rows that are sorted by expert.
 
-    All experts' slices travel in one gather, and their gradients in one reduce-scatter. With a recipe every expert's
+    All experts' shards travel in one gather, and their gradients in one reduce-scatter. With a recipe every expert's
     kernel is a tensor of its own, with its own amax; inputs and gradients have one for all rows, see
     `gtp_jax.ops.grouped_quantized`.
 
-    | parallel | kernel `(experts, in, out)` is cut | input | output |
+    | parallel | kernel `(experts, in, out)` is sharded | input | output |
     |---|---|---|---|
-    | `column` | out over tp, then `axes` | features whole | features cut over tp |
-    | `row` | in over tp, out over `axes` | features cut over tp | features whole, summed over tp |
+    | `column` | out over tp, then `axes` | features whole | features sharded over tp |
+    | `row` | in over tp, out over `axes` | features sharded over tp | features whole, summed over tp |
     | `expert` | experts over tp, out over `axes` | whole | whole, summed over tp |
     | `None` | out over `axes` | whole | whole |
+
+    As in `Dense`, `axes` shard `in` where they do not divide `out`, and tp may divide features or experts unevenly.
 
     A call needs a rank's own rows, so it takes place inside a `shard_map` (as in a `MoE`, or in the loss of a
     `train_step`) or without a mesh.
@@ -48,17 +51,16 @@ class GroupedDense(WeightOwner):
         parallel: see the table.
         summed: whether a `row` or `expert` parallel output is summed over tp here; if not, whoever takes the partial
             sums does it later: of other ranks' experts they are zeros.
-        axes: mesh axes along which the slices lie. Their product may be another than that of dense layers:
-            `("dp", "gtp")` leaves no replicas, `("tp", "gtp")` cuts further what is not parallel.
+        axes: mesh axes over which kernels are gathered, those of dense layers by default. Their product may be another:
+            `("dp", "gtp")` leaves no replicas, `("tp", "gtp")` shards further what is not parallel.
         dtype: compute dtype; input and weight are cast to it.
-        param_dtype: dtype of the stored slices.
+        param_dtype: dtype of the stored shards.
         reduce_dtype: in which weight gradients are summed over `axes`; `dtype` by default.
-        alignment: as in `Dense`.
         kernel_init: called with the key and the logical shape.
         rngs: the `params` stream is used.
 
     Raises:
-        ValueError: if tp does not divide what it cuts, or a size is not positive.
+        ValueError: if a size is not positive.
     """
 
     def __init__(
@@ -69,28 +71,21 @@ class GroupedDense(WeightOwner):
         *,
         parallel: GroupedParallel = None,
         summed: bool = True,
-        axes: tuple[str, ...] = (GTP,),
+        axes: tuple[str, ...] | None = None,
         dtype: Any = jnp.bfloat16,
         param_dtype: Any = jnp.float32,
         reduce_dtype: Any | None = None,
-        alignment: int = ALIGNMENT,
         kernel_init: Initializer = default_init,
         rngs: nnx.Rngs,
     ) -> None:
         super().__init__(dtype=dtype, reduce_dtype=reduce_dtype)
-        if parallel not in _TP_DIM:
+        if parallel not in _SPLIT_DIM:
             raise ValueError(f"`parallel` is {parallel!r}; it is 'column', 'row', 'expert' or None.")
         sizes = dict(out_features) if isinstance(out_features, Mapping) else {"": out_features}
         if not sizes or min(experts, in_features, *sizes.values()) < 1:
             raise ValueError(
                 f"GroupedDense({experts}, {in_features}, {out_features}): experts and feature sizes are whole numbers "
                 "of at least 1."
-            )
-        tp = degree(TP)
-        if parallel == "expert" and experts % tp:
-            raise ValueError(
-                f"`parallel` is 'expert', but tp {tp} does not divide the {experts} experts. Choose a tp degree that "
-                "does, or cut every expert: 'column' and 'row'."
             )
         self.experts = experts
         self.in_features = in_features
@@ -99,12 +94,17 @@ class GroupedDense(WeightOwner):
         self.summed = summed
         self.sequence_parallel = False
 
-        def kernel(size: int) -> nnx.Param:
-            shape = (experts, in_features, size)
-            layout = Layout.on_mesh(shape, dim=2, tp_dim=_TP_DIM[parallel], alignment=alignment, axes=tuple(axes))
+        layouts = layouts_of_kernels(
+            [(experts, in_features, size) for size in sizes.values()],
+            rows=2,
+            split_dim=_SPLIT_DIM[parallel],
+            axes=axes if axes is None else tuple(axes),
+        )
+
+        def kernel(layout: Layout) -> nnx.Param:
             return make_weight(layout, kernel_init, rngs.params(), param_dtype)
 
-        kernels = {name: kernel(size) for name, size in sizes.items()}
+        kernels = {name: kernel(layout) for name, layout in zip(sizes, layouts, strict=True)}
         self.kernel: Any = kernels[""] if self.names == ("",) else nnx.Dict(kernels)
 
     def weights(self) -> tuple[nnx.Param, ...]:
@@ -126,9 +126,9 @@ class GroupedDense(WeightOwner):
             raise ValueError(
                 "GroupedDense runs inside a shard_map or without a mesh, on a rank's own rows; call it through a `MoE`."
             )
-        wanted = self.in_features // degree(TP) if self.parallel == "row" else self.in_features
-        if x.ndim != 2 or x.shape[1] != wanted:
-            raise ValueError(f"GroupedDense takes (rows, {wanted}), sorted by expert; got shape {x.shape}.")
+        expected = self.layouts[0].use_shape[1]
+        if x.ndim != 2 or x.shape[1] != expected:
+            raise ValueError(f"GroupedDense takes (rows, {expected}), sorted by expert; got shape {x.shape}.")
         if group_sizes.shape != (self.experts,):
             raise ValueError(
                 f"`group_sizes` has shape {group_sizes.shape}; it is ({self.experts},), the rows of each expert."
@@ -139,18 +139,21 @@ class GroupedDense(WeightOwner):
 
     def local(self, x: tuple[jax.Array, jax.Array]) -> Any:
         rows, sizes = x[0].astype(self.dtype), x[1].astype(jnp.int32)
-        divided = self.parallel == "expert" and degree(TP) > 1
+        split, tensor = self.layouts[0].split, self.roles.tensor
+        divided = self.parallel == "expert" and degree(tensor) > 1
+        if self.parallel == "row" and split is not None:
+            rows = split.mask(rows, -1)
         before = jnp.int32(0)
-        if divided:  # this rank's experts come first
-            mine = self.experts // degree(TP)
-            first = lax.axis_index(TP) * mine
-            before = (jnp.cumsum(sizes) - sizes)[first]
-            sizes, rows = lax.dynamic_slice_in_dim(sizes, first, mine), jnp.roll(rows, -before, axis=0)
+        if divided and split is not None:  # this rank's experts come first
+            before = (jnp.cumsum(sizes) - sizes)[split.start()]  # of no rows at all on a rank without experts
+            sizes, rows = split.take(sizes, 0), jnp.roll(rows, -before, axis=0)
         outputs = split_features(self.with_weight(self._product, rows, sizes), self.layouts)
         if divided:
             outputs = tuple(jnp.roll(y, before, axis=0) for y in outputs)
-        if self.summed and self.parallel in ("row", "expert") and degree(TP) > 1:
-            outputs = tuple(lax.psum(outputs, TP))
+        if self.parallel == "column":
+            outputs = tuple(_masked(y, layout.split) for y, layout in zip(outputs, self.layouts, strict=True))
+        if self.summed and self.parallel in ("row", "expert") and tensor is not None and degree(tensor) > 1:
+            outputs = tuple(lax.psum(outputs, tensor))
         return outputs[0] if self.names == ("",) else dict(zip(self.names, outputs, strict=True))
 
     def _product(self, weight: jax.Array, rows: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -160,3 +163,7 @@ class GroupedDense(WeightOwner):
             weight,
             lambda weight, key, operands: grouped_quantized(rows, weight, sizes, key, operands, platform=platform()),
         )
+
+
+def _masked(y: jax.Array, split: Split | None) -> jax.Array:
+    return y if split is None else split.mask(y, -1)

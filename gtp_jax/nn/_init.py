@@ -1,4 +1,4 @@
-"""Models born as slices."""
+"""Models that are created sharded."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ._layer import partition_of
 
 
 def init[M: nnx.Module](factory: Callable[[nnx.Rngs], M], rngs: nnx.Rngs) -> M:
-    """Builds a model under the mesh in scope, every array as slices from birth.
+    """Builds a model under the mesh in scope, every array sharded from the start.
 
-    The program that makes the values is compiled with the slices' shardings on its outputs, so no device ever holds a
-    whole model; and each slice's values are those of the logical array, so that models on different meshes start equal.
+    The program that makes the values is compiled with the shardings on its outputs, so no device ever holds a whole
+    model; and the values are those of the logical arrays, so that models on different meshes start equal.
 
     Args:
         factory: makes the model, e.g. the class itself; called once to find shapes and once under `jit`.

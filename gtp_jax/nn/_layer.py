@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import abc
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ..mesh import BATCH_AXES, TP, Layout, current_view, degree, degrees, stacked_spec
+from ..layout import Layout
+from ..mesh import Roles, current_roles, current_view, degree, degrees, stacked_spec, use_roles
 
 
 def layout_of(variable: nnx.Variable) -> Layout | None:
-    """The layout of a weight that is cut over gtp, from its metadata; `None` for any other variable.
+    """Returns the layout of a weight that is gathered, from its metadata; `None` for any other variable.
 
     A weight is a plain `nnx.Param`, so that Flax, its Linen bridge above all, treats it as one.
     """
@@ -22,7 +23,7 @@ def layout_of(variable: nnx.Variable) -> Layout | None:
 
 
 def partition_of(variable: nnx.Variable) -> PartitionSpec:
-    """The partition of a variable's array, with the leading dimensions of a stack; whole if it names none."""
+    """Returns the partition of a variable's array, with the leading dimensions of a stack; whole if it names none."""
     layout = layout_of(variable)
     if layout is not None:
         return stacked_spec(layout.spec, variable.get_value().ndim)
@@ -36,10 +37,18 @@ class Layer(nnx.Module):
     and finds itself in local view there.
 
     Attributes:
-        sequence_parallel: whether activations between layers are cut along the sequence, over tp.
+        sequence_parallel: whether activations between layers are sharded along the sequence, over the tensor axis.
     """
 
     sequence_parallel: bool
+
+    def __init__(self) -> None:
+        self._roles = current_roles()
+
+    @property
+    def roles(self) -> Roles:
+        """The roles of mesh axes in scope when it was built; those in scope now if it never called `__init__` here."""
+        return getattr(self, "_roles", None) or current_roles()
 
     @abc.abstractmethod
     def local(self, x: Any) -> Any:
@@ -48,7 +57,16 @@ class Layer(nnx.Module):
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
         """Partitions of input and output in global view; `ndim` is the input's. By default those between layers."""
         del ndim
-        return between_layers(self.sequence_parallel), between_layers(self.sequence_parallel)
+        between = between_layers(self.roles, self.sequence_parallel)
+        return between, between
+
+    def from_global(self, x: Any) -> Any:
+        """Returns this rank's input, from what `partitions` leaves it of a global array."""
+        return x
+
+    def to_global(self, y: Any) -> Any:
+        """Returns what `partitions` wants of this rank's output: the inverse of `from_global` behind the layer."""
+        return y
 
     def __call__(self, x: Any) -> Any:
         if current_view() != "global":
@@ -56,19 +74,22 @@ class Layer(nnx.Module):
         return in_shard_map(self, x, *self.partitions(jnp.ndim(x)))
 
 
-def between_layers(sequence_parallel: bool) -> PartitionSpec:
+def between_layers(roles: Roles, sequence_parallel: bool) -> PartitionSpec:
     """Partition of activations between layers, `(batch, sequence, features)`: features whole."""
-    if sequence_parallel and degree(TP) > 1:
-        return PartitionSpec(BATCH_AXES, TP)
-    return PartitionSpec(BATCH_AXES)
+    if sequence_parallel and degree(roles.tensor) > 1:
+        return PartitionSpec(roles.batch, roles.tensor)
+    return PartitionSpec(roles.batch)
 
 
-def inside_layer(ndim: int) -> PartitionSpec:
-    """Partition of activations inside a parallel layer: features cut over tp."""
-    return PartitionSpec(BATCH_AXES, *(None,) * (ndim - 2), TP)
+def inside_layer(roles: Roles, ndim: int, *, even: bool = True) -> PartitionSpec:
+    """Partition of activations inside a parallel layer: features sharded over the tensor axis, or whole if it does
+    not divide them evenly, as global arrays cannot be sharded so."""
+    if not even:
+        return PartitionSpec(roles.batch)
+    return PartitionSpec(roles.batch, *(None,) * (ndim - 2), roles.tensor)
 
 
-def in_shard_map(module: nnx.Module, x: jax.Array, into: PartitionSpec, out: PartitionSpec) -> Any:
+def in_shard_map(module: Layer, x: jax.Array, into: PartitionSpec, out: PartitionSpec) -> Any:
     """Calls a module, in global view, on every rank's own part.
 
     Args:
@@ -80,63 +101,38 @@ def in_shard_map(module: nnx.Module, x: jax.Array, into: PartitionSpec, out: Par
     Raises:
         ValueError: if the mesh does not divide the batch or the sequence, or the model was built for another mesh.
     """
-    _check_input(x, into, type(module).__name__)
+    roles = module.roles
+    _check_input(x, into, roles, type(module).__name__)
     graph, state = nnx.split(module)
     variables, tree = jax.tree.flatten(state, is_leaf=lambda v: isinstance(v, nnx.Variable))
     for variable in variables:
         layout = layout_of(variable)
         if layout is not None:
-            check_degrees(cut_of(layout), f"the weight of shape {layout.shape} of {type(module).__name__}")
+            layout.check_mesh(f"the weight of shape {layout.shape} of {type(module).__name__}")
 
     def local(values: list[jax.Array], x: jax.Array) -> Any:
         put = [v.replace(value) for v, value in zip(variables, values, strict=True)]
-        return nnx.merge(graph, jax.tree.unflatten(tree, put))(x)
+        merged = nnx.merge(graph, jax.tree.unflatten(tree, put))
+        with use_roles(roles):
+            return merged.to_global(merged(merged.from_global(x)))
 
     specs = [partition_of(v) for v in variables]
     values = [v.get_value() for v in variables]
     return jax.shard_map(local, in_specs=(specs, into), out_specs=out, check_vma=False)(values, x)
 
 
-def _check_input(x: jax.Array, into: PartitionSpec, name: str) -> None:
+def _check_input(x: jax.Array, into: PartitionSpec, roles: Roles, name: str) -> None:
     if x.ndim < max(1, len(into)):
         raise ValueError(f"{name} takes (batch, sequence, features) under this mesh; the input has shape {x.shape}.")
-    batch = degrees(BATCH_AXES)
+    batch, tensor = degrees(roles.batch), roles.tensor
     if x.shape[0] % batch:
         raise ValueError(
             f"the input of {name} has shape {x.shape}; its first dimension is the batch and must be a multiple of "
-            f"dp * gtp = {batch}. Pad the batch, or choose other degrees."
+            f"{' * '.join(roles.batch)} = {batch}. Pad the batch, or choose other degrees."
         )
-    if len(into) > 1 and into[1] == TP and x.ndim > 2 and x.shape[1] % degree(TP):
+    if len(into) > 1 and tensor is not None and into[1] == tensor and x.ndim > 2 and x.shape[1] % degree(tensor):
         raise ValueError(
-            f"{name} is sequence parallel over tp = {degree(TP)}, and its input has shape {x.shape}; dimension 1 is "
-            "the sequence and must be a multiple of tp. Pad the sequence, or pass `sequence_parallel=False`."
-        )
-
-
-class Cut(NamedTuple):
-    """What of a layout depends on the mesh: the slices' axes, the product of their degrees, and that of tp."""
-
-    axes: tuple[str, ...]
-    slices: int
-    tp: int
-
-
-def cut_of(layout: Layout) -> Cut:
-    """A layout's cut."""
-    return Cut(layout.axes, layout.gtp, layout.tp)
-
-
-def check_degrees(built_for: Cut, name: str) -> None:
-    """Refuses weights whose layouts are for other degrees than the mesh in scope has.
-
-    Raises:
-        ValueError: naming both, and the remedy.
-    """
-    here = Cut(built_for.axes, degrees(built_for.axes), degree(TP))
-    if built_for != here:
-        axes = " * ".join(here.axes)
-        raise ValueError(
-            f"{name} was built for {axes} {built_for.slices} x tp {built_for.tp}; the mesh in scope has {axes} "
-            f"{here.slices} x tp {here.tp}. Build the model under that mesh: `with jax.set_mesh(mesh): model = "
-            "gtp_jax.init(...)`."
+            f"{name} is sequence parallel over {tensor} = {degree(tensor)}, and its input has shape {x.shape}; "
+            f"dimension 1 is the sequence and must be a multiple of {tensor}. Pad the sequence, or pass "
+            "`sequence_parallel=False`."
         )

@@ -1,4 +1,4 @@
-"""The loss of a language model on cut logits."""
+"""The loss of a language model on logits that may be sharded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..mesh import BATCH_AXES, TP, current_view, degree
+from ..mesh import current_roles, current_view, degree
 from ..ops import token_cross_entropy
 
 
@@ -19,7 +19,7 @@ def cross_entropy(
     Inside a `shard_map` both count this rank's sequences; in global view, the whole batch.
 
     Args:
-        logits: `(batch, sequence, vocab)`, the vocabulary cut over tp as a head leaves it.
+        logits: `(batch, sequence, vocab)`, the vocabulary sharded over tp as a head leaves it.
         targets: `(batch, sequence)`, integers below vocab. Negative ones are left out, like those of weight 0.
         weights: `(batch, sequence)`: 0 leaves a token out of loss and count, 1 counts it. All count by default.
 
@@ -40,17 +40,23 @@ def cross_entropy(
     weights = jnp.where(targets < 0, 0, weights)
     if current_view() != "global":
         return _sums(logits, targets, weights)
-    batch = PartitionSpec(BATCH_AXES)
+    roles = current_roles()
+    batch = PartitionSpec(roles.batch)
+    # a global array is sharded over an axis that divides it, and else whole
+    sharded = logits.shape[-1] % degree(roles.tensor) == 0
 
     def local(logits, targets, weights):
-        return lax.psum(_sums(logits, targets, weights), BATCH_AXES)
+        return lax.psum(_sums(logits, targets, weights, sharded=sharded), roles.batch)
 
-    into = (PartitionSpec(BATCH_AXES, None, TP), batch, batch)
+    into = (PartitionSpec(roles.batch, None, roles.tensor if sharded else None), batch, batch)
     mapped = jax.shard_map(local, in_specs=into, out_specs=(PartitionSpec(), PartitionSpec()), check_vma=False)
     return mapped(logits, targets, weights)
 
 
-def _sums(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    losses: jax.Array = token_cross_entropy(logits, targets, TP if degree(TP) > 1 else None)
+def _sums(
+    logits: jax.Array, targets: jax.Array, weights: jax.Array, *, sharded: bool = True
+) -> tuple[jax.Array, jax.Array]:
+    tensor = current_roles().tensor
+    losses: jax.Array = token_cross_entropy(logits, targets, tensor if sharded and degree(tensor) > 1 else None)
     weights = weights.astype(losses.dtype)
     return jnp.sum(losses * weights), jnp.sum(weights)

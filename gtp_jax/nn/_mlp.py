@@ -18,7 +18,7 @@ class MLP(Layer):
 
     Args:
         features: size of the input and of the output.
-        hidden: size in between, cut over tp.
+        hidden: size in between, sharded over tp.
         gated: with a gate; without, `down(activation(up(norm(x))))`.
         activation: elementwise.
         norm: as in `LayerNormDense`.
@@ -40,9 +40,10 @@ class MLP(Layer):
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
+        super().__init__()
         sizes = {"gate": hidden, "up": hidden} if gated else {"up": hidden}
         shared: dict[str, Any] = {"sequence_parallel": sequence_parallel, "rngs": rngs, **options}
-        self.up = LayerNormDense(features, sizes, norm=norm, eps=eps, **shared)
+        self.up = LayerNormDense(features, sizes, norm=norm, eps=eps, padding_value=0.0, **shared)
         self.down = Dense(hidden, features, parallel="row", **shared)
         self.activation = activation
         self.gated = gated

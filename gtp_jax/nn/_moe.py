@@ -11,8 +11,8 @@ from flax import nnx
 from jax import lax
 from jax.nn import initializers
 
-from ..collectives import enter, leave
-from ..mesh import GTP, TP, degree
+from ..collectives import gather_sequence, reduce_scatter_sequence
+from ..mesh import degree
 from ..ops import balanced, keep_activation, permute, rms_norm, route
 from ._grouped import GroupedDense
 from ._layer import Layer
@@ -20,7 +20,7 @@ from ._weight import make_vector, make_whole
 
 ExpertParallel = Literal["features", "expert"] | None
 
-# How the first and the second layer of every expert are cut over tp.
+# How tp divides the first and the second layer of every expert.
 _PARALLEL = {"features": ("column", "row"), "expert": ("expert", "expert"), None: (None, None)}
 
 router_init = initializers.variance_scaling(1.0, "fan_in", "normal")
@@ -30,27 +30,27 @@ class MoE(Layer):
     """Each token through its `top_k` likeliest experts, each an `MLP` with SwiGLU, summed by their shares.
 
     As in Mixtral (arXiv 2401.04088): RMSNorm, a softmax over all experts, the `top_k` largest scaled to a sum of 1. No
-    token is dropped. The router is computed in float32 at least, and is neither cut nor quantized.
+    token is dropped. The router is computed in float32 at least, and is neither sharded nor quantized.
 
     Args:
         features: size of the input and of the output.
         hidden: size in between, of each expert.
         experts: how many.
         top_k: experts a token.
-        parallel: what tp does: `features` cuts every expert's hidden features, `expert` divides the experts among the
-            ranks, `None` leaves a rank its own part of the sequence.
+        parallel: what tp does: `features` divides every expert's hidden features, `expert` divides the experts among
+            the ranks, `None` leaves a rank its own part of the sequence.
         balance: weight of the term that keeps experts evenly loaded; see `gtp_jax.ops.balanced`. It is added to the
             gradient and not to the loss that is reported, and supposes a loss that is a sum over tokens, as
             `train_step` does.
         activation: elementwise, on the gate.
         eps: of the norm.
-        sequence_parallel: whether input and output are cut along the sequence over tp.
+        sequence_parallel: whether input and output are sharded along the sequence over tp.
         axes: as in `GroupedDense`.
         rngs: the `params` stream is used.
         options: passed to both `GroupedDense` layers.
 
     Raises:
-        ValueError: if `top_k` is not between 1 and `experts`, or tp does not divide what it cuts.
+        ValueError: if `top_k` is not between 1 and `experts`.
     """
 
     def __init__(
@@ -65,11 +65,12 @@ class MoE(Layer):
         activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
         eps: float = 1e-6,
         sequence_parallel: bool = True,
-        axes: tuple[str, ...] = (GTP,),
+        axes: tuple[str, ...] | None = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
+        super().__init__()
         check_experts(experts, top_k, balance)
         if parallel not in _PARALLEL:
             raise ValueError(f"`parallel` is {parallel!r}; it is 'features', 'expert' or None.")
@@ -91,7 +92,7 @@ class MoE(Layer):
         """`(batch, sequence, features)` to the same."""
         x = rms_norm(x, self.scale.get_value(), eps=self.eps)
         if self.parallel is not None:
-            x = enter(x, sequence_parallel=self.sequence_parallel)
+            x = gather_sequence(x, self.roles.tensor, sequence_parallel=self.sequence_parallel)
         chosen, shares = self._route(x)
         rows = jnp.reshape(x.astype(self.up.dtype), (-1, x.shape[-1]))
         expert_of = jnp.reshape(chosen, -1)  # of each token's every choice, one after another
@@ -102,7 +103,9 @@ class MoE(Layer):
         found = self.down(keep_activation(self.activation(hidden["gate"]) * hidden["up"]), sizes)
         by_token = jnp.reshape(permute(found, inverse, order), (*x.shape[:-1], self.top_k, -1))
         y = jnp.sum(by_token * shares[..., None].astype(by_token.dtype), axis=-2)
-        return y if self.parallel is None else leave(y, sequence_parallel=self.sequence_parallel)
+        if self.parallel is None:
+            return y
+        return reduce_scatter_sequence(y, self.roles.tensor, sequence_parallel=self.sequence_parallel)
 
     def _route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         wide = jnp.promote_types(x.dtype, jnp.float32)
@@ -111,9 +114,10 @@ class MoE(Layer):
         chosen, _ = route(lax.stop_gradient(chance), self.top_k)
         here = jnp.sum(jax.nn.one_hot(chosen, self.experts, dtype=wide), axis=(1, 2))  # (batch, experts)
         length, weight = x.shape[1], self.balance
-        if self.parallel is None and self.sequence_parallel and degree(TP) > 1:
+        tensor = self.roles.tensor
+        if self.parallel is None and self.sequence_parallel and tensor is not None and degree(tensor) > 1:
             # A rank sees a part of the sequence; but all see every token's loss, so that it counts tp times.
-            here, length, weight = lax.psum(here, TP), length * degree(TP), weight * degree(TP)
+            here, length, weight = lax.psum(here, tensor), length * degree(tensor), weight * degree(tensor)
         load = here * (self.experts / (self.top_k * length))
         return route(balanced(chance, load, weight), self.top_k)
 

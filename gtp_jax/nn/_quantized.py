@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 
-from ..collectives import Bundle, Packed, hold_layers, pack_all
+from ..collectives import Bundle, Packed, fits_blocks, hold_layers, pack_all
 from ..formats import Format
 from ..recipes import KEPT, Recipe, matches
 from ._rounding import CallKeys, key_for
@@ -136,7 +136,8 @@ def _bundles(model: nnx.Module, recipe: Recipe) -> list[tuple[Path, Bundle]]:
             chosen = recipe.of((*path, "layers", *inner))  # the module's path in the model, as `explain` prints it
             if chosen.wire is not None:
                 alone = inner if owner.takes_codes(chosen.operands) else None
-                kind = (chosen.wire, chosen.operands is not None, alone, owner.dtype, owner.layouts[0].axes)
+                fits = fits_blocks([owner.layouts], chosen.wire)
+                kind = (chosen.wire, chosen.operands is not None, alone, owner.dtype, owner.layouts[0].axes, fits)
                 groups.setdefault(kind, {})[inner] = owner
         found += [
             (path, _bundle(members, form, exact, alone is not None))

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from ..mesh import Layout
-from ._layer import Cut, check_degrees, cut_of, layout_of, partition_of
+from ..layout import Layout
+from ..mesh import Roles, current_roles
+from ._layer import layout_of, partition_of
 
 Tree = Any
 
@@ -21,16 +22,16 @@ class Skeleton:
     Attributes:
         graph: the modules.
         state: the parameters' variables, without values.
-        layouts: nested dict of `Layout`, or `None` where the stored array is the logical one.
         specs: nested dict of partitions.
-        cuts: how its weights are cut over the mesh that it was built for.
+        layouts: nested dict of `Layout`, or `None` for a parameter that is not gathered.
+        roles: of mesh axes.
     """
 
     graph: Any
     state: Any
-    layouts: dict[str, Any]
     specs: dict[str, Any]
-    cuts: frozenset[Cut] = frozenset()
+    layouts: dict[str, Any]
+    roles: Roles = Roles()
 
     def check_mesh(self) -> None:
         """Refuses a mesh in scope that the model was not built for.
@@ -38,8 +39,8 @@ class Skeleton:
         Raises:
             ValueError: naming both.
         """
-        for cut in self.cuts:
-            check_degrees(cut, "the model")
+        for layout in set(jax.tree.leaves(self.layouts, is_leaf=_is_layout)):
+            layout.check_mesh("the model")
 
     def model(self, params: Tree) -> Any:
         """The model with `params` for its parameters."""
@@ -48,26 +49,13 @@ class Skeleton:
         put = [v.replace(_at(params, path)) for path, v in zip(paths, leaves, strict=True)]
         return nnx.merge(self.graph, jax.tree.unflatten(tree, put))
 
-    def logical(self, params: Tree) -> Tree:
-        """Parameters, or anything shaped like them, without padding."""
-        return self._by_layout(params, lambda layout, value: layout.logical(value))
-
-    def physical(self, params: Tree) -> Tree:
-        """The inverse of `logical`."""
-        return self._by_layout(params, lambda layout, value: layout.physical(value))
-
-    def _by_layout(self, params: Tree, change: Any) -> Tree:
-        layouts = jax.tree.leaves(self.layouts, is_leaf=lambda x: x is None or isinstance(x, Layout))
-        leaves, tree = jax.tree.flatten(params)
-        pairs = zip(layouts, leaves, strict=True)
-        return jax.tree.unflatten(tree, [v if layout is None else change(layout, v) for layout, v in pairs])
-
 
 def take_apart(model: nnx.Module) -> tuple[Skeleton, dict[str, Any]]:
     """A model's skeleton and its parameters as nested dicts of arrays.
 
     Raises:
-        ValueError: if the model holds state other than parameters, such as batch statistics or dropout streams.
+        ValueError: if the model holds state other than parameters, such as batch statistics or dropout streams; if its
+            modules were built under different roles.
     """
     graph, state = nnx.split(model)
     others = [(path, variable) for path, variable in nnx.to_flat_state(state) if not isinstance(variable, nnx.Param)]
@@ -77,18 +65,26 @@ def take_apart(model: nnx.Module) -> tuple[Skeleton, dict[str, Any]]:
             f"the model holds {type(variable).__name__} at {'.'.join(map(str, path))}; a train step carries "
             "parameters (nnx.Param) only. Keep other state outside the model."
         )
-    layouts = jax.tree.map(_padded_layout, state, is_leaf=_is_variable)
     specs = jax.tree.map(partition_of, state, is_leaf=_is_variable)
     params = jax.tree.map(lambda v: v.get_value(), state, is_leaf=_is_variable)
     bare = jax.tree.map(lambda v: v.replace(None), state, is_leaf=_is_variable)
-    found = [layout_of(v) for v in jax.tree.leaves(state, is_leaf=_is_variable)]
-    cuts = frozenset(cut_of(layout) for layout in found if layout is not None)
-    return Skeleton(graph, bare, _dicts(layouts), _dicts(specs), cuts), _dicts(params)
+    layouts = jax.tree.map(layout_of, state, is_leaf=_is_variable)
+    return Skeleton(graph, bare, _dicts(specs), _dicts(layouts), _roles_of(layouts)), _dicts(params)
 
 
-def _padded_layout(variable: nnx.Variable) -> Layout | None:
-    layout = layout_of(variable)
-    return layout if layout is not None and layout.padded else None
+def _roles_of(layouts: Any) -> Roles:
+    """The roles that a model's weights were laid out by; those in scope if it has none."""
+    roles = {layout.roles for layout in jax.tree.leaves(layouts, is_leaf=_is_layout)}
+    if len(roles) > 1:
+        raise ValueError(
+            f"the model has modules built under different roles: {', '.join(map(str, roles))}. Build all of it under "
+            "one `gtp_jax.use_roles(...)`."
+        )
+    return roles.pop() if roles else current_roles()
+
+
+def _is_layout(node: Any) -> bool:
+    return isinstance(node, Layout)
 
 
 def _is_variable(node: Any) -> bool:

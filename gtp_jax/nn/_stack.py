@@ -61,6 +61,7 @@ class Stack(Layer):
             raise ValueError(f"`length` is {length}; a stack has at least one layer.")
         with_remat(lambda x: x, remat)
         _check_schedule(schedule)
+        super().__init__()
         self.length = length
         self.schedule = Schedule() if schedule is None else schedule
         self.remat: Remat = remat
@@ -128,7 +129,9 @@ class _Row(Layer):
 
     def __init__(self, modules: tuple[Layer, ...], schedule: Schedule | None, remat: Remat | None) -> None:
         stacks = [m for m in modules if isinstance(m, Stack)]
+        super().__init__()
         self.links = nnx.List(modules)
+        self._roles = modules[0].roles
         self.schedule = schedule or (stacks[0].schedule if stacks else Schedule())
         others: Remat = stacks[0].remat if stacks else "matmuls"
         self.remat: tuple[Remat, ...] = tuple(remat or (m.remat if isinstance(m, Stack) else others) for m in modules)
@@ -142,6 +145,12 @@ class _Row(Layer):
         first: Layer = self.links[0]
         last: Layer = self.links[-1]
         return first.partitions(ndim)[0], last.partitions(3)[1]
+
+    def from_global(self, x: Any) -> Any:
+        return self.links[0].from_global(x)
+
+    def to_global(self, y: Any) -> Any:
+        return self.links[-1].to_global(y)
 
 
 def _check_schedule(schedule: Any) -> None:

@@ -1,4 +1,4 @@
-"""Weights cut over gtp, and the modules that own them."""
+"""Weights that are gathered, and the modules that own them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from jax.sharding import PartitionSpec
 
 from ..collectives import (
     Packed,
-    Slices,
+    Shards,
     exchange_gradients,
     gather_codes,
     gather_packed,
     gather_weight,
     gathered,
+    in_order,
     scatter_gradient,
+    use_rows,
 )
 from ..formats import Format, Operands, QuantizedArray
-from ..mesh import TP, Layout, current_view, multiplies_blocks
+from ..layout import Layout
+from ..mesh import current_view, multiplies_blocks
 from ..ops import CodedWeight, linear, linear_blocks, linear_fp8
 from ._layer import Layer
 from ._rounding import CallKeys
@@ -33,18 +36,23 @@ Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
 
 def make_weight(layout: Layout, init: Initializer, key: jax.Array, dtype: Any) -> nnx.Param:
-    """A weight whose values are those of the logical array that `init` makes, whatever the mesh."""
-    value = layout.physical(init(key, layout.shape, dtype))
-    return nnx.Param(value, layout=layout, **_partition(layout.spec))
+    """Makes a weight, of the values that `init` gives to the logical array, whatever the mesh."""
+    return nnx.Param(init(key, layout.shape, dtype), layout=layout, **_partition(layout.spec))
 
 
-def make_vector(size: int, init: Initializer, key: jax.Array, dtype: Any, *, cut: bool = False) -> nnx.Param:
-    """A bias or a norm's scale: whole on every rank, or cut over tp alone if `cut`."""
-    return nnx.Param(init(key, (size,), dtype), **_partition(PartitionSpec(TP if cut else None)))
+def make_vector(size: int, init: Initializer, key: jax.Array, dtype: Any, *, behind: Layout | None = None) -> nnx.Param:
+    """Makes a bias or a norm's scale: whole on every rank.
+
+    As the bias of a column-parallel kernel's output (`behind` is the kernel's layout) it is sharded over the tensor
+    axis alone, where that divides the features evenly.
+    """
+    sharded = behind is not None and behind.split is not None and not behind.takes_part
+    axis = behind.split.axis if sharded else None
+    return nnx.Param(init(key, (size,), dtype), **_partition(PartitionSpec(axis)))
 
 
 def make_whole(shape: tuple[int, ...], init: Initializer, key: jax.Array, dtype: Any) -> nnx.Param:
-    """A matrix that is whole on every rank: a router."""
+    """Makes a matrix that is whole on every rank: a router."""
     return nnx.Param(init(key, shape, dtype), **_partition(PartitionSpec(*(None,) * len(shape))))
 
 
@@ -53,12 +61,12 @@ def weight_owners(module: nnx.Module) -> dict[tuple[Any, ...], WeightOwner]:
     return {path: m for path, m in nnx.iter_modules(module) if isinstance(m, WeightOwner)}
 
 
-def scatter(owners: Mapping[Any, WeightOwner], gradients: Mapping[Any, jax.Array]) -> dict[Any, Slices]:
+def scatter(owners: Mapping[Any, WeightOwner], gradients: Mapping[Any, jax.Array]) -> dict[Any, Shards]:
     """Fused weights' gradients to those of their slices; what a recipe exchanges alike travels together."""
-    found: dict[Any, Slices] = {}
+    found: dict[Any, Shards] = {}
     together: dict[Any, list[Any]] = defaultdict(list)
     for path, owner in owners.items():
-        if owner.reduction is not None and owner.layouts[0].gtp > 1:
+        if owner.reduction is not None and owner.layouts[0].ranks > 1:
             together[owner.reduction, owner.layouts[0].axes].append(path)
         else:
             found[path] = scatter_gradient(gradients[path], owner.layouts, owner.reduce_dtype, owner.slice_dtypes)
@@ -105,6 +113,7 @@ class WeightOwner(Layer):
     keys: CallKeys | None = nnx.data()
 
     def __init__(self, *, dtype: Any, reduce_dtype: Any | None) -> None:
+        super().__init__()
         self.dtype = np.dtype(dtype)
         self.reduce_dtype = np.dtype(dtype if reduce_dtype is None else reduce_dtype)
         self.whole_weight = nnx.data(None)
@@ -122,7 +131,7 @@ class WeightOwner(Layer):
         """The kernels' layouts."""
         return tuple(w.get_metadata()["layout"] for w in self.weights())
 
-    def slices(self) -> Slices:
+    def slices(self) -> Shards:
         """This rank's slice of each kernel."""
         return tuple(w.get_value() for w in self.weights())
 
@@ -131,7 +140,7 @@ class WeightOwner(Layer):
         """The dtype of each kernel's slices."""
         return tuple(w.get_value().dtype for w in self.weights())
 
-    def sent(self) -> Slices | Packed:
+    def sent(self) -> Shards | Packed:
         """What this rank sends in a gather."""
         return self.packed[0] if self.packed else self.slices()
 
@@ -140,7 +149,7 @@ class WeightOwner(Layer):
         del operands
         return False
 
-    def gather(self, sent: Slices | Packed) -> jax.Array | QuantizedArray:
+    def gather(self, sent: Shards | Packed) -> jax.Array | QuantizedArray:
         """The fused weight, or its codes where the module multiplies those."""
         if not isinstance(sent, Packed):
             return gather_weight(sent, self.layouts, self.dtype)
@@ -150,9 +159,8 @@ class WeightOwner(Layer):
 
     def slot(self) -> jax.Array:
         """Where the gradient of a weight goes that is multiplied as codes."""
-        layouts = self.layouts
-        rows = sum(layout.padded_rows for layout in layouts)
-        return jnp.zeros((rows, layouts[0].slice_shape[1 - layouts[0].dim]), self.dtype)
+        first = self.layouts[0]
+        return jnp.zeros((sum(use_rows(self.layouts)), first.matrix_of(first.use_shape)[1]), self.dtype)
 
     def product(self, x: jax.Array, weight: Any) -> jax.Array:
         """`x @ weight.T`, as a recipe has it."""
@@ -169,18 +177,18 @@ class WeightOwner(Layer):
     ) -> jax.Array:
         """`multiply(weight, key, operands)`, with each kernel's rows as `rows_in_blocks` has them."""
         assert self.operands is not None
-        rows, padded = tuple(one.padded_rows for one in self.layouts), self.rows_in_blocks(self.operands)
+        rows, padded = use_rows(self.layouts), self.rows_in_blocks(self.operands)
         key = jnp.zeros(2, jnp.uint32) if self.keys is None else self.keys.next()
         return _resized(multiply(_resized(weight, rows, padded, -2), key, self.operands), padded, rows, -1)
 
     def rows_in_blocks(self, operands: Operands) -> tuple[int, ...]:
         """Each kernel's rows in a fused weight that is multiplied, filled up with zeros to whole blocks.
 
-        So no block of dgrad, which runs along them, has two kernels' in it. Between slices a layout's padding sees to
-        that already; of a whole weight none does.
+        So no block of dgrad, which runs along them, has two kernels' in it. Where the fused weight is rank after rank,
+        shards are whole blocks already.
         """
-        rows = tuple(one.padded_rows for one in self.layouts)
-        if self.layouts[0].gtp > 1 or operands.gradient.block is None:
+        rows = use_rows(self.layouts)
+        if (in_order(self.layouts) and self.layouts[0].ranks > 1) or operands.gradient.block is None:
             return rows
         run = operands.gradient.block[1]
         return (*(-(-one // run) * run for one in rows[:-1]), rows[-1])
@@ -190,17 +198,17 @@ class WeightOwner(Layer):
         if self.whole_weight is not None:
             return function(self.whole_weight, *operands)
 
-        def gather(sent: Slices | Packed) -> Any:
+        def gather(sent: Shards | Packed) -> Any:
             weight = self.gather(sent)
             return CodedWeight(weight, self.slot()) if isinstance(weight, QuantizedArray) else weight
 
-        def to_slices(gradient: Any) -> Slices:
+        def to_slices(gradient: Any) -> Shards:
             array = gradient.slot if isinstance(gradient, CodedWeight) else gradient
             return scatter({(): self}, {(): array})[()]
 
-        def gather_and_apply(slices: Slices, *operands: Any) -> Any:
+        def gather_and_apply(slices: Shards, *operands: Any) -> Any:
             return function(gathered(slices, self.sent(), gather, to_slices), *operands)
 
-        if self.layouts[0].gtp > 1:
+        if self.layouts[0].ranks > 1:
             gather_and_apply = jax.checkpoint(gather_and_apply)  # else backward would keep the gathered weight
         return gather_and_apply(self.slices(), *operands)

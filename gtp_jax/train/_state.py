@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..mesh import Path, of_parameter, with_paths
 from ..nn import Skeleton, take_apart
-from ._logical import on_logical
 
 Tree = Any
 
@@ -24,9 +23,8 @@ class TrainState:
     """Parameters, optimizer state and step count: a pytree of arrays.
 
     Attributes:
-        params: nested dict of the float32 master weights, cut and where needed padded as the skeleton's specs and
-            layouts say.
-        opt_state: of the optax optimizer, its moments cut like the parameters they belong to.
+        params: nested dict of the float32 master weights, of logical shapes, sharded as the skeleton's specs say.
+        opt_state: of the optax optimizer, its moments sharded like the parameters they belong to.
         step: number of updates made, int32.
         skeleton: the rest of the model; static.
     """
@@ -40,15 +38,14 @@ class TrainState:
     def create(cls, model: nnx.Module, optimizer: optax.GradientTransformation) -> TrainState:
         """The state at step 0. Allocates nothing if the model is abstract (see `abstract_model`)."""
         skeleton, params = take_apart(model)
-        chosen = on_logical(optimizer, skeleton)
         specs = state_specs(skeleton, optimizer, params)
         leaves = jax.tree.leaves(params)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-            shapes = jax.eval_shape(chosen.init, params)
+            shapes = jax.eval_shape(optimizer.init, params)
             opt_state = jax.tree.map(_abstract, shapes, specs.opt_state)
             step: Any = _abstract(jax.ShapeDtypeStruct((), jnp.int32), PartitionSpec())
             return cls(params, opt_state, step, skeleton)
-        opt_state = jax.jit(chosen.init, out_shardings=_shardings(specs.opt_state))(params)
+        opt_state = jax.jit(optimizer.init, out_shardings=_shardings(specs.opt_state))(params)
         step = jnp.zeros((), jnp.int32)
         shardings = _shardings(PartitionSpec())
         return cls(params, opt_state, step if shardings is None else jax.device_put(step, shardings), skeleton)
@@ -57,17 +54,13 @@ class TrainState:
         """The model, with these parameters."""
         return self.skeleton.model(self.params)
 
-    def logical_params(self) -> dict[str, Any]:
-        """The parameters without padding."""
-        return self.skeleton.logical(self.params)
-
 
 def state_specs(skeleton: Skeleton, optimizer: optax.GradientTransformation, params: Tree) -> TrainState:
-    """The partition of every array of a state: a `TrainState` with `PartitionSpec` leaves.
+    """Returns the partition of every array of a state: a `TrainState` with `PartitionSpec` leaves.
 
-    What the optimizer keeps for a parameter, of the parameter's shape, is cut like the parameter; the rest is whole.
+    What the optimizer keeps for a parameter, of the parameter's shape, is sharded like it; the rest is whole.
     """
-    shapes = jax.eval_shape(on_logical(optimizer, skeleton).init, params)
+    shapes = jax.eval_shape(optimizer.init, params)
     specs = with_paths(skeleton.specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
     parameters = {path: (p.shape, spec) for (path, spec), p in zip(specs, jax.tree.leaves(params), strict=True)}
 

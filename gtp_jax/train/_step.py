@@ -13,10 +13,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..collectives import sum_over_replicas
-from ..mesh import BATCH_AXES, TP, degree, degrees, platform
+from ..mesh import Roles, current_roles, degree, degrees, platform, use_roles
 from ..nn import Skeleton, put_quantized, quantize_weights
 from ..recipes import Recipe, check_recipe
-from ._logical import on_logical
 from ._options import compile_options
 from ._rounding import rounding_key
 from ._state import TrainState, state_specs
@@ -38,9 +37,10 @@ def train_step(
     """A jitted optimizer step. The state is donated.
 
     The loss and its gradient run inside one `shard_map` over the whole mesh: every rank takes its own sequences, in
-    `microbatches` parts, and adds up gradients in slices, in the parameters' dtype. The sum is then divided by
-    the number of tokens in the whole batch, so that neither microbatches, nor ranks, nor masked tokens change what a
-    token counts. The optimizer runs outside, on global arrays without padding: any optax optimizer will do.
+    `microbatches` parts (number m is `batch[m::microbatches]`), and adds up gradients of shards, in the parameters'
+    dtype. The sum is then divided by the number of tokens in the whole batch, so that neither microbatches, nor ranks,
+    nor masked tokens change what a token counts. The optimizer runs outside, on global arrays of logical shapes: any
+    optax optimizer will do.
 
     Args:
         loss: `(model, batch) -> (sum of token losses, number of tokens)`, both scalars, of the sequences it is given;
@@ -79,12 +79,15 @@ def train_step(
         if max_grad_norm is not None:
             scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
             gradients = jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
-        chosen = on_logical(optimizer, state.skeleton)
-        updates, opt_state = chosen.update(gradients, state.opt_state, state.params)
+        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         after = TrainState(params, opt_state, state.step + 1, state.skeleton)  # pyright: ignore[reportArgumentType]
         specs = state_specs(state.skeleton, optimizer, state.params)
-        return _place(after, specs), {"loss": _mean(total, tokens), "tokens": _token_count(tokens), "grad_norm": norm}
+        return _place(after, specs), {
+            "loss": _mean(total, tokens),
+            "tokens": _token_count(tokens, state.skeleton.roles),
+            "grad_norm": norm,
+        }
 
     return jax.jit(step, donate_argnums=0, compiler_options=_options(compiler_options, recipe))
 
@@ -107,7 +110,7 @@ def eval_step(
 
         on_mesh = _over_mesh(local, state.skeleton, 1, (PartitionSpec(), PartitionSpec()))
         total, tokens = on_mesh(state.params, batch, state.step)
-        return {"loss": _mean(total, tokens), "tokens": _token_count(tokens)}
+        return {"loss": _mean(total, tokens), "tokens": _token_count(tokens, state.skeleton.roles)}
 
     return jax.jit(step, compiler_options=_options(compiler_options, recipe))
 
@@ -152,7 +155,7 @@ def _gradients(
         if microbatches == 1:
             (total, tokens), gradients = value_and_grad(params, batch, 0)
         else:
-            parts = jax.tree.map(lambda a: jnp.reshape(a, (microbatches, -1, *a.shape[1:])), batch)
+            parts = jax.tree.map(lambda a: _microbatches(a, microbatches), batch)
 
             def add(sums: Tree, numbered: Tree) -> tuple[Tree, None]:
                 (total, tokens), gradients = value_and_grad(params, *numbered)
@@ -189,17 +192,23 @@ def _over_mesh(local: Callable[..., Any], skeleton: Skeleton, microbatches: int,
 
     def run(params: Tree, batch: Tree, step: jax.Array) -> Any:
         skeleton.check_mesh()
-        parts = degrees(BATCH_AXES) * microbatches
+        roles = skeleton.roles
+        parts = degrees(roles.batch) * microbatches
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
             if jnp.ndim(leaf) == 0 or leaf.shape[0] % parts:
                 raise ValueError(
                     f"`batch`{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; its first dimension is the "
-                    f"batch and must be a multiple of dp * gtp * microbatches = {parts}."
+                    f"batch and must be a multiple of {' * '.join(roles.batch)} * microbatches = {parts}."
                 )
         if jax.sharding.get_abstract_mesh().empty:
             return local(params, batch, step)
-        into = (skeleton.specs, PartitionSpec(BATCH_AXES), PartitionSpec())
-        return jax.shard_map(local, in_specs=into, out_specs=out, check_vma=False)(params, batch, step)
+        into = (skeleton.specs, PartitionSpec(roles.batch), PartitionSpec())
+
+        def in_roles(*args: Any) -> Any:
+            with use_roles(roles):
+                return local(*args)
+
+        return jax.shard_map(in_roles, in_specs=into, out_specs=out, check_vma=False)(params, batch, step)
 
     return run
 
@@ -207,7 +216,8 @@ def _over_mesh(local: Callable[..., Any], skeleton: Skeleton, microbatches: int,
 def _over_all_ranks(values: Tree) -> Tree:
     """Sums over the whole mesh.
 
-    Tp ranks count the same tokens again; as losses, tokens and gradients are all summed so, every quotient is right.
+    Ranks of an axis that does not shard the batch count the same tokens again; as losses, tokens and gradients are all
+    summed so, every quotient is right.
     """
     names = jax.sharding.get_abstract_mesh().axis_names
     return lax.psum(values, names) if names else values
@@ -216,7 +226,7 @@ def _over_all_ranks(values: Tree) -> Tree:
 def _options(own: dict[str, Any] | None, recipe: Recipe | None) -> dict[str, Any]:
     kinds = () if recipe is None else recipe.kinds
     fp8 = any(kind.operands is not None and kind.operands.weight.block is None for kind in kinds)
-    return compile_options(platform(), own, tp=degree(TP), fp8=fp8)
+    return compile_options(platform(), own, tp=degree(current_roles().tensor), fp8=fp8)
 
 
 def _mean(total: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -242,8 +252,16 @@ def _check_held(held: Any, recipe: Recipe | None) -> None:
         )
 
 
-def _token_count(tokens: jax.Array) -> jax.Array:
-    return tokens / degree(TP)  # every tp rank counted them
+def _token_count(tokens: jax.Array, roles: Roles) -> jax.Array:
+    """The tokens of the batch, from the sum over all ranks: those of an axis that does not shard it count again."""
+    names = jax.sharding.get_abstract_mesh().axis_names
+    return tokens / degrees(tuple(axis for axis in names if axis not in roles.batch))
+
+
+def _microbatches(batch: jax.Array, count: int) -> jax.Array:
+    """A rank's examples by microbatch: number m has `batch[m::count]`, of the whole batch too, so that every mesh has
+    the same examples in it."""
+    return jnp.swapaxes(jnp.reshape(batch, (-1, count, *batch.shape[1:])), 0, 1)
 
 
 def _checked(loss: Loss, model: Any, batch: Tree) -> tuple[jax.Array, jax.Array]:

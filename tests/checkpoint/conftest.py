@@ -1,4 +1,4 @@
-"""States to save: a small Llama with padded weights, every array filled with random bits."""
+"""States to save: a small Llama of odd sizes, every array filled with random bits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def plain():
 
 @pytest.fixture(scope="session")
 def filled():
-    """`filled(state, seed)`: the state with random values everywhere, in the padding too."""
+    """`filled(state, seed)`: the state with random values everywhere."""
 
     def fill(state, seed=0):
         rng = np.random.default_rng(seed)
@@ -52,32 +52,8 @@ def filled():
 
 @pytest.fixture(scope="session")
 def logical():
-    """`logical(state)`: its arrays in numpy without padding, in the order of `jax.tree.leaves`."""
-
-    def unpad(layout, array):
-        array = np.asarray(array)
-        if layout is not None and array.shape[-len(layout.shape) - 1 :] == (*layout.physical_shape, 1):
-            return array[..., 0]  # no mirror of the weight, and marked so
-        if layout is None or array.shape[-len(layout.shape) :] != layout.physical_shape:
-            return array
-        dim = array.ndim - len(layout.shape) + layout.dim
-        parts = np.split(array, layout.tp_outer, axis=dim)
-        return np.concatenate([part.take(np.arange(layout.rows), axis=dim) for part in parts], axis=dim)
-
-    def keys(path):
-        return tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
-
-    def strip(state):
-        flat = jax.tree_util.tree_leaves_with_path(state.skeleton.layouts, is_leaf=lambda x: x is None)
-        layouts = {keys(path): layout for path, layout in flat}
-        found = []
-        for path, leaf in jax.tree_util.tree_leaves_with_path((state.params, state.opt_state, state.step)):
-            names = keys(path)
-            ends = [names[begin:] for begin in range(len(names))]
-            found.append(unpad(next((layouts[end] for end in ends if end in layouts), None), leaf))
-        return found
-
-    return strip
+    """`logical(state)`: its arrays in numpy, in the order of `jax.tree.leaves`."""
+    return lambda state: [np.asarray(leaf) for leaf in jax.tree.leaves((state.params, state.opt_state, state.step))]
 
 
 @pytest.fixture(scope="session")

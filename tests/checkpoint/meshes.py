@@ -15,9 +15,9 @@ import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig
 from gtp_jax.nn import abstract_model
 
-# Vocabulary and ffn need padding on every mesh with gtp > 1, and no mesh of more than 3 divides the vocabulary; width
-# 128 is what Adafactor starts to factor at.
-SIZES = {"vocab": 1002, "dim": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 120}
+# No mesh of more than 3 divides the vocabulary, and three ranks of tp divide neither heads nor width; width 128 is what
+# Adafactor starts to factor at.
+SIZES = {"vocab": 1002, "dim": 128, "layers": 2, "heads": 8, "kv_heads": 4, "head_dim": 32, "ffn": 120}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +26,10 @@ class Place:
 
     Attributes:
         degrees: of the axes, for `make_mesh`.
-        alignment: of the slices, which decides how far they are padded.
         gtp_major: cut dimensions over gtp first and tp inside it, as strided shards do; no model of ours trains so.
     """
 
     degrees: dict[str, int]
-    alignment: int = 16
     gtp_major: bool = False
 
     def mesh(self) -> jax.sharding.Mesh:
@@ -43,7 +41,7 @@ class Place:
 
     def state(self, optimizer: optax.GradientTransformation, **sizes: Any) -> gtp.TrainState:
         """Shapes and shardings of a small Llama's state; nothing is computed."""
-        config = LlamaConfig(**{**SIZES, "dtype": "float32", "alignment": self.alignment, **sizes})
+        config = LlamaConfig(**{**SIZES, "dtype": "float32", **sizes})
         with jax.set_mesh(self.mesh()):
             state = gtp.TrainState.create(abstract_model(lambda rngs: Llama(config, rngs=rngs)), optimizer)
         return jax.tree.map(_gtp_major, state) if self.gtp_major else state
@@ -60,7 +58,7 @@ PLACES = {
     "hsdp": Place({"dp": 2, "gtp": 4}),
     "gtp4_tp2": Place({"gtp": 4, "tp": 2}),
     "gtp4_tp2_strided": Place({"gtp": 4, "tp": 2}, gtp_major=True),
-    "gtp4_tp2_aligned64": Place({"gtp": 4, "tp": 2}, alignment=64),
+    "tp3": Place({"gtp": 2, "tp": 3}),
     "hsdp_tp2": Place({"dp": 2, "gtp": 2, "tp": 2}),
     "three_devices": Place({"gtp": 3}),
     "one_device": Place({"gtp": 1}),

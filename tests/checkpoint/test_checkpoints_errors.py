@@ -88,12 +88,12 @@ def test_a_long_list_of_differences_is_cut(saved, plain):
         Checkpoints(saved).restore(plain({f"layer{i}": jnp.ones(1) for i in range(30)}))
 
 
-def test_a_padded_model_of_another_size_is_refused_in_logical_shapes(tmp_path, make_state, filled):
+def test_a_model_of_another_size_is_refused_by_its_shapes(tmp_path, make_state, filled):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, filled(make_state({"gtp": 8})))
         message = r"params/embed/table: the checkpoint has float32\[1002,128\], the model float32\[1000,128\]"
         with pytest.raises(ValueError, match=message):
-            checkpoints.restore(make_state({"gtp": 8}, vocab=1000))  # the same physical shape
+            checkpoints.restore(make_state({"gtp": 8}, vocab=1000))
 
 
 def test_no_checkpoint_is_an_error_that_says_where(tmp_path, plain):

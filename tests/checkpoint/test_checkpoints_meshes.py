@@ -12,8 +12,10 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from jax.sharding import PartitionSpec
 
 from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.layout import Layout
 
 from .meshes import OPTIMIZERS, PLACES
 
@@ -55,26 +57,37 @@ def assert_restored(logical, assert_same_bits):
         assert_same_bits(bare, logical(saved))
         for leaf, array, wanted in zip(bare, jax.tree.leaves(restored), jax.tree.leaves(like), strict=True):
             assert array.sharding == wanted.sharding
-            assert np.count_nonzero(np.asarray(array)) == np.count_nonzero(leaf), "padding is not zero"
+            assert array.shape == leaf.shape
 
     return check
 
 
-def test_the_states_of_these_tests_have_padded_and_factored_arrays(make_state):
+def test_the_states_of_these_tests_have_uneven_and_factored_arrays(make_state):
+    layouts = jax.tree.leaves(PLACES["tp3"].state(OPTIMIZERS["adamw"]).skeleton.layouts, is_leaf=_is_layout)
+    uneven = {layout.shape for layout in layouts if layout.takes_part}
+    assert uneven >= {(128, 256), (128, 128), (256, 128)}, "of eight heads in four groups over three ranks"
     state = make_state({"gtp": 4, "tp": 2}, OPTIMIZERS["adafactor"])
-    layouts = [layout for layout in jax.tree.leaves(state.skeleton.layouts) if layout is not None]
-    assert {layout.shape for layout in layouts} >= {(1002, 128), (128, 1002), (128, 120)}
     assert state.opt_state[0].v_row["embed"]["table"].shape == (128,)
     assert state.opt_state[0].v_col["embed"]["table"].shape == (1002,)
 
 
-def test_the_meshes_of_these_tests_cut_in_both_orders_and_pad_differently():
-    tables = {name: place.state(OPTIMIZERS["muon"]).params["embed"]["table"] for name, place in PLACES.items()}
-    assert tables["gtp4_tp2"].sharding.spec[0] == ("tp", "gtp") and tables["fsdp"].shape[0] == 1024
-    assert tables["gtp4_tp2_strided"].sharding.spec[0] == ("gtp", "tp")
-    assert {table.shape[0] for table in tables.values()} == {1002, 1008, 1024}
+def _is_layout(node):
+    return isinstance(node, Layout)
+
+
+def test_the_meshes_of_these_tests_shard_in_both_orders_and_different_dimensions():
+    params = {name: place.state(OPTIMIZERS["muon"]).params for name, place in PLACES.items()}
+    layers = {name: p["blocks"]["layers"] for name, p in params.items()}
+    queries = {name: p["attention"]["qkv"]["kernel"]["query"].sharding.spec for name, p in layers.items()}
+    assert queries["gtp4_tp2"][2] == ("tp", "gtp") and queries["gtp4_tp2_strided"][2] == ("gtp", "tp")
+    gates = {name: p["mlp"]["up"]["kernel"]["gate"].sharding.spec for name, p in layers.items()}
+    assert gates["gtp4_tp2"] == PartitionSpec(None, "gtp", "tp"), "15 of 120 rows are no whole block, 32 columns are"
+    tables = {name: p["embed"]["table"].sharding.spec for name, p in params.items()}
+    assert tables["fsdp"] == tables["gtp4_tp2"] == PartitionSpec("tp", "gtp"), "8 does not divide 1002"
+    assert tables["three_devices"] == PartitionSpec(("tp", "gtp"), None), "1002 rows are 3 times 334"
+    assert {p["embed"]["table"].shape for p in params.values()} == {(1002, 128)}
     moments = PLACES["fsdp"].state(OPTIMIZERS["muon"]).opt_state.inner_states["muon"].inner_state[0].mu
-    assert moments["embed"]["table"].shape == (1024, 128)
+    assert moments["embed"]["table"].shape == (1002, 128)
     assert {leaf.ndim for leaf in jax.tree.leaves(moments)} == {2, 3}, "no stacks of matrices"
 
 
@@ -97,7 +110,7 @@ def test_another_mesh_reads_at_most_half_as_many_bytes_again(tmp_path, make_stat
     assert same > size / 2 and max(read.values()) < 1.5 * same, read
 
 
-def test_masked_moments_of_padded_weights_are_logical_on_disk(tmp_path, make_state, filled, assert_same_bits):
+def test_masked_moments_come_back(tmp_path, make_state, filled, assert_same_bits):
     def masked(state):
         head = {"kernel": state.params["head"]["kernel"], "scale": optax.MaskedNode()}
         return dataclasses.replace(state, opt_state=optax.MaskedState(optax.TraceState({"head": head})))
@@ -107,17 +120,17 @@ def test_masked_moments_of_padded_weights_are_logical_on_disk(tmp_path, make_sta
         checkpoints.save(1, state)
         restored, _ = checkpoints.restore(masked(make_state({"gtp": 1})))
     kernel = np.asarray(state.opt_state.inner_state.trace["head"]["kernel"])
-    assert kernel.shape == (128, 1024)
-    assert_same_bits([np.asarray(restored.opt_state.inner_state.trace["head"]["kernel"])], [kernel[:, :1002].copy()])
+    assert kernel.shape == (128, 1002)
+    assert_same_bits([np.asarray(restored.opt_state.inner_state.trace["head"]["kernel"])], [kernel])
 
 
-def test_a_history_of_a_padded_weight_is_logical_on_disk(tmp_path, make_state, filled):
+def test_a_history_of_a_weight_is_saved_in_its_logical_shape(tmp_path, make_state, filled):
     optimizer = optax.scale_by_lbfgs(memory_size=3)
     state = filled(make_state({"gtp": 8}, optimizer))
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state)
     leaves = json.loads((tmp_path / "1/manifest/manifest.json").read_text())["leaves"]
-    assert state.opt_state.diff_params_memory["embed"]["table"].shape == (3, 1024, 128)
+    assert state.opt_state.diff_params_memory["embed"]["table"].shape == (3, 1002, 128)
     assert leaves["opt_state/diff_params_memory/embed/table"]["shape"] == [3, 1002, 128]
 
 

@@ -26,7 +26,7 @@ def run(*arguments: str) -> int:
         (["--preset", "7b"], "unknown `preset` '7b'; known are tiny, .*405b"),
         (["--dp", "0"], "`dp` is 0; it is a whole number of at least 1"),
         (["--microbatches", "-2"], "`microbatches` is -2"),
-        (["--tp", "3", "--gtp", "1"], "tp 3 does not divide the 4 key-value heads"),
+        (["--tp", "3", "--gtp", "1"], "`seq` is 2048, which tp 3 does not divide; the sequence is sharded over tp"),
         (["--tp", "2", "--gtp", "2", "--seq", "33"], "`seq` is 33, which tp 2 does not divide"),
         (["--gtp", "4", "--batch", "6"], "`batch` is 6; it must be a multiple of dp \\* gtp \\* microbatches = 4"),
         (["--unroll", "0"], "`unroll` is 0"),

@@ -58,7 +58,7 @@ def refused(capsys, *flags: str) -> str:
         (dict(unroll=0), "`unroll` is 0; it is a number of layers, at least 1, or 'full'."),
         (dict(gtp=3), "dp 1 x gtp 3 x tp 1 = 3, but there are 8 devices. Choose degrees"),
         (dict(dp=3), "but there are 8 devices"),
-        (dict(tp=8), "tp 8 does not divide the 4 key-value heads (8 query heads)"),
+        (dict(tp=8), "tp 8 is more than the 4 key-value heads (8 query heads)"),
         (dict(gtp=4, tp=2, seq=33), "`seq` is 33, which tp 2 does not divide"),
         (dict(batch=6), "`batch` is 6, which is not divisible by dp * gtp * microbatches = 1 * 4 * 1 = 4. Take 4"),
         (dict(microbatches=4), "`batch` is 8, which is not divisible by dp * gtp * microbatches = 1 * 4 * 4 = 16."),

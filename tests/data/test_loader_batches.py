@@ -76,7 +76,7 @@ def test_held_out_batches_carry_weights():
 
 
 def test_batch_must_divide():
-    with pytest.raises(ValueError, match=r"`batch` is 6; it is cut over dp x gtp = 4 ranks and must be a multiple"):
+    with pytest.raises(ValueError, match=r"`batch` is 6; it is sharded over dp x gtp = 4 ranks and must be a multiple"):
         loader(make_mesh(dp=2, gtp=2, tp=2), batch=6)
 
 

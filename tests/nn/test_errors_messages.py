@@ -42,7 +42,19 @@ WITHOUT_A_MESH = {
         r"Attention takes \(batch, seq",
     ),
     "no outputs": (lambda: gtp.Dense(8, {}, rngs=rngs()), r"Dense\(8, {}\): feature sizes are whole numbers"),
-    "alignment": (lambda: gtp.Dense(8, 8, alignment=0, rngs=rngs()), "`alignment` is 0; it is a whole number of at l"),
+    "units": (
+        lambda: gtp.Dense(8, 8, units=3, rngs=rngs()),
+        "`units` is 3; it must be a whole number of features that divides 8, or one for each name",
+    ),
+    "roles twice": (
+        lambda: gtp.Roles(batch=("dp", "dp")),
+        r"`batch` is \('dp', 'dp'\), which names an axis twice; name each once",
+    ),
+    "roles of tp": (
+        lambda: gtp.Roles(weights=("gtp", "tp")),
+        "`tensor` is 'tp', which `weights` .* names too: .* Take it out of one of them",
+    ),
+    "role of text": (lambda: gtp.Roles(batch="dp"), "`batch` is 'dp'; it must be a tuple of mesh axes"),
     "table": (lambda: gtp.Embed(0, 8, rngs=rngs()), r"Embed\(0, 8\): sizes are whole numbers of at least 1"),
     "norm of a row": (
         lambda: gtp.LayerNormDense(8, 8, parallel="row", rngs=rngs()),
@@ -119,8 +131,10 @@ def dense(**options) -> gtp.Dense:
 
 
 ON_A_MESH = {
-    "tp": (lambda: gtp.Dense(8, 7, parallel="column", rngs=rngs()), r"dimension 1 of a weight .* 2 does not divide 7"),
-    "tp heads": (lambda: gtp.Attention(8, heads=1, rngs=rngs()), "tp 2 does not divide the 1 key-value heads"),
+    "tp heads": (
+        lambda: gtp.Attention(8, heads=1, rngs=rngs()),
+        "tp 2 is more than the 1 key-value heads .* Choose a tp degree of at most that",
+    ),
     "batch": (lambda: dense()(jnp.ones((6, 32))), r"input of Dense has shape \(6, 32\).* multiple of dp \* gtp = 4"),
     "sequence": (
         lambda: dense(parallel="column")(jnp.ones((4, 3, 32))),
@@ -146,14 +160,14 @@ def test_model_built_for_another_mesh_is_refused():
         model = dense()
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
         with pytest.raises(
-            ValueError, match=r"Dense was built for gtp 8 x tp 1; the mesh in scope has gtp 4 x tp 2. B"
+            ValueError, match=r"\(32, 32\) of Dense was built for a mesh with gtp 8; the mesh in scope has gtp 4. Build"
         ):
             model(jnp.ones((8, 32)))
 
 
 def test_mesh_without_an_axis_is_refused():
     with jax.set_mesh(Mesh(jax.devices(), ("data",))):
-        with pytest.raises(ValueError, match=r"the mesh in scope has the axes \('data',\), and none named 'tp'"):
+        with pytest.raises(ValueError, match=r"the mesh in scope has the axes \('data',\), and none named 'gtp'"):
             gtp.Dense(8, 8, rngs=rngs())
 
 

@@ -53,10 +53,7 @@ def loss_and_gradients(degrees, joined, tokens, targets):
             return total / count
 
         value, gradient = jax.jit(jax.value_and_grad(loss))(params)
-        layouts = [v.get_metadata().get("layout") for v in _variables(params)]
-        leaves = [np.asarray(v.get_value()) for v in _variables(gradient)]
-        bare = [a if c is None else np.asarray(c.logical(jnp.asarray(a))) for a, c in zip(leaves, layouts, strict=True)]
-        return float(value), bare
+        return float(value), [np.asarray(v.get_value()) for v in _variables(gradient)]
 
 
 def _variables(state):

@@ -46,7 +46,7 @@ def agree(found, wanted):
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_a_sequence_gathered_in_parts_meets_the_weight_as_at_once(tp, operands):
     specs = (CUT, P("tp")), FEATURES
-    in_parts = lambda x, w: join_parts(gather_linear(x, w))  # noqa: E731
+    in_parts = lambda x, w: join_parts(gather_linear(x, w, "tp"), "tp")  # noqa: E731
     at_once = lambda x, w: linear(lax.all_gather(x, "tp", axis=1, tiled=True), w)  # noqa: E731
     agree(value_and_gradients(tp, in_parts, *operands, *specs), value_and_gradients(tp, at_once, *operands, *specs))
 
@@ -54,7 +54,7 @@ def test_a_sequence_gathered_in_parts_meets_the_weight_as_at_once(tp, operands):
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_a_product_summed_in_parts_is_that_summed_at_once(tp, operands):
     specs = (FEATURES, P(None, "tp")), CUT
-    in_parts = lambda x, w: linear_scatter(split_parts(x), w)  # noqa: E731
+    in_parts = lambda x, w: linear_scatter(split_parts(x, "tp"), w, "tp")  # noqa: E731
     at_once = lambda x, w: lax.psum_scatter(linear(x, w), "tp", scatter_dimension=1, tiled=True)  # noqa: E731
     agree(value_and_gradients(tp, in_parts, *operands, *specs), value_and_gradients(tp, at_once, *operands, *specs))
 
@@ -63,7 +63,10 @@ def test_a_product_summed_in_parts_is_that_summed_at_once(tp, operands):
 def test_parts_are_counted_backwards_from_the_own_one_and_join_in_order(tp, key):
     x = jax.random.normal(key, (BATCH, SEQ, 3))
     mesh, mapped = on_mesh(
-        tp, lambda x: (jnp.stack(split_parts(x))[None], join_parts(split_parts(x))), P(), (P("tp"), P())
+        tp,
+        lambda x: (jnp.stack(split_parts(x, "tp"))[None], join_parts(split_parts(x, "tp"), "tp")),
+        P(),
+        (P("tp"), P()),
     )
     with jax.set_mesh(mesh):
         parts, joined = jax.jit(mapped)(x)
@@ -128,7 +131,7 @@ def test_more_than_two_parts_lose_nothing_of_a_bfloat16_weight_gradient(key):
     wanted = np.einsum("bsf,bsd->fd", np.asarray(dy, np.float64), np.asarray(x, np.float64))
 
     def error(tp: int) -> float:
-        function = lambda x, w: join_parts(gather_linear(x, w))  # noqa: E731
+        function = lambda x, w: join_parts(gather_linear(x, w, "tp"), "tp")  # noqa: E731
         mesh, mapped = on_mesh(tp, function, (CUT, P("tp")), FEATURES)
         with jax.set_mesh(mesh):
             found = np.asarray(jax.vjp(jax.jit(mapped), x, w)[1](dy)[1], np.float64)

@@ -5,7 +5,7 @@ that concern bf16 and plain weights, and where each is held here:
 
 | upstream | here |
 |---|---|
-| 3a, 3b shard content, unaligned padding | `tests/mesh/test_layout_padding.py` |
+| 3a, 3b shard content, unaligned padding | `tests/layout/test_layouts.py` |
 | 4a, 4b weight replaced, grouped list | `tests/nn/test_dense_views.py`; `test_moe_parity.py` |
 | 5 Linear forward, backward at 0.1; 1e-5 in Megatron | this module, at 1e-12 in float64 |
 | 6 LayerNormLinear smoke | this module: every block has two |
@@ -14,11 +14,11 @@ that concern bf16 and plain weights, and where each is held here:
 | 9a, 9b, 19 gradient shape, deferred scatter, padding stripped | this module: gradient *values*, unaligned sizes |
 | 10 microbatches consistent | `test_meshes_agree_with_the_plain_model[...four microbatches]` |
 | 14 config, unknown key | `tests/nn/test_errors_messages.py` |
-| 15 shape properties | `tests/mesh/test_layout_padding.py` |
+| 15 shape properties | `tests/layout/test_layouts.py` |
 | 20 group of size one is the plain path | `test_degree_one_is_the_plain_path_bit_for_bit` |
 | 22, 23 main_grad accumulates | this module: five optimizer steps |
 | gradient dtype on the wire | `tests/chain/test_collectives_of_a_step.py` |
-| TP x GTP: group ranks, column, row, padding per tp slice | this module; `tests/mesh/test_layout_padding.py` |
+| TP x GTP: group ranks, column, row, padding per tp slice | this module; `tests/layout/test_layouts.py` |
 | 1, 2, 16, 17 state machines, tickets, buffer cache | no such state here: a compiled program owns its buffers |
 | 18 debug names | parameters are named by their path in the model |
 | hooks, graph capture, streams, symmetric memory | no such thing: order is data dependence in one program |
@@ -28,7 +28,6 @@ import contextlib
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -89,17 +88,17 @@ def train(config: LlamaConfig, degrees: dict[str, int] | None, data, microbatche
         model = gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(3))
         state = gtp.TrainState.create(model, optimizer)
         host = lambda tree: jax.tree.map(np.asarray, tree)  # noqa: E731
-        start = host(state.logical_params())
+        start = host(state.params)
         _, gradient = jax.jit(lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, microbatches=microbatches))(
             state, data[0]
         )
-        gradient = host(state.skeleton.logical(gradient))
+        gradient = host(gradient)
         step = gtp.train_step(next_token_loss, optimizer, microbatches=microbatches, max_grad_norm=0.5)
         losses = []
         for batch in data:
             state, metrics = step(state, batch)
             losses.append(float(metrics["loss"]))
-        return start, gradient, losses, host(state.logical_params())
+        return start, gradient, losses, host(state.params)
 
 
 _answers: dict = {}
@@ -177,7 +176,7 @@ def test_models_start_equal_on_every_mesh(degrees):
     plain = gtp.TrainState.create(gtp.init(lambda r: Llama(config, rngs=r), nnx.Rngs(7)), optax.sgd(1.0))
     with jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[:count])):
         cut = gtp.TrainState.create(gtp.init(lambda r: Llama(config, rngs=r), nnx.Rngs(7)), optax.sgd(1.0))
-        logical = cut.logical_params()
+        logical = cut.params
     for a, b in zip(jax.tree.leaves(logical), jax.tree.leaves(plain.params), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
@@ -194,7 +193,7 @@ MAKERS = {"adafactor": lambda: optax.adafactor(1e-2), "muon": lambda: optax.cont
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_optimizers_with_statistics_of_whole_weights_see_no_padding(name, x64):
+def test_optimizers_with_statistics_of_whole_weights_agree_with_one_device(name, x64):
     make = MAKERS[name]
     data = batches(UNALIGNED, 8, 8)
     end = []
@@ -204,18 +203,5 @@ def test_optimizers_with_statistics_of_whole_weights_see_no_padding(name, x64):
             step = gtp.train_step(next_token_loss, make())
             for batch in data[:2]:
                 state, _ = step(state, batch)
-            end.append(jax.tree.map(np.asarray, state.logical_params()))
+            end.append(jax.tree.map(np.asarray, state.params))
     assert_close(end[1], end[0], 1e-9, "after 2 steps ")
-
-
-def test_padding_stays_zero():
-    config = dataclasses.replace(UNALIGNED, dtype="float32")
-    data = batches(config, 8, 8)
-    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
-        state = gtp.TrainState.create(gtp.init(lambda r: Llama(config, rngs=r), nnx.Rngs(3)), optax.adamw(1e-2))
-        step = gtp.train_step(next_token_loss, optax.adamw(1e-2))
-        for batch in data:
-            state, _ = step(state, batch)
-        back = state.skeleton.physical(state.logical_params())
-    for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(state.params), strict=True):
-        assert jnp.array_equal(a, b)

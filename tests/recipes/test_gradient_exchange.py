@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 import gtp_jax as gtp
 from gtp_jax import plan
 from gtp_jax.collectives import exchange_gradients, scatter_gradient
-from gtp_jax.mesh import AXES, Layout
+from gtp_jax.layout import layouts_of_kernels
+from gtp_jax.mesh import AXES
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.nn import abstract_model
 from gtp_jax.recipes import REDUCTIONS
@@ -24,11 +25,11 @@ from .test_moe_recipes import SIZES as MOE_SIZES
 from .test_recipe_collectives import LAYERS, SIZES, section
 from .test_recipe_parity import ALIGNED, UNALIGNED, batch_of, host, scope, start
 
-# Shapes of the kernels of two weights, `(in, out)` or `(experts, in, out)`, and how they are cut.
+# Shapes of the kernels of two weights, `(in, out)` or `(experts, in, out)`, and how they are sharded.
 CUTS = {
-    "gtp 8, padded": (dict(gtp=8), [(96, 120), (96, 56)], [(40, 72)], {}),
-    "gtp 4 x tp 2": (dict(gtp=4, tp=2), [(64, 128)], [(64, 64)], dict(tp_dim=1)),
-    "dp 2 x gtp 4, experts cut over both": (
+    "gtp 8, unaligned": (dict(gtp=8), [(96, 120), (96, 56)], [(40, 72)], {}),
+    "gtp 4 x tp 2": (dict(gtp=4, tp=2), [(64, 128)], [(64, 64)], dict(split_dim=1)),
+    "dp 2 x gtp 4, experts sharded over both": (
         dict(dp=2, gtp=4),
         [(3, 32, 40), (3, 32, 40)],
         [(3, 24, 64)],
@@ -42,14 +43,10 @@ def exchanged(name, wire, spoil=None):
     degrees, *kernels, cut = CUTS[name]
     rng = np.random.default_rng(len(name))
     with jax.set_mesh(gtp.make_mesh(**degrees)):
-        fused = [
-            [Layout.on_mesh(shape, dim=len(shape) - 1, **{"tp_dim": None, **cut}) for shape in shapes]
-            for shapes in kernels
-        ]
-        ranks = fused[0][0].gtp
-        shapes = [
-            (one[0].matrices, sum(layout.padded_rows for layout in one) // ranks, one[0].shape[-2]) for one in fused
-        ]
+        fused = [layouts_of_kernels(shapes, rows=len(shapes[0]) - 1, **cut) for shapes in kernels]
+        ranks = fused[0][0].ranks
+        sent = [[layout.matrix_of(layout.shard_shape) for layout in one] for one in fused]
+        shapes = [(one[0].matrices, sum(r for r, _ in part), part[0][1]) for one, part in zip(fused, sent, strict=True)]
         # of very different size from rank to rank, matrix to matrix and row to row
         sizes = [10.0 ** rng.uniform(-3, 3, (8, ranks, experts, rows, 1)) for experts, rows, _ in shapes]
         gradients = [
@@ -114,7 +111,7 @@ def test_each_element_errs_by_no_more_than_each_ranks_rounding(wire, name):
 def test_normal_gradients_are_hardly_smaller_in_the_mean(wire, shrinks):
     rng = np.random.default_rng(1)
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
-        layout = Layout.on_mesh((256, 1024), dim=1, tp_dim=None)
+        (layout,) = layouts_of_kernels([(256, 1024)], rows=1)
         gradients = rng.normal(size=(8, 1024, 256)).astype(np.float32)
         mapped = jax.shard_map(
             lambda g: exchange_gradients([g], [[layout]], REDUCTIONS[wire], [[jnp.float32]])[0][0],
@@ -146,7 +143,7 @@ def gradients(config, degrees, microbatches, reduce):
         run = jax.jit(
             lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, microbatches=microbatches, recipe=recipe)
         )
-        return host(state.skeleton.logical(run(state, batch_of(config))[1]))
+        return host(run(state, batch_of(config))[1])
 
 
 MODELS = {

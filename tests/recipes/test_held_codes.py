@@ -90,7 +90,7 @@ CASES = {
     "gtp 2 x tp 2, experts": (dataclasses.replace(ALIGNED, experts=4), dict(gtp=2, tp=2), 2, gtp.FP8()),
     "gtp 8, unaligned, looped": (dataclasses.replace(UNALIGNED, unroll=1, layers=4), dict(gtp=8), 2, gtp.MXFP8()),
     "gtp 2 x tp 2, ends in high precision": (
-        dataclasses.replace(ALIGNED, layers=4, alignment=32),
+        dataclasses.replace(ALIGNED, layers=4),
         dict(gtp=2, tp=2),
         2,
         ENDS,

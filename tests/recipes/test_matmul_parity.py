@@ -15,12 +15,10 @@ from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from ..chain.programs import lowered_step
 from ..parity.plain_llama import Oracle
 from .oracles import dequantized
-from .test_recipe_parity import ALIGNED, assert_close, batch_of, host, scope, start
+from .test_recipe_parity import ALIGNED, assert_close, batch_of, host, neighbours_together, scope, start
 
 # Blocks of 32 rows lie within a slice.
-CONFIG = LlamaConfig(
-    vocab=64, dim=64, layers=2, heads=4, kv_heads=2, head_dim=32, ffn=128, dtype="float64", alignment=32
-)
+CONFIG = LlamaConfig(vocab=64, dim=64, layers=2, heads=4, kv_heads=2, head_dim=32, ffn=128, dtype="float64")
 RECIPES = {
     "MXFP8": gtp.MXFP8(matmuls=True),
     "NVFP4": gtp.NVFP4(matmuls=True, stochastic=False),  # random bits go by the place in a rank's own array
@@ -36,8 +34,8 @@ def gradients(config, degrees, recipe, parts=1, step=0, seq=32):
     with scope(degrees):
         state = dataclasses.replace(start(config, optax.sgd(1.0)), step=np.int32(step))
         run = jax.jit(lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, microbatches=parts, recipe=recipe))
-        loss, found = run(state, batch)
-        return float(loss), host(state.skeleton.logical(found))
+        loss, found = run(state, neighbours_together(batch, degrees, parts))
+        return float(loss), host(found)
 
 
 def dense_gradients(degrees, recipe, parts, sizes=(96,)):
@@ -48,7 +46,7 @@ def dense_gradients(degrees, recipe, parts, sizes=(96,)):
 
     class Plain(nnx.Module):
         def __init__(self, rngs):
-            options = dict(dtype="float64", param_dtype="float64", alignment=32)
+            options = dict(dtype="float64", param_dtype="float64")
             self.ahead = gtp.Dense(64, 64, kernel_init=lambda *_: ahead, rngs=rngs, **options)
             names = {str(size): size for size in sizes}
             self.dense = gtp.Dense(64, names, kernel_init=lambda _, shape, __: kernels[shape[1]], rngs=rngs, **options)
@@ -62,8 +60,8 @@ def dense_gradients(degrees, recipe, parts, sizes=(96,)):
     with scope(degrees):
         state = gtp.TrainState.create(gtp.init(Plain, nnx.Rngs(0)), optax.sgd(1.0))
         run = jax.jit(lambda s, b: gtp.loss_and_gradients(loss, s, b, microbatches=parts, recipe=recipe))
-        value, found = run(state, {"x": x})
-        return float(value), host(state.skeleton.logical(found))
+        value, found = run(state, neighbours_together({"x": x}, degrees, parts))
+        return float(value), host(found)
 
 
 @pytest.mark.parametrize("name", ["NVFP4", pytest.param("MXFP8", marks=pytest.mark.slow)])
@@ -181,7 +179,7 @@ def test_first_and_last_layers_stay_as_they_are(unroll, x64):
         state = start(config, optax.sgd(1.0))
         run = jax.jit(lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, recipe=recipe))
         loss, found = run(state, batch)
-        found, params = host(state.skeleton.logical(found)), host(state.logical_params())
+        found, params = host(found), host(state.params)
     rounded = dequantized(params, recipe.wire, config.dtype)
     layers = jax.tree.map(
         lambda a, b: np.concatenate([a[:1], b[1:3], a[3:]]), params["blocks"]["layers"], rounded["blocks"]["layers"]
@@ -207,7 +205,7 @@ def test_quantized_operands_move_nothing_more_over_the_mesh(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [gtp.MXFP8(matmuls=True), gtp.NVFP4(matmuls=True)], ids=lambda r: type(r).__name__)
 def test_a_fresh_model_learns_as_fast_as_in_bf16(recipe):
-    config = LlamaConfig(vocab=64, dim=128, layers=2, heads=4, kv_heads=2, head_dim=32, ffn=256, alignment=32)
+    config = LlamaConfig(vocab=64, dim=128, layers=2, heads=4, kv_heads=2, head_dim=32, ffn=256)
     rng = np.random.default_rng(0)
     table = rng.dirichlet(np.full(64, 0.05), 64).cumsum(1)  # a language of pairs, to be learned in some steps
 

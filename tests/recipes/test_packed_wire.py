@@ -1,5 +1,7 @@
 """Quantizing slices and gathering their codes is gathering the slices and quantizing the whole, bit for bit."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import gtp_jax as gtp
 from gtp_jax import formats, plan
 from gtp_jax.collectives import Bundle, gather_packed, gather_weight, pack_all, plan_of
-from gtp_jax.mesh import Layout
+from gtp_jax.layout import Layout, Split, layouts_of_kernels
 
 from ..ops.bits import assert_same_bits
 
@@ -20,7 +22,7 @@ def weights_of(layout: Layout, case: str) -> np.ndarray:
     rng = np.random.default_rng(len(case))
     w = rng.normal(size=layout.shape).astype(np.float32)
     if case == "unequal":  # the largest slice decides the scale of all
-        w *= np.geomspace(1e-3, 1e3, w.shape[layout.dim]).reshape((-1, 1) if layout.dim == 0 else (1, -1))
+        w *= np.geomspace(1e-3, 1e3, w.shape[1])
     if case == "zero":
         w[:32, :32] = 0
     if case == "nan":
@@ -31,27 +33,39 @@ def weights_of(layout: Layout, case: str) -> np.ndarray:
 
 @pytest.mark.parametrize("case", ["unequal", "zero", "nan"])
 @pytest.mark.parametrize(
-    "size, degrees",  # 56 rows leave four of eight slices empty, and half of another
-    [((64, 128), dict(gtp=4)), ((64, 120), dict(gtp=8)), ((64, 56), dict(gtp=8)), ((64, 128), dict(gtp=2, tp=2))],
+    "size, degrees",  # whole blocks; shards of 15 and of 7 rows; shards of columns; of two axes, and of unequal parts
+    [
+        ((64, 128), dict(gtp=4)),
+        ((64, 120), dict(gtp=8)),
+        ((64, 56), dict(gtp=8)),
+        ((128, 57), dict(gtp=4)),
+        ((64, 128), dict(gtp=2, tp=2)),
+        ((64, 100), dict(gtp=2, tp=3)),
+    ],
 )
 @pytest.mark.parametrize("form", FORMATS.values(), ids=str)
 def test_quantize_then_gather_is_gather_then_quantize(form, size, degrees, case):
     count = int(np.prod(list(degrees.values())))
     mesh = gtp.make_mesh(**degrees, devices=jax.devices()[:count])
     with jax.set_mesh(mesh):
-        layout = Layout.on_mesh(size, dim=1, tp_dim=1)
+        (layout,) = layouts_of_kernels([size], rows=1, split_dim=1)
         whole = weights_of(layout, case)
 
         def local(w):
             (packed,) = pack_all([Bundle({"w": (w,)}, [(layout,)], form)])
             amax = gtp.multi_amax([w])[0]
             amax = jax.lax.pmax(amax, ("tp", "gtp"))
-            late = gather_weight((w,), (layout,), jnp.float32)  # rank after rank
-            late = gtp.quantize(late, form, amax=amax if form.has_amax else None)
-            return gather_packed(packed, [(layout,)], jnp.float32)[0], gtp.dequantize(late, jnp.float32)
+            if layout.takes_part:  # the blocks are those of the whole weight, of which a rank takes its part
+                w = jax.lax.all_gather(w, layout.axes, axis=layout.shard_dim, tiled=True).T
+                late = gtp.dequantize(gtp.quantize(w, form, amax=amax if form.has_amax else None), jnp.float32)
+                late = layout.split.take(late, 0)
+            else:
+                late = gather_weight((w,), (layout,), jnp.float32)  # rank after rank
+                late = gtp.dequantize(gtp.quantize(late, form, amax=amax if form.has_amax else None), jnp.float32)
+            return gather_packed(packed, [(layout,)], jnp.float32)[0], late
 
         mapped = jax.shard_map(local, in_specs=layout.spec, out_specs=P("tp"), check_vma=False)
-        early, late = jax.jit(mapped)(layout.physical(jnp.asarray(whole)))
+        early, late = jax.jit(mapped)(jnp.asarray(whole))
     assert_same_bits(early, late)
     if case == "nan":
         assert (
@@ -64,7 +78,7 @@ def test_several_kernels_and_layers_share_one_buffer_and_one_amax_vector():
     shapes, layers = [(64, 128), (64, 64)], 3
     stacks = [rng.normal(size=(layers, *s)).astype(np.float32) * 10.0**i for i, s in enumerate(shapes)]
     with jax.set_mesh(gtp.make_mesh(gtp=4, devices=jax.devices()[:4])):
-        layouts = [Layout.on_mesh(s, dim=1, tp_dim=None) for s in shapes]
+        layouts = layouts_of_kernels(shapes, rows=1)
 
         def local(stacks):
             (packed,) = pack_all([Bundle({"fused": tuple(stacks)}, [layouts], formats.NVFP4)])
@@ -81,14 +95,13 @@ def test_several_kernels_and_layers_share_one_buffer_and_one_amax_vector():
     assert sorted(c.kind for c in found) == ["all-gather"] * layers + ["all-reduce"]
     for layer in range(layers):
         wholes = [gtp.dequantize(gtp.quantize(jnp.asarray(s[layer].T), formats.NVFP4), jnp.float32) for s in stacks]
-        by_rank = [np.asarray(w).reshape(4, -1, 64) for w in wholes]
-        assert_same_bits(fused[layer], np.concatenate(by_rank, axis=1).reshape(-1, 64), f"layer {layer}")
+        # shards of 32 and 16 rows: not all are whole blocks, so the kernels lie one after the other
+        assert_same_bits(fused[layer], np.concatenate([np.asarray(w) for w in wholes]), f"layer {layer}")
 
 
-def test_slices_that_cut_blocks_are_refused():
-    layout = Layout((64, 32), dim=1, tp_dim=None, gtp=4, alignment=8)
-    with pytest.raises(ValueError, match=r"slices of 8 rows, which cut NVFP4's blocks of 16 rows.*`alignment=16`"):
-        plan_of([[layout]], formats.NVFP4)
+def sharded(shape) -> Layout:
+    """Two shards of the output features."""
+    return Layout(shape, rows=1, axes=("gtp",), degrees=(2,))
 
 
 @pytest.mark.parametrize("form, least", [(formats.MXFP8, 32), (formats.NVFP4, 16), (formats.NVFP4_1D, 16)], ids=str)
@@ -96,9 +109,11 @@ def test_rows_shorter_than_a_block_are_refused(form, least):
     rows = f"has rows of {least - 1} elements on a rank"
     message = rf"shape \({least - 1}, 64\) {rows}, fewer than the {least} of a block of {form.name}.*`keep`"
     with pytest.raises(ValueError, match=message):
-        plan_of([[Layout((least - 1, 64), dim=1, tp_dim=None, gtp=2)]], form)
-    assert plan_of([[Layout((least, 64), dim=1, tp_dim=None, gtp=2)]], form)
-    assert plan_of([[Layout((1, 64), dim=1, tp_dim=None, gtp=2)]], formats.FP8_E4M3)
-    halved = Layout((2 * least - 2, 64), dim=1, tp_dim=0, tp=2, gtp=2)  # by tp
+        plan_of([[sharded((least - 1, 64))]], form)
+    assert plan_of([[sharded((least, 64))]], form)
+    assert plan_of([[sharded((1, 64))]], formats.FP8_E4M3)
+    halved = dataclasses.replace(
+        sharded((2 * least - 2, 64)), split_dim=0, split=Split(2 * least - 2, 1, (least - 1,) * 2, "tp")
+    )
     with pytest.raises(ValueError, match=rows):
         plan_of([[halved]], form)

@@ -96,7 +96,9 @@ def test_ids_outside_the_vocabulary_are_the_same_on_every_mesh(key):
 def test_a_state_made_for_another_mesh_is_refused(key):
     state = make_state()
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
-        message = "the model was built for gtp 1 x tp 1; the mesh in scope has gtp 8 x tp 1. Build the model under that"
+        message = (
+            "was built for a mesh with gtp 1 x tp 1; the mesh in scope has gtp 8 x tp 1. Build the model under that"
+        )
         with pytest.raises(ValueError, match=message):
             gtp.train_step(next_token_loss, optax.adamw(1e-2))(state, make_batch(key))
         with pytest.raises(ValueError, match=message):

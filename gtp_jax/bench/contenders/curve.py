@@ -39,7 +39,7 @@ def main() -> None:
     flags.add_argument("--device", default="")
     args = flags.parse_args()
     settings = CurveSettings(**{name: value for name, value in vars(args).items() if name not in ("variant", "log")})
-    variant, config = VARIANTS[args.variant], dataclasses.replace(PRESETS[args.preset], alignment=32)
+    variant, config = VARIANTS[args.variant], PRESETS[args.preset]
 
     def loss(model: Llama, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         if variant.mistake:

@@ -87,8 +87,6 @@ def main() -> None:
     model = LlamaConfig(**given.model)
     like = shapes(model, gtp=count)
     other = shapes(model, gtp=count // 2, tp=2) if count % 2 == 0 else None
-    if any(layout is not None for layout in jax.tree.leaves(like.skeleton.layouts, is_leaf=lambda x: x is None)):
-        raise ValueError(f"the model's weights need padding on {count} devices, which plain orbax does not take off.")
     state = filled(like)
     checksums: dict[str, float] = collections.defaultdict(float)
     _listen(checksums)

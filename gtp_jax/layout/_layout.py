@@ -1,0 +1,238 @@
+"""How one weight lies on the mesh: its storage, which is logical, and its use, which may be padded."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Sequence
+
+from jax.sharding import PartitionSpec
+
+from ..mesh import Roles, axes_of, current_roles, degree, degrees
+from ._split import Split
+
+# Blocks of formats have up to 16 rows on the wire and up to 32 elements along a contraction. Where sizes allow it a
+# shard has whole blocks, so that each rank can quantize its own.
+BLOCK_ROWS, BLOCK = 16, 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A weight's storage and its use.
+
+    *Storage* is what users, optimizers and checkpoints see: an array of the logical shape, each dimension divided
+    evenly by the mesh axes that shard it. *Use* is what a rank multiplies with: the weight gathered over `axes`; where
+    ranks of the tensor axis own unequal parts of it (`split`), this rank's part, padded to the longest.
+
+    Attributes:
+        shape: logical shape: a matrix, or matrices behind leading dimensions (experts).
+        rows: the dimension of output features, which become the rows of the gathered matrix.
+        split_dim: the dimension that the tensor axis divides, or `None`.
+        split: how it divides it, or `None`.
+        shard_dim: the dimension that `axes` shard.
+        axes: the mesh axes that a gather runs over, outermost first; none if the weight is whole on all of them.
+        degrees: sizes of `axes`.
+        takes_part: whether storage is not sharded over the tensor axis, so that each rank takes its part of what was
+            gathered. So it is where the split of any kernel of a gather is uneven.
+        roles: of the mesh axes.
+
+    Raises:
+        ValueError: if the axes that shard a dimension do not divide it.
+    """
+
+    shape: tuple[int, ...]
+    rows: int
+    split_dim: int | None = None
+    split: Split | None = None
+    shard_dim: int | None = None
+    axes: tuple[str, ...] = ()
+    degrees: tuple[int, ...] = ()
+    takes_part: bool = False
+    roles: Roles = Roles()
+
+    def __post_init__(self) -> None:
+        if self.shard_dim is None:
+            object.__setattr__(self, "shard_dim", self.rows)
+        if not self.takes_part and self.split is not None and not self.split.even:
+            raise ValueError(
+                f"the tensor axis divides dimension {self.split_dim} of a weight of shape {self.shape} unevenly, "
+                f"{self.split.owners} units a rank, so storage cannot be sharded over it. Pass `takes_part=True`."
+            )
+        for dim, size in enumerate(self.shape):
+            parts = (self.tensor_degree if dim == self._stored_split else 1) * (
+                self.ranks if dim == self.shard_dim else 1
+            )
+            if size % parts:
+                raise ValueError(
+                    f"dimension {dim} of a weight of shape {self.shape} is sharded {parts} ways, which do not divide "
+                    f"{size}. Let `layouts_of_kernels` choose the dimension."
+                )
+
+    @property
+    def ranks(self) -> int:
+        """How many shards a gather joins."""
+        return math.prod(self.degrees)
+
+    @property
+    def tensor_degree(self) -> int:
+        """How many ranks of the tensor axis divide the weight in use."""
+        return 1 if self.split is None else len(self.split.owners)
+
+    @property
+    def cols(self) -> int:
+        """The dimension of input features."""
+        first = len(self.shape) - 2
+        return 2 * first + 1 - self.rows
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether shards are whole rows of the gathered matrix."""
+        return self.shard_dim == self.rows
+
+    @property
+    def divided(self) -> bool:
+        """Whether tensor ranks have matrices (experts) of their own, instead of parts of each."""
+        return self.split_dim is not None and self.split_dim < len(self.shape) - 2
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """Partition of the stored array."""
+        entries: list[list[str]] = [[] for _ in self.shape]
+        if self._stored_split is not None and self.split is not None and self.split.axis is not None:
+            entries[self._stored_split].append(self.split.axis)
+        entries[self.shard_dim or 0] += self.axes
+        return PartitionSpec(*(None if not e else e[0] if len(e) == 1 else tuple(e) for e in entries))
+
+    @property
+    def shards(self) -> int:
+        """How many different shards storage has, over all axes."""
+        return self.ranks * (1 if self._stored_split is None else self.tensor_degree)
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape of what one rank stores."""
+        return tuple(
+            size // (self.tensor_degree if d == self._stored_split else 1) // (self.ranks if d == self.shard_dim else 1)
+            for d, size in enumerate(self.shape)
+        )
+
+    @property
+    def use_shape(self) -> tuple[int, ...]:
+        """Shape of what one rank multiplies with, padding included, in the dimensions' stored order."""
+        width = 0 if self.split is None else self.split.width
+        return tuple(width if d == self.split_dim else size for d, size in enumerate(self.shape))
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Shape of what a gather makes of the shards, before an uneven split takes its part."""
+        return self.shape if self.takes_part else self.use_shape
+
+    def matrix_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Returns rows and columns of a shape of this weight's kind."""
+        return shape[self.rows], shape[self.cols]
+
+    @property
+    def matrices(self) -> int:
+        """How many matrices one rank stores: its experts; 1 of a weight that is a matrix itself."""
+        return math.prod(self.shard_shape[:-2])
+
+    def check_mesh(self, name: str) -> None:
+        """Refuses a mesh in scope of other degrees than the weight was laid out for.
+
+        Raises:
+            ValueError: naming both, and the remedy.
+        """
+        built = dict(zip(self.axes, self.degrees, strict=True))
+        if self.split is not None and self.split.axis is not None:
+            built[self.split.axis] = self.tensor_degree
+        here = {axis: degree(axis) for axis in built}
+        if built != here:
+            raise ValueError(
+                f"{name} was built for a mesh with {_listed(built)}; the mesh in scope has {_listed(here)}. Build the "
+                "model under that mesh: `with jax.set_mesh(mesh): model = gtp_jax.init(...)`."
+            )
+
+    @property
+    def _stored_split(self) -> int | None:
+        """The dimension that the tensor axis shards in storage, if it does."""
+        return None if self.takes_part else self.split_dim
+
+
+def layouts_of_kernels(
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    rows: int,
+    split_dim: int | None = None,
+    units: Sequence[int] | None = None,
+    axes: tuple[str, ...] | None = None,
+) -> tuple[Layout, ...]:
+    """Lays out kernels that meet the same input, and travel in one gather, on the mesh in scope.
+
+    All get the same axes, and are sharded along rows or all along columns: rows if every shard then has whole blocks,
+    else columns if every shard has, else whichever dimension divides. Where the tensor axis does not divide the
+    units of a kernel evenly, storage is sharded over that axis too, and gathered over it. Kernels of which the axes
+    divide no dimension are gathered over fewer axes, with a warning if none is left.
+
+    Args:
+        shapes: logical shapes, equal but for the rows.
+        rows: the dimension of output features.
+        split_dim: the dimension that the tensor axis divides, if any.
+        units: elements a unit of that dimension, for each kernel; 1 by default.
+        axes: gather over these; the roles in scope say which by default.
+
+    Raises:
+        ValueError: if `axes` is no tuple of different axes, or has the tensor axis of a weight that it divides already.
+    """
+    roles = current_roles()
+    axes = roles.weights if axes is None else axes
+    if not isinstance(axes, tuple) or len(set(axes)) < len(axes):
+        raise ValueError(f"`axes` is {axes!r}; it must be a tuple of different mesh axes, such as ('gtp',).")
+    splits: list[Split | None] = [None] * len(shapes)
+    if split_dim is not None:
+        if roles.tensor in axes:
+            raise ValueError(
+                f"`axes` {axes} of a weight of shape {shapes[0]} has {roles.tensor!r}, which divides its dimension "
+                f"{split_dim} already. Leave it out, or choose `parallel=None`."
+            )
+        units = [1] * len(shapes) if units is None else units
+        splits = [
+            Split.in_blocks(shape[split_dim], unit, roles.tensor) for shape, unit in zip(shapes, units, strict=True)
+        ]
+    even = all(split is None or split.even for split in splits)
+    parts = degree(roles.tensor) if split_dim is not None and even else 1
+    local = [tuple(size // parts if d == split_dim else size for d, size in enumerate(shape)) for shape in shapes]
+    cols = 2 * len(shapes[0]) - 3 - rows
+    wider = () if even or roles.tensor is None else ((roles.tensor, *axes),)
+    for chosen in (*wider, *(axes[first:] for first in range(len(axes)))):
+        ranks = degrees(chosen)
+        for dim, multiple in ((rows, BLOCK_ROWS), (cols, BLOCK), (rows, 1), (cols, 1)):
+            if ranks == 1 or all(shape[dim] % (ranks * multiple) == 0 for shape in local):
+                sizes = tuple(map(degree, chosen))
+                return tuple(
+                    Layout(shape, rows, split_dim, split, dim if ranks > 1 else rows, chosen, sizes, not even, roles)
+                    for shape, split in zip(shapes, splits, strict=True)
+                )
+    warnings.warn(
+        f"a weight of shape {shapes[0]} stays whole on every rank of {_listed({a: degree(a) for a in axes})}, which "
+        "divides none of its dimensions. Choose sizes that the degree divides if it is large.",
+        stacklevel=3,
+    )
+    return tuple(
+        Layout(shape, rows, split_dim, split, rows, (), (), not even, roles)
+        for shape, split in zip(shapes, splits, strict=True)
+    )
+
+
+def axes_in_use(layouts: Sequence[Layout]) -> frozenset[str]:
+    """Returns the mesh axes that shard any of these weights in storage, or divide them in use."""
+    found: set[str] = set()
+    for layout in layouts:
+        found |= axes_of(layout.spec)
+        if layout.split is not None and layout.split.axis is not None:
+            found.add(layout.split.axis)
+    return frozenset(found)
+
+
+def _listed(sizes: dict[str, int]) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items()) or "no axes"

@@ -1,0 +1,62 @@
+"""What each mesh axis does, as a value: code asks for a role and never for an axis by name."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import jax
+
+from ._axes import DP, GTP, TP
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Roles:
+    """The roles of mesh axes. An axis that no role names replicates everything.
+
+    Modules take the roles in scope when they are built (`use_roles`), and keep them.
+
+    Attributes:
+        batch: axes that shard the batch, outermost first.
+        weights: axes that shard weights in storage, outermost first; weights are gathered over them just before use.
+        tensor: the axis of tensor parallelism, which also shards the sequence between parallel layers; `None` for none.
+
+    Raises:
+        ValueError: if an axis is named twice in a role, or `tensor` has another role too.
+    """
+
+    batch: tuple[str, ...] = (DP, GTP)
+    weights: tuple[str, ...] = (GTP,)
+    tensor: str | None = TP
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "weights"):
+            axes = getattr(self, name)
+            if not isinstance(axes, tuple) or not all(isinstance(axis, str) for axis in axes):
+                raise ValueError(f"`{name}` is {axes!r}; it must be a tuple of mesh axes, such as ('gtp',).")
+            if len(set(axes)) < len(axes):
+                raise ValueError(f"`{name}` is {axes!r}, which names an axis twice; name each once.")
+            if self.tensor in axes:
+                raise ValueError(
+                    f"`tensor` is {self.tensor!r}, which `{name}` {axes!r} names too: ranks of the tensor axis work on "
+                    "the same examples with their own parts of a weight. Take it out of one of them."
+                )
+
+
+_scope = jax.make_user_context(default_value=Roles())
+
+
+def use_roles(roles: Roles) -> contextlib.AbstractContextManager[None]:
+    """Puts roles in scope. They are part of the key of `jax.jit`'s cache.
+
+    Raises:
+        TypeError: if `roles` is no `Roles`.
+    """
+    if not isinstance(roles, Roles):
+        raise TypeError(f"`roles` is a {type(roles).__name__}; it must be a `gtp_jax.Roles`.")
+    return _scope(roles)
+
+
+def current_roles() -> Roles:
+    """Returns the roles in scope: batch over dp and gtp, weights over gtp, tensor parallelism over tp by default."""
+    return _scope.value

@@ -1,0 +1,168 @@
+"""Layouts: storage is logical and even, a gather gives each rank what the weight says, a scatter is its transpose."""
+
+import warnings
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gtp_jax as gtp
+from gtp_jax.collectives import gather_weight, scatter_gradient
+from gtp_jax.layout import BLOCK, Layout, layouts_of_kernels
+from gtp_jax.mesh import axes_of
+
+COLUMN, ROW, WHOLE = 1, 0, None  # which dimension of (in, out) tp divides
+
+
+def mesh_of(gtp_degree: int, tp: int):
+    return gtp.make_mesh(gtp=gtp_degree, tp=tp, devices=jax.devices()[: gtp_degree * tp])
+
+
+def quietly(*args, **kwargs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return layouts_of_kernels(*args, **kwargs)
+
+
+CASES = {
+    # name: (degrees, shapes of the kernels, dimension of tp, units, what shards storage)
+    "whole blocks": ((4, 2), [(64, 512), (64, 256)], COLUMN, None, P(None, ("tp", "gtp"))),
+    "half a block": ((4, 2), [(64, 256), (64, 128)], COLUMN, None, P(None, ("tp", "gtp"))),
+    "fewer rows than a block": ((4, 2), [(64, 64), (64, 16)], COLUMN, None, P(None, ("tp", "gtp"))),
+    "columns in whole blocks": ((4, 2), [(128, 50)], COLUMN, None, P("gtp", "tp")),
+    "row": ((4, 2), [(100, 128)], ROW, None, P("tp", "gtp")),
+    "row, sharded twice": ((4, 2), [(128, 50)], ROW, None, P(("tp", "gtp"), None)),
+    "whole on tp": ((4, 2), [(64, 128)], WHOLE, None, P(None, "gtp")),
+    "a vocabulary of 97": ((4, 2), [(64, 97)], COLUMN, None, P(("tp", "gtp"), None)),
+    "heads that tp does not divide": ((4, 2), [(64, 96), (64, 48)], COLUMN, [32, 16], P(None, ("tp", "gtp"))),
+    "100 features over three": ((2, 3), [(24, 100), (24, 100)], COLUMN, None, P(("tp", "gtp"), None)),
+    "100 features into a row": ((2, 3), [(100, 24)], ROW, None, P(None, ("tp", "gtp"))),
+    "less memory is not to be had": ((2, 3), [(50, 100)], COLUMN, None, P(None, "gtp")),
+    "nothing divides": ((7, 1), [(25, 100)], COLUMN, None, P(None, "tp")),
+    "seven": ((1, 7), [(24, 100)], COLUMN, None, P(None, "gtp")),
+    "more ranks than units": ((2, 4), [(64, 3)], COLUMN, None, P(("tp", "gtp"), None)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gathered_weights_and_scattered_gradients_are_those_of_numpy(name, x64):
+    (gtp_degree, tp), shapes, split_dim, units, spec = CASES[name]
+    rng = np.random.default_rng(len(name))
+    kernels = [rng.normal(size=shape) for shape in shapes]
+    mesh = mesh_of(gtp_degree, tp)
+    with jax.set_mesh(mesh):
+        layouts = quietly(shapes, rows=1, split_dim=split_dim, units=units)
+        assert {layout.spec for layout in layouts} == {spec}
+        stored = [jax.device_put(w, NamedSharding(mesh, spec)) for w in kernels]
+        assert all(
+            a.addressable_shards[0].data.shape == layout.shard_shape for a, layout in zip(stored, layouts, strict=True)
+        )
+        width = sum(layout.use_shape[1] for layout in layouts), layouts[0].use_shape[0]
+        gradients = rng.normal(size=(gtp_degree, tp, *width))
+
+        def local(shards, gradient):
+            weight = gather_weight(shards, layouts, "float64")
+            back = scatter_gradient(gradient[0, 0], layouts, "float64", ["float64"] * len(layouts))
+            missing = [
+                axis for axis in ("gtp", "tp") if axis not in axes_of(spec)
+            ]  # summed over replicas, as a step does
+            return weight[None, None], [jax.lax.psum(g, missing) if missing else g for g in back]
+
+        into = ([layout.spec for layout in layouts], P("gtp", "tp"))
+        mapped = jax.shard_map(local, in_specs=into, out_specs=(P("gtp", "tp"), into[0]), check_vma=False)
+        fused, back = jax.jit(mapped)(stored, gradients)
+        fused, back = np.asarray(fused), [np.asarray(g) for g in back]
+    expected = [np.zeros_like(w) for w in kernels]
+    for g in range(gtp_degree):
+        for t in range(tp):
+            rows = _rows_of(layouts, kernels, t)
+            order = _order(layouts)
+            np.testing.assert_array_equal(fused[g, t][order], np.concatenate([w for w, _ in rows]))
+            put = np.split(gradients[g, t][order], np.cumsum([len(w) for w, _ in rows])[:-1])
+            for total, (_, index), piece in zip(expected, rows, put, strict=True):
+                out, into_ = index
+                piece = piece[: len(out), : len(into_)]
+                total[np.ix_(into_, out)] += piece.T
+    for a, b in zip(back, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
+
+
+def _rows_of(layouts, kernels, rank):
+    """Each kernel's rows on a tensor rank, padded with zeros; and the logical indices of outputs and inputs in them."""
+    found = []
+    for layout, w in zip(layouts, kernels, strict=True):
+        index = [np.arange(w.shape[1]), np.arange(w.shape[0])]  # outputs, inputs
+        if layout.split is not None:
+            start, count = layout.split.starts[rank], layout.split.counts[rank]
+            index[0 if layout.split_dim == 1 else 1] = np.arange(start, start + count)
+        padded = np.zeros((layout.use_shape[1], layout.use_shape[0]))
+        part = w[np.ix_(index[1], index[0])].T
+        padded[: part.shape[0], : part.shape[1]] = part
+        found.append((padded, index))
+    return found
+
+
+def _order(layouts):
+    """Rows of the fused weight in the order kernel after kernel."""
+    first = layouts[0]
+    aligned = all(layout.shard_shape[1] % BLOCK == 0 for layout in layouts)
+    sizes = [layout.use_shape[1] for layout in layouts]
+    if first.takes_part or not first.by_rows or len(layouts) == 1 or not aligned:
+        return np.arange(sum(sizes))
+    by_rank = np.arange(sum(sizes)).reshape(first.ranks, -1)
+    return np.concatenate([p.ravel() for p in np.split(by_rank, np.cumsum([s // first.ranks for s in sizes])[:-1], 1)])
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    sizes=st.lists(st.integers(1, 400), min_size=1, max_size=3),
+    into=st.integers(1, 400),
+    degrees=st.sampled_from([(1, 1), (8, 1), (4, 2), (2, 3), (1, 5), (7, 1), (2, 4)]),
+    split_dim=st.sampled_from([0, 1, None]),
+)
+def test_storage_is_logical_and_even_whatever_the_sizes(sizes, into, degrees, split_dim):
+    with jax.set_mesh(mesh_of(*degrees)):
+        layouts = quietly([(into, size) for size in sizes], rows=1, split_dim=split_dim)
+        for layout, size in zip(layouts, sizes, strict=True):
+            for dim, entry in enumerate(layout.spec):
+                ways = np.prod([{"gtp": degrees[0], "tp": degrees[1]}[a] for a in np.ravel(entry or [])])
+                assert layout.shape[dim] % ways == 0
+                assert layout.shard_shape[dim] * ways == (into, size)[dim]
+        gathered = {(layout.axes, layout.by_rows, layout.takes_part) for layout in layouts}
+        assert len(gathered) == 1, "kernels of one gather travel alike"
+        multiple = degrees[0] * (1 if split_dim is None else degrees[1])
+        if all(size % (degrees[1] if split_dim == 1 else 1) == 0 for size in sizes) and into % multiple == 0:
+            assert layouts[0].ranks >= degrees[0], "a dimension divides, so nothing stays whole"
+
+
+def test_a_weight_that_nothing_divides_stays_whole_with_a_warning():
+    with jax.set_mesh(mesh_of(7, 1)):
+        with pytest.warns(
+            UserWarning, match=r"shape \(25, 100\) stays whole on every rank of gtp 7, which divides none"
+        ):
+            (layout,) = layouts_of_kernels([(25, 100)], rows=1)
+    assert layout.spec == P(None, None) and layout.ranks == 1
+
+
+def test_a_dense_layer_stores_its_logical_shape():
+    """`Dense(64, 10)` on gtp 8 stored 8,192 numbers once."""
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        from flax import nnx
+
+        kernel = gtp.init(lambda rngs: gtp.Dense(64, 10, rngs=rngs), nnx.Rngs(0)).kernel.get_value()
+    assert kernel.shape == (64, 10) and kernel.addressable_shards[0].data.size == 80
+
+
+def test_an_uneven_split_of_storage_is_refused():
+    with jax.set_mesh(mesh_of(1, 3)):
+        split = layouts_of_kernels([(8, 10)], rows=1, split_dim=1)[0].split
+    with pytest.raises(
+        ValueError, match=r"divides dimension 1 of a weight of shape \(8, 10\) unevenly.*`takes_part=True`"
+    ):
+        Layout((8, 10), 1, 1, split)
+    with pytest.raises(ValueError, match=r"dimension 1 of a weight of shape \(8, 10\) is sharded 3 ways"):
+        Layout((8, 10), 1, axes=("gtp",), degrees=(3,))

@@ -1,0 +1,127 @@
+"""Degrees that divide neither heads, hidden features nor the vocabulary: the model is the one without a mesh."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+from gtp_jax.models import LlamaConfig
+
+from .test_llama_parity import assert_close, batches, oracle, some_slow, train
+
+# Six query heads of three groups, 97 tokens, 100 hidden features; the width is prime times two.
+ODD = LlamaConfig(vocab=97, dim=26, layers=2, heads=6, kv_heads=3, head_dim=6, ffn=100, dtype="float64")
+SEVEN = dataclasses.replace(ODD, heads=14, kv_heads=7)
+CASES = {
+    # degrees, changes of the model, sequence length
+    "vocabulary 97, three groups, tp 2 x gtp 4": (dict(gtp=4, tp=2), ODD, 8),
+    "the same with a tied head": (dict(gtp=4, tp=2), dataclasses.replace(ODD, tied=True), 8),
+    "the same with a whole sequence": (dict(gtp=4, tp=2), dataclasses.replace(ODD, sequence_parallel=False), 7),
+    "looped": (dict(gtp=2, tp=2), dataclasses.replace(ODD, unroll=1, layers=4), 8),
+    "hidden 100, tp 3 x gtp 2": (dict(gtp=2, tp=3), ODD, 9),
+    "tied, tp 3": (dict(gtp=1, tp=3), dataclasses.replace(ODD, tied=True), 6),
+    "tp 5": (dict(gtp=1, tp=5), SEVEN, 5),
+    "tp 7": (dict(gtp=1, tp=7), SEVEN, 7),
+    "tp 4 of five groups, one rank with none": (
+        dict(gtp=2, tp=4),
+        dataclasses.replace(ODD, heads=5, kv_heads=5),
+        8,
+    ),
+    "gtp 7": (dict(gtp=7), dataclasses.replace(ODD, vocab=98, dim=28), 4),
+    "gtp 5, dp 1": (dict(gtp=5), ODD, 4),
+    "two dp, gtp 2, tp 2": (dict(dp=2, gtp=2, tp=2), dataclasses.replace(ODD, tied=True), 8),
+}
+
+
+@pytest.mark.parametrize(
+    "name", some_slow(CASES, ("tied, tp 3", "gtp 5, dp 1", "looped", "two dp, gtp 2, tp 2", "tp 5", "gtp 7"))
+)
+def test_losses_gradients_and_steps_are_those_without_a_mesh(name, x64):
+    degrees, config, length = CASES[name]
+    size = int(np.prod([d for axis, d in degrees.items() if axis != "tp"]))
+    data = batches(config, size * 2, length)[:3]
+    start, gradient, losses, end = train(config, degrees, data)
+    expected_gradient, expected_losses, expected_end = oracle(config, start, data)
+    assert_close(gradient, expected_gradient, 1e-12, "gradient of ")
+    assert_close(losses, expected_losses, 1e-12, "loss of step ")
+    assert_close(end, expected_end, 30 * 1e-12, "after 3 steps ")
+
+
+@pytest.mark.slow
+def test_the_vocabulary_of_gpt2_over_two_ranks(x64):
+    config = dataclasses.replace(ODD, vocab=50257, layers=1)
+    data = batches(config, 4, 4)[:3]
+    start, gradient, losses, _ = train(config, dict(gtp=4, tp=2), data)
+    expected_gradient, expected_losses, _ = oracle(config, start, data)
+    assert_close(gradient, expected_gradient, 1e-12, "gradient of ")
+    assert_close(losses, expected_losses, 1e-12, "loss of step ")
+
+
+ACTIVATIONS = {  # whose value at 0 is not 0, or not finite
+    "sigmoid": jax.nn.sigmoid,
+    "softplus": jax.nn.softplus,
+    "exp": jnp.exp,
+    "log of magnitudes, -inf in padding": lambda x: jnp.log(jnp.abs(x)),
+    "inverse, NaN in padding": lambda x: jnp.where(x == 0, jnp.nan, 1 / x),
+}
+
+
+def mlp_gradients(degrees, activation, **options):
+    """Loss and gradients of an MLP with biases, of 100 hidden features."""
+    mesh = gtp.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))])
+    with jax.set_mesh(mesh):
+
+        def make(rngs):
+            mlp = gtp.MLP(24, 100, gated=False, activation=activation, bias=True, rngs=rngs, **options)
+            for bias in (mlp.up.bias["up"], mlp.down.bias):
+                bias.set_value(jax.random.normal(jax.random.key(bias.get_value().size), bias.get_value().shape))
+            return mlp
+
+        state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optax.sgd(1.0))
+        x = np.random.default_rng(0).normal(size=(4, 6, 24))
+
+        def loss(mlp, batch):
+            y = mlp(batch["x"])
+            return jnp.sum(jnp.sin(y)), jnp.float64(1)
+
+        value, gradients = jax.jit(lambda s, b: gtp.loss_and_gradients(loss, s, b))(state, {"x": x})
+        return jax.tree.map(np.asarray, (value, gradients))
+
+
+@pytest.mark.parametrize("tp", [3, 7])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_padding_changes_nothing_whatever_an_activation_makes_of_it(name, tp, x64):
+    options = dict(dtype="float64", param_dtype="float64", sequence_parallel=False)
+    plain = mlp_gradients(dict(gtp=1), ACTIVATIONS[name], **options)
+    found = mlp_gradients(dict(gtp=1, tp=tp), ACTIVATIONS[name], **options)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
+    assert_close(found[1], jax.tree.map(lambda g: g, plain[1]), 1e-12, "gradient of ")
+
+
+def test_logits_of_padding_are_left_out_by_softmax_maximum_and_loss(x64):
+    """A bare column-parallel layer is a head: its padding is -inf."""
+    with jax.set_mesh(gtp.make_mesh(tp=3, gtp=1, devices=jax.devices()[:3])):
+        graph, state = nnx.split(
+            gtp.init(lambda rngs: gtp.Dense(8, 97, parallel="column", dtype="float64", rngs=rngs), nnx.Rngs(0))
+        )
+        specs = jax.tree.map(
+            lambda v: v.get_value().sharding.spec, state, is_leaf=lambda v: isinstance(v, nnx.Variable)
+        )
+        x = np.random.default_rng(0).normal(size=(1, 3, 8))
+        P = jax.sharding.PartitionSpec
+        local = jax.shard_map(
+            lambda s, x: nnx.merge(graph, s)(x),
+            in_specs=(specs, P(None, "tp")),
+            out_specs=P(None, None, "tp"),
+            check_vma=False,
+        )
+        logits = np.asarray(jax.jit(local)(state, x))
+        whole = np.asarray(jax.jit(lambda s, x: nnx.merge(graph, s)(x))(state, x))  # global view: logical
+    assert logits.shape == (1, 3, 99) and whole.shape == (1, 3, 97)
+    assert np.isneginf(logits[..., 97:]).all() and np.isfinite(logits[..., :97]).all()
+    np.testing.assert_array_equal(logits[..., :97], whole)
