@@ -166,7 +166,7 @@ def _over_shards(vector: jax.Array, bundles: Sequence[Bundle]) -> jax.Array:
     own = np.concatenate([bundle.divided for bundle in bundles])
     if not own.any():
         return lax.pmax(vector, names)
-    tensor = next(one.split.axis for one in kernels if one.divided and one.split is not None)
+    tensor = next(one.split.axis for one in kernels if one.divided and one.split is not None and one.split.axis)
     rank, ranks = lax.axis_index(tensor), degrees((tensor,))
     side_by_side = jnp.zeros((ranks, int(own.sum())), vector.dtype).at[rank].set(vector[own])
     whole = lax.pmax(jnp.concatenate([vector[~own], jnp.ravel(side_by_side)]), names)
@@ -221,7 +221,7 @@ def gather_codes(packed: Packed, layouts: Sequence[Layout]) -> QuantizedArray:
         ends = [(section.start, section.start + section.bytes) for section, _ in plan.sections(packed.format)]
         codes = jnp.concatenate([buffers[:, start:end] for start, end in ends], axis=1)
     fused = _from_shards(jnp.reshape(codes, matrix), layouts)  # the code 0 is the number 0, in padding too
-    return QuantizedArray(fused, None, packed.amax[0], packed.format, fused.shape)
+    return QuantizedArray(fused, None, packed.amax[0], packed.format, (fused.shape[0], fused.shape[1]))
 
 
 def hold_layers(packed: Packed, fused: Fused, start: int, stop: int) -> Packed:

@@ -51,11 +51,10 @@ def gather_weight(shards: Shards, layouts: Sequence[Layout], dtype: jax.typing.D
     part = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=-2)
     ranks, axes, wire = layouts[0].ranks, layouts[0].axes, WIRE.get(part.dtype)
     flat = jnp.reshape(part, (-1, part.shape[-1]))
-    if ranks > 1 and wire is None:
-        flat = lax.all_gather(flat, axes, axis=0, tiled=True)
-    elif ranks > 1:
-        whole = lax.all_gather(lax.bitcast_convert_type(flat, wire), axes, axis=0, tiled=True)
-        flat = lax.bitcast_convert_type(whole, part.dtype)
+    if ranks > 1:
+        sent = flat if wire is None else lax.bitcast_convert_type(flat, wire)
+        whole = lax.all_gather(sent, axes, axis=0, tiled=True)
+        flat = whole if wire is None else lax.bitcast_convert_type(whole, part.dtype)
     return fuse(jnp.reshape(flat, (ranks, *part.shape)), layouts)
 
 

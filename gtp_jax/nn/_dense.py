@@ -142,8 +142,8 @@ class Dense(WeightOwner):
     def to_global(self, y: Any) -> Any:
         if self.parallel != "column" or not self.layouts[0].takes_part:
             return y
-        joined = [layout.split.join(part, -1) for layout, part in zip(self.layouts, self._parts_of(y), strict=True)]
-        return self._by_name(joined)
+        parts = zip(self.layouts, self._parts_of(y), strict=True)
+        return self._by_name([part if one.split is None else one.split.join(part, -1) for one, part in parts])
 
     def __call__(self, x: jax.Array) -> Any:
         """`(batch, ..., in_features)` to `(batch, ..., out_features)`, or a dict of such."""

@@ -46,8 +46,8 @@ def make_vector(size: int, init: Initializer, key: jax.Array, dtype: Any, *, beh
     As the bias of a column-parallel kernel's output (`behind` is the kernel's layout) it is sharded over the tensor
     axis alone, where that divides the features evenly.
     """
-    sharded = behind is not None and behind.split is not None and not behind.takes_part
-    axis = behind.split.axis if sharded else None
+    split = None if behind is None or behind.takes_part else behind.split
+    axis = None if split is None else split.axis
     return nnx.Param(init(key, (size,), dtype), **_partition(PartitionSpec(axis)))
 
 
