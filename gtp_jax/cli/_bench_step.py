@@ -20,7 +20,7 @@ from ._workload import add_workload, describe, environment_of, probe, workload_o
 _EXAMPLES = """\
 examples:
   gtp-jax bench step                                    the reference step through all, on this machine's GPUs
-  gtp-jax bench step --contenders "gtp_jax again" "fsdp2 again" --tokens 2048 --seq 2048
+  gtp-jax bench step --contenders "gtp_jax again" "fsdp2 bf16" --tokens 2048 --seq 2048
   gtp-jax bench step --contenders "gtp_jax fp8-matmuls" "fsdp2 float8"     FP8 matmuls beside FP8 matmuls (torchao)
   gtp-jax bench step --preset 70b --layers 4 --within 9 --json run.json --png run.png
   gtp-jax bench step --contenders "gtp_jax nvfp4-matmuls" --keep-last 2 --microbatches 4 --held all

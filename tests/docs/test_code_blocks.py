@@ -24,7 +24,7 @@ def _runs(page: Path):
     return pytest.param(page, id=name(page), marks=[pytest.mark.slow] if name(page) in SLOW else [])
 
 
-@pytest.mark.parametrize("page", map(_runs, PAGES))
+@pytest.mark.parametrize("page", [_runs(page) for page in PAGES])
 def test_the_python_of_a_page_runs(page):
     scope = {"__name__": "__main__"}
     for block in blocks(page, "python"):
