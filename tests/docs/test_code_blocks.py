@@ -15,7 +15,7 @@ from .pages import DOCUMENTS, PAGES, ROOT, blocks, inline_code, name
 NOT_RUN = 0
 
 # Pages whose programs compile longest; the others run by default.
-SLOW = {"docs/experts.md", "docs/layers.md", "docs/numerics.md"}
+SLOW = {"docs/experts.md", "docs/layers.md", "docs/numerics.md", "docs/troubleshooting.md"}
 
 _ENDS = {"&", "&&", "|", ";"}
 
