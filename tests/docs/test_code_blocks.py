@@ -24,14 +24,13 @@ def _runs(page: Path):
     return pytest.param(page, id=name(page), marks=[pytest.mark.slow] if name(page) in SLOW else [])
 
 
-@pytest.mark.parametrize("page", [_runs(page) for page in PAGES])
+@pytest.mark.parametrize("page", [_runs(page) for page in PAGES if blocks(page, "python")])
 def test_the_python_of_a_page_runs(page):
     scope = {"__name__": "__main__"}
     for block in blocks(page, "python"):
         if not block.reason:
             # the page's own line numbers, in tracebacks
             exec(compile("\n" * (block.line - 1) + block.code, name(page), "exec"), scope)
-    assert len(scope) > 2, f"{name(page)} has no Python that runs"
 
 
 def test_blocks_that_do_not_run_are_counted():
