@@ -6,8 +6,9 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
-from ..recipes import RECIPES, RecipeOptions
+from ..recipes import RECIPES, Recipe, RecipeOptions
 from ._choice import by_words
 
 SCRIPTS = Path(__file__).with_name("contenders")
@@ -24,11 +25,12 @@ class Contender:
 
     Attributes:
         family: `gtp_jax`, `partitioner`, `fsdp2` or `bound`.
-        variant: a recipe, a way to write the program, a precision; empty if there is one only.
+        variant: a recipe, a way to write the program, a precision.
         policy: `again` or `kept`; empty for a bound, which gathers nothing.
         script: file in the folder `contenders`.
         flags: beside those of the workload.
-        needs_tp: whether it differs from another only where tp is above 1.
+        tp: tensor-parallel degrees that it takes part at.
+        matmuls: formats in which dense layers multiply, such as `bf16` or `fp8`; ratios compare equal ones only.
     """
 
     family: str
@@ -36,7 +38,8 @@ class Contender:
     policy: str
     script: str
     flags: tuple[str, ...] = ()
-    needs_tp: bool = False
+    tp: Literal["any", "1", "above 1"] = "any"
+    matmuls: str = "bf16"
 
     @property
     def name(self) -> str:
@@ -52,16 +55,22 @@ class Contender:
 
 def _contenders() -> tuple[Contender, ...]:
     kept = {"again": (), "kept": ("--kept",)}
-    compiled = {"": (), "async-tp": ("--async-tp",)}
+    # async TP differs only where tp is above 1; torchao's FP8 all-gather shards over one axis
+    compiled = {
+        "bf16": ((), "any", "bf16"),
+        "bf16 async-tp": (("--async-tp",), "above 1", "bf16"),
+        "float8 tensorwise": (("--float8=tensorwise",), "1", "fp8"),
+        "float8 rowwise": (("--float8=rowwise",), "1", "fp8"),
+    }
     written = {"combined": ("--combine",), "unrolled": (), "scan": ("--unroll=1",)}
     ours = [
-        Contender(OURS, recipe, policy, "ours.py", (f"--recipe={recipe}", f"--kept={layers}"))
-        for recipe in RECIPES
+        Contender(OURS, name, policy, "ours.py", (f"--recipe={name}", f"--kept={layers}"), matmuls=_matmuls(recipe()))
+        for name, recipe in RECIPES.items()
         for policy, layers in (("again", 1), ("kept", "all"))
     ]
     fsdp2 = [
-        Contender(FSDP2, variant, policy, "fsdp2.py", (*flags, *kept[policy]), needs_tp=bool(variant))
-        for variant, flags in compiled.items()
+        Contender(FSDP2, variant, policy, "fsdp2.py", (*flags, *kept[policy]), tp, matmuls)
+        for variant, (flags, tp, matmuls) in compiled.items()
         for policy in POLICIES
     ]
     partitioner = [
@@ -69,8 +78,18 @@ def _contenders() -> tuple[Contender, ...]:
         for variant, flags in written.items()
         for policy in POLICIES
     ]
-    bounds = [Contender(BOUND, form, "", "bound.py", (f"--precision={form}",)) for form in ("bf16", "fp8")]
-    return (*ours[:2], *fsdp2, *partitioner[:2], bounds[0], *ours[2:], *partitioner[2:], bounds[1])
+    bounds = [
+        Contender(BOUND, form, "", "bound.py", (f"--precision={form}",), matmuls=form) for form in ("bf16", "fp8")
+    ]
+    return (*ours[:2], *fsdp2[:4], *partitioner[:2], bounds[0], *ours[2:], *fsdp2[4:], *partitioner[2:], bounds[1])
+
+
+def _matmuls(recipe: Recipe) -> str:
+    """Names the formats in which dense layers multiply under a recipe and its overrides, each once."""
+    assert isinstance(recipe.override, tuple)
+    recipes = (recipe, *(override for _, override in recipe.override))
+    names = ("bf16" if r.operands is None else type(r).__name__.lower() for r in recipes)
+    return "+".join(dict.fromkeys(names))
 
 
 # In the order in which they run: first what is compared most, so that a short run leaves out what matters least.
@@ -83,7 +102,7 @@ def chosen_contenders(only: Sequence[str], *, tp: int = 1) -> list[Contender]:
     Raises:
         ValueError: if none has.
     """
-    return by_words([c for c in CONTENDERS if tp > 1 or not c.needs_tp], only, "contender")
+    return by_words([c for c in CONTENDERS if c.tp in ("any", "above 1" if tp > 1 else "1")], only, "contender")
 
 
 def with_remat_policies(contenders: Sequence[Contender], policies: Sequence[str]) -> list[Contender]:
@@ -117,6 +136,7 @@ def with_recipe(contenders: Sequence[Contender], options: RecipeOptions) -> list
             own = dataclasses.replace(options, recipe=one.variant)
             if all(kind.wire is None for kind in own.quantization.kinds):
                 own = dataclasses.replace(own, held=0)  # there are no codes to hold
-            one = dataclasses.replace(one, flags=tuple(dict.fromkeys((*one.flags, *own.recipe_flags))))
+            flags = tuple(dict.fromkeys((*one.flags, *own.recipe_flags)))
+            one = dataclasses.replace(one, flags=flags, matmuls=_matmuls(own.quantization))
         found.append(one)
     return found

@@ -25,7 +25,8 @@ class Row:
         contender: which.
         seconds: of each timed step; none if it failed, or was compiled for devices that are not there.
         facts: what else it reports: `compile_s`, `peak_bytes` a device, `loss` of the first step, `parameters`,
-            `versions`; `modelled_s` and `collectives` of a step that was only compiled.
+            `reduce_dtype` of weight gradients, `versions`; `modelled_s` and `collectives` of a step that was only
+            compiled.
         failure: why there is no result.
     """
 
@@ -130,11 +131,10 @@ def measure_step(
 
 
 def ratio(row: Row, rows: Sequence[Row], family: str) -> float | None:
-    """How many times as fast a row is as the best of a family with the same policy in the same run."""
+    """How many times as fast a row is as a family's best of the same run, with the same policy and matmul formats."""
+    alike = (family, row.contender.policy, row.contender.matmuls)
     rivals = [
-        r.median_s
-        for r in rows
-        if r.seconds and (r.contender.family, r.contender.policy) == (family, row.contender.policy)
+        r.median_s for r in rows if r.seconds and (r.contender.family, r.contender.policy, r.contender.matmuls) == alike
     ]
     return min(rivals) / row.median_s if rivals and row.seconds else None
 

@@ -2,3 +2,4 @@
 
 from ._config import TrainConfig as TrainConfig
 from ._main import main as main
+from ._main import parser as parser

@@ -36,7 +36,7 @@ examples:
   gtp-jax bench growth --json growth.json --png growth.png        all axes on this machine's GPUs
   gtp-jax bench growth --within 6 --steps 6                       ends of each axis first, then what time is left for
   gtp-jax bench growth --axes weak depth=8,64 --scan              two axes; depth also with the layers in a loop
-  gtp-jax bench growth --contenders "gtp_jax bf16 again" "fsdp2 again" --axes weak strong
+  gtp-jax bench growth --contenders "gtp_jax bf16 again" "fsdp2 bf16 again" --axes weak strong
   gtp-jax bench growth --target h200:8 --png growth.png           compiled for 8 H200s that are not there
 
 A contender is picked by words of its name, as in `gtp-jax bench step`. Without a GPU and --target a tiny model runs on

@@ -20,7 +20,8 @@ from ._workload import add_workload, describe, environment_of, probe, workload_o
 _EXAMPLES = """\
 examples:
   gtp-jax bench step                                    the reference step through all, on this machine's GPUs
-  gtp-jax bench step --contenders "gtp_jax again" "fsdp2 again" --tokens 2048 --seq 2048
+  gtp-jax bench step --contenders "gtp_jax again" "fsdp2 bf16" --tokens 2048 --seq 2048
+  gtp-jax bench step --contenders "gtp_jax fp8-matmuls" "fsdp2 float8"     FP8 matmuls beside FP8 matmuls (torchao)
   gtp-jax bench step --preset 70b --layers 4 --within 9 --json run.json --png run.png
   gtp-jax bench step --contenders "gtp_jax nvfp4-matmuls" --keep-last 2 --microbatches 4 --held all
   gtp-jax bench step --contenders "gtp_jax bf16" --remat matmuls activations    what keeping more brings
@@ -28,13 +29,19 @@ examples:
   gtp-jax bench step --contenders "gtp_jax nvfp4"       on a machine without a GPU: a tiny model on virtual devices
 
 A contender is picked by words of its name: a family (gtp_jax, partitioner, fsdp2, bound), a variant (a recipe; scan,
-unrolled, combined; async-tp, where tp is above 1; bf16, fp8) and a policy (again, kept). What is said of recipes goes
-for gtp_jax's, beside the recipe each is named after. Each is a script in gtp_jax/bench/contenders that runs by itself.
+unrolled, combined; bf16, bf16 async-tp at tp above 1, float8 tensorwise and float8 rowwise at tp 1; bf16, fp8) and a
+policy (again, kept). Flags about recipes apply to gtp_jax's contenders, beside the recipe each is named after. Each is
+a script in gtp_jax/bench/contenders that runs by itself. FSDP2 needs PyTorch, and its float8 contenders torchao too.
 """
 
 _FORMULA = (
     "FLOPs of a step: 6 x matmul parameters x tokens + 6 x layers x tokens x sequence x heads x head_dim (causal "
     "attention at half; recomputation not counted)"
+)
+
+_LEGEND = (
+    "grads: dtype in which weight gradients are sent and summed over the ranks. x fsdp2, x XLA: times as fast as the "
+    "fastest of PyTorch FSDP2 and of XLA's partitioner with the same matmuls and weights"
 )
 
 
@@ -114,6 +121,7 @@ def _run(args: argparse.Namespace) -> int:
     versions = sorted({f"{k} {v}" for row in rows for k, v in row.facts.get("versions", {}).items()})
     print(f"{title}; {', '.join(versions)}\n")
     print(_table(rows, work))
+    print(f"\n{_LEGEND}")
     failures = [row for row in rows if row.failure]
     if failures:
         print("\nno result from")
@@ -129,7 +137,9 @@ def _run(args: argparse.Namespace) -> int:
 def _table(rows: list[bench.Row], work: bench.Workload) -> str:
     header = (
         "contender",
+        "matmuls",
         "weights",
+        "grads",
         "ms",
         "low to high",
         "tokens/s",
@@ -144,14 +154,16 @@ def _table(rows: list[bench.Row], work: bench.Workload) -> str:
     for row in rows:
         name = f"{row.contender.family} {row.contender.variant}".strip()
         if row.failure:
-            cells.append((name, row.contender.policy, "-", *[""] * (len(header) - 3)))
+            cells.append((name, row.contender.matmuls, row.contender.policy, "", "-", *[""] * (len(header) - 5)))
             continue
         s, peak, compile_s = row.median_s, row.facts.get("peak_bytes"), row.facts.get("compile_s")
         ratios = (bench.ratio(row, rows, family) for family in ("fsdp2", "partitioner"))
         cells.append(
             (
                 name,
+                row.contender.matmuls,
                 row.contender.policy,
+                row.facts.get("reduce_dtype", ""),
                 f"{s * 1e3:.1f}",
                 f"{row.low_s * 1e3:.1f} to {row.high_s * 1e3:.1f}",
                 f"{work.tokens / work.devices / s:.0f}",
@@ -161,7 +173,7 @@ def _table(rows: list[bench.Row], work: bench.Workload) -> str:
                 *("" if r is None else f"{r:.3f}" for r in ratios),
             )
         )
-    return columns(header, cells, right=range(2, len(header)))
+    return columns(header, cells, right=range(4, len(header)))
 
 
 def _print_changes(found: list[bench.Change]) -> int:

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0; 2 after a mistake in the arguments or in what they name; 1 if a run has failed; 128 and the
         number of the signal that has ended it.
     """
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     try:
         return args.run(args)
     except (ValueError, OSError, ModuleNotFoundError) as error:
@@ -55,16 +55,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands."""
+    command_line = argparse.ArgumentParser(
         prog="gtp-jax",
         description="Trains models whose weights are kept as slices and gathered just in time.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"gtp_jax {__version__}")
-    parser.add_argument("--traceback", action="store_true", help="show where in the code an error was raised")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    command_line.add_argument("--version", action="version", version=f"gtp_jax {__version__}")
+    command_line.add_argument("--traceback", action="store_true", help="show where in the code an error was raised")
+    commands = command_line.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in (_train, _inspect, _checkpoint, _convert, _bench, _profile, _doctor):
         command.add_parser(commands)
-    return parser
+    return command_line

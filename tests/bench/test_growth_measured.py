@@ -15,18 +15,21 @@ def test_points_run_and_one_that_fails_leaves_the_others(tmp_path, capsys):
     torch = tmp_path / "python-without-torch"
     torch.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\"\nexit 1\n")
     torch.chmod(0o755)
-    flags = ["--axes", "weak=2", "depth=1", "--contenders", "gtp_jax bf16 again", "fsdp2 again"]
+    flags = ["--axes", "weak=2", "depth=1", "--contenders", "gtp_jax bf16 again", "fsdp2 bf16 again"]
     outputs = ["--json", str(saved), "--png", str(picture), "--logs", str(logs), "--torch-python", str(torch)]
     assert main(["bench", "growth", *shape, *flags, *outputs]) == 0
     printed = capsys.readouterr().out
-    assert "ModuleNotFoundError: No module named 'torch'\n  fsdp2 again, weak 2\n  fsdp2 again, depth 1\n" in printed
+    assert (
+        "ModuleNotFoundError: No module named 'torch'\n  fsdp2 bf16 again, weak 2\n  fsdp2 bf16 again, depth 1\n"
+        in printed
+    )
     assert "weak: what stays is tokens a device" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
     run = json.loads(saved.read_text())
     costs = [bench.Cost(**c) for c in run["costs"]]
     assert json.loads(json.dumps([dataclasses.asdict(c) for c in costs])) == run["costs"] and run["target"] is None
     ours = [c for c in costs if c.contender == "gtp_jax bf16 again"]
-    theirs = [c for c in costs if c.contender == "fsdp2 again"]
+    theirs = [c for c in costs if c.contender == "fsdp2 bf16 again"]
     assert {c.axis for c in ours} == {c.axis for c in theirs} == {"weak", "depth"}
     assert all(c.step_s and c.low_s <= c.step_s <= c.high_s and c.peak_bytes and c.compile_s for c in ours)
     assert all(c.failure and c.step_s is None for c in theirs)

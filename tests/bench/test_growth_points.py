@@ -124,8 +124,8 @@ def test_bad_axes_are_refused_with_the_remedy(capsys):
         (["--seq", "100"], "sequences of 100 cannot be cut in 8, one part a rank. Choose another --seq."),
         (["--axes", "width=100"], "heads and ffn grow with the width, which is then a multiple of 512."),
         (
-            ["--contenders", "fsdp2"],
-            "fsdp2 again, fsdp2 kept cannot be compiled for GPUs that are not there. Leave out",
+            ["--contenders", "fsdp2 bf16"],
+            "fsdp2 bf16 again, fsdp2 bf16 kept cannot be compiled for GPUs that are not there. Leave out",
         ),
         (["--contenders", "deepspeed"], "no contender is called deepspeed"),
         (["--png", "nowhere/at/all.png"], "is no directory; create it first"),

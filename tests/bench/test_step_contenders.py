@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import gtp_jax as gtp
 from gtp_jax import bench, plan
 from gtp_jax.cli import main
 from gtp_jax.models import PRESETS, Llama, LlamaConfig
+from gtp_jax.recipes import RecipeOptions
 
 from ..parity.plain_llama import Oracle
 
@@ -39,17 +41,62 @@ def mesh_of(gtp_degree: int, tp: int):
 
 
 def test_contenders_are_picked_by_words():
-    names = [c.name for c in bench.chosen_contenders(["fsdp2", "gtp_jax nvfp4"])]
-    assert sorted(names) == ["fsdp2 again", "fsdp2 kept", "gtp_jax nvfp4 again", "gtp_jax nvfp4 kept"]
-    assert len(bench.chosen_contenders([], tp=2)) == len(bench.CONTENDERS) == len({c.name for c in bench.CONTENDERS})
+    names = [c.name for c in bench.chosen_contenders(["fsdp2 bf16", "gtp_jax nvfp4"])]
+    assert sorted(names) == ["fsdp2 bf16 again", "fsdp2 bf16 kept", "gtp_jax nvfp4 again", "gtp_jax nvfp4 kept"]
+    at_some_degree = {c for tp in (1, 2) for c in bench.chosen_contenders([], tp=tp)}
+    assert at_some_degree == set(bench.CONTENDERS) and len({c.name for c in at_some_degree}) == len(bench.CONTENDERS)
     with pytest.raises(ValueError, match="no contender is called deepspeed; there are gtp_jax bf16 again, "):
         bench.chosen_contenders(["deepspeed"])
 
 
-def test_what_differs_over_tp_alone_takes_part_only_there():
+def test_contenders_take_part_at_the_tp_degrees_where_they_differ_and_can_run():
+    bf16 = ["fsdp2 bf16 again", "fsdp2 bf16 kept"]
     over_tp = [c.name for c in bench.chosen_contenders(["fsdp2"], tp=2)]
-    assert over_tp == ["fsdp2 again", "fsdp2 kept", "fsdp2 async-tp again", "fsdp2 async-tp kept"]
-    assert [c.name for c in bench.chosen_contenders(["fsdp2"])] == over_tp[:2]
+    assert over_tp == [*bf16, "fsdp2 bf16 async-tp again", "fsdp2 bf16 async-tp kept"]
+    alone = [c.name for c in bench.chosen_contenders(["fsdp2"])]
+    scalings = [f"fsdp2 float8 {scaling} {policy}" for scaling in ("tensorwise", "rowwise") for policy in CHAIN]
+    assert alone == [*bf16, *scalings]
+
+
+def test_ratios_compare_equal_matmuls_and_equal_policies():
+    times = {
+        "gtp_jax bf16 again": 4.0,
+        "gtp_jax fp8 again": 3.9,  # codes on the wire alone
+        "gtp_jax fp8-matmuls again": 2.7,
+        "gtp_jax nvfp4-matmuls again": 5.0,
+        "fsdp2 bf16 again": 4.2,
+        "fsdp2 bf16 kept": 4.1,
+        "fsdp2 float8 tensorwise again": 3.4,
+        "fsdp2 float8 rowwise again": 4.05,
+        "partitioner combined again": 4.1,
+    }
+    chosen = {c.name: c for c in bench.CONTENDERS if c.name in times}
+    rows = {name: bench.Row(chosen[name], (seconds,)) for name, seconds in times.items()}
+
+    def to(family: str, name: str) -> float | None:
+        return bench.ratio(rows[name], list(rows.values()), family)
+
+    assert to("fsdp2", "gtp_jax bf16 again") == pytest.approx(4.2 / 4.0)
+    assert to("fsdp2", "gtp_jax fp8 again") == pytest.approx(4.2 / 3.9)
+    assert to("fsdp2", "gtp_jax fp8-matmuls again") == pytest.approx(3.4 / 2.7)  # tensorwise is the faster
+    assert to("fsdp2", "fsdp2 float8 rowwise again") == pytest.approx(3.4 / 4.05)
+    assert to("fsdp2", "gtp_jax nvfp4-matmuls again") is None
+    assert to("partitioner", "gtp_jax fp8-matmuls again") is None
+    (mixed,) = bench.with_recipe([chosen["gtp_jax bf16 again"]], RecipeOptions(override=("mlp.down=fp8-matmuls",)))
+    assert mixed.matmuls == "bf16+fp8"
+
+
+def test_float8_without_torchao_or_over_tp_ends_with_what_to_do(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(bench.__file__).with_name("contenders")))
+    monkeypatch.delitem(sys.modules, "float8", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    float8 = importlib.import_module("float8")
+    float8.check(None, tp=2)
+    with pytest.raises(SystemExit, match="error: --float8 shards over gtp alone, and tp is 2; leave out --float8 or"):
+        float8.check("tensorwise", tp=2)
+    with pytest.raises(SystemExit, match="error: --float8 needs torchao, .*; run `pip install torchao`"):
+        float8.check("rowwise", tp=1)
+    sys.modules.pop("float8")
 
 
 def test_operations_are_those_of_the_model():
@@ -160,7 +207,7 @@ def test_the_partitioner_compiles_over_tp_on_h200_with_cudnn_attention(partition
 
 def test_the_command_reports_what_ran_and_why_the_rest_did_not(tmp_path, capsys):
     saved, picture = tmp_path / "run.json", tmp_path / "run.png"
-    words = ["gtp_jax bf16 again", "bound bf16", "fsdp2 again"]
+    words = ["gtp_jax bf16 again", "bound bf16", "fsdp2 bf16 again"]
     flags = ["--layers", "1", "--seq", "32", "--steps", "2", "--gtp", "2", "--remat", "activations"]
     flags += ["--contenders", *words]
     nowhere = ["--torch-python", str(tmp_path / "python-without-torch")]
@@ -170,13 +217,16 @@ def test_the_command_reports_what_ran_and_why_the_rest_did_not(tmp_path, capsys)
     (tmp_path / "python-without-torch").chmod(0o755)
     assert main(["bench", "step", *flags, *nowhere, "--json", str(saved), "--png", str(picture)]) == 0
     printed = capsys.readouterr().out
-    assert "gtp_jax bf16 activations  again" in printed and "FLOPs of a step: 6 x matmul parameters x tokens" in printed
-    assert "fsdp2 again: ModuleNotFoundError: No module named 'torch'" in printed
+    assert "FLOPs of a step: 6 x matmul parameters x tokens" in printed
+    assert re.search(r"^gtp_jax bf16 activations +bf16 +again +bfloat16 +\d", printed, re.MULTILINE)
+    assert "fsdp2 bf16 again: ModuleNotFoundError: No module named 'torch'" in printed
+    assert "grads: dtype in which weight gradients are sent and summed over the ranks" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
     ours, theirs, bound = json.loads(saved.read_text())["contenders"]
     config = PRESETS["tiny"]
     assert ours["steps"] == 2 and 0 < ours["low_s"] <= ours["median_s"] <= ours["high_s"]
     assert abs(ours["loss"] - np.log(config.vocab)) < 1 and ours["peak_bytes"] > 0
+    assert (ours["matmuls"], ours["reduce_dtype"]) == ("bf16", "bfloat16")
     assert ours["ratio_to_fsdp2"] is None and theirs["failure"]
     assert bound["median_s"] < ours["median_s"]  # without norms, loss, optimizer and collectives
 
@@ -224,13 +274,14 @@ def test_every_contender_runs_the_step(degrees, tmp_path, capsys):
     shape = ["--layers", "2", "--seq", "64", "--steps", "4"]
     assert main(["bench", "step", *flags, *shape, "--json", str(saved)]) == 0
     rows = {row["name"]: row for row in json.loads(saved.read_text())["contenders"]}
-    without_torch = {n for n, row in rows.items() if "No module named 'torch'" in row.get("failure", "")}
-    assert without_torch <= {name for name in rows if name.startswith("fsdp2")}
-    run = [row for name, row in rows.items() if name not in without_torch]
+    without = ("No module named 'torch'", "pip install torchao")  # optional: PyTorch's contenders are then left out
+    absent = {n for n, row in rows.items() if any(reason in row.get("failure", "") for reason in without)}
+    assert absent <= {name for name in rows if name.startswith("fsdp2")}
+    run = [row for name, row in rows.items() if name not in absent]
     assert len(run) >= len([c for c in bench.CONTENDERS if c.family != "fsdp2"]) and not any(
         "failure" in row for row in run
     ), capsys.readouterr().out
     steps = [row for row in run if row["family"] != "bound"]
     config = gtp.models.PRESETS["tiny"]
-    assert len({row["parameters"] for row in steps}) == 1
+    assert len({row["parameters"] for row in steps}) == 1 and {row["reduce_dtype"] for row in steps} == {"bfloat16"}
     assert all(abs(row["loss"] - np.log(config.vocab)) < 1 and row["last_loss"] < row["loss"] for row in steps)

@@ -149,7 +149,7 @@ def test_a_step_on_this_machine_is_profiled(contender, tmp_path, capsys):
 def test_what_cannot_be_profiled_is_refused(tmp_path, capsys):
     for flags, message in (
         (["--trace", str(tmp_path)], "there is no trace in"),
-        (["--contender", "fsdp2 again"], "it names one of gtp_jax bf16 again, "),
+        (["--contender", "fsdp2 bf16 again"], "it names one of gtp_jax bf16 again, "),
         (["--png", str(tmp_path / "no" / "p.png")], "is no directory; create it first"),
     ):
         assert main(["profile", *flags]) == 2

@@ -97,14 +97,14 @@ def test_what_is_said_of_recipes_goes_for_our_contenders_alone_and_bf16_has_no_c
     flags = {one.name: one.flags for one in chosen}
     assert flags["gtp_jax nvfp4 again"][2:] == ("--keep-last=2", "--reduce=mxfp8", "--held=all")
     assert flags["gtp_jax bf16 again"][2:] == ("--keep-last=2", "--reduce=mxfp8")
-    assert flags["fsdp2 again"] == ()
+    assert flags["fsdp2 bf16 again"] == ()
     assert bench.with_recipe(bench.CONTENDERS, RecipeOptions()) == list(bench.CONTENDERS)
 
 
 def test_policies_of_what_is_kept_are_contenders_of_ours_by_name_and_the_default_alone_changes_none():
-    rivals = bench.chosen_contenders(["gtp_jax bf16 again", "fsdp2 again"])
+    rivals = bench.chosen_contenders(["gtp_jax bf16 again", "fsdp2 bf16 again"])
     several = bench.with_remat_policies(rivals, ["matmuls", "activations", "matmuls"])
-    names = ["gtp_jax bf16 matmuls again", "gtp_jax bf16 activations again", "fsdp2 again"]
+    names = ["gtp_jax bf16 matmuls again", "gtp_jax bf16 activations again", "fsdp2 bf16 again"]
     assert [one.name for one in several] == names
     assert [one.flags[-1] for one in several[:2]] == ["--remat=matmuls", "--remat=activations"]
     alone, fsdp2 = bench.with_remat_policies(rivals, ["nothing"])

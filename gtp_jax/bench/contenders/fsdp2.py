@@ -1,6 +1,7 @@
 """The same Llama in PyTorch FSDP2, every block compiled; with --tp above 1 tensor and sequence parallel too.
 
-`torchrun --nproc-per-node 8 fsdp2.py --gtp 8 --sequences 8`, and `--kept` for `reshard_after_forward=False`.
+`torchrun --nproc-per-node 8 fsdp2.py --gtp 8 --sequences 8`, `--kept` for `reshard_after_forward=False`, and
+`--float8 tensorwise` or `--float8 rowwise` for FP8 matmuls (torchao).
 """
 
 # pyright: reportMissingImports=false
@@ -11,6 +12,7 @@ import os
 import time
 from importlib.metadata import version
 
+import float8
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -27,7 +29,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from workload import LEARNING_RATE, WEIGHT_DECAY, Workload, parser, report, workload
+from workload import LEARNING_RATE, REDUCE_DTYPE, WEIGHT_DECAY, Workload, parser, report, workload
 
 
 def rope(x: torch.Tensor, theta: float) -> torch.Tensor:
@@ -132,11 +134,13 @@ def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--kept", action="store_true", help="keep gathered weights for backward")
     flags.add_argument("--async-tp", action="store_true", help="over tp, activations move in parts, under matmuls")
+    flags.add_argument("--float8", choices=float8.SCALINGS, help="FP8 matmuls by torchao, scaled so")
     flags.add_argument("--eager", action="store_true", help="do not compile")
     args = flags.parse_args()
     if args.async_tp and args.eager:
         flags.error("--async-tp is done by the compiler; leave out --eager")
     work = workload(args)
+    float8.check(args.float8, tp=work.tp)
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -146,6 +150,7 @@ def main() -> None:
     torch.manual_seed(0)
     with torch.device("meta"):
         model = Llama(work)
+    update_scales = float8.convert(model, args.float8, emulate=not cuda) if args.float8 else lambda: None
     if work.tp > 1:
         over_tp(model, mesh["tp"])
         if args.async_tp:
@@ -160,7 +165,7 @@ def main() -> None:
             block.compile()
         if work.tp == 1:
             loss_of = torch.compile(loss_of)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, REDUCE_DTYPE))
     shard = {"mesh": mesh["gtp"], "mp_policy": policy}
     fully_shard(model.embed, **shard, reshard_after_forward=not args.kept)
     for block in model.blocks:
@@ -169,6 +174,7 @@ def main() -> None:
     fully_shard(model, **shard)
     model.to_empty(device=device)
     model.reset()
+    update_scales()  # ahead of the first step too, so that all steps run one compiled program
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=cuda)
     rows = work.sequences // work.microbatches // work.gtp
     # ranks of a gtp group have sequences of their own, those of a tp group share them
@@ -186,6 +192,7 @@ def main() -> None:
             total += loss.detach().full_tensor() if work.tp > 1 else loss.detach()
         optimizer.step()
         optimizer.zero_grad()
+        update_scales()
         return total
 
     wait = torch.cuda.synchronize if cuda else lambda: None
@@ -205,7 +212,8 @@ def main() -> None:
             loss=losses[0],
             last_loss=losses[-1],
             parameters=sum(p.numel() for p in model.parameters()),
-            versions={"torch": version("torch")},
+            reduce_dtype=REDUCE_DTYPE,
+            versions={name: version(name) for name in ("torch", *(("torchao",) if args.float8 else ()))},
         )
     dist.destroy_process_group()
 

@@ -12,7 +12,7 @@ import optax
 from deviceless import add_target, compile_only, devices_of
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from workload import LEARNING_RATE, WEIGHT_DECAY, parser, report, workload
+from workload import LEARNING_RATE, REDUCE_DTYPE, WEIGHT_DECAY, parser, report, workload
 
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
@@ -33,7 +33,7 @@ def main() -> None:
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(LlamaConfig) if hasattr(args, f.name)}
     given["kept"] = args.kept if args.kept == "all" else int(args.kept)
     given["unroll"] = args.unroll if args.unroll == "full" else int(args.unroll)
-    config = LlamaConfig(**given)
+    config = LlamaConfig(**given, reduce_dtype=REDUCE_DTYPE)
     devices = devices_of(args.target, work)
     with jax.set_mesh(gtp.make_mesh(gtp=work.gtp, tp=work.tp, devices=None if devices == jax.devices() else devices)):
         mesh: Any = jax.sharding.get_mesh()
@@ -80,6 +80,7 @@ def main() -> None:
         loss=losses[0],
         last_loss=losses[-1],
         parameters=config.param_count(),
+        reduce_dtype=REDUCE_DTYPE if recipe.reduce is None else f"{recipe.reduce}, sums float32",
         versions={"jax": jax.__version__},
     )
 

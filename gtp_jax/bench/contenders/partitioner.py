@@ -19,7 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from workload import LEARNING_RATE, WEIGHT_DECAY, Workload, parser, report, workload
+from workload import LEARNING_RATE, REDUCE_DTYPE, WEIGHT_DECAY, Workload, parser, report, workload
 
 Tree = Any
 WEIGHT = "gathered weight"
@@ -287,6 +287,7 @@ def main() -> None:
         loss=losses[0],
         last_loss=losses[-1],
         parameters=sum(p.size for p in jax.tree.leaves(state[0])),
+        reduce_dtype=REDUCE_DTYPE,  # that of compute: the gradient is scattered before it is cast
         versions={"jax": jax.__version__},
     )
 

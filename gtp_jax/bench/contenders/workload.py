@@ -16,6 +16,8 @@ from typing import Any
 LEARNING_RATE = 1e-4
 WEIGHT_DECAY = 1e-4  # AdamW with b1 0.9, b2 0.999, eps 1e-8: what optax takes by default
 
+REDUCE_DTYPE = "bfloat16"  # in which every contender sums a weight's gradient over the ranks, unless a recipe says more
+
 MARK = "RESULT "  # what the line with the figures begins with
 
 
@@ -95,7 +97,8 @@ def report(seconds: Sequence[float], **facts: Any) -> None:
 
     Args:
         seconds: of each timed step; none of a step that was only compiled.
-        facts: `compile_s`, `peak_bytes` a device, `loss` of the first step, `parameters`, `versions` and the like.
+        facts: `compile_s`, `peak_bytes` a device, `loss` of the first step, `parameters`, `reduce_dtype` (in which
+            weight gradients are sent and summed over the ranks), `versions` and the like.
     """
     if seconds:
         median, low, high = (1e3 * f(seconds) for f in (statistics.median, min, max))

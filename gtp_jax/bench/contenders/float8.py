@@ -1,0 +1,63 @@
+"""FP8 matmuls of the FSDP2 contender, by torchao. Needs nothing beside Python until `convert` is called.
+
+Every linear layer but the head multiplies in FP8, forward and backward: inputs and weights in E4M3, gradients in E5M2
+(`tensorwise`) or E4M3 (`rowwise`). gtp_jax's recipe `fp8-matmuls` leaves embedding and head in high precision too.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+from collections.abc import Callable
+from typing import Any
+
+# `tensorwise`: one scale a tensor, FSDP2 gathers FP8 codes. `rowwise`: a scale a row, FSDP2 gathers bfloat16.
+SCALINGS = ("tensorwise", "rowwise")
+
+
+def check(scaling: str | None, *, tp: int) -> None:
+    """Ends the program with a reason where `--float8` cannot run; does nothing without the flag.
+
+    Args:
+        scaling: one of `SCALINGS`, or `None`.
+        tp: tensor-parallel degree.
+    """
+    if scaling is None:
+        return
+    if tp > 1:
+        sys.exit(f"error: --float8 shards over gtp alone, and tp is {tp}; leave out --float8 or --tp")
+    if importlib.util.find_spec("torchao") is None:
+        sys.exit("error: --float8 needs torchao, which this Python cannot import; run `pip install torchao`")
+
+
+def convert(model: Any, scaling: str, *, emulate: bool) -> Callable[[], None]:
+    """Replaces a model's linear layers by torchao's `Float8Linear`, before `fully_shard`.
+
+    Args:
+        model: on the meta device.
+        scaling: one of `SCALINGS`.
+        emulate: multiply in float32 what the FP8 codes stand for, on hardware without FP8 matmuls.
+
+    Returns:
+        What to call once the weights have their values, and after every update of them: with FP8 all-gather it computes
+        the scales of all weights in one all-reduce.
+    """
+    from torch import nn
+    from torchao.float8 import (
+        Float8LinearConfig,
+        convert_to_float8_training,
+        precompute_float8_dynamic_scale_for_fsdp,
+    )
+
+    tensorwise = scaling == "tensorwise"
+    config = dataclasses.replace(
+        Float8LinearConfig.from_recipe_name(scaling), enable_fsdp_float8_all_gather=tensorwise, emulate=emulate
+    )
+
+    def multiplies_fp8(module: Any, name: str) -> bool:
+        return isinstance(module, nn.Linear) and "head" not in name
+
+    convert_to_float8_training(model, config=config, module_filter_fn=multiplies_fp8)
+    return (lambda: precompute_float8_dynamic_scale_for_fsdp(model)) if tensorwise else (lambda: None)

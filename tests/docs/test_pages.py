@@ -1,0 +1,69 @@
+"""Every page is short enough, its links resolve, its pictures are used, and it names no machine."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from .pages import DOCUMENTS, PAGES, README, ROOT, blocks, links, name
+
+MAX_README_BYTES = 8192
+_ELSEWHERE = ("http://", "https://", "mailto:")
+# Paths of machines and hosts of registries. In brackets, so that this line does not match itself.
+BANNED = re.compile(r"/wor[k]/|/far[m]/|/roo[t]/|py[p]i\.|pythonh[o]sted|registry\.np[m]js|deb\.de[b]ian")
+
+
+def test_the_readme_is_at_most_8_kib_and_links_every_page():
+    assert len(README.read_bytes()) <= MAX_README_BYTES
+    linked = {(ROOT / link).resolve() for link in links(README) if not link.startswith(_ELSEWHERE)}
+    assert {page.resolve() for page in PAGES} - {README.resolve()} <= linked
+
+
+def test_the_readmes_commands_are_where_ci_looks_for_them():
+    text = README.read_text()
+    for number in (1, 2):
+        assert re.search(rf"^<!-- command {number} -->\n```sh\n(?:.+\n)+```$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=name)
+def test_relative_links_resolve(page):
+    for link in links(page):
+        if link.startswith(_ELSEWHERE):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path) if path else page
+        assert target.exists(), f"{name(page)} links to {link}"
+        assert not anchor or anchor in anchors(target), f"{name(page)} links to {link}, and there is no such heading"
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=name)
+def test_no_line_names_a_machine_or_a_registry(page):
+    found = [line for line in page.read_text().splitlines() if BANNED.search(line)]
+    assert not found
+
+
+def test_every_picture_is_shown_on_a_page():
+    shown = {(page.parent / link).resolve() for page in DOCUMENTS for link in links(page) if link.endswith(".png")}
+    assert {picture.resolve() for picture in (ROOT / "docs").glob("*.png")} == shown
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=name)
+def test_a_page_begins_with_its_purpose_and_shows_code(page):
+    title, blank, purpose = page.read_text().splitlines()[:3]
+    assert title.startswith("# ") and not blank and re.match(r"[A-Z].+", purpose)
+    assert blocks(page, "python") or blocks(page, "sh")
+
+
+def test_each_row_of_figures_has_the_command_that_printed_it():
+    page = ROOT / "docs" / "speed.md"
+    commands = {line.rpartition("# ")[2][0] for line in blocks(page, "sh")[0].code.splitlines()}
+    rows = [line.split("|")[1].strip() for line in page.read_text().splitlines() if line.startswith("| ")]
+    letters = {row[0] for row in rows if row != "command"}
+    assert letters == commands and len(rows) > 10
+
+
+def anchors(page) -> set[str]:
+    """What links to a page's headings may end with, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
