@@ -16,7 +16,11 @@ else:
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-if not ON_GPU:
+if ON_GPU:
+    from gtp_jax.train import all_reduce_with_nccl
+
+    all_reduce_with_nccl()  # as the command line does
+else:
     jax.config.update("jax_num_cpu_devices", 8)
 
 

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.metadata
 import os
 import platform
-import re
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from .. import __version__, native, plan
-from ..mesh import AXES, make_mesh
 from ..plan import columns
-from ..train import GPU_OPTIONS, GPU_OPTIONS_WITH_FP8, GPU_OPTIONS_WITH_TP, accepts, flags_in_environment
+from ..train import (
+    GPU_OPTIONS,
+    GPU_OPTIONS_WITH_FP8,
+    GPU_OPTIONS_WITH_OLD_NCCL,
+    GPU_OPTIONS_WITH_TP,
+    accepts,
+    find_nccl,
+    flags_in_environment,
+    nccl_is_too_old,
+)
 from ._config import VIRTUAL_DEVICES
 from ._devices import choose_devices, has_gpu
-
-Status = Literal["ok", "optional", "broken"]
+from ._doctor_collectives import check_collectives, check_processes
+from ._doctor_versions import CUDA, misfits, nccl, numbers
+from ._finding import Finding, first_line
 
 # Distributions that nothing works without, and the oldest version of each.
 NEEDED = {
@@ -35,25 +40,6 @@ NEEDED = {
     "matplotlib": "3.9",
 }
 PYTHON = "3.12"
-
-_CUDA_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """One thing looked at.
-
-    Attributes:
-        name: what.
-        status: `ok`; `optional` if something can be added; `broken` if training cannot work.
-        found: what there is.
-        remedy: what to do, if anything.
-    """
-
-    name: str
-    status: Status
-    found: str
-    remedy: str = ""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -90,46 +76,34 @@ def _versions() -> Iterator[Finding]:
     yield _needed("python", platform.python_version(), PYTHON, "install a newer Python, 3.12 for instance")
     for name, oldest in NEEDED.items():
         yield _needed(name, _installed(name), oldest, f'pip install --upgrade "{name}>={oldest}"')
+    installed = {name: version for name in ("jax", "jaxlib", *CUDA) if (version := _installed(name))}
+    yield from misfits(installed, gpu=has_gpu())
 
 
 def _needed(name: str, found: str | None, oldest: str, remedy: str) -> Finding:
     if found is None:
         return Finding(name, "broken", "not installed", remedy)
-    if _numbers(found) < _numbers(oldest):
+    if numbers(found) < numbers(oldest):
         return Finding(name, "broken", f"{found}, older than {oldest}", remedy)
     return Finding(name, "ok", found)
 
 
 def _devices() -> Iterator[Finding]:
-    plugin = next(((n, v) for n in _CUDA_PLUGINS if (v := _installed(n))), None)
+    plugin = next(((n, v) for n in CUDA if n.endswith("plugin") and (v := _installed(n))), None)
     try:
         devices = jax.devices()
     except RuntimeError as error:
-        yield Finding("devices", "broken", _first_line(error), "see whether JAX_PLATFORMS asks for what is not there")
+        yield Finding("devices", "broken", first_line(error), "see whether JAX_PLATFORMS asks for what is not there")
         return
     kind = devices[0].device_kind if devices[0].platform != "cpu" else "virtual CPU devices"
-    yield _computes(f"{len(devices)} x {kind}")
-    yield _gpu(devices[0].platform == "gpu", plugin)
-
-
-def _computes(what: str) -> Finding:
-    """A sum over all devices, each with its own share: compiler and collectives work."""
-    count = jax.device_count()
-    mesh = make_mesh(gtp=count)
-    total = jax.jit(
-        jax.shard_map(
-            lambda x: jax.lax.psum(x, AXES), mesh=mesh, in_specs=PartitionSpec(AXES), out_specs=PartitionSpec()
-        )
-    )
-    try:
-        found = float(total(jnp.arange(count, dtype=jnp.float32))[0])
-    except jax.errors.JaxRuntimeError as error:
-        return Finding(
-            "devices", "broken", f"{what}: {_first_line(error)}", "see the message; reinstall jax and jaxlib"
-        )
-    if found != count * (count - 1) / 2:
-        return Finding("devices", "broken", f"{what}, which add up wrongly", "report it, with this output")
-    return Finding("devices", "ok", f"{what}; a sum over all of them is right")
+    yield Finding("devices", "ok", f"{len(devices)} x {kind}")
+    yield check_collectives()
+    gpu = devices[0].platform == "gpu"
+    if gpu and len(devices) > 1:
+        yield check_processes(len(devices))
+    yield _gpu(gpu, plugin)
+    if gpu:
+        yield nccl(find_nccl(), too_old=nccl_is_too_old())
 
 
 def _gpu(used: bool, plugin: tuple[str, str] | None) -> Finding:
@@ -144,9 +118,6 @@ def _gpu(used: bool, plugin: tuple[str, str] | None) -> Finding:
     asked = os.environ.get("JAX_PLATFORMS")
     if asked and not {"cuda", "gpu"} & set(asked.split(",")):
         return Finding(name, "optional", f"a GPU, but JAX_PLATFORMS={asked}", "unset JAX_PLATFORMS")
-    jaxlib = _installed("jaxlib")
-    if jaxlib and _numbers(plugin[1])[:3] != _numbers(jaxlib)[:3]:
-        return Finding(name, "optional", f"{installed}, but jaxlib {jaxlib}", f'pip install "{plugin[0]}=={jaxlib}"')
     return Finding(name, "optional", f"a GPU that jax cannot use ({installed})", "see whether `nvidia-smi` works")
 
 
@@ -155,7 +126,7 @@ def _kernels() -> Finding:
     try:
         found = native.describe()
     except ImportError as error:
-        return Finding(name, "broken", _first_line(error), f"build them again: {native.REBUILD}")
+        return Finding(name, "broken", first_line(error), f"build them again: {native.REBUILD}")
     here = "CUDA" if jax.default_backend() == "gpu" else "cpu"
     if native.has("gtp_quantize", here):
         return Finding(name, "ok", found)
@@ -180,23 +151,26 @@ def _extras() -> Iterator[Finding]:
 
 
 def _options() -> Iterator[tuple[str, str, str, str]]:
-    """The library's options for GPUs, but those that XLA_FLAGS sets, which stay as they are."""
+    """Lists the library's options for GPUs; those that XLA_FLAGS sets stay as they are."""
     theirs = flags_in_environment()
     listed = [
         (name, option, "tp 1" if name in GPU_OPTIONS_WITH_TP else "always") for name, option in GPU_OPTIONS.items()
     ]
     listed += [(name, option, "tp > 1") for name, option in GPU_OPTIONS_WITH_TP.items()]
     listed += [(name, option, "FP8 matmuls") for name, option in GPU_OPTIONS_WITH_FP8.items()]
+    if nccl_is_too_old():
+        listed += [(name, option, "always") for name, option in GPU_OPTIONS_WITH_OLD_NCCL.items()]
     for name, (value, reason), where in listed:
-        if name in theirs:
-            yield name, theirs[name], where, f"your XLA_FLAGS say so; the library would take {value}"
+        if theirs.get(name, str(value)).lower() != str(value).lower():
+            yield name, theirs[name], where, f"your XLA_FLAGS say so; the library would take {value or 'none'}"
         else:
-            yield name, str(value), where, reason
+            yield name, str(value) or "none", where, reason
 
 
 def _accepted_options() -> Finding:
     name = "XLA options"
     options = [*GPU_OPTIONS.items(), *GPU_OPTIONS_WITH_TP.items(), *GPU_OPTIONS_WITH_FP8.items()]
+    options += GPU_OPTIONS_WITH_OLD_NCCL.items() if nccl_is_too_old() else ()
     unknown = sorted({known for known, option in options if not accepts(known, option.value)})
     if not unknown:
         return Finding(name, "ok", "this version knows all of the library's")
@@ -208,11 +182,3 @@ def _installed(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)[:3]))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]

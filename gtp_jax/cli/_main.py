@@ -8,7 +8,9 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
+from ..train import all_reduce_with_nccl
 from . import _bench, _checkpoint, _convert, _doctor, _inspect, _profile, _train
+from ._devices import has_gpu
 from ._progress import Diverged
 
 _EXAMPLES = """\
@@ -40,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         number of the signal that has ended it.
     """
     args = parser().parse_args(argv)
+    if has_gpu():
+        all_reduce_with_nccl()  # before the backend starts, which reads XLA_FLAGS
     try:
         return args.run(args)
     except (ValueError, OSError, ModuleNotFoundError) as error:

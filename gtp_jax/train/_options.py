@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+
+from ._nccl import COLLECTIVE_KERNELS, OLDEST_NCCL, decides_collective_kernels, flags_in_environment, nccl_is_too_old
 
 
 class Option(NamedTuple):
@@ -51,6 +52,13 @@ GPU_OPTIONS_WITH_FP8: Mapping[str, Option] = {
     _ESTIMATOR: Option(True, "without, no matmul is put under the reduce-scatters of backward"),
 }
 
+# What differs where NCCL is too old for XLA's own all-reduce kernels, which then fail (see `_nccl.py`).
+GPU_OPTIONS_WITH_OLD_NCCL: Mapping[str, Option] = {
+    COLLECTIVE_KERNELS: Option(
+        "", f"NCCL computes all-reduces: XLA's kernels fail with jaxlib 0.12 and an NCCL before {OLDEST_NCCL}"
+    ),
+}
+
 
 def compile_options(
     platform: str, own: Mapping[str, Any] | None = None, *, tp: int = 1, fp8: bool = False
@@ -68,14 +76,9 @@ def compile_options(
     parts = (GPU_OPTIONS, GPU_OPTIONS_WITH_TP if tp > 1 else {}, GPU_OPTIONS_WITH_FP8 if fp8 else {})
     chosen = {name: option for part in parts for name, option in part.items()} if platform == "gpu" else {}
     theirs = flags_in_environment()
+    if platform == "gpu" and not decides_collective_kernels(theirs) and nccl_is_too_old():
+        chosen |= GPU_OPTIONS_WITH_OLD_NCCL
     return {**{name: option.value for name, option in chosen.items() if name not in theirs}, **(own or {})}
-
-
-def flags_in_environment() -> dict[str, str]:
-    """The options that XLA_FLAGS sets, by name, with their values."""
-    words = os.environ.get("XLA_FLAGS", "").split()
-    pairs = (word.removeprefix("--").partition("=") for word in words if word.startswith("--"))
-    return {name: value or "true" for name, _, value in pairs}
 
 
 def accepts(name: str, value: Any) -> bool:

@@ -1,0 +1,30 @@
+"""What `gtp-jax doctor` reports."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+Status = Literal["ok", "optional", "broken"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing looked at.
+
+    Attributes:
+        name: what.
+        status: `ok`; `optional` if something can be added; `broken` if training cannot work.
+        found: what there is.
+        remedy: what to do, if anything.
+    """
+
+    name: str
+    status: Status
+    found: str
+    remedy: str = ""
+
+
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error's message."""
+    return str(error).splitlines()[0]

@@ -1,0 +1,106 @@
+"""Which NCCL JAX loads, and what to tell XLA where that NCCL is older than XLA needs.
+
+Within a host, XLA computes all-reduces of up to a few megabytes with kernels of its own. From jaxlib 0.12 on these ask
+NCCL for the addresses of peer buffers through `ncclGetPeerDevicePointer`, which NCCL has from 2.29.2 on. With an older
+NCCL such an all-reduce fails: `ncclGetPeerDevicePointer(...) failed: unhandled system error`. With `COLLECTIVE_KERNELS`
+empty, XLA leaves all-reduces to NCCL, and any NCCL works.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+OLDEST_NCCL = "2.29.2"
+
+# The compile option that lists the collectives for which XLA uses kernels of its own; "" for none.
+COLLECTIVE_KERNELS = "xla_gpu_experimental_use_collective_kernels"
+
+# The option's older name. XLA_FLAGS still understands it, but as a compile option it has no effect.
+_OLD_NAME = "xla_gpu_unsupported_use_all_reduce_one_shot_kernel"
+
+_FIRST_JAXLIB = (0, 12)
+_FUNCTION = "ncclGetPeerDevicePointer"
+
+
+class Nccl(NamedTuple):
+    """The NCCL of this environment.
+
+    Attributes:
+        version: such as `2.29.2`.
+        has_peer_pointers: whether it exports the function that XLA's all-reduce kernels call.
+    """
+
+    version: str
+    has_peer_pointers: bool
+
+
+@functools.cache
+def find_nccl() -> Nccl | None:
+    """Loads the NCCL that JAX's CUDA plugin loads: that of the `nvidia-nccl` package, else the system's.
+
+    Returns:
+        Its version and what it exports; `None` if there is none. Needs no GPU.
+    """
+    for path in (*_packaged(), "libnccl.so.2"):
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError:
+            continue
+        number = ctypes.c_int()
+        library.ncclGetVersion(ctypes.byref(number))
+        major, rest = divmod(number.value, 10_000)
+        minor, patch = divmod(rest, 100)
+        return Nccl(f"{major}.{minor}.{patch}", hasattr(library, _FUNCTION))
+    return None
+
+
+def _packaged() -> list[Path]:
+    try:
+        spec = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        return []
+    return [Path(folder, "lib", "libnccl.so.2") for folder in (spec and spec.submodule_search_locations) or ()]
+
+
+def nccl_is_too_old() -> bool:
+    """Returns whether XLA's own all-reduce kernels fail with the jaxlib and the NCCL of this environment."""
+    found = find_nccl()
+    return found is not None and not found.has_peer_pointers and _jaxlib() >= _FIRST_JAXLIB
+
+
+def _jaxlib() -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", importlib.metadata.version("jaxlib"))[:2]))
+
+
+def all_reduce_with_nccl() -> bool:
+    """Makes NCCL compute all-reduces, by XLA_FLAGS, where XLA's kernels would fail and XLA_FLAGS does not name them.
+
+    This also covers programs that take no options of ours, such as the all-reduce in `sync_global_devices`. Call it
+    before JAX starts its backend, which reads XLA_FLAGS once.
+
+    Returns:
+        Whether XLA_FLAGS changed.
+    """
+    if decides_collective_kernels(flags_in_environment()) or not nccl_is_too_old():
+        return False
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{COLLECTIVE_KERNELS}=".strip()
+    return True
+
+
+def decides_collective_kernels(flags: dict[str, str]) -> bool:
+    """Returns whether flags choose XLA's collective kernels, by the option's present name or its older one."""
+    return COLLECTIVE_KERNELS in flags or _OLD_NAME in flags
+
+
+def flags_in_environment() -> dict[str, str]:
+    """Returns the options that XLA_FLAGS sets, by name, with their values."""
+    words = os.environ.get("XLA_FLAGS", "").split()
+    pairs = (word.removeprefix("--").partition("=") for word in words if word.startswith("--"))
+    return {name: value if equals else "true" for name, equals, value in pairs}
