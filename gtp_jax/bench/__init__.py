@@ -1,9 +1,5 @@
 """Measurements that `gtp-jax bench` prints: fair, in one run, as ratios."""
 
-from ._breakdown import EXPOSED as EXPOSED
-from ._breakdown import IDLE as IDLE
-from ._breakdown import Breakdown as Breakdown
-from ._breakdown import breakdown as breakdown
 from ._checkpoint import ENDED as ENDED
 from ._checkpoint import SAVING_CONTENDERS as SAVING_CONTENDERS
 from ._checkpoint import CheckpointTimes as CheckpointTimes
@@ -60,14 +56,6 @@ from ._step_record import changes as changes
 from ._step_record import record as record
 from ._timing import seconds_a_call as seconds_a_call
 from ._timing import seconds_on_device as seconds_on_device
-from ._trace import KINDS as KINDS
-from ._trace import Op as Op
-from ._trace import kind_of as kind_of
-from ._trace import parse_trace as parse_trace
-from ._trace import read_trace as read_trace
-from ._trace_picture import draw_trace as draw_trace
-from ._trace_picture import sentence as sentence
-from ._trace_picture import write_page as write_page
 from ._variants import DEFAULT_VARIANTS as DEFAULT_VARIANTS
 from ._variants import VARIANTS as VARIANTS
 from ._variants import Variant as Variant

@@ -1,4 +1,3 @@
 """The command line: `gtp-jax train`, `gtp-jax inspect`, `gtp-jax doctor`."""
 
-from ._config import TrainConfig as TrainConfig
 from ._main import main as main

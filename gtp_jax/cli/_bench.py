@@ -13,11 +13,10 @@ import jax
 from tqdm import tqdm
 
 from .. import bench, native
-from ..mesh import platform
+from ..mesh import choose_devices, platform
 from ..plan import columns
 from . import _bench_checkpoint, _bench_collectives, _bench_growth, _bench_recipes, _bench_step
 from ._arguments import check_files, positive
-from ._devices import choose_devices
 
 _EXAMPLES = """\
 examples:

@@ -13,12 +13,11 @@ import jax
 from tqdm import tqdm
 
 from .. import bench, native
-from ..mesh import make_mesh
+from ..mesh import choose_devices, make_mesh, on_gpu
 from ..models import PRESETS
 from ..plan import columns, quantity
 from ..recipes import RECIPES, REDUCTIONS
 from ._arguments import check_files, positive, whole
-from ._devices import choose_devices, on_gpu
 
 _EXAMPLES = """\
 examples:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from ..checkpoint import Checkpoints
 from ..plan import columns, quantity
-from ._directory import checkpoints_in
+from ..trainer import checkpoints_in
 
 _EXAMPLES = """\
 examples:

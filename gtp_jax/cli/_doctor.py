@@ -16,11 +16,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .. import __version__, native, plan
-from ..mesh import AXES, make_mesh
+from ..mesh import AXES, choose_devices, has_gpu, make_mesh
 from ..plan import columns
 from ..train import GPU_OPTIONS, GPU_OPTIONS_WITH_FP8, GPU_OPTIONS_WITH_TP, accepts, flags_in_environment
-from ._config import VIRTUAL_DEVICES
-from ._devices import choose_devices, has_gpu
+from ..trainer import VIRTUAL_DEVICES
 
 Status = Literal["ok", "optional", "broken"]
 

@@ -10,11 +10,9 @@ from typing import Any
 
 from .._flags import count_or
 from ..chain import REMAT
+from ..inspect import Inspection, InspectOptions, as_json, as_text, draw, inspect
 from ..models import PRESETS
 from ..recipes import add_recipe
-from ._inspect_report import as_json, as_text
-from ._inspection import Inspection, InspectOptions, inspect
-from ._timeline import draw
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

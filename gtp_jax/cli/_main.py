@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
+from ..trainer import Diverged
 from . import _bench, _checkpoint, _convert, _doctor, _inspect, _profile, _train
-from ._progress import Diverged
 
 _EXAMPLES = """\
 examples:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .. import bench
+from .. import bench, inspect
 from ..plan import columns
 from ._arguments import check_files, positive
 from ._workload import add_workload, describe, environment_of, probe, workload_of
@@ -92,9 +92,9 @@ def _folder(kept: Path | None) -> Iterator[Path]:
 
 
 def _show(args: argparse.Namespace, trace: Path, title: str) -> int:
-    ops = bench.read_trace(trace)
-    found = bench.breakdown(ops)
-    print(bench.sentence(found) + "\n")
+    ops = inspect.read_trace(trace)
+    found = inspect.breakdown(ops)
+    print(inspect.sentence(found) + "\n")
     rows = [
         (kind, f"{us / 1e3:.3f}", f"{found.share(kind):.1%}", sum(op.kind == kind for op in ops) or "")
         for kind, us in sorted(found.by_kind.items(), key=lambda item: -item[1])
@@ -104,8 +104,8 @@ def _show(args: argparse.Namespace, trace: Path, title: str) -> int:
     print("\nlongest kernels")
     cells = [(f"{(op.end_us - op.start_us) / 1e3:.3f}", op.kind, op.stream, op.name[:80]) for op in longest]
     print(columns(("ms", "kind", "stream", "name"), cells, right=(0,)))
-    bench.draw_trace(ops, found, title, args.png)
-    bench.write_page(ops, found, title, args.html)
+    inspect.draw_trace(ops, found, title, args.png)
+    inspect.write_page(ops, found, title, args.html)
     print(f"\nwritten: {args.png}, {args.html}")
     if args.json:
         args.json.write_text(json.dumps({"title": title, **dataclasses.asdict(found)}, indent=1))

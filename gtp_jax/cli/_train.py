@@ -14,20 +14,27 @@ from jax.sharding import Mesh
 from .._flags import add_flag
 from ..checkpoint import Checkpoints
 from ..data import BYTES, Corpus, load_corpus, load_tokenizer, read_text, unigram_entropy
-from ..mesh import make_mesh
-from ._config import TrainConfig
-from ._curve import draw_curve
-from ._devices import choose_devices, on_gpu
-from ._directory import RunDirectory
-from ._distributed import add_arguments as add_distributed_arguments
-from ._distributed import barrier, check_same, find_launch, together
-from ._job import prepare
-from ._log import read_log
-from ._loop import run_loop
-from ._progress import Diverged, Progress
-from ._report import heading, report
-from ._start import check_recipe_fits, check_start
-from ._watch import Watch
+from ..mesh import choose_devices, make_mesh, on_gpu
+from ..trainer import (
+    Diverged,
+    Progress,
+    RunDirectory,
+    TrainConfig,
+    Watch,
+    barrier,
+    check_recipe_fits,
+    check_same,
+    check_start,
+    draw_curve,
+    find_launch,
+    heading,
+    prepare,
+    read_log,
+    report,
+    run_loop,
+    together,
+)
+from ..trainer import add_arguments as add_distributed_arguments
 
 _DESCRIPTION = """\
 Trains a Llama on text, its weights cut over the mesh. Without arguments: a small one, on the source of the Python

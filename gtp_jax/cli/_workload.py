@@ -12,9 +12,9 @@ from pathlib import Path
 import gtp_jax
 
 from .. import bench
+from ..mesh import has_gpu
 from ..models import PRESETS, LlamaConfig
 from ._arguments import whole
-from ._devices import has_gpu
 
 # What is run where nothing else is asked for, by platform.
 _PRESET = {"gpu": "reference", "cpu": "tiny"}

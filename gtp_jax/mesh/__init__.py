@@ -13,6 +13,9 @@ from ._axes import make_mesh as make_mesh
 from ._companions import differs_in_memory as differs_in_memory
 from ._companions import in_memory as in_memory
 from ._companions import on_disk as on_disk
+from ._devices import choose_devices as choose_devices
+from ._devices import has_gpu as has_gpu
+from ._devices import on_gpu as on_gpu
 from ._hardware import multiplies_blocks as multiplies_blocks
 from ._hardware import multiplies_fp8 as multiplies_fp8
 from ._hardware import platform as platform

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from gtp_jax.cli._distributed import Launch, add_arguments, find_launch
+from gtp_jax.trainer._distributed import Launch, add_arguments, find_launch
 
 
 def launch(*flags: str, **environment: str) -> Launch:

@@ -7,13 +7,13 @@ import json
 
 import jax
 import pytest
+from trainer.runs import small, train, write_text
 
 import gtp_jax as gtp
 from gtp_jax import bench
-from gtp_jax.cli import TrainConfig, main
+from gtp_jax.cli import main
 from gtp_jax.recipes import RecipeOptions, add_recipe, recipe_options
-
-from .runs import small, train, write_text
+from gtp_jax.trainer import TrainConfig
 
 jax.devices()  # fixes the number of devices to what the suite runs with
 

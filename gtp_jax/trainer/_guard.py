@@ -20,8 +20,8 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if sys.stdin.buffer.read() != b"farewell":
     from pathlib import Path
-    from gtp_jax.cli._directory import RunDirectory
-    from gtp_jax.cli._guard import last_words
+    from gtp_jax.trainer._directory import RunDirectory
+    from gtp_jax.trainer._guard import last_words
     reason = "it was ended from outside, or by jax because another process died"
     print(last_words(RunDirectory(Path(sys.argv[1])), int(sys.argv[2]), reason), file=sys.stderr, flush=True)
 """

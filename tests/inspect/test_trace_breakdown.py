@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from gtp_jax import bench, native
+from gtp_jax import inspect, native
 from gtp_jax.cli import main
 
 KERNELS = {
@@ -52,10 +52,12 @@ def gpu_trace(streams: dict[str, list[tuple[str, float, float]]]):
 
 
 def test_kernels_are_known_by_their_names():
-    assert {name: bench.kind_of(name) for name in KERNELS} == KERNELS
-    assert bench.kind_of("kernel", "all-gather-start.2") == "all-gather"
-    assert bench.kind_of("copy_bitcast_fusion.3") == "copies" and bench.kind_of("copy_add_fusion.3") == "elementwise"
-    assert set(KERNELS.values()) == set(bench.KINDS)
+    assert {name: inspect.kind_of(name) for name in KERNELS} == KERNELS
+    assert inspect.kind_of("kernel", "all-gather-start.2") == "all-gather"
+    assert (
+        inspect.kind_of("copy_bitcast_fusion.3") == "copies" and inspect.kind_of("copy_add_fusion.3") == "elementwise"
+    )
+    assert set(KERNELS.values()) == set(inspect.KINDS)
 
 
 def test_communication_without_compute_is_exposed():
@@ -68,16 +70,16 @@ def test_communication_without_compute_is_exposed():
             "Stream #31(Collective)": [(gather, 0, 30), (scatter, 50, 80)],
         }
     )
-    found = bench.breakdown(bench.parse_trace(profile))
+    found = inspect.breakdown(inspect.parse_trace(profile))
     assert found.total_us == pytest.approx(100)
     assert found.by_kind["copies"] == pytest.approx(2)
     assert (found.by_kind["matmul"], found.by_kind["attention"]) == pytest.approx((40, 15))
-    assert found.by_kind[bench.EXPOSED] == found.exposed_us == pytest.approx(10 + 20)
-    assert found.by_kind[bench.IDLE] == pytest.approx(3 + 10)
+    assert found.by_kind[inspect.EXPOSED] == found.exposed_us == pytest.approx(10 + 20)
+    assert found.by_kind[inspect.IDLE] == pytest.approx(3 + 10)
     assert found.communication_us == pytest.approx(60)
     assert found.exposed == (pytest.approx((0, 10)), pytest.approx((60, 80)))
     with pytest.raises(ValueError, match="holds no kernel of device 1"):
-        bench.parse_trace(profile, device=1)
+        inspect.parse_trace(profile, device=1)
 
 
 def test_every_moment_is_counted_once():
@@ -86,24 +88,24 @@ def test_every_moment_is_counted_once():
         ops = []
         for i in range(draw.randrange(1, 60)):
             start = draw.uniform(0, 100)
-            ops.append(bench.Op(f"k{i}", draw.choice(bench.KINDS), "s", start, start + draw.expovariate(0.3)))
-        found = bench.breakdown(ops)
+            ops.append(inspect.Op(f"k{i}", draw.choice(inspect.KINDS), "s", start, start + draw.expovariate(0.3)))
+        found = inspect.breakdown(ops)
         begin, end = min(op.start_us for op in ops), max(op.end_us for op in ops)
         assert sum(found.by_kind.values()) == pytest.approx(found.total_us) == pytest.approx(end - begin)
         # by sampling moments
         moments = [draw.uniform(begin, end) for _ in range(400)]
         running = [[op for op in ops if op.start_us <= t < op.end_us] for t in moments]
         bare = sum(bool(at) and all(op.is_collective for op in at) for at in running) / len(moments)
-        assert abs(bare - found.share(bench.EXPOSED)) < 0.15
+        assert abs(bare - found.share(inspect.EXPOSED)) < 0.15
         assert sum(b - a for a, b in found.exposed) == pytest.approx(found.exposed_us)
 
 
 def test_the_page_holds_everything_and_fetches_nothing(tmp_path):
-    ops = [bench.Op("</script>", "matmul", "Stream #1", 0, 10), bench.Op("g<>", "all-gather", "Stream #2", 5, 20)]
-    found = bench.breakdown(ops)
+    ops = [inspect.Op("</script>", "matmul", "Stream #1", 0, 10), inspect.Op("g<>", "all-gather", "Stream #2", 5, 20)]
+    found = inspect.breakdown(ops)
     page, picture = tmp_path / "t.html", tmp_path / "t.png"
-    bench.write_page(ops, found, "a & b", page)
-    bench.draw_trace(ops, found, "a & b", picture)
+    inspect.write_page(ops, found, "a & b", page)
+    inspect.draw_trace(ops, found, "a & b", picture)
     text = page.read_text()
     assert "<title>a &amp; b</title>" in text and "{{" not in text
     assert not re.search(r"https?://|src=|@import", text) and text.count("</script>") == 1
@@ -129,7 +131,7 @@ def test_a_trace_of_this_machine_is_read(tmp_path, capsys):
     assert "longest kernels" in capsys.readouterr().out
     found = json.loads((tmp_path / "p.json").read_text())
     assert sum(found["by_kind"].values()) == pytest.approx(found["total_us"])
-    assert {op.kind for op in bench.read_trace(tmp_path / "trace")} >= {"matmul", "all-gather", "reduce-scatter"}
+    assert {op.kind for op in inspect.read_trace(tmp_path / "trace")} >= {"matmul", "all-gather", "reduce-scatter"}
 
 
 @pytest.mark.slow
@@ -140,7 +142,7 @@ def test_a_step_on_this_machine_is_profiled(contender, tmp_path, capsys):
     assert main(["profile", *step, *files, "--keep", str(tmp_path / "trace")]) == 0
     printed = capsys.readouterr().out
     assert contender in printed and "exposed communication" in printed and "matmul" in printed
-    kinds = {op.kind for op in bench.read_trace(tmp_path / "trace")}
+    kinds = {op.kind for op in inspect.read_trace(tmp_path / "trace")}
     # on a CPU the partitioner leaves a scatter as an all-reduce
     assert kinds >= {"matmul", "all-gather", "reduce-scatter" if "gtp_jax" in contender else "other collective"}
     assert ("quantization" in kinds) == ("nvfp4" in contender and native.has("gtp_unpack", "cpu"))

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..chain import Remat, Schedule
-from ..mesh import ALIGNMENT, GTP
-from ..nn import (
+from ...chain import Remat, Schedule
+from ...mesh import ALIGNMENT, GTP
+from ...nn import (
     MLP,
     Attention,
     Embed,

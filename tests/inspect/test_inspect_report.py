@@ -10,8 +10,8 @@ import sys
 import jax
 import pytest
 
-from gtp_jax.cli._inspect_report import as_json, as_text
-from gtp_jax.cli._inspection import Inspection, InspectOptions, inspect
+from gtp_jax.inspect._inspection import Inspection, InspectOptions, inspect
+from gtp_jax.inspect._report import as_json, as_text
 from gtp_jax.models import PRESETS
 
 jax.devices()  # fixes the number of devices to what the suite runs with

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from gtp_jax.cli._inspect import add_parser
-from gtp_jax.cli._inspection import InspectOptions, inspect
+from gtp_jax.inspect._inspection import InspectOptions, inspect
 
 jax.devices()  # fixes the number of devices to what the suite runs with
 

@@ -15,9 +15,9 @@ import gtp_jax
 _WATCHED = """
 import sys, threading, time
 from pathlib import Path
-from gtp_jax.cli._directory import RunDirectory
-from gtp_jax.cli._distributed import Launch
-from gtp_jax.cli._watch import Watch
+from gtp_jax.trainer._directory import RunDirectory
+from gtp_jax.trainer._distributed import Launch
+from gtp_jax.trainer._watch import Watch
 
 directory = RunDirectory(Path(sys.argv[1]))
 directory.alive.mkdir(parents=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import pytest
 
-from gtp_jax.cli import TrainConfig, main
+from gtp_jax.cli import main
+from gtp_jax.trainer import TrainConfig
 
 from .runs import small, write_text
 

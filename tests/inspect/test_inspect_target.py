@@ -9,9 +9,9 @@ import pytest
 
 from gtp_jax import plan
 from gtp_jax.cli._inspect import show
-from gtp_jax.cli._inspect_report import as_json, as_text
-from gtp_jax.cli._inspection import Inspection, InspectOptions, inspect
-from gtp_jax.cli._timeline import picture
+from gtp_jax.inspect._inspection import Inspection, InspectOptions, inspect
+from gtp_jax.inspect._report import as_json, as_text
+from gtp_jax.inspect._timeline import picture
 
 jax.devices()  # fixes the number of devices to what the suite runs with
 

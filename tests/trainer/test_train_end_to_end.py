@@ -10,8 +10,9 @@ import pytest
 from matplotlib import image
 
 from gtp_jax.checkpoint import Checkpoints
-from gtp_jax.cli import TrainConfig, main
+from gtp_jax.cli import main
 from gtp_jax.models import PRESETS
+from gtp_jax.trainer import TrainConfig
 
 from .runs import read_records, small, train, write_text
 
