@@ -60,4 +60,10 @@ from ._variants import DEFAULT_VARIANTS as DEFAULT_VARIANTS
 from ._variants import VARIANTS as VARIANTS
 from ._variants import Variant as Variant
 from ._variants import chosen_variants as chosen_variants
+from ._workload import VIRTUAL_DEVICES as VIRTUAL_DEVICES
+from ._workload import StepOptions as StepOptions
+from ._workload import degrees_within as degrees_within
+from ._workload import describe as describe
+from ._workload import environment_of as environment_of
+from ._workload import probe as probe
 from .contenders.workload import Workload as Workload

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..recipes import RECIPES, RecipeOptions
+from ..recipes import RECIPES, Quantization
 from ._choice import by_words
 
 SCRIPTS = Path(__file__).with_name("contenders")
@@ -105,7 +105,7 @@ def with_remat_policies(contenders: Sequence[Contender], policies: Sequence[str]
     return found
 
 
-def with_recipe(contenders: Sequence[Contender], options: RecipeOptions) -> list[Contender]:
+def with_recipe(contenders: Sequence[Contender], options: Quantization) -> list[Contender]:
     """The contenders, of which those of gtp_jax follow what is said beside their recipe.
 
     Raises:
@@ -115,8 +115,8 @@ def with_recipe(contenders: Sequence[Contender], options: RecipeOptions) -> list
     for one in contenders:
         if one.family == OURS:
             own = dataclasses.replace(options, recipe=one.variant)
-            if all(kind.wire is None for kind in own.quantization.kinds):
+            if all(kind.wire is None for kind in own.to_recipe().kinds):
                 own = dataclasses.replace(own, held=0)  # there are no codes to hold
-            one = dataclasses.replace(one, flags=tuple(dict.fromkeys((*one.flags, *own.recipe_flags))))
+            one = dataclasses.replace(one, flags=tuple(dict.fromkeys((*one.flags, *own.flags))))
         found.append(one)
     return found

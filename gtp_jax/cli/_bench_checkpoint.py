@@ -17,7 +17,6 @@ from .. import bench
 from ..models import PRESETS
 from ..plan import columns, quantity
 from ._arguments import check_files, positive, whole
-from ._workload import environment_of, probe
 
 _DESCRIPTION = """\
 Saves and restores a Llama's float32 parameters and AdamW moments on all devices, each contender in a process of its
@@ -78,8 +77,8 @@ def _run(args: argparse.Namespace) -> int:
     check_files(args.json, args.png)
     if not args.dir.is_dir():
         raise ValueError(f"{args.dir.absolute()} is no directory; create it first, or name another.")
-    environment = environment_of(argparse.Namespace(gtp=args.devices, tp=1))
-    device, platform, count = probe(environment)
+    environment = bench.environment_of(args.devices)
+    device, platform, count = bench.probe(environment)
     preset = args.preset or _PRESET[platform]
     model = PRESETS[preset] if args.layers is None else dataclasses.replace(PRESETS[preset], layers=args.layers)
     state_bytes = bench.float32_bytes(bench.state_shapes(model))

@@ -13,9 +13,9 @@ import jax
 from tqdm import tqdm
 
 from .. import bench
+from .._flags import add_flags, from_settings, given
 from ..plan import Target, columns, parse_target, topology_devices
 from ._arguments import check_files, positive, whole
-from ._workload import add_workload, describe, environment_of, probe, workload_of
 
 _DESCRIPTION = """\
 Measures steps along five axes. All but `strong` go through the step that the flags ask for, that of `bench step`.
@@ -53,7 +53,7 @@ def add_topic(topics: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_workload(topic)
+    add_flags(topic, bench.StepOptions, but=("dp",))
     topic.add_argument(
         "--axes",
         nargs="+",
@@ -85,15 +85,16 @@ def add_topic(topics: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    step = from_settings(bench.StepOptions, given(args, bench.StepOptions))
     axes = bench.parse_axes(args.axes)
-    contenders = bench.chosen_contenders(args.contenders, tp=args.tp)
+    contenders = bench.chosen_contenders(args.contenders, tp=step.parallelism.tp or 1)
     check_files(args.json, args.png)
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
-    environment = environment_of(args)
+    environment = bench.environment_of(step.parallelism.virtual_devices(bench.VIRTUAL_DEVICES))
     target = None if args.target is None else parse_target(args.target)
-    device, platform, count = _there(target, environment) if target else probe(environment)
-    work = workload_of(args, platform, count, steps=args.steps)
+    device, platform, count = _there(target, environment) if target else bench.probe(environment)
+    work = step.workload(platform, count, steps=args.steps)
     runs = bench.growth_runs(bench.growth_points(work, axes), contenders, scan=args.scan, target=target)
     found: dict[str, Any] = {"device": device, "target": args.target, "workload": dataclasses.asdict(work)}
     costs: list[bench.Cost] = []
@@ -120,7 +121,7 @@ def _run(args: argparse.Namespace) -> int:
                 args.json.write_text(json.dumps({**found, "costs": [dataclasses.asdict(c) for c in costs]}, indent=1))
     names = list(dict.fromkeys(c.contender for c in costs))
     costs.sort(key=lambda c: (list(bench.AXES).index(c.axis), names.index(c.contender), c.value))
-    title = describe(work, device) + ("; compiled, not run" if target else "")
+    title = bench.describe(work, device) + ("; compiled, not run" if target else "")
     print(f"through {title}\n")
     print(_table(costs, target))
     print("\n" + "\n".join(f"{name}: what stays is {bench.AXES[name].stays}" for name in axes))

@@ -14,7 +14,6 @@ from .. import bench
 from ..models import PRESETS
 from ..plan import columns
 from ._arguments import positive, whole
-from ._workload import environment_of, probe
 
 _DESCRIPTION = """\
 Trains the same Llama on the same text from the same seed with several recipes, each in a process of its own, one a GPU
@@ -65,7 +64,7 @@ def add_topic(topics: Any) -> None:
     topic.add_argument("--seed", type=int, default=0, help="of weights and order of the text (default: 0)")
     topic.add_argument("--within", type=positive, metavar="MIN", help="minutes for all; then they are ended")
     topic.add_argument("--draw", action="store_true", help="train nothing: show the logs in --out")
-    topic.set_defaults(run=_run, gtp=1, tp=1)
+    topic.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -91,8 +90,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace, variants: list[bench.Variant]) -> tuple[bench.CurveSettings, dict[str, str]]:
-    environment = environment_of(args)
-    device, platform, count = probe(environment)
+    environment = bench.environment_of(1)
+    device, platform, count = bench.probe(environment)
     kind = "gpu" if platform in ("gpu", "cuda") else "cpu"
     preset = args.preset or _PRESET[kind]
     settings = bench.CurveSettings(

@@ -11,11 +11,11 @@ from typing import Any
 from tqdm import tqdm
 
 from .. import bench
+from .._flags import add_flags, from_settings, given
 from ..chain import REMAT
 from ..plan import columns, quantity
-from ..recipes import RecipeOptions, add_recipe, recipe_options
+from ..recipes import Quantization
 from ._arguments import check_files, positive, whole
-from ._workload import add_workload, describe, environment_of, probe, workload_of
 
 _EXAMPLES = """\
 examples:
@@ -49,8 +49,8 @@ def add_topic(topics: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_workload(topic)
-    add_recipe(topic, but=("recipe",))
+    add_flags(topic, bench.StepOptions, but=("dp",))
+    add_flags(topic, Quantization, but=("recipe",))
     topic.add_argument(
         "--remat",
         nargs="+",
@@ -77,16 +77,17 @@ def add_topic(topics: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    options = recipe_options(args)
-    chosen = bench.with_recipe(bench.chosen_contenders(args.contenders, tp=args.tp), options)
+    step = from_settings(bench.StepOptions, given(args, bench.StepOptions))
+    options = from_settings(Quantization, given(args, Quantization))
+    chosen = bench.with_recipe(bench.chosen_contenders(args.contenders, tp=step.parallelism.tp or 1), options)
     chosen = bench.with_remat_policies(chosen, args.remat)
     check_files(args.json, args.png)
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
     saved = None if args.compare is None else _read(args.compare)
-    environment = environment_of(args)
-    device, platform, count = probe(environment)
-    work = workload_of(args, platform, count, steps=args.steps)
+    environment = bench.environment_of(step.parallelism.virtual_devices(bench.VIRTUAL_DEVICES))
+    device, platform, count = bench.probe(environment)
+    work = step.workload(platform, count, steps=args.steps)
     if saved is not None:
         bench.changes(bench.record([bench.Row(c, failure="to be run") for c in chosen], work, device), saved)
     rows: list[bench.Row] = []
@@ -108,9 +109,9 @@ def _run(args: argparse.Namespace) -> int:
     families = list(dict.fromkeys(c.family for c in bench.CONTENDERS))
     rows.sort(key=lambda row: families.index(row.contender.family))
     found = bench.record(rows, work, device)
-    title = describe(work, device)
-    if options != RecipeOptions():
-        title += f"; gtp_jax with {' '.join(options.recipe_flags)}"
+    title = bench.describe(work, device)
+    if options != Quantization():
+        title += f"; gtp_jax with {' '.join(options.flags)}"
     versions = sorted({f"{k} {v}" for row in rows for k, v in row.facts.get("versions", {}).items()})
     print(f"{title}; {', '.join(versions)}\n")
     print(_table(rows, work))

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import bench, inspect
+from .._flags import add_flags, from_settings, given
 from ..plan import columns
 from ._arguments import check_files, positive
-from ._workload import add_workload, describe, environment_of, probe, workload_of
 
 _EXAMPLES = """\
 examples:
@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_workload(parser)
+    add_flags(parser, bench.StepOptions, but=("dp",))
     parser.add_argument("--contender", default="gtp_jax bf16 again", metavar="WORDS", help="(default: %(default)s)")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="read this trace and run nothing")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the trace there, for other tools too")
@@ -66,20 +66,21 @@ def run(args: argparse.Namespace) -> int:
     check_files(args.png, args.html, args.json)
     if args.trace is not None:
         return _show(args, args.trace, str(args.trace))
-    (contender, *more) = bench.chosen_contenders([args.contender], tp=args.tp)
+    step = from_settings(bench.StepOptions, given(args, bench.StepOptions))
+    (contender, *more) = bench.chosen_contenders([args.contender], tp=step.parallelism.tp or 1)
     if more or contender.family not in _TRACED:
         several = ", ".join(c.name for c in bench.CONTENDERS if c.family in _TRACED)
         raise ValueError(f"`--contender` is {args.contender!r}; it names one of {several}.")
-    environment = environment_of(args)
-    device, platform, count = probe(environment)
-    work = workload_of(args, platform, count, steps=3)
+    environment = bench.environment_of(step.parallelism.virtual_devices(bench.VIRTUAL_DEVICES))
+    device, platform, count = bench.probe(environment)
+    work = step.workload(platform, count, steps=3)
     with _folder(args.keep) as folder:
         traced = dataclasses.replace(contender, flags=(*contender.flags, f"--trace={folder}"))
-        print(f"tracing {contender.name} on {describe(work, device)}", flush=True)
+        print(f"tracing {contender.name} on {bench.describe(work, device)}", flush=True)
         (row,) = bench.measure_steps([traced], work, environment=environment, timeout_s=args.timeout)
         if row.failure:
             raise ValueError(f"{contender.name} has failed: {row.failure}")
-        return _show(args, folder, f"{contender.name}, {describe(work, device)}")
+        return _show(args, folder, f"{contender.name}, {bench.describe(work, device)}")
 
 
 @contextmanager

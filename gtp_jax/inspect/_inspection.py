@@ -6,6 +6,7 @@ The step is compiled from shapes alone, for virtual CPU devices or for GPUs that
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from typing import Any
 
@@ -15,78 +16,42 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import plan
-from ..chain import Remat
-from ..mesh import BATCH_AXES, Layout, make_mesh
-from ..models import PRESETS, Llama, LlamaConfig, next_token_loss
-from ..nn import Explanation, abstract_model, check_heads, explain
-from ..recipes import RecipeOptions
-from ..train import TrainState, train_step
+from .._flags import check_knobs, knob, piece
+from ..mesh import BATCH_AXES, Layout, Parallelism, make_mesh
+from ..models import PRESETS, Llama, next_token_loss, preset_of
+from ..nn import Explanation, abstract_model, explain
+from ..recipes import Quantization
+from ..train import Execution, TrainState, train_step
 
 _DEFAULT_DEVICES = 8
 _MAX_GRAD_NORM = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class InspectOptions(RecipeOptions):
-    """What to inspect; beside what `RecipeOptions` has.
+class InspectOptions:
+    """What to inspect. The help of each field is what `gtp-jax inspect --help` shows.
 
-    Attributes:
-        preset: a key of `PRESETS`.
-        dp, gtp, tp: degrees of the mesh; gtp takes what the others leave over if `None`.
-        batch: sequences of a step, over all ranks; one a rank and microbatch if `None`.
-        seq: tokens of a sequence.
-        microbatches: parts of a rank's batch.
-        unroll, prefetch, kept: the chain's schedule.
-        remat: what a layer keeps for backward.
-        target: GPUs to compile for, `h200:8` for instance; virtual CPU devices if `None`.
+    Raises:
+        ValueError: if a value is out of range.
     """
 
-    preset: str = "tiny"
-    dp: int = 1
-    gtp: int | None = None
-    tp: int = 1
-    batch: int | None = None
-    seq: int = 2048
-    microbatches: int = 1
-    unroll: int | str = "full"
-    prefetch: bool = True
-    kept: int | str = 1
-    remat: Remat = "matmuls"
-    target: str | None = None
+    preset: str = knob("tiny", "model", f"one of {', '.join(PRESETS)}", kind=str)
+    seq: int = knob(2048, "model", "tokens of a sequence")
+    batch: int | None = knob(None, "model", "sequences of a step (default: one a rank and microbatch)")
+    parallelism: Parallelism = piece(Parallelism)
+    execution: Execution = piece(Execution)
+    quantization: Quantization = piece(Quantization)
+    target: str | None = knob(
+        None,
+        "target",
+        "compile for GPUs that are not there, e.g. h200:8 (default: virtual CPU devices)",
+        kind=str,
+        metavar="CHIP:DEVICES",
+    )
 
     def __post_init__(self) -> None:
-        if self.preset not in PRESETS:
-            raise ValueError(f"unknown `preset` {self.preset!r}; known are {', '.join(PRESETS)}.")
-        super().__post_init__()
-        for name in ("dp", "gtp", "tp", "batch", "seq", "microbatches"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` is {value}; it is a whole number of at least 1.")
-
-    def config(self) -> LlamaConfig:
-        """The preset with the schedule asked for.
-
-        Raises:
-            ValueError: if the schedule is malformed, or tp does not divide the heads or the sequence.
-        """
-        chosen: Any = {"unroll": self.unroll, "prefetch": self.prefetch, "kept": self.kept, "remat": self.remat}
-        config = dataclasses.replace(PRESETS[self.preset], **chosen)
-        check_heads(config.heads, config.kv_heads, self.tp)
-        if config.sequence_parallel and self.seq % self.tp:
-            raise ValueError(f"`seq` is {self.seq}, which tp {self.tp} does not divide; the sequence is cut over tp.")
-        return config
-
-    def sequences(self, ranks: int) -> int:
-        """Sequences of a step on `ranks` = dp * gtp ranks.
-
-        Raises:
-            ValueError: if the ranks and microbatches do not divide `batch`.
-        """
-        parts = ranks * self.microbatches
-        batch = parts if self.batch is None else self.batch
-        if batch % parts:
-            raise ValueError(f"`batch` is {batch}; it must be a multiple of dp * gtp * microbatches = {parts}.")
-        return batch
+        preset_of(self.preset)
+        check_knobs(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,22 +107,24 @@ def inspect(options: InspectOptions) -> Inspection:
         ModuleNotFoundError: if a target needs packages that are not installed.
     """
     target = None if options.target is None else plan.parse_target(options.target)
-    config = options.config()
-    gtp = options.gtp or max(1, (target.devices if target else _DEFAULT_DEVICES) // (options.dp * options.tp))
-    batch = options.sequences(options.dp * gtp)
-    count = options.dp * gtp * options.tp
-    host = _cpu_devices(1 if target else count)  # also for a target: compiling needs no GPU, and takes none
-    mesh = make_mesh(dp=options.dp, gtp=gtp, tp=options.tp, devices=plan.topology_devices(target) if target else host)
+    execution, recipe = options.execution, options.quantization.to_recipe()
+    config = dataclasses.replace(preset_of(options.preset), **execution.of_model)
+    degrees = options.parallelism.degrees(target.devices if target else _DEFAULT_DEVICES)
+    config.check_mesh(tp=degrees["tp"], seq=options.seq)
+    batch = options.batch or degrees["dp"] * degrees["gtp"] * execution.microbatches
+    execution.check_batch(batch, dp=degrees["dp"], gtp=degrees["gtp"])
+    # also for a target: compiling needs no GPU, and takes none
+    host = _cpu_devices(1 if target else math.prod(degrees.values()))
+    mesh = make_mesh(**degrees, devices=plan.topology_devices(target) if target else host)
     optimizer = optax.adamw(1e-3)
-    recipe = options.quantization
     with jax.set_mesh(mesh):  # which also decides for what platform's compiler the step has options
         step = train_step(
             next_token_loss,
             optimizer,
-            microbatches=options.microbatches,
+            microbatches=execution.microbatches,
             max_grad_norm=_MAX_GRAD_NORM,
             recipe=recipe,
-            held=options.held,
+            held=options.quantization.held,
         )
         model = abstract_model(lambda rngs: Llama(config, rngs=rngs))
         state = TrainState.create(model, optimizer)
@@ -191,7 +158,7 @@ def inspect(options: InspectOptions) -> Inspection:
 
 
 def _cpu_devices(count: int) -> list[Any]:
-    """Virtual CPU devices, as many as asked for.
+    """Returns as many virtual CPU devices as asked for.
 
     Raises:
         ValueError: if jax has been used before with fewer; their number is fixed at first use.

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from .. import plan
+from .._flags import settings_of
 from ..plan import columns, quantity
 from ._inspection import Inspection
 from ._timeline import seconds
@@ -16,7 +17,7 @@ def as_text(found: Inspection) -> str:
     sections = [
         _heading(found),
         _parameters(found),
-        f"how weights travel, recipe {found.options.recipe_words}\n\n{found.wire}",
+        f"how weights travel, recipe {found.options.quantization.summary}\n\n{found.wire}",
         found.memory.table() + _capacity(found),
         "collectives of one step\n\n" + plan.table(found.collectives),
     ]
@@ -28,7 +29,7 @@ def as_text(found: Inspection) -> str:
 def as_json(found: Inspection) -> dict[str, Any]:
     """Everything that the text shows, as plain values."""
     result: dict[str, Any] = {
-        "options": dataclasses.asdict(found.options),
+        "options": settings_of(found.options),
         "mesh": found.degrees,
         "batch": found.batch,
         "param_count": found.param_count,
@@ -57,7 +58,7 @@ def _heading(found: Inspection) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in found.degrees.items())
     return (
         f"{o.preset}: {found.param_count:,} parameters on {where}, {mesh}\n"
-        f"a step: {found.batch} sequences of {o.seq} tokens in {o.microbatches} microbatch(es), "
+        f"a step: {found.batch} sequences of {o.seq} tokens in {o.execution.microbatches} microbatch(es), "
         f"{quantity(found.flops / _devices(found), 'FLOP')} a device; compiled in {found.compile_s:.1f} s"
     )
 

@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from ._parallelism import check_degrees, fill_degrees
+
 DP, GTP, TP = "dp", "gtp", "tp"
 
 # Outermost first. tp is innermost, so that its ranks are neighbours; `ep` will go between dp and gtp.
@@ -16,9 +18,6 @@ AXES = (DP, GTP, TP)
 
 # The axes that cut the batch: ranks of a gtp group train on different sequences.
 BATCH_AXES = (DP, GTP)
-
-# The axes that cut a weight's output features, tp outer and gtp inner.
-WEIGHT_AXES = (TP, GTP)
 
 View = Literal["plain", "global", "local"]
 
@@ -36,20 +35,13 @@ def make_mesh(*, dp: int | None = None, gtp: int = 1, tp: int = 1, devices: Any 
         ValueError: if the degrees do not multiply to the number of devices.
     """
     array = np.asarray(jax.devices() if devices is None else devices, dtype=object).reshape(-1)
-    for name, degree in (("dp", dp), ("gtp", gtp), ("tp", tp)):
-        if degree is not None and (not isinstance(degree, int) or degree < 1):
-            raise ValueError(f"`{name}` is {degree!r}; a degree is a whole number of at least 1.")
-    if dp is None:
-        dp = max(1, array.size // (gtp * tp))
-    if dp * gtp * tp != array.size:
-        raise ValueError(
-            f"dp {dp} x gtp {gtp} x tp {tp} = {dp * gtp * tp}, but there are {array.size} devices. "
-            "Choose degrees whose product is the number of devices, or pass `devices`."
-        )
+    sizes = fill_degrees({DP: dp, GTP: gtp, TP: tp}, array.size)
+    check_degrees(sizes, array.size, remedy=", or pass `devices`")
+    shape = tuple(sizes[axis] for axis in AXES)
     types = (AxisType.Auto,) * len(AXES)
     if devices is None:
-        return jax.make_mesh((dp, gtp, tp), AXES, axis_types=types)  # may reorder for the topology
-    return Mesh(array.reshape(dp, gtp, tp), AXES, axis_types=types)
+        return jax.make_mesh(shape, AXES, axis_types=types)  # may reorder for the topology
+    return Mesh(array.reshape(shape), AXES, axis_types=types)
 
 
 def current_view() -> View:

@@ -1,5 +1,6 @@
 """Reference models."""
 
+from ._presets import preset_of as preset_of
 from .llama import PRESETS as PRESETS
 from .llama import Llama as Llama
 from .llama import LlamaBlock as LlamaBlock

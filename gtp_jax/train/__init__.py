@@ -1,5 +1,6 @@
 """Training on plain pytrees: state, step, evaluation."""
 
+from ._execution import Execution as Execution
 from ._options import GPU_OPTIONS as GPU_OPTIONS
 from ._options import GPU_OPTIONS_WITH_FP8 as GPU_OPTIONS_WITH_FP8
 from ._options import GPU_OPTIONS_WITH_TP as GPU_OPTIONS_WITH_TP

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
@@ -12,12 +11,17 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from .._flags import knob
+
 # Environment variables with the number and the rank of processes, by launcher. SLURM's are those of a step: an
 # allocation without `srun` runs one process, whatever it has room for.
 _LAUNCHERS = {
     "SLURM": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
 }
+
+# Of the flags.
+LAUNCH_GROUP = "several processes"
 
 _JOIN_TIMEOUT_S = 120
 # After which jax itself ends a process whose peer is dead, without a word on checkpoints. The watch is quicker.
@@ -65,36 +69,31 @@ class Launch:
             ) from error
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of several processes."""
-    group = parser.add_argument_group(
-        "several processes",
-        "Under srun (SLURM) or mpirun (Open MPI) none of these is needed. Elsewhere start the same command in every\n"
-        "process, with its own --process-id; one process a GPU: set CUDA_VISIBLE_DEVICES for each. All share --out.",
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """What the command line says of several processes; `find_launch` checks it."""
+
+    coordinator: str | None = knob(
+        None, LAUNCH_GROUP, "address of process 0, with a free port", kind=str, metavar="HOST:PORT"
     )
-    group.add_argument(
-        "--coordinator", default=None, metavar="HOST:PORT", help="address of process 0, with a free port"
-    )
-    group.add_argument("--num-processes", default=None, type=int, metavar="N", help="how many there are")
-    group.add_argument("--process-id", default=None, type=int, metavar="I", help="number of this one, from 0")
-    group.add_argument(
-        "--local-devices", default=None, type=int, metavar="N", help="virtual CPU devices of this process"
-    )
+    num_processes: int | None = knob(None, LAUNCH_GROUP, "how many there are", metavar="N")
+    process_id: int | None = knob(None, LAUNCH_GROUP, "number of this one, from 0", least=0, metavar="I")
+    local_devices: int | None = knob(None, LAUNCH_GROUP, "virtual CPU devices of this process", metavar="N")
 
 
-def find_launch(args: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> Launch:
-    """The processes that flags or a launcher describe.
+def find_launch(options: LaunchOptions, environment: Mapping[str, str] = os.environ) -> Launch:
+    """Returns the processes that options or a launcher describe.
 
     Raises:
         ValueError: if flags are missing or out of range.
     """
-    local = args.local_devices
+    local = options.local_devices
     if local is not None and local < 1:
         raise ValueError(f"--local-devices is {local}; it is at least 1.")
-    flags = {name: getattr(args, name) for name in ("coordinator", "num_processes", "process_id")}
-    missing = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value is None]
-    if not missing:
-        count, rank, address = args.num_processes, args.process_id, args.coordinator
+    count, rank, address = options.num_processes, options.process_id, options.coordinator
+    flags = {"--coordinator": address, "--num-processes": count, "--process-id": rank}
+    missing = [flag for flag, value in flags.items() if value is None]
+    if count is not None and rank is not None and address is not None:
         if not 0 <= rank < count:
             raise ValueError(f"--process-id is {rank}; with --num-processes {count} it is from 0 to {count - 1}.")
         if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdigit():
@@ -102,9 +101,9 @@ def find_launch(args: argparse.Namespace, environment: Mapping[str, str] = os.en
         return Launch(count, rank, address, local)
     if len(missing) < len(flags):
         raise ValueError(f"{' and '.join(missing)} missing: several processes need all of {_FLAGS}.")
-    for count, rank in _LAUNCHERS.values():
-        if int(environment.get(count, 1)) > 1:
-            return Launch(int(environment[count]), int(environment[rank]), None, local)
+    for size, number in _LAUNCHERS.values():
+        if int(environment.get(size, 1)) > 1:
+            return Launch(int(environment[size]), int(environment[number]), None, local)
     return Launch(local_devices=local)
 
 

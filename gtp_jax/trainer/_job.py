@@ -98,14 +98,14 @@ def prepare(
         state = TrainState.create(init(lambda rngs: Llama(model, rngs=rngs), nnx.Rngs(config.seed)), optimizer)
     schedule = learning_rate(config)
     train = Loader(Windows(corpus.train, config.seq, config.seed), config.batch, mesh)
-    recipe = config.quantization
+    recipe = config.quantization.to_recipe()
     step = train_step(
         next_token_loss,
         optimizer,
-        microbatches=config.microbatches,
+        microbatches=config.execution.microbatches,
         max_grad_norm=config.max_grad_norm,
         recipe=recipe,
-        held=config.held,
+        held=config.quantization.held,
     )
     lowered = step.lower(state, train.at(0))  # pyright: ignore[reportFunctionMemberAccess]
     began = time.perf_counter()

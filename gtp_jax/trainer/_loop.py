@@ -66,7 +66,7 @@ def run_loop(job: Job, state: TrainState, checkpoints: Checkpoints, watch: Watch
         settle()
         with progress.paused():
             extra = {"text": job.corpus.fingerprint, "model": job.model.architecture()}
-            checkpoints.save(step, state, extra, loss=held_out.get(step), recipe=config.quantization)
+            checkpoints.save(step, state, extra, loss=held_out.get(step), recipe=config.quantization.to_recipe())
         watch.progress()
 
     with Interrupt() as interrupt:

@@ -24,7 +24,7 @@ def heading(config: TrainConfig, model: LlamaConfig, mesh: Mesh, corpus: Corpus,
         f"model   {config.preset}: {model.param_count():,} parameters, {model.layers} layers, {model.dtype}\n"
         f"mesh    {_mesh(mesh)}, {mesh.size} {kind}"
         f"{f' of {jax.process_count()} processes' if jax.process_count() > 1 else ''}\n"
-        f"recipe  {config.recipe_words}\n"
+        f"recipe  {config.quantization.summary}\n"
         f"text    {corpus.name}: {len(corpus.train):,} tokens ({corpus.tokenizer}) of {train} documents, "
         f"{len(corpus.held_out):,} of {held_out} held out\n"
         f"to beat {unigram:.3f} nats a token: the unigram entropy, of held-out tokens under the training text's counts"

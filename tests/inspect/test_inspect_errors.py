@@ -8,7 +8,8 @@ import jax
 import pytest
 
 from gtp_jax.cli._inspect import add_parser
-from gtp_jax.inspect._inspection import InspectOptions, inspect
+from gtp_jax.inspect import InspectOptions, inspect
+from gtp_jax.mesh import Parallelism
 
 jax.devices()  # fixes the number of devices to what the suite runs with
 
@@ -28,7 +29,10 @@ def run(*arguments: str) -> int:
         (["--microbatches", "-2"], "`microbatches` is -2"),
         (["--tp", "3", "--gtp", "1"], "tp 3 does not divide the 4 key-value heads"),
         (["--tp", "2", "--gtp", "2", "--seq", "33"], "`seq` is 33, which tp 2 does not divide"),
-        (["--gtp", "4", "--batch", "6"], "`batch` is 6; it must be a multiple of dp \\* gtp \\* microbatches = 4"),
+        (
+            ["--gtp", "4", "--batch", "6"],
+            "`batch` is 6, which is not divisible by dp \\* gtp .* = 1 \\* 4 \\* 1 = 4",
+        ),
         (["--unroll", "0"], "`unroll` is 0"),
         (["--kept", "-1"], "`kept` is -1"),
         (["--target", "h200"], "`target` is 'h200'; expected CHIP:DEVICES"),
@@ -53,4 +57,4 @@ def test_degrees_that_do_not_fill_a_target_are_refused():
     if plan.missing_packages():
         pytest.skip(f"compiling for a GPU needs {', '.join(plan.missing_packages())}")
     with pytest.raises(ValueError, match="dp 1 x gtp 4 x tp 1 = 4, but there are 8 devices"):
-        inspect(InspectOptions(target="h200:8", gtp=4))
+        inspect(InspectOptions(target="h200:8", parallelism=Parallelism(gtp=4)))

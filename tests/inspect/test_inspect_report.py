@@ -10,9 +10,11 @@ import sys
 import jax
 import pytest
 
-from gtp_jax.inspect._inspection import Inspection, InspectOptions, inspect
+from gtp_jax.inspect import Inspection, InspectOptions, inspect
 from gtp_jax.inspect._report import as_json, as_text
+from gtp_jax.mesh import Parallelism
 from gtp_jax.models import PRESETS
+from gtp_jax.train import Execution
 
 jax.devices()  # fixes the number of devices to what the suite runs with
 
@@ -20,7 +22,9 @@ jax.devices()  # fixes the number of devices to what the suite runs with
 @pytest.fixture(scope="module")
 def found() -> Inspection:
     before = len(jax.live_arrays())
-    inspection = inspect(InspectOptions(gtp=4, tp=2, seq=64, batch=8, microbatches=2))
+    inspection = inspect(
+        InspectOptions(parallelism=Parallelism(gtp=4, tp=2), execution=Execution(microbatches=2), seq=64, batch=8)
+    )
     assert len(jax.live_arrays()) == before, "the model was allocated"
     return inspection
 
@@ -69,7 +73,7 @@ def test_text_has_every_section(found):
 
 def test_text_shows_how_a_padded_weight_is_stored():
     """256 rows in three slices, each a multiple of 16."""
-    found = inspect(InspectOptions(gtp=3, tp=1, seq=16, batch=3))
+    found = inspect(InspectOptions(parallelism=Parallelism(gtp=3, tp=1), seq=16, batch=3))
     (line,) = [line for line in as_text(found).splitlines() if line.startswith("embed.table")]
     assert line.rstrip().endswith("stored as 288x128")
 

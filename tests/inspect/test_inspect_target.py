@@ -9,9 +9,10 @@ import pytest
 
 from gtp_jax import plan
 from gtp_jax.cli._inspect import show
-from gtp_jax.inspect._inspection import Inspection, InspectOptions, inspect
+from gtp_jax.inspect import Inspection, InspectOptions, inspect
 from gtp_jax.inspect._report import as_json, as_text
 from gtp_jax.inspect._timeline import picture
+from gtp_jax.mesh import Parallelism
 
 jax.devices()  # fixes the number of devices to what the suite runs with
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"compiling for a GPU need
 
 @pytest.fixture(scope="module")
 def found() -> Inspection:
-    return inspect(InspectOptions(target="h200:8", gtp=8, seq=128))
+    return inspect(InspectOptions(target="h200:8", parallelism=Parallelism(gtp=8), seq=128))
 
 
 def test_schedule_holds_every_matmul_and_attention_of_the_step(found):

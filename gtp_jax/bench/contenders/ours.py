@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import Any
 
@@ -15,25 +14,23 @@ from jax.sharding import NamedSharding, PartitionSpec
 from workload import LEARNING_RATE, WEIGHT_DECAY, parser, report, workload
 
 import gtp_jax as gtp
+from gtp_jax._flags import add_flags, given
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.nn import abstract_model
-from gtp_jax.recipes import add_recipe, recipe_options
+from gtp_jax.recipes import Quantization
+from gtp_jax.train import Execution
 
 
 def main() -> None:
     flags = parser(__doc__)
-    add_recipe(flags)
-    flags.add_argument("--kept", default="1", help="layers that keep gathered weights for backward, or 'all'")
-    flags.add_argument("--unroll", default="full", help="layers in one loop body, or 'full'")
-    flags.add_argument("--remat", default="matmuls", help="what a layer keeps for backward")
+    add_flags(flags, Quantization)
+    add_flags(flags, Execution, but=("microbatches",))  # the workload has them
     flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step there")
     add_target(flags)
     args = flags.parse_args()
-    work, recipe = workload(args), recipe_options(args)
-    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(LlamaConfig) if hasattr(args, f.name)}
-    given["kept"] = args.kept if args.kept == "all" else int(args.kept)
-    given["unroll"] = args.unroll if args.unroll == "full" else int(args.unroll)
-    config = LlamaConfig(**given)
+    work, recipe = workload(args), Quantization(**given(args, Quantization))
+    execution = Execution(**given(args, Execution))
+    config = LlamaConfig(**work.model, **execution.of_model)
     devices = devices_of(args.target, work)
     with jax.set_mesh(gtp.make_mesh(gtp=work.gtp, tp=work.tp, devices=None if devices == jax.devices() else devices)):
         mesh: Any = jax.sharding.get_mesh()
@@ -41,8 +38,8 @@ def main() -> None:
         step = gtp.train_step(
             next_token_loss,
             optimizer,
-            microbatches=work.microbatches,
-            recipe=recipe.quantization,
+            microbatches=execution.microbatches,
+            recipe=recipe.to_recipe(),
             held=recipe.held,
         )
         placed = NamedSharding(mesh, PartitionSpec(("dp", "gtp")))

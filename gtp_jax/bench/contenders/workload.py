@@ -58,6 +58,11 @@ class Workload:
             )
 
     @property
+    def model(self) -> dict[str, Any]:
+        """The fields that are a `LlamaConfig`'s too."""
+        return {name: getattr(self, name) for name in _OF_MODEL}
+
+    @property
     def devices(self) -> int:
         """How many it runs on."""
         return self.gtp * self.tp
@@ -71,6 +76,9 @@ class Workload:
     def flags(self) -> list[str]:
         """The command line of a contender."""
         return [f"--{name.replace('_', '-')}={value}" for name, value in dataclasses.asdict(self).items()]
+
+
+_OF_MODEL = ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "rope_theta", "eps")
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -104,6 +104,16 @@ class LlamaConfig:
         """The chain's schedule."""
         return Schedule(prefetch=self.prefetch, unroll=self.unroll, kept=self.kept)
 
+    def check_mesh(self, *, tp: int, seq: int) -> None:
+        """Checks that the model and its sequences can be divided over tp.
+
+        Raises:
+            ValueError: if tp does not divide the heads or the sequence.
+        """
+        check_heads(self.heads, self.kv_heads, tp)
+        if self.sequence_parallel and seq % tp:
+            raise ValueError(f"`seq` is {seq}, which tp {tp} does not divide; the sequence is sharded over tp.")
+
     def architecture(self) -> dict[str, Any]:
         """The fields that say which model the weights are of; the others say how it is computed."""
         return {name: getattr(self, name) for name in (*_ARCHITECTURE, *(_OF_EXPERTS if self.experts else ()))}

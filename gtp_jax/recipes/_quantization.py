@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-from collections.abc import Collection
-from typing import Any, Literal
+from typing import Literal
 
-from .._flags import add_flag, count_or, flag_of, knob
+from .._flags import count_or, flag_of, knob
 from ._recipe import RECIPES, REDUCTIONS, Recipe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RecipeOptions:
+class Quantization:
     """What of a model is quantized, in words; the fields that are a `Recipe`'s have its names.
 
     Raises:
@@ -26,8 +24,8 @@ class RecipeOptions:
         kind=str,
         choices=tuple(RECIPES),
     )
-    keep_first: int = knob(0, "recipe", "layers that stay in high precision, from the first", metavar="N")
-    keep_last: int = knob(0, "recipe", "layers that stay in high precision, up to the last", metavar="N")
+    keep_first: int = knob(0, "recipe", "layers that stay in high precision, from the first", least=0, metavar="N")
+    keep_last: int = knob(0, "recipe", "layers that stay in high precision, up to the last", least=0, metavar="N")
     override: tuple[str, ...] = knob(
         (),
         "recipe",
@@ -53,15 +51,14 @@ class RecipeOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "override", tuple(self.override))  # a list, out of JSON or argparse
-        if self.recipe not in RECIPES:
-            raise ValueError(f"`recipe` is {self.recipe!r}; it is one of {', '.join(RECIPES)}.")
         if self.held != "all" and (not isinstance(self.held, int) or self.held < 0):
             raise ValueError(f"`held` is {self.held!r}; it is a number of layers, at least 0, or 'all'.")
-        self.quantization  # noqa: B018  validates the others
+        if self.recipe not in RECIPES:
+            raise ValueError(f"`recipe` is {self.recipe!r}; it is one of {', '.join(RECIPES)}.")
+        self.to_recipe()  # checks the others
 
-    @property
-    def quantization(self) -> Recipe:
-        """The recipe."""
+    def to_recipe(self) -> Recipe:
+        """Returns the recipe that these words name."""
         return dataclasses.replace(
             RECIPES[self.recipe](),
             keep_first=self.keep_first,
@@ -71,7 +68,7 @@ class RecipeOptions:
         )
 
     @property
-    def recipe_words(self) -> str:
+    def summary(self) -> str:
         """What differs from a plain BF16, in a line."""
         layers = [f"{end} {n}" for end, n in (("first", self.keep_first), ("last", self.keep_last)) if n]
         parts = [
@@ -84,32 +81,14 @@ class RecipeOptions:
         return ", ".join(parts)
 
     @property
-    def recipe_flags(self) -> tuple[str, ...]:
+    def flags(self) -> tuple[str, ...]:
         """The flags that say the same, without those at their defaults."""
-        found: list[str] = []
-        for field in dataclasses.fields(RecipeOptions):
+        words: list[str] = []
+        for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value != field.default:
-                found += [flag_of(field), *value] if isinstance(value, tuple) else [f"{flag_of(field)}={value}"]
-        return tuple(found)
-
-
-def add_recipe(parser: Any, but: Collection[str] = ()) -> None:
-    """Adds the flags of `RecipeOptions` to a parser, but for some."""
-    group = parser.add_argument_group("recipe")
-    for field in dataclasses.fields(RecipeOptions):
-        if field.name not in but:
-            add_flag(group, field)
-
-
-def recipe_options(args: argparse.Namespace, **changes: Any) -> RecipeOptions:
-    """What the flags of `add_recipe` say.
-
-    Raises:
-        ValueError: as `RecipeOptions`.
-    """
-    names = [field.name for field in dataclasses.fields(RecipeOptions)]
-    return RecipeOptions(**{**{name: getattr(args, name) for name in names if hasattr(args, name)}, **changes})
+                words += [flag_of(field), *value] if isinstance(value, tuple) else [f"{flag_of(field)}={value}"]
+        return tuple(words)
 
 
 def _override(text: str) -> tuple[str, Recipe]:
