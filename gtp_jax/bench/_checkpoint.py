@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import optax
 
-from ..models import Llama, LlamaConfig
+from ..models import ModelConfig, build
 from ..nn import abstract_model
 from ..train import TrainState
 from ._choice import by_words
@@ -129,7 +129,7 @@ class CheckpointTimes:
 
 def measure_checkpoints(
     chosen: Sequence[SavingContender],
-    model: LlamaConfig,
+    model: ModelConfig,
     directory: Path,
     *,
     rounds: int,
@@ -194,9 +194,9 @@ def reports_of(rounds: int) -> int:
     return 2 + 3 * (rounds + 1)
 
 
-def state_shapes(model: LlamaConfig) -> list[tuple[int, ...]]:
+def state_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
     """Shapes of the float32 arrays of a model's training state. Starts no backend."""
-    like = TrainState.create(abstract_model(lambda rngs: Llama(model, rngs=rngs)), optax.adamw(1e-3))
+    like = TrainState.create(abstract_model(lambda rngs: build(model, rngs=rngs)), optax.adamw(1e-3))
     return [leaf.shape for leaf in jax.tree.leaves(like) if leaf.shape]
 
 

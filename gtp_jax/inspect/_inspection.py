@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .. import plan
 from .._flags import check_knobs, knob, piece
 from ..mesh import BATCH_AXES, Layout, Parallelism, make_mesh
-from ..models import PRESETS, Llama, next_token_loss, preset_of
+from ..models import PRESETS, build, family_of, preset_of
 from ..nn import Explanation, abstract_model, explain
 from ..recipes import Quantization
 from ..train import Execution, TrainState, train_step
@@ -119,14 +119,14 @@ def inspect(options: InspectOptions) -> Inspection:
     optimizer = optax.adamw(1e-3)
     with jax.set_mesh(mesh):  # which also decides for what platform's compiler the step has options
         step = train_step(
-            next_token_loss,
+            family_of(config).loss,
             optimizer,
             microbatches=execution.microbatches,
             max_grad_norm=_MAX_GRAD_NORM,
             recipe=recipe,
             held=options.quantization.held,
         )
-        model = abstract_model(lambda rngs: Llama(config, rngs=rngs))
+        model = abstract_model(lambda rngs: build(config, rngs=rngs))
         state = TrainState.create(model, optimizer)
         lowered = step.lower(state, _batch(mesh, batch, options.seq))  # pyright: ignore[reportFunctionMemberAccess]
         began = time.perf_counter()

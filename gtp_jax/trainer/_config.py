@@ -10,7 +10,7 @@ from pathlib import Path
 from .. import __version__
 from .._flags import check_knobs, from_settings, knob, knobs, piece, settings_of
 from ..mesh import Parallelism, check_degrees
-from ..models import PRESETS, LlamaConfig, preset_of
+from ..models import PRESETS, ModelConfig, preset_of
 from ..recipes import Quantization
 from ..train import Execution
 
@@ -128,7 +128,7 @@ class TrainConfig:
         self.execution.check_batch(self.batch, dp=degrees["dp"], gtp=degrees["gtp"])
         return degrees
 
-    def model(self, vocab: int, *, dtype: str) -> LlamaConfig:
+    def model(self, vocab: int, *, dtype: str) -> ModelConfig:
         """The preset, computing in `dtype` by default; with a larger vocabulary if the text needs it.
 
         Args:
@@ -144,7 +144,7 @@ class TrainConfig:
     @property
     def peak_lr(self) -> float:
         """The highest learning rate."""
-        return self.lr if self.lr is not None else 0.003 * math.sqrt(128 / PRESETS[self.preset].dim)
+        return self.lr if self.lr is not None else 0.003 * math.sqrt(128 / preset_of(self.preset).dim)
 
     @property
     def warmup_steps(self) -> int:

@@ -18,7 +18,7 @@ from .. import plan
 from ..checkpoint import Checkpoints
 from ..data import Corpus, Loader, Windows
 from ..mesh import cut_axes
-from ..models import Llama, LlamaConfig, next_token_loss
+from ..models import ModelConfig, build, family_of
 from ..nn import abstract_model, init, take_apart
 from ..train import TrainState, eval_step, train_step
 from ._config import TrainConfig
@@ -46,7 +46,7 @@ class Job:
     """
 
     config: TrainConfig
-    model: LlamaConfig
+    model: ModelConfig
     mesh: Mesh
     corpus: Corpus
     learning_rate: Callable[[int], float]
@@ -66,7 +66,7 @@ class Job:
 
 
 def prepare(
-    config: TrainConfig, model: LlamaConfig, mesh: Mesh, corpus: Corpus, checkpoints: Checkpoints, *, resume: bool
+    config: TrainConfig, model: ModelConfig, mesh: Mesh, corpus: Corpus, checkpoints: Checkpoints, *, resume: bool
 ) -> tuple[Job, TrainState]:
     """Makes or restores the state and compiles the step. To be called with the mesh in scope.
 
@@ -81,7 +81,7 @@ def prepare(
     Raises:
         ValueError: if the checkpoint is of another model, or was trained on other text.
     """
-    abstract = abstract_model(lambda rngs: Llama(model, rngs=rngs))
+    abstract = abstract_model(lambda rngs: build(model, rngs=rngs))
     optimizer = adamw(config, abstract)
     if resume and checkpoints.latest() is not None:
         state, extra = checkpoints.restore(TrainState.create(abstract, optimizer))
@@ -95,12 +95,13 @@ def prepare(
         params = start_params(Path(config.from_), like)
         state = TrainState.create(dataclasses.replace(like, params=params).model(), optimizer)
     else:
-        state = TrainState.create(init(lambda rngs: Llama(model, rngs=rngs), nnx.Rngs(config.seed)), optimizer)
+        state = TrainState.create(init(lambda rngs: build(model, rngs=rngs), nnx.Rngs(config.seed)), optimizer)
     schedule = learning_rate(config)
     train = Loader(Windows(corpus.train, config.seq, config.seed), config.batch, mesh)
     recipe = config.quantization.to_recipe()
+    loss = family_of(model).loss
     step = train_step(
-        next_token_loss,
+        loss,
         optimizer,
         microbatches=config.execution.microbatches,
         max_grad_norm=config.max_grad_norm,
@@ -119,7 +120,7 @@ def prepare(
         train=train,
         held_out=Loader(Windows(corpus.held_out, config.seq, config.seed, repeat=False), config.batch, mesh),
         step=compiled,
-        evaluate=eval_step(next_token_loss, recipe=recipe),
+        evaluate=eval_step(loss, recipe=recipe),
         compile_s=time.perf_counter() - began,
         memory=plan.memory(compiled, params=state.params, opt_state=state.opt_state),
     )
@@ -134,7 +135,7 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
     )
 
 
-def adamw(config: TrainConfig, model: Llama) -> optax.GradientTransformation:
+def adamw(config: TrainConfig, model: nnx.Module) -> optax.GradientTransformation:
     """AdamW whose weight decay leaves out what is not a matrix."""
     # Matrices are what is cut over the mesh; norm scales, also those of a stack of layers, stay whole.
     specs = take_apart(model)[0].specs

@@ -8,6 +8,7 @@ import dataclasses
 import jax
 
 from ..checkpoint import Checkpoints
+from ..models import saved as saved_of
 from ..train import TrainState
 from ._interrupt import Interrupt
 from ._job import Job
@@ -65,7 +66,7 @@ def run_loop(job: Job, state: TrainState, checkpoints: Checkpoints, watch: Watch
     def save() -> None:
         settle()
         with progress.paused():
-            extra = {"text": job.corpus.fingerprint, "model": job.model.architecture()}
+            extra = {"text": job.corpus.fingerprint, **saved_of(job.model)}
             checkpoints.save(step, state, extra, loss=held_out.get(step), recipe=config.quantization.to_recipe())
         watch.progress()
 

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from .. import plan
 from ..data import Corpus, bits_per_byte
-from ..models import LlamaConfig
+from ..models import ModelConfig
 from ..plan import columns
 from ._config import TrainConfig
 from ._job import Job
@@ -15,7 +15,7 @@ from ._log import Record
 from ._loop import Outcome
 
 
-def heading(config: TrainConfig, model: LlamaConfig, mesh: Mesh, corpus: Corpus, unigram: float) -> str:
+def heading(config: TrainConfig, model: ModelConfig, mesh: Mesh, corpus: Corpus, unigram: float) -> str:
     """What will be trained, on what, and what it must beat."""
     device = jax.devices()[0]
     kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind

@@ -9,13 +9,13 @@ import jax
 from jax.sharding import Mesh
 
 from ..checkpoint import Checkpoints
-from ..models import Llama, LlamaConfig
+from ..models import ModelConfig, build
 from ..nn import abstract_model, explain
 from ..recipes import Quantization
 from ._directory import checkpoints_in
 
 
-def check_start(directory: Path, model: LlamaConfig) -> None:
+def check_start(directory: Path, model: ModelConfig) -> None:
     """Checks that a checkpoint is of a model.
 
     Raises:
@@ -42,14 +42,14 @@ def check_start(directory: Path, model: LlamaConfig) -> None:
         )
 
 
-def check_recipe_fits(quantization: Quantization, model: LlamaConfig, mesh: Mesh) -> None:
+def check_recipe_fits(quantization: Quantization, model: ModelConfig, mesh: Mesh) -> None:
     """Checks that a model, cut over a mesh, has what a recipe speaks of.
 
     Raises:
         ValueError: naming the module, the layers or the format that do not fit.
     """
     with jax.set_mesh(mesh):
-        explain(abstract_model(lambda rngs: Llama(model, rngs=rngs)), quantization.to_recipe())
+        explain(abstract_model(lambda rngs: build(model, rngs=rngs)), quantization.to_recipe())
 
 
 def start_params(directory: Path, state_like: Any) -> dict[str, Any]:

@@ -1,38 +1,12 @@
-"""Which tensor of a Hugging Face Llama is which of our arrays: the one table."""
+"""Which tensor of a Hugging Face Llama is which of our arrays: the one table.
+
+Both use the half-split rotary embedding, so no rows are permuted.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-
-from ..models import LlamaConfig
-
-
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """A tensor of a Hugging Face model, and where it is among our parameters.
-
-    Both use the half-split rotary embedding, so no rows are permuted; a linear layer's weight is (out, in) there and
-    (in, out) here; layers are separate there and stacked here.
-
-    Attributes:
-        name: theirs.
-        shape: theirs.
-        path: of our array, joined by slashes, below `params`.
-        layer: the row of our array that this is; `None` if it is the whole array.
-        linear: whether it is the weight of a linear layer, whose two dimensions change places.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    path: str
-    layer: int | None
-    linear: bool
-
-    @property
-    def fused(self) -> str:
-        """The same for those linear weights that are one matmul, with us and with other tools; of linear weights."""
-        return f"{self.path.rpartition('kernel')[0]}{self.layer}"
-
+from .._tensor import Tensor
+from ._model import LlamaConfig
 
 # Theirs, ours, shape of theirs. A norm and the layers it feeds are one module here.
 _BEFORE = (("model.embed_tokens.weight", "embed/table", ("vocab", "dim")),)
@@ -53,7 +27,7 @@ _HEAD = (("lm_head.weight", "head/kernel", ("vocab", "dim")),)
 
 
 def tensors(config: LlamaConfig) -> list[Tensor]:
-    """All tensors of a model, in the order in which Hugging Face writes them.
+    """Returns all tensors of a model, in the order in which Hugging Face writes them.
 
     Raises:
         ValueError: if the model has experts, whose tensors have other names.
@@ -81,12 +55,3 @@ def tensors(config: LlamaConfig) -> list[Tensor]:
     layers = [tensor(row, layer) for layer in range(config.layers) for row in _LAYER]
     after = [tensor(row) for row in (*_AFTER, *(() if config.tied else _HEAD))]
     return [*before, *layers, *after]
-
-
-def array_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of our arrays, by path."""
-    found: dict[str, tuple[int, ...]] = {}
-    for tensor in tensors(config):
-        shape = tensor.shape[::-1] if tensor.linear else tensor.shape
-        found[tensor.path] = shape if tensor.layer is None else (config.layers, *shape)
-    return found
