@@ -26,6 +26,7 @@ from ._layout import cut_axes as cut_axes
 from ._layout import stacked_spec as stacked_spec
 from ._parallelism import Parallelism as Parallelism
 from ._parallelism import check_degrees as check_degrees
+from ._parallelism import fill_degrees as fill_degrees
 from ._paths import Path as Path
 from ._paths import of_parameter as of_parameter
 from ._paths import with_paths as with_paths
