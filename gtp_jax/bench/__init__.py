@@ -9,6 +9,7 @@ from ._checkpoint import float32_bytes as float32_bytes
 from ._checkpoint import measure_checkpoints as measure_checkpoints
 from ._checkpoint import reports_of as reports_of
 from ._checkpoint import state_shapes as state_shapes
+from ._checkpoint import verdicts as verdicts
 from ._checkpoint_picture import draw_checkpoints as draw_checkpoints
 from ._contender import CONTENDERS as CONTENDERS
 from ._contender import Contender as Contender
@@ -16,10 +17,14 @@ from ._contender import chosen_contenders as chosen_contenders
 from ._contender import with_recipe as with_recipe
 from ._contender import with_remat_policies as with_remat_policies
 from ._curve_settings import CurveSettings as CurveSettings
+from ._curve_settings import curve_settings as curve_settings
 from ._curves import Curve as Curve
+from ._curves import check_comparable as check_comparable
+from ._curves import gpus_of as gpus_of
 from ._curves import read_curve as read_curve
 from ._curves import run_curves as run_curves
 from ._curves import settings_in as settings_in
+from ._curves import slowest_first as slowest_first
 from ._curves_picture import draw_curves as draw_curves
 from ._growth import AXES as AXES
 from ._growth import Axis as Axis
@@ -34,11 +39,14 @@ from ._growth_run import first_of as first_of
 from ._growth_run import growth_runs as growth_runs
 from ._growth_run import measure_growth as measure_growth
 from ._growth_run import over_memory as over_memory
+from ._kernels import KERNEL_GOALS as KERNEL_GOALS
+from ._kernels import KERNEL_MEBIBYTES as KERNEL_MEBIBYTES
 from ._kernels import KERNELS as KERNELS
 from ._kernels import Kernel as Kernel
 from ._kernels import Measurement as Measurement
 from ._kernels import kernels as kernels
 from ._kernels import measure as measure
+from ._kernels import measure_all as measure_all
 from ._movements import Links as Links
 from ._movements import Movement as Movement
 from ._movements import measure_links as measure_links

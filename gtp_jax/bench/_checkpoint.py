@@ -34,6 +34,10 @@ from .contenders.workload import MARK
 ENDED = "ended"
 
 
+# What is aimed at: moving to another mesh, in restores onto the same; and waiting for checksums, as a share of a save.
+_RESHARD_GOAL, _CHECKSUM_GOAL = 1.2, 0.05
+
+
 @dataclasses.dataclass(frozen=True)
 class SavingContender:
     """A program that saves and restores.
@@ -203,3 +207,25 @@ def state_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
 def float32_bytes(shapes: Sequence[Sequence[int]]) -> int:
     """Of all of them together."""
     return sum(4 * math.prod(shape) for shape in shapes)
+
+
+def verdicts(done: Sequence[CheckpointTimes]) -> list[str]:
+    """Says what the times mean for gtp_jax: another mesh, checksums, plain orbax; nothing without its own times."""
+    by_name = {times.who: times for times in done}
+    ours, orbax = by_name.get("gtp_jax"), by_name.get("orbax")
+    lines: list[str] = []
+    if ours is None:
+        return lines
+    ratio, save = ours.ratio("moved", "restored"), ours.ratio("save_checksums", "saved")
+    restore = ours.ratio("restore_checksums", "restored")
+    if ratio is not None:
+        lines.append(f"another mesh: {ratio:.2f} times the same one (goal: at most {_RESHARD_GOAL})")
+    if save is not None:
+        goal = f"(goal: at most {_CHECKSUM_GOAL:.0%})"
+        lines.append(f"checksums: {save:.1%} of a save is waiting for them {goal}")
+    if restore is not None:
+        lines[-1] += f"; {restore:.1%} of a restore"
+    mine, theirs = ours.median("saved"), orbax and orbax.median("saved")
+    if mine and theirs:
+        lines.append(f"a save: {mine / theirs:.2f} times plain orbax's, which makes no checksums")
+    return lines

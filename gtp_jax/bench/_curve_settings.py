@@ -8,6 +8,13 @@ from typing import Any
 
 from ..models import PRESETS
 from ..plan import quantity
+from ..trainer import default_lr
+
+# What is trained where nothing else is asked for, by platform.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gpu": {"preset": "100m", "steps": 3000, "seq": 512, "batch": 16},
+    "cpu": {"preset": "tiny", "steps": 50, "seq": 64, "batch": 8},
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,3 +82,11 @@ class CurveSettings:
         fields = (field.name for field in dataclasses.fields(self))
         pairs = ((field, getattr(self, field), getattr(other, field)) for field in fields)
         return ", ".join(f"{field} {mine} ({theirs} in {name})" for field, mine, theirs in pairs if mine != theirs)
+
+
+def curve_settings(platform: str, **asked: Any) -> CurveSettings:
+    """Returns settings of which `None` takes the platform's default; `lr` that of the model's width."""
+    defaults = _DEFAULTS["gpu" if platform in ("gpu", "cuda") else "cpu"]
+    chosen = {**defaults, **{name: value for name, value in asked.items() if value is not None}}
+    chosen.setdefault("lr", default_lr(chosen["preset"]))
+    return CurveSettings(**chosen)

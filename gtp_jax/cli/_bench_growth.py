@@ -15,7 +15,7 @@ from tqdm import tqdm
 from .. import bench
 from .._flags import add_flags, from_settings, given
 from ..plan import Target, columns, parse_target, topology_devices
-from ._arguments import check_files, positive, whole
+from ._arguments import add_file_flags, add_run_flags, check_files, seconds_within, whole
 
 _DESCRIPTION = """\
 Measures steps along five axes. All but `strong` go through the step that the flags ask for, that of `bench step`.
@@ -71,15 +71,8 @@ def add_topic(topics: Any) -> None:
     topic.add_argument("--scan", action="store_true", help="along the depth, gtp_jax also with its layers in a loop")
     topic.add_argument("--target", metavar="CHIP:DEVICES", help="compile for GPUs that are not there, e.g. h200:8")
     topic.add_argument("--steps", type=whole, default=12, help="timed, after 3 that are not (default: %(default)s)")
-    topic.add_argument(
-        "--timeout", type=positive, default=600, metavar="S", help="seconds for one point (default: %(default)s)"
-    )
-    topic.add_argument("--within", type=positive, metavar="MIN", help="minutes for all; what comes too late is not run")
-    topic.add_argument(
-        "--torch-python", default=sys.executable, metavar="PATH", help="the Python that has torch (default: this one)"
-    )
-    topic.add_argument("--json", type=Path, metavar="FILE", help="write all points there, as they are done")
-    topic.add_argument("--png", type=Path, metavar="FILE", help="draw them there")
+    add_run_flags(topic, timeout_s=600, one="point")
+    add_file_flags(topic, json="write all points there, as they are done", png="draw them there")
     topic.add_argument("--logs", type=Path, metavar="DIR", help="what each point printed")
     topic.set_defaults(run=_run)
 
@@ -111,7 +104,7 @@ def _run(args: argparse.Namespace) -> int:
             environment=environment,
             timeout_s=args.timeout,
             torch_python=args.torch_python,
-            within_s=60 * args.within if args.within else float("inf"),
+            within_s=seconds_within(args),
             logs=args.logs,
         ):
             costs.append(cost)

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from .. import bench
 from ..models import PRESETS
 from ..plan import columns
-from ._arguments import positive, whole
+from ._arguments import positive, seconds_within, whole
 
 _DESCRIPTION = """\
 Trains the same Llama on the same text from the same seed with several recipes, each in a process of its own, one a GPU
@@ -33,13 +33,6 @@ examples:
   gtp-jax bench recipes --recipes fp8 --out curves      one more, beside those that are there
   gtp-jax bench recipes --draw --out curves             the table and the picture again
 """
-
-_PRESET, _STEPS, _SEQ, _BATCH = (
-    {"gpu": "100m", "cpu": "tiny"},
-    {"gpu": 3000, "cpu": 50},
-    {"gpu": 512, "cpu": 64},
-    {"gpu": 16, "cpu": 8},
-)
 
 
 def add_topic(topics: Any) -> None:
@@ -92,37 +85,28 @@ def _run(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace, variants: list[bench.Variant]) -> tuple[bench.CurveSettings, dict[str, str]]:
     environment = bench.environment_of(1)
     device, platform, count = bench.probe(environment)
-    kind = "gpu" if platform in ("gpu", "cuda") else "cpu"
-    preset = args.preset or _PRESET[kind]
-    settings = bench.CurveSettings(
-        preset=preset,
-        steps=args.steps or _STEPS[kind],
-        batch=args.batch or _BATCH[kind],
-        seq=args.seq or _SEQ[kind],
+    settings = bench.curve_settings(
+        platform,
+        preset=args.preset,
+        steps=args.steps,
+        batch=args.batch,
+        seq=args.seq,
         seed=args.seed,
-        lr=args.lr or 0.003 * math.sqrt(128 / PRESETS[preset].dim),
+        lr=args.lr,
         data=tuple(args.data),
         device=device,
     )
-    before = bench.settings_in(args.out, but=variants)
-    if before is not None and before != settings:
-        raise ValueError(
-            f"{args.out} holds logs of other settings, which are not to be compared: this is "
-            f"{settings.unlike(before, 'those')}. Choose another --out."
-        )
+    bench.check_comparable(args.out, settings, variants)
     args.out.mkdir(parents=True, exist_ok=True)
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    gpus = [] if kind == "cpu" else visible.split(",") if visible else [str(i) for i in range(count)]
-    # the slowest first, so that no GPU is left alone with one at the end
-    order = sorted(variants, key=lambda v: v.recipe.operands is None)
     with tqdm(total=settings.steps * len(variants), unit="step", file=sys.stderr, disable=None) as progress:
-
-        def report(done: int) -> None:
-            progress.update(done - progress.n)
-
-        within = 60 * args.within if args.within else math.inf
         failures = bench.run_curves(
-            order, settings, args.out, environment=environment, gpus=gpus, within_s=within, report=report
+            bench.slowest_first(variants),
+            settings,
+            args.out,
+            environment=environment,
+            gpus=bench.gpus_of(environment, platform, count),
+            within_s=seconds_within(args),
+            report=lambda done: progress.update(done - progress.n),
         )
     return settings, failures
 

@@ -15,7 +15,7 @@ from .._flags import add_flags, from_settings, given
 from ..chain import REMAT
 from ..plan import columns, quantity
 from ..recipes import Quantization
-from ._arguments import check_files, positive, whole
+from ._arguments import add_file_flags, add_run_flags, check_files, seconds_within, whole
 
 _EXAMPLES = """\
 examples:
@@ -60,18 +60,11 @@ def add_topic(topics: Any) -> None:
     )
     topic.add_argument("--steps", type=whole, default=12, help="timed, after 3 that are not (default: %(default)s)")
     topic.add_argument("--contenders", nargs="+", default=[], metavar="WORDS", help="which (default: all)")
-    topic.add_argument(
-        "--timeout", type=positive, default=240, metavar="S", help="seconds for one contender (default: %(default)s)"
-    )
-    topic.add_argument("--within", type=positive, metavar="MIN", help="minutes for all; what comes too late is not run")
-    topic.add_argument(
-        "--torch-python", default=sys.executable, metavar="PATH", help="the Python that has torch (default: this one)"
-    )
+    add_run_flags(topic, timeout_s=240, one="contender")
     topic.add_argument(
         "--compare", type=Path, metavar="FILE", help="a saved run: print regressions, exit status 1 if any"
     )
-    topic.add_argument("--json", type=Path, metavar="FILE", help="write the run there too")
-    topic.add_argument("--png", type=Path, metavar="FILE", help="draw it there")
+    add_file_flags(topic, json="write the run there too", png="draw it there")
     topic.add_argument("--logs", type=Path, metavar="DIR", help="what each contender printed")
     topic.set_defaults(run=_run)
 
@@ -99,7 +92,7 @@ def _run(args: argparse.Namespace) -> int:
             environment=environment,
             torch_python=args.torch_python,
             timeout_s=args.timeout,
-            within_s=60 * args.within if args.within else float("inf"),
+            within_s=seconds_within(args),
             logs=args.logs,
         )
         for row in measured:

@@ -2,6 +2,7 @@
 
 from ._config import VIRTUAL_DEVICES as VIRTUAL_DEVICES
 from ._config import TrainConfig as TrainConfig
+from ._config import default_lr as default_lr
 from ._directory import RunDirectory as RunDirectory
 from ._directory import checkpoints_in as checkpoints_in
 from ._distributed import LAUNCH_GROUP as LAUNCH_GROUP

@@ -25,6 +25,11 @@ _VOCAB_MULTIPLE = 128
 DTYPES = ("float32", "bfloat16")
 
 
+def default_lr(preset: str) -> float:
+    """Returns the highest learning rate of a preset where none is asked for: it falls with the width."""
+    return 0.003 * math.sqrt(128 / preset_of(preset).dim)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A training run. The help of each field is what `gtp-jax train --help` shows.
@@ -144,7 +149,7 @@ class TrainConfig:
     @property
     def peak_lr(self) -> float:
         """The highest learning rate."""
-        return self.lr if self.lr is not None else 0.003 * math.sqrt(128 / preset_of(self.preset).dim)
+        return self.lr if self.lr is not None else default_lr(self.preset)
 
     @property
     def warmup_steps(self) -> int:
