@@ -145,7 +145,7 @@ def measure_checkpoints(
     within_s: float = math.inf,
     report: Callable[[CheckpointTimes, str], None],
 ) -> list[CheckpointTimes]:
-    """Runs contenders one after another on all devices: weights cut over gtp, then moved to half the gtp and tp 2.
+    """Runs contenders one after another on all devices: weights sharded over gtp, then moved to half the gtp and tp 2.
 
     Args:
         chosen: which.

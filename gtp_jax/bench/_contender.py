@@ -94,15 +94,15 @@ def with_remat_policies(contenders: Sequence[Contender], policies: Sequence[str]
     chosen = list(dict.fromkeys(policies))
     if chosen == ["matmuls"]:
         return list(contenders)
-    found = []
-    for one in contenders:
-        if one.family != OURS:
-            found.append(one)
+    adapted = []
+    for contender in contenders:
+        if contender.family != OURS:
+            adapted.append(contender)
             continue
         for policy in chosen:
-            flags = (*one.flags, f"--remat={policy}")
-            found.append(dataclasses.replace(one, variant=f"{one.variant} {policy}", flags=flags))
-    return found
+            flags = (*contender.flags, f"--remat={policy}")
+            adapted.append(dataclasses.replace(contender, variant=f"{contender.variant} {policy}", flags=flags))
+    return adapted
 
 
 def with_recipe(contenders: Sequence[Contender], options: Quantization) -> list[Contender]:
@@ -111,12 +111,12 @@ def with_recipe(contenders: Sequence[Contender], options: Quantization) -> list[
     Raises:
         ValueError: if it does not go with one of them.
     """
-    found = []
-    for one in contenders:
-        if one.family == OURS:
-            own = dataclasses.replace(options, recipe=one.variant)
+    adapted = []
+    for contender in contenders:
+        if contender.family == OURS:
+            own = dataclasses.replace(options, recipe=contender.variant)
             if all(kind.wire is None for kind in own.to_recipe().kinds):
                 own = dataclasses.replace(own, held=0)  # there are no codes to hold
-            one = dataclasses.replace(one, flags=tuple(dict.fromkeys((*one.flags, *own.flags))))
-        found.append(one)
-    return found
+            contender = dataclasses.replace(contender, flags=tuple(dict.fromkeys((*contender.flags, *own.flags))))
+        adapted.append(contender)
+    return adapted

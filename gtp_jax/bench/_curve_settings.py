@@ -49,19 +49,19 @@ class CurveSettings:
             object.__setattr__(self, "parameters", PRESETS[self.preset].param_count())
 
     @classmethod
-    def of(cls, found: Mapping[str, Any]) -> CurveSettings:
+    def of(cls, settings: Mapping[str, Any]) -> CurveSettings:
         """Those that a log begins with.
 
         Raises:
             ValueError: if they are not these fields.
         """
         names = {field.name for field in dataclasses.fields(cls)}
-        if names != set(found):
+        if names != set(settings):
             raise ValueError(
-                f"a log's settings are {', '.join(sorted(found))}, but {', '.join(sorted(names))} are wanted: another "
-                "version wrote it. Choose an empty folder with `--out`, or draw it with that version."
+                f"a log's settings are {', '.join(sorted(settings))}, but {', '.join(sorted(names))} are wanted: "
+                "another version wrote it. Choose an empty folder with `--out`, or draw it with that version."
             )
-        return cls(**found)
+        return cls(**settings)
 
     @property
     def flags(self) -> list[str]:

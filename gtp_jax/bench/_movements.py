@@ -142,8 +142,8 @@ def _reductions(block: _Block, links: Links) -> Iterator[Movement]:
     exact = jax.device_get(summed(None, np.dtype(np.float32))(block.params, gradients))
     for name, reduction in {"scatter": None, **REDUCTIONS}.items():
         program = summed(reduction)
-        found = jax.device_get(program(block.params, gradients))
-        pairs = list(zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True))
+        numbers = jax.device_get(program(block.params, gradients))
+        pairs = list(zip(jax.tree.leaves(numbers), jax.tree.leaves(exact), strict=True))
         error = sum(float(np.sum((a - b) ** 2)) for a, b in pairs) / sum(float(np.sum(b**2)) for _, b in pairs)
         seconds = _seconds(program, block.params, gradients)
         if reduction is None:  # XLA's CPU backend widens it

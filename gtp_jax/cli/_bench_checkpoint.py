@@ -21,7 +21,7 @@ from ._arguments import add_file_flags, add_run_flags, check_files, seconds_with
 _DESCRIPTION = """\
 Saves and restores a Llama's float32 parameters and AdamW moments on all devices, each contender in a process of its
 own. `blocks`: until training may go on; `saved`: until the step is committed and flushed to the disk; `restored`: onto
-the mesh that saved, weights cut over gtp; `moved`: onto half the gtp and tp 2. Medians of all rounds but the first.
+the mesh that saved, weights sharded over gtp; `moved`: onto half the gtp and tp 2. Medians of all rounds but the first.
 gtp_jax and orbax compress, torch DCP does not; only gtp_jax makes checksums of arrays and files. gtp_jax's synchronous
 save is its `saved`. One such state must fit on the disk.
 """

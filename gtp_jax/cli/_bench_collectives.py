@@ -62,7 +62,7 @@ def _run(args: argparse.Namespace) -> int:
     with jax.set_mesh(make_mesh(**degrees, devices=None if len(some) == jax.device_count() else some)):
         links = bench.measure_links(args.mebibytes or _MEBIBYTES[fast])
         measured = bench.measure_movements(PRESETS[preset], recipes, links)
-        found = list(
+        movements = list(
             tqdm(measured, total=len(recipes) + 1 + len(REDUCTIONS), unit="collective", file=sys.stderr, disable=None)
         )
     device, gtp, tp = some[0].device_kind, degrees["gtp"], degrees["tp"]
@@ -71,7 +71,7 @@ def _run(args: argparse.Namespace) -> int:
         f"a message of {links.mebibytes:.0f} MiB leaves at {quantity(links.gather_rate, 'B/s')} in a gather, "
         f"{quantity(links.scatter_rate, 'B/s')} in a scatter\n"
     )
-    print(_table(found))
+    print(_table(movements))
     if args.json:
         record = {
             "device": device,
@@ -80,14 +80,14 @@ def _run(args: argparse.Namespace) -> int:
             "preset": preset,
             "links": asdict(links),
         }
-        rows = [asdict(m) | {"of_bound": m.of_bound} for m in found]
+        rows = [asdict(m) | {"of_bound": m.of_bound} for m in movements]
         args.json.write_text(json.dumps(record | {"movements": rows}, indent=1))
     return 0
 
 
-def _table(found: list[bench.Movement]) -> str:
+def _table(movements: list[bench.Movement]) -> str:
     header = ("one layer", "leaves a device", "bound us", "us", "of bound", "to weights us", "x bf16", "error")
-    usual = next((m.whole_s for m in found if m.whole_s), None)
+    usual = next((m.whole_s for m in movements if m.whole_s), None)
     rows = [
         (
             m.name,
@@ -99,6 +99,6 @@ def _table(found: list[bench.Movement]) -> str:
             "" if m.whole_s is None or usual is None else f"{usual / m.whole_s:.2f}",
             "" if m.error is None else f"{m.error:.1e}",
         )
-        for m in found
+        for m in movements
     ]
     return columns(header, rows, right=range(1, len(header)))

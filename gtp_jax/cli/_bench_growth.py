@@ -89,7 +89,7 @@ def _run(args: argparse.Namespace) -> int:
     device, platform, count = _there(target, environment) if target else bench.probe(environment)
     work = step.workload(platform, count, steps=args.steps)
     runs = bench.growth_runs(bench.growth_points(work, axes), contenders, scan=args.scan, target=target)
-    found: dict[str, Any] = {"device": device, "target": args.target, "workload": dataclasses.asdict(work)}
+    settings: dict[str, Any] = {"device": device, "target": args.target, "workload": dataclasses.asdict(work)}
     costs: list[bench.Cost] = []
     with tqdm(total=len(runs), unit="point", file=sys.stderr, disable=None) as progress:
 
@@ -111,7 +111,9 @@ def _run(args: argparse.Namespace) -> int:
             progress.update()
             announce()
             if args.json:
-                args.json.write_text(json.dumps({**found, "costs": [dataclasses.asdict(c) for c in costs]}, indent=1))
+                args.json.write_text(
+                    json.dumps({**settings, "costs": [dataclasses.asdict(c) for c in costs]}, indent=1)
+                )
     names = list(dict.fromkeys(c.contender for c in costs))
     costs.sort(key=lambda c: (list(bench.AXES).index(c.axis), names.index(c.contender), c.value))
     title = bench.describe(work, device) + ("; compiled, not run" if target else "")

@@ -24,7 +24,7 @@ to bf16, and a picture, recipes.png, of these and of what lies in --out from bef
 _EXAMPLES = f"""\
 recipes: {", ".join(bench.VARIANTS)}
 `bf16-seed1` is bf16 from other weights on the same text: a gap that is no larger says nothing. Those with `-no-`,
-`nvfp4-local-amax` (slices that do not agree on an amax) and `mxfp8-rounded-down` (the scales that the OCP specification
+`nvfp4-local-amax` (shards that do not agree on an amax) and `mxfp8-rounded-down` (the scales that the OCP specification
 suggests; of weights alone) leave something out on purpose.
 
 examples:

@@ -101,7 +101,7 @@ def _run(args: argparse.Namespace) -> int:
             progress.update()
     families = list(dict.fromkeys(c.family for c in bench.CONTENDERS))
     rows.sort(key=lambda row: families.index(row.contender.family))
-    found = bench.record(rows, work, device)
+    record = bench.record(rows, work, device)
     title = bench.describe(work, device)
     if options != Quantization():
         title += f"; gtp_jax with {' '.join(options.flags)}"
@@ -114,10 +114,10 @@ def _run(args: argparse.Namespace) -> int:
         print("\n".join(f"  {row.contender.name}: {row.failure}" for row in failures))
     print(f"\n{_FORMULA}: {quantity(bench.workload_flops(work) / work.devices, 'FLOP')} a device")
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
+        args.json.write_text(json.dumps(record, indent=1))
     if args.png:
         bench.draw_steps(rows, bench.workload_flops(work) / work.devices, title, args.png)
-    return 0 if saved is None else _print_changes(bench.changes(found, saved))
+    return 0 if saved is None else _print_changes(bench.changes(record, saved))
 
 
 def _table(rows: list[bench.Row], work: bench.Workload) -> str:
@@ -158,8 +158,8 @@ def _table(rows: list[bench.Row], work: bench.Workload) -> str:
     return columns(header, cells, right=range(2, len(header)))
 
 
-def _print_changes(found: list[bench.Change]) -> int:
-    worse = [c for c in found if c.is_regression]
+def _print_changes(changes: list[bench.Change]) -> int:
+    worse = [c for c in changes if c.is_regression]
     shown = {"step": lambda v: f"{v * 1e3:.1f} ms", "memory": lambda v: quantity(v, "B")}
     print(f"\nsince the saved run, {len(worse)} regressions of more than {bench.TOLERANCE:.0%}")
     cells = [
@@ -171,7 +171,7 @@ def _print_changes(found: list[bench.Change]) -> int:
             f"{c.relative:+.1%}",
             "REGRESSION" * c.is_regression,
         )
-        for c in found
+        for c in changes
     ]
     print(columns(("contender", "", "then", "now", "change", ""), cells, right=(2, 3, 4)))
     return 1 if worse else 0

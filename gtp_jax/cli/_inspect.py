@@ -41,10 +41,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def show(found: Inspection, *, json_output: bool = False, png: Path | None = None) -> None:
+def show(inspection: Inspection, *, json_output: bool = False, png: Path | None = None) -> None:
     """Prints an inspection as tables or as JSON, and draws its timeline if it has one and a file is given."""
-    print(json.dumps(as_json(found), indent=2) if json_output else as_text(found))
-    if png is not None and found.timeline is not None:
-        o = found.options
-        mesh = " x ".join(f"{axis} {size}" for axis, size in found.degrees.items())
-        draw(found.timeline, f"{o.preset} on {o.target}, {mesh}, {o.seq} tokens a sequence", png)
+    print(json.dumps(as_json(inspection), indent=2) if json_output else as_text(inspection))
+    if png is not None and inspection.timeline is not None:
+        o = inspection.options
+        mesh = " x ".join(f"{axis} {size}" for axis, size in inspection.degrees.items())
+        draw(inspection.timeline, f"{o.preset} on {o.target}, {mesh}, {o.seq} tokens a sequence", png)

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gtp-jax",
-        description="Trains models whose weights are kept as slices and gathered just in time.",
+        description="Trains models whose weights are stored as shards and gathered just in time.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

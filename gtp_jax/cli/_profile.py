@@ -94,20 +94,20 @@ def _folder(kept: Path | None) -> Iterator[Path]:
 
 def _show(args: argparse.Namespace, trace: Path, title: str) -> int:
     ops = inspect.read_trace(trace)
-    found = inspect.breakdown(ops)
-    print(inspect.sentence(found) + "\n")
+    breakdown = inspect.breakdown(ops)
+    print(inspect.sentence(breakdown) + "\n")
     rows = [
-        (kind, f"{us / 1e3:.3f}", f"{found.share(kind):.1%}", sum(op.kind == kind for op in ops) or "")
-        for kind, us in sorted(found.by_kind.items(), key=lambda item: -item[1])
+        (kind, f"{us / 1e3:.3f}", f"{breakdown.share(kind):.1%}", sum(op.kind == kind for op in ops) or "")
+        for kind, us in sorted(breakdown.by_kind.items(), key=lambda item: -item[1])
     ]
     print(columns(("kind", "ms", "share", "kernels"), rows, right=(1, 2, 3)))
     longest = sorted(ops, key=lambda op: op.start_us - op.end_us)[:8]
     print("\nlongest kernels")
     cells = [(f"{(op.end_us - op.start_us) / 1e3:.3f}", op.kind, op.stream, op.name[:80]) for op in longest]
     print(columns(("ms", "kind", "stream", "name"), cells, right=(0,)))
-    inspect.draw_trace(ops, found, title, args.png)
-    inspect.write_page(ops, found, title, args.html)
+    inspect.draw_trace(ops, breakdown, title, args.png)
+    inspect.write_page(ops, breakdown, title, args.html)
     print(f"\nwritten: {args.png}, {args.html}")
     if args.json:
-        args.json.write_text(json.dumps({"title": title, **dataclasses.asdict(found)}, indent=1))
+        args.json.write_text(json.dumps({"title": title, **dataclasses.asdict(breakdown)}, indent=1))
     return 0

@@ -126,8 +126,8 @@ class _Values:
     def _fused_amax(self, tensor: Tensor) -> np.float32:
         if tensor.fused != self._fused:  # they come one after the other
             members = (other for other in self._tensors if other.fused == tensor.fused)
-            found = [multi_amax([jnp.asarray(self._read(other, digest=False), jnp.float32)]) for other in members]
-            self._fused, self._amax = tensor.fused, np.float32(np.max(found))
+            amaxes = [multi_amax([jnp.asarray(self._read(other, digest=False), jnp.float32)]) for other in members]
+            self._fused, self._amax = tensor.fused, np.float32(np.max(amaxes))
         return self._amax
 
 

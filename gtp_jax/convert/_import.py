@@ -83,12 +83,12 @@ def _check(source: Path, readers: dict[str, Reader], tensors: list[Tensor]) -> N
             lines.append(f"  {name}: in no file, {list(shapes[name])} wanted")
             continue
         entry, file = readers[name].entries[name], readers[name].path.name
-        found = f"{entry.dtype}{list(entry.shape)}"
+        stored = f"{entry.dtype}{list(entry.shape)}"
         if name not in shapes:
             if not name.endswith(_IGNORED):
-                lines.append(f"  {name}: {found} in {file}, no such tensor wanted")
+                lines.append(f"  {name}: {stored} in {file}, no such tensor wanted")
         elif entry.shape != shapes[name] or entry.dtype not in _DTYPES:
-            lines.append(f"  {name}: {found} in {file}, {list(shapes[name])} of {', '.join(_DTYPES)} wanted")
+            lines.append(f"  {name}: {stored} in {file}, {list(shapes[name])} of {', '.join(_DTYPES)} wanted")
     if lines:
         more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         raise ValueError(

@@ -68,7 +68,7 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
-    """What was found.
+    """What an inspection found.
 
     Attributes:
         options: what was inspected.
@@ -184,10 +184,10 @@ def _batch(mesh: Mesh, batch: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 def _parameters(state: TrainState) -> tuple[Parameter, ...]:
     layouts = jax.tree.leaves(state.skeleton.layouts, is_leaf=lambda x: x is None or isinstance(x, Layout))
-    found = []
+    parameters = []
     for (path, leaf), layout in zip(jax.tree_util.tree_leaves_with_path(state.params), layouts, strict=True):
         leading = () if layout is None else leaf.shape[: len(leaf.shape) - len(layout.shape)]
-        found.append(
+        parameters.append(
             Parameter(
                 path=".".join(str(key.key) for key in path),
                 logical_shape=leaf.shape if layout is None else (*leading, *layout.shape),
@@ -197,4 +197,4 @@ def _parameters(state: TrainState) -> tuple[Parameter, ...]:
                 bytes_per_device=plan.bytes_per_device(leaf),
             )
         )
-    return tuple(found)
+    return tuple(parameters)

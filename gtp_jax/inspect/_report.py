@@ -12,39 +12,39 @@ from ._inspection import Inspection
 from ._timeline import seconds
 
 
-def as_text(found: Inspection) -> str:
+def as_text(inspection: Inspection) -> str:
     """Sections of tables, for people."""
     sections = [
-        _heading(found),
-        _parameters(found),
-        f"how weights travel, recipe {found.options.quantization.summary}\n\n{found.wire}",
-        found.memory.table() + _capacity(found),
-        "collectives of one step\n\n" + plan.table(found.collectives),
+        _heading(inspection),
+        _parameters(inspection),
+        f"how weights travel, recipe {inspection.options.quantization.summary}\n\n{inspection.wire}",
+        inspection.memory.table() + _capacity(inspection),
+        "collectives of one step\n\n" + plan.table(inspection.collectives),
     ]
-    if found.schedule is not None:
-        sections += ["order of launches\n\n" + plan.render(found.schedule), _overlap(found)]
+    if inspection.schedule is not None:
+        sections += ["order of launches\n\n" + plan.render(inspection.schedule), _overlap(inspection)]
     return "\n\n".join(sections)
 
 
-def as_json(found: Inspection) -> dict[str, Any]:
+def as_json(inspection: Inspection) -> dict[str, Any]:
     """Everything that the text shows, as plain values."""
     result: dict[str, Any] = {
-        "options": settings_of(found.options),
-        "mesh": found.degrees,
-        "batch": found.batch,
-        "param_count": found.param_count,
-        "flops_per_step": found.flops,
-        "compile_s": found.compile_s,
-        "parameters": [dataclasses.asdict(p) for p in found.parameters],
-        "wire": [dataclasses.asdict(fact) for fact in found.wire.facts],
-        "untouched": list(found.wire.untouched),
-        "memory": {**dataclasses.asdict(found.memory), "peak_bytes": found.memory.peak_bytes},
-        "collectives": [{"count": count, **_collective(c)} for c, count in plan.summary(found.collectives)],
+        "options": settings_of(inspection.options),
+        "mesh": inspection.degrees,
+        "batch": inspection.batch,
+        "param_count": inspection.param_count,
+        "flops_per_step": inspection.flops,
+        "compile_s": inspection.compile_s,
+        "parameters": [dataclasses.asdict(p) for p in inspection.parameters],
+        "wire": [dataclasses.asdict(fact) for fact in inspection.wire.facts],
+        "untouched": list(inspection.wire.untouched),
+        "memory": {**dataclasses.asdict(inspection.memory), "peak_bytes": inspection.memory.peak_bytes},
+        "collectives": [{"count": count, **_collective(c)} for c, count in plan.summary(inspection.collectives)],
     }
-    if found.schedule is not None and found.timeline is not None:
-        exposed = {e.name for e in found.schedule.exposed()}
-        line = found.timeline
-        result["schedule"] = [_event(e, e.name in exposed) for e in found.schedule.events]
+    if inspection.schedule is not None and inspection.timeline is not None:
+        exposed = {e.name for e in inspection.schedule.exposed()}
+        line = inspection.timeline
+        result["schedule"] = [_event(e, e.name in exposed) for e in inspection.schedule.events]
         result["modelled"] = {
             **{f.name: getattr(line, f.name)._asdict() for f in dataclasses.fields(line) if f.name != "spans"},
             **{k: getattr(line, k) for k in ("total_us", "compute_us", "communication_us", "exposed_us")},
@@ -52,45 +52,47 @@ def as_json(found: Inspection) -> dict[str, Any]:
     return result
 
 
-def _heading(found: Inspection) -> str:
-    o = found.options
-    where = o.target or f"{_devices(found)} virtual CPU devices"
-    mesh = " x ".join(f"{axis} {size}" for axis, size in found.degrees.items())
+def _heading(inspection: Inspection) -> str:
+    o = inspection.options
+    where = o.target or f"{_devices(inspection)} virtual CPU devices"
+    mesh = " x ".join(f"{axis} {size}" for axis, size in inspection.degrees.items())
     return (
-        f"{o.preset}: {found.param_count:,} parameters on {where}, {mesh}\n"
-        f"a step: {found.batch} sequences of {o.seq} tokens in {o.execution.microbatches} microbatch(es), "
-        f"{quantity(found.flops / _devices(found), 'FLOP')} a device; compiled in {found.compile_s:.1f} s"
+        f"{o.preset}: {inspection.param_count:,} parameters on {where}, {mesh}\n"
+        f"a step: {inspection.batch} sequences of {o.seq} tokens in {o.execution.microbatches} microbatch(es), "
+        f"{quantity(inspection.flops / _devices(inspection), 'FLOP')} a device; "
+        f"compiled in {inspection.compile_s:.1f} s"
     )
 
 
-def _parameters(found: Inspection) -> str:
+def _parameters(inspection: Inspection) -> str:
     rows = []
-    for p in found.parameters:
+    for p in inspection.parameters:
         padded = "" if p.logical_shape == p.stored_shape else f"stored as {_shape(p.stored_shape)}"
         axes = (a if isinstance(a, str) else "-" if a is None else "*".join(a) for a in p.partition)
         rows.append(
             (p.path, p.dtype, _shape(p.logical_shape), ", ".join(axes), quantity(p.bytes_per_device, "B"), padded)
         )
-    return columns(("parameter", "dtype", "shape", "cut over", "a device", ""), rows, right=(4,))
+    return columns(("parameter", "dtype", "shape", "sharded over", "a device", ""), rows, right=(4,))
 
 
-def _capacity(found: Inspection) -> str:
-    if found.options.target is None:
+def _capacity(inspection: Inspection) -> str:
+    if inspection.options.target is None:
         return ""
-    chip = plan.parse_target(found.options.target).chip
-    held = plan.fact(chip, "memory").value
-    return f"\n{found.memory.peak_bytes / held:.0%} of the {quantity(held, 'B')} of an {chip}, by XLA's forecast"
+    chip = plan.parse_target(inspection.options.target).chip
+    memory_bytes = plan.fact(chip, "memory").value
+    share = inspection.memory.peak_bytes / memory_bytes
+    return f"\n{share:.0%} of the {quantity(memory_bytes, 'B')} of an {chip}, by XLA's forecast"
 
 
-def _overlap(found: Inspection) -> str:
-    assert found.schedule is not None and found.timeline is not None
+def _overlap(inspection: Inspection) -> str:
+    assert inspection.schedule is not None and inspection.timeline is not None
     rows = []
-    for kind in dict.fromkeys(e.kind for e in found.schedule.collectives()):
-        events, exposed = found.schedule.collectives(kind), found.schedule.exposed(kind)
+    for kind in dict.fromkeys(e.kind for e in inspection.schedule.collectives()):
+        events, exposed = inspection.schedule.collectives(kind), inspection.schedule.exposed(kind)
         asynchronous = sum(e.end > e.start for e in events)
         sent = sum(e.times * e.collective.wire_bytes for e in exposed if e.collective)
         rows.append((kind, len(events), asynchronous, len(exposed), quantity(sent, "B")))
-    line = found.timeline
+    line = inspection.timeline
     return (
         "what is exposed: nothing to compute while it is in flight\n\n"
         + columns(("kind", "launches", "async", "exposed", "sent exposed"), rows, right=(1, 2, 3, 4))
@@ -103,9 +105,9 @@ def _overlap(found: Inspection) -> str:
     )
 
 
-def _devices(found: Inspection) -> int:
+def _devices(inspection: Inspection) -> int:
     count = 1
-    for size in found.degrees.values():
+    for size in inspection.degrees.values():
         count *= size
     return count
 

@@ -84,10 +84,10 @@ def read_trace(path: Path, device: int = 0) -> list[Op]:
         FileNotFoundError: if there is no trace.
         ValueError: if it holds no kernel of this device.
     """
-    found = [path] if path.is_file() else sorted(path.rglob("*.xplane.pb"), key=lambda p: p.stat().st_mtime)
-    if not found:
+    files = [path] if path.is_file() else sorted(path.rglob("*.xplane.pb"), key=lambda p: p.stat().st_mtime)
+    if not files:
         raise FileNotFoundError(f"there is no trace in {path}; `gtp-jax profile --keep DIR` writes one.")
-    return parse_trace(jax.profiler.ProfileData.from_file(str(found[-1])), device)
+    return parse_trace(jax.profiler.ProfileData.from_file(str(files[-1])), device)
 
 
 def parse_trace(profile: Any, device: int = 0) -> list[Op]:

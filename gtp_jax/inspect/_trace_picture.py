@@ -26,12 +26,12 @@ _ROWS = 4
 _LANES = {"compute": 1.0, "communication": 0.0}
 
 
-def draw_trace(ops: Sequence[Op], found: Breakdown, title: str, path: Path) -> None:
+def draw_trace(ops: Sequence[Op], breakdown: Breakdown, title: str, path: Path) -> None:
     """Draws the shares as one bar, and below it the step in rows: compute above, communication below, exposed in red.
 
     Args:
         ops: of a device.
-        found: their breakdown.
+        breakdown: of these operations.
         title: of the picture.
         path: PNG file to write.
     """
@@ -40,8 +40,8 @@ def draw_trace(ops: Sequence[Op], found: Breakdown, title: str, path: Path) -> N
 
     figure = Figure(figsize=(16, 2.6 + 1.5 * _ROWS), layout="constrained")
     top, *rows = figure.subplots(_ROWS + 1, 1)
-    _draw_shares(top, found)
-    width = found.total_us / _ROWS
+    _draw_shares(top, breakdown)
+    width = breakdown.total_us / _ROWS
     for number, axis in enumerate(rows):
         left, right = number * width, (number + 1) * width
         for kind in dict.fromkeys(op.kind for op in ops):
@@ -49,23 +49,23 @@ def draw_trace(ops: Sequence[Op], found: Breakdown, title: str, path: Path) -> N
             lane = "communication" if shown and shown[0].is_collective else "compute"
             spans = [(op.start_us / 1e3, (op.end_us - op.start_us) / 1e3) for op in shown]
             axis.broken_barh(spans, (_LANES[lane], 0.8), facecolors=COLOURS[kind])
-        bare = [(a / 1e3, (b - a) / 1e3) for a, b in found.exposed if b > left and a < right]
+        bare = [(a / 1e3, (b - a) / 1e3) for a, b in breakdown.exposed if b > left and a < right]
         axis.broken_barh(bare, (_LANES["communication"], 0.8), facecolors=COLOURS[EXPOSED])
         axis.set(xlim=(left / 1e3, right / 1e3), ylim=(-0.2, 2.0))
         axis.set_yticks([y + 0.4 for y in _LANES.values()], list(_LANES))
         axis.spines[["top", "right"]].set_visible(False)
     rows[-1].set_xlabel("ms")
-    kinds = [k for k in COLOURS if k in found.by_kind or any(op.kind == k for op in ops)]
+    kinds = [k for k in COLOURS if k in breakdown.by_kind or any(op.kind == k for op in ops)]
     handles = [Patch(color=COLOURS[k], label=k) for k in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-    figure.suptitle(f"{title}\n{sentence(found)}", fontsize="medium")
+    figure.suptitle(f"{title}\n{sentence(breakdown)}", fontsize="medium")
     figure.savefig(path, dpi=100)
 
 
-def _draw_shares(axis, found: Breakdown) -> None:
+def _draw_shares(axis, breakdown: Breakdown) -> None:
     left = 0.0
     for kind in COLOURS:
-        share = found.share(kind)
+        share = breakdown.share(kind)
         axis.barh(0, share, left=left, color=COLOURS[kind], edgecolor="white", linewidth=0.5)
         if share > 0.025:
             axis.text(left + share / 2, 0, f"{share:.1%}", ha="center", va="center", fontsize=9)
@@ -74,22 +74,22 @@ def _draw_shares(axis, found: Breakdown) -> None:
     axis.spines[["top", "right", "left", "bottom"]].set_visible(False)
 
 
-def sentence(found: Breakdown) -> str:
+def sentence(breakdown: Breakdown) -> str:
     """The sums, for a headline."""
-    hidden = found.communication_us - found.exposed_us
+    hidden = breakdown.communication_us - breakdown.exposed_us
     return (
-        f"{found.total_us / 1e3:.2f} ms; communication {found.communication_us / 1e3:.2f} ms, of which "
-        f"{hidden / 1e3:.2f} ms under compute and {found.exposed_us / 1e3:.2f} ms exposed ({found.share(EXPOSED):.1%} "
-        f"of the step); idle {found.by_kind.get(IDLE, 0.0) / 1e3:.2f} ms"
+        f"{breakdown.total_us / 1e3:.2f} ms; communication {breakdown.communication_us / 1e3:.2f} ms, of which "
+        f"{hidden / 1e3:.2f} ms under compute and {breakdown.exposed_us / 1e3:.2f} ms exposed "
+        f"({breakdown.share(EXPOSED):.1%} of the step); idle {breakdown.by_kind.get(IDLE, 0.0) / 1e3:.2f} ms"
     )
 
 
-def write_page(ops: Sequence[Op], found: Breakdown, title: str, path: Path) -> None:
+def write_page(ops: Sequence[Op], breakdown: Breakdown, title: str, path: Path) -> None:
     """Writes a page of one file: a lane a stream, to zoom with the wheel, drag, and point at.
 
     Args:
         ops: of a device.
-        found: their breakdown.
+        breakdown: of these operations.
         title: of the page.
         path: HTML file to write.
     """
@@ -102,9 +102,9 @@ def write_page(ops: Sequence[Op], found: Breakdown, title: str, path: Path) -> N
         "streams": streams,
         "kinds": kinds,
         "colours": [COLOURS[k] for k in kinds],
-        "shares": [found.share(k) for k in kinds],
-        "total": found.total_us,
-        "exposed": found.exposed,
+        "shares": [breakdown.share(k) for k in kinds],
+        "total": breakdown.total_us,
+        "exposed": breakdown.exposed,
         "ops": [
             (place[op.name], kind[op.kind], lane[op.stream], round(op.start_us, 3), round(op.end_us, 3)) for op in ops
         ],
@@ -112,7 +112,7 @@ def write_page(ops: Sequence[Op], found: Breakdown, title: str, path: Path) -> N
     page = Path(__file__).with_name("timeline.html").read_text()
     for mark, text in (
         ("{{title}}", html.escape(title)),
-        ("{{sentence}}", html.escape(sentence(found))),
+        ("{{sentence}}", html.escape(sentence(breakdown))),
         ("{{data}}", json.dumps(data).replace("</", "<\\/")),
     ):
         page = page.replace(mark, text)

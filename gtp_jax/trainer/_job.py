@@ -60,9 +60,9 @@ class Job:
     def held_out_loss(self, state: TrainState) -> float:
         """Mean loss over the tokens of the first few held-out batches, the same every time."""
         whole = -(-len(self.held_out.windows) // self.held_out.batch)
-        found = [self.evaluate(state, b) for b in self.held_out.steps(0, min(self.config.eval_batches, whole))]
-        tokens = [float(metrics["tokens"]) for metrics in found]
-        return float(np.dot([float(metrics["loss"]) for metrics in found], tokens) / sum(tokens))
+        evaluations = [self.evaluate(state, b) for b in self.held_out.steps(0, min(self.config.eval_batches, whole))]
+        tokens = [float(metrics["tokens"]) for metrics in evaluations]
+        return float(np.dot([float(metrics["loss"]) for metrics in evaluations], tokens) / sum(tokens))
 
 
 def prepare(
@@ -137,7 +137,7 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
 
 def adamw(config: TrainConfig, model: nnx.Module) -> optax.GradientTransformation:
     """AdamW whose weight decay leaves out what is not a matrix."""
-    # Matrices are what is cut over the mesh; norm scales, also those of a stack of layers, stay whole.
+    # Matrices are what is sharded over the mesh; norm scales, also those of a stack of layers, stay whole.
     specs = take_apart(model)[0].specs
     matrices = jax.tree.map(lambda spec: bool(cut_axes(spec)), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     return optax.adamw(learning_rate(config), b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=matrices)

@@ -33,12 +33,12 @@ def heading(config: TrainConfig, model: ModelConfig, mesh: Mesh, corpus: Corpus,
 
 def report(job: Job, outcome: Outcome, records: list[Record], unigram: float) -> str:
     """What came out and what it cost, in tables."""
-    found = plan.collectives(str(job.step.as_text()))
+    collectives = plan.collectives(str(job.step.as_text()))
     return "\n\n".join(
         (
             columns(("result", ""), _result(job, outcome, records, unigram)),
             job.memory.table(),
-            f"collectives of one step\n\n{plan.table(found)}",
+            f"collectives of one step\n\n{plan.table(collectives)}",
         )
     )
 

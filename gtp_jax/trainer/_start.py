@@ -22,17 +22,17 @@ def check_start(directory: Path, model: ModelConfig) -> None:
         FileNotFoundError: if there is no checkpoint.
         ValueError: if it is of another model, naming what differs, or does not say of which.
     """
-    found = _open(directory).manifest()["extra"].get("model")
-    if not isinstance(found, dict):
+    theirs = _open(directory).manifest()["extra"].get("model")
+    if not isinstance(theirs, dict):
         raise ValueError(
             f"the checkpoint in {directory} does not say of which model it is, so that a run cannot start from it. "
             "Take one that `gtp-jax train` or `gtp-jax convert import` of this version has written."
         )
-    wanted = model.architecture()
+    ours = model.architecture()
     lines = [
-        f"  {name}: {found.get(name)} there, {wanted.get(name)} here"
-        for name in {**wanted, **found}
-        if found.get(name) != wanted.get(name)
+        f"  {name}: {theirs.get(name)} there, {ours.get(name)} here"
+        for name in {**ours, **theirs}
+        if theirs.get(name) != ours.get(name)
     ]
     if lines:
         raise ValueError(
@@ -43,7 +43,7 @@ def check_start(directory: Path, model: ModelConfig) -> None:
 
 
 def check_recipe_fits(quantization: Quantization, model: ModelConfig, mesh: Mesh) -> None:
-    """Checks that a model, cut over a mesh, has what a recipe speaks of.
+    """Checks that a model, sharded over a mesh, has what a recipe names.
 
     Raises:
         ValueError: naming the module, the layers or the format that do not fit.

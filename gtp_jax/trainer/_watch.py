@@ -100,13 +100,13 @@ class Watch:
         now = time.monotonic()
         for process, (before, since) in self._seen.items():
             try:
-                found = (self._directory.alive / str(process)).read_text()
+                beat = (self._directory.alive / str(process)).read_text()
             except OSError:
-                found = ""
-            if found.endswith(_FAILED):
+                beat = ""
+            if beat.endswith(_FAILED):
                 return f"process {process} ended with an error, which its own output shows"
-            if found.endswith(_DONE) or (found and found != before):
-                self._seen[process] = (found, now)
+            if beat.endswith(_DONE) or (beat and beat != before):
+                self._seen[process] = (beat, now)
             elif now - since > self._silent_s:
                 where = self._directory.alive
                 hint = "" if before else f" (in {where}, which must be on a file system that all processes share)"

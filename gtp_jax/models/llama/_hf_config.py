@@ -44,20 +44,20 @@ def to_json(config: LlamaConfig) -> dict[str, Any]:
     }
 
 
-def from_json(found: dict[str, Any], file: str) -> LlamaConfig:
+def from_json(content: dict[str, Any], file: str) -> LlamaConfig:
     """Returns the model of a config.json.
 
     Args:
-        found: its content.
+        content: of the file.
         file: its name, for messages.
 
     Raises:
         ValueError: if it is of a model that our Llama does not compute, naming what.
     """
     for name, (value, what) in _FIXED.items():
-        if name in found and found[name] != value:
-            raise ValueError(f"{file} has {name} {found[name]!r}, {value!r} is wanted: gtp_jax {what}.")
-    fields = {**_DEFAULTS, **found, **_rotary(file, found)}
+        if name in content and content[name] != value:
+            raise ValueError(f"{file} has {name} {content[name]!r}, {value!r} is wanted: gtp_jax {what}.")
+    fields = {**_DEFAULTS, **content, **_rotary(file, content)}
     if fields.get("num_key_value_heads") is None:
         fields["num_key_value_heads"] = fields.get("num_attention_heads")
     wrong = [
@@ -82,17 +82,17 @@ def from_json(found: dict[str, Any], file: str) -> LlamaConfig:
         raise ValueError(f"{file}: {error}") from error
 
 
-def _rotary(file: str, found: dict[str, Any]) -> dict[str, Any]:
+def _rotary(file: str, content: dict[str, Any]) -> dict[str, Any]:
     """The base of the rotary wavelengths, from either place where transformers writes it.
 
     Raises:
         ValueError: if the wavelengths are scaled, of a part of a head, or not the same in all layers.
     """
     for name in ("rope_scaling", "rope_parameters"):
-        fields = found.get(name) or {}
+        fields = content.get(name) or {}
         if not isinstance(fields, dict) or any(isinstance(value, dict) for value in fields.values()):
             raise ValueError(f"{file} has {name} {fields!r}; an object of numbers for all layers, or none, is wanted.")
-        part = fields.get("partial_rotary_factor", found.get("partial_rotary_factor"))
+        part = fields.get("partial_rotary_factor", content.get("partial_rotary_factor"))
         if part not in (None, 1):
             raise ValueError(
                 f"{file} has partial_rotary_factor {part!r}, 1 or none is wanted: gtp_jax turns whole heads."
@@ -103,7 +103,7 @@ def _rotary(file: str, found: dict[str, Any]) -> dict[str, Any]:
                 f"{file} has {name} of the type {kind!r}, 'default' or none is wanted: gtp_jax computes the rotary "
                 "embedding without scaling, and the model would not be the same."
             )
-    theta = (found.get("rope_parameters") or {}).get("rope_theta")
+    theta = (content.get("rope_parameters") or {}).get("rope_theta")
     return {} if theta is None else {"rope_theta": theta}
 
 
