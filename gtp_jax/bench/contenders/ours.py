@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import jax
@@ -11,7 +10,8 @@ import optax
 from deviceless import add_target, compile_only, devices_of
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from workload import LEARNING_RATE, WEIGHT_DECAY, parser, report, workload
+from timed import time_and_report
+from workload import LEARNING_RATE, WEIGHT_DECAY, parser, workload
 
 import gtp_jax as gtp
 from gtp_jax._flags import add_flags, given
@@ -52,33 +52,16 @@ def main() -> None:
         tokens = jax.random.randint(jax.random.key(1), (work.sequences, work.seq), 0, work.vocab)
         batch: Any = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
         batch = jax.device_put(batch, placed)
-        begin = time.perf_counter()
-        compiled = step.lower(state, batch).compile()  # pyright: ignore[reportFunctionMemberAccess]
-        compile_s = time.perf_counter() - begin
-        seconds, losses = [], []
-        for _ in range(work.warmup + work.steps):
-            begin = time.perf_counter()
-            state, metrics = compiled(state, batch)
-            jax.block_until_ready((state.params, metrics))
-            seconds.append(time.perf_counter() - begin)
-            losses.append(float(metrics["loss"]))
-        if args.trace:
-            with jax.profiler.trace(args.trace):
-                state, metrics = compiled(state, batch)
-                jax.block_until_ready((state.params, metrics))
-    memory = compiled.memory_analysis()
-    planned = memory.temp_size_in_bytes + memory.argument_size_in_bytes
-    used = devices[0].memory_stats() or {}
-    report(
-        seconds[work.warmup :],
-        compile_s=compile_s,
-        peak_bytes=used.get("peak_bytes_in_use", planned),
-        planned_bytes=planned,
-        loss=losses[0],
-        last_loss=losses[-1],
-        parameters=config.param_count(),
-        versions={"jax": jax.__version__},
-    )
+        lowered = step.lower(state, batch)  # pyright: ignore[reportFunctionMemberAccess]
+        time_and_report(
+            lowered,
+            state,
+            (batch,),
+            work,
+            loss_of=lambda metrics: metrics["loss"],
+            trace=args.trace,
+            parameters=config.param_count(),
+        )
 
 
 if __name__ == "__main__":
