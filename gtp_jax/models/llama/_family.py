@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from .._family import Family, HuggingFace
+from ._config import LlamaConfig
 from ._hf_config import ARCHITECTURE, MODEL_TYPE, from_json, to_json
 from ._hf_names import tensors
-from ._model import Llama, LlamaBlock, LlamaConfig, next_token_loss
+from ._model import Llama, LlamaBlock, next_token_loss
 from ._presets import PRESETS
 
 LLAMA = Family(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ._model import LlamaConfig
+from ._config import LlamaConfig
 
 ARCHITECTURE, MODEL_TYPE = "LlamaForCausalLM", "llama"
 

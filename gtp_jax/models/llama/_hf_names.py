@@ -6,7 +6,7 @@ Both use the half-split rotary embedding, so no rows are permuted.
 from __future__ import annotations
 
 from .._tensor import Tensor
-from ._model import LlamaConfig
+from ._config import LlamaConfig
 
 # Theirs, ours, shape of theirs. A norm and the layers it feeds are one module here.
 _BEFORE = (("model.embed_tokens.weight", "embed/table", ("vocab", "dim")),)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._model import LlamaConfig
+from ._config import LlamaConfig
 
 PRESETS: dict[str, LlamaConfig] = {
     # trains on a laptop's CPU in minutes
