@@ -1,20 +1,73 @@
-"""Fields of a dataclass as flags of a command line, told once: default, kind and help."""
+"""Fields of frozen dataclasses as flags of a command line: default, kind, range and help are said once, in the field.
+
+A configuration is composed of pieces, dataclasses of such fields that several commands share. Flags, and files of
+settings, name the fields of the pieces as if they were the configuration's own.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 
-def knob(default: Any, group: str, text: str, *, kind: Any = int, **options: Any) -> Any:
-    """A field that the command line offers as a flag, in a group of the help, with its argparse options."""
-    return dataclasses.field(default=default, metadata={"group": group, "help": text, "type": kind, **options})
+def knob(
+    default: Any,
+    group: str,
+    text: str,
+    *,
+    kind: Any = int,
+    least: int | None = None,
+    above: float | None = None,
+    **options: Any,
+) -> Any:
+    """Declares a field that the command line offers as a flag.
+
+    Args:
+        default: the field's.
+        group: of the help.
+        text: of the help.
+        kind: converts the flag's text; `bool` makes a pair, `--name` and `--no-name`.
+        least: smallest whole number allowed; 1 for an `int`.
+        above: what a number must exceed.
+        options: further ones of `argparse`; `choices` is checked by `check_knobs` too.
+    """
+    least = 1 if least is None and kind is int else least
+    ranges = {"least": least, "above": above}
+    return dataclasses.field(
+        default=default, metadata={"group": group, "help": text, "type": kind, "range": ranges, "options": options}
+    )
+
+
+def piece(kind: type) -> Any:
+    """Declares a field that holds a dataclass of knobs, with its defaults."""
+    return dataclasses.field(default_factory=kind, metadata={"piece": kind})
+
+
+def check_knobs(config: Any) -> None:
+    """Checks ranges and choices of a dataclass's own knobs; `None` stands for a default that is decided later.
+
+    Raises:
+        ValueError: naming the field, its value and what is allowed.
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if "piece" in field.metadata or value is None:
+            continue
+        name, least, above = field.name.rstrip("_"), *field.metadata["range"].values()
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if least is not None and not (whole and value >= least):
+            raise ValueError(f"`{name}` is {value}; it is a whole number of at least {least}.")
+        if above is not None and not above < value < float("inf"):
+            raise ValueError(f"`{name}` is {value}; it is a number above {above:g}.")
+        choices = field.metadata["options"].get("choices")
+        if choices is not None and value not in choices:
+            raise ValueError(f"`{name}` is {value!r}; it is one of {', '.join(choices)}.")
 
 
 def count_or(word: str) -> Callable[[str], int | str]:
-    """A number of layers, or a word in its place, for `type=`."""
+    """A number of layers, or a word in its place, for `kind=`."""
 
     def parse(text: str) -> int | str:
         if text == word:
@@ -27,15 +80,66 @@ def count_or(word: str) -> Callable[[str], int | str]:
     return parse
 
 
+def knobs(kind: Any) -> Iterator[dataclasses.Field[Any]]:
+    """All knobs of a dataclass, those of its pieces in their place."""
+    for field in dataclasses.fields(kind):
+        if "piece" in field.metadata:
+            yield from knobs(field.metadata["piece"])
+        else:
+            yield field
+
+
 def flag_of(field: dataclasses.Field[Any]) -> str:
-    """A field's flag: `--keep-last` of `keep_last`."""
+    """A knob's flag: `--keep-last` of `keep_last`."""
     return f"--{field.name.rstrip('_').replace('_', '-')}"
 
 
-def add_flag(parser: Any, field: dataclasses.Field[Any]) -> None:
-    """Adds the flag of a `knob` to a parser or to a group of one. What is not given is left out of the result."""
-    options = dict(field.metadata)
-    text, kind, _ = options.pop("help"), options.pop("type"), options.pop("group")
+def add_flags(parser: Any, kind: Any, but: Collection[str] = ()) -> dict[str, Any]:
+    """Adds a flag for each knob of a dataclass, but for some, in groups, which are returned by name.
+
+    A flag that is not given leaves nothing in the parsed arguments, so that `given` tells it from one that is.
+    """
+    groups: dict[str, Any] = {}
+    for field in knobs(kind):
+        if field.name in but:
+            continue
+        name = field.metadata["group"]
+        if name not in groups:
+            groups[name] = parser.add_argument_group(name)
+        _add_flag(groups[name], field)
+    return groups
+
+
+def given(args: argparse.Namespace, kind: Any) -> dict[str, Any]:
+    """The knobs of a dataclass that the command line has set."""
+    return {field.name: getattr(args, field.name) for field in knobs(kind) if hasattr(args, field.name)}
+
+
+def from_settings[T](kind: type[T], settings: Mapping[str, Any]) -> T:
+    """Makes a configuration of its knobs' values by name, defaults for the others.
+
+    Raises:
+        TypeError: if there is no such knob.
+    """
+    rest, pieces = dict(settings), {}
+    for field in dataclasses.fields(kind):  # pyright: ignore[reportArgumentType]
+        if (inner := field.metadata.get("piece")) is not None:
+            names = {knob.name for knob in knobs(inner)}
+            pieces[field.name] = from_settings(inner, {name: rest.pop(name) for name in names & rest.keys()})
+    return kind(**pieces, **rest)
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """The values of all knobs of a configuration, by name."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        found |= settings_of(value) if "piece" in field.metadata else {field.name: value}
+    return found
+
+
+def _add_flag(parser: Any, field: dataclasses.Field[Any]) -> None:
+    text, kind, options = field.metadata["help"], field.metadata["type"], field.metadata["options"]
     shown = "" if field.default in (None, ()) or "(default" in text else f" (default: {field.default})"
     shared: Any = {"dest": field.name, "default": argparse.SUPPRESS}
     if kind is bool:

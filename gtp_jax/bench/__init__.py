@@ -1,9 +1,5 @@
 """Measurements that `gtp-jax bench` prints: fair, in one run, as ratios."""
 
-from ._breakdown import EXPOSED as EXPOSED
-from ._breakdown import IDLE as IDLE
-from ._breakdown import Breakdown as Breakdown
-from ._breakdown import breakdown as breakdown
 from ._checkpoint import ENDED as ENDED
 from ._checkpoint import SAVING_CONTENDERS as SAVING_CONTENDERS
 from ._checkpoint import CheckpointTimes as CheckpointTimes
@@ -13,6 +9,7 @@ from ._checkpoint import float32_bytes as float32_bytes
 from ._checkpoint import measure_checkpoints as measure_checkpoints
 from ._checkpoint import reports_of as reports_of
 from ._checkpoint import state_shapes as state_shapes
+from ._checkpoint import verdicts as verdicts
 from ._checkpoint_picture import draw_checkpoints as draw_checkpoints
 from ._contender import CONTENDERS as CONTENDERS
 from ._contender import Contender as Contender
@@ -20,10 +17,14 @@ from ._contender import chosen_contenders as chosen_contenders
 from ._contender import with_recipe as with_recipe
 from ._contender import with_remat_policies as with_remat_policies
 from ._curve_settings import CurveSettings as CurveSettings
+from ._curve_settings import curve_settings as curve_settings
 from ._curves import Curve as Curve
+from ._curves import check_comparable as check_comparable
+from ._curves import gpus_of as gpus_of
 from ._curves import read_curve as read_curve
 from ._curves import run_curves as run_curves
 from ._curves import settings_in as settings_in
+from ._curves import slowest_first as slowest_first
 from ._curves_picture import draw_curves as draw_curves
 from ._growth import AXES as AXES
 from ._growth import Axis as Axis
@@ -38,11 +39,14 @@ from ._growth_run import first_of as first_of
 from ._growth_run import growth_runs as growth_runs
 from ._growth_run import measure_growth as measure_growth
 from ._growth_run import over_memory as over_memory
+from ._kernels import KERNEL_GOALS as KERNEL_GOALS
+from ._kernels import KERNEL_MEBIBYTES as KERNEL_MEBIBYTES
 from ._kernels import KERNELS as KERNELS
 from ._kernels import Kernel as Kernel
 from ._kernels import Measurement as Measurement
 from ._kernels import kernels as kernels
 from ._kernels import measure as measure
+from ._kernels import measure_all as measure_all
 from ._movements import Links as Links
 from ._movements import Movement as Movement
 from ._movements import measure_links as measure_links
@@ -60,16 +64,14 @@ from ._step_record import changes as changes
 from ._step_record import record as record
 from ._timing import seconds_a_call as seconds_a_call
 from ._timing import seconds_on_device as seconds_on_device
-from ._trace import KINDS as KINDS
-from ._trace import Op as Op
-from ._trace import kind_of as kind_of
-from ._trace import parse_trace as parse_trace
-from ._trace import read_trace as read_trace
-from ._trace_picture import draw_trace as draw_trace
-from ._trace_picture import sentence as sentence
-from ._trace_picture import write_page as write_page
 from ._variants import DEFAULT_VARIANTS as DEFAULT_VARIANTS
 from ._variants import VARIANTS as VARIANTS
 from ._variants import Variant as Variant
 from ._variants import chosen_variants as chosen_variants
+from ._workload import VIRTUAL_DEVICES as VIRTUAL_DEVICES
+from ._workload import StepOptions as StepOptions
+from ._workload import degrees_within as degrees_within
+from ._workload import describe as describe
+from ._workload import environment_of as environment_of
+from ._workload import probe as probe
 from .contenders.workload import Workload as Workload

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import optax
 
-from ..models import Llama, LlamaConfig
+from ..models import ModelConfig, build
 from ..nn import abstract_model
 from ..train import TrainState
 from ._choice import by_words
@@ -32,6 +32,10 @@ from .contenders.workload import MARK
 
 # What is reported of a contender last.
 ENDED = "ended"
+
+
+# What is aimed at: moving to another mesh, in restores onto the same; and waiting for checksums, as a share of a save.
+_RESHARD_GOAL, _CHECKSUM_GOAL = 1.2, 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +133,7 @@ class CheckpointTimes:
 
 def measure_checkpoints(
     chosen: Sequence[SavingContender],
-    model: LlamaConfig,
+    model: ModelConfig,
     directory: Path,
     *,
     rounds: int,
@@ -141,7 +145,7 @@ def measure_checkpoints(
     within_s: float = math.inf,
     report: Callable[[CheckpointTimes, str], None],
 ) -> list[CheckpointTimes]:
-    """Runs contenders one after another on all devices: weights cut over gtp, then moved to half the gtp and tp 2.
+    """Runs contenders one after another on all devices: weights sharded over gtp, then moved to half the gtp and tp 2.
 
     Args:
         chosen: which.
@@ -194,12 +198,34 @@ def reports_of(rounds: int) -> int:
     return 2 + 3 * (rounds + 1)
 
 
-def state_shapes(model: LlamaConfig) -> list[tuple[int, ...]]:
+def state_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
     """Shapes of the float32 arrays of a model's training state. Starts no backend."""
-    like = TrainState.create(abstract_model(lambda rngs: Llama(model, rngs=rngs)), optax.adamw(1e-3))
+    like = TrainState.create(abstract_model(lambda rngs: build(model, rngs=rngs)), optax.adamw(1e-3))
     return [leaf.shape for leaf in jax.tree.leaves(like) if leaf.shape]
 
 
 def float32_bytes(shapes: Sequence[Sequence[int]]) -> int:
     """Of all of them together."""
     return sum(4 * math.prod(shape) for shape in shapes)
+
+
+def verdicts(done: Sequence[CheckpointTimes]) -> list[str]:
+    """Says what the times mean for gtp_jax: another mesh, checksums, plain orbax; nothing without its own times."""
+    by_name = {times.who: times for times in done}
+    ours, orbax = by_name.get("gtp_jax"), by_name.get("orbax")
+    lines: list[str] = []
+    if ours is None:
+        return lines
+    ratio, save = ours.ratio("moved", "restored"), ours.ratio("save_checksums", "saved")
+    restore = ours.ratio("restore_checksums", "restored")
+    if ratio is not None:
+        lines.append(f"another mesh: {ratio:.2f} times the same one (goal: at most {_RESHARD_GOAL})")
+    if save is not None:
+        goal = f"(goal: at most {_CHECKSUM_GOAL:.0%})"
+        lines.append(f"checksums: {save:.1%} of a save is waiting for them {goal}")
+    if restore is not None:
+        lines[-1] += f"; {restore:.1%} of a restore"
+    mine, theirs = ours.median("saved"), orbax and orbax.median("saved")
+    if mine and theirs:
+        lines.append(f"a save: {mine / theirs:.2f} times plain orbax's, which makes no checksums")
+    return lines

@@ -24,7 +24,7 @@ def by_words[T: Named](items: Iterable[T], only: Sequence[str], noun: str) -> li
     known = list(items)
     if not only:
         return known
-    found = [item for item in known if any(set(words.split()) <= set(item.name.split()) for words in only)]
-    if not found:
+    chosen = [item for item in known if any(set(words.split()) <= set(item.name.split()) for words in only)]
+    if not chosen:
         raise ValueError(f"no {noun} is called {' or '.join(only)}; there are {', '.join(i.name for i in known)}.")
-    return found
+    return chosen

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from ..recipes import RECIPES, Recipe, RecipeOptions
+from ..recipes import RECIPES, Quantization, Recipe
 from ._choice import by_words
 
 SCRIPTS = Path(__file__).with_name("contenders")
@@ -113,30 +113,30 @@ def with_remat_policies(contenders: Sequence[Contender], policies: Sequence[str]
     chosen = list(dict.fromkeys(policies))
     if chosen == ["matmuls"]:
         return list(contenders)
-    found = []
-    for one in contenders:
-        if one.family != OURS:
-            found.append(one)
+    adapted = []
+    for contender in contenders:
+        if contender.family != OURS:
+            adapted.append(contender)
             continue
         for policy in chosen:
-            flags = (*one.flags, f"--remat={policy}")
-            found.append(dataclasses.replace(one, variant=f"{one.variant} {policy}", flags=flags))
-    return found
+            flags = (*contender.flags, f"--remat={policy}")
+            adapted.append(dataclasses.replace(contender, variant=f"{contender.variant} {policy}", flags=flags))
+    return adapted
 
 
-def with_recipe(contenders: Sequence[Contender], options: RecipeOptions) -> list[Contender]:
+def with_recipe(contenders: Sequence[Contender], options: Quantization) -> list[Contender]:
     """The contenders, of which those of gtp_jax follow what is said beside their recipe.
 
     Raises:
         ValueError: if it does not go with one of them.
     """
-    found = []
-    for one in contenders:
-        if one.family == OURS:
-            own = dataclasses.replace(options, recipe=one.variant)
-            if all(kind.wire is None for kind in own.quantization.kinds):
+    adapted = []
+    for contender in contenders:
+        if contender.family == OURS:
+            own = dataclasses.replace(options, recipe=contender.variant)
+            if all(kind.wire is None for kind in own.to_recipe().kinds):
                 own = dataclasses.replace(own, held=0)  # there are no codes to hold
-            flags = tuple(dict.fromkeys((*one.flags, *own.recipe_flags)))
-            one = dataclasses.replace(one, flags=flags, matmuls=_matmuls(own.quantization))
-        found.append(one)
-    return found
+            flags = tuple(dict.fromkeys((*contender.flags, *own.flags)))
+            contender = dataclasses.replace(contender, flags=flags, matmuls=_matmuls(own.to_recipe()))
+        adapted.append(contender)
+    return adapted

@@ -8,6 +8,13 @@ from typing import Any
 
 from ..models import PRESETS
 from ..plan import quantity
+from ..trainer import default_lr
+
+# What is trained where nothing else is asked for, by platform.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gpu": {"preset": "100m", "steps": 3000, "seq": 512, "batch": 16},
+    "cpu": {"preset": "tiny", "steps": 50, "seq": 64, "batch": 8},
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,19 +49,19 @@ class CurveSettings:
             object.__setattr__(self, "parameters", PRESETS[self.preset].param_count())
 
     @classmethod
-    def of(cls, found: Mapping[str, Any]) -> CurveSettings:
+    def of(cls, settings: Mapping[str, Any]) -> CurveSettings:
         """Those that a log begins with.
 
         Raises:
             ValueError: if they are not these fields.
         """
         names = {field.name for field in dataclasses.fields(cls)}
-        if names != set(found):
+        if names != set(settings):
             raise ValueError(
-                f"a log's settings are {', '.join(sorted(found))}, but {', '.join(sorted(names))} are wanted: another "
-                "version wrote it. Choose an empty folder with `--out`, or draw it with that version."
+                f"a log's settings are {', '.join(sorted(settings))}, but {', '.join(sorted(names))} are wanted: "
+                "another version wrote it. Choose an empty folder with `--out`, or draw it with that version."
             )
-        return cls(**found)
+        return cls(**settings)
 
     @property
     def flags(self) -> list[str]:
@@ -75,3 +82,11 @@ class CurveSettings:
         fields = (field.name for field in dataclasses.fields(self))
         pairs = ((field, getattr(self, field), getattr(other, field)) for field in fields)
         return ", ".join(f"{field} {mine} ({theirs} in {name})" for field, mine, theirs in pairs if mine != theirs)
+
+
+def curve_settings(platform: str, **asked: Any) -> CurveSettings:
+    """Returns settings of which `None` takes the platform's default; `lr` that of the model's width."""
+    defaults = _DEFAULTS["gpu" if platform in ("gpu", "cuda") else "cpu"]
+    chosen = {**defaults, **{name: value for name, value in asked.items() if value is not None}}
+    chosen.setdefault("lr", default_lr(chosen["preset"]))
+    return CurveSettings(**chosen)

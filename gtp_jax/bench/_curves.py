@@ -63,7 +63,7 @@ def run_curves(
     environment: Mapping[str, str],
     gpus: Sequence[str],
     within_s: float,
-    report: Callable[[int], None],
+    report: Callable[[int], object],
 ) -> dict[str, str]:
     """Trains with each variant; what they log lies in `folder` as `NAME.jsonl`, what they print as `NAME.txt`.
 
@@ -161,3 +161,30 @@ def settings_in(folder: Path, but: Sequence[Variant] = ()) -> CurveSettings | No
                 f"{settings.unlike(found[first], f'{first}.jsonl')}. Put them into folders of their own."
             )
     return next(iter(found.values()), None)
+
+
+def check_comparable(folder: Path, settings: CurveSettings, variants: Sequence[Variant]) -> None:
+    """Checks that the logs in a folder, but for those of some variants, are of these settings.
+
+    Raises:
+        ValueError: naming what differs.
+    """
+    before = settings_in(folder, but=variants)
+    if before is not None and before != settings:
+        raise ValueError(
+            f"{folder} holds logs of other settings, which are not to be compared: this is "
+            f"{settings.unlike(before, 'those')}. Choose another --out."
+        )
+
+
+def slowest_first(variants: Sequence[Variant]) -> list[Variant]:
+    """Returns variants in an order in which no GPU is left alone with a slow one at the end."""
+    return sorted(variants, key=lambda variant: variant.recipe.operands is None)
+
+
+def gpus_of(environment: Mapping[str, str], platform: str, count: int) -> list[str]:
+    """Returns the names of the GPUs for CUDA_VISIBLE_DEVICES, none on a CPU."""
+    if platform not in ("gpu", "cuda"):
+        return []
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(index) for index in range(count)]

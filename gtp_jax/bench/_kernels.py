@@ -24,6 +24,11 @@ from ..ops import Implementation
 from ._choice import by_words
 from ._timing import seconds_a_call, seconds_on_device
 
+# Shares of a copy's rate that are aimed at; the CPU's kernels stand beside XLA's, not beside a copy.
+KERNEL_GOALS = {"gpu": 0.85}
+# Size of an array where none is asked for, by platform.
+KERNEL_MEBIBYTES = {"gpu": 256.0, "cpu": 16.0}
+
 _COLS = 4096
 _ARRAYS = 4  # that a program works on, more of small ones on a GPU, which the host must not keep waiting:
 _PROGRAM_BYTES = 2**30  # so many together,
@@ -117,6 +122,20 @@ class Measurement:
         """How many times as fast as the reference."""
         return self.reference_microseconds and self.reference_microseconds / self.microseconds
 
+    def record(self) -> dict[str, Any]:
+        """Returns everything that was measured, for JSON."""
+        return {
+            **dataclasses.asdict(self.kernel),
+            "dtype": self.dtype,
+            "mebibytes": self.mebibytes,
+            "microseconds": self.microseconds,
+            "bytes_moved": self.bytes_moved,
+            "bytes_a_second": self.rate,
+            "copy_bytes_a_second": self.copy_rate,
+            "of_copy": self.of_copy,
+            "reference_microseconds": self.reference_microseconds,
+        }
+
 
 def kernels(only: Sequence[str]) -> list[Kernel]:
     """Those of `KERNELS` whose name has all the words of one of `only`; all of them if `only` is empty.
@@ -125,6 +144,15 @@ def kernels(only: Sequence[str]) -> list[Kernel]:
         ValueError: if none has.
     """
     return by_words(KERNELS, only, "kernel")
+
+
+def measure_all(
+    chosen: Sequence[Kernel], *, sizes: Sequence[float], dtypes: Sequence[Any], reference: bool = True
+) -> Iterator[Measurement]:
+    """Measures kernels on arrays of every size, in MiB, and of every dtype; see `measure`."""
+    for dtype in dtypes:
+        for size in sizes:
+            yield from measure(chosen, mebibytes=size, dtype=dtype, reference=reference)
 
 
 def measure(
@@ -154,16 +182,16 @@ def measure(
         arrays = every[:_ARRAYS] if kernel.variant == "small" else every
         program, operands, moved = _program(kernel, arrays)
         clock = seconds_on_device if kernel.variant == "small" else seconds_a_call
-        found = _microseconds(clock, program("native"), operands)
-        other = _microseconds(clock, program("reference"), operands[:_ARRAYS]) if reference else None
+        native = _microseconds(clock, program("native"), operands)
+        plain = _microseconds(clock, program("reference"), operands[:_ARRAYS]) if reference else None
         yield Measurement(
             kernel,
             dtype.name,
             min(moved, arrays[0].nbytes) / 2**20,
-            found,
+            native,
             moved,
             copy_rate,
-            other,
+            plain,
         )
 
 

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from .. import plan
 from ..collectives import Bundle, Packed, gather_packed, pack_all
 from ..mesh import AXES, GTP, TP, degree, platform
-from ..models import LlamaBlock, LlamaConfig
+from ..models import ModelConfig, family_of
 from ..nn import init, scatter, take_apart, weight_owners
 from ..recipes import REDUCTIONS, Recipe
 from ..train import compile_options
@@ -91,7 +91,7 @@ def measure_links(mebibytes: float) -> Links:
     )
 
 
-def measure_movements(config: LlamaConfig, recipes: Mapping[str, Recipe], links: Links) -> Iterator[Movement]:
+def measure_movements(config: ModelConfig, recipes: Mapping[str, Recipe], links: Links) -> Iterator[Movement]:
     """Times the gather of one block in each recipe's format, and each way of summing its gradient, with its error.
 
     Args:
@@ -142,8 +142,8 @@ def _reductions(block: _Block, links: Links) -> Iterator[Movement]:
     exact = jax.device_get(summed(None, np.dtype(np.float32))(block.params, gradients))
     for name, reduction in {"scatter": None, **REDUCTIONS}.items():
         program = summed(reduction)
-        found = jax.device_get(program(block.params, gradients))
-        pairs = list(zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True))
+        numbers = jax.device_get(program(block.params, gradients))
+        pairs = list(zip(jax.tree.leaves(numbers), jax.tree.leaves(exact), strict=True))
         error = sum(float(np.sum((a - b) ** 2)) for a, b in pairs) / sum(float(np.sum(b**2)) for _, b in pairs)
         seconds = _seconds(program, block.params, gradients)
         if reduction is None:  # XLA's CPU backend widens it
@@ -159,8 +159,10 @@ def _reductions(block: _Block, links: Links) -> Iterator[Movement]:
 class _Block:
     """One block's weights on the mesh in scope, and programs over them."""
 
-    def __init__(self, config: LlamaConfig) -> None:
-        self.skeleton, self.params = take_apart(init(lambda rngs: LlamaBlock(config, rngs=rngs), nnx.Rngs(0)))
+    def __init__(self, config: ModelConfig) -> None:
+        self.skeleton, self.params = take_apart(
+            init(lambda rngs: family_of(config).block(config, rngs=rngs), nnx.Rngs(0))
+        )
 
     def run(
         self, function: Callable[..., Tree], *operands: Tree, cut_out: bool = False, without: bool = False

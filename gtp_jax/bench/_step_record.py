@@ -47,12 +47,12 @@ def record(rows: Sequence[Row], work: Workload, device: str) -> dict[str, Any]:
     flops = workload_flops(work)
 
     def one(row: Row) -> dict[str, Any]:
-        found: dict[str, Any] = {"name": row.contender.name, **dataclasses.asdict(row.contender), **row.facts}
-        found["flags"] = list(row.contender.flags)
+        entry: dict[str, Any] = {"name": row.contender.name, **dataclasses.asdict(row.contender), **row.facts}
+        entry["flags"] = list(row.contender.flags)
         if row.failure:
-            return {**found, "failure": row.failure}
+            return {**entry, "failure": row.failure}
         return {
-            **found,
+            **entry,
             "median_s": row.median_s,
             "low_s": row.low_s,
             "high_s": row.high_s,
@@ -86,13 +86,13 @@ def changes(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[Change]:
                 f"the run to compare with has {row['name']} with {' '.join(flags)}, this one with "
                 f"{' '.join(row['flags'])}. Repeat it as it was."
             )
-    found = []
+    differences = []
     for row in now["contenders"]:
         old = before.get(row["name"], {})
         for what, key in (("step", "median_s"), ("memory", "peak_bytes")):
             if row.get(key) and old.get(key):
-                found.append(Change(row["name"], what, old[key], row[key]))
-    return found
+                differences.append(Change(row["name"], what, old[key], row[key]))
+    return differences
 
 
 def _check_alike(now: Mapping[str, Any], then: Mapping[str, Any]) -> None:

@@ -1,5 +1,4 @@
 """The command line: `gtp-jax train`, `gtp-jax inspect`, `gtp-jax doctor`."""
 
-from ._config import TrainConfig as TrainConfig
 from ._main import main as main
 from ._main import parser as parser

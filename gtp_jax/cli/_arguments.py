@@ -1,8 +1,9 @@
-"""Kinds of arguments that several subcommands take."""
+"""Flags that several subcommands take, and kinds of them."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 
@@ -33,3 +34,31 @@ def check_files(*paths: Path | None) -> None:
     for path in filter(None, paths):
         if not path.absolute().parent.is_dir():
             raise ValueError(f"{path.absolute().parent} is no directory; create it first, or name another file.")
+
+
+def add_run_flags(topic: argparse.ArgumentParser, *, timeout_s: int, one: str) -> None:
+    """Adds the flags of what runs programs in processes of their own, one after the other.
+
+    Args:
+        topic: the parser.
+        timeout_s: seconds for one of them.
+        one: what one of them is called.
+    """
+    topic.add_argument(
+        "--timeout", type=positive, default=timeout_s, metavar="S", help=f"seconds for one {one} (default: %(default)s)"
+    )
+    topic.add_argument("--within", type=positive, metavar="MIN", help="minutes for all; what comes too late is not run")
+    topic.add_argument(
+        "--torch-python", default=sys.executable, metavar="PATH", help="the Python that has torch (default: this one)"
+    )
+
+
+def add_file_flags(topic: argparse.ArgumentParser, **files: str) -> None:
+    """Adds flags that name files to write: `--json`, `--png`; the values are their help."""
+    for name, text in files.items():
+        topic.add_argument(f"--{name}", type=Path, metavar="FILE", help=text)
+
+
+def seconds_within(args: argparse.Namespace) -> float:
+    """Returns the seconds of `--within`, infinite if it is not given."""
+    return 60 * args.within if args.within else float("inf")

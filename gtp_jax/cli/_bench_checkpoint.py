@@ -16,13 +16,12 @@ from tqdm import tqdm
 from .. import bench
 from ..models import PRESETS
 from ..plan import columns, quantity
-from ._arguments import check_files, positive, whole
-from ._workload import environment_of, probe
+from ._arguments import add_file_flags, add_run_flags, check_files, seconds_within, whole
 
 _DESCRIPTION = """\
 Saves and restores a Llama's float32 parameters and AdamW moments on all devices, each contender in a process of its
 own. `blocks`: until training may go on; `saved`: until the step is committed and flushed to the disk; `restored`: onto
-the mesh that saved, weights cut over gtp; `moved`: onto half the gtp and tp 2. Medians of all rounds but the first.
+the mesh that saved, weights sharded over gtp; `moved`: onto half the gtp and tp 2. Medians of all rounds but the first.
 gtp_jax and orbax compress, torch DCP does not; only gtp_jax makes checksums of arrays and files. gtp_jax's synchronous
 save is its `saved`. One such state must fit on the disk.
 """
@@ -38,12 +37,11 @@ A contender is picked by words of its name: gtp_jax, orbax, torch-DCP async, tor
 time is over counts; the JSON grows with everything done.
 """
 
-_RESHARD_GOAL, _CHECKSUM_GOAL = 1.2, 0.05
 _PRESET = {"gpu": "1b", "cpu": "100m"}
 
 
-def add_parser(topics: Any) -> None:
-    """Adds the topic."""
+def add_topic(topics: Any) -> None:
+    """Adds the topic to `gtp-jax bench`."""
     parser = topics.add_parser(
         "checkpoint",
         help="saving and restoring beside plain orbax and torch DCP",
@@ -59,17 +57,8 @@ def add_parser(topics: Any) -> None:
     parser.add_argument("--devices", type=whole, default=8, metavar="N", help="virtual ones, without GPUs (default: 8)")
     parser.add_argument("--dir", type=Path, default=Path(), metavar="DIR", help="where to write (default: here)")
     parser.add_argument("--contenders", nargs="+", default=[], metavar="WORDS", help="which (default: all)")
-    parser.add_argument(
-        "--timeout", type=positive, default=300, metavar="S", help="seconds for one contender (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--within", type=positive, metavar="MIN", help="minutes for all; what comes too late is not run"
-    )
-    parser.add_argument(
-        "--torch-python", default=sys.executable, metavar="PATH", help="the Python that has torch (default: this one)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the seconds of all rounds there")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw it there")
+    add_run_flags(parser, timeout_s=300, one="contender")
+    add_file_flags(parser, json="write the seconds of all rounds there", png="draw it there")
     parser.set_defaults(run=_run)
 
 
@@ -78,8 +67,8 @@ def _run(args: argparse.Namespace) -> int:
     check_files(args.json, args.png)
     if not args.dir.is_dir():
         raise ValueError(f"{args.dir.absolute()} is no directory; create it first, or name another.")
-    environment = environment_of(argparse.Namespace(gtp=args.devices, tp=1))
-    device, platform, count = probe(environment)
+    environment = bench.environment_of(args.devices)
+    device, platform, count = bench.probe(environment)
     preset = args.preset or _PRESET[platform]
     model = PRESETS[preset] if args.layers is None else dataclasses.replace(PRESETS[preset], layers=args.layers)
     state_bytes = bench.float32_bytes(bench.state_shapes(model))
@@ -118,7 +107,7 @@ def _run(args: argparse.Namespace) -> int:
             environment=environment,
             timeout_s=args.timeout,
             torch_python=args.torch_python,
-            within_s=60 * args.within if args.within else float("inf"),
+            within_s=seconds_within(args),
             report=report,
         )
     versions = sorted({f"{k} {v}" for times in done for k, v in times.versions.items()})
@@ -126,7 +115,7 @@ def _run(args: argparse.Namespace) -> int:
     print(_table(done))
     failures = [f"  {times.who}: {times.failure}" for times in done if times.failure]
     print("\n".join(["", "not all rounds of", *failures] if failures else []), end="\n" if failures else "")
-    print("".join(f"\n{line}" for line in _verdicts(done)))
+    print("".join(f"\n{line}" for line in bench.verdicts(done)))
     if args.png:
         bench.draw_checkpoints(done, title, args.png)
     return 0
@@ -150,27 +139,6 @@ def _line(times: bench.CheckpointTimes) -> str:
     medians = {what: times.median(what) for what in ("blocked", "saved", "restored", "moved")}
     figures = [f"{what} {quantity(seconds, 's')}" for what, seconds in medians.items() if seconds is not None]
     return f"{times.who}: {', '.join(figures) or 'nothing done'}" + (f" ({times.failure})" if times.failure else "")
-
-
-def _verdicts(done: list[bench.CheckpointTimes]) -> list[str]:
-    by_name = {times.who: times for times in done}
-    ours, orbax = by_name.get("gtp_jax"), by_name.get("orbax")
-    lines: list[str] = []
-    if ours is None:
-        return lines
-    ratio, save = ours.ratio("moved", "restored"), ours.ratio("save_checksums", "saved")
-    restore = ours.ratio("restore_checksums", "restored")
-    if ratio is not None:
-        lines.append(f"another mesh: {ratio:.2f} times the same one (goal: at most {_RESHARD_GOAL})")
-    if save is not None:
-        goal = f"(goal: at most {_CHECKSUM_GOAL:.0%})"
-        lines.append(f"checksums: {save:.1%} of a save is waiting for them {goal}")
-    if restore is not None:
-        lines[-1] += f"; {restore:.1%} of a restore"
-    mine, theirs = ours.median("saved"), orbax and orbax.median("saved")
-    if mine and theirs:
-        lines.append(f"a save: {mine / theirs:.2f} times plain orbax's, which makes no checksums")
-    return lines
 
 
 def _seconds(value: float | None) -> str:

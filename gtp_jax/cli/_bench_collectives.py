@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -13,12 +14,12 @@ import jax
 from tqdm import tqdm
 
 from .. import bench, native
-from ..mesh import make_mesh
+from .._flags import add_flags, given
+from ..mesh import Parallelism, choose_devices, make_mesh, on_gpu
 from ..models import PRESETS
 from ..plan import columns, quantity
 from ..recipes import RECIPES, REDUCTIONS
-from ._arguments import check_files, positive, whole
-from ._devices import choose_devices, on_gpu
+from ._arguments import check_files, positive
 
 _EXAMPLES = """\
 examples:
@@ -28,7 +29,6 @@ examples:
 
 _PRESET = {True: "reference", False: "tiny"}
 _MEBIBYTES = {True: 512.0, False: 16.0}
-_CPU_DEVICES = 4
 
 
 def add_topic(topics: Any) -> None:
@@ -44,8 +44,7 @@ def add_topic(topics: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     topic.add_argument("--preset", choices=PRESETS, help="whose layer (default: reference on GPUs, tiny on a CPU)")
-    topic.add_argument("--gtp", type=whole, help="ranks (default: what tp leaves over)")
-    topic.add_argument("--tp", type=whole, default=1, help="tensor-parallel degree")
+    add_flags(topic, Parallelism, but=("dp",))
     topic.add_argument("--mebibytes", type=positive, metavar="MIB", help="of the large message (512; 16 on a CPU)")
     topic.add_argument("--json", type=Path, metavar="FILE", help="write the measurements there too")
     topic.set_defaults(run=_run)
@@ -53,37 +52,42 @@ def add_topic(topics: Any) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     check_files(args.json)
-    choose_devices((args.gtp or max(1, _CPU_DEVICES // args.tp)) * args.tp)
+    parallelism = Parallelism(**given(args, Parallelism))
+    choose_devices(parallelism.virtual_devices(bench.VIRTUAL_DEVICES))
     fast = on_gpu()
-    gtp = args.gtp or jax.device_count() // args.tp
-    if not 1 <= gtp * args.tp <= jax.device_count():
-        raise ValueError(f"gtp {gtp} x tp {args.tp} does not fit on {jax.device_count()} devices.")
-    some = jax.devices()[: gtp * args.tp]
+    degrees = bench.degrees_within(parallelism, jax.device_count())
+    some = jax.devices()[: math.prod(degrees.values())]
     preset = args.preset or _PRESET[fast]
     recipes = {name: kind() for name, kind in RECIPES.items()}
-    with jax.set_mesh(make_mesh(gtp=gtp, tp=args.tp, devices=None if len(some) == jax.device_count() else some)):
+    with jax.set_mesh(make_mesh(**degrees, devices=None if len(some) == jax.device_count() else some)):
         links = bench.measure_links(args.mebibytes or _MEBIBYTES[fast])
         measured = bench.measure_movements(PRESETS[preset], recipes, links)
-        found = list(
+        movements = list(
             tqdm(measured, total=len(recipes) + 1 + len(REDUCTIONS), unit="collective", file=sys.stderr, disable=None)
         )
-    device = some[0].device_kind
-    print(f"{len(some)} x {device}, gtp {gtp}, tp {args.tp}: one layer of {preset}; {native.describe()}")
+    device, gtp, tp = some[0].device_kind, degrees["gtp"], degrees["tp"]
+    print(f"{len(some)} x {device}, gtp {gtp}, tp {tp}: one layer of {preset}; {native.describe()}")
     print(
         f"a message of {links.mebibytes:.0f} MiB leaves at {quantity(links.gather_rate, 'B/s')} in a gather, "
         f"{quantity(links.scatter_rate, 'B/s')} in a scatter\n"
     )
-    print(_table(found))
+    print(_table(movements))
     if args.json:
-        record = {"device": device, "gtp": gtp, "tp": args.tp, "preset": preset, "links": asdict(links)}
-        rows = [asdict(m) | {"of_bound": m.of_bound} for m in found]
+        record = {
+            "device": device,
+            "gtp": degrees["gtp"],
+            "tp": degrees["tp"],
+            "preset": preset,
+            "links": asdict(links),
+        }
+        rows = [asdict(m) | {"of_bound": m.of_bound} for m in movements]
         args.json.write_text(json.dumps(record | {"movements": rows}, indent=1))
     return 0
 
 
-def _table(found: list[bench.Movement]) -> str:
+def _table(movements: list[bench.Movement]) -> str:
     header = ("one layer", "leaves a device", "bound us", "us", "of bound", "to weights us", "x bf16", "error")
-    usual = next((m.whole_s for m in found if m.whole_s), None)
+    usual = next((m.whole_s for m in movements if m.whole_s), None)
     rows = [
         (
             m.name,
@@ -95,6 +99,6 @@ def _table(found: list[bench.Movement]) -> str:
             "" if m.whole_s is None or usual is None else f"{usual / m.whole_s:.2f}",
             "" if m.error is None else f"{m.error:.1e}",
         )
-        for m in found
+        for m in movements
     ]
     return columns(header, rows, right=range(1, len(header)))

@@ -13,9 +13,9 @@ import jax
 from tqdm import tqdm
 
 from .. import bench
+from .._flags import add_flags, from_settings, given
 from ..plan import Target, columns, parse_target, topology_devices
-from ._arguments import check_files, positive, whole
-from ._workload import add_workload, describe, environment_of, probe, workload_of
+from ._arguments import add_file_flags, add_run_flags, check_files, seconds_within, whole
 
 _DESCRIPTION = """\
 Measures steps along five axes. All but `strong` go through the step that the flags ask for, that of `bench step`.
@@ -53,7 +53,7 @@ def add_topic(topics: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_workload(topic)
+    add_flags(topic, bench.StepOptions, but=("dp",))
     topic.add_argument(
         "--axes",
         nargs="+",
@@ -71,31 +71,25 @@ def add_topic(topics: Any) -> None:
     topic.add_argument("--scan", action="store_true", help="along the depth, gtp_jax also with its layers in a loop")
     topic.add_argument("--target", metavar="CHIP:DEVICES", help="compile for GPUs that are not there, e.g. h200:8")
     topic.add_argument("--steps", type=whole, default=12, help="timed, after 3 that are not (default: %(default)s)")
-    topic.add_argument(
-        "--timeout", type=positive, default=600, metavar="S", help="seconds for one point (default: %(default)s)"
-    )
-    topic.add_argument("--within", type=positive, metavar="MIN", help="minutes for all; what comes too late is not run")
-    topic.add_argument(
-        "--torch-python", default=sys.executable, metavar="PATH", help="the Python that has torch (default: this one)"
-    )
-    topic.add_argument("--json", type=Path, metavar="FILE", help="write all points there, as they are done")
-    topic.add_argument("--png", type=Path, metavar="FILE", help="draw them there")
+    add_run_flags(topic, timeout_s=600, one="point")
+    add_file_flags(topic, json="write all points there, as they are done", png="draw them there")
     topic.add_argument("--logs", type=Path, metavar="DIR", help="what each point printed")
     topic.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
+    step = from_settings(bench.StepOptions, given(args, bench.StepOptions))
     axes = bench.parse_axes(args.axes)
-    contenders = bench.chosen_contenders(args.contenders, tp=args.tp)
+    contenders = bench.chosen_contenders(args.contenders, tp=step.parallelism.tp or 1)
     check_files(args.json, args.png)
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
-    environment = environment_of(args)
+    environment = bench.environment_of(step.parallelism.virtual_devices(bench.VIRTUAL_DEVICES))
     target = None if args.target is None else parse_target(args.target)
-    device, platform, count = _there(target, environment) if target else probe(environment)
-    work = workload_of(args, platform, count, steps=args.steps)
+    device, platform, count = _there(target, environment) if target else bench.probe(environment)
+    work = step.workload(platform, count, steps=args.steps)
     runs = bench.growth_runs(bench.growth_points(work, axes), contenders, scan=args.scan, target=target)
-    found: dict[str, Any] = {"device": device, "target": args.target, "workload": dataclasses.asdict(work)}
+    settings: dict[str, Any] = {"device": device, "target": args.target, "workload": dataclasses.asdict(work)}
     costs: list[bench.Cost] = []
     with tqdm(total=len(runs), unit="point", file=sys.stderr, disable=None) as progress:
 
@@ -110,17 +104,19 @@ def _run(args: argparse.Namespace) -> int:
             environment=environment,
             timeout_s=args.timeout,
             torch_python=args.torch_python,
-            within_s=60 * args.within if args.within else float("inf"),
+            within_s=seconds_within(args),
             logs=args.logs,
         ):
             costs.append(cost)
             progress.update()
             announce()
             if args.json:
-                args.json.write_text(json.dumps({**found, "costs": [dataclasses.asdict(c) for c in costs]}, indent=1))
+                args.json.write_text(
+                    json.dumps({**settings, "costs": [dataclasses.asdict(c) for c in costs]}, indent=1)
+                )
     names = list(dict.fromkeys(c.contender for c in costs))
     costs.sort(key=lambda c: (list(bench.AXES).index(c.axis), names.index(c.contender), c.value))
-    title = describe(work, device) + ("; compiled, not run" if target else "")
+    title = bench.describe(work, device) + ("; compiled, not run" if target else "")
     print(f"through {title}\n")
     print(_table(costs, target))
     print("\n" + "\n".join(f"{name}: what stays is {bench.AXES[name].stays}" for name in axes))

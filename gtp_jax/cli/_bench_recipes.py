@@ -13,8 +13,7 @@ from tqdm import tqdm
 from .. import bench
 from ..models import PRESETS
 from ..plan import columns
-from ._arguments import positive, whole
-from ._workload import environment_of, probe
+from ._arguments import positive, seconds_within, whole
 
 _DESCRIPTION = """\
 Trains the same Llama on the same text from the same seed with several recipes, each in a process of its own, one a GPU
@@ -25,7 +24,7 @@ to bf16, and a picture, recipes.png, of these and of what lies in --out from bef
 _EXAMPLES = f"""\
 recipes: {", ".join(bench.VARIANTS)}
 `bf16-seed1` is bf16 from other weights on the same text: a gap that is no larger says nothing. Those with `-no-`,
-`nvfp4-local-amax` (slices that do not agree on an amax) and `mxfp8-rounded-down` (the scales that the OCP specification
+`nvfp4-local-amax` (shards that do not agree on an amax) and `mxfp8-rounded-down` (the scales that the OCP specification
 suggests; of weights alone) leave something out on purpose.
 
 examples:
@@ -34,13 +33,6 @@ examples:
   gtp-jax bench recipes --recipes fp8 --out curves      one more, beside those that are there
   gtp-jax bench recipes --draw --out curves             the table and the picture again
 """
-
-_PRESET, _STEPS, _SEQ, _BATCH = (
-    {"gpu": "100m", "cpu": "tiny"},
-    {"gpu": 3000, "cpu": 50},
-    {"gpu": 512, "cpu": 64},
-    {"gpu": 16, "cpu": 8},
-)
 
 
 def add_topic(topics: Any) -> None:
@@ -65,7 +57,7 @@ def add_topic(topics: Any) -> None:
     topic.add_argument("--seed", type=int, default=0, help="of weights and order of the text (default: 0)")
     topic.add_argument("--within", type=positive, metavar="MIN", help="minutes for all; then they are ended")
     topic.add_argument("--draw", action="store_true", help="train nothing: show the logs in --out")
-    topic.set_defaults(run=_run, gtp=1, tp=1)
+    topic.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -91,39 +83,30 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace, variants: list[bench.Variant]) -> tuple[bench.CurveSettings, dict[str, str]]:
-    environment = environment_of(args)
-    device, platform, count = probe(environment)
-    kind = "gpu" if platform in ("gpu", "cuda") else "cpu"
-    preset = args.preset or _PRESET[kind]
-    settings = bench.CurveSettings(
-        preset=preset,
-        steps=args.steps or _STEPS[kind],
-        batch=args.batch or _BATCH[kind],
-        seq=args.seq or _SEQ[kind],
+    environment = bench.environment_of(1)
+    device, platform, count = bench.probe(environment)
+    settings = bench.curve_settings(
+        platform,
+        preset=args.preset,
+        steps=args.steps,
+        batch=args.batch,
+        seq=args.seq,
         seed=args.seed,
-        lr=args.lr or 0.003 * math.sqrt(128 / PRESETS[preset].dim),
+        lr=args.lr,
         data=tuple(args.data),
         device=device,
     )
-    before = bench.settings_in(args.out, but=variants)
-    if before is not None and before != settings:
-        raise ValueError(
-            f"{args.out} holds logs of other settings, which are not to be compared: this is "
-            f"{settings.unlike(before, 'those')}. Choose another --out."
-        )
+    bench.check_comparable(args.out, settings, variants)
     args.out.mkdir(parents=True, exist_ok=True)
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    gpus = [] if kind == "cpu" else visible.split(",") if visible else [str(i) for i in range(count)]
-    # the slowest first, so that no GPU is left alone with one at the end
-    order = sorted(variants, key=lambda v: v.recipe.operands is None)
     with tqdm(total=settings.steps * len(variants), unit="step", file=sys.stderr, disable=None) as progress:
-
-        def report(done: int) -> None:
-            progress.update(done - progress.n)
-
-        within = 60 * args.within if args.within else math.inf
         failures = bench.run_curves(
-            order, settings, args.out, environment=environment, gpus=gpus, within_s=within, report=report
+            bench.slowest_first(variants),
+            settings,
+            args.out,
+            environment=environment,
+            gpus=bench.gpus_of(environment, platform, count),
+            within_s=seconds_within(args),
+            report=lambda done: progress.update(done - progress.n),
         )
     return settings, failures
 

@@ -11,11 +11,11 @@ from typing import Any
 from tqdm import tqdm
 
 from .. import bench
+from .._flags import add_flags, from_settings, given
 from ..chain import REMAT
 from ..plan import columns, quantity
-from ..recipes import RecipeOptions, add_recipe, recipe_options
-from ._arguments import check_files, positive, whole
-from ._workload import add_workload, describe, environment_of, probe, workload_of
+from ..recipes import Quantization
+from ._arguments import add_file_flags, add_run_flags, check_files, seconds_within, whole
 
 _EXAMPLES = """\
 examples:
@@ -56,8 +56,8 @@ def add_topic(topics: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_workload(topic)
-    add_recipe(topic, but=("recipe",))
+    add_flags(topic, bench.StepOptions, but=("dp",))
+    add_flags(topic, Quantization, but=("recipe",))
     topic.add_argument(
         "--remat",
         nargs="+",
@@ -67,33 +67,27 @@ def add_topic(topics: Any) -> None:
     )
     topic.add_argument("--steps", type=whole, default=12, help="timed, after 3 that are not (default: %(default)s)")
     topic.add_argument("--contenders", nargs="+", default=[], metavar="WORDS", help="which (default: all)")
-    topic.add_argument(
-        "--timeout", type=positive, default=240, metavar="S", help="seconds for one contender (default: %(default)s)"
-    )
-    topic.add_argument("--within", type=positive, metavar="MIN", help="minutes for all; what comes too late is not run")
-    topic.add_argument(
-        "--torch-python", default=sys.executable, metavar="PATH", help="the Python that has torch (default: this one)"
-    )
+    add_run_flags(topic, timeout_s=240, one="contender")
     topic.add_argument(
         "--compare", type=Path, metavar="FILE", help="a saved run: print regressions, exit status 1 if any"
     )
-    topic.add_argument("--json", type=Path, metavar="FILE", help="write the run there too")
-    topic.add_argument("--png", type=Path, metavar="FILE", help="draw it there")
+    add_file_flags(topic, json="write the run there too", png="draw it there")
     topic.add_argument("--logs", type=Path, metavar="DIR", help="what each contender printed")
     topic.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
-    options = recipe_options(args)
-    chosen = bench.with_recipe(bench.chosen_contenders(args.contenders, tp=args.tp), options)
+    step = from_settings(bench.StepOptions, given(args, bench.StepOptions))
+    options = from_settings(Quantization, given(args, Quantization))
+    chosen = bench.with_recipe(bench.chosen_contenders(args.contenders, tp=step.parallelism.tp or 1), options)
     chosen = bench.with_remat_policies(chosen, args.remat)
     check_files(args.json, args.png)
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
     saved = None if args.compare is None else _read(args.compare)
-    environment = environment_of(args)
-    device, platform, count = probe(environment)
-    work = workload_of(args, platform, count, steps=args.steps)
+    environment = bench.environment_of(step.parallelism.virtual_devices(bench.VIRTUAL_DEVICES))
+    device, platform, count = bench.probe(environment)
+    work = step.workload(platform, count, steps=args.steps)
     if saved is not None:
         bench.changes(bench.record([bench.Row(c, failure="to be run") for c in chosen], work, device), saved)
     rows: list[bench.Row] = []
@@ -105,7 +99,7 @@ def _run(args: argparse.Namespace) -> int:
             environment=environment,
             torch_python=args.torch_python,
             timeout_s=args.timeout,
-            within_s=60 * args.within if args.within else float("inf"),
+            within_s=seconds_within(args),
             logs=args.logs,
         )
         for row in measured:
@@ -114,10 +108,10 @@ def _run(args: argparse.Namespace) -> int:
             progress.update()
     families = list(dict.fromkeys(c.family for c in bench.CONTENDERS))
     rows.sort(key=lambda row: families.index(row.contender.family))
-    found = bench.record(rows, work, device)
-    title = describe(work, device)
-    if options != RecipeOptions():
-        title += f"; gtp_jax with {' '.join(options.recipe_flags)}"
+    record = bench.record(rows, work, device)
+    title = bench.describe(work, device)
+    if options != Quantization():
+        title += f"; gtp_jax with {' '.join(options.flags)}"
     versions = sorted({f"{k} {v}" for row in rows for k, v in row.facts.get("versions", {}).items()})
     print(f"{title}; {', '.join(versions)}\n")
     print(_table(rows, work))
@@ -128,10 +122,10 @@ def _run(args: argparse.Namespace) -> int:
         print("\n".join(f"  {row.contender.name}: {row.failure}" for row in failures))
     print(f"\n{_FORMULA}: {quantity(bench.workload_flops(work) / work.devices, 'FLOP')} a device")
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
+        args.json.write_text(json.dumps(record, indent=1))
     if args.png:
         bench.draw_steps(rows, bench.workload_flops(work) / work.devices, title, args.png)
-    return 0 if saved is None else _print_changes(bench.changes(found, saved))
+    return 0 if saved is None else _print_changes(bench.changes(record, saved))
 
 
 def _table(rows: list[bench.Row], work: bench.Workload) -> str:
@@ -176,8 +170,8 @@ def _table(rows: list[bench.Row], work: bench.Workload) -> str:
     return columns(header, cells, right=range(4, len(header)))
 
 
-def _print_changes(found: list[bench.Change]) -> int:
-    worse = [c for c in found if c.is_regression]
+def _print_changes(changes: list[bench.Change]) -> int:
+    worse = [c for c in changes if c.is_regression]
     shown = {"step": lambda v: f"{v * 1e3:.1f} ms", "memory": lambda v: quantity(v, "B")}
     print(f"\nsince the saved run, {len(worse)} regressions of more than {bench.TOLERANCE:.0%}")
     cells = [
@@ -189,7 +183,7 @@ def _print_changes(found: list[bench.Change]) -> int:
             f"{c.relative:+.1%}",
             "REGRESSION" * c.is_regression,
         )
-        for c in found
+        for c in changes
     ]
     print(columns(("contender", "", "then", "now", "change", ""), cells, right=(2, 3, 4)))
     return 1 if worse else 0

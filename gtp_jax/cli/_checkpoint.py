@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from ..checkpoint import Checkpoints
 from ..plan import columns, quantity
-from ._directory import checkpoints_in
+from ..trainer import checkpoints_in
 
 _EXAMPLES = """\
 examples:
@@ -62,11 +62,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def _list(args: argparse.Namespace) -> int:
-    found = _open(args.directory)
+    checkpoints = _open(args.directory)
     rows = []
-    for step in found.steps():
+    for step in checkpoints.steps():
         try:
-            manifest = found.manifest(step)
+            manifest = checkpoints.manifest(step)
         except ValueError:
             rows.append([str(step), "", "", "", "", "", "damaged: see `gtp-jax checkpoint verify`"])
             continue
@@ -94,9 +94,9 @@ def _show(args: argparse.Namespace) -> int:
         print(json.dumps(manifest, indent=1))
         return 0
     print(f"step {manifest['step']}, written by gtp_jax {manifest['gtp_jax']}, format {manifest['format']}")
-    if found := manifest.get("recipe"):
-        settings = ", ".join(f"{key} {json.dumps(value)}" for key, value in found.items() if key != "name")
-        print(f"trained with recipe {found['name']}" + (f" ({settings})" if settings else ""))
+    if recipe := manifest.get("recipe"):
+        settings = ", ".join(f"{key} {json.dumps(value)}" for key, value in recipe.items() if key != "name")
+        print(f"trained with recipe {recipe['name']}" + (f" ({settings})" if settings else ""))
     if manifest["extra"]:
         print(f"beside the arrays: {json.dumps(manifest['extra'])}")
     rows = [
@@ -108,13 +108,13 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    found = _open(args.directory)
-    steps = found.steps() if args.step is None else [args.step]
+    checkpoints = _open(args.directory)
+    steps = checkpoints.steps() if args.step is None else [args.step]
     if not steps:
         raise ValueError(f"no complete step in {args.directory}. Give the directory of a run that has saved one.")
     broken = {}
     for step in tqdm(steps, desc="verify", unit="step", disable=None):
-        if lines := found.verify(step):
+        if lines := checkpoints.verify(step):
             broken[step] = lines
     for step in steps:
         lines = broken.get(step, [])

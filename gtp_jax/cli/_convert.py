@@ -11,7 +11,7 @@ import jax
 
 from ..convert import EXPORT_DTYPES, Converted, export_llama, import_llama
 from ..plan import quantity
-from ._directory import checkpoints_in
+from ..trainer import checkpoints_in
 
 _EXAMPLES = """\
 examples:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from .. import __version__, native, plan
+from ..mesh import choose_devices, has_gpu
 from ..plan import columns
 from ..train import (
     GPU_OPTIONS,
@@ -23,8 +24,7 @@ from ..train import (
     flags_in_environment,
     nccl_is_too_old,
 )
-from ._config import VIRTUAL_DEVICES
-from ._devices import choose_devices, has_gpu
+from ..trainer import VIRTUAL_DEVICES
 from ._doctor_collectives import check_collectives, check_processes
 from ._doctor_versions import CUDA, misfits, nccl, numbers
 from ._finding import Finding, first_line

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
+from ..mesh import has_gpu
 from ..train import all_reduce_with_nccl
+from ..trainer import Diverged
 from . import _bench, _checkpoint, _convert, _doctor, _inspect, _profile, _train
-from ._devices import has_gpu
-from ._progress import Diverged
 
 _EXAMPLES = """\
 examples:
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands."""
     command_line = argparse.ArgumentParser(
         prog="gtp-jax",
-        description="Trains models whose weights are kept as slices and gathered just in time.",
+        description="Trains models whose weights are stored as shards and gathered just in time.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

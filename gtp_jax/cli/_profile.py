@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .. import bench
+from .. import bench, inspect
+from .._flags import add_flags, from_settings, given
 from ..plan import columns
 from ._arguments import check_files, positive
-from ._workload import add_workload, describe, environment_of, probe, workload_of
 
 _EXAMPLES = """\
 examples:
@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_workload(parser)
+    add_flags(parser, bench.StepOptions, but=("dp",))
     parser.add_argument("--contender", default="gtp_jax bf16 again", metavar="WORDS", help="(default: %(default)s)")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="read this trace and run nothing")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the trace there, for other tools too")
@@ -66,20 +66,21 @@ def run(args: argparse.Namespace) -> int:
     check_files(args.png, args.html, args.json)
     if args.trace is not None:
         return _show(args, args.trace, str(args.trace))
-    (contender, *more) = bench.chosen_contenders([args.contender], tp=args.tp)
+    step = from_settings(bench.StepOptions, given(args, bench.StepOptions))
+    (contender, *more) = bench.chosen_contenders([args.contender], tp=step.parallelism.tp or 1)
     if more or contender.family not in _TRACED:
         several = ", ".join(c.name for c in bench.CONTENDERS if c.family in _TRACED)
         raise ValueError(f"`--contender` is {args.contender!r}; it names one of {several}.")
-    environment = environment_of(args)
-    device, platform, count = probe(environment)
-    work = workload_of(args, platform, count, steps=3)
+    environment = bench.environment_of(step.parallelism.virtual_devices(bench.VIRTUAL_DEVICES))
+    device, platform, count = bench.probe(environment)
+    work = step.workload(platform, count, steps=3)
     with _folder(args.keep) as folder:
         traced = dataclasses.replace(contender, flags=(*contender.flags, f"--trace={folder}"))
-        print(f"tracing {contender.name} on {describe(work, device)}", flush=True)
+        print(f"tracing {contender.name} on {bench.describe(work, device)}", flush=True)
         (row,) = bench.measure_steps([traced], work, environment=environment, timeout_s=args.timeout)
         if row.failure:
             raise ValueError(f"{contender.name} has failed: {row.failure}")
-        return _show(args, folder, f"{contender.name}, {describe(work, device)}")
+        return _show(args, folder, f"{contender.name}, {bench.describe(work, device)}")
 
 
 @contextmanager
@@ -92,21 +93,21 @@ def _folder(kept: Path | None) -> Iterator[Path]:
 
 
 def _show(args: argparse.Namespace, trace: Path, title: str) -> int:
-    ops = bench.read_trace(trace)
-    found = bench.breakdown(ops)
-    print(bench.sentence(found) + "\n")
+    ops = inspect.read_trace(trace)
+    breakdown = inspect.breakdown(ops)
+    print(inspect.sentence(breakdown) + "\n")
     rows = [
-        (kind, f"{us / 1e3:.3f}", f"{found.share(kind):.1%}", sum(op.kind == kind for op in ops) or "")
-        for kind, us in sorted(found.by_kind.items(), key=lambda item: -item[1])
+        (kind, f"{us / 1e3:.3f}", f"{breakdown.share(kind):.1%}", sum(op.kind == kind for op in ops) or "")
+        for kind, us in sorted(breakdown.by_kind.items(), key=lambda item: -item[1])
     ]
     print(columns(("kind", "ms", "share", "kernels"), rows, right=(1, 2, 3)))
     longest = sorted(ops, key=lambda op: op.start_us - op.end_us)[:8]
     print("\nlongest kernels")
     cells = [(f"{(op.end_us - op.start_us) / 1e3:.3f}", op.kind, op.stream, op.name[:80]) for op in longest]
     print(columns(("ms", "kind", "stream", "name"), cells, right=(0,)))
-    bench.draw_trace(ops, found, title, args.png)
-    bench.write_page(ops, found, title, args.html)
+    inspect.draw_trace(ops, breakdown, title, args.png)
+    inspect.write_page(ops, breakdown, title, args.html)
     print(f"\nwritten: {args.png}, {args.html}")
     if args.json:
-        args.json.write_text(json.dumps({"title": title, **dataclasses.asdict(found)}, indent=1))
+        args.json.write_text(json.dumps({"title": title, **dataclasses.asdict(breakdown)}, indent=1))
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from ..models import LlamaConfig
+from ..models import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Converted:
         nbytes: of these tensors.
     """
 
-    config: LlamaConfig
+    config: ModelConfig
     step: int
     files: tuple[Path, ...]
     tensors: int

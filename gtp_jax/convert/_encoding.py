@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from ._names import Tensor
+from ..models import Tensor
 from ._quantized import LAYOUTS, Quantized
 from ._safetensors import DTYPES, Entry
 

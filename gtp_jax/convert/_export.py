@@ -13,14 +13,13 @@ import numpy as np
 from tqdm import tqdm
 
 from ..checkpoint import Checkpoints, Digest, StoredArray
-from ..models import LlamaConfig
+from ..models import ModelConfig, Tensor, array_shapes, family_of, saved_config
 from ..ops import multi_amax
 from ._config import write_config
 from ._converted import Converted
 from ._encoding import ENCODINGS, Encoding
 from ._files import INDEX_FILE, SINGLE_FILE, shard_file
 from ._fresh import fresh_directory
-from ._names import Tensor, array_shapes, tensors
 from ._safetensors import Entry, Writer, shard
 
 _SHOWN = 8
@@ -33,7 +32,7 @@ def export_llama(
     step: int | None = None,
     dtype: str = "bfloat16",
     shard_bytes: int = 5_000_000_000,
-    config: LlamaConfig | None = None,
+    config: ModelConfig | None = None,
     max_positions: int | None = None,
     progress: bool = False,
 ) -> Converted:
@@ -66,17 +65,18 @@ def export_llama(
         raise ValueError(f"`dtype` is {dtype!r}; it is one of {', '.join(ENCODINGS)}.")
     if shard_bytes < 1:
         raise ValueError(f"`shard_bytes` is {shard_bytes}; it is a whole number of at least 1.")
-    found = Checkpoints(checkpoint, read_only=True)
-    manifest = found.manifest(step)
+    checkpoints = Checkpoints(checkpoint, read_only=True)
+    manifest = checkpoints.manifest(step)
     config = _config(manifest["extra"], str(checkpoint)) if config is None else config
     encoding = ENCODINGS[dtype]
-    stored = _parameters(found.arrays(manifest["step"]), config, f"step {manifest['step']} in {checkpoint}")
-    wanted = tensors(config)
-    encoding.check(wanted)
-    entries = [entry for tensor in wanted for entry in encoding.entries(tensor)]
+    tensors = family_of(config).hugging_face.tensors(config)
+    where = f"step {manifest['step']} in {checkpoint}"
+    stored = _parameters(checkpoints.arrays(manifest["step"]), config, tensors, where)
+    encoding.check(tensors)
+    entries = [entry for tensor in tensors for entry in encoding.entries(tensor)]
     parts = list(shard(entries, shard_bytes))
     files = [SINGLE_FILE] if len(parts) == 1 else [shard_file(i, len(parts)) for i in range(len(parts))]
-    values = _Values(stored, wanted)
+    values = _Values(stored, tensors)
     arrays = values.encoded(encoding)
     nbytes = sum(entry.nbytes for entry in entries)
     bar = tqdm(total=nbytes, desc="export", unit="B", unit_scale=True, disable=None if progress else True)
@@ -86,7 +86,7 @@ def export_llama(
                 for entry in part:
                     writer.write(next(arrays))
                     bar.update(entry.nbytes)
-        values.check(found, manifest["step"])
+        values.check(checkpoints, manifest["step"])
         if len(parts) > 1:
             _write_index(directory / INDEX_FILE, files, parts)
         write_config(directory, config, encoding, manifest["extra"].get("hugging_face", {}), max_positions)
@@ -96,16 +96,16 @@ def export_llama(
 class _Values:
     """Tensors' values, read from our arrays, with a digest of all that was read."""
 
-    def __init__(self, stored: dict[str, StoredArray], wanted: list[Tensor]) -> None:
+    def __init__(self, stored: dict[str, StoredArray], tensors: list[Tensor]) -> None:
         self._stored = stored
-        self._wanted = wanted
+        self._tensors = tensors
         self._digests: dict[str, Digest] = collections.defaultdict(Digest)
         self._fused = ""
         self._amax = np.float32(0)
 
     def encoded(self, encoding: Encoding) -> Iterator[np.ndarray]:
         """What is to be written, in order."""
-        for tensor in self._wanted:
+        for tensor in self._tensors:
             yield from encoding.arrays(tensor, self._read(tensor, digest=True), self._fused_amax)
 
     def check(self, checkpoints: Checkpoints, step: int) -> None:
@@ -125,15 +125,15 @@ class _Values:
 
     def _fused_amax(self, tensor: Tensor) -> np.float32:
         if tensor.fused != self._fused:  # they come one after the other
-            members = (other for other in self._wanted if other.fused == tensor.fused)
-            found = [multi_amax([jnp.asarray(self._read(other, digest=False), jnp.float32)]) for other in members]
-            self._fused, self._amax = tensor.fused, np.float32(np.max(found))
+            members = (other for other in self._tensors if other.fused == tensor.fused)
+            amaxes = [multi_amax([jnp.asarray(self._read(other, digest=False), jnp.float32)]) for other in members]
+            self._fused, self._amax = tensor.fused, np.float32(np.max(amaxes))
         return self._amax
 
 
-def _config(extra: dict[str, Any], where: str) -> LlamaConfig:
+def _config(extra: dict[str, Any], where: str) -> ModelConfig:
     try:
-        return LlamaConfig(**extra["model"])
+        return saved_config(extra)
     except KeyError:
         raise ValueError(
             f"the checkpoint in {where} does not say of which model it is. Pass `config`, the `LlamaConfig` that it "
@@ -144,11 +144,13 @@ def _config(extra: dict[str, Any], where: str) -> LlamaConfig:
         raise ValueError(f"the checkpoint in {where} is not of a Llama of this version: {error}.") from error
 
 
-def _parameters(arrays: dict[str, StoredArray], config: LlamaConfig, where: str) -> dict[str, StoredArray]:
+def _parameters(
+    arrays: dict[str, StoredArray], config: ModelConfig, tensors: list[Tensor], where: str
+) -> dict[str, StoredArray]:
     """A checkpoint's parameters by path, if they are those of such a model."""
     prefix = "params/"
     has = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
-    wants = array_shapes(config)
+    wants = array_shapes(tensors)
     shapes: dict[str, Any] = {path: array.shape for path, array in has.items()}
     lines = [
         f"  {prefix}{path}: {shapes.get(path, 'no such array')} found, {wants.get(path, 'no such array')} wanted"

@@ -10,11 +10,11 @@ import numpy as np
 from tqdm import tqdm
 
 from ..checkpoint import Checkpoints, StreamedArray
+from ..models import Tensor, array_shapes, family_of, saved
 from ._config import read_config
 from ._converted import Converted
 from ._files import open_tensors
 from ._fresh import fresh_directory
-from ._names import Tensor, array_shapes, tensors
 from ._safetensors import Reader
 
 # What a float32 master holds exactly.
@@ -46,9 +46,9 @@ def import_llama(hugging_face: str | Path, out: str | Path, *, progress: bool = 
     source = Path(hugging_face).expanduser()
     config, original = read_config(source)
     readers = open_tensors(source)
-    wanted = tensors(config)
-    _check(source, readers, wanted)
-    nbytes = sum(readers[tensor.name].entries[tensor.name].nbytes for tensor in wanted)
+    tensors = family_of(config).hugging_face.tensors(config)
+    _check(source, readers, tensors)
+    nbytes = sum(readers[tensor.name].entries[tensor.name].nbytes for tensor in tensors)
     bar = tqdm(total=2 * nbytes, desc="import", unit="B", unit_scale=True, disable=None if progress else True)
 
     def make(rows: list[Tensor], begin: int) -> np.ndarray:
@@ -59,36 +59,36 @@ def import_llama(hugging_face: str | Path, out: str | Path, *, progress: bool = 
         return whole if tensor.layer is None else whole[None]
 
     rows: dict[str, list[Tensor]] = {}
-    for tensor in wanted:
+    for tensor in tensors:
         rows.setdefault(tensor.path, []).append(tensor)
     params = {
         path: StreamedArray(
             shape, np.float32, shape[0] if rows[path][0].layer is None else 1, functools.partial(make, rows[path])
         )
-        for path, shape in array_shapes(config).items()
+        for path, shape in array_shapes(tensors).items()
     }
-    extra: dict[str, Any] = {"model": config.architecture(), "hugging_face": original}
+    extra: dict[str, Any] = {**saved(config), "hugging_face": original}
     with bar, fresh_directory(Path(out)) as directory, Checkpoints(directory) as checkpoints:
         checkpoints.save_params(0, params, extra)
-    files = dict.fromkeys(readers[tensor.name].path for tensor in wanted)
-    return Converted(config, 0, tuple(files), len(wanted), nbytes)
+    files = dict.fromkeys(readers[tensor.name].path for tensor in tensors)
+    return Converted(config, 0, tuple(files), len(tensors), nbytes)
 
 
-def _check(source: Path, readers: dict[str, Reader], wanted: list[Tensor]) -> None:
+def _check(source: Path, readers: dict[str, Reader], tensors: list[Tensor]) -> None:
     """Compares the tensors that are there with those of the model."""
-    shapes = {tensor.name: tensor.shape for tensor in wanted}
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
     lines = []
     for name in {**shapes, **readers}:
         if name not in readers:
             lines.append(f"  {name}: in no file, {list(shapes[name])} wanted")
             continue
         entry, file = readers[name].entries[name], readers[name].path.name
-        found = f"{entry.dtype}{list(entry.shape)}"
+        stored = f"{entry.dtype}{list(entry.shape)}"
         if name not in shapes:
             if not name.endswith(_IGNORED):
-                lines.append(f"  {name}: {found} in {file}, no such tensor wanted")
+                lines.append(f"  {name}: {stored} in {file}, no such tensor wanted")
         elif entry.shape != shapes[name] or entry.dtype not in _DTYPES:
-            lines.append(f"  {name}: {found} in {file}, {list(shapes[name])} of {', '.join(_DTYPES)} wanted")
+            lines.append(f"  {name}: {stored} in {file}, {list(shapes[name])} of {', '.join(_DTYPES)} wanted")
     if lines:
         more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         raise ValueError(

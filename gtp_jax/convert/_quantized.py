@@ -31,8 +31,8 @@ import numpy as np
 
 from .. import __version__
 from ..formats import MXFP8, NVFP4_1D, Format
+from ..models import Tensor
 from ..ops import quantize
-from ._names import Tensor
 from ._safetensors import DTYPES, Entry
 
 # What stays as it is, besides embeddings and norms.

@@ -144,7 +144,7 @@ class Reader:
         if not isinstance(header, dict):
             raise self._broken(f"its header is a {type(header).__name__}, not an object of tensors")
         self.metadata: dict[str, str] = header.pop(_METADATA, {})
-        parsed = {name: self._entry(name, found) for name, found in header.items()}
+        parsed = {name: self._entry(name, fields) for name, fields in header.items()}
         self.entries: dict[str, Entry] = {name: entry for name, (entry, _) in parsed.items()}
         self._offsets = {name: begin for name, (_, begin) in parsed.items()}
         end, last = 0, "the header"
@@ -168,11 +168,11 @@ class Reader:
             raise self._broken(f"{name} ends after {flat.nbytes} of {entry.nbytes} bytes")
         return flat.view(DTYPES[entry.dtype][0]).reshape(entry.packed_shape)
 
-    def _entry(self, name: str, found: Any) -> tuple[Entry, int]:
+    def _entry(self, name: str, fields: Any) -> tuple[Entry, int]:
         try:
-            dtype, shape, (begin, end) = found["dtype"], tuple(found["shape"]), found["data_offsets"]
+            dtype, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
         except (TypeError, KeyError, ValueError) as error:
-            raise self._broken(f"{name} is described by {found}; dtype, shape and data_offsets are wanted") from error
+            raise self._broken(f"{name} is described by {fields}; dtype, shape and data_offsets are wanted") from error
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise self._broken(f"{name} has the unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
         if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
@@ -189,11 +189,11 @@ class Reader:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
-    return found
+    return fields
 
 
 def shard(entries: Sequence[Entry], limit: int) -> Iterator[list[Entry]]:

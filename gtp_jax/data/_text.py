@@ -51,10 +51,10 @@ def read_text(paths: Sequence[str | os.PathLike[str]] = ()) -> Text:
             raise ValueError(f"`data` {path} does not exist. Give a text file, or a directory of text files.")
         before = len(documents)
         if path.is_dir():
-            found = [_read(file) for file in _files(path)]
-            documents += [text for text in found if text]
-            skipped += sum(text is None for text in found)
-            what = f"directory holds no UTF-8 text ({len(found)} files looked at, {skipped} of them not text)"
+            texts = [_read(file) for file in _files(path)]
+            documents += [text for text in texts if text]
+            skipped += sum(text is None for text in texts)
+            what = f"directory holds no UTF-8 text ({len(texts)} files looked at, {skipped} of them not text)"
         else:
             text = _read(path)
             if text is None:
@@ -74,11 +74,11 @@ def standard_library() -> Text:
         ValueError: if this Python has been installed without its source.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    found = [_read(file) for file in _files(root, suffix=".py")] if root.is_dir() else []
-    documents = tuple(text for text in found if text)
+    texts = [_read(file) for file in _files(root, suffix=".py")] if root.is_dir() else []
+    documents = tuple(text for text in texts if text)
     if not documents:
         raise ValueError(f"{root} holds no source of the Python standard library. Give text of your own as `data`.")
-    return Text("the source of the Python standard library", documents, sum(text is None for text in found))
+    return Text("the source of the Python standard library", documents, sum(text is None for text in texts))
 
 
 def _files(root: Path, suffix: str = "") -> Iterator[Path]:

@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from ._parallelism import check_degrees, fill_degrees
+
 DP, GTP, TP = "dp", "gtp", "tp"
 
 # Outermost first. tp is innermost, so that its ranks are neighbours; `ep` will go between dp and gtp.
@@ -18,11 +20,11 @@ View = Literal["plain", "global", "local"]
 
 
 def make_mesh(*, dp: int | None = None, gtp: int = 1, tp: int = 1, devices: Any = None) -> Mesh:
-    """A device mesh with the axes `dp`, `gtp` and `tp`, in that order.
+    """Returns a device mesh with the axes `dp`, `gtp` and `tp`, in that order.
 
     Args:
-        dp: replicas of the sliced weights. `None` takes whatever the other degrees leave over.
-        gtp: slices a weight is cut into, gathered just before use.
+        dp: replicas of the sharded weights. `None` takes whatever the other degrees leave over.
+        gtp: shards of a weight, gathered just before use.
         tp: tensor-parallel degree.
         devices: the devices to use; all of them by default.
 
@@ -30,20 +32,13 @@ def make_mesh(*, dp: int | None = None, gtp: int = 1, tp: int = 1, devices: Any 
         ValueError: if the degrees do not multiply to the number of devices.
     """
     array = np.asarray(jax.devices() if devices is None else devices, dtype=object).reshape(-1)
-    for name, degree in (("dp", dp), ("gtp", gtp), ("tp", tp)):
-        if degree is not None and (not isinstance(degree, int) or degree < 1):
-            raise ValueError(f"`{name}` is {degree!r}; a degree is a whole number of at least 1.")
-    if dp is None:
-        dp = max(1, array.size // (gtp * tp))
-    if dp * gtp * tp != array.size:
-        raise ValueError(
-            f"dp {dp} x gtp {gtp} x tp {tp} = {dp * gtp * tp}, but there are {array.size} devices. "
-            "Choose degrees whose product is the number of devices, or pass `devices`."
-        )
+    sizes = fill_degrees({DP: dp, GTP: gtp, TP: tp}, array.size)
+    check_degrees(sizes, array.size, remedy=", or pass `devices`")
+    shape = tuple(sizes[axis] for axis in AXES)
     types = (AxisType.Auto,) * len(AXES)
     if devices is None:
-        return jax.make_mesh((dp, gtp, tp), AXES, axis_types=types)  # may reorder for the topology
-    return Mesh(array.reshape(dp, gtp, tp), AXES, axis_types=types)
+        return jax.make_mesh(shape, AXES, axis_types=types)  # may reorder for the topology
+    return Mesh(array.reshape(shape), AXES, axis_types=types)
 
 
 def current_view() -> View:

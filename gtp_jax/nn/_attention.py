@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..mesh import degree, platform
+from ..mesh import degree
 from ..ops import causal_attention, keep, rope
 from ._dense import Dense, LayerNormDense, Norm
 from ._layer import Layer
@@ -74,7 +74,7 @@ class Attention(Layer):
         q, k, v = by_head["query"], by_head["key"], by_head["value"]
         if self.rope_theta is not None:
             q, k = rope(q, theta=self.rope_theta), rope(k, theta=self.rope_theta)
-        mixed = causal_attention(keep(q), keep(k), keep(v), platform=platform())
+        mixed = causal_attention(keep(q), keep(k), keep(v))
         return self.out(jnp.reshape(mixed, (*mixed.shape[:2], -1)))
 
 

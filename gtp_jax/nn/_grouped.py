@@ -13,7 +13,7 @@ from jax.nn import initializers
 
 from ..collectives import split_features
 from ..layout import Layout, Split, layouts_of_kernels
-from ..mesh import current_view, degree, platform
+from ..mesh import current_view, degree
 from ..ops import grouped_matmul, grouped_quantized
 from ._weight import Initializer, WeightOwner, make_weight
 
@@ -158,10 +158,10 @@ class GroupedDense(WeightOwner):
 
     def _product(self, weight: jax.Array, rows: jax.Array, sizes: jax.Array) -> jax.Array:
         if self.operands is None:
-            return grouped_matmul(rows, weight, sizes, platform=platform())
+            return grouped_matmul(rows, weight, sizes)
         return self.in_blocks(
             weight,
-            lambda weight, key, operands: grouped_quantized(rows, weight, sizes, key, operands, platform=platform()),
+            lambda weight, key, operands: grouped_quantized(rows, weight, sizes, key, operands),
         )
 
 

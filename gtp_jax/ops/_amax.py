@@ -34,11 +34,11 @@ def multi_amax(
     """
     if hasattr(arrays, "dtype"):
         raise TypeError("`arrays` is one array; it is a list of arrays. Write `multi_amax([x])[0]`.")
-    found = [as_values(f"arrays[{i}]", x) for i, x in enumerate(arrays)]
-    for index, x in enumerate(found):
+    values = [as_values(f"arrays[{i}]", x) for i, x in enumerate(arrays)]
+    for index, x in enumerate(values):
         if stacked and x.ndim == 0:
             raise ValueError(f"`arrays[{index}]` is a scalar; with `stacked` it has a first dimension.")
-    return call("multi_amax", implementation, found, stacked=stacked)
+    return call("multi_amax", implementation, values, stacked=stacked)
 
 
 def hadamard_amax(x: jax.Array, *, implementation: Implementation | None = None) -> jax.Array:

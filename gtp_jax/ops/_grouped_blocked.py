@@ -11,36 +11,36 @@ from ._tiles import Tiles, cut_into_tiles
 
 def product(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, transposed: bool) -> jax.Array:
     """See `grouped_matmul`; the kernels are `(groups, out, in)` if `transposed`, else `(groups, in, out)`."""
-    tiles, rows, found = _tiles(group_sizes, x.shape[0])
+    tiles, rows, valid = _tiles(group_sizes, x.shape[0])
     groups = weight.shape[0]
     contracted = (((1,), (1 if transposed else 0,)), ((), ()))
 
-    def one(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def multiply(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
         group, part = tile
         kernel = lax.dynamic_index_in_dim(weight, jnp.minimum(group, groups - 1), keepdims=False)
         y = lax.dot_general(part, kernel, contracted, preferred_element_type=_wide(x.dtype)).astype(x.dtype)
         return jnp.where(group < groups, y, 0)
 
-    parts = lax.map(one, (tiles.group, x[jnp.minimum(rows, x.shape[0] - 1)]))
-    flat = jnp.where(found, rows, x.shape[0])  # out of bounds is dropped
+    parts = lax.map(multiply, (tiles.group, x[jnp.minimum(rows, x.shape[0] - 1)]))
+    flat = jnp.where(valid, rows, x.shape[0])  # out of bounds is dropped
     return jnp.zeros((x.shape[0], parts.shape[-1]), x.dtype).at[flat].set(parts, mode="drop")
 
 
 def outer(y: jax.Array, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """The sum over each group's rows of `y[row] x[row]^T`: `(groups, out, in)`."""
     groups = group_sizes.shape[0]
-    tiles, rows, found = _tiles(group_sizes, x.shape[0])
+    tiles, rows, valid = _tiles(group_sizes, x.shape[0])
     wide = _wide(x.dtype)
 
     def add(total: jax.Array, tile: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        group, rows, found = tile
+        group, rows, valid = tile
         rows = jnp.minimum(rows, x.shape[0] - 1)
-        left, right = (jnp.where(found[:, None], a[rows], 0) for a in (y, x))
+        left, right = (jnp.where(valid[:, None], a[rows], 0) for a in (y, x))
         part = lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=wide)
         return total.at[group].add(part, mode="drop"), None  # out of bounds: rows of no group
 
     zeros = jnp.zeros((groups, y.shape[1], x.shape[1]), wide)
-    return lax.scan(add, zeros, (tiles.group, rows, found))[0].astype(x.dtype)
+    return lax.scan(add, zeros, (tiles.group, rows, valid))[0].astype(x.dtype)
 
 
 def _tiles(group_sizes: jax.Array, rows: int) -> tuple[Tiles, jax.Array, jax.Array]:

@@ -13,11 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..mesh import platform
 from . import _grouped_blocked as blocked
+from ._implementation import Implementation, runs_native
 from ._keep import keep
 
 
-def grouped_matmul(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, platform: str) -> jax.Array:
+def grouped_matmul(
+    x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, implementation: Implementation | None = None
+) -> jax.Array:
     """`y[row] = x[row] @ kernel[group of row].T`, of rows that are sorted by group.
 
     Operations are spent on each row's own group alone, but for groups' last tiles. Sums are taken in float32 at least.
@@ -28,8 +32,8 @@ def grouped_matmul(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, p
         weight: `(slices, groups, part, in)`: of every slice of a gather, each group's part of its output features, all
             of `x`'s dtype. One slice: `(1, groups, out, in)`.
         group_sizes: int32 `(groups,)`: rows of each group, in order; zeros are fine.
-        platform: what the program is compiled for. Pallas takes bfloat16 and float16 on `gpu`; other dtypes, and other
-            platforms, go tile by tile through XLA's own matmuls.
+        implementation: `"reference"`, tile by tile through XLA's own matmuls; `"native"`, Pallas kernels for bfloat16
+            and float16 on GPUs; or `None` for the best at hand.
 
     Returns:
         `(rows, slices * part)`, slice after slice; zeros in rows behind the last group.
@@ -37,13 +41,20 @@ def grouped_matmul(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, p
     Raises:
         ValueError: if shapes do not agree.
         TypeError: if `group_sizes` is not int32, or the dtypes of `x` and `weight` differ.
+        NotImplementedError: if `implementation` is `"native"`, and there are no kernels for these.
     """
-    kernels = check_grouped(x, weight, group_sizes, platform)
-    return keep(_grouped_matmul(x, weight, group_sizes, kernels))
+    native = check_grouped("grouped_matmul", x, weight, group_sizes, implementation)
+    return keep(_grouped_matmul(x, weight, group_sizes, native))
 
 
-def check_grouped(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, platform: str) -> str:
-    """Checks the operands of a grouped matmul, and names the kernels for them; see `grouped_matmul`."""
+def check_grouped(
+    operation: str,
+    x: jax.Array,
+    weight: jax.Array,
+    group_sizes: jax.Array,
+    implementation: Implementation | None,
+) -> bool:
+    """Checks the operands of a grouped matmul and returns whether native kernels run it; see `grouped_matmul`."""
     if x.ndim != 2 or weight.ndim != 4 or weight.shape[3] != x.shape[1]:
         raise ValueError(
             f"`x` has shape {x.shape} and `weight` {weight.shape}; they are (rows, in) and (slices, groups, part, in)."
@@ -57,23 +68,24 @@ def check_grouped(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, platf
         raise TypeError(f"`group_sizes` is {group_sizes.dtype}; it is int32.")
     if weight.dtype != x.dtype:
         raise TypeError(f"`x` is {x.dtype} and `weight` {weight.dtype}; cast one to the other's dtype.")
-    on_gpu = platform == "gpu" and x.dtype in (jnp.bfloat16, jnp.float16)
-    return "triton" if on_gpu else "blocked"
+    fits = platform() == "gpu" and x.dtype in (jnp.bfloat16, jnp.float16)
+    missing = "" if fits else f"the kernels take bfloat16 and float16 on GPUs, and this is {x.dtype}"
+    return runs_native(operation, implementation, missing)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _grouped_matmul(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, kernels: str) -> jax.Array:
-    return kernels_of(kernels).product(x, by_group(weight), group_sizes, transposed=True)
+def _grouped_matmul(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, native: bool) -> jax.Array:
+    return kernels_of(native).product(x, by_group(weight), group_sizes, transposed=True)
 
 
-def _fwd(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, kernels: str):
-    return _grouped_matmul(x, weight, group_sizes, kernels), (x, weight, group_sizes)
+def _fwd(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, native: bool):
+    return _grouped_matmul(x, weight, group_sizes, native), (x, weight, group_sizes)
 
 
-def _bwd(kernels: str, saved: tuple[jax.Array, jax.Array, jax.Array], gradient: jax.Array):
+def _bwd(native: bool, saved: tuple[jax.Array, jax.Array, jax.Array], gradient: jax.Array):
     x, weight, group_sizes = saved
-    to_x = kernels_of(kernels).product(gradient, by_group(weight), group_sizes, transposed=False)
-    to_kernels = kernels_of(kernels).outer(gradient, x, group_sizes)
+    to_x = kernels_of(native).product(gradient, by_group(weight), group_sizes, transposed=False)
+    to_kernels = kernels_of(native).outer(gradient, x, group_sizes)
     return to_x, by_slice(to_kernels, weight.shape), None
 
 
@@ -92,9 +104,9 @@ def by_slice(kernels: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jnp.swapaxes(jnp.reshape(kernels, (groups, slices, part, features)), 0, 1)
 
 
-def kernels_of(name: str) -> Any:
-    """The module with `product` and `outer`, by the name that `check_grouped` gives."""
-    if name == "blocked":
+def kernels_of(native: bool) -> Any:
+    """Returns the module with `product` and `outer`, the native one or the reference."""
+    if not native:
         return blocked
     from . import _grouped_triton  # Pallas takes a second to import, and only GPUs need it
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ..formats import Format, Operands, QuantizedArray
 from ._amax import hadamard_amax, multi_amax
 from ._grouped_matmul import by_group, by_slice, check_grouped, kernels_of
+from ._implementation import Implementation
 from ._keep import keep
 from ._operand import operand_amax, quantizable, rounded_weight, values_of
 from ._quantize import quantize
@@ -17,7 +18,13 @@ from ._tiles import in_whole_blocks
 
 
 def grouped_quantized(
-    x: jax.Array, weight: jax.Array, group_sizes: jax.Array, key: jax.Array, operands: Operands, *, platform: str
+    x: jax.Array,
+    weight: jax.Array,
+    group_sizes: jax.Array,
+    key: jax.Array,
+    operands: Operands,
+    *,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """`grouped_matmul` of operands rounded as `linear_blocks` or `linear_fp8` round a dense layer's.
 
@@ -41,39 +48,39 @@ def grouped_quantized(
         group_sizes: likewise.
         key: uint32 `(2,)`, for stochastic rounding.
         operands: the formats.
-        platform: as in `grouped_matmul`.
+        implementation: as in `grouped_matmul`.
 
     Returns:
         As `grouped_matmul`. Backward keeps the codes of `x`.
 
     Raises:
-        ValueError, TypeError: as `grouped_matmul`.
+        ValueError, TypeError, NotImplementedError: as `grouped_matmul`.
     """
-    kernels = check_grouped(x, weight, group_sizes, platform)
-    return keep(_grouped_quantized(x, weight, group_sizes, key, operands, kernels))
+    native = check_grouped("grouped_quantized", x, weight, group_sizes, implementation)
+    return keep(_grouped_quantized(x, weight, group_sizes, key, operands, native))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _grouped_quantized(
-    x: jax.Array, weight: jax.Array, group_sizes: jax.Array, key: jax.Array, operands: Operands, kernels: str
+    x: jax.Array, weight: jax.Array, group_sizes: jax.Array, key: jax.Array, operands: Operands, native: bool
 ) -> jax.Array:
-    return _forward(x, weight, group_sizes, key, operands, kernels)[0]
+    return _forward(x, weight, group_sizes, key, operands, native)[0]
 
 
-def _forward(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, key: jax.Array, operands: Operands, kernels: str):
+def _forward(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, key: jax.Array, operands: Operands, native: bool):
     along_in, along_rows, _ = _copies(x, group_sizes, operands.activation, operands.hadamard)
     values = values_of(along_in, x.dtype)
-    y = kernels_of(kernels).product(values, by_group(weight), group_sizes, transposed=True)
+    y = kernels_of(native).product(values, by_group(weight), group_sizes, transposed=True)
     return y, (along_rows, weight, group_sizes, key)
 
 
-def _backward(operands: Operands, kernels: str, saved, gradient: jax.Array):
+def _backward(operands: Operands, native: bool, saved, gradient: jax.Array):
     x_rows, weight, group_sizes, key = saved
-    dtype, run = gradient.dtype, kernels_of(kernels)
+    dtype, run = gradient.dtype, kernels_of(native)
     rounding = key if operands.stochastic else None
     along_out, along_rows, sizes = _copies(gradient, group_sizes, operands.gradient, operands.hadamard, rounding)
-    turned = rounded_weight(weight, operands, "column")
-    kernel = by_group(values_of(turned, dtype) if isinstance(turned, QuantizedArray) else turned)
+    columns = rounded_weight(weight, operands, "column")
+    kernel = by_group(values_of(columns, dtype) if isinstance(columns, QuantizedArray) else columns)
     to_x = run.product(values_of(along_out, dtype), kernel, group_sizes, transposed=False)
     to_kernels = run.outer(values_of(along_rows, dtype), values_of(x_rows, dtype), sizes)
     return to_x, by_slice(to_kernels, weight.shape), None, None

@@ -1,4 +1,8 @@
-"""Which code runs an operation on quantized arrays: the jnp reference or the native kernel, equal bit for bit."""
+"""Which code runs an operation: the reference, in plain jax.numpy, or the native kernel of the platform.
+
+Every operation with a choice takes `implementation`, and `None` for the best at hand. Native is what the platform has:
+this library's own kernels, cuDNN's attention, Pallas kernels. On quantized arrays both are equal bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,28 @@ Implementation = Literal["reference", "native"]
 _PLATFORMS = (("cpu", "cpu", "cpu"), ("cuda", "CUDA", "gpu"))
 
 
+def runs_native(operation: str, implementation: Implementation | None, missing: str) -> bool:
+    """Returns whether an operation runs by its native kernel.
+
+    Args:
+        operation: its name, for messages.
+        implementation: what the caller asks for; `None` takes the native kernel where there is one.
+        missing: why there is none for these operands on the platform at hand; empty if there is.
+
+    Raises:
+        ValueError: if `implementation` is something else.
+        NotImplementedError: if it is `native`, and there is none.
+    """
+    if implementation not in (None, "reference", "native"):
+        raise ValueError(f"`implementation` is {implementation!r}; it is 'reference', 'native' or None for the best.")
+    if implementation == "native" and missing:
+        raise NotImplementedError(
+            f"there is no native {operation!r} for {platform()!r} here: {missing}. "
+            "Leave `implementation` out to use the reference there."
+        )
+    return implementation != "reference" and not missing
+
+
 def call(operation: str, implementation: Implementation | None, *operands: Any, **attributes: Any) -> Any:
     """Runs an operation by the name that it has in `reference` and in `native`.
 
@@ -32,18 +58,17 @@ def call(operation: str, implementation: Implementation | None, *operands: Any, 
         NotImplementedError: if it is `native`, and the platform at hand has no kernel.
         TypeError: if it is differentiated: a rounding's gradient is zero, which nobody wants silently.
     """
-    if implementation not in (None, "reference", "native"):
-        raise ValueError(f"`implementation` is {implementation!r}; it is 'reference', 'native' or None for the best.")
-    target = f"gtp_{operation}"
-    if implementation == "native":
-        registry = next((name for _, name, here in _PLATFORMS if here == platform()), None)
-        if registry is None or not native.has(target, registry) or not runs_kernels():
-            why = native.describe() if runs_kernels() else "kernels run from compute capability 8.0 (A100) on"
-            raise NotImplementedError(
-                f"there is no native {operation!r} for {platform()!r} here: {why}. "
-                "Leave `implementation` out to use the reference there."
-            )
+    # with `None` the choice falls when the program is compiled, for each platform
+    runs_native(operation, implementation, _missing(operation) if implementation == "native" else "")
     return _run(operands, operation=operation, implementation=implementation, attributes=tuple(attributes.items()))
+
+
+def _missing(operation: str) -> str:
+    """Says why the platform at hand has no kernel of this library for an operation; nothing if it has."""
+    registry = next((name for _, name, here in _PLATFORMS if here == platform()), None)
+    if not runs_kernels():
+        return "kernels run from compute capability 8.0 (A100) on"
+    return "" if registry is not None and native.has(f"gtp_{operation}", registry) else native.describe()
 
 
 @functools.partial(jax.jit, static_argnames=("operation", "implementation", "attributes"))

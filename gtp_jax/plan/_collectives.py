@@ -101,12 +101,12 @@ def launched(module: Module, visit: Visit, *, backward: str = BACKWARD) -> Itera
     instruction = visit.instruction
     start = instruction.opcode.endswith("-start")
     if instruction.opcode.removesuffix("-start") in KINDS:
-        found = [(instruction, visit.scope)]
+        pairs = [(instruction, visit.scope)]
     elif start or instruction.opcode == "fusion":
-        found = [(v.instruction, v.scope) for v in module.inside(instruction) if v.instruction.opcode in KINDS]
+        pairs = [(v.instruction, v.scope) for v in module.inside(instruction) if v.instruction.opcode in KINDS]
     else:
         return
-    for inner, scope in found:
+    for inner, scope in pairs:
         axes, group = _ranks(inner, module)
         yield Collective(
             name=instruction.name,
@@ -136,18 +136,18 @@ def done(start: Instruction, scope: Computation) -> Instruction | None:
     return None
 
 
-def summary(found: Iterable[Collective]) -> list[tuple[Collective, int]]:
+def summary(collectives: Iterable[Collective]) -> list[tuple[Collective, int]]:
     """Collectives that differ neither in kind, direction, axes, synchrony nor shapes: one of each, and how many."""
     groups: dict[tuple[object, ...], list[Collective]] = collections.defaultdict(list)
-    for c in found:
+    for c in collectives:
         groups[c.kind, c.direction, c.axes or c.group, c.asynchronous, c.exact, c.operands, c.results].append(c)
     counted = [(same[0], sum(c.times for c in same)) for same in groups.values()]
     return sorted(counted, key=lambda row: (KINDS.index(row[0].kind), row[0].direction, -row[0].wire_bytes))
 
 
-def table(found: Iterable[Collective]) -> str:
+def table(collectives: Iterable[Collective]) -> str:
     """The collectives of a program as a table: one line for those alike, and the sum of what leaves a device."""
-    rows = summary(found)
+    rows = summary(collectives)
     if not rows:
         return "no collectives"
     estimate = {True: "", False: "?"}
@@ -217,5 +217,5 @@ def _axes(ranks: set[int], mesh: Mapping[str, int]) -> tuple[str, ...]:
         for axis, size in reversed(list(mesh.items())):
             rank, place = divmod(rank, size)
             places[axis].add(place)
-    axes = tuple(axis for axis, found in places.items() if len(found) > 1)
+    axes = tuple(axis for axis, positions in places.items() if len(positions) > 1)
     return axes if math.prod(mesh[axis] for axis in axes) == len(ranks) else ()

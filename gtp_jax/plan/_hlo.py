@@ -94,8 +94,8 @@ class Instruction:
 
     def attribute(self, name: str) -> str:
         """A quoted attribute such as `custom_call_target`; empty if absent."""
-        found = re.search(rf'\b{name}="((?:[^"\\]|\\.)*)"', self.attributes)
-        return found[1] if found else ""
+        match = re.search(rf'\b{name}="((?:[^"\\]|\\.)*)"', self.attributes)
+        return match[1] if match else ""
 
 
 Computation = dict[str, Instruction]  # by name, in the order printed: in a scheduled module, of execution
@@ -234,8 +234,8 @@ def _is_count(instruction: Instruction) -> bool:
 
 
 def _called_as(instruction: Instruction, role: str) -> str:
-    found = re.search(rf"\b{role}=%([^\s,}}]+)", instruction.attributes)
-    return found[1] if found else ""
+    match = re.search(rf"\b{role}=%([^\s,}}]+)", instruction.attributes)
+    return match[1] if match else ""
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -255,8 +255,8 @@ def _instruction(line: str) -> Instruction | None:
 def _closing(line: str, start: int) -> int:
     """Where the parenthesis that opens at `start` closes."""
     depth = 0
-    for found in re.compile(r"[()]").finditer(line, start):
-        depth += 1 if found[0] == "(" else -1
+    for match in re.compile(r"[()]").finditer(line, start):
+        depth += 1 if match[0] == "(" else -1
         if depth == 0:
-            return found.start()
+            return match.start()
     return len(line)

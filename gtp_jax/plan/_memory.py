@@ -42,9 +42,9 @@ class Memory:
         """The parts and their sum, a line each."""
         rows = [
             ("weights", self.weights_bytes, "slices, as the optimizer holds them"),
-            ("optimizer", self.optimizer_bytes, "moments and counters, sliced alike"),
+            ("optimizer", self.optimizer_bytes, "moments and counters, sharded alike"),
             ("batch", self.other_bytes, "and other arguments"),
-            ("gradients", self.gradients_bytes, "one slice a weight"),
+            ("gradients", self.gradients_bytes, "one shard a weight"),
             ("activations", self.activations_bytes, "saved for backward; gathered weights, workspace"),
             ("outputs", self.output_bytes, "that reuse no argument's memory"),
             ("in all", self.peak_bytes, ""),

@@ -112,10 +112,10 @@ def parse_target(text: str) -> Target:
     Raises:
         ValueError: if the text is not of this form, the chip is unknown, or the devices do not fill their hosts.
     """
-    found = re.fullmatch(r"(\w+):([1-9]\d*)", text)
-    if not found:
+    match = re.fullmatch(r"(\w+):([1-9]\d*)", text)
+    if not match:
         raise ValueError(f"`target` is {text!r}; expected {_SYNTAX}. Chips: {', '.join(sorted(CHIPS))}.")
-    chip, devices = found[1].lower(), int(found[2])
+    chip, devices = match[1].lower(), int(match[2])
     if chip not in CHIPS:
         raise ValueError(f"`target` {text!r} names the chip {chip!r}; known are {', '.join(sorted(CHIPS))}.")
     if devices > _DEVICES_PER_HOST and devices % _DEVICES_PER_HOST:

@@ -1,8 +1,6 @@
 """Recipes: what is quantized, and how. Small, frozen, said once for a whole model."""
 
-from ._options import RecipeOptions as RecipeOptions
-from ._options import add_recipe as add_recipe
-from ._options import recipe_options as recipe_options
+from ._quantization import Quantization as Quantization
 from ._recipe import BF16 as BF16
 from ._recipe import FP8 as FP8
 from ._recipe import KEPT as KEPT

@@ -1,5 +1,6 @@
 """Training on plain pytrees: state, step, evaluation."""
 
+from ._execution import Execution as Execution
 from ._nccl import COLLECTIVE_KERNELS as COLLECTIVE_KERNELS
 from ._nccl import OLDEST_NCCL as OLDEST_NCCL
 from ._nccl import Nccl as Nccl

@@ -3,10 +3,9 @@
 import json
 
 import pytest
+from trainer.runs import small, train, write_text
 
 from gtp_jax.cli import main
-
-from .runs import small, train, write_text
 
 
 @pytest.fixture(scope="module")

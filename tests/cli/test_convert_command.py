@@ -6,12 +6,11 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from trainer.runs import read_records, small, write_text
 
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.cli import main
 from gtp_jax.models import PRESETS
-
-from .runs import read_records, small, write_text
 
 
 @pytest.fixture(scope="module")

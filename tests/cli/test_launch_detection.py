@@ -6,13 +6,14 @@ import argparse
 
 import pytest
 
-from gtp_jax.cli._distributed import Launch, add_arguments, find_launch
+from gtp_jax._flags import add_flags, given
+from gtp_jax.trainer import Launch, LaunchOptions, find_launch
 
 
 def launch(*flags: str, **environment: str) -> Launch:
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return find_launch(parser.parse_args(flags), environment)
+    add_flags(parser, LaunchOptions)
+    return find_launch(LaunchOptions(**given(parser.parse_args(flags), LaunchOptions)), environment)
 
 
 @pytest.mark.parametrize(

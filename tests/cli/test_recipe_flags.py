@@ -7,13 +7,14 @@ import json
 
 import jax
 import pytest
+from trainer.runs import small, train, write_text
 
 import gtp_jax as gtp
 from gtp_jax import bench
-from gtp_jax.cli import TrainConfig, main
-from gtp_jax.recipes import RecipeOptions, add_recipe, recipe_options
-
-from .runs import small, train, write_text
+from gtp_jax._flags import add_flags, from_settings, given
+from gtp_jax.cli import main
+from gtp_jax.recipes import Quantization
+from gtp_jax.trainer import TrainConfig
 
 jax.devices()  # fixes the number of devices to what the suite runs with
 
@@ -30,24 +31,26 @@ FLAGS = {
 }
 
 
-def parsed(words: list[str]) -> RecipeOptions:
+def parsed(words: list[str]) -> Quantization:
     parser = argparse.ArgumentParser()
-    add_recipe(parser)
-    return recipe_options(parser.parse_args(words))
+    add_flags(parser, Quantization)
+    return from_settings(Quantization, given(parser.parse_args(words), Quantization))
 
 
 @pytest.mark.parametrize("words", FLAGS)
 def test_flags_are_the_recipe_and_its_flags_are_the_same_again(words):
     options = parsed(words.split())
-    assert options.quantization == FLAGS[words]
-    assert parsed(list(options.recipe_flags)) == options
+    assert options.to_recipe() == FLAGS[words]
+    assert parsed(list(options.flags)) == options
 
 
 def test_a_configuration_that_was_saved_has_its_recipe_again(tmp_path):
-    config = TrainConfig(recipe="nvfp4", override=("mlp.down=fp8",), keep_first=1, held="all")
+    config = TrainConfig(
+        quantization=Quantization(recipe="nvfp4", override=("mlp.down=fp8",), keep_first=1, held="all")
+    )
     config.save(tmp_path / "config.json")
     assert TrainConfig.load(tmp_path / "config.json") == config
-    assert config.changes(TrainConfig(recipe="nvfp4", override=("mlp.down=fp8",))) == [
+    assert config.changes(TrainConfig(quantization=Quantization(recipe="nvfp4", override=("mlp.down=fp8",)))) == [
         "keep_first from 0 to 1",
         "held from 0 to all",
     ]
@@ -92,13 +95,13 @@ def test_inspect_shows_the_last_layers_in_high_precision_and_the_modules_overrid
 
 
 def test_what_is_said_of_recipes_goes_for_our_contenders_alone_and_bf16_has_no_codes_to_hold():
-    options = RecipeOptions(keep_last=2, held="all", reduce="mxfp8")
+    options = Quantization(keep_last=2, held="all", reduce="mxfp8")
     chosen = bench.with_recipe(bench.chosen_contenders(["again"]), options)
     flags = {one.name: one.flags for one in chosen}
     assert flags["gtp_jax nvfp4 again"][2:] == ("--keep-last=2", "--reduce=mxfp8", "--held=all")
     assert flags["gtp_jax bf16 again"][2:] == ("--keep-last=2", "--reduce=mxfp8")
     assert flags["fsdp2 bf16 again"] == ()
-    assert bench.with_recipe(bench.CONTENDERS, RecipeOptions()) == list(bench.CONTENDERS)
+    assert bench.with_recipe(bench.CONTENDERS, Quantization()) == list(bench.CONTENDERS)
 
 
 def test_policies_of_what_is_kept_are_contenders_of_ours_by_name_and_the_default_alone_changes_none():

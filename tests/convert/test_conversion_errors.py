@@ -12,9 +12,9 @@ from gtp_jax.checkpoint import Checkpoints, StreamedArray
 from gtp_jax.convert import export_llama, import_llama
 from gtp_jax.convert._files import open_tensors
 from gtp_jax.convert._import import _check
-from gtp_jax.convert._names import tensors as wanted_tensors
 from gtp_jax.convert._safetensors import Reader
 from gtp_jax.models import LlamaConfig
+from gtp_jax.models.llama._hf_names import tensors as wanted_tensors
 
 from .hugging_face import CONFIG, assert_same, random_tensors, read_model, write_model
 

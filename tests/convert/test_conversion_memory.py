@@ -13,7 +13,7 @@ import json, resource, sys
 from pathlib import Path
 import numpy as np
 from gtp_jax.convert import export_llama, import_llama
-from gtp_jax.convert._names import tensors
+from gtp_jax.models.llama._hf_names import tensors
 from gtp_jax.convert._safetensors import Entry, Writer
 from gtp_jax.models import LlamaConfig
 

@@ -10,8 +10,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import gtp_jax as gtp
-from gtp_jax.convert._names import tensors
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
+from gtp_jax.models.llama._hf_names import tensors
 
 TINY = LlamaConfig(vocab=32, dim=16, layers=1, heads=2, kv_heads=2, head_dim=8, ffn=16)
 

@@ -85,7 +85,7 @@ def test_gradients_are_those_of_a_matmul_a_group(slices, dtype, tolerance, x64):
 
     @jax.jit
     def run(x, weight, gradient):
-        y, backward = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, platform="cpu"), x, weight)
+        y, backward = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, implementation="reference"), x, weight)
         return y, *backward(gradient)
 
     y, to_x, to_weight = run(x, as_gathered, gradient)
@@ -121,7 +121,7 @@ def compiled_for_h200(grad):
     mesh = h200_mesh(1)
 
     def run(x, weight, sizes, gradient):
-        y, backward = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, platform="gpu"), x, weight)
+        y, backward = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, implementation="native"), x, weight)
         return backward(gradient) if grad else y
 
     mapped = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
@@ -155,7 +155,9 @@ def test_operands_that_do_not_fit_are_refused(change, error, message):
     given = {"x": (4, 8), "sizes": (2,), "kind": jnp.int32, "dtype": jnp.float32, **change}
     weight = jnp.ones((1, 2, 6, 8), given["dtype"])
     with pytest.raises(error, match=message):
-        grouped_matmul(jnp.ones(given["x"]), weight, jnp.ones(given["sizes"], given["kind"]), platform="cpu")
+        grouped_matmul(
+            jnp.ones(given["x"]), weight, jnp.ones(given["sizes"], given["kind"]), implementation="reference"
+        )
 
 
 @pytest.mark.gpu
@@ -165,7 +167,7 @@ def test_gpus_multiply_each_row_with_its_own_groups_kernel(case):
 
     @jax.jit
     def run(x, weight, gradient):
-        y, backward = jax.vjp(lambda x, w: grouped_matmul(x, w[None], sizes, platform="gpu"), x, weight)
+        y, backward = jax.vjp(lambda x, w: grouped_matmul(x, w[None], sizes, implementation="native"), x, weight)
         return y, *backward(gradient)
 
     assert_close(run(x, weight, gradient), oracle(sizes, x, weight, gradient), 5e-3)

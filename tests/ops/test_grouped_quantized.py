@@ -67,9 +67,9 @@ def operands_of_a_layer(sizes, form, dtype, slices=1, behind=3):
     return jnp.asarray(x, dtype), jnp.asarray(weight, dtype), jnp.asarray(g, dtype), w
 
 
-def products(x, weight, g, sizes, operands, platform="cpu"):
+def products(x, weight, g, sizes, operands, implementation="reference"):
     sizes = jnp.asarray(sizes, jnp.int32)
-    call = lambda x, w: grouped_quantized(x, w, sizes, KEY, operands, platform=platform)  # noqa: E731
+    call = lambda x, w: grouped_quantized(x, w, sizes, KEY, operands, implementation=implementation)  # noqa: E731
     y, back = jax.vjp(call, x, weight)
     return y, *back(g)
 
@@ -172,7 +172,7 @@ def test_on_h200_a_pass_is_one_grouped_kernel_a_product(name):
     mesh, operands = h200_mesh(1), OPERANDS[name]
 
     def run(x, weight, sizes, g):
-        call = lambda x, w: grouped_quantized(x, w, sizes, KEY, operands, platform="gpu")  # noqa: E731
+        call = lambda x, w: grouped_quantized(x, w, sizes, KEY, operands, implementation="native")  # noqa: E731
         y, back = jax.vjp(call, x, weight)
         return y, *back(g)
 
@@ -190,7 +190,7 @@ def test_on_h200_a_pass_is_one_grouped_kernel_a_product(name):
 def test_gpus_multiply_each_group_s_rounded_operands(name):
     operands, sizes = OPERANDS[name], SIZES[4]
     x, weight, g, w = operands_of_a_layer(sizes, operands.weight, jnp.bfloat16, slices=2)
-    y, to_x, to_weight = jax.jit(lambda x, w, g: products(x, w, g, sizes, operands, "gpu"))(x, weight, g)
+    y, to_x, to_weight = jax.jit(lambda x, w, g: products(x, w, g, sizes, operands, "native"))(x, weight, g)
     to_w = np.reshape(np.swapaxes(to_weight, 0, 1), w.shape)
     for got, wanted in zip((y, to_x, to_w), expected(x, w, g, sizes, operands), strict=True):
         assert np.linalg.norm(np.asarray(got, np.float64) - wanted) <= 5e-3 * np.linalg.norm(wanted)

@@ -20,7 +20,7 @@ from mistakes import make as make_mistake
 import gtp_jax as gtp
 from gtp_jax.bench import VARIANTS, CurveSettings
 from gtp_jax.data import Loader, Windows, load_corpus, read_text
-from gtp_jax.models import PRESETS, Llama, next_token_loss
+from gtp_jax.models import PRESETS, build, family_of
 
 _FETCH = 25  # steps whose losses are looked at together, so that the device never waits
 _HELD_OUT_BATCHES = 16
@@ -41,10 +41,10 @@ def main() -> None:
     settings = CurveSettings(**{name: value for name, value in vars(args).items() if name not in ("variant", "log")})
     variant, config = VARIANTS[args.variant], PRESETS[args.preset]
 
-    def loss(model: Llama, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def loss(model: nnx.Module, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         if variant.mistake:
             make_mistake(model, variant.mistake)
-        return next_token_loss(model, batch)
+        return family_of(config).loss(model, batch)
 
     each = max(1, args.steps // _EVALUATIONS)
     corpus = load_corpus(read_text(args.data))
@@ -60,7 +60,7 @@ def main() -> None:
         rate = optax.warmup_cosine_decay_schedule(0, args.lr, warmup, args.steps, end_value=args.lr / 10)
         optimizer = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1)
         rngs = nnx.Rngs(args.seed + variant.seed)
-        state = gtp.TrainState.create(gtp.init(lambda rngs: Llama(config, rngs=rngs), rngs), optimizer)
+        state = gtp.TrainState.create(gtp.init(lambda rngs: build(config, rngs=rngs), rngs), optimizer)
         step = gtp.train_step(loss, optimizer, max_grad_norm=1.0, recipe=variant.recipe)
         evaluate = gtp.eval_step(loss, recipe=variant.recipe)
         train = Loader(Windows(corpus.train, args.seq, args.seed), args.batch, mesh)

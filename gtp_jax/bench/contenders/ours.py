@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import time
 from typing import Any
 
 import jax
@@ -12,28 +10,27 @@ import optax
 from deviceless import add_target, compile_only, devices_of
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from workload import LEARNING_RATE, REDUCE_DTYPE, WEIGHT_DECAY, parser, report, workload
+from timed import time_and_report
+from workload import LEARNING_RATE, REDUCE_DTYPE, WEIGHT_DECAY, parser, workload
 
 import gtp_jax as gtp
+from gtp_jax._flags import add_flags, given
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.nn import abstract_model
-from gtp_jax.recipes import add_recipe, recipe_options
+from gtp_jax.recipes import Quantization
+from gtp_jax.train import Execution
 
 
 def main() -> None:
     flags = parser(__doc__)
-    add_recipe(flags)
-    flags.add_argument("--kept", default="1", help="layers that keep gathered weights for backward, or 'all'")
-    flags.add_argument("--unroll", default="full", help="layers in one loop body, or 'full'")
-    flags.add_argument("--remat", default="matmuls", help="what a layer keeps for backward")
+    add_flags(flags, Quantization)
+    add_flags(flags, Execution, but=("microbatches",))  # the workload has them
     flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step there")
     add_target(flags)
     args = flags.parse_args()
-    work, recipe = workload(args), recipe_options(args)
-    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(LlamaConfig) if hasattr(args, f.name)}
-    given["kept"] = args.kept if args.kept == "all" else int(args.kept)
-    given["unroll"] = args.unroll if args.unroll == "full" else int(args.unroll)
-    config = LlamaConfig(**given, reduce_dtype=REDUCE_DTYPE)
+    work, recipe = workload(args), Quantization(**given(args, Quantization))
+    execution = Execution(**given(args, Execution))
+    config = LlamaConfig(**work.model, **execution.of_model, reduce_dtype=REDUCE_DTYPE)
     devices = devices_of(args.target, work)
     with jax.set_mesh(gtp.make_mesh(gtp=work.gtp, tp=work.tp, devices=None if devices == jax.devices() else devices)):
         mesh: Any = jax.sharding.get_mesh()
@@ -41,8 +38,8 @@ def main() -> None:
         step = gtp.train_step(
             next_token_loss,
             optimizer,
-            microbatches=work.microbatches,
-            recipe=recipe.quantization,
+            microbatches=execution.microbatches,
+            recipe=recipe.to_recipe(),
             held=recipe.held,
         )
         placed = NamedSharding(mesh, PartitionSpec(("dp", "gtp")))
@@ -55,34 +52,17 @@ def main() -> None:
         tokens = jax.random.randint(jax.random.key(1), (work.sequences, work.seq), 0, work.vocab)
         batch: Any = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
         batch = jax.device_put(batch, placed)
-        begin = time.perf_counter()
-        compiled = step.lower(state, batch).compile()  # pyright: ignore[reportFunctionMemberAccess]
-        compile_s = time.perf_counter() - begin
-        seconds, losses = [], []
-        for _ in range(work.warmup + work.steps):
-            begin = time.perf_counter()
-            state, metrics = compiled(state, batch)
-            jax.block_until_ready((state.params, metrics))
-            seconds.append(time.perf_counter() - begin)
-            losses.append(float(metrics["loss"]))
-        if args.trace:
-            with jax.profiler.trace(args.trace):
-                state, metrics = compiled(state, batch)
-                jax.block_until_ready((state.params, metrics))
-    memory = compiled.memory_analysis()
-    planned = memory.temp_size_in_bytes + memory.argument_size_in_bytes
-    used = devices[0].memory_stats() or {}
-    report(
-        seconds[work.warmup :],
-        compile_s=compile_s,
-        peak_bytes=used.get("peak_bytes_in_use", planned),
-        planned_bytes=planned,
-        loss=losses[0],
-        last_loss=losses[-1],
-        parameters=config.param_count(),
-        reduce_dtype=REDUCE_DTYPE if recipe.reduce is None else f"{recipe.reduce}, sums float32",
-        versions={"jax": jax.__version__},
-    )
+        lowered = step.lower(state, batch)  # pyright: ignore[reportFunctionMemberAccess]
+        time_and_report(
+            lowered,
+            state,
+            (batch,),
+            work,
+            loss_of=lambda metrics: metrics["loss"],
+            trace=args.trace,
+            parameters=config.param_count(),
+            reduce_dtype=REDUCE_DTYPE if recipe.reduce is None else f"{recipe.reduce}, sums float32",
+        )
 
 
 if __name__ == "__main__":

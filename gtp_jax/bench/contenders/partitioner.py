@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -19,7 +18,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from workload import LEARNING_RATE, REDUCE_DTYPE, WEIGHT_DECAY, Workload, parser, report, workload
+from timed import time_and_report
+from workload import LEARNING_RATE, REDUCE_DTYPE, WEIGHT_DECAY, Workload, parser, workload
 
 Tree = Any
 WEIGHT = "gathered weight"
@@ -262,34 +262,17 @@ def main() -> None:
         tokens = jax.random.randint(jax.random.key(1), shape, 0, work.vocab)
         tokens = jax.device_put(tokens, NamedSharding(mesh, BATCH))
         targets = jax.device_put(jnp.roll(tokens, -1, axis=-1), NamedSharding(mesh, BATCH))
-        begin = time.perf_counter()
-        compiled = step.lower(state, tokens, targets).compile()  # pyright: ignore[reportFunctionMemberAccess]
-        compile_s = time.perf_counter() - begin
-        seconds, losses = [], []
-        for _ in range(work.warmup + work.steps):
-            begin = time.perf_counter()
-            state, mean = compiled(state, tokens, targets)
-            jax.block_until_ready((state, mean))
-            seconds.append(time.perf_counter() - begin)
-            losses.append(float(mean))
-        if args.trace:
-            with jax.profiler.trace(args.trace):
-                state, mean = compiled(state, tokens, targets)
-                jax.block_until_ready((state, mean))
-    memory = compiled.memory_analysis()
-    planned = memory.temp_size_in_bytes + memory.argument_size_in_bytes
-    used = jax.devices()[0].memory_stats() or {}
-    report(
-        seconds[work.warmup :],
-        compile_s=compile_s,
-        peak_bytes=used.get("peak_bytes_in_use", planned),
-        planned_bytes=planned,
-        loss=losses[0],
-        last_loss=losses[-1],
-        parameters=sum(p.size for p in jax.tree.leaves(state[0])),
-        reduce_dtype=REDUCE_DTYPE,  # that of compute: the gradient is scattered before it is cast
-        versions={"jax": jax.__version__},
-    )
+        lowered = step.lower(state, tokens, targets)  # pyright: ignore[reportFunctionMemberAccess]
+        time_and_report(
+            lowered,
+            state,
+            (tokens, targets),
+            work,
+            loss_of=lambda mean: mean,
+            trace=args.trace,
+            parameters=sum(p.size for p in jax.tree.leaves(state[0])),
+            reduce_dtype=REDUCE_DTYPE,  # that of compute: the gradient is scattered before it is cast
+        )
 
 
 if __name__ == "__main__":

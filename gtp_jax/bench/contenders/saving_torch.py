@@ -33,7 +33,7 @@ class _KeptStager(DefaultStager):
 def state(given: Job, mesh: Any) -> dict[str, Any]:
     """The arrays on a mesh, filled with random numbers."""
     ranks = math.prod(mesh.shape)
-    found = {}
+    tensors = {}
     for index, stacked in enumerate(given.shapes):
         layers, shape = (stacked[0], stacked[1:]) if len(stacked) == 3 else (1, stacked)
         dims = sorted(range(len(shape)), key=shape.__getitem__, reverse=True)  # the longest over fsdp
@@ -42,8 +42,8 @@ def state(given: Job, mesh: Any) -> dict[str, Any]:
         for layer in range(layers):
             array = dtensor.empty(*shape, device_mesh=mesh, placements=cuts)
             array.to_local().normal_()
-            found[f"{index}.{layer}"] = array
-    return found
+            tensors[f"{index}.{layer}"] = array
+    return tensors
 
 
 def main() -> None:

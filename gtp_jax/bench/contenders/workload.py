@@ -29,8 +29,8 @@ class Workload:
         vocab, dim, layers, heads, kv_heads, head_dim, ffn, rope_theta, eps: the model, as in `LlamaConfig`.
         seq: tokens of a sequence.
         sequences: of a step, over all devices.
-        microbatches: parts that a step's sequences are cut into, one after the other.
-        gtp: slices a weight is cut into, whose ranks have sequences of their own.
+        microbatches: parts that a step's sequences are divided into, one after the other.
+        gtp: shards of a weight, whose ranks have sequences of their own.
         tp: tensor-parallel degree, with sequence parallelism.
         warmup: steps ahead of the clock.
         steps: steps timed.
@@ -60,6 +60,11 @@ class Workload:
             )
 
     @property
+    def model(self) -> dict[str, Any]:
+        """The fields that are a `LlamaConfig`'s too."""
+        return {name: getattr(self, name) for name in _OF_MODEL}
+
+    @property
     def devices(self) -> int:
         """How many it runs on."""
         return self.gtp * self.tp
@@ -75,13 +80,16 @@ class Workload:
         return [f"--{name.replace('_', '-')}={value}" for name, value in dataclasses.asdict(self).items()]
 
 
+_OF_MODEL = ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "rope_theta", "eps")
+
+
 def parser(description: str | None) -> argparse.ArgumentParser:
     """A parser with a flag for each field of a workload."""
-    found = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    flags = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for field in dataclasses.fields(Workload):
         kind = float if isinstance(field.default, float) else int
-        found.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default, help=" ")
-    return found
+        flags.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default, help=" ")
+    return flags
 
 
 def workload(args: argparse.Namespace) -> Workload:

@@ -1,0 +1,123 @@
+"""Which step a benchmark runs, and what the processes that run it need."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gtp_jax
+
+from .._flags import check_knobs, knob, piece
+from ..mesh import Parallelism, has_gpu
+from ..models import PRESETS, preset_of
+from .contenders.workload import Workload
+
+# What is run where nothing else is asked for, by platform.
+_PRESET = {"gpu": "reference", "cpu": "tiny"}
+_SEQ = {"gpu": 8192, "cpu": 128}
+VIRTUAL_DEVICES = 4
+
+_GROUP = "step"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """Which step to run. What is `None` depends on the platform.
+
+    Raises:
+        ValueError: if a value is out of range.
+    """
+
+    preset: str | None = knob(
+        None, _GROUP, "the model (default: reference on GPUs, tiny on a CPU)", kind=str, choices=tuple(PRESETS)
+    )
+    layers: int | None = knob(None, _GROUP, "in place of the preset's", metavar="N")
+    seq: int | None = knob(None, _GROUP, "tokens of a sequence (default: 8192 on GPUs, 128 on a CPU)", metavar="N")
+    tokens: int | None = knob(
+        None, _GROUP, "of a step, a device (default: one sequence a rank and microbatch)", metavar="N"
+    )
+    microbatches: int = knob(1, _GROUP, "parts of a rank's batch", metavar="N")
+    parallelism: Parallelism = piece(Parallelism)
+
+    def __post_init__(self) -> None:
+        check_knobs(self)
+
+    def workload(self, platform: str, count: int, *, steps: int) -> Workload:
+        """Returns the workload on so many devices of a platform, of which it may leave some.
+
+        Raises:
+            ValueError: if there are too few devices, or the tokens make no whole sequences.
+        """
+        degrees = degrees_within(self.parallelism, count)
+        gtp, tp = degrees["gtp"], degrees["tp"]
+        config = preset_of(self.preset or _PRESET[platform])
+        seq = self.seq or _SEQ[platform]
+        share = gtp * self.microbatches
+        total = self.tokens * gtp * tp if self.tokens else share * seq
+        if total % (share * seq):
+            whole = self.microbatches * seq
+            raise ValueError(
+                f"`--tokens` is {self.tokens} a device, {total} a step; that is no whole number of sequences of {seq} "
+                f"for each of {gtp} gtp ranks and {self.microbatches} microbatches. Make it a multiple of "
+                f"{whole // tp if whole % tp == 0 else share * seq}."
+            )
+        fields = {f.name for f in dataclasses.fields(Workload)} & {f.name for f in dataclasses.fields(config)}
+        sizes = {name: getattr(config, name) for name in fields}
+        return Workload(
+            **{**sizes, "layers": self.layers or config.layers},
+            seq=seq,
+            sequences=total // seq,
+            microbatches=self.microbatches,
+            gtp=gtp,
+            tp=tp,
+            steps=steps,
+        )
+
+
+def degrees_within(parallelism: Parallelism, count: int) -> dict[str, int]:
+    """Returns the degrees on so many devices, of which some may be left over.
+
+    Raises:
+        ValueError: if there are too few.
+    """
+    degrees = parallelism.degrees(count)
+    needed = degrees["dp"] * degrees["gtp"] * degrees["tp"]
+    if needed > count:
+        raise ValueError(f"gtp {degrees['gtp']} x tp {degrees['tp']} needs {needed} devices, and there are {count}.")
+    return degrees
+
+
+def describe(work: Workload, device: str) -> str:
+    """A step in one line."""
+    return (
+        f"{work.devices} x {device}, gtp {work.gtp}, tp {work.tp}: {work.layers} layers of width {work.dim}, "
+        f"{work.tokens // work.devices} tokens a device, sequences of {work.seq}, microbatches {work.microbatches}"
+    )
+
+
+def environment_of(virtual_devices: int) -> dict[str, str]:
+    """That of the contenders: this package found, all of a GPU's memory, virtual devices where there is no GPU."""
+    package = str(Path(gtp_jax.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))}
+    environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    if not has_gpu():
+        environment.setdefault("JAX_PLATFORMS", "cpu")
+    environment["JAX_NUM_CPU_DEVICES"] = str(virtual_devices)
+    return environment
+
+
+def probe(environment: dict[str, str]) -> tuple[str, str, int]:
+    """Kind of device, platform and number of devices, asked of a process of its own: this one leaves GPUs alone.
+
+    Raises:
+        ValueError: if jax finds none.
+    """
+    ask = "import jax; d = jax.devices(); print(d[0].device_kind, d[0].platform, len(d), sep='|')"
+    done = subprocess.run([sys.executable, "-c", ask], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"jax finds no device here: {done.stderr.strip().splitlines()[-1]}. See `gtp-jax doctor`.")
+    kind, platform, count = done.stdout.strip().splitlines()[-1].split("|")
+    return kind, platform, int(count)

@@ -1,0 +1,196 @@
+"""What a training step of a preset costs on a mesh, without allocating the model.
+
+The step is compiled from shapes alone, for virtual CPU devices or for GPUs that are not there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .. import plan
+from .._flags import check_knobs, knob, piece
+from ..mesh import Parallelism, Roles, make_mesh
+from ..models import PRESETS, build, family_of, preset_of
+from ..nn import Explanation, abstract_model, explain
+from ..recipes import Quantization
+from ..train import Execution, TrainState, train_step
+
+_DEFAULT_DEVICES = 8
+_MAX_GRAD_NORM = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InspectOptions:
+    """What to inspect. The help of each field is what `gtp-jax inspect --help` shows.
+
+    Raises:
+        ValueError: if a value is out of range.
+    """
+
+    preset: str = knob("tiny", "model", f"one of {', '.join(PRESETS)}", kind=str)
+    seq: int = knob(2048, "model", "tokens of a sequence")
+    batch: int | None = knob(None, "model", "sequences of a step (default: one a rank and microbatch)")
+    parallelism: Parallelism = piece(Parallelism)
+    execution: Execution = piece(Execution)
+    quantization: Quantization = piece(Quantization)
+    target: str | None = knob(
+        None,
+        "target",
+        "compile for GPUs that are not there, e.g. h200:8 (default: virtual CPU devices)",
+        kind=str,
+        metavar="CHIP:DEVICES",
+    )
+
+    def __post_init__(self) -> None:
+        preset_of(self.preset)
+        check_knobs(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """How one weight lies on the mesh."""
+
+    path: str
+    logical_shape: tuple[int, ...]
+    dtype: str
+    partition: tuple[Any, ...]
+    bytes_per_device: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """What an inspection found.
+
+    Attributes:
+        options: what was inspected.
+        degrees: of the mesh's axes.
+        batch: sequences of a step.
+        param_count: parameters of the model.
+        parameters: how each lies on the mesh.
+        wire: how each travels.
+        memory: bytes a device.
+        collectives: of the compiled step.
+        flops: operations of a step over all devices, recomputation not counted.
+        schedule: the order of launches, for a target.
+        timeline: its modelled times.
+        compile_s: seconds it took to compile.
+    """
+
+    options: InspectOptions
+    degrees: dict[str, int]
+    batch: int
+    param_count: int
+    parameters: tuple[Parameter, ...]
+    wire: Explanation
+    memory: plan.Memory
+    collectives: tuple[plan.Collective, ...]
+    flops: int
+    schedule: plan.Schedule | None
+    timeline: plan.Timeline | None
+    compile_s: float
+
+
+def inspect(options: InspectOptions) -> Inspection:
+    """Compiles the step from shapes and reads the result.
+
+    Raises:
+        ValueError: if degrees, heads, sequence or batch do not fit one another, before anything is compiled.
+        ModuleNotFoundError: if a target needs packages that are not installed.
+    """
+    target = None if options.target is None else plan.parse_target(options.target)
+    execution, recipe = options.execution, options.quantization.to_recipe()
+    config = dataclasses.replace(preset_of(options.preset), **execution.of_model)
+    degrees = options.parallelism.degrees(target.devices if target else _DEFAULT_DEVICES)
+    config.check_mesh(tp=degrees["tp"], seq=options.seq)
+    batch = options.batch or degrees["dp"] * degrees["gtp"] * execution.microbatches
+    execution.check_batch(batch, dp=degrees["dp"], gtp=degrees["gtp"])
+    # also for a target: compiling needs no GPU, and takes none
+    host = _cpu_devices(1 if target else math.prod(degrees.values()))
+    mesh = make_mesh(**degrees, devices=plan.topology_devices(target) if target else host)
+    optimizer = optax.adamw(1e-3)
+    with jax.set_mesh(mesh):  # which also decides for what platform's compiler the step has options
+        step = train_step(
+            family_of(config).loss,
+            optimizer,
+            microbatches=execution.microbatches,
+            max_grad_norm=_MAX_GRAD_NORM,
+            recipe=recipe,
+            held=options.quantization.held,
+        )
+        model = abstract_model(lambda rngs: build(config, rngs=rngs))
+        state = TrainState.create(model, optimizer)
+        lowered = step.lower(state, _batch(mesh, batch, options.seq))  # pyright: ignore[reportFunctionMemberAccess]
+        began = time.perf_counter()
+        compiled = lowered.compile(compiler_options=dict(plan.COMPILE_OPTIONS) if target else None)
+        compile_s = time.perf_counter() - began
+    module = plan.parse(str(compiled.as_text()))
+    schedule = plan.schedule(module) if target else None
+    return Inspection(
+        options=options,
+        degrees=dict(mesh.shape),
+        batch=batch,
+        param_count=config.param_count(),
+        parameters=_parameters(state),
+        wire=explain(model, recipe),
+        memory=plan.memory(compiled, params=state.params, opt_state=state.opt_state),
+        collectives=tuple(plan.collectives(module)),
+        flops=plan.step_flops(
+            matmul_params=config.matmul_params(),
+            tokens=batch * options.seq,
+            layers=config.layers,
+            seq=options.seq,
+            heads=config.heads,
+            head_dim=config.head_dim,
+        ),
+        schedule=schedule,
+        timeline=plan.timeline(schedule, target.chip) if schedule and target else None,
+        compile_s=compile_s,
+    )
+
+
+def _cpu_devices(count: int) -> list[Any]:
+    """Returns as many virtual CPU devices as asked for.
+
+    Raises:
+        ValueError: if jax has been used before with fewer; their number is fixed at first use.
+    """
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", max(count, jax.config.jax_num_cpu_devices))
+    except RuntimeError:
+        pass  # jax has its devices already; there may be enough
+    devices = jax.devices("cpu")
+    if len(devices) < count:
+        raise ValueError(
+            f"the mesh needs {count} CPU devices, but jax already runs with {len(devices)}. Start a new process, "
+            f"or set `jax_num_cpu_devices` to {count} before jax is first used."
+        )
+    return devices[:count]
+
+
+def _batch(mesh: Mesh, batch: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
+    tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(Roles().batch)))
+    return {"tokens": tokens, "targets": tokens}
+
+
+def _parameters(state: TrainState) -> tuple[Parameter, ...]:
+    parameters = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
+        parameters.append(
+            Parameter(
+                path=".".join(str(key.key) for key in path),
+                logical_shape=leaf.shape,
+                dtype=str(leaf.dtype),
+                partition=tuple(leaf.sharding.spec) + (None,) * (len(leaf.shape) - len(leaf.sharding.spec)),
+                bytes_per_device=plan.bytes_per_device(leaf),
+            )
+        )
+    return tuple(parameters)

@@ -1,0 +1,136 @@
+"""An inspection as text and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from .. import plan
+from .._flags import settings_of
+from ..plan import columns, quantity
+from ._inspection import Inspection
+from ._timeline import seconds
+
+
+def as_text(inspection: Inspection) -> str:
+    """Sections of tables, for people."""
+    sections = [
+        _heading(inspection),
+        _parameters(inspection),
+        f"how weights travel, recipe {inspection.options.quantization.summary}\n\n{inspection.wire}",
+        inspection.memory.table() + _capacity(inspection),
+        "collectives of one step\n\n" + plan.table(inspection.collectives),
+    ]
+    if inspection.schedule is not None:
+        sections += ["order of launches\n\n" + plan.render(inspection.schedule), _overlap(inspection)]
+    return "\n\n".join(sections)
+
+
+def as_json(inspection: Inspection) -> dict[str, Any]:
+    """Everything that the text shows, as plain values."""
+    result: dict[str, Any] = {
+        "options": settings_of(inspection.options),
+        "mesh": inspection.degrees,
+        "batch": inspection.batch,
+        "param_count": inspection.param_count,
+        "flops_per_step": inspection.flops,
+        "compile_s": inspection.compile_s,
+        "parameters": [dataclasses.asdict(p) for p in inspection.parameters],
+        "wire": [dataclasses.asdict(fact) for fact in inspection.wire.facts],
+        "untouched": list(inspection.wire.untouched),
+        "memory": {**dataclasses.asdict(inspection.memory), "peak_bytes": inspection.memory.peak_bytes},
+        "collectives": [{"count": count, **_collective(c)} for c, count in plan.summary(inspection.collectives)],
+    }
+    if inspection.schedule is not None and inspection.timeline is not None:
+        exposed = {e.name for e in inspection.schedule.exposed()}
+        line = inspection.timeline
+        result["schedule"] = [_event(e, e.name in exposed) for e in inspection.schedule.events]
+        result["modelled"] = {
+            **{f.name: getattr(line, f.name)._asdict() for f in dataclasses.fields(line) if f.name != "spans"},
+            **{k: getattr(line, k) for k in ("total_us", "compute_us", "communication_us", "exposed_us")},
+        }
+    return result
+
+
+def _heading(inspection: Inspection) -> str:
+    o = inspection.options
+    where = o.target or f"{_devices(inspection)} virtual CPU devices"
+    mesh = " x ".join(f"{axis} {size}" for axis, size in inspection.degrees.items())
+    return (
+        f"{o.preset}: {inspection.param_count:,} parameters on {where}, {mesh}\n"
+        f"a step: {inspection.batch} sequences of {o.seq} tokens in {o.execution.microbatches} microbatch(es), "
+        f"{quantity(inspection.flops / _devices(inspection), 'FLOP')} a device; "
+        f"compiled in {inspection.compile_s:.1f} s"
+    )
+
+
+def _parameters(inspection: Inspection) -> str:
+    rows = []
+    for p in inspection.parameters:
+        axes = (a if isinstance(a, str) else "-" if a is None else "*".join(a) for a in p.partition)
+        rows.append((p.path, p.dtype, _shape(p.logical_shape), ", ".join(axes), quantity(p.bytes_per_device, "B")))
+    return columns(("parameter", "dtype", "shape", "sharded over", "a device"), rows, right=(4,))
+
+
+def _capacity(inspection: Inspection) -> str:
+    if inspection.options.target is None:
+        return ""
+    chip = plan.parse_target(inspection.options.target).chip
+    memory_bytes = plan.fact(chip, "memory").value
+    share = inspection.memory.peak_bytes / memory_bytes
+    return f"\n{share:.0%} of the {quantity(memory_bytes, 'B')} of an {chip}, by XLA's forecast"
+
+
+def _overlap(inspection: Inspection) -> str:
+    assert inspection.schedule is not None and inspection.timeline is not None
+    rows = []
+    for kind in dict.fromkeys(e.kind for e in inspection.schedule.collectives()):
+        events, exposed = inspection.schedule.collectives(kind), inspection.schedule.exposed(kind)
+        asynchronous = sum(e.end > e.start for e in events)
+        sent = sum(e.times * e.collective.wire_bytes for e in exposed if e.collective)
+        rows.append((kind, len(events), asynchronous, len(exposed), quantity(sent, "B")))
+    line = inspection.timeline
+    return (
+        "what is exposed: nothing to compute while it is in flight\n\n"
+        + columns(("kind", "launches", "async", "exposed", "sent exposed"), rows, right=(1, 2, 3, 4))
+        + f"\n\nmodelled: compute {seconds(line.compute_us)}, communication {seconds(line.communication_us)}, "
+        f"of which exposed {seconds(line.exposed_us)}\n"
+        f"  matmuls and attention at {quantity(line.flop_rate.value, line.flop_rate.unit)}: {line.flop_rate.source}\n"
+        f"  collectives at {quantity(line.link_rate.value, line.link_rate.unit)}: {line.link_rate.source}\n"
+        "  elementwise work, launches, contention and slower links between hosts are left out: compare schedules with "
+        "it, predict no step time"
+    )
+
+
+def _devices(inspection: Inspection) -> int:
+    count = 1
+    for size in inspection.degrees.values():
+        count *= size
+    return count
+
+
+def _shape(dims: tuple[int, ...]) -> str:
+    return "x".join(map(str, dims)) or "scalar"
+
+
+def _collective(c: plan.Collective) -> dict[str, Any]:
+    return {
+        "kind": c.kind,
+        "direction": c.direction,
+        "axes": c.axes,
+        "group": c.group,
+        "dtype": c.dtype,
+        "asynchronous": c.asynchronous,
+        "count_exact": c.exact,
+        "operands": [str(s) for s in c.operands],
+        "results": [str(s) for s in c.results],
+        "operand_bytes": c.operand_bytes,
+        "result_bytes": c.result_bytes,
+        "wire_bytes": c.wire_bytes,
+    }
+
+
+def _event(e: plan.Event, exposed: bool) -> dict[str, Any]:
+    kept = ("kind", "name", "start", "end", "times", "depth", "direction", "flops")
+    size = {} if e.collective is None else {"wire_bytes": e.collective.wire_bytes, "exposed": exposed}
+    return {**{name: getattr(e, name) for name in kept}, "result": [str(s) for s in e.shapes], **size}

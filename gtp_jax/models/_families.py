@@ -1,0 +1,67 @@
+"""The families of models: the one table, in which a new one is registered."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from flax import nnx
+
+from ._family import Family, ModelConfig
+from .llama import LLAMA
+
+FAMILIES: tuple[Family, ...] = (LLAMA,)
+
+# Sizes of all families by name.
+PRESETS: dict[str, ModelConfig] = {name: config for family in FAMILIES for name, config in family.presets.items()}
+
+
+def family_of(config: ModelConfig) -> Family:
+    """Returns the family that a configuration is of.
+
+    Raises:
+        TypeError: if it is of none.
+    """
+    for family in FAMILIES:
+        if isinstance(config, family.config):
+            return family
+    known = ", ".join(family.config.__name__ for family in FAMILIES)
+    raise TypeError(f"`config` is {config!r}; it must be a configuration of a known family: {known}.")
+
+
+def saved(config: ModelConfig) -> dict[str, Any]:
+    """Returns what a checkpoint says of its model, beside the arrays."""
+    return {"family": family_of(config).name, "model": config.architecture()}
+
+
+def saved_config(extra: Mapping[str, Any]) -> ModelConfig:
+    """Returns the configuration of a checkpoint's model, from what `saved` wrote.
+
+    Raises:
+        KeyError: if nothing is said of it.
+        TypeError: if it is of another version.
+    """
+    name = extra.get("family", LLAMA.name)  # checkpoints of version 0.1 name no family
+    families = {family.name: family for family in FAMILIES}
+    if name not in families:
+        raise TypeError(f"its family is {name!r}; known are {', '.join(families)}")
+    return families[name].config(**extra["model"])
+
+
+def build(config: ModelConfig, *, rngs: nnx.Rngs) -> nnx.Module:
+    """Returns the model of a configuration, with new parameters."""
+    return family_of(config).model(config, rngs=rngs)
+
+
+def preset_of(name: str) -> ModelConfig:
+    """Returns the configuration of a preset.
+
+    Raises:
+        ValueError: if there is none of the name.
+    """
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.4)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"unknown `preset` {name!r}; known are {', '.join(PRESETS)}.{hint}")
+    return PRESETS[name]

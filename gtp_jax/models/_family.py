@@ -1,0 +1,106 @@
+"""What a family of models consists of."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol
+
+import jax
+from flax import nnx
+
+from ._tensor import Tensor
+
+
+class ModelConfig(Protocol):
+    """Sizes and choices of a model, a frozen dataclass, as far as trainer, inspection and conversion know them."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def vocab(self) -> int:
+        """Number of tokens."""
+        ...
+
+    @property
+    def dim(self) -> int:
+        """Width of the residual stream."""
+        ...
+
+    @property
+    def layers(self) -> int:
+        """Number of blocks."""
+        ...
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        ...
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """Compute dtype, by name."""
+        ...
+
+    def check_mesh(self, *, tp: int, seq: int) -> None:
+        """Raises ValueError if the model and its sequences cannot be divided over tp."""
+        ...
+
+    def architecture(self) -> dict[str, Any]:
+        """The fields that say which model the weights are of, for checkpoints."""
+        ...
+
+    def matmul_params(self) -> int:
+        """Parameters that a token is multiplied with."""
+        ...
+
+    def param_count(self) -> int:
+        """All parameters."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class HuggingFace:
+    """How a family's models are stored in Hugging Face's files.
+
+    Attributes:
+        model_type: of config.json.
+        architecture: likewise.
+        tensors: a model's tensors, in the order in which Hugging Face writes them.
+        to_json: the fields of config.json that the model decides.
+        from_json: the model of a config.json; the second argument names the file in messages.
+    """
+
+    model_type: str
+    architecture: str
+    tensors: Callable[[Any], list[Tensor]]
+    to_json: Callable[[Any], dict[str, Any]]
+    from_json: Callable[[dict[str, Any], str], ModelConfig]
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A family of models.
+
+    Attributes:
+        name: as messages and checkpoints have it.
+        config: class of its configurations.
+        model: `(config, rngs=)` to the module.
+        block: `(config, rngs=)` to one layer, for measurements.
+        loss: `(model, batch)` to the sum of token losses and the number of tokens.
+        presets: sizes by name.
+        hugging_face: how Hugging Face stores its models.
+    """
+
+    name: str
+    config: type[Any]
+    model: Callable[..., nnx.Module]
+    block: Callable[..., nnx.Module]
+    loss: Callable[[Any, Mapping[str, jax.Array]], tuple[jax.Array, jax.Array]]
+    presets: Mapping[str, Any]
+    hugging_face: HuggingFace

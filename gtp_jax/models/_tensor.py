@@ -1,0 +1,43 @@
+"""A tensor of a Hugging Face model, and where it is among our parameters."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor of a Hugging Face model, and where it is among our parameters.
+
+    A linear layer's weight is (out, in) there and (in, out) here; layers are separate there and stacked here.
+
+    Attributes:
+        name: theirs.
+        shape: theirs.
+        path: of our array, joined by slashes, below `params`.
+        layer: the row of our array that this is; `None` if it is the whole array.
+        linear: whether it is the weight of a linear layer, whose two dimensions change places.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    path: str
+    layer: int | None
+    linear: bool
+
+    @property
+    def fused(self) -> str:
+        """A name that linear weights share which are one matmul, with us and with other tools."""
+        return f"{self.path.rpartition('kernel')[0]}{self.layer}"
+
+
+def array_shapes(tensors: Iterable[Tensor]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of our arrays by path."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    layers: collections.Counter[str] = collections.Counter()
+    for tensor in tensors:
+        shapes[tensor.path] = tensor.shape[::-1] if tensor.linear else tensor.shape
+        layers[tensor.path] += tensor.layer is not None
+    return {path: (layers[path], *shape) if layers[path] else shape for path, shape in shapes.items()}

@@ -1,0 +1,109 @@
+"""Sizes and choices of a Llama."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from ...chain import Remat, Schedule
+from ...nn import ExpertParallel, check_experts, check_heads
+
+_ARCHITECTURE = ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "tied", "rope_theta", "eps")
+_OF_EXPERTS = ("experts", "top_k")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """Sizes and choices of a Llama.
+
+    Attributes:
+        vocab: number of tokens.
+        dim: width of the residual stream.
+        layers: number of blocks.
+        heads: query heads.
+        kv_heads: key-value heads.
+        head_dim: width of a head.
+        ffn: hidden width of the MLP, or of each expert.
+        experts: how many stand in place of each MLP; 0 for an MLP.
+        top_k: experts a token.
+        balance: weight of the term that keeps experts evenly loaded; see `MoE`.
+        expert_parallel: what tp does to experts; see `MoE`.
+        expert_axes: mesh axes over which experts are gathered, those of dense layers by default; see `GroupedDense`.
+        tied: whether the head uses the embedding's table.
+        rope_theta: base of the rotary wavelengths.
+        eps: of the norms.
+        dtype: compute dtype, by name.
+        reduce_dtype: in which weight gradients are summed over gtp; `dtype` if `None`.
+        sequence_parallel: shard the sequence over tp between layers.
+        remat: what blocks keep for backward.
+        prefetch, unroll, kept: the chain's schedule; see `Schedule`.
+    """
+
+    vocab: int
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    experts: int = 0
+    top_k: int = 2
+    balance: float = 0.01
+    expert_parallel: ExpertParallel = "features"
+    expert_axes: tuple[str, ...] | None = None
+    tied: bool = False
+    rope_theta: float = 10_000.0
+    eps: float = 1e-5
+    dtype: str = "bfloat16"
+    reduce_dtype: str | None = None
+    sequence_parallel: bool = True
+    remat: Remat = "matmuls"
+    prefetch: bool = True
+    unroll: int | Literal["full"] = "full"
+    kept: int | Literal["all"] = 1
+
+    def __post_init__(self) -> None:
+        for field in ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"`{field}` is {getattr(self, field)}; it is a whole number of at least 1.")
+        if self.head_dim % 2:
+            raise ValueError(f"`head_dim` is {self.head_dim}; rotary embedding needs an even number.")
+        check_heads(self.heads, self.kv_heads, 1)
+        if self.experts < 0:
+            raise ValueError(f"`experts` is {self.experts}; it is a whole number, 0 for an MLP.")
+        if self.experts:
+            check_experts(self.experts, self.top_k, self.balance)
+        self.schedule  # noqa: B018  validates its three fields
+
+    @property
+    def schedule(self) -> Schedule:
+        """The chain's schedule."""
+        return Schedule(prefetch=self.prefetch, unroll=self.unroll, kept=self.kept)
+
+    def check_mesh(self, *, tp: int, seq: int) -> None:
+        """Checks that the model and its sequences can be divided over tp.
+
+        Raises:
+            ValueError: if tp does not divide the heads or the sequence.
+        """
+        check_heads(self.heads, self.kv_heads, tp)
+        if self.sequence_parallel and seq % tp:
+            raise ValueError(f"`seq` is {seq}, which tp {tp} does not divide; the sequence is sharded over tp.")
+
+    def architecture(self) -> dict[str, Any]:
+        """The fields that say which model the weights are of; the others say how it is computed."""
+        return {name: getattr(self, name) for name in (*_ARCHITECTURE, *(_OF_EXPERTS if self.experts else ()))}
+
+    def matmul_params(self) -> int:
+        """Parameters that a token is multiplied with: not the norms', an untied embedding's, or other experts'."""
+        attention = self.dim * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        mlp = 3 * self.dim * self.ffn
+        if self.experts:
+            mlp = self.top_k * mlp + self.dim * self.experts  # and the router's
+        return self.layers * (attention + mlp) + self.vocab * self.dim
+
+    def param_count(self) -> int:
+        """All parameters."""
+        embedding = 0 if self.tied else self.vocab * self.dim
+        idle = self.layers * (self.experts - self.top_k) * 3 * self.dim * self.ffn if self.experts else 0
+        return self.matmul_params() + idle + embedding + (2 * self.layers + 1) * self.dim

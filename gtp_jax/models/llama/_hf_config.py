@@ -1,0 +1,113 @@
+"""Hugging Face's config.json of a Llama, and ours: which field is which, and what our Llama does not compute."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ._config import LlamaConfig
+
+ARCHITECTURE, MODEL_TYPE = "LlamaForCausalLM", "llama"
+
+# Theirs, ours.
+_FIELDS = (
+    ("vocab_size", "vocab"),
+    ("hidden_size", "dim"),
+    ("num_hidden_layers", "layers"),
+    ("num_attention_heads", "heads"),
+    ("num_key_value_heads", "kv_heads"),
+    ("head_dim", "head_dim"),
+    ("intermediate_size", "ffn"),
+    ("rms_norm_eps", "eps"),
+    ("rope_theta", "rope_theta"),
+    ("tie_word_embeddings", "tied"),
+)
+# Of which types they are, in JSON; sizes are whole numbers.
+_TYPES: dict[str, tuple[type, ...]] = {"eps": (int, float), "rope_theta": (int, float), "tied": (bool,)}
+# What LlamaConfig of transformers takes where a field is missing; of the others, none may be.
+_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
+# Fields with the one value that our Llama computes, and what it cannot do otherwise.
+_FIXED = {
+    "hidden_act": ("silu", "does not compute another activation"),
+    "attention_bias": (False, "does not compute biases in the attention"),
+    "mlp_bias": (False, "does not compute biases in the MLP"),
+    "quantization_config": (None, "cannot import quantized weights"),
+}
+
+
+def to_json(config: LlamaConfig) -> dict[str, Any]:
+    """Returns the fields of config.json that the model decides."""
+    return {
+        **{theirs: getattr(config, ours) for theirs, ours in _FIELDS},
+        "rope_scaling": None,
+        **{name: value for name, (value, _) in _FIXED.items() if value is not None},
+    }
+
+
+def from_json(content: dict[str, Any], file: str) -> LlamaConfig:
+    """Returns the model of a config.json.
+
+    Args:
+        content: of the file.
+        file: its name, for messages.
+
+    Raises:
+        ValueError: if it is of a model that our Llama does not compute, naming what.
+    """
+    for name, (value, what) in _FIXED.items():
+        if name in content and content[name] != value:
+            raise ValueError(f"{file} has {name} {content[name]!r}, {value!r} is wanted: gtp_jax {what}.")
+    fields = {**_DEFAULTS, **content, **_rotary(file, content)}
+    if fields.get("num_key_value_heads") is None:
+        fields["num_key_value_heads"] = fields.get("num_attention_heads")
+    wrong = [
+        f"{theirs} {fields[theirs]!r}"
+        for theirs, ours in _FIELDS
+        if fields.get(theirs) is not None and not _is_of(fields[theirs], _TYPES.get(ours, (int,)))
+    ]
+    if wrong:
+        raise ValueError(
+            f"{file} has {', '.join(wrong)}: sizes are whole numbers, others finite numbers of at least 0, true or "
+            "false. Take the config.json that belongs to the weights."
+        )
+    if fields.get("head_dim") is None and fields.get("hidden_size") and fields.get("num_attention_heads"):
+        fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
+    missing = [theirs for theirs, _ in _FIELDS if fields.get(theirs) is None]
+    if missing:
+        raise ValueError(f"{file} lacks {', '.join(missing)}. Take the config.json that belongs to the weights.")
+    try:
+        sizes: dict[str, Any] = {ours: fields[theirs] for theirs, ours in _FIELDS}
+        return LlamaConfig(**sizes)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _rotary(file: str, content: dict[str, Any]) -> dict[str, Any]:
+    """The base of the rotary wavelengths, from either place where transformers writes it.
+
+    Raises:
+        ValueError: if the wavelengths are scaled, of a part of a head, or not the same in all layers.
+    """
+    for name in ("rope_scaling", "rope_parameters"):
+        fields = content.get(name) or {}
+        if not isinstance(fields, dict) or any(isinstance(value, dict) for value in fields.values()):
+            raise ValueError(f"{file} has {name} {fields!r}; an object of numbers for all layers, or none, is wanted.")
+        part = fields.get("partial_rotary_factor", content.get("partial_rotary_factor"))
+        if part not in (None, 1):
+            raise ValueError(
+                f"{file} has partial_rotary_factor {part!r}, 1 or none is wanted: gtp_jax turns whole heads."
+            )
+        kind = fields.get("rope_type", fields.get("type", "default"))
+        if kind != "default":
+            raise ValueError(
+                f"{file} has {name} of the type {kind!r}, 'default' or none is wanted: gtp_jax computes the rotary "
+                "embedding without scaling, and the model would not be the same."
+            )
+    theta = (content.get("rope_parameters") or {}).get("rope_theta")
+    return {} if theta is None else {"rope_theta": theta}
+
+
+def _is_of(value: Any, types: tuple[type, ...]) -> bool:
+    if float in types:
+        return type(value) in types and 0 <= value < math.inf
+    return type(value) in types

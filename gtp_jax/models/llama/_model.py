@@ -1,0 +1,101 @@
+"""Llama: RMSNorm, rotary embedding, grouped queries, gated MLP (Touvron et al. 2023, arXiv 2302.13971, 2307.09288).
+
+With experts in place of the MLP it is Mixtral (arXiv 2401.04088).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ...nn import (
+    MLP,
+    Attention,
+    Embed,
+    LayerNormDense,
+    MoE,
+    Stack,
+    TiedHead,
+    cross_entropy,
+    run_chain,
+)
+from ._config import LlamaConfig
+
+
+class LlamaBlock(nnx.Module):
+    """Attention and MLP or experts, each on a residual branch."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
+        shared = _shared(config)
+        self.attention = Attention(
+            config.dim,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            rope_theta=config.rope_theta,
+            eps=config.eps,
+            rngs=rngs,
+            **shared,
+        )
+        if config.experts:
+            self.mlp = MoE(
+                config.dim,
+                config.ffn,
+                experts=config.experts,
+                top_k=config.top_k,
+                parallel=config.expert_parallel,
+                balance=config.balance,
+                axes=config.expert_axes,
+                eps=config.eps,
+                rngs=rngs,
+                **shared,
+            )
+        else:
+            self.mlp = MLP(config.dim, config.ffn, eps=config.eps, rngs=rngs, **shared)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.attention(x)
+        return x + self.mlp(x)
+
+
+class Llama(nnx.Module):
+    """Embedding, blocks and head, run as one chain."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
+        shared = _shared(config)
+        self.embed = Embed(config.vocab, config.dim, rngs=rngs, **shared)
+        self.blocks = Stack(
+            lambda rngs: LlamaBlock(config, rngs=rngs),
+            config.layers,
+            schedule=config.schedule,
+            remat=config.remat,
+            sequence_parallel=config.sequence_parallel,
+            rngs=rngs,
+        )
+        self.head = (
+            TiedHead(self.embed, eps=config.eps, param_dtype=shared["param_dtype"], rngs=rngs)
+            if config.tied
+            else LayerNormDense(config.dim, config.vocab, eps=config.eps, rngs=rngs, **shared)
+        )
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """`(batch, sequence)` tokens to `(batch, sequence, vocab)` logits."""
+        return run_chain(tokens, self.embed, self.blocks, self.head)
+
+
+def next_token_loss(model: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Sum of token losses and number of tokens of a batch with `tokens`, `targets` and perhaps `weights`."""
+    return cross_entropy(model(batch["tokens"]), batch["targets"], batch.get("weights"))
+
+
+def _shared(config: LlamaConfig) -> dict[str, Any]:
+    return {
+        "dtype": jnp.dtype(config.dtype),
+        "reduce_dtype": None if config.reduce_dtype is None else jnp.dtype(config.reduce_dtype),
+        "param_dtype": jnp.promote_types(config.dtype, jnp.float32),
+        "sequence_parallel": config.sequence_parallel,
+    }

@@ -1,0 +1,41 @@
+"""Sizes by name."""
+
+from __future__ import annotations
+
+from ._config import LlamaConfig
+
+PRESETS: dict[str, LlamaConfig] = {
+    # trains on a laptop's CPU in minutes
+    "tiny": LlamaConfig(vocab=256, dim=128, layers=4, heads=8, kv_heads=4, head_dim=32, ffn=384),
+    "100m": LlamaConfig(vocab=256, dim=1024, layers=8, heads=16, kv_heads=8, head_dim=64, ffn=3072),
+    "1b": LlamaConfig(vocab=256, dim=2048, layers=20, heads=16, kv_heads=8, head_dim=128, ffn=7168),
+    # Mixtral in small: 2 of 8 experts a token
+    "tiny-moe": LlamaConfig(
+        vocab=256, dim=128, layers=4, heads=8, kv_heads=4, head_dim=32, ffn=256, experts=8, top_k=2
+    ),
+    # Mixtral 8x7B (arXiv 2401.04088, table 1)
+    "mixtral": LlamaConfig(
+        vocab=32000,
+        dim=4096,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        ffn=14336,
+        experts=8,
+        top_k=2,
+        rope_theta=1_000_000.0,
+    ),
+    # the step that the benchmarks time: 3.6 B parameters in matmuls
+    "reference": LlamaConfig(vocab=32768, dim=4096, layers=16, heads=32, kv_heads=8, head_dim=128, ffn=14336),
+    # Llama 3 (arXiv 2407.21783, table 3)
+    "8b": LlamaConfig(
+        vocab=128256, dim=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn=14336, rope_theta=500_000.0
+    ),
+    "70b": LlamaConfig(
+        vocab=128256, dim=8192, layers=80, heads=64, kv_heads=8, head_dim=128, ffn=28672, rope_theta=500_000.0
+    ),
+    "405b": LlamaConfig(
+        vocab=128256, dim=16384, layers=126, heads=128, kv_heads=8, head_dim=128, ffn=53248, rope_theta=500_000.0
+    ),
+}

@@ -1,0 +1,103 @@
+"""A recipe in words, as command lines and files of settings have it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from .._flags import count_or, flag_of, knob
+from ._recipe import RECIPES, REDUCTIONS, Recipe
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """What of a model is quantized, in words; the fields that are a `Recipe`'s have its names.
+
+    Raises:
+        ValueError: if a name is unknown or a value out of range.
+    """
+
+    recipe: str = knob(
+        "bf16",
+        "recipe",
+        "what is quantized: weights on the wire, or the matmuls' operands too",
+        kind=str,
+        choices=tuple(RECIPES),
+    )
+    keep_first: int = knob(0, "recipe", "layers that stay in high precision, from the first", least=0, metavar="N")
+    keep_last: int = knob(0, "recipe", "layers that stay in high precision, up to the last", least=0, metavar="N")
+    override: tuple[str, ...] = knob(
+        (),
+        "recipe",
+        "other recipes for modules whose path matches, such as mlp.down=mxfp8-matmuls; the first match counts",
+        kind=str,
+        metavar="PATTERN=RECIPE",
+        nargs="+",
+    )
+    reduce: str | None = knob(
+        None,
+        "recipe",
+        "exchange weight gradients in this and sum in float32 (default: reduce-scatter)",
+        kind=str,
+        choices=tuple(REDUCTIONS),
+    )
+    held: int | Literal["all"] = knob(
+        0,
+        "recipe",
+        "layers, from the first with codes, whose codes are gathered once a step for all microbatches, or 'all'",
+        kind=count_or("all"),
+        metavar="N",
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "override", tuple(self.override))  # a list, out of JSON or argparse
+        if self.held != "all" and (not isinstance(self.held, int) or self.held < 0):
+            raise ValueError(f"`held` is {self.held!r}; it is a number of layers, at least 0, or 'all'.")
+        if self.recipe not in RECIPES:
+            raise ValueError(f"`recipe` is {self.recipe!r}; it is one of {', '.join(RECIPES)}.")
+        self.to_recipe()  # checks the others
+
+    def to_recipe(self) -> Recipe:
+        """Returns the recipe that these words name."""
+        return dataclasses.replace(
+            RECIPES[self.recipe](),
+            keep_first=self.keep_first,
+            keep_last=self.keep_last,
+            override=tuple(_override(text) for text in self.override),
+            reduce=self.reduce,
+        )
+
+    @property
+    def summary(self) -> str:
+        """What differs from a plain BF16, in a line."""
+        layers = [f"{end} {n}" for end, n in (("first", self.keep_first), ("last", self.keep_last)) if n]
+        parts = [
+            self.recipe,
+            *([f"{' and '.join(layers)} layers in high precision"] if layers else []),
+            *self.override,
+            *([f"gradients exchanged in {self.reduce}"] if self.reduce else []),
+            *([f"codes of {self.held} layers held"] if self.held else []),
+        ]
+        return ", ".join(parts)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flags that say the same, without those at their defaults."""
+        words: list[str] = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                words += [flag_of(field), *value] if isinstance(value, tuple) else [f"{flag_of(field)}={value}"]
+        return tuple(words)
+
+
+def _override(text: str) -> tuple[str, Recipe]:
+    pattern, sign, name = text.partition("=")
+    if not (pattern and sign):
+        raise ValueError(
+            f"`override` has {text!r}; it is PATTERN=RECIPE, such as mlp.down=mxfp8-matmuls, the names of a module "
+            "joined by dots and one of the recipes."
+        )
+    if name not in RECIPES:
+        raise ValueError(f"`override` has {text!r}, of which {name!r} is no recipe; it is one of {', '.join(RECIPES)}.")
+    return pattern, RECIPES[name]()

@@ -1,0 +1,13 @@
+"""A training run: its configuration, directory, loop, log and report, and the watch over its processes."""
+
+from ._config import VIRTUAL_DEVICES as VIRTUAL_DEVICES
+from ._config import TrainConfig as TrainConfig
+from ._config import default_lr as default_lr
+from ._directory import RunDirectory as RunDirectory
+from ._directory import checkpoints_in as checkpoints_in
+from ._distributed import LAUNCH_GROUP as LAUNCH_GROUP
+from ._distributed import Launch as Launch
+from ._distributed import LaunchOptions as LaunchOptions
+from ._distributed import find_launch as find_launch
+from ._progress import Diverged as Diverged
+from ._run import start as start

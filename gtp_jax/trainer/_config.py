@@ -1,0 +1,185 @@
+"""What a training run is: every knob, its default and its limits."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+from .. import __version__
+from .._flags import check_knobs, from_settings, knob, knobs, piece, settings_of
+from ..mesh import Parallelism, check_degrees
+from ..models import PRESETS, ModelConfig, preset_of
+from ..recipes import Quantization
+from ..train import Execution
+
+# Without a GPU, and without degrees that ask for another number.
+VIRTUAL_DEVICES = 8
+
+# The key of config.json that says who wrote it.
+_MARK = "gtp_jax"
+
+_VOCAB_MULTIPLE = 128
+
+DTYPES = ("float32", "bfloat16")
+
+
+def default_lr(preset: str) -> float:
+    """Returns the highest learning rate of a preset where none is asked for: it falls with the width."""
+    return 0.003 * math.sqrt(128 / preset_of(preset).dim)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training run. The help of each field is what `gtp-jax train --help` shows.
+
+    Raises:
+        ValueError: if a value is out of range, or values do not fit one another.
+    """
+
+    preset: str = knob("tiny", "model", f"size of the model: {', '.join(PRESETS)}", kind=str, metavar="NAME")
+    from_: str | None = knob(
+        None,
+        "model",
+        "start from the parameters in a directory of checkpoints: imported, or of another run (default: random ones)",
+        kind=str,
+        metavar="DIR",
+    )
+    dtype: str | None = knob(
+        None, "model", "compute dtype (default: bfloat16 on GPUs, float32 on CPUs)", kind=str, choices=DTYPES
+    )
+    quantization: Quantization = piece(Quantization)
+    data: tuple[str, ...] = knob(
+        (),
+        "text",
+        "files, and directories with all they hold (default: the source of the Python standard library)",
+        kind=str,
+        metavar="PATH",
+        nargs="+",
+    )
+    tokenizer: str | None = knob(
+        None, "text", "a Hugging Face tokenizer.json (default: every byte is a token)", kind=str, metavar="FILE"
+    )
+    seq: int = knob(128, "text", "tokens of a sequence", metavar="N")
+
+    steps: int = knob(200, "training", "optimizer steps in all", metavar="N")
+    batch: int = knob(16, "training", "sequences of a step, over all devices", metavar="N")
+    lr: float | None = knob(
+        None,
+        "training",
+        "highest learning rate (default: 0.003 * sqrt(128 / dim))",
+        kind=float,
+        above=0,
+        metavar="RATE",
+    )
+    warmup: int | None = knob(
+        None,
+        "training",
+        "steps of linear warm-up, before the cosine (default: a tenth, at most 200)",
+        least=0,
+        metavar="N",
+    )
+    weight_decay: float = knob(0.1, "training", "of AdamW, on matrices only", kind=float, metavar="RATE")
+    max_grad_norm: float = knob(
+        1.0, "training", "scale gradients down to this norm", kind=float, above=0, metavar="NORM"
+    )
+    seed: int = knob(0, "training", "of initial weights and of the order of the text", least=0, metavar="N")
+
+    execution: Execution = piece(Execution)
+    parallelism: Parallelism = piece(Parallelism)
+
+    out: str = knob("gtp-run", "output", "directory of checkpoints, log, curve and report", kind=str, metavar="DIR")
+    eval_every: int = knob(25, "output", "steps between evaluations on held-out text", metavar="N")
+    eval_batches: int = knob(4, "output", "batches of an evaluation", metavar="N")
+    save_every: int = knob(50, "output", "steps between checkpoints", metavar="N")
+    keep: int = knob(3, "output", "checkpoints to keep, the latest ones", metavar="N")
+    keep_best: int = knob(
+        1, "output", "checkpoints of the lowest held-out loss to keep beside them", least=0, metavar="N"
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "data", tuple(self.data))  # a list, out of JSON or argparse
+        preset_of(self.preset)
+        check_knobs(self)
+        if self.seed >= 1 << 32:
+            raise ValueError(f"`seed` is {self.seed}; it is a whole number from 0 to {(1 << 32) - 1}.")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"`weight_decay` is {self.weight_decay}; it is a number of at least 0.")
+        if self.warmup is not None and self.warmup >= self.steps:
+            raise ValueError(f"`warmup` is {self.warmup}; it is at least 0 and less than `steps`, {self.steps}.")
+
+    @property
+    def virtual_devices(self) -> int:
+        """Virtual CPU devices that the degrees need; where they leave gtp open, 8 or the next that fits."""
+        return self.parallelism.virtual_devices(VIRTUAL_DEVICES)
+
+    def degrees(self, devices: int, *, virtual: bool) -> dict[str, int]:
+        """The degrees of the mesh on this many devices: those asked for, the others from what is left over.
+
+        Args:
+            devices: how many there are.
+            virtual: whether they are virtual CPU devices, where tp is 2 by default, to show both axes at work.
+
+        Raises:
+            ValueError: if the degrees do not multiply to the devices, or model and batch cannot be divided so.
+        """
+        asked = self.parallelism
+        if virtual and asked.tp is None and asked.gtp is None and devices % (2 * asked.dp) == 0:
+            asked = dataclasses.replace(asked, tp=2)
+        degrees = asked.degrees(devices)
+        check_degrees(degrees, devices)
+        preset_of(self.preset).check_mesh(tp=degrees["tp"], seq=self.seq)
+        self.execution.check_batch(self.batch, dp=degrees["dp"], gtp=degrees["gtp"])
+        return degrees
+
+    def model(self, vocab: int, *, dtype: str) -> ModelConfig:
+        """The preset, computing in `dtype` by default; with a larger vocabulary if the text needs it.
+
+        Args:
+            vocab: number of different tokens; rounded up, so that every tp degree divides the model's.
+            dtype: compute dtype.
+        """
+        preset = preset_of(self.preset)
+        vocab = -(-vocab // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+        return dataclasses.replace(
+            preset, vocab=max(vocab, preset.vocab), dtype=self.dtype or dtype, **self.execution.of_model
+        )
+
+    @property
+    def peak_lr(self) -> float:
+        """The highest learning rate."""
+        return self.lr if self.lr is not None else default_lr(self.preset)
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of linear warm-up."""
+        return self.warmup if self.warmup is not None else min(200, self.steps // 10)
+
+    def changes(self, before: TrainConfig) -> list[str]:
+        """How this differs from an earlier configuration in what a run computes."""
+        old_settings, new_settings = settings_of(before), settings_of(self)
+        names = (field.name for field in knobs(self) if field.metadata["group"] != "output")
+        pairs = ((name, old_settings[name], new_settings[name]) for name in names)
+        return [f"{name} from {old} to {new}" for name, old, new in pairs if old != new]
+
+    def save(self, path: Path) -> None:
+        """Writes the configuration as JSON."""
+        path.write_text(json.dumps({_MARK: __version__, **settings_of(self)}, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> TrainConfig:
+        """Reads a configuration.
+
+        Raises:
+            ValueError: if the file is not one that `save` wrote.
+        """
+        try:
+            settings = json.loads(path.read_text())
+            settings.pop(_MARK)
+            return from_settings(cls, settings)
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"{path} is not the configuration of a run of gtp-jax ({error}). Choose another --out, or move what is "
+                "there."
+            ) from error

@@ -1,0 +1,142 @@
+"""Everything a run needs, made from its configuration: model, state, compiled step, batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from .. import plan
+from ..checkpoint import Checkpoints
+from ..data import Corpus, Loader, Windows
+from ..models import ModelConfig, build, family_of
+from ..nn import abstract_model, init, take_apart
+from ..train import TrainState, eval_step, train_step
+from ._config import TrainConfig
+from ._start import start_params
+
+Metrics = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A run, ready to start.
+
+    Attributes:
+        config: what was asked for.
+        model: sizes of the model.
+        mesh: the devices.
+        corpus: the text.
+        learning_rate: `updates made -> rate of the next`.
+        train: batches to train on.
+        held_out: batches to evaluate on.
+        step: the compiled step.
+        evaluate: the evaluation of one batch.
+        compile_s: seconds it took to compile the step.
+        memory: bytes a device.
+    """
+
+    config: TrainConfig
+    model: ModelConfig
+    mesh: Mesh
+    corpus: Corpus
+    learning_rate: Callable[[int], float]
+    train: Loader
+    held_out: Loader
+    step: jax.stages.Compiled
+    evaluate: Callable[[TrainState, Any], Metrics]
+    compile_s: float
+    memory: plan.Memory
+
+    def held_out_loss(self, state: TrainState) -> float:
+        """Mean loss over the tokens of the first few held-out batches, the same every time."""
+        whole = -(-len(self.held_out.windows) // self.held_out.batch)
+        evaluations = [self.evaluate(state, b) for b in self.held_out.steps(0, min(self.config.eval_batches, whole))]
+        tokens = [float(metrics["tokens"]) for metrics in evaluations]
+        return float(np.dot([float(metrics["loss"]) for metrics in evaluations], tokens) / sum(tokens))
+
+
+def prepare(
+    config: TrainConfig, model: ModelConfig, mesh: Mesh, corpus: Corpus, checkpoints: Checkpoints, *, resume: bool
+) -> tuple[Job, TrainState]:
+    """Makes or restores the state and compiles the step. To be called with the mesh in scope.
+
+    Args:
+        config: the run.
+        model: sizes of the model.
+        mesh: the devices.
+        corpus: the text.
+        checkpoints: of the run.
+        resume: start from the latest checkpoint, if there is one.
+
+    Raises:
+        ValueError: if the checkpoint is of another model, or was trained on other text.
+    """
+    abstract = abstract_model(lambda rngs: build(model, rngs=rngs))
+    optimizer = adamw(config, abstract)
+    if resume and checkpoints.latest() is not None:
+        state, extra = checkpoints.restore(TrainState.create(abstract, optimizer))
+        if extra["text"] != corpus.fingerprint:
+            raise ValueError(
+                f"{corpus.name} is not the text that this run was trained on: its content has changed, or --data "
+                "names another. Resume with the text as it was, or start a new run with another --out."
+            )
+    elif config.from_ is not None:
+        like = TrainState.create(abstract, optimizer)
+        params = start_params(Path(config.from_), like)
+        state = TrainState.create(dataclasses.replace(like, params=params).model(), optimizer)
+    else:
+        state = TrainState.create(init(lambda rngs: build(model, rngs=rngs), nnx.Rngs(config.seed)), optimizer)
+    schedule = learning_rate(config)
+    train = Loader(Windows(corpus.train, config.seq, config.seed), config.batch, mesh)
+    recipe = config.quantization.to_recipe()
+    loss = family_of(model).loss
+    step = train_step(
+        loss,
+        optimizer,
+        microbatches=config.execution.microbatches,
+        max_grad_norm=config.max_grad_norm,
+        recipe=recipe,
+        held=config.quantization.held,
+    )
+    lowered = step.lower(state, train.at(0))  # pyright: ignore[reportFunctionMemberAccess]
+    began = time.perf_counter()
+    compiled = lowered.compile()
+    job = Job(
+        config=config,
+        model=model,
+        mesh=mesh,
+        corpus=corpus,
+        learning_rate=lambda step: float(np.asarray(schedule(step))),
+        train=train,
+        held_out=Loader(Windows(corpus.held_out, config.seq, config.seed, repeat=False), config.batch, mesh),
+        step=compiled,
+        evaluate=eval_step(loss, recipe=recipe),
+        compile_s=time.perf_counter() - began,
+        memory=plan.memory(compiled, params=state.params, opt_state=state.opt_state),
+    )
+    return job, state
+
+
+def learning_rate(config: TrainConfig) -> optax.Schedule:
+    """Linear warm-up, then a cosine down to a tenth at the last step."""
+    peak, warmup = config.peak_lr, config.warmup_steps
+    return optax.warmup_cosine_decay_schedule(
+        peak / (warmup + 1), peak, warmup, max(config.steps, warmup + 1), end_value=peak / 10
+    )
+
+
+def adamw(config: TrainConfig, model: nnx.Module) -> optax.GradientTransformation:
+    """AdamW whose weight decay leaves out what is not a matrix."""
+    # Matrices are what is gathered; norm scales, also those of a stack of layers, biases and routers are not.
+    layouts = take_apart(model)[0].layouts
+    matrices = jax.tree.map(lambda layout: layout is not None, layouts, is_leaf=lambda x: not isinstance(x, dict))
+    return optax.adamw(learning_rate(config), b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=matrices)

@@ -1,0 +1,93 @@
+"""The training loop: step, evaluate, save, and stop when asked."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import jax
+
+from ..checkpoint import Checkpoints
+from ..models import saved as saved_of
+from ..train import TrainState
+from ._interrupt import Interrupt
+from ._job import Job
+from ._progress import Progress
+from ._watch import Watch
+
+# One more step is launched before the last one's loss is looked at, so that GPUs never wait. Virtual CPU devices share
+# a thread pool, where two steps could block each other.
+_AHEAD = {"gpu": 1, "cpu": 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a loop ended.
+
+    Attributes:
+        step: updates made in all.
+        tokens_per_s: over all devices, without evaluations, checkpoints and the first step; 0 if unknown.
+        signal: the number of the signal that ended it, or `None`.
+    """
+
+    step: int
+    tokens_per_s: float
+    signal: int | None
+
+
+def run_loop(job: Job, state: TrainState, checkpoints: Checkpoints, watch: Watch, progress: Progress) -> Outcome:
+    """Trains from the state's step to the last one, or until a signal comes. The state is consumed.
+
+    Evaluates and saves as the configuration says; at the end, and on a signal, the state is saved.
+
+    Raises:
+        Diverged: if the loss is not finite; the state is not saved then.
+    """
+    config = job.config
+    ahead = _AHEAD.get(jax.default_backend(), 0)
+    begin = step = int(state.step)
+    launched: collections.deque[tuple[int, dict[str, jax.Array]]] = collections.deque()
+
+    def settle(left: int = 0) -> None:
+        while len(launched) > left:
+            progress.step(*launched.popleft())
+            watch.progress()
+
+    held_out: dict[int, float] = {}
+
+    def evaluate() -> None:
+        settle()
+        with progress.paused():
+            loss = job.held_out_loss(state)
+        progress.held_out(step, loss)
+        held_out[step] = loss
+        watch.progress()
+
+    def save() -> None:
+        settle()
+        with progress.paused():
+            extra = {"text": job.corpus.fingerprint, **saved_of(job.model)}
+            checkpoints.save(step, state, extra, loss=held_out.get(step), recipe=config.quantization.to_recipe())
+        watch.progress()
+
+    with Interrupt() as interrupt:
+        if begin == 0:
+            evaluate()
+        saved = begin
+        for batch in job.train.steps(begin, config.steps):
+            if interrupt.requested(step):
+                break
+            state, metrics = job.step(state, batch)
+            step += 1
+            launched.append((step, metrics))
+            settle(left=ahead)
+            last = step == config.steps
+            if last or step % config.eval_every == 0:
+                evaluate()
+            if last or step % config.save_every == 0:
+                save()
+                saved = step
+        if saved != step:
+            save()
+        checkpoints.wait()
+        return Outcome(step, progress.tokens_per_s, interrupt.signal)

@@ -1,0 +1,92 @@
+"""What is printed before and after a run."""
+
+from __future__ import annotations
+
+import jax
+from jax.sharding import Mesh
+
+from .. import plan
+from ..data import Corpus, bits_per_byte
+from ..models import ModelConfig
+from ..plan import columns
+from ._config import TrainConfig
+from ._job import Job
+from ._log import Record
+from ._loop import Outcome
+
+
+def heading(config: TrainConfig, model: ModelConfig, mesh: Mesh, corpus: Corpus, unigram: float) -> str:
+    """What will be trained, on what, and what it must beat."""
+    device = jax.devices()[0]
+    kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind
+    train, held_out = corpus.documents
+    return (
+        f"model   {config.preset}: {model.param_count():,} parameters, {model.layers} layers, {model.dtype}\n"
+        f"mesh    {_mesh(mesh)}, {mesh.size} {kind}"
+        f"{f' of {jax.process_count()} processes' if jax.process_count() > 1 else ''}\n"
+        f"recipe  {config.quantization.summary}\n"
+        f"text    {corpus.name}: {len(corpus.train):,} tokens ({corpus.tokenizer}) of {train} documents, "
+        f"{len(corpus.held_out):,} of {held_out} held out\n"
+        f"to beat {unigram:.3f} nats a token: the unigram entropy, of held-out tokens under the training text's counts"
+    )
+
+
+def report(job: Job, outcome: Outcome, records: list[Record], unigram: float) -> str:
+    """What came out and what it cost, in tables."""
+    collectives = plan.collectives(str(job.step.as_text()))
+    return "\n\n".join(
+        (
+            columns(("result", ""), _result(job, outcome, records, unigram)),
+            job.memory.table(),
+            f"collectives of one step\n\n{plan.table(collectives)}",
+        )
+    )
+
+
+def tflops_per_device(job: Job, tokens_per_s: float) -> float:
+    """Operations a second and device, in units of 10^12; what is computed again is not counted."""
+    tokens = job.config.batch * job.config.seq
+    flops = plan.step_flops(
+        matmul_params=job.model.matmul_params(),
+        tokens=tokens,
+        layers=job.model.layers,
+        seq=job.config.seq,
+        heads=job.model.heads,
+        head_dim=job.model.head_dim,
+    )
+    return flops / tokens * tokens_per_s / job.mesh.size / 1e12
+
+
+def _result(job: Job, outcome: Outcome, records: list[Record], unigram: float) -> list[tuple[str, str]]:
+    rows = [
+        ("steps", f"{outcome.step} of {job.config.steps}"),
+        ("parameters", f"{job.model.param_count():,} on {_mesh(job.mesh)}"),
+    ]
+    losses = [record["loss"] for record in records if "loss" in record]
+    held_out = [record["held_out"] for record in records if "held_out" in record]
+    if losses:
+        last = losses[-10:]
+        rows.append(("train loss", f"{sum(last) / len(last):.3f} nats a token, mean of the last {len(last)} steps"))
+    if held_out:
+        bits = bits_per_byte(held_out[-1], job.corpus.bytes_per_token)
+        rows.append(
+            (
+                "held-out loss",
+                f"{held_out[-1]:.3f} nats a token, {bits:.2f} bits a byte; {_verdict(held_out[-1], unigram)}",
+            )
+        )
+    if outcome.tokens_per_s:
+        rows.append(("speed", f"{outcome.tokens_per_s:,.0f} tokens/s"))
+        if jax.default_backend() == "gpu":
+            rows.append(("", f"{tflops_per_device(job, outcome.tokens_per_s):.1f} TFLOP/s a device"))
+    return rows
+
+
+def _verdict(held_out: float, unigram: float) -> str:
+    if held_out < unigram:
+        return f"{unigram - held_out:.3f} below the unigram entropy, {unigram:.3f}"
+    return f"not yet below the unigram entropy, {unigram:.3f}"
+
+
+def _mesh(mesh: Mesh) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())

@@ -1,0 +1,143 @@
+"""A run from its settings to its report: everything that can be wrong is found before anything is compiled."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from .._flags import from_settings, settings_of
+from ..checkpoint import Checkpoints
+from ..data import BYTES, Corpus, load_corpus, load_tokenizer, read_text, unigram_entropy
+from ..mesh import choose_devices, make_mesh, on_gpu
+from ._config import TrainConfig
+from ._curve import draw_curve
+from ._directory import RunDirectory
+from ._distributed import LaunchOptions, barrier, check_same, find_launch, together
+from ._job import prepare
+from ._log import read_log
+from ._loop import run_loop
+from ._progress import Diverged, Progress
+from ._report import heading, report
+from ._start import check_recipe_fits, check_start
+from ._watch import Watch
+
+
+def start(settings: Mapping[str, Any], options: LaunchOptions, *, resume: bool = False, force: bool = False) -> int:
+    """Trains from text to a report, in this process and those launched with it.
+
+    Args:
+        settings: fields of `TrainConfig` and of its pieces, by name; a resumed run keeps the others as they were.
+        options: how the processes find each other.
+        resume: go on with the run in `out`.
+        force: replace the run in `out`.
+
+    Returns:
+        0; 128 and the number of the signal that ended the run.
+
+    Raises:
+        ValueError: on a mistake in the settings or in what they name, before anything is compiled.
+        Diverged: if the loss is not finite.
+    """
+    config = from_settings(TrainConfig, settings)
+    directory = RunDirectory(Path(config.out).expanduser().absolute())
+    directory.check(resume=resume, force=force)
+    changes: list[str] = []
+    if resume:
+        if "from_" in settings:
+            raise ValueError("`from` is for a new run; a resumed one has its parameters. Leave out --from or --resume.")
+        before = TrainConfig.load(directory.config)
+        config = from_settings(TrainConfig, {**settings_of(before), **settings, "out": config.out})
+        changes = config.changes(before)
+    launch = find_launch(options)
+    choose_devices(config.virtual_devices, processes=launch.processes, local=launch.local_devices)
+    launch.join()
+    degrees, corpus = together(lambda: _check(config))
+    together(lambda: check_same(corpus.fingerprint))
+    if config.from_ is not None and not resume:
+        source = Path(config.from_)
+        together(lambda: check_start(source, config.model(corpus.vocab, dtype="float32")))
+    mesh = make_mesh(**degrees)
+    together(lambda: check_recipe_fits(config.quantization, config.model(corpus.vocab, dtype="float32"), mesh))
+    if jax.process_index() == 0:
+        directory.prepare(config, keep=resume)
+    barrier("the run directory is ready")
+    with jax.set_mesh(mesh), Watch(directory, launch) as watch:
+        try:
+            return _train(config, mesh, corpus, directory, watch, resume=resume, changes=changes)
+        except Exception as error:
+            if launch.processes > 1:
+                watch.give_up(_reason(error))
+            if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+                raise ValueError(_reason(error)) from error
+            raise
+
+
+def _check(config: TrainConfig) -> tuple[dict[str, int], Corpus]:
+    """Returns the degrees of the mesh and the text, after checking both."""
+    degrees = config.degrees(jax.device_count(), virtual=not on_gpu())
+    tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else BYTES
+    corpus = load_corpus(read_text(config.data), tokenizer)
+    corpus.check(batch=config.batch, seq=config.seq)
+    return degrees, corpus
+
+
+def _train(
+    config: TrainConfig,
+    mesh: Mesh,
+    corpus: Corpus,
+    directory: RunDirectory,
+    watch: Watch,
+    *,
+    resume: bool,
+    changes: list[str],
+) -> int:
+    model = config.model(corpus.vocab, dtype="bfloat16" if on_gpu() else "float32")
+    unigram = unigram_entropy(corpus.train, corpus.held_out, corpus.vocab)
+    speaks = jax.process_index() == 0
+    say = print if speaks else lambda *_, **__: None
+    say(heading(config, model, mesh, corpus, unigram), flush=True)
+    with Checkpoints(directory.checkpoints, keep=config.keep, keep_best=config.keep_best) as checkpoints:
+        job, state = prepare(config, model, mesh, corpus, checkpoints, resume=resume)
+        begin = int(state.step)
+        if begin > config.steps:
+            raise ValueError(
+                f"`steps` is {config.steps}, but the run in {directory.root} has made {begin} already. Ask for more, "
+                "or start another run with another --out."
+            )
+        if changes:
+            say(f"changed {', '.join(changes)}: the run goes on, but not as if never stopped", flush=True)
+        say(f"{'resumed at step ' + str(begin) if begin else 'ready'}; compiled in {job.compile_s:.1f} s", flush=True)
+        if speaks:
+            config.save(directory.config)
+        with Progress(job, unigram, directory.log, begin) as progress:
+            outcome = run_loop(job, state, checkpoints, watch, progress)
+    if speaks:
+        records = read_log(directory.log)
+        title = f"{config.preset}, {config.batch} x {config.seq} tokens a step, on {corpus.name}"
+        draw_curve(records, unigram, title, directory.curve)
+        text = report(job, outcome, records, unigram)
+        directory.report.write_text(text + "\n")
+        say(f"\n{text}\n\nin {directory.root}: checkpoints, log.jsonl, loss.png, report.txt", flush=True)
+        if outcome.signal is not None:
+            say(f"stopped by a signal after step {outcome.step}. {directory.how_to_resume()}", flush=True)
+    return 0 if outcome.signal is None else 128 + outcome.signal
+
+
+def _reason(error: Exception) -> str:
+    """Says in plain words why a run failed, and what to do about it."""
+    first = (str(error).splitlines() or [""])[0]
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        if "RESOURCE_EXHAUSTED" in str(error):
+            return (
+                f"a device is out of memory ({first}). Take a smaller --batch, more --microbatches, or shard the "
+                "weights further with --gtp; `gtp-jax inspect` shows what takes how much"
+            )
+        return f"communication failed, most likely because another process died ({first})"
+    if not isinstance(error, (ValueError, OSError, Diverged)):
+        traceback.print_exception(error)
+    return str(error).removesuffix(".") or repr(error)

@@ -1,0 +1,60 @@
+"""What `gtp-jax inspect` refuses, before anything is compiled."""
+
+from __future__ import annotations
+
+import argparse
+
+import jax
+import pytest
+
+from gtp_jax.cli._inspect import add_parser
+from gtp_jax.inspect import InspectOptions, inspect
+from gtp_jax.mesh import Parallelism
+
+jax.devices()  # fixes the number of devices to what the suite runs with
+
+
+def run(*arguments: str) -> int:
+    parser = argparse.ArgumentParser(prog="gtp-jax")
+    add_parser(parser.add_subparsers())
+    args = parser.parse_args(["inspect", *arguments])
+    return args.run(args)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "7b"], "unknown `preset` '7b'; known are tiny, .*405b"),
+        (["--dp", "0"], "`dp` is 0; it is a whole number of at least 1"),
+        (["--microbatches", "-2"], "`microbatches` is -2"),
+        (["--tp", "3", "--gtp", "1"], "`seq` is 2048, which tp 3 does not divide; the sequence is sharded over tp"),
+        (["--tp", "2", "--gtp", "2", "--seq", "33"], "`seq` is 33, which tp 2 does not divide"),
+        (
+            ["--gtp", "4", "--batch", "6"],
+            "`batch` is 6, which is not divisible by dp \\* gtp .* = 1 \\* 4 \\* 1 = 4",
+        ),
+        (["--unroll", "0"], "`unroll` is 0"),
+        (["--kept", "-1"], "`kept` is -1"),
+        (["--target", "h200"], "`target` is 'h200'; expected CHIP:DEVICES"),
+        (["--gtp", "1000"], "needs 1000 CPU devices, but jax already runs with .* Start a new process"),
+        (["--png", "x.png"], "`--png` draws the schedule of a GPU program: give `--target`"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        run(*arguments)
+
+
+def test_words_where_numbers_belong_are_refused_by_the_parser(capsys):
+    with pytest.raises(SystemExit):
+        run("--unroll", "most")
+    assert "'most' is neither a number nor 'full'" in capsys.readouterr().err
+
+
+def test_degrees_that_do_not_fill_a_target_are_refused():
+    from gtp_jax import plan
+
+    if plan.missing_packages():
+        pytest.skip(f"compiling for a GPU needs {', '.join(plan.missing_packages())}")
+    with pytest.raises(ValueError, match="dp 1 x gtp 4 x tp 1 = 4, but there are 8 devices"):
+        inspect(InspectOptions(target="h200:8", parallelism=Parallelism(gtp=4)))

@@ -1,0 +1,94 @@
+"""What `gtp-jax inspect` finds and prints, for CPU devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from gtp_jax.inspect import Inspection, InspectOptions, inspect
+from gtp_jax.inspect._report import as_json, as_text
+from gtp_jax.mesh import Parallelism
+from gtp_jax.models import PRESETS
+from gtp_jax.train import Execution
+
+jax.devices()  # fixes the number of devices to what the suite runs with
+
+
+@pytest.fixture(scope="module")
+def found() -> Inspection:
+    before = len(jax.live_arrays())
+    inspection = inspect(
+        InspectOptions(parallelism=Parallelism(gtp=4, tp=2), execution=Execution(microbatches=2), seq=64, batch=8)
+    )
+    assert len(jax.live_arrays()) == before, "the model was allocated"
+    return inspection
+
+
+def test_every_parameter_is_listed_with_its_logical_shape(found):
+    elements = 0
+    for p in found.parameters:
+        size = 1
+        for dim in p.logical_shape:
+            size *= dim
+        elements += size
+    assert elements == found.param_count == PRESETS["tiny"].param_count()
+    (table,) = [p for p in found.parameters if p.path == "embed.table"]
+    assert (table.logical_shape, table.partition) == ((256, 128), (("tp", "gtp"), None))
+    assert table.bytes_per_device == 4 * 256 * 128 // 8
+
+
+def test_weights_take_the_bytes_of_their_slices(found):
+    assert found.memory.weights_bytes == sum(p.bytes_per_device for p in found.parameters)
+    assert found.memory.optimizer_bytes == 2 * found.memory.weights_bytes + 4  # Adam's moments and its count
+    assert found.memory.other_bytes == 2 * 2 * 64 * 4 + 4  # tokens and targets of two sequences, and the step
+
+
+def test_every_weight_is_gathered_and_scattered_for_every_microbatch(found):
+    """Matmul weights: 4 a layer of 4 (q, k and v are one), embedding and head."""
+    sliced = [c for c in found.collectives if c.axes == ("gtp",) and c.kind != "all-reduce"]
+    counts = {
+        (kind, direction): sum(c.times for c in sliced if (c.kind, c.direction) == (kind, direction))
+        for kind, direction in {(c.kind, c.direction) for c in sliced}
+    }
+    weights, microbatches = 4 * 4 + 2, 2
+    assert counts["all-gather", "forward"] == weights * microbatches
+    assert counts["reduce-scatter", "backward"] == weights * microbatches
+    assert {c.dtype for c in sliced if c.kind == "all-gather"} == {"u16"}
+
+
+def test_text_has_every_section(found):
+    text = as_text(found)
+    assert text.startswith("tiny: 1,049,728 parameters on 8 virtual CPU devices, dp 1 x gtp 4 x tp 2\n")
+    assert "8 sequences of 64 tokens in 2 microbatch(es)" in text
+    assert "embed.table" in text and "tp*gtp, -" in text
+    assert "\nactivations" in text and "leave each device" in text
+    assert "exposed" not in text  # the order on a CPU means nothing
+
+
+def test_json_holds_the_same_numbers(found):
+    data = json.loads(json.dumps(as_json(found)))
+    assert data["mesh"] == {"dp": 1, "gtp": 4, "tp": 2} and data["batch"] == 8
+    assert data["memory"]["peak_bytes"] == found.memory.peak_bytes
+    assert sum(c["count"] for c in data["collectives"]) == sum(c.times for c in found.collectives)
+    assert len(data["parameters"]) == len(found.parameters) and "schedule" not in data
+
+
+def test_command_makes_the_devices_that_the_degrees_need():
+    """In a process of its own: 16 devices, whatever the machine has."""
+    code = (
+        "import argparse; from gtp_jax.cli._inspect import add_parser; p = argparse.ArgumentParser();"
+        "add_parser(p.add_subparsers()); a = p.parse_args(); raise SystemExit(a.run(a))"
+    )
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS")}
+    degrees = ["--dp", "2", "--gtp", "8", "--seq", "32", "--unroll", "1", "--json"]
+    done = subprocess.run([sys.executable, "-c", code, "inspect", *degrees], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert data["mesh"] == {"dp": 2, "gtp": 8, "tp": 1} and data["batch"] == 16
+    gathers = [c for c in data["collectives"] if c["kind"] == "all-gather" and c["axes"] == ["gtp"]]
+    assert sum(c["count"] for c in gathers if c["direction"] == "forward") == 4 * 4 + 2

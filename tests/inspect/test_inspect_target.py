@@ -1,0 +1,76 @@
+"""What `gtp-jax inspect --target` adds: the order of launches, what is exposed, a picture."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import pytest
+
+from gtp_jax import plan
+from gtp_jax.cli._inspect import show
+from gtp_jax.inspect import Inspection, InspectOptions, inspect
+from gtp_jax.inspect._report import as_json, as_text
+from gtp_jax.inspect._timeline import picture
+from gtp_jax.mesh import Parallelism
+
+jax.devices()  # fixes the number of devices to what the suite runs with
+
+MISSING = plan.missing_packages()
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"compiling for a GPU needs {', '.join(MISSING)}")
+
+
+@pytest.fixture(scope="module")
+def found() -> Inspection:
+    return inspect(InspectOptions(target="h200:8", parallelism=Parallelism(gtp=8), seq=128))
+
+
+def test_schedule_holds_every_matmul_and_attention_of_the_step(found):
+    forward = [e.kind for e in found.schedule.events if e.collective is None and e.direction == "forward"]
+    assert forward.count("matmul") == 4 * 4 + 1  # four a layer, and the head; the embedding is a look-up
+    assert forward.count("attention") == 4
+
+
+def test_it_is_compiled_with_the_options_of_the_gpus_so_that_a_layer_is_one_gather(found):
+    assert len(found.schedule.collectives("all-gather")) <= 2 * 4 + 2  # twice a layer, embedding and head
+
+
+def test_text_shows_the_order_and_what_is_exposed(found):
+    text = as_text(found)
+    assert "parameters on h200:8, dp 1 x gtp 8 x tp 1" in text
+    assert "order of launches" in text and "in flight" in text and "EXPOSED" in text
+    row = next(line.split() for line in text.splitlines() if line.startswith("all-gather ") and "forward" not in line)
+    gathers = found.schedule.collectives("all-gather")
+    assert row[1:4] == [
+        str(n) for n in (len(gathers), _asynchronous(gathers), len(found.schedule.exposed("all-gather")))
+    ]
+    assert "of the 151 GB of an h200" in text and "modelled: compute" in text
+
+
+def _asynchronous(events):
+    return sum(e.end > e.start for e in events)
+
+
+def test_json_marks_what_is_exposed(found):
+    data = json.loads(json.dumps(as_json(found)))
+    exposed = [e["name"] for e in data["schedule"] if e.get("exposed")]
+    assert exposed == [e.name for e in found.schedule.exposed()]
+    assert data["modelled"]["flop_rate"]["unit"] == "FLOP/s"
+    assert data["modelled"]["exposed_us"] == pytest.approx(found.timeline.exposed_us)
+
+
+def test_picture_has_two_lanes_and_exposed_parts_in_red(found):
+    figure = picture(found.timeline, "a step")
+    assert "modelled, not measured" in figure.get_suptitle() and figure.get_suptitle().startswith("a step\n")
+    axes = figure.axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["compute", "communication"]
+    red = [bar for bar in axes.patches if bar.get_facecolor() == pytest.approx((0.839, 0.153, 0.157, 1), abs=1e-2)]
+    assert len(red) == sum(span.exposed_us > 0 for span in found.timeline.spans) > 0
+    assert sum(bar.get_width() for bar in red) <= found.timeline.exposed_us / 1e3 * (1 + 1e-9)
+
+
+def test_showing_it_prints_and_writes_the_picture(found, tmp_path, capsys):
+    path = tmp_path / "timeline.png"
+    show(found, png=path)
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+    assert capsys.readouterr().out == as_text(found) + "\n"

@@ -1,0 +1,56 @@
+"""What the given degrees leave over is said in one place, and every command and `make_mesh` take it from there."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+import gtp_jax as gtp
+from gtp_jax.bench import StepOptions
+from gtp_jax.mesh import Parallelism, check_degrees, fill_degrees
+from gtp_jax.trainer import TrainConfig
+
+
+@pytest.mark.parametrize("devices", [1, 2, 6, 8, 12])
+@pytest.mark.parametrize("open_axis", ["dp", "gtp", "tp"])
+def test_the_open_degree_fills_the_devices_where_it_can(devices, open_axis):
+    given = {"dp": 1, "gtp": 2, "tp": 1, open_axis: None}
+    degrees = fill_degrees(given, devices)
+    others = degrees["dp"] * degrees["gtp"] * degrees["tp"] // degrees[open_axis]
+    assert degrees[open_axis] == max(1, devices // others)
+    assert {name: degrees[name] for name in given if name != open_axis} == {
+        name: degree for name, degree in given.items() if degree is not None
+    }
+
+
+def test_a_product_that_is_not_the_number_of_devices_is_refused_with_both():
+    with pytest.raises(ValueError, match="dp 1 x gtp 3 x tp 2 = 6, but there are 8 devices. Choose degrees whose"):
+        check_degrees({"dp": 1, "gtp": 3, "tp": 2}, 8)
+
+
+@pytest.mark.parametrize("degree", [0, -1, 1.5, "2"])
+def test_degrees_are_whole_numbers_wherever_they_are_given(degree):
+    message = f"`gtp` is {degree!r}; a degree is a whole number of at least 1"
+    with pytest.raises(ValueError, match=message):
+        fill_degrees({"dp": 1, "gtp": degree}, 8)
+    with pytest.raises(ValueError, match=message):
+        gtp.make_mesh(gtp=degree)
+    with pytest.raises(ValueError, match=f"`gtp` is {degree}; it is a whole number of at least 1"):
+        Parallelism(gtp=degree)
+
+
+def test_all_users_agree():
+    count = jax.device_count()
+    parallelism = Parallelism(tp=2)
+    assert parallelism.degrees(count) == {"dp": 1, "gtp": count // 2, "tp": 2}
+    assert TrainConfig(parallelism=parallelism).degrees(count, virtual=True) == parallelism.degrees(count)
+    work = StepOptions(parallelism=parallelism).workload("cpu", count, steps=1)
+    assert (work.gtp, work.tp) == (count // 2, 2)
+    assert dict(gtp.make_mesh(tp=2).shape) == {"dp": count // 2, "gtp": 1, "tp": 2}  # here dp is open
+
+
+def test_virtual_devices_are_the_usual_number_or_what_the_degrees_need():
+    assert Parallelism().virtual_devices(8) == 8
+    assert Parallelism(tp=3).virtual_devices(8) == 6
+    assert Parallelism(dp=3, gtp=4).virtual_devices(8) == 12
+    assert Parallelism(dp=16).virtual_devices(8) == 16

@@ -1,0 +1,40 @@
+"""A family registers in one table, from which everything else takes it."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import pytest
+
+from gtp_jax.models import FAMILIES, PRESETS, array_shapes, build, family_of, preset_of, saved, saved_config
+from gtp_jax.nn import abstract_model
+
+
+def test_every_preset_is_of_a_family_and_says_enough_of_itself_to_be_made_again():
+    assert {name for family in FAMILIES for name in family.presets} == set(PRESETS)
+    for config in PRESETS.values():
+        again = saved_config(saved(config))
+        assert family_of(again) is family_of(config)
+        assert again.architecture() == config.architecture()
+
+
+def test_a_checkpoint_that_names_no_family_is_of_a_llama():
+    config = preset_of("tiny")
+    assert saved_config({"model": config.architecture()}).architecture() == config.architecture()
+    with pytest.raises(TypeError, match="its family is 'Bert'; known are Llama"):
+        saved_config({"family": "Bert", "model": {}})
+
+
+def test_what_is_no_configuration_is_refused():
+    with pytest.raises(TypeError, match="`config` is 3; it must be a configuration of a known family: LlamaConfig"):
+        family_of(3)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("preset", ["tiny", "8b"])
+def test_the_tensors_of_hugging_face_are_all_parameters_of_the_model(preset):
+    config = preset_of(preset)
+    tensors = family_of(config).hugging_face.tensors(config)
+    model = abstract_model(lambda rngs: build(config, rngs=rngs))
+    assert sum(math.prod(tensor.shape) for tensor in tensors) == config.param_count()
+    assert len(array_shapes(tensors)) == len(jax.tree.leaves(model))

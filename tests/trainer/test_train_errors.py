@@ -1,0 +1,156 @@
+"""Mistakes are refused with one clear line and status 2, before anything is compiled."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from gtp_jax.cli import main
+from gtp_jax.trainer import TrainConfig
+
+from .runs import small, write_text
+
+_compiled: list[str] = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, duration, **_: _compiled.append(event) if "backend_compile" in event else None
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    jax.devices()  # started here with its 8 devices, which no run below may change
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def run_of_two_steps(text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("run") / "run"
+    _compiled.clear()
+    assert main(["train", *small(text, out, steps=2)]) == 0
+    assert _compiled  # so that the listener is known to listen
+    return out
+
+
+def refused(capsys, *flags: str) -> str:
+    """The message with which a run is refused."""
+    _compiled.clear()
+    capsys.readouterr()
+    assert main(["train", *flags]) == 2
+    printed = capsys.readouterr()
+    assert not _compiled
+    assert printed.out == ""
+    assert printed.err.startswith("gtp-jax train: error: ")
+    assert "Traceback" not in printed.err
+    return printed.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(preset="8B"), "unknown `preset` '8B'; known are tiny, 100m, 1b, "),
+        (dict(preset="8B"), "Did you mean '8b'?\n"),
+        (dict(preset="zzz"), "70b, 405b.\n"),
+        (dict(steps=0), "`steps` is 0; it is a whole number of at least 1."),  # noqa: E501
+        (dict(tp=-1), "`tp` is -1; it is a whole number of at least 1."),
+        (dict(lr=0), "`lr` is 0.0; it is a number above 0."),
+        (dict(lr="nan"), "`lr` is nan; it is a number above 0."),
+        (dict(weight_decay=-1), "`weight_decay` is -1.0; it is a number of at least 0."),
+        (dict(warmup=8), "`warmup` is 8; it is at least 0 and less than `steps`, 8."),
+        (dict(unroll=0), "`unroll` is 0; it is a number of layers, at least 1, or 'full'."),
+        (dict(gtp=3), "dp 1 x gtp 3 x tp 1 = 3, but there are 8 devices. Choose degrees"),
+        (dict(dp=3), "but there are 8 devices"),
+        (dict(tp=8), "tp 8 is more than the 4 key-value heads (8 query heads)"),
+        (dict(gtp=4, tp=2, seq=33), "`seq` is 33, which tp 2 does not divide"),
+        (dict(batch=6), "`batch` is 6, which is not divisible by dp * gtp * microbatches = 1 * 4 * 1 = 4. Take 4"),
+        (dict(microbatches=4), "`batch` is 8, which is not divisible by dp * gtp * microbatches = 1 * 4 * 4 = 16."),
+        (dict(data="/nowhere"), "`data` /nowhere does not exist. Give a text file, or a directory of text files."),
+        (dict(data="/proc/self/mem"), "`data` /proc/self/mem cannot be read: "),  # noqa: E501
+        (dict(seq=20_000), "to train on, but one batch of 8 sequences of 20000 needs 160001. Give more text"),
+        (dict(tokenizer="/nowhere.json"), "`tokenizer` /nowhere.json is not a file."),
+        (dict(local_devices=0), "--local-devices is 0; it is at least 1."),
+        (dict(num_processes=2), "--coordinator and --process-id missing: several processes need all of"),
+        (dict(coordinator="h:1", num_processes=2, process_id=2), "--process-id is 2; with --num-processes 2 it is"),
+        (dict(coordinator="h", num_processes=2, process_id=0), "--coordinator is 'h'; it is HOST:PORT"),
+    ],  # noqa: E501
+)
+def test_mistake_is_named(changes, message, text, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert message in refused(capsys, *small(text, out, **changes))
+    assert not out.exists()
+
+
+def test_empty_text_is_named(text, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    message = refused(capsys, *small(tmp_path / "empty", tmp_path / "run"))
+    assert "empty: the directory holds no UTF-8 text (0 files looked at" in message
+
+
+def test_another_run_is_not_overwritten_unless_told(run_of_two_steps, text, capsys):
+    before = (run_of_two_steps / "log.jsonl").read_text()
+    message = refused(capsys, *small(text, run_of_two_steps))
+    assert "holds a run already. Go on with it (--resume), replace it (--force), or choose another --out." in message
+    refused(capsys, *small("/nowhere", run_of_two_steps), "--force")  # a mistake elsewhere must not cost the old run
+    assert (run_of_two_steps / "log.jsonl").read_text() == before
+
+
+def test_nothing_to_resume_is_said(text, tmp_path, capsys):
+    assert f"there is no run in {tmp_path} to resume." in refused(capsys, f"--out={tmp_path}", "--resume")
+
+
+def test_output_that_is_a_file_is_named(text, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert "file is a file. Choose a directory." in refused(capsys, *small(text, tmp_path / "file"))
+
+
+def test_checkpoint_of_another_model_is_named(run_of_two_steps, capsys):
+    _compiled.clear()
+    assert main(["train", f"--out={run_of_two_steps}", "--resume", "--preset=100m"]) == 2
+    message = capsys.readouterr().err
+    assert "is of another model or optimizer" in message
+    assert "the checkpoint has float32[4,128,384], the model float32[8,1024,3072]" in message
+    assert not _compiled
+    assert TrainConfig.load(run_of_two_steps / "config.json").preset == "tiny"
+
+
+def test_changed_text_is_not_resumed_on(run_of_two_steps, tmp_path, capsys):
+    other = write_text(tmp_path / "other", documents=41)
+    before = TrainConfig.load(run_of_two_steps / "config.json")
+    assert main(["train", f"--out={run_of_two_steps}", "--resume", f"--data={other}"]) == 2
+    assert "is not the text that this run was trained on" in capsys.readouterr().err
+    assert TrainConfig.load(run_of_two_steps / "config.json") == before
+
+
+def test_damaged_configuration_is_named(run_of_two_steps, tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"preset": "tiny", "unknown": 1}')
+    message = refused(capsys, f"--out={tmp_path}", "--resume")
+    assert "config.json is not the configuration of a run" in message
+
+
+def test_a_directory_of_something_else_is_left_alone(text, tmp_path, capsys):
+    (tmp_path / "checkpoints/mine").mkdir(parents=True)
+    (tmp_path / "checkpoints/mine/weights").write_text("precious")
+    for flags in ((), ("--force",), ("--resume",)):
+        message = refused(capsys, *small(text, tmp_path), *flags)
+        assert "holds checkpoints, and no run of gtp-jax has written them. Choose an empty or a new" in message
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    for flags in ((), ("--force",), ("--resume",)):
+        assert "config.json is not the configuration of a run" in refused(capsys, *small(text, tmp_path), *flags)
+    assert (tmp_path / "checkpoints/mine/weights").read_text() == "precious"
+
+
+def test_fewer_steps_than_were_made_are_refused(run_of_two_steps, capsys):
+    assert main(["train", f"--out={run_of_two_steps}", "--resume", "--steps=1"]) == 2
+    assert "`steps` is 1, but the run in" in capsys.readouterr().err
+    assert TrainConfig.load(run_of_two_steps / "config.json").steps == 2
+
+
+def test_traceback_is_shown_when_asked_for(text, tmp_path):
+    with pytest.raises(ValueError, match="unknown `preset`"):
+        main(["--traceback", "train", *small(text, tmp_path / "run", preset="x")])
+
+
+def test_words_where_numbers_belong_are_refused_by_the_parser(text, tmp_path, capsys):
+    for flag in ("steps", "unroll"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["train", f"--{flag}=many"])
+        assert f"argument --{flag}: " in capsys.readouterr().err

@@ -1,0 +1,86 @@
+"""Resuming equals never stopping, bit for bit, wherever a run was stopped; and a seed decides everything."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from gtp_jax import TrainState, make_mesh
+from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.models import Llama
+from gtp_jax.nn import abstract_model
+from gtp_jax.trainer import TrainConfig
+from gtp_jax.trainer._job import adamw
+
+from .runs import finish, logged, read_records, small, start, train, wait_until, write_text
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def never_stopped(text, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("never") / "run"
+    train(small(text, out))
+    return out
+
+
+def last_state(out: Path):
+    config = TrainConfig.load(out / "config.json")
+    with jax.set_mesh(make_mesh(gtp=4, tp=2)):
+        model = abstract_model(lambda rngs: Llama(config.model(256, dtype="float32"), rngs=rngs))
+        wanted = TrainState.create(model, adamw(config, model))
+        state, extra = Checkpoints(out / "checkpoints", read_only=True).restore(wanted)
+    return jax.tree.map(np.asarray, (state.params, state.opt_state, state.step)), extra
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert read_records(one) == read_records(other)
+    (state, extra), (expected, expected_extra) = last_state(one), last_state(other)
+    assert extra == expected_extra
+    assert jax.tree.structure(state) == jax.tree.structure(expected)
+    for found, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        assert found.tobytes() == wanted.tobytes()
+
+
+# before the first checkpoint, and between two
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 5])
+def test_killed_and_resumed_equals_never_stopped(step, text, never_stopped, tmp_path):
+    out = tmp_path / "run"
+    run = start(small(text, out))
+    wait_until(lambda: logged(out, step), run)
+    run.kill()
+    finish(run)
+    assert Checkpoints(out / "checkpoints", read_only=True).latest() != 8
+    train([f"--out={out}", "--resume"])
+    assert_same_run(out, never_stopped)
+
+
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+def test_signal_saves_and_says_how_to_resume(number, text, never_stopped, tmp_path):
+    out = tmp_path / "run"
+    run = start(small(text, out))
+    wait_until(lambda: logged(out, 3), run)
+    run.send_signal(number)
+    output = finish(run)
+    assert run.returncode == 128 + number, output
+    latest = Checkpoints(out / "checkpoints", read_only=True).latest()
+    assert latest is not None and latest >= 3
+    assert f"stopped by a signal after step {latest}" in output
+    assert f"The last checkpoint is of step {latest}" in output
+    assert f"gtp-jax train --resume --out {out}" in output
+    train([f"--out={out}", "--resume"])
+    assert_same_run(out, never_stopped)
+
+
+def test_one_seed_gives_one_run_and_another_seed_another(text, never_stopped, tmp_path):
+    train(small(text, tmp_path / "same"))
+    assert_same_run(tmp_path / "same", never_stopped)
+    train(small(text, tmp_path / "other", seed=1))
+    assert read_records(tmp_path / "other")[1]["loss"] != read_records(never_stopped)[1]["loss"]
