@@ -18,7 +18,7 @@ import gtp_jax as gtp
 from gtp_jax import bench, plan
 from gtp_jax.cli import main
 from gtp_jax.models import PRESETS, Llama, LlamaConfig
-from gtp_jax.recipes import RecipeOptions
+from gtp_jax.recipes import Quantization
 
 from ..parity.plain_llama import Oracle
 
@@ -82,7 +82,7 @@ def test_ratios_compare_equal_matmuls_and_equal_policies():
     assert to("fsdp2", "fsdp2 float8 rowwise again") == pytest.approx(3.4 / 4.05)
     assert to("fsdp2", "gtp_jax nvfp4-matmuls again") is None
     assert to("partitioner", "gtp_jax fp8-matmuls again") is None
-    (mixed,) = bench.with_recipe([chosen["gtp_jax bf16 again"]], RecipeOptions(override=("mlp.down=fp8-matmuls",)))
+    (mixed,) = bench.with_recipe([chosen["gtp_jax bf16 again"]], Quantization(override=("mlp.down=fp8-matmuls",)))
     assert mixed.matmuls == "bf16+fp8"
 
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import gtp_jax as gtp
-from gtp_jax.models import LlamaConfig
+from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 
 from .test_llama_parity import assert_close, batches, oracle, some_slow, train
 
@@ -125,3 +125,46 @@ def test_logits_of_padding_are_left_out_by_softmax_maximum_and_loss(x64):
     assert logits.shape == (1, 3, 99) and whole.shape == (1, 3, 97)
     assert np.isneginf(logits[..., 97:]).all() and np.isfinite(logits[..., :97]).all()
     np.testing.assert_array_equal(logits[..., :97], whole)
+
+
+RECIPES = {"FP8": gtp.FP8(), "MXFP8": gtp.MXFP8(), "NVFP4": gtp.NVFP4(), "NVFP4 1x16": gtp.NVFP4(block=(1, 16))}
+# Every contraction is at least a block long, and tp 2 divides nothing evenly: three groups of heads, 97 features.
+WIDE = dataclasses.replace(ODD, dim=38, head_dim=12, ffn=97)
+EXPERTS = dataclasses.replace(WIDE, experts=3, top_k=2, ffn=49)
+UNEVEN = {
+    "dense": (dict(gtp=2, tp=2), WIDE),
+    "experts of 49 features": (dict(gtp=2, tp=2), EXPERTS),
+    "three experts among two ranks": (dict(gtp=2, tp=2), dataclasses.replace(EXPERTS, expert_parallel="expert")),
+}
+SLOW_PAIRS = [(r, m) for r in RECIPES for m in UNEVEN if (r, m) != ("NVFP4", "dense")]
+
+
+def gradients_of(config: LlamaConfig, degrees: dict[str, int], recipe):
+    """Loss and gradients on a mesh, under a recipe."""
+    with jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))])):
+        model = gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(3))
+        state = gtp.TrainState.create(model, optax.sgd(1.0))
+        run = jax.jit(lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, recipe=recipe))
+        return jax.tree.map(np.asarray, run(state, batches(config, 4, 6)[0]))
+
+
+@pytest.mark.parametrize(
+    "recipe, name",
+    [("NVFP4", "dense"), *(pytest.param(r, m, marks=pytest.mark.slow) for r, m in [*SLOW_PAIRS])],
+)
+def test_quantized_weights_of_uneven_parts_are_those_of_one_device(recipe, name, x64):
+    """Blocks are those of the whole weight, of which each rank takes its part."""
+    degrees, config = UNEVEN[name]
+    loss, expected = gradients_of(config, dict(gtp=1), RECIPES[recipe])
+    there, found = gradients_of(config, degrees, RECIPES[recipe])
+    assert abs(there - loss) <= 1e-12 * abs(loss)
+    assert_close(found, expected, 1e-12, "gradient of ")
+
+
+@pytest.mark.parametrize("name", ["experts of 49 features", "three experts among two ranks"])
+def test_experts_of_uneven_parts_are_those_of_one_device(name, x64):
+    degrees, config = UNEVEN[name]
+    loss, expected = gradients_of(config, dict(gtp=1), None)
+    there, found = gradients_of(config, degrees, None)
+    assert abs(there - loss) <= 1e-12 * abs(loss)
+    assert_close(found, expected, 1e-12, "gradient of ")
