@@ -43,12 +43,17 @@ def variables_of(module: nnx.Module) -> Written:
     return {path: v for path, v in flat if isinstance(v, nnx.Variable) and layout_of(v) is None}
 
 
-def outputs_of(before: Written, after: Written, name: str) -> Outputs:
+def values_of(variables: Written) -> dict[tuple[Any, ...], Any]:
+    """Their present values, which a call may replace."""
+    return {path: variable.get_value() for path, variable in variables.items()}
+
+
+def outputs_of(before: dict[tuple[Any, ...], Any], after: Written, name: str) -> Outputs:
     """What a call has written, as the chain's outputs.
 
     Args:
-        before: the module's variables ahead of the call.
-        after: the same after it, perhaps more of them.
+        before: the values of the module's variables ahead of the call, by path.
+        after: the variables after it, perhaps more of them.
         name: of the module.
 
     Raises:
@@ -56,7 +61,7 @@ def outputs_of(before: Written, after: Written, name: str) -> Outputs:
     """
     kinds: dict[str, list[tuple[Any, nnx.Variable]]] = {"state": [], "scalars": [], "metrics": []}
     for path, variable in after.items():
-        if path in before and _is_same(before[path].get_value(), variable.get_value()):
+        if path in before and _is_same(before[path], variable.get_value()):
             continue
         if isinstance(variable, nnx.Param):
             raise ValueError(

@@ -14,7 +14,7 @@ from ..chain import Outputs, Remat, Schedule, Stage, run, with_remat
 from ..collectives import Packed, gather_packed
 from ..ops import CodedWeight
 from ._layer import layout_of
-from ._outputs import is_float, outputs_of, variables_of, write
+from ._outputs import is_float, outputs_of, values_of, variables_of, write
 from ._rounding import CallKeys, key_for
 from ._shared import SharedInputs
 from ._weight import WeightOwner, scatter, weight_owners
@@ -171,7 +171,7 @@ class _Template:
         ) -> tuple[Any, Outputs]:
             keys, others = constants
             layer = self.merged(params, others)
-            before = variables_of(layer)
+            before = values_of(variables_of(layer))
             for path, owner in weight_owners(layer).items() if self.owners else ():
                 weight = weights[path]
                 owner.whole_weight = CodedWeight(weight, slots[path]) if path in slots else weight
