@@ -91,8 +91,11 @@ def write(module: nnx.Module, parts: list[Outputs], *, stacked: bool) -> None:
     for state in (outputs.metrics, outputs.state, outputs.scalars):
         for path, variable in nnx.to_flat_state(state) if state else ():
             merged[path] = variable if path not in merged else _joined(merged[path], variable)
-    if merged:
-        nnx.update(module, nnx.from_flat_state(list(merged.items())))
+    if not merged:
+        return
+    before = variables_of(module)
+    found = [(path, before[path].replace(v.get_value()) if path in before else v) for path, v in merged.items()]
+    nnx.update(module, nnx.from_flat_state(found))
 
 
 def _only(variable: nnx.Variable, *, floats: bool) -> nnx.Variable:

@@ -89,14 +89,14 @@ def _refuse_undeclared(module: nnx.Module, outputs: Outputs) -> None:
 def _stages(part: Part, shared: SharedInputs, gathers: bool) -> list[Stage]:
     """The stages of a module; of a stack its stretches: in high precision, of codes gathered already, of codes to be
     gathered, and in high precision again."""
-    template = _Template(part.module, gathers)
+    template = _Template(part.module, gathers, part.length is not None)
     if part.length is None:
         keys = {path: owner.keys.next(link=True) for path, owner in template.owners.items() if owner.keys is not None}
         inputs = ((), {path: owner.sent() for path, owner in template.owners.items()})
         return [template.stage(template.shards, inputs, template.params, (keys, template.constants), part.remat)]
 
     length = part.length
-    high = _Template(_in_high_precision(part.module), gathers) if any(part.high_precision) else template
+    high = _Template(_in_high_precision(part.module), gathers, True) if any(part.high_precision) else template
     bundled = {path for one in part.packed for path in one.members}
 
     def unbundled(shards: dict[Any, Any]) -> dict[Any, Any]:
@@ -141,7 +141,7 @@ class _Template:
         constants: the rest of them: integers, keys.
     """
 
-    def __init__(self, layer: nnx.Module, gathers: bool) -> None:
+    def __init__(self, layer: nnx.Module, gathers: bool, stacked: bool) -> None:
         self.owners = weight_owners(layer) if gathers else {}
         self.shards = {path: owner.slices() for path, owner in self.owners.items()}
         self.name = type(layer).__name__
@@ -149,6 +149,9 @@ class _Template:
         # beside the variables, arrays of quantized shards, which no layer looks at once its weights are gathered
         self.leaves, self.tree = jax.tree.flatten(state, is_leaf=lambda v: isinstance(v, nnx.Variable))
         self.is_put = [isinstance(v, nnx.Variable) and (layout_of(v) is None or not gathers) for v in self.leaves]
+        self.metadata = [
+            _of_one_layer(v) if put and stacked else {} for v, put in zip(self.leaves, self.is_put, strict=True)
+        ]
         values = [v.get_value() for v, put in zip(self.leaves, self.is_put, strict=True) if put]
         arrays, self.values = jax.tree.flatten(values)
         self.is_float = [is_float(a) for a in arrays]
@@ -205,7 +208,8 @@ class _Template:
         floats, others = iter(params), iter(constants)
         arrays = [next(floats) if chosen else next(others) for chosen in self.is_float]
         values = iter(jax.tree.unflatten(self.values, arrays))
-        put = [v.replace(next(values)) if w else v for v, w in zip(self.leaves, self.is_put, strict=True)]
+        variables = zip(self.leaves, self.is_put, self.metadata, strict=True)
+        put = [v.replace(next(values), **metadata) if chosen else v for v, chosen, metadata in variables]
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, put))
 
     def gather(self, inputs: tuple[tuple[Packed, ...], dict[Any, Any]]) -> Weights:
@@ -220,6 +224,12 @@ class _Template:
                 found = gather_packed(one, [member.layouts for member in members], members[0].dtype)
             weights.update(zip(one.members, found, strict=True))
         return weights
+
+
+def _of_one_layer(variable: nnx.Variable) -> dict[str, Any]:
+    """Metadata of one layer's variable, where it differs from that of the stacked one."""
+    sharding = variable.get_metadata().get("out_sharding")
+    return {"out_sharding": tuple(sharding)[1:]} if sharding else {}
 
 
 def _layer_keys(key: jax.Array, owners: dict[Any, WeightOwner], length: int) -> dict[Any, jax.Array]:
