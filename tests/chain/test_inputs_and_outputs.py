@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import gtp_jax as gtp
 from gtp_jax.chain import REMAT, Outputs, Schedule, Stage, run
 
-from .stages import AXIS, FEATURES, arrays, plain, shared_inputs, stage
+from .stages import AXIS, FEATURES, arrays, plain, recorded, shared_inputs, stage
 
 LENGTH = 5
 ROWS = 4
@@ -110,3 +110,37 @@ def test_no_shared_input_is_saved_with_a_layer(remat, unroll):
         assert alike == [one.shape], (name, alike)  # once for the whole chain
     activations = [shape for shape, dtype in saved if dtype == x.dtype and shape[-3:] == x.shape]
     assert sum(shape[0] if len(shape) == 4 else 1 for shape in activations) >= 6  # what the test would see
+
+
+class History(nnx.Variable):
+    """Of the largest gradients; backward writes it by way of its gradient."""
+
+
+class Records(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = gtp.Dense(8, 8, rngs=rngs, dtype=jnp.float32)
+        self.history = History(jnp.zeros(2))
+
+    def __call__(self, x):
+        return x + jnp.tanh(recorded(self.dense(x), self.history.get_value()))
+
+
+@pytest.mark.parametrize("remat", ["nothing", "everything"])
+def test_a_variable_takes_values_from_backward(remat):
+    stack = gtp.Stack(lambda rngs: Records(rngs), 3, remat=remat, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (4, 8))
+    gradient = nnx.grad(lambda stack: jnp.sum(stack(x) ** 2), argnums=nnx.DiffState(0, History))(stack)
+    emitted = gradient["layers"]["history"].get_value()
+
+    # the same gradients, of the layers' products one by one
+    kernels = stack.layers.dense.kernel.get_value()
+
+    def loss(added):
+        y = x
+        for kernel, more in zip(kernels, added, strict=True):
+            y = y + jnp.tanh(y @ kernel + more)
+        return jnp.sum(y**2)
+
+    wanted = jnp.max(jnp.abs(jax.grad(loss)(jnp.zeros((3, 4, 8)))), axis=(1, 2))
+    np.testing.assert_allclose(emitted[:, 0], wanted, rtol=1e-5)
+    np.testing.assert_array_equal(emitted[:, 1], 0)
