@@ -92,15 +92,16 @@ def _stages(part: Part, shared: SharedInputs, gathers: bool) -> list[Stage]:
     template = _Template(part.module, gathers, part.length is not None)
     if part.length is None:
         keys = {path: owner.keys.next(link=True) for path, owner in template.owners.items() if owner.keys is not None}
-        inputs = ((), {path: owner.sent() for path, owner in template.owners.items()})
+        sent = {path: owner.sent() for path, owner in template.owners.items()} if gathers else template.shards
+        inputs = ((), sent)
         return [template.stage(template.shards, inputs, template.params, (keys, template.constants), part.remat)]
 
     length = part.length
     high = _Template(_in_high_precision(part.module), gathers, True) if any(part.high_precision) else template
     bundled = {path for one in part.packed for path in one.members}
 
-    def unbundled(shards: dict[Any, Any]) -> dict[Any, Any]:
-        return {path: own for path, own in shards.items() if path not in bundled}
+    def unbundled(shards: Any) -> Any:
+        return shards if not bundled else {path: own for path, own in shards.items() if path not in bundled}
 
     held = tuple(one for one in part.packed if one.gathered)
     packed = tuple(one for one in part.packed if not one.gathered)
@@ -136,22 +137,26 @@ class _Template:
 
     Attributes:
         owners: modules with weights that the chain gathers, by path.
-        shards: of these weights, by path.
+        shards: of these weights, by path; if modules gather their own, a list of all weights' shards, which the chain
+            then takes for gathered: it hands each layer its own, and keeps none for backward.
         params: the floats of the other variables.
         constants: the rest of them: integers, keys.
     """
 
     def __init__(self, layer: nnx.Module, gathers: bool, stacked: bool) -> None:
+        self.gathers = gathers
         self.owners = weight_owners(layer) if gathers else {}
-        self.shards = {path: owner.slices() for path, owner in self.owners.items()}
         self.name = type(layer).__name__
         self.graph, state = nnx.split(layer)
         # beside the variables, arrays of quantized shards, which no layer looks at once its weights are gathered
         self.leaves, self.tree = jax.tree.flatten(state, is_leaf=lambda v: isinstance(v, nnx.Variable))
-        self.is_put = [isinstance(v, nnx.Variable) and (layout_of(v) is None or not gathers) for v in self.leaves]
-        self.metadata = [
-            _of_one_layer(v) if put and stacked else {} for v, put in zip(self.leaves, self.is_put, strict=True)
-        ]
+        self.is_weight = [isinstance(v, nnx.Variable) and layout_of(v) is not None for v in self.leaves]
+        variables = list(zip(self.leaves, self.is_weight, strict=True))
+        self.is_put = [isinstance(v, nnx.Variable) and not weight for v, weight in variables]
+        self.metadata = [_of_one_layer(v) if stacked and isinstance(v, nnx.Variable) else {} for v in self.leaves]
+        self.shards: Any = [v.get_value() for v, weight in variables if weight]
+        if gathers:
+            self.shards = {path: owner.slices() for path, owner in self.owners.items()}
         values = [v.get_value() for v, put in zip(self.leaves, self.is_put, strict=True) if put]
         arrays, self.values = jax.tree.flatten(values)
         self.is_float = [is_float(a) for a in arrays]
@@ -173,7 +178,7 @@ class _Template:
             weights: Weights, slots: Slots, params: list[Any], x: Any, arrays: list[Any], constants: Constants
         ) -> tuple[Any, Outputs]:
             keys, others = constants
-            layer = self.merged(params, others)
+            layer = self.merged(params, others, () if self.gathers else weights)
             before = values_of(variables_of(layer))
             for path, owner in weight_owners(layer).items() if self.owners else ():
                 weight = weights[path]
@@ -188,6 +193,8 @@ class _Template:
 
         def to_shards(gradients: tuple[Any, Slots]) -> dict[Any, Any]:
             of_weights, of_slots = gradients
+            if not self.gathers:
+                return of_weights
             return scatter(self.owners, {**of_weights, **of_slots})
 
         coded = {path for path, owner in self.owners.items() if owner.takes_codes(owner.operands)}
@@ -203,18 +210,26 @@ class _Template:
             takes_shared=shared is not None,
         )
 
-    def merged(self, params: list[Any], constants: list[Any]) -> Any:
-        """The layer with these values in its variables."""
+    def merged(self, params: list[Any], constants: list[Any], weights: Any) -> Any:
+        """The layer with these values in its variables; its weights are left out if the chain gathers them."""
         floats, others = iter(params), iter(constants)
         arrays = [next(floats) if chosen else next(others) for chosen in self.is_float]
         values = iter(jax.tree.unflatten(self.values, arrays))
-        variables = zip(self.leaves, self.is_put, self.metadata, strict=True)
-        put = [v.replace(next(values), **metadata) if chosen else v for v, chosen, metadata in variables]
+        shards = iter(weights)
+        put = []
+        for v, is_put, is_weight, metadata in zip(self.leaves, self.is_put, self.is_weight, self.metadata, strict=True):
+            if is_put:
+                v = v.replace(next(values), **metadata)
+            elif is_weight and not self.gathers:
+                v = v.replace(next(shards), **metadata)
+            put.append(v)
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, put))
 
-    def gather(self, inputs: tuple[tuple[Packed, ...], dict[Any, Any]]) -> Weights:
+    def gather(self, inputs: tuple[tuple[Packed, ...], Any]) -> Any:
         """The weights of one layer, by path."""
         packed, others = inputs
+        if not self.gathers:
+            return others
         weights = {path: self.owners[path].gather(own) for path, own in others.items()}
         for one in packed:
             members = [self.owners[path] for path in one.members]

@@ -189,3 +189,35 @@ def test_a_row_gives_shared_inputs_to_its_stacks(degrees, x64):
     assert_close(logits, wanted, "logits")
     for path in statistics:  # a loop over copies writes to the copies
         assert np.linalg.norm(statistics[path] - unwritten[path]) > 0
+
+
+class Drops(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = gtp.Dense(128, 128, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.dense(x))
+
+
+@pytest.mark.parametrize("kept, layers", [(0, 0), (1, 1), ("all", 3)])
+@pytest.mark.parametrize("unroll", ["full", 1])
+def test_layers_that_gather_their_own_weights_hand_backward_none_of_them(kept, layers, unroll):
+    saved = []
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        schedule = gtp.Schedule(kept=kept, unroll=unroll)
+        make = lambda rngs: gtp.Stack(lambda rngs: Drops(rngs), 3, schedule=schedule, rngs=rngs)  # noqa: E731
+        graph, params, others = nnx.split(gtp.init(make, nnx.Rngs(0)), nnx.Param, ...)
+
+        def call(params, others, x):
+            def run(params, x):
+                copies = jax.tree.map(lambda a: a, others)  # variables of this trace
+                return nnx.merge(graph, params, copies)(x)
+
+            y, backward = jax.vjp(run, params, x)
+            saved.extend(leaf.shape for leaf in jax.tree.leaves(backward))
+            return y
+
+        jax.eval_shape(call, params, others, jax.ShapeDtypeStruct((8, 2, 128), jnp.bfloat16))
+    kernels = [shape[0] if len(shape) == 3 else 1 for shape in saved if shape[-2:] == (128, 128)]
+    assert sum(kernels) == 3 + layers  # the stacked shards, once, and those of layers that keep theirs
