@@ -92,7 +92,7 @@ class _Backward:
         return [jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in floats]
 
     def of_shared(self, sums: list[jax.Array]) -> Tree:
-        """The sums in the dtypes of the shared inputs."""
+        """Returns the sums in the dtypes of the shared inputs."""
         leaves, tree = jax.tree.flatten(self.shared)
         found = iter(sums)
         none = jax.dtypes.float0
@@ -116,9 +116,8 @@ class _Backward:
                     found = self._compute(stage, place(origin, layer), residual, own, gradient)
                     gradient, pending[stage, layer], params, to_shared = found
                     done.params[stage, layer] = params, False
-                    shared = (
-                        [total + one for total, one in zip(shared, to_shared, strict=True)] if to_shared else shared
-                    )
+                    if to_shared:
+                        shared = [total + one for total, one in zip(shared, to_shared, strict=True)]
                 case Barrier():
                     # ends gather and reduction with this layer, and has its weight gradient before the next one begins
                     values = {key: value for key, (value, _) in reduced.items()}
@@ -150,8 +149,8 @@ class _Backward:
     def _compute(
         self, number: int, layer: Any, closure: Any, weights: Tree, gradient: Tree
     ) -> tuple[Tree, tuple[Tree, Tree], Tree, list[jax.Array]]:
-        """One layer's backward: the gradients of its input, of its weights and slots, of its params, of the shared
-        floats."""
+        """Runs one layer backward. Returns the gradients of its input, of its weights and slots, of its params, and of
+        the shared floats."""
         stage = self.stages[number]
         shared = self.shared if stage.takes_shared else ()
         scalars, constants = (stage.of_layer(tree, layer) for tree in (self.scalars[number], stage.constants))
@@ -182,17 +181,17 @@ def _is_mark(leaf: Any) -> bool:
 
 
 def _marks(residual: Tree) -> list[bool]:
-    """Of each operand in a residual, whether it must be supplied again."""
+    """Says for each operand in a residual whether it must be supplied again."""
     return [type(mark).__name__ == "NotSaveable" for mark in jax.tree.leaves(residual, is_leaf=_is_mark)]
 
 
 def _chosen(residual: Tree, operands: Tree) -> list[Any]:
-    """The operands that must be supplied again."""
+    """Returns the operands that must be supplied again."""
     return [value for value, wanted in zip(jax.tree.leaves(operands), _marks(residual), strict=True) if wanted]
 
 
 def _put(residual: Tree, operands: list[Any]) -> Tree:
-    """The residual with its marks replaced."""
+    """Returns the residual with these operands in place of its marks."""
     leaves, tree = jax.tree.flatten(residual, is_leaf=_is_mark)
     values = iter(operands)
     wanted = _marks(residual)

@@ -64,21 +64,24 @@ class Stage:
     takes_shared: bool = False
 
     def of_layer(self, tree: Tree, layer: Any, first: int = 0) -> Tree:
-        """One layer's part of a pytree, whose first element is of layer `first` of a stacked stage."""
+        """Returns one layer's part of a pytree; in a stacked one, layer 0 has the index `first`."""
         if not self.stacked:
             return tree
         index = place(layer, first)
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), tree)
 
     def gather_layer(self, layer: Any, *after: Tree) -> Tree:
-        """The gathered weights of a layer, once the values `after` have arrived."""
+        """Gathers the weights of a layer, no sooner than the values `after` have arrived."""
         # tied before it is cut out of a stack, so that forward's piece is not kept for backward
         inputs, _ = lax.optimization_barrier((self.gather_inputs, after))
         return self.gather(self.of_layer(inputs, layer, self.first))
 
 
 def together(*trees: Tree) -> tuple[Tree, ...]:
-    """The same values, none available before all are. Gradients of integers pass by: they are no arrays."""
+    """Returns the same values, none of which is available before all are.
+
+    Gradients of integers (`float0`) are no arrays, and are left out.
+    """
     leaves, tree = jax.tree.flatten(trees)
     real = [i for i, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
     for i, leaf in zip(real, lax.optimization_barrier([leaves[i] for i in real]), strict=True):
@@ -87,14 +90,14 @@ def together(*trees: Tree) -> tuple[Tree, ...]:
 
 
 def place(origin: Any, layer: int) -> Any:
-    """The layer's number: counted from the iteration's layer `origin` in a loop, from 0 outside."""
+    """Returns the layer's number; in a loop `layer` is counted from the iteration's layer, `origin`."""
     return origin + layer if layer else origin
 
 
-# Of layers in flight, or of layers done, by stage and layer.
+# A value for each layer that is in flight or done, by stage and layer.
 ByLayer = dict[tuple[int, int], Tree]
 
 
 def renumbered(by_layer: ByLayer, shift: int) -> ByLayer:
-    """The same, with layers counted from another origin."""
+    """Returns the same with layers counted from another origin."""
     return {(stage, layer + shift): tree for (stage, layer), tree in by_layer.items()}

@@ -11,7 +11,7 @@ from flax import nnx
 from ..chain import Outputs
 from ._layer import layout_of
 
-# Of one layer, or of all layers of a stack, by path.
+# Variables of one layer, or the stacked ones of all layers of a stack, by path.
 Written = dict[tuple[Any, ...], nnx.Variable]
 
 
@@ -33,23 +33,23 @@ class Metric(nnx.Variable):
     """A value that a layer reports, declared and written like an `AuxLoss`. Gradients do not flow through it."""
 
 
-# Types of which a `Stack` hands on values without a gradient.
+# Types whose values a `Stack` hands on without a gradient.
 _WITHOUT_GRADIENT = (nnx.BatchStat, nnx.RngState)
 
 
 def variables_of(module: nnx.Module) -> Written:
-    """The module's variables by path, weights that are gathered excepted."""
+    """Returns the module's variables by path, weights that are gathered excepted."""
     flat = nnx.to_flat_state(nnx.split(module)[1])
     return {path: v for path, v in flat if isinstance(v, nnx.Variable) and layout_of(v) is None}
 
 
 def values_of(variables: Written) -> dict[tuple[Any, ...], Any]:
-    """Their present values, which a call may replace."""
+    """Returns the variables' present values, which a call may replace."""
     return {path: variable.get_value() for path, variable in variables.items()}
 
 
 def outputs_of(before: dict[tuple[Any, ...], Any], after: Written, name: str) -> Outputs:
-    """What a call has written, as the chain's outputs.
+    """Returns what a call has written, as the chain's outputs.
 
     Args:
         before: the values of the module's variables ahead of the call, by path.
@@ -99,7 +99,7 @@ def write(module: nnx.Module, parts: list[Outputs], *, stacked: bool) -> None:
 
 
 def _only(variable: nnx.Variable, *, floats: bool) -> nnx.Variable:
-    """The variable with `None` in place of its other arrays."""
+    """Returns the variable with `None` in place of its other arrays."""
     value = jax.tree.map(lambda a: a if is_float(a) is floats else None, variable.get_value())
     return variable.replace(value)
 
@@ -112,7 +112,7 @@ def _joined(one: nnx.Variable, other: nnx.Variable) -> nnx.Variable:
 
 
 def is_float(leaf: Any) -> bool:
-    """Whether gradients are taken of an array."""
+    """Says whether gradients are taken with respect to an array."""
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     return jnp.issubdtype(dtype, jnp.inexact)
 

@@ -36,11 +36,11 @@ class SharedInputs:
 
     @property
     def empty(self) -> bool:
-        """Whether there are none."""
+        """Says whether there are none."""
         return not self._is_array
 
     def arguments(self, arrays: list[jax.Array]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, with these arrays in place of `arrays`."""
+        """Returns the arguments, with these arrays in place of `arrays`."""
         values = iter(arrays)
         leaves = [next(values) if array else v for v, array in zip(self._others, self._is_array, strict=True)]
         return jax.tree.unflatten(self._tree, leaves)

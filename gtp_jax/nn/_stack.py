@@ -153,12 +153,12 @@ def run_chain(
 
 
 def stacks_of(module: nnx.Module) -> dict[tuple[Any, ...], Stack]:
-    """The stacks within a module, itself included, by path."""
+    """Returns the stacks within a module, itself included, by path."""
     return {path: m for path, m in nnx.iter_modules(module) if isinstance(m, Stack)}
 
 
 def _call(parts: tuple[Part, ...], modules: tuple[Layer, ...], x: Any, schedule: Schedule, shared: SharedInputs) -> Any:
-    """A chain's call in each view."""
+    """Calls a chain as the view in scope requires."""
     if current_view() != "global":
         return run_parts(parts, x, schedule, shared, gathers=True)
     if not shared.empty or any(_has_state(part.module) for part in parts):
@@ -190,7 +190,7 @@ class Chain(Layer):
 
 
 def _has_state(module: nnx.Module) -> bool:
-    """Whether there are variables other than parameters."""
+    """Says whether the module has variables other than parameters."""
     return any(not isinstance(v, nnx.Param) for _, v in nnx.to_flat_state(nnx.state(module, nnx.Variable)))
 
 

@@ -19,11 +19,11 @@ from ._rounding import CallKeys, key_for
 from ._shared import SharedInputs
 from ._weight import WeightOwner, scatter, weight_owners
 
-# Of one layer, by path: gathered weights, arrays or codes; and where the gradients of the latter go.
+# One layer's gathered weights by path, arrays or codes; and the arrays that receive the gradients of codes.
 Weights = dict[Any, Any]
 Slots = dict[Any, jax.Array]
 
-# Of one layer: keys of stochastic rounding by path, and the arrays of its variables that have no gradient.
+# One layer's keys of stochastic rounding by path, and the arrays of its variables that have no gradient.
 Constants = tuple[dict[Any, jax.Array], list[Any]]
 
 
@@ -87,8 +87,8 @@ def _refuse_undeclared(module: nnx.Module, outputs: Outputs) -> None:
 
 
 def _stages(part: Part, shared: SharedInputs, gathers: bool) -> list[Stage]:
-    """The stages of a module; of a stack its stretches: in high precision, of codes gathered already, of codes to be
-    gathered, and in high precision again."""
+    """Returns the stages of a module: of a stack one for each stretch of layers: in high precision, with codes gathered
+    already, with codes to be gathered, and in high precision again."""
     template = _Template(part.module, gathers, part.length is not None)
     if part.length is None:
         keys = {path: owner.keys.next(link=True) for path, owner in template.owners.items() if owner.keys is not None}
@@ -124,7 +124,7 @@ def _stages(part: Part, shared: SharedInputs, gathers: bool) -> list[Stage]:
 
 
 def _in_high_precision(layer: nnx.Module) -> nnx.Module:
-    """The layer without what a recipe does to its matmuls and gradients."""
+    """Returns a copy of the layer without what a recipe does to its matmuls and gradients."""
     layer = nnx.clone(layer)
     for owner in weight_owners(layer).values():
         owner.operands = None
@@ -172,7 +172,7 @@ class _Template:
         remat: Remat,
         shared: SharedInputs | None = None,
     ) -> Stage:
-        """The layer as a stage, not stacked."""
+        """Returns the layer as a stage, not stacked."""
 
         def apply(
             weights: Weights, slots: Slots, params: list[Any], x: Any, arrays: list[Any], constants: Constants
@@ -211,7 +211,7 @@ class _Template:
         )
 
     def merged(self, params: list[Any], constants: list[Any], weights: Any) -> Any:
-        """The layer with these values in its variables; its weights are left out if the chain gathers them."""
+        """Returns the layer with these values in its variables; its weights are left out if the chain gathers them."""
         floats, others = iter(params), iter(constants)
         arrays = [next(floats) if chosen else next(others) for chosen in self.is_float]
         values = iter(jax.tree.unflatten(self.values, arrays))
@@ -226,7 +226,7 @@ class _Template:
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, put))
 
     def gather(self, inputs: tuple[tuple[Packed, ...], Any]) -> Any:
-        """The weights of one layer, by path."""
+        """Gathers the weights of one layer, by path."""
         packed, others = inputs
         if not self.gathers:
             return others
@@ -242,22 +242,22 @@ class _Template:
 
 
 def _of_one_layer(variable: nnx.Variable) -> dict[str, Any]:
-    """Metadata of one layer's variable, where it differs from that of the stacked one."""
+    """Returns the metadata of one layer's variable that differ from the stacked one's."""
     sharding = variable.get_metadata().get("out_sharding")
     return {"out_sharding": tuple(sharding)[1:]} if sharding else {}
 
 
 def _layer_keys(key: jax.Array, owners: dict[Any, WeightOwner], length: int) -> dict[Any, jax.Array]:
-    """Of each module that rounds stochastically, a key for each layer: the first word counts layers."""
+    """Returns a key for each layer, by path of each module that rounds stochastically: the first word counts layers."""
     first = key[0] + jnp.arange(length, dtype=jnp.uint32)
     chosen = [path for path, owner in owners.items() if owner.operands is not None and owner.operands.stochastic]
     return {path: jnp.stack([first, jnp.broadcast_to(key_for(key, path)[1], (length,))], axis=-1) for path in chosen}
 
 
 def _split(tree: Any, at: list[int]) -> list[Any]:
-    """Stacked arrays, cut between layers.
+    """Splits stacked arrays between layers.
 
-    Floats by `split` and not by slices, whose gradients would each be padded to the whole stack and added up.
+    Floats by `jnp.split`, because the gradients of slices would each be padded to the whole stack and added up.
     """
     if not at:
         return [tree]
