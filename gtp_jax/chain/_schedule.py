@@ -35,12 +35,12 @@ def _is_count(value: Any, least: int) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Layers `start` to `stop` (exclusive) of one link.
+    """Layers `start` to `stop` (exclusive) of one stage.
 
     `loop` is 0 where they are written out, else the number of layers in the body of the loop that runs them.
     """
 
-    link: int
+    stage: int
     start: int
     stop: int
     loop: int = 0
@@ -49,24 +49,28 @@ class Segment:
 def segments(lengths: list[int], schedule: Schedule) -> list[Segment]:
     """Cuts a chain into stretches that are written out or looped over.
 
-    A loop's first and last layers are written out: the last so that the next link's gather runs under it, the first
+    A loop's first and last layers are written out: the last so that the next stage's gather runs under it, the first
     so that backward has nothing left to fetch when it reaches it. Layers that keep their weights stand apart from
     those that do not, for a loop's body treats all its layers alike.
 
     Args:
-        lengths: number of layers of each link; 1 for a single module.
+        lengths: number of layers of each stage; 1 for a single module.
     """
     total = sum(lengths)
     kept = total if schedule.kept == "all" else schedule.kept
     found: list[Segment] = []
     before = 0
-    for link, length in enumerate(lengths):
+    for stage, length in enumerate(lengths):
         body = length if schedule.unroll == "full" else schedule.unroll
         kept_here = min(length, max(0, kept - (total - before - length)))
         tail = body if kept_here == length else max(body, kept_here)
         if length <= tail + 1:
-            found.append(Segment(link, 0, length))
+            found.append(Segment(stage, 0, length))
         else:
-            found += [Segment(link, 0, 1), Segment(link, 1, length - tail, body), Segment(link, length - tail, length)]
+            found += [
+                Segment(stage, 0, 1),
+                Segment(stage, 1, length - tail, body),
+                Segment(stage, length - tail, length),
+            ]
         before += length
     return found

@@ -18,6 +18,8 @@ from ._mlp import MLP as MLP
 from ._moe import ExpertParallel as ExpertParallel
 from ._moe import MoE as MoE
 from ._moe import check_experts as check_experts
+from ._outputs import AuxLoss as AuxLoss
+from ._outputs import Metric as Metric
 from ._quantized import put_quantized as put_quantized
 from ._quantized import quantize_weights as quantize_weights
 from ._skeleton import Skeleton as Skeleton

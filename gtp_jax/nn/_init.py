@@ -31,7 +31,9 @@ def init[M: nnx.Module](factory: Callable[[nnx.Rngs], M], rngs: nnx.Rngs) -> M:
 
 def _birth(factory: Callable[[nnx.Rngs], Any], rngs: nnx.Rngs) -> tuple[Any, Any, Any]:
     """A model's graph, the jitted program that makes its arrays, and that program's argument."""
-    abstract = abstract_model(factory)
+    streams, keys = nnx.split(rngs)
+    # of copies of the streams themselves, as a model's variables may name them
+    abstract = abstract_model(lambda _: factory(nnx.merge(streams, jax.tree.map(lambda a: a, keys))))
     graph, state = nnx.split(abstract)
     mesh = jax.sharding.get_mesh()
     shardings = None
@@ -41,7 +43,6 @@ def _birth(factory: Callable[[nnx.Rngs], Any], rngs: nnx.Rngs) -> tuple[Any, Any
             state,
             is_leaf=lambda v: isinstance(v, nnx.Variable),
         )
-    streams, keys = nnx.split(rngs)
     make = jax.jit(lambda keys: nnx.split(factory(nnx.merge(streams, keys)))[1], out_shardings=shardings)
     return graph, make, keys
 

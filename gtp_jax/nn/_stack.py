@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ..chain import Link, Remat, Schedule, run, with_remat
-from ..collectives import Packed, gather_packed
-from ..ops import CodedWeight
-from ._layer import Layer, layout_of
-from ._rounding import CallKeys, key_for
-from ._weight import WeightOwner, scatter, weight_owners
-
-# Of one layer, by path: gathered weights, arrays or codes; and where the gradients of the latter go.
-Weights = dict[Any, Any]
-Slots = dict[Any, jax.Array]
+from ..chain import Remat, Schedule, with_remat
+from ..collectives import Packed
+from ..mesh import current_view
+from ._layer import Layer, in_shard_map
+from ._rounding import CallKeys
+from ._shared import SharedInputs
+from ._stages import Part, run_parts
 
 
 class Stack(Layer):
     """`length` layers alike, run as a chain: each layer's weights are gathered under the layer ahead of it.
 
-    Parameters are stored stacked: one array a weight, with a leading dimension of `length`.
+    `stack(x, *shared, **shared)` equals
+
+        for layer in layers:
+            x = layer(x, *shared, **shared)
+
+    Arrays among the shared inputs (positions, masks, an encoder's output) are supplied to each layer, again in
+    backward, and never saved with a layer. Variables that a layer writes, such as `nnx.BatchStat`, the counts of
+    dropout's `nnx.RngStream`, `gtp_jax.AuxLoss` or what is captured by `nnx.capture`, are updated as in that loop,
+    once a call whatever is recomputed in backward. Gradients flow through the floats among them, but not through
+    `nnx.BatchStat` and `gtp_jax.Metric`, which leave the stack as constants.
+
+    All variables are stored stacked: one array each, with a leading dimension of `length`.
+
+    Under a mesh in global view, a stack that has shared inputs or variables other than parameters is computed as
+    written, on global arrays: batch statistics are those of the whole batch, and dropout's masks those of the model
+    without a mesh. Its modules then gather their own weights, which XLA may hide or not. Another stack is one
+    `shard_map`, in which each rank sees its own part of the batch.
 
     Args:
         factory: makes one layer, called as `factory(rngs=...)`. The layer maps activations to activations of the same
@@ -38,13 +49,15 @@ class Stack(Layer):
         rngs: split, one stream a layer.
 
     Attributes:
-        packed: what is gathered in place of the layers' slices: buffers of quantized weights; none without a recipe.
+        packed: what is gathered in place of the layers' shards: buffers of quantized weights; none without a recipe.
             Of all layers; and, ahead of them, of those whose codes have been gathered already.
         kept: layers, from the first and up to the last, that stay in high precision all the same.
         keys: of its calls' stochastic rounding; `None` where nothing is rounded so.
 
     Raises:
-        ValueError: if `length` is less than 1, `remat` is not a known policy, or a layer holds a `Stack` of its own.
+        ValueError: if `length` is less than 1, `remat` is not a known policy, or a layer holds a `Stack` of its own;
+            by a call, if a layer writes a parameter, or, under a mesh in global view, variables that were not there.
+        TypeError: by a call, if an NNX object is among the shared inputs.
     """
 
     def __init__(
@@ -78,11 +91,24 @@ class Stack(Layer):
         self.layers = make(rngs)
         _refuse_inner_stacks(self.layers)
 
-    def local(self, x: Any) -> Any:
-        return run(_links(self, self.remat), x, self.schedule)
+    def __call__(self, x: Any, *shared: Any, **named: Any) -> Any:
+        return _call((self._part(self.remat),), (self,), x, self.schedule, SharedInputs(shared, named))
+
+    def local(self, x: Any, *shared: Any, **named: Any) -> Any:
+        inputs = SharedInputs(shared, named)
+        return run_parts((self._part(self.remat),), x, self.schedule, inputs, gathers=True)
+
+    def _part(self, remat: Remat) -> Part:
+        return Part(self.layers, remat, self.length, self.packed, self.kept, self.keys)
 
 
-def run_chain(x: Any, *modules: Layer, schedule: Schedule | None = None, remat: Remat | None = None) -> Any:
+def run_chain(
+    x: Any,
+    *modules: Layer,
+    schedule: Schedule | None = None,
+    remat: Remat | None = None,
+    shared: Sequence[Any] | Mapping[str, Any] = (),
+) -> Any:
     """Calls modules one after the other as one chain, so that the gathers between them are hidden too.
 
     `run_chain(tokens, embed, blocks, head)` equals `head(blocks(embed(tokens)))`; but the first block's weights are
@@ -93,11 +119,13 @@ def run_chain(x: Any, *modules: Layer, schedule: Schedule | None = None, remat: 
         modules: `Stack`s and other modules.
         schedule: that of the `Stack`s by default.
         remat: for all modules; by default each `Stack` has its own, and the others that of the first.
+        shared: further arguments of the layers of each `Stack`, by position or by name; see `Stack`. Other modules
+            get none.
 
     Raises:
         ValueError: without modules; if `Stack`s differ in their schedules and none is given; if a module holds a
-            `Stack`.
-        TypeError: if one is not a `gtp_jax.nn.Layer`.
+            `Stack`; if there are shared inputs and no `Stack`.
+        TypeError: if one is not a `gtp_jax.nn.Layer`, or `shared` is neither a sequence nor a mapping.
     """
     if not modules:
         raise ValueError("`run_chain` joins one module or more; it got none.")
@@ -110,47 +138,80 @@ def run_chain(x: Any, *modules: Layer, schedule: Schedule | None = None, remat: 
         if not isinstance(module, Stack):
             _refuse_inner_stacks(module)
     _check_schedule(schedule)
-    schedules = {m.schedule for m in modules if isinstance(m, Stack)}
+    stacks = [m for m in modules if isinstance(m, Stack)]
+    schedules = {m.schedule for m in stacks}
     if schedule is None and len(schedules) > 1:
         raise ValueError(
             f"the stacks of a chain have different schedules: {', '.join(map(str, schedules))}. Pass `schedule` to "
             "`run_chain`."
         )
-    return _Row(modules, schedule, remat)(x)
+    inputs = _shared_inputs(shared)
+    if not inputs.empty and not stacks:
+        raise ValueError("`shared` is for the layers of a `Stack`, and `run_chain` got none. Leave it out.")
+    others: Remat = stacks[0].remat if stacks else "matmuls"
+    parts = tuple(m._part(remat or m.remat) if isinstance(m, Stack) else Part(m, remat or others) for m in modules)
+    return _call(parts, modules, x, schedule or (stacks[0].schedule if stacks else Schedule()), inputs)
 
 
 def stacks_of(module: nnx.Module) -> dict[tuple[Any, ...], Stack]:
-    """The stacks within a module, itself included, by path."""
+    """Returns the stacks within a module, itself included, by path."""
     return {path: m for path, m in nnx.iter_modules(module) if isinstance(m, Stack)}
 
 
-class _Row(Layer):
-    """Modules in a row, so that a chain of several can be called like one module."""
+def _call(parts: tuple[Part, ...], modules: tuple[Layer, ...], x: Any, schedule: Schedule, shared: SharedInputs) -> Any:
+    """Calls a chain as the view in scope requires."""
+    if current_view() != "global":
+        return run_parts(parts, x, schedule, shared, gathers=True)
+    if not shared.empty or any(_has_state(part.module) for part in parts):
+        return run_parts(parts, x, schedule, shared, gathers=False)
+    chain = Chain(modules, schedule, tuple(part.remat for part in parts))
+    return in_shard_map(chain, x, *chain.partitions(jnp.ndim(x)))
 
-    def __init__(self, modules: tuple[Layer, ...], schedule: Schedule | None, remat: Remat | None) -> None:
-        stacks = [m for m in modules if isinstance(m, Stack)]
+
+class Chain(Layer):
+    """Modules in a row, called like one module, within one `shard_map`."""
+
+    def __init__(self, modules: tuple[Layer, ...], schedule: Schedule, remat: tuple[Remat, ...]) -> None:
         super().__init__()
-        self.links = nnx.List(modules)
+        self.modules = nnx.List(modules)
         self._roles = modules[0].roles
-        self.schedule = schedule or (stacks[0].schedule if stacks else Schedule())
-        others: Remat = stacks[0].remat if stacks else "matmuls"
-        self.remat: tuple[Remat, ...] = tuple(remat or (m.remat if isinstance(m, Stack) else others) for m in modules)
+        self.schedule = schedule
+        self.remat = remat
         self.sequence_parallel = False
 
     def local(self, x: Any) -> Any:
-        links = [part for module, remat in zip(self.links, self.remat, strict=True) for part in _links(module, remat)]
-        return run(links, x, self.schedule)
+        parts = [
+            m._part(remat) if isinstance(m, Stack) else Part(m, remat)
+            for m, remat in zip(self.modules, self.remat, strict=True)
+        ]
+        return run_parts(parts, x, self.schedule, SharedInputs((), {}), gathers=True, declared=True)
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
-        first: Layer = self.links[0]
-        last: Layer = self.links[-1]
+        first: Layer = self.modules[0]
+        last: Layer = self.modules[-1]
         return first.partitions(ndim)[0], last.partitions(3)[1]
 
     def from_global(self, x: Any) -> Any:
-        return self.links[0].from_global(x)
+        return self.modules[0].from_global(x)
 
     def to_global(self, y: Any) -> Any:
-        return self.links[-1].to_global(y)
+        return self.modules[-1].to_global(y)
+
+
+def _has_state(module: nnx.Module) -> bool:
+    """Says whether the module has variables other than parameters."""
+    return any(not isinstance(v, nnx.Param) for _, v in nnx.to_flat_state(nnx.state(module, nnx.Variable)))
+
+
+def _shared_inputs(shared: Any) -> SharedInputs:
+    if isinstance(shared, Mapping):
+        return SharedInputs((), dict(shared))
+    if isinstance(shared, list | tuple):
+        return SharedInputs(tuple(shared), {})
+    raise TypeError(
+        f"`shared` is a {type(shared).__name__}; it must be a tuple of positional arguments, or a dict of named ones, "
+        "for the layers of each `Stack`."
+    )
 
 
 def _check_schedule(schedule: Any) -> None:
@@ -164,122 +225,3 @@ def _refuse_inner_stacks(module: nnx.Module) -> None:
             f"{type(module).__name__} holds a `Stack`, which cannot be a part of another chain's layer. Put stacks "
             "side by side: `run_chain(x, stack, other_stack)`."
         )
-
-
-def _links(module: Layer, remat: Remat) -> list[Link]:
-    """A module as the chain sees it; a stack in stretches: in high precision, of codes held, of codes to be gathered,
-    and in high precision again."""
-    if not isinstance(module, Stack):
-        owners = weight_owners(module)
-        keys = {path: owner.keys.next(link=True) for path, owner in owners.items() if owner.keys is not None}
-        sent = ((), {path: owner.sent() for path, owner in owners.items()})
-        template = _Template(module)
-        return [template.link(template.slices, sent, template.whole, keys, remat)]
-
-    template, length = _Template(module.layers), module.length
-    high = _Template(_in_high_precision(module.layers)) if any(module.kept) else template
-    slices, bundled = template.slices, {path for one in module.packed for path in one.members}
-
-    def unbundled(slices: dict[Any, Any]) -> dict[Any, Any]:
-        return {path: own for path, own in slices.items() if path not in bundled}
-
-    held = tuple(one for one in module.packed if one.gathered)
-    packed = tuple(one for one in module.packed if not one.gathered)
-    keys = {} if module.keys is None else _layer_keys(module.keys.next(), template.owners, length)
-    first, last = module.kept[0], length - module.kept[1]
-    ahead = first + (held[0].buffer.shape[0] if held else 0)
-    bounds = sorted({0, first, ahead, last, length})
-    links = []
-    parts = _split((slices, template.whole, keys), bounds[1:-1])
-    for start, stop, (own, whole, fixed) in zip(bounds, bounds[1:], parts, strict=False):
-        if not first <= start < last:
-            chosen, sent, at = high, ((), slices), start
-        elif start < ahead:
-            chosen, sent, at = template, (held, unbundled(own)), 0
-        else:
-            chosen, sent, at = template, (packed, unbundled(slices)), start
-        link = chosen.link(own, sent, whole, fixed, remat)
-        links.append(dataclasses.replace(link, length=stop - start, stacked=True, first=at))
-    return links
-
-
-def _in_high_precision(layer: nnx.Module) -> nnx.Module:
-    """The layer without what a recipe does to its matmuls and gradients."""
-    layer = nnx.clone(layer)
-    for owner in weight_owners(layer).values():
-        owner.operands = None
-        owner.reduction = None
-    return layer
-
-
-class _Template:
-    """One layer's modules, into which a chain puts the values of each layer in turn.
-
-    Attributes:
-        owners: modules with weights that are gathered, by path.
-        slices: of these weights, by path.
-        whole: values of the parameters that are not cut over gtp.
-    """
-
-    def __init__(self, layer: nnx.Module) -> None:
-        self.owners = weight_owners(layer)
-        self.slices = {path: owner.slices() for path, owner in self.owners.items()}
-        self.graph, state = nnx.split(layer)
-        # beside the variables, arrays of quantized slices, which no layer looks at once its weights are gathered
-        self.leaves, self.tree = jax.tree.flatten(state, is_leaf=lambda v: isinstance(v, nnx.Variable))
-        self.is_whole = [isinstance(v, nnx.Variable) and layout_of(v) is None for v in self.leaves]
-        self.whole = [v.get_value() for v, whole in zip(self.leaves, self.is_whole, strict=True) if whole]
-
-    def link(self, slices: Any, sent: Any, whole: Any, keys: Any, remat: Remat) -> Link:
-        """The layer as a link, not stacked."""
-
-        def apply(weights: Weights, slots: Slots, whole: list[jax.Array], x: Any, keys: dict[Any, jax.Array]) -> Any:
-            values = iter(whole)
-            put = [v.replace(next(values)) if w else v for v, w in zip(self.leaves, self.is_whole, strict=True)]
-            one = nnx.merge(self.graph, jax.tree.unflatten(self.tree, put))
-            for path, owner in weight_owners(one).items():
-                weight = weights[path]
-                owner.whole_weight = CodedWeight(weight, slots[path]) if path in slots else weight
-                owner.keys = nnx.data(CallKeys(keys[path]) if path in keys else None)
-            return one(x)
-
-        def slots() -> Slots:
-            return {path: owner.slot() for path, owner in self.owners.items() if path in coded}
-
-        def to_slices(gradients: tuple[Any, Slots]) -> dict[Any, Any]:
-            of_weights, of_slots = gradients
-            return scatter(self.owners, {**of_weights, **of_slots})
-
-        coded = {path for path, owner in self.owners.items() if owner.takes_codes(owner.operands)}
-        apply = with_remat(apply, remat)
-        return Link(slices, sent, whole, gather=self.gather, slots=slots, scatter=to_slices, apply=apply, fixed=keys)
-
-    def gather(self, sent: tuple[tuple[Packed, ...], dict[Any, Any]]) -> Weights:
-        """The weights of one layer, by path."""
-        packed, others = sent
-        weights = {path: self.owners[path].gather(own) for path, own in others.items()}
-        for one in packed:
-            members = [self.owners[path] for path in one.members]
-            if len(members) == 1:
-                found: Any = [members[0].gather(one)]
-            else:
-                found = gather_packed(one, [member.layouts for member in members], members[0].dtype)
-            weights.update(zip(one.members, found, strict=True))
-        return weights
-
-
-def _layer_keys(key: jax.Array, owners: dict[Any, WeightOwner], length: int) -> dict[Any, jax.Array]:
-    """Of each module that rounds stochastically, a key for each layer: the first word counts layers."""
-    first = key[0] + jnp.arange(length, dtype=jnp.uint32)
-    chosen = [path for path, owner in owners.items() if owner.operands is not None and owner.operands.stochastic]
-    return {path: jnp.stack([first, jnp.broadcast_to(key_for(key, path)[1], (length,))], axis=-1) for path in chosen}
-
-
-def _split(tree: Any, at: list[int]) -> list[Any]:
-    """Stacked arrays, cut between layers.
-
-    By `split` and not by slices, whose gradients would each be padded to the whole stack and added up.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    parts = [jnp.split(leaf, at) for leaf in leaves]
-    return [jax.tree.unflatten(structure, [part[i] for part in parts]) for i in range(len(at) + 1)]

@@ -1,0 +1,202 @@
+"""The interpreter's backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ._collect import Piece, collect
+from ._events import Barrier, Compute, Event, Gather, Loop, Plan, Reduce
+from ._stage import ByLayer, Stage, place, renumbered, together
+
+Tree = Any
+
+
+class Gradients(NamedTuple):
+    """What a backward pass returns: a gradient a stage of `shards` and of `params`, and those of `x` and `shared`."""
+
+    shards: list[Tree]
+    params: list[Tree]
+    x: Tree
+    shared: Tree
+
+
+def backward(
+    stages: Sequence[Stage],
+    residuals: ByLayer,
+    gradient: Tree,
+    plan: Plan,
+    shared: Tree = (),
+    scalars: Sequence[Tree] | None = None,
+) -> Gradients:
+    """Returns the gradients of a chain.
+
+    A pure function of its arguments, like `forward`.
+
+    Args:
+        stages: as they were in `forward`.
+        residuals: what `forward` left.
+        gradient: of the output.
+        plan: the one that `forward` was given.
+        shared: as in `forward`: nothing of it was saved. Floats have gradients, summed over layers in float32 at
+            least; integers have none.
+        scalars: gradients of each stage's `Outputs.scalars`; may be left out where no layer returns any.
+    """
+    scalars = [()] * len(stages) if scalars is None else scalars
+    walk = _Backward(stages, shared, scalars, residuals)
+    carry, done = walk.run(plan.backward, _Carry(gradient, {}, {}, walk.zeros()), 0, residuals)
+    assert not carry.weights and not carry.pending, "gathered, and never used"
+    stacked = [stage.stacked for stage in stages]
+    shards, params = (collect(_pieces(found, len(stages)), stacked) for found in done)
+    return Gradients(shards, params, carry.gradient, walk.of_shared(carry.shared))
+
+
+class _Carry(NamedTuple):
+    """What is handed from layer to layer.
+
+    Attributes:
+        gradient: of the activation.
+        weights: gathered, and yet to be used.
+        pending: gradients of gathered weights, yet to be reduced.
+        shared: the sum so far of the gradients of shared floats, a list.
+    """
+
+    gradient: Tree
+    weights: ByLayer
+    pending: ByLayer
+    shared: list[jax.Array]
+
+
+class _Done(NamedTuple):
+    """Gradients of shards and of params, by stage and layer; each with whether it is several layers'."""
+
+    shards: ByLayer
+    params: ByLayer
+
+
+class _Backward:
+    def __init__(self, stages: Sequence[Stage], shared: Tree, scalars: Sequence[Tree], residuals: ByLayer):
+        self.stages = stages
+        self.shared = shared
+        self.scalars = scalars
+        # stages in which backward needs weights that were not kept; that of an embedding, for one, does not
+        self.regathers = {stage for (stage, _), closure in residuals.items() if any(_marks(closure.args_res[0]))}
+
+    def zeros(self) -> list[jax.Array]:
+        floats = [leaf for leaf in jax.tree.leaves(self.shared) if _is_float(leaf)]
+        return [jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in floats]
+
+    def of_shared(self, sums: list[jax.Array]) -> Tree:
+        """Returns the sums in the dtypes of the shared inputs."""
+        leaves, tree = jax.tree.flatten(self.shared)
+        found = iter(sums)
+        none = jax.dtypes.float0
+        return jax.tree.unflatten(
+            tree, [next(found).astype(a.dtype) if _is_float(a) else np.zeros(a.shape, none) for a in leaves]
+        )
+
+    def run(self, events: Sequence[Event], carry: _Carry, origin: Any, residuals: ByLayer) -> tuple[_Carry, _Done]:
+        gradient, weights, pending, shared = carry
+        weights, pending, reduced = dict(weights), dict(pending), {}
+        done = _Done({}, {})
+        for event in events:
+            match event:
+                case Gather(stage, layer):
+                    if stage in self.regathers:
+                        weights[stage, layer] = self.stages[stage].gather_layer(place(origin, layer), gradient)
+                case Reduce(stage, layer):
+                    reduced[stage, layer] = self.stages[stage].scatter(pending.pop((stage, layer))), False
+                case Compute(stage, layer):
+                    own, residual = weights.pop((stage, layer), ()), residuals[stage, layer]
+                    found = self._compute(stage, place(origin, layer), residual, own, gradient)
+                    gradient, pending[stage, layer], params, to_shared = found
+                    done.params[stage, layer] = params, False
+                    if to_shared:
+                        shared = [total + one for total, one in zip(shared, to_shared, strict=True)]
+                case Barrier():
+                    # ends gather and reduction with this layer, and has its weight gradient before the next one begins
+                    values = {key: value for key, (value, _) in reduced.items()}
+                    gradient, pending, values, weights, shared = together(gradient, pending, values, weights, shared)
+                    done.shards.update({key: (value, False) for key, value in values.items()})
+                    reduced = {}
+                case Loop():
+                    (gradient, weights, pending, shared), looped = self._loop(
+                        event, _Carry(gradient, weights, pending, shared), residuals
+                    )
+                    done.shards.update(looped.shards)
+                    done.params.update(looped.params)
+        done.shards.update(reduced)
+        return _Carry(gradient, weights, pending, shared), done
+
+    def _loop(self, loop: Loop, carry: _Carry, residuals: ByLayer) -> tuple[_Carry, _Done]:
+        def body(carry: _Carry, step: tuple[jax.Array, Tree]) -> tuple[_Carry, _Done]:
+            layer, residual = step
+            carry, done = self.run(loop.body, carry, layer, {(loop.stage, 0): residual})
+            found = _Done(*({key: value for key, (value, _) in one.items()} for one in done))
+            return _moved(carry, 1), found
+
+        steps = jnp.arange(loop.start, loop.stop), residuals[loop.stage, loop.start]
+        carry = _moved(carry, 1 - loop.stop)
+        carry, done = lax.scan(body, carry, steps, reverse=True, unroll=loop.unroll)
+        found = ({key: (value, True) for key, value in renumbered(one, loop.start).items()} for one in done)
+        return _moved(carry, loop.start - 1), _Done(*found)
+
+    def _compute(
+        self, number: int, layer: Any, closure: Any, weights: Tree, gradient: Tree
+    ) -> tuple[Tree, tuple[Tree, Tree], Tree, list[jax.Array]]:
+        """Runs one layer backward. Returns the gradients of its input, of its weights and slots, of its params, and of
+        the shared floats."""
+        stage = self.stages[number]
+        shared = self.shared if stage.takes_shared else ()
+        scalars, constants = (stage.of_layer(tree, layer) for tree in (self.scalars[number], stage.constants))
+        again = _chosen(closure.args_res[4:], (shared, constants))
+        closure, again, gradient = together(closure, again, gradient)
+        kept, *operands = closure.args_res
+        weights = weights if any(_marks(kept)) else kept
+        closure = closure.replace(args_res=[weights, *operands[:3], *_put(operands[3:], again)])
+        to_weights, to_slots, params, gradient, to_shared, _ = closure((gradient, scalars))
+        to_weights = jax.tree.map(lambda g: () if g.dtype == jax.dtypes.float0 else g, to_weights)
+        floats = [g for g in jax.tree.leaves(to_shared) if g.dtype != jax.dtypes.float0]
+        return gradient, (to_weights, to_slots), params, floats
+
+
+def _moved(carry: _Carry, shift: int) -> _Carry:
+    return carry._replace(weights=renumbered(carry.weights, shift), pending=renumbered(carry.pending, shift))
+
+
+def _pieces(found: ByLayer, stages: int) -> list[list[Piece]]:
+    pieces: list[list[Piece]] = [[] for _ in range(stages)]
+    for (stage, layer), (tree, several) in found.items():
+        pieces[stage].append((layer, tree, several))
+    return pieces
+
+
+def _is_mark(leaf: Any) -> bool:
+    return type(leaf).__name__ in ("NotSaveable", "NotNeeded")
+
+
+def _marks(residual: Tree) -> list[bool]:
+    """Says for each operand in a residual whether it must be supplied again."""
+    return [type(mark).__name__ == "NotSaveable" for mark in jax.tree.leaves(residual, is_leaf=_is_mark)]
+
+
+def _chosen(residual: Tree, operands: Tree) -> list[Any]:
+    """Returns the operands that must be supplied again."""
+    return [value for value, wanted in zip(jax.tree.leaves(operands), _marks(residual), strict=True) if wanted]
+
+
+def _put(residual: Tree, operands: list[Any]) -> Tree:
+    """Returns the residual with these operands in place of its marks."""
+    leaves, tree = jax.tree.flatten(residual, is_leaf=_is_mark)
+    values = iter(operands)
+    wanted = _marks(residual)
+    return jax.tree.unflatten(tree, [next(values) if put else leaf for leaf, put in zip(leaves, wanted, strict=True)])
+
+
+def _is_float(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)

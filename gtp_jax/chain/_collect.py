@@ -1,0 +1,26 @@
+"""Values that a pass makes layer by layer and out of order, put back into stacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Tree = Any
+
+# Index of the (first) layer, the values, and whether they carry a leading dimension of several layers.
+Piece = tuple[int, Tree, bool]
+
+
+def collect(pieces: list[list[Piece]], stacked: list[bool]) -> list[Tree]:
+    """Returns one pytree a stage, its layers in order, with the leading dimension where the stage is stacked."""
+    return [_join(found, many) for found, many in zip(pieces, stacked, strict=True)]
+
+
+def _join(found: list[Piece], stacked: bool) -> Tree:
+    ordered = [(tree, many) for _, tree, many in sorted(found, key=lambda piece: piece[0])]
+    if not stacked:
+        return ordered[0][0]
+    lifted = [tree if many else jax.tree.map(lambda a: a[None], tree) for tree, many in ordered]
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *lifted)

@@ -1,0 +1,102 @@
+"""The interpreter's forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ._collect import Piece, collect
+from ._events import Barrier, Compute, Event, Gather, Loop, Plan, Reduce
+from ._stage import ByLayer, Outputs, Stage, place, renumbered, together
+
+Tree = Any
+
+
+class Forward(NamedTuple):
+    """What a forward pass leaves.
+
+    Attributes:
+        y: the last stage's output.
+        outputs: one a stage.
+        residuals: what `backward` needs, by stage and first layer; of a loop's layers stacked.
+    """
+
+    y: Tree
+    outputs: list[Outputs]
+    residuals: ByLayer
+
+
+def forward(stages: Sequence[Stage], x: Tree, plan: Plan, shared: Tree = ()) -> Forward:
+    """Runs `x` through the stages.
+
+    A pure function: several passes may be under way at once, and each one's `backward` may follow at any time.
+
+    Args:
+        stages: what to run; the output of one is the input of the next.
+        x: pytree of arrays.
+        plan: made by `plan` for the lengths of these stages.
+        shared: pytree of arrays that every layer of the stages with `takes_shared` is given.
+    """
+    walk = _Forward(stages, shared)
+    x, weights, done = walk.run(plan.forward, x, {}, 0)
+    assert not weights, f"gathered, and never used: {sorted(weights)}"
+    pieces: list[list[Piece]] = [[] for _ in stages]
+    for (stage, layer), (_, outputs, several) in done.items():
+        pieces[stage].append((layer, outputs, several))
+    outputs = collect(pieces, [stage.stacked for stage in stages])
+    return Forward(x, outputs, {key: closure for key, (closure, _, _) in done.items()})
+
+
+class _Forward:
+    def __init__(self, stages: Sequence[Stage], shared: Tree):
+        self.stages = stages
+        self.shared = shared
+
+    def run(self, events: Sequence[Event], x: Tree, weights: ByLayer, origin: Any) -> tuple[Tree, ByLayer, ByLayer]:
+        """Returns the activation, weights in flight, and of each layer its closure, its outputs, and whether these are
+        several layers'."""
+        weights, done = dict(weights), {}
+        for event in events:
+            match event:
+                case Gather(stage, layer):
+                    weights[stage, layer] = self.stages[stage].gather_layer(place(origin, layer), x)
+                case Compute(stage, layer, keep):
+                    own = weights.pop((stage, layer))
+                    x, closure, outputs = self._compute(self.stages[stage], place(origin, layer), x, own, keep)
+                    done[stage, layer] = closure, outputs, False
+                case Barrier():
+                    x, weights = together(x, weights)
+                case Loop():
+                    x, weights, looped = self._loop(event, x, weights)
+                    done |= looped
+                case Reduce():
+                    raise AssertionError("forward has no gradient to reduce")
+        return x, weights, done
+
+    def _loop(self, loop: Loop, x: Tree, weights: ByLayer) -> tuple[Tree, ByLayer, ByLayer]:
+        def body(carry: Tree, layer: jax.Array) -> tuple[Tree, Tree]:
+            x, weights = carry
+            x, weights, done = self.run(loop.body, x, weights, layer)
+            return (x, renumbered(weights, -1)), {key: value[:2] for key, value in done.items()}
+
+        carry = x, renumbered(weights, -loop.start)
+        (x, weights), done = lax.scan(body, carry, jnp.arange(loop.start, loop.stop), unroll=loop.unroll)
+        looped = {key: (*value, True) for key, value in renumbered(done, loop.start).items()}
+        return x, renumbered(weights, loop.stop), looped
+
+    def _compute(self, stage: Stage, layer: Any, x: Tree, weights: Tree, keep: bool) -> tuple[Tree, Any, Outputs]:
+        def apply(*operands: Tree) -> tuple[Tree, Tree]:
+            y, outputs = stage.apply(*operands)
+            return (y, outputs.scalars), (outputs.state, outputs.metrics)
+
+        params, constants = (stage.of_layer(tree, layer) for tree in (stage.params, stage.constants))
+        shared = self.shared if stage.takes_shared else ()
+        operands = (weights, stage.slots(), params, x, shared, constants)
+        # what backward wants of operands that are not saved comes back as a mark, to be supplied again
+        saved = (keep, True, True, True, False, False)
+        (y, scalars), closure, (state, metrics) = jax.vjp(apply, *operands, has_aux=True, saveable_args=saved)
+        return y, closure, Outputs(state, scalars, metrics)

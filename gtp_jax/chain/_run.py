@@ -1,0 +1,78 @@
+"""The chain: layers run one after the other, each with its weights gathered just in time.
+
+Forward gathers the weights of layer k + 1 while layer k computes. Backward walks the layers in reverse, gathers again
+what was not kept, and reduce-scatters the gradient of layer k + 1 while layer k computes. Between the two passes a
+weight exists only as a shard. This is the scheme of FSDP (arXiv 2304.11277) and of Generalized Tensor Parallelism
+(TransformerEngine #3005), stated as one `custom_vjp` around two passes that walk a list of events.
+
+[Note: ties]
+XLA is free to run a gather as early as its operands exist. Left alone it merges the backward gathers with the forward
+ones, which keeps every gathered weight alive, and starts others so early that nothing hides them. So each gather is
+tied, through an optimization barrier, to the activation that enters the layer ahead of it, and to the one that leaves
+it: it starts no sooner than that layer does, and ends with it. The scatters are tied likewise. As nothing of one layer
+can then be joined with another's, XLA may be told to join all it can: then a layer is one gather and one scatter.
+What a layer left for its backward pass is tied to the gradient that arrives there, or XLA would find what is to be
+computed again already computed in forward, and keep it. Shared inputs and constants, which are supplied to backward
+anew, are tied there for the same reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from ._backward import backward
+from ._forward import forward
+from ._plan import plan
+from ._schedule import Schedule
+from ._stage import Outputs, Stage
+
+Tree = Any
+
+
+def run(stages: Sequence[Stage], x: Tree, schedule: Schedule, shared: Tree = ()) -> tuple[Tree, list[Outputs]]:
+    """Runs `x` through the stages in order.
+
+    Args:
+        stages: what to run; `y` of one is `x` of the next.
+        x: pytree of arrays.
+        schedule: when things happen. The result does not depend on it.
+        shared: pytree of arrays that every layer of the stages with `takes_shared` is given: positions, masks, an
+            encoder's output. They are supplied again in backward, and never saved with a layer; but what a layer
+            computes from them is saved as its remat policy says.
+
+    Returns:
+        The last stage's output, and each stage's outputs. Differentiable in every stage's `shards` and `params`, in
+        `x` and in the floats of `shared`, whose gradients are summed over layers in float32 at least.
+    """
+    events = plan([stage.length for stage in stages], schedule)
+
+    def with_arrays(params: Tree, given: Tree) -> list[Stage]:
+        return [
+            dataclasses.replace(stage, params=own, gather_inputs=inputs, constants=constants)
+            for stage, own, (inputs, constants) in zip(stages, params, given, strict=True)
+        ]
+
+    @jax.custom_vjp
+    def chain(shards: Tree, given: Tree, params: Tree, x: Tree, shared: Tree) -> tuple[Tree, list[Outputs]]:
+        del shards
+        return forward(with_arrays(params, given), x, events, shared)[:2]
+
+    def fwd(shards: Tree, given: Tree, params: Tree, x: Tree, shared: Tree):
+        del shards
+        y, outputs, residuals = forward(with_arrays(params, given), x, events, shared)
+        return (y, outputs), (given, params, shared, residuals)
+
+    def bwd(saved: Tree, gradients: tuple[Tree, list[Outputs]]):
+        given, params, shared, residuals = saved
+        gradient, outputs = gradients
+        scalars = [one.scalars for one in outputs]
+        found = backward(with_arrays(params, given), residuals, gradient, events, shared, scalars)
+        return found.shards, None, found.params, found.x, found.shared  # straight through what was gathered
+
+    chain.defvjp(fwd, bwd)
+    given = [(stage.gather_inputs, stage.constants) for stage in stages]
+    return chain([stage.shards for stage in stages], given, [stage.params for stage in stages], x, shared)

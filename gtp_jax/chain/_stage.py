@@ -1,0 +1,103 @@
+"""One stretch of a chain, and what the interpreter of both passes does with its arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+
+Tree = Any
+
+
+class Outputs(NamedTuple):
+    """What a layer, or all layers of a stage, return beside the activation.
+
+    Of a stacked stage each array has a leading dimension of the stage's length.
+
+    Attributes:
+        state: updated state, such as batch statistics. It has no gradient, and is made in forward alone.
+        scalars: floats that are differentiated, such as auxiliary losses: one a layer, not summed, so that the caller
+            may weigh them.
+        metrics: what is reported. It has no gradient.
+    """
+
+    state: Tree = ()
+    scalars: Tree = ()
+    metrics: Tree = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A module, or `length` layers alike.
+
+    Attributes:
+        shards: pytree of the weights' shards. If `stacked`, each leaf has a leading dimension of `length`.
+        gather_inputs: what is gathered: the shards themselves or their quantized form, stacked likewise; perhaps of
+            more layers than these, see `first`.
+        params: pytree of floats that are differentiated and used as they are: parameters that are not sharded, and
+            slots into which backward puts values by way of their gradients. Stacked likewise.
+        gather: maps one layer's `gather_inputs` to its gathered weights, of which integers have no gradient.
+        scatter: maps the gradients of one layer's gathered weights and of its slots to that of its shards.
+        apply: `(weights, slots, params, x, shared, constants) -> (y, Outputs)` of one layer.
+        length: number of layers.
+        stacked: whether leaves carry the leading dimension.
+        constants: pytree of arrays without a gradient: keys, integers. Stacked likewise.
+        first: index in `gather_inputs` of the first layer: stages that are parts of one stack share them, uncopied.
+        slots: makes arrays that stand for quantized weights where gradients are taken; their values are never read.
+        takes_shared: whether `apply` gets the chain's shared inputs; `()` otherwise.
+    """
+
+    shards: Tree
+    gather_inputs: Tree
+    params: Tree
+    gather: Callable[[Tree], Tree]
+    scatter: Callable[[tuple[Tree, Tree]], Tree]
+    apply: Callable[[Tree, Tree, Tree, Tree, Tree, Tree], tuple[Tree, Outputs]]
+    length: int = 1
+    stacked: bool = False
+    constants: Tree = ()
+    first: int = 0
+    slots: Callable[[], Tree] = dict
+    takes_shared: bool = False
+
+    def of_layer(self, tree: Tree, layer: Any, first: int = 0) -> Tree:
+        """Returns one layer's part of a pytree; in a stacked one, layer 0 has the index `first`."""
+        if not self.stacked:
+            return tree
+        index = place(layer, first)
+        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), tree)
+
+    def gather_layer(self, layer: Any, *after: Tree) -> Tree:
+        """Gathers the weights of a layer, no sooner than the values `after` have arrived."""
+        # tied before it is cut out of a stack, so that forward's piece is not kept for backward
+        inputs, _ = lax.optimization_barrier((self.gather_inputs, after))
+        return self.gather(self.of_layer(inputs, layer, self.first))
+
+
+def together(*trees: Tree) -> tuple[Tree, ...]:
+    """Returns the same values, none of which is available before all are.
+
+    Gradients of integers (`float0`) are no arrays, and are left out.
+    """
+    leaves, tree = jax.tree.flatten(trees)
+    real = [i for i, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
+    for i, leaf in zip(real, lax.optimization_barrier([leaves[i] for i in real]), strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(tree, leaves)
+
+
+def place(origin: Any, layer: int) -> Any:
+    """Returns the layer's number; in a loop `layer` is counted from the iteration's layer, `origin`."""
+    return origin + layer if layer else origin
+
+
+# A value for each layer that is in flight or done, by stage and layer.
+ByLayer = dict[tuple[int, int], Tree]
+
+
+def renumbered(by_layer: ByLayer, shift: int) -> ByLayer:
+    """Returns the same with layers counted from another origin."""
+    return {(stage, layer + shift): tree for (stage, layer), tree in by_layer.items()}

@@ -1,0 +1,50 @@
+"""Inputs that every layer of a stack is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+
+class SharedInputs:
+    """The arguments of a `Stack`'s call behind the activation, split into arrays and the rest.
+
+    Attributes:
+        arrays: the arrays among them, which the chain carries. Others, such as `True`, `"causal"` or `None`, are part
+            of the program.
+
+    Raises:
+        TypeError: if there is an NNX object among them.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, self._tree = jax.tree.flatten((args, kwargs), is_leaf=_is_nnx)
+        for leaf in leaves:
+            if _is_nnx(leaf):
+                raise TypeError(
+                    f"an input that a `Stack` shares among its layers is a {type(leaf).__name__}; it must be an array, "
+                    "or a plain value such as `True`, because a layer's changes to it would be lost. Give modules and "
+                    "`nnx.Rngs` to the layers when they are made (`Stack(lambda rngs: Block(rngs=rngs), ...)`), and "
+                    "of a variable pass its value."
+                )
+        self._is_array = [isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves]
+        self._others = [None if array else leaf for leaf, array in zip(leaves, self._is_array, strict=True)]
+        self.arrays = [leaf for leaf, array in zip(leaves, self._is_array, strict=True) if array]
+
+    @property
+    def empty(self) -> bool:
+        """Says whether there are none."""
+        return not self._is_array
+
+    def arguments(self, arrays: list[jax.Array]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments, with these arrays in place of `arrays`."""
+        values = iter(arrays)
+        leaves = [next(values) if array else v for v, array in zip(self._others, self._is_array, strict=True)]
+        return jax.tree.unflatten(self._tree, leaves)
+
+
+def _is_nnx(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable | nnx.Pytree)

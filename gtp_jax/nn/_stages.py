@@ -1,0 +1,267 @@
+"""Modules as the chain sees them: stages of arrays and pure functions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ..chain import Outputs, Remat, Schedule, Stage, run, with_remat
+from ..collectives import Packed, gather_packed
+from ..ops import CodedWeight
+from ._layer import layout_of
+from ._outputs import is_float, outputs_of, values_of, variables_of, write
+from ._rounding import CallKeys, key_for
+from ._shared import SharedInputs
+from ._weight import WeightOwner, scatter, weight_owners
+
+# One layer's gathered weights by path, arrays or codes; and the arrays that receive the gradients of codes.
+Weights = dict[Any, Any]
+Slots = dict[Any, jax.Array]
+
+# One layer's keys of stochastic rounding by path, and the arrays of its variables that have no gradient.
+Constants = tuple[dict[Any, jax.Array], list[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A module of a chain.
+
+    Attributes:
+        module: one layer; or `length` layers, whose variables are stacked.
+        remat: what is saved for backward.
+        length: number of layers; `None` of a module that is not stacked.
+        packed: what is gathered in place of the layers' shards, as in `Stack`.
+        high_precision: layers, from the first and up to the last, that no recipe quantizes.
+        keys: of the calls' stochastic rounding.
+    """
+
+    module: nnx.Module
+    remat: Remat
+    length: int | None = None
+    packed: tuple[Packed, ...] = ()
+    high_precision: tuple[int, int] = (0, 0)
+    keys: CallKeys | None = None
+
+
+def run_parts(
+    parts: Sequence[Part], x: Any, schedule: Schedule, shared: SharedInputs, *, gathers: bool, declared: bool = False
+) -> Any:
+    """Runs modules as one chain, and writes to their variables what their calls wrote.
+
+    Args:
+        parts: the modules.
+        x: the first one's input.
+        schedule: when things happen.
+        shared: for every layer of the stacked ones.
+        gathers: whether the chain gathers weights; if not, as in global view, each module gathers its own.
+        declared: whether a call may write no variables.
+    """
+    stages: list[Stage] = []
+    counts: list[int] = []
+    for part in parts:
+        own = _stages(part, shared, gathers)
+        stages += own
+        counts.append(len(own))
+    y, outputs = run(stages, x, schedule, shared.arrays)
+    for part, count in zip(parts, counts, strict=True):
+        own, outputs = outputs[:count], outputs[count:]
+        if declared and jax.tree.leaves(own):
+            _refuse_undeclared(part.module, own[0])
+        write(part.module, own, stacked=part.length is not None)
+    return y
+
+
+def _refuse_undeclared(module: nnx.Module, outputs: Outputs) -> None:
+    states = [state for state in outputs if state]
+    paths = [".".join(map(str, path)) for state in states for path, _ in nnx.to_flat_state(state)]
+    raise ValueError(
+        f"a call of {type(module).__name__} makes the variable {paths[0]}, which it did not have before. Under a mesh "
+        "it must be there when the chain is called: declare it in `__init__`, such as "
+        "`self.loss = gtp_jax.AuxLoss(jnp.zeros(()))`, or capture what is sown with `nnx.capture`."
+    )
+
+
+def _stages(part: Part, shared: SharedInputs, gathers: bool) -> list[Stage]:
+    """Returns the stages of a module: of a stack one for each stretch of layers: in high precision, with codes gathered
+    already, with codes to be gathered, and in high precision again."""
+    template = _Template(part.module, gathers, part.length is not None)
+    if part.length is None:
+        keys = {path: owner.keys.next(link=True) for path, owner in template.owners.items() if owner.keys is not None}
+        sent = {path: owner.sent() for path, owner in template.owners.items()} if gathers else template.shards
+        inputs = ((), sent)
+        return [template.stage(template.shards, inputs, template.params, (keys, template.constants), part.remat)]
+
+    length = part.length
+    high = _Template(_in_high_precision(part.module), gathers, True) if any(part.high_precision) else template
+    bundled = {path for one in part.packed for path in one.members}
+
+    def unbundled(shards: Any) -> Any:
+        return shards if not bundled else {path: own for path, own in shards.items() if path not in bundled}
+
+    held = tuple(one for one in part.packed if one.gathered)
+    packed = tuple(one for one in part.packed if not one.gathered)
+    keys = {} if part.keys is None else _layer_keys(part.keys.next(), template.owners, length)
+    first, last = part.high_precision[0], length - part.high_precision[1]
+    ahead = first + (held[0].buffer.shape[0] if held else 0)
+    bounds = sorted({0, first, ahead, last, length})
+    pieces = _split((template.shards, template.params, (keys, template.constants)), bounds[1:-1])
+    stages = []
+    for start, stop, (own, params, constants) in zip(bounds, bounds[1:], pieces, strict=False):
+        if not first <= start < last:
+            chosen, inputs, at = high, ((), template.shards), start
+        elif start < ahead:
+            chosen, inputs, at = template, (held, unbundled(own)), 0
+        else:
+            chosen, inputs, at = template, (packed, unbundled(template.shards)), start
+        stage = chosen.stage(own, inputs, params, constants, part.remat, shared)
+        stages.append(dataclasses.replace(stage, length=stop - start, stacked=True, first=at))
+    return stages
+
+
+def _in_high_precision(layer: nnx.Module) -> nnx.Module:
+    """Returns a copy of the layer without what a recipe does to its matmuls and gradients."""
+    layer = nnx.clone(layer)
+    for owner in weight_owners(layer).values():
+        owner.operands = None
+        owner.reduction = None
+    return layer
+
+
+class _Template:
+    """One layer's modules, into which a chain puts the values of each layer in turn.
+
+    Attributes:
+        owners: modules with weights that the chain gathers, by path.
+        shards: of these weights, by path; if modules gather their own, a list of all weights' shards, which the chain
+            then takes for gathered: it hands each layer its own, and keeps none for backward.
+        params: the floats of the other variables.
+        constants: the rest of them: integers, keys.
+    """
+
+    def __init__(self, layer: nnx.Module, gathers: bool, stacked: bool) -> None:
+        self.gathers = gathers
+        self.owners = weight_owners(layer) if gathers else {}
+        self.name = type(layer).__name__
+        self.graph, state = nnx.split(layer)
+        # beside the variables, arrays of quantized shards, which no layer looks at once its weights are gathered
+        self.leaves, self.tree = jax.tree.flatten(state, is_leaf=lambda v: isinstance(v, nnx.Variable))
+        self.is_weight = [isinstance(v, nnx.Variable) and layout_of(v) is not None for v in self.leaves]
+        variables = list(zip(self.leaves, self.is_weight, strict=True))
+        self.is_put = [isinstance(v, nnx.Variable) and not weight for v, weight in variables]
+        self.metadata = [_of_one_layer(v) if stacked and isinstance(v, nnx.Variable) else {} for v in self.leaves]
+        self.shards: Any = [v.get_value() for v, weight in variables if weight]
+        if gathers:
+            self.shards = {path: owner.slices() for path, owner in self.owners.items()}
+        values = [v.get_value() for v, put in zip(self.leaves, self.is_put, strict=True) if put]
+        arrays, self.values = jax.tree.flatten(values)
+        self.is_float = [is_float(a) for a in arrays]
+        self.params = [a for a, chosen in zip(arrays, self.is_float, strict=True) if chosen]
+        self.constants = [a for a, chosen in zip(arrays, self.is_float, strict=True) if not chosen]
+
+    def stage(
+        self,
+        shards: Any,
+        gather_inputs: Any,
+        params: Any,
+        constants: Any,
+        remat: Remat,
+        shared: SharedInputs | None = None,
+    ) -> Stage:
+        """Returns the layer as a stage, not stacked."""
+
+        def apply(
+            weights: Weights, slots: Slots, params: list[Any], x: Any, arrays: list[Any], constants: Constants
+        ) -> tuple[Any, Outputs]:
+            keys, others = constants
+            layer = self.merged(params, others, () if self.gathers else weights)
+            before = values_of(variables_of(layer))
+            for path, owner in weight_owners(layer).items() if self.owners else ():
+                weight = weights[path]
+                owner.whole_weight = CodedWeight(weight, slots[path]) if path in slots else weight
+                owner.keys = nnx.data(CallKeys(keys[path]) if path in keys else None)
+            args, kwargs = shared.arguments(arrays) if shared is not None else ((), {})
+            y = layer(x, *args, **kwargs)  # pyright: ignore[reportCallIssue]
+            return y, outputs_of(before, variables_of(layer), self.name)
+
+        def slots() -> Slots:
+            return {path: owner.slot() for path, owner in self.owners.items() if path in coded}
+
+        def to_shards(gradients: tuple[Any, Slots]) -> dict[Any, Any]:
+            of_weights, of_slots = gradients
+            if not self.gathers:
+                return of_weights
+            return scatter(self.owners, {**of_weights, **of_slots})
+
+        coded = {path for path, owner in self.owners.items() if owner.takes_codes(owner.operands)}
+        return Stage(
+            shards,
+            gather_inputs,
+            params,
+            gather=self.gather,
+            slots=slots,
+            scatter=to_shards,
+            apply=with_remat(apply, remat),
+            constants=constants,
+            takes_shared=shared is not None,
+        )
+
+    def merged(self, params: list[Any], constants: list[Any], weights: Any) -> Any:
+        """Returns the layer with these values in its variables; its weights are left out if the chain gathers them."""
+        floats, others = iter(params), iter(constants)
+        arrays = [next(floats) if chosen else next(others) for chosen in self.is_float]
+        values = iter(jax.tree.unflatten(self.values, arrays))
+        shards = iter(weights)
+        put = []
+        for v, is_put, is_weight, metadata in zip(self.leaves, self.is_put, self.is_weight, self.metadata, strict=True):
+            if is_put:
+                v = v.replace(next(values), **metadata)
+            elif is_weight and not self.gathers:
+                v = v.replace(next(shards), **metadata)
+            put.append(v)
+        return nnx.merge(self.graph, jax.tree.unflatten(self.tree, put))
+
+    def gather(self, inputs: tuple[tuple[Packed, ...], Any]) -> Any:
+        """Gathers the weights of one layer, by path."""
+        packed, others = inputs
+        if not self.gathers:
+            return others
+        weights = {path: self.owners[path].gather(own) for path, own in others.items()}
+        for one in packed:
+            members = [self.owners[path] for path in one.members]
+            if len(members) == 1:
+                found: Any = [members[0].gather(one)]
+            else:
+                found = gather_packed(one, [member.layouts for member in members], members[0].dtype)
+            weights.update(zip(one.members, found, strict=True))
+        return weights
+
+
+def _of_one_layer(variable: nnx.Variable) -> dict[str, Any]:
+    """Returns the metadata of one layer's variable that differ from the stacked one's."""
+    sharding = variable.get_metadata().get("out_sharding")
+    return {"out_sharding": tuple(sharding)[1:]} if sharding else {}
+
+
+def _layer_keys(key: jax.Array, owners: dict[Any, WeightOwner], length: int) -> dict[Any, jax.Array]:
+    """Returns a key for each layer, by path of each module that rounds stochastically: the first word counts layers."""
+    first = key[0] + jnp.arange(length, dtype=jnp.uint32)
+    chosen = [path for path, owner in owners.items() if owner.operands is not None and owner.operands.stochastic]
+    return {path: jnp.stack([first, jnp.broadcast_to(key_for(key, path)[1], (length,))], axis=-1) for path in chosen}
+
+
+def _split(tree: Any, at: list[int]) -> list[Any]:
+    """Splits stacked arrays between layers.
+
+    Floats by `jnp.split`, because the gradients of slices would each be padded to the whole stack and added up.
+    """
+    if not at:
+        return [tree]
+    leaves, structure = jax.tree.flatten(tree)
+    bounds = list(zip([0, *at], [*at, None], strict=True))
+    parts = [jnp.split(a, at) if is_float(a) else [a[start:stop] for start, stop in bounds] for a in leaves]
+    return [jax.tree.unflatten(structure, [part[i] for part in parts]) for i in range(len(at) + 1)]

@@ -1,0 +1,146 @@
+"""What goes into the layers of a chain and what comes out, stages made by hand: values, gradients, what is saved."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import gtp_jax as gtp
+from gtp_jax.chain import REMAT, Outputs, Schedule, Stage, run
+
+from .stages import AXIS, FEATURES, arrays, plain, recorded, shared_inputs, stage
+
+LENGTH = 5
+ROWS = 4
+
+
+def on_one_device(function):
+    mesh = jax.make_mesh((1,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
+
+
+EVERY = list(itertools.product(REMAT, ["full", 1], [True, False]))
+
+
+@pytest.mark.parametrize(
+    "remat, unroll, prefetch",
+    [pytest.param(*case, marks=[] if case[2] and case[0] != "matmuls" else pytest.mark.slow) for case in EVERY],
+)
+def test_outputs_gradients_and_values_from_backward_are_those_of_a_loop(remat, unroll, prefetch, x64):
+    weights, params, constants = arrays(LENGTH)
+    shared, x = shared_inputs(ROWS), jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, FEATURES)))
+    coefficients = jnp.arange(1.0, LENGTH + 1)
+
+    def result(chained, weights, params, x, bias):
+        given = {"mask": shared["mask"], "bias": bias}
+        if chained:
+            schedule = Schedule(unroll=unroll, prefetch=prefetch)
+            y, (outputs,) = run([stage(weights, params, constants, remat)], x, schedule, given)
+        else:
+            y, outputs = plain(weights, params, x, given, constants)
+        # scalars are one a layer, so that each may have a weight of its own
+        return jnp.sum(y**2) + jnp.sum(outputs.scalars["balance"] * coefficients), outputs
+
+    def everything(chained):
+        function = jax.value_and_grad(lambda *a: result(chained, *a), argnums=(0, 1, 2, 3), has_aux=True)
+        return on_one_device(function)(weights, params, x, shared["bias"])
+
+    found, wanted = everything(True), everything(False)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+        assert one.shape == other.shape and one.dtype == other.dtype, path
+        assert np.linalg.norm(one - other) <= 1e-12 * max(1, np.linalg.norm(other)), path
+    # the history that backward emits: a new entry ahead of the older ones, in each layer
+    history = found[1][1]["history"]
+    np.testing.assert_array_equal(history[:, 1:], params["history"][:, :-1])
+    assert (np.asarray(history[:, 0]) > 0).all() and len(set(history[:, 0].tolist())) == LENGTH
+
+
+@pytest.mark.parametrize("unroll", ["full", 1])
+def test_gradients_of_shared_floats_are_summed_in_float32(unroll):
+    count = 2**9  # a gradient of 1 from each layer: in bfloat16 the sum stagnates at 256
+
+    def apply(weights, slots, params, x, shared, constants):
+        return x + shared, Outputs()
+
+    identity = Stage((), (), (), lambda one: one, lambda found: (), apply, count, True, takes_shared=True)
+    total = lambda shared: run([identity], jnp.zeros(()), Schedule(unroll=unroll), shared)[0]  # noqa: E731
+    gradient = jax.grad(lambda shared: total(shared).astype(jnp.float32))(jnp.zeros((), jnp.bfloat16))
+    assert gradient.dtype == jnp.bfloat16 and gradient == count
+
+
+class Reads(nnx.Module):
+    """A layer that uses shared inputs in ways of which backward needs them."""
+
+    def __init__(self, rngs):
+        self.dense = gtp.Dense(8, 8, rngs=rngs, dtype=jnp.float32)
+
+    def __call__(self, x, positions, mask, memory):
+        h = jnp.where(mask, self.dense(x), 0) * positions
+        return x + jnp.tanh(h) * jnp.sum(memory * memory, axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize("remat", REMAT)
+@pytest.mark.parametrize("unroll", ["full", 1])
+def test_no_shared_input_is_saved_with_a_layer(remat, unroll):
+    schedule = Schedule(unroll=unroll)
+    stack = gtp.Stack(lambda rngs: Reads(rngs), 6, schedule=schedule, remat=remat, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(stack)
+    x = jax.ShapeDtypeStruct((2, 3, 8), jnp.float32)
+    shared = {
+        "positions": jax.ShapeDtypeStruct((2, 3, 8), jnp.int32),
+        "mask": jax.ShapeDtypeStruct((2, 3, 8), jnp.bool_),
+        "memory": jax.ShapeDtypeStruct((2, 5, 8), jnp.float32),
+    }
+    saved = []
+
+    def call(state, x, positions, mask, memory):
+        run = lambda state, x, memory: nnx.merge(graph, state)(x, positions, mask, memory)  # noqa: E731
+        y, backward = jax.vjp(run, state, x, memory)
+        saved.extend((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(backward))
+        return y
+
+    jax.eval_shape(call, state, x, **shared)
+    for name, one in shared.items():
+        alike = [shape for shape, dtype in saved if dtype == one.dtype and shape[-len(one.shape) :] == one.shape]
+        assert alike == [one.shape], (name, alike)  # once for the whole chain
+    activations = [shape for shape, dtype in saved if dtype == x.dtype and shape[-3:] == x.shape]
+    assert sum(shape[0] if len(shape) == 4 else 1 for shape in activations) >= 6  # what the test would see
+
+
+class History(nnx.Variable):
+    """Of the largest gradients; backward writes it by way of its gradient."""
+
+
+class Records(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = gtp.Dense(8, 8, rngs=rngs, dtype=jnp.float32)
+        self.history = History(jnp.zeros(2))
+
+    def __call__(self, x):
+        return x + jnp.tanh(recorded(self.dense(x), self.history.get_value()))
+
+
+@pytest.mark.parametrize("remat", ["nothing", "everything"])
+def test_a_variable_takes_values_from_backward(remat):
+    stack = gtp.Stack(lambda rngs: Records(rngs), 3, remat=remat, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (4, 8))
+    gradient = nnx.grad(lambda stack: jnp.sum(stack(x) ** 2), argnums=nnx.DiffState(0, History))(stack)
+    emitted = gradient["layers"]["history"].get_value()
+
+    # the same gradients, of the layers' products one by one
+    kernels = stack.layers.dense.kernel.get_value()
+
+    def loss(added):
+        y = x
+        for kernel, more in zip(kernels, added, strict=True):
+            y = y + jnp.tanh(y @ kernel + more)
+        return jnp.sum(y**2)
+
+    wanted = jnp.max(jnp.abs(jax.grad(loss)(jnp.zeros((3, 4, 8)))), axis=(1, 2))
+    np.testing.assert_allclose(emitted[:, 0], wanted, rtol=1e-5)
+    np.testing.assert_array_equal(emitted[:, 1], 0)

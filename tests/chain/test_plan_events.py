@@ -1,0 +1,119 @@
+"""The planner's events, read as a machine would run them: nothing is compiled, no array made."""
+
+import itertools
+
+import pytest
+
+from gtp_jax.chain import Barrier, Compute, Gather, Loop, Reduce, Schedule, plan
+
+LENGTHS = [[1], [3], [1, 6, 1], [2, 5], [1, 1, 1], [7, 1, 4]]
+SCHEDULES = [
+    Schedule(prefetch=prefetch, unroll=unroll, kept=kept)
+    for prefetch, unroll, kept in itertools.product([True, False], ["full", 1, 2], [0, 1, 3, "all"])
+]
+
+
+def written_out(events, reverse: bool):
+    """The events in the order in which they happen, loops unrolled, each layer as (stage, number)."""
+    for event in events:
+        if isinstance(event, Loop):
+            layers = range(event.start, event.stop)
+            for origin in reversed(layers) if reverse else layers:
+                for inner in written_out(event.body, reverse):
+                    if isinstance(inner, Barrier):
+                        yield inner
+                    else:
+                        kind, (stage, layer), keep = inner
+                        yield kind, (stage, origin + layer), keep
+        elif isinstance(event, Barrier):
+            yield event
+        else:
+            yield type(event), (event.stage, event.layer), getattr(event, "keep", None)
+
+
+def layers(lengths):
+    return [(stage, layer) for stage, length in enumerate(lengths) for layer in range(length)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_every_layer_is_gathered_before_it_is_computed_and_reduced_once(lengths, schedule):
+    found, order = plan(lengths, schedule), layers(lengths)
+    kept = set(order if schedule.kept == "all" else order[len(order) - schedule.kept :])
+    for events, reverse in ((found.forward, False), (found.backward, True)):
+        in_flight, reduced, computed, most = set(), [], [], 0
+        for event in written_out(events, reverse):
+            if isinstance(event, Barrier):
+                continue
+            kind, place, keep = event
+            if kind is Gather:
+                assert place not in in_flight
+                in_flight.add(place)
+                most = max(most, len(in_flight))
+            elif kind is Compute:
+                assert keep is (place in kept)
+                assert (place in in_flight) is (not reverse or place not in kept)
+                in_flight.discard(place)
+                computed.append(place)
+            else:
+                assert reverse and place in computed  # its gradient is there
+                reduced.append(place)
+        assert not in_flight
+        assert computed == (order[::-1] if reverse else order)
+        assert reduced == (order[::-1] if reverse else [])
+        # one layer ahead, never two
+        assert most <= (2 if schedule.prefetch else 1)
+
+
+@pytest.mark.parametrize("schedule", [one for one in SCHEDULES if one.prefetch], ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_each_gather_and_reduction_runs_under_the_neighbouring_layer(lengths, schedule):
+    found, order = plan(lengths, schedule), layers(lengths)
+    for events, reverse in ((found.forward, False), (found.backward, True)):
+        sequence = order[::-1] if reverse else order
+        group = []
+        for event in itertools.chain(written_out(events, reverse), [Barrier()]):
+            if not isinstance(event, Barrier):
+                group.append(event)
+                continue
+            computed = [place for kind, place, _ in group if kind is Compute]
+            if computed:
+                (here,) = computed
+                at = sequence.index(here)
+                ahead = {place for kind, place, _ in group if kind is Gather} - {here}
+                behind = {place for kind, place, _ in group if kind is Reduce}
+                assert ahead <= set(sequence[at + 1 : at + 2])
+                assert behind <= set(sequence[at - 1 : at] if at else [])
+            group = []
+        assert not [kind for kind, _, _ in group if kind is not Reduce]
+
+
+def test_a_loop_stands_for_all_layers_but_the_first_and_the_last():
+    found = plan([1, 12, 1], Schedule(unroll=2, kept=1))
+    for events in (found.forward, found.backward):
+        (loop,) = [event for event in events if isinstance(event, Loop)]
+        assert (loop.stage, loop.start, loop.stop, loop.unroll) == (1, 1, 10, 2)
+    assert not any(isinstance(event, Loop) for event in plan([12], Schedule(unroll="full")).forward)
+
+
+def test_a_plan_prints_a_line_for_all_that_runs_at_once():
+    text = plan([1, 4, 1], Schedule(unroll=1)).describe(["embed", "blocks", "head"])
+    assert (
+        text
+        == """\
+forward
+  gather embed[0] | gather blocks[0] | compute embed[0]
+  gather blocks[1] | compute blocks[0]
+  for i in blocks[1:3]
+    gather blocks[i+1] | compute blocks[i]
+  gather head[0] | compute blocks[3]
+  compute head[0], keep weights
+backward
+  gather blocks[3] | compute head[0], keep weights
+  gather blocks[2] | reduce head[0] | compute blocks[3]
+  for i in reversed(blocks[1:3])
+    gather blocks[i-1] | reduce blocks[i+1] | compute blocks[i]
+  gather embed[0] | reduce blocks[1] | compute blocks[0]
+  reduce blocks[0] | compute embed[0]
+  reduce embed[0]"""
+    )

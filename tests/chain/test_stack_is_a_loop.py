@@ -1,0 +1,46 @@
+"""A `Stack` is a Python loop over its layers: state, dropout, auxiliary losses, shared inputs, gradients."""
+
+import functools
+import itertools
+
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+
+from .loops import Looped, assert_equal, by_path, inputs, make_stack, results
+
+LENGTH = 5
+REMAT = ["nothing", "matmuls", "activations", "everything"]
+EVERY = list(itertools.product(REMAT, ["full", 1, 2], [True, False], [0, 1, "all"]))
+# each policy looped and written out, and each other choice at least once
+BY_DEFAULT = [
+    ("nothing", "full", True, 1),
+    ("nothing", 1, True, 0),
+    ("matmuls", "full", False, 0),
+    ("matmuls", 2, True, 1),
+    ("activations", "full", True, "all"),
+    ("activations", 1, True, 1),
+    ("everything", "full", True, 0),
+    ("everything", 1, False, "all"),
+]
+
+
+@functools.cache
+def results_of_a_loop():
+    return results(Looped(make_stack(LENGTH)), inputs())
+
+
+@pytest.mark.parametrize(
+    "remat, unroll, prefetch, kept",
+    [pytest.param(*case, marks=[] if case in BY_DEFAULT else pytest.mark.slow) for case in EVERY],
+)
+def test_a_stack_computes_what_a_loop_over_its_layers_does(remat, unroll, prefetch, kept, x64):
+    schedule = gtp.Schedule(prefetch=prefetch, unroll=unroll, kept=kept)
+    stack = make_stack(LENGTH, schedule=schedule, remat=remat)
+    assert_equal(results(stack, inputs()), results_of_a_loop())
+    # what a loop does, said once more in numbers: two calls, a mask of its own in each layer
+    after = by_path(stack, nnx.state(stack))
+    assert after["calls"].tolist() == [2] * LENGTH
+    assert after["dropout.rngs.count"].tolist() == [2] * LENGTH
+    assert len({key.tobytes() for key in after["dropout.rngs.key"]}) == LENGTH

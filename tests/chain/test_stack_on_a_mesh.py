@@ -1,0 +1,223 @@
+"""A `Stack` with state under a mesh, in plain NNX training: what the same layers in a loop do without a mesh."""
+
+import contextlib
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+
+from .loops import FEATURES, WIDE, Block, Looped, assert_close, by_path, inputs, loss
+
+STEPS = 3
+BATCH = 8
+
+
+class Parallel(Block):
+    """The same, with an MLP that tp shards."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.mlp = gtp.MLP(FEATURES, 16, rngs=rngs, **WIDE)
+
+    def __call__(self, x, *shared, **named):
+        return super().__call__(x + self.mlp(x), *shared, **named)
+
+
+def trained(degrees, looped: bool, **options):
+    """Losses of a few steps with `nnx.Optimizer`, and the variables after them."""
+    mesh = gtp.make_mesh(**degrees) if degrees else None
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        make = lambda rngs: gtp.Stack(lambda rngs: Parallel(rngs), 4, rngs=rngs, **options)  # noqa: E731
+        stack = gtp.init(make, nnx.Rngs(params=0, dropout=1))
+        model = Looped(stack) if looped else stack
+        optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer, *arguments):
+            value, gradient = nnx.value_and_grad(loss)(model, *arguments)
+            optimizer.update(model, gradient)
+            return value
+
+        losses = [float(step(model, optimizer, *inputs(BATCH, seq=4))) for _ in range(STEPS)]
+        layouts = {path: layout for path, layout in by_layout(stack)}
+        return losses, by_path(model, nnx.state(model)), layouts
+
+
+def by_layout(stack):
+    for path, variable in nnx.to_flat_state(nnx.state(stack)):
+        yield ".".join(map(str, path[1:])), variable.get_metadata().get("layout")
+
+
+CASES = {
+    "gtp 8": (dict(gtp=8), {}),
+    "dp 2 x gtp 2 x tp 2, looped": (dict(dp=2, gtp=2, tp=2), dict(schedule=gtp.Schedule(unroll=1), remat="nothing")),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param("gtp 8", marks=pytest.mark.slow), "dp 2 x gtp 2 x tp 2, looped"])
+def test_batch_statistics_and_masks_on_a_mesh_are_those_without(case, x64):
+    degrees, options = CASES[case]
+    wanted, plain, _ = trained(None, looped=True)
+    losses, found, layouts = trained(degrees, looped=False, **options)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-12)
+    assert found.keys() == plain.keys()
+    for path in found:
+        value = jnp.asarray(found[path])
+        layout = layouts[path]
+        assert_close(np.asarray(layout.logical(value)) if layout is not None else found[path], plain[path], path)
+
+
+class Sows(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = gtp.Dense(8, 8, rngs=rngs, dtype=jnp.float32)
+
+    def __call__(self, x):
+        y = self.dense(x)
+        self.sow(nnx.Intermediate, "mean", jnp.mean(y))
+        return y
+
+
+def test_what_layers_sow_is_captured_without_and_with_a_mesh():
+    x = jax.random.normal(jax.random.key(0), (8, 8))
+    capture = nnx.capture(nnx.Intermediate)(lambda model, x: model(x))
+    found = {}
+    for name, mesh in {"plain": None, "mesh": gtp.make_mesh(gtp=8)}.items():
+        with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+            stack = gtp.init(lambda rngs: gtp.Stack(lambda rngs: Sows(rngs), 3, rngs=rngs), nnx.Rngs(0))
+            y, state = capture(stack, x)
+            found[name] = (np.asarray(y), np.asarray(state["layers"]["mean"].get_value()[0]))
+    means = found["plain"][1]
+    assert means.shape == (3,)
+    assert means[-1] == pytest.approx(float(np.mean(found["plain"][0])), rel=1e-6)
+    for one, other in zip(found["plain"], found["mesh"], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_variable_that_a_layer_makes_under_a_mesh_is_refused():
+    with jax.set_mesh(gtp.make_mesh(gtp=8)), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # flax's own, of `sow` without `nnx.capture`
+        stack = gtp.init(lambda rngs: gtp.Stack(lambda rngs: Sows(rngs), 3, rngs=rngs), nnx.Rngs(0))
+        with pytest.raises(
+            ValueError, match="a call of Sows makes the variable mean, which it did not .*`nnx.capture`"
+        ):
+            stack(jnp.ones((8, 8)))
+
+
+class Writes(nnx.Module):
+    def __init__(self, rngs):
+        self.scale = nnx.Param(jnp.ones(8))
+
+    def __call__(self, x):
+        self.scale.set_value(self.scale.get_value() * 2)
+        return x * self.scale
+
+
+def stack_of(layer, **options):
+    return gtp.Stack(lambda rngs: layer(rngs), 2, rngs=nnx.Rngs(0), **options)
+
+
+REFUSED = {
+    "a parameter written": (
+        lambda: stack_of(Writes)(jnp.ones((2, 8))),
+        ValueError,
+        "a call of Writes writes the parameter scale. A layer of a chain may write other variables",
+    ),
+    "rngs shared": (
+        lambda: stack_of(Sows)(jnp.ones((2, 8)), rngs=nnx.Rngs(0)),
+        TypeError,
+        "a `Stack` shares among its layers is a Rngs; it must be an array.*when they are made",
+    ),
+    "a variable shared": (
+        lambda: stack_of(Sows)(jnp.ones((2, 8)), nnx.Variable(jnp.ones(8))),
+        TypeError,
+        "a `Stack` shares among its layers is a Variable; it must be an array.*of a variable pass its value",
+    ),
+    "shared without a stack": (
+        lambda: gtp.run_chain(jnp.ones((2, 8)), gtp.Dense(8, 8, rngs=nnx.Rngs(0)), shared=(jnp.ones(8),)),
+        ValueError,
+        "`shared` is for the layers of a `Stack`, and `run_chain` got none",
+    ),
+    "one shared array": (
+        lambda: gtp.run_chain(jnp.ones((2, 8)), stack_of(Sows), shared=jnp.ones(8)),
+        TypeError,
+        "`shared` is a ArrayImpl; it must be a tuple of positional arguments, or a dict of named ones",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_stack_cannot_carry_is_refused(name):
+    call, kind, message = REFUSED[name]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+class Row(nnx.Module):
+    """An embedding with dropout behind it, layers, and a head, called as a chain or one by one."""
+
+    def __init__(self, rngs):
+        self.embed = gtp.Embed(12, FEATURES, rngs=rngs, **WIDE)
+        self.blocks = gtp.Stack(lambda rngs: Parallel(rngs), 3, rngs=rngs)
+        self.head = gtp.LayerNormDense(FEATURES, 12, parallel="column", rngs=rngs, **WIDE)
+
+    def __call__(self, tokens, shared, joined):
+        if joined:
+            return gtp.run_chain(tokens, self.embed, self.blocks, self.head, shared=shared)
+        return self.head(Looped(self.blocks)(self.embed(tokens), **shared))
+
+
+@pytest.mark.parametrize("degrees", [None, dict(dp=2, gtp=2, tp=2)], ids=str)
+def test_a_row_gives_shared_inputs_to_its_stacks(degrees, x64):
+    _, positions, mask, memory = inputs(BATCH, seq=4)
+    shared = {"positions": positions, "mask": mask, "memory": memory}
+    tokens = jnp.asarray(np.random.default_rng(2).integers(0, 12, (BATCH, 4)), jnp.int32)
+
+    def outputs(degrees, joined):
+        with jax.set_mesh(gtp.make_mesh(**degrees)) if degrees else contextlib.nullcontext():
+            model = gtp.init(Row, nnx.Rngs(params=0, dropout=1))
+            logits = np.asarray(nnx.jit(lambda model: model(tokens, shared, joined))(model))
+            return logits, by_path(model.blocks, nnx.state(model.blocks, nnx.BatchStat))
+
+    logits, statistics = outputs(degrees, joined=True)
+    wanted, unwritten = outputs(None, joined=False)
+    assert_close(logits, wanted, "logits")
+    for path in statistics:  # a loop over copies writes to the copies
+        assert np.linalg.norm(statistics[path] - unwritten[path]) > 0
+
+
+class Drops(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = gtp.Dense(128, 128, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.dense(x))
+
+
+@pytest.mark.parametrize("kept, layers", [(0, 0), (1, 1), ("all", 3)])
+@pytest.mark.parametrize("unroll", ["full", 1])
+def test_layers_that_gather_their_own_weights_hand_backward_none_of_them(kept, layers, unroll):
+    saved = []
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        schedule = gtp.Schedule(kept=kept, unroll=unroll)
+        make = lambda rngs: gtp.Stack(lambda rngs: Drops(rngs), 3, schedule=schedule, rngs=rngs)  # noqa: E731
+        graph, params, others = nnx.split(gtp.init(make, nnx.Rngs(0)), nnx.Param, ...)
+
+        def call(params, others, x):
+            def run(params, x):
+                copies = jax.tree.map(lambda a: a, others)  # variables of this trace
+                return nnx.merge(graph, params, copies)(x)
+
+            y, backward = jax.vjp(run, params, x)
+            saved.extend(leaf.shape for leaf in jax.tree.leaves(backward))
+            return y
+
+        jax.eval_shape(call, params, others, jax.ShapeDtypeStruct((8, 2, 128), jnp.bfloat16))
+    kernels = [shape[0] if len(shape) == 3 else 1 for shape in saved if shape[-2:] == (128, 128)]
+    assert sum(kernels) == 3 + layers  # the stacked shards, once, and those of layers that keep theirs
