@@ -55,8 +55,9 @@ def test_codes_and_amaxes_are_equal_on_all_replicas_and_to_those_before(tmp_path
         assert (after == after[:1]).all(), f"replicas differ, seed {seed}"
     whole, _ = checkpoints.restore(PLACES["one_device"].state(run.optimizer))
     for amax in amaxes_again:
-        assert (amax == amax[:1, :1, :1]).all(), "the amax of a slice, not of the weight"
-        assert sorted(amax[0, 0, 0].ravel().tolist()) == amax_oracle(whole.params), seed
+        assert (amax == amax[:1, :1, :1]).all(), "the amax of a shard, not of the weight"
+    if amaxes_again:
+        assert sorted(x for amax in amaxes_again for x in amax[0, 0, 0].ravel().tolist()) == amax_oracle(whole.params)
 
 
 @pytest.mark.slow

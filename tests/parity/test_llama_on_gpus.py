@@ -1,4 +1,4 @@
-"""The same Llama on this machine's GPUs and in stock Flax on one of them."""
+"""The same Llama on this machine's GPUs and in stock Flax on its CPU."""
 
 import dataclasses
 
