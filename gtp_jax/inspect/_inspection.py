@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import plan
 from .._flags import check_knobs, knob, piece
+from ..layout import Layout
 from ..mesh import Parallelism, Roles, make_mesh
 from ..models import PRESETS, build, family_of, preset_of
 from ..nn import Explanation, abstract_model, explain
@@ -56,13 +57,23 @@ class InspectOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """How one weight lies on the mesh."""
+    """How one weight lies on the mesh.
+
+    Attributes:
+        path: in the model.
+        logical_shape: of the stored array.
+        dtype: of the stored array.
+        partition: mesh axes that shard each dimension.
+        bytes_per_device: of the largest shard.
+        note: what stays whole, and what is padded in use; empty if nothing is.
+    """
 
     path: str
     logical_shape: tuple[int, ...]
     dtype: str
     partition: tuple[Any, ...]
     bytes_per_device: int
+    note: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +194,8 @@ def _batch(mesh: Mesh, batch: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 def _parameters(state: TrainState) -> tuple[Parameter, ...]:
     parameters = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
+    layouts = jax.tree.leaves(state.skeleton.layouts, is_leaf=lambda node: not isinstance(node, dict))
+    for (path, leaf), layout in zip(jax.tree_util.tree_leaves_with_path(state.params), layouts, strict=True):
         parameters.append(
             Parameter(
                 path=".".join(str(key.key) for key in path),
@@ -191,6 +203,23 @@ def _parameters(state: TrainState) -> tuple[Parameter, ...]:
                 dtype=str(leaf.dtype),
                 partition=tuple(leaf.sharding.spec) + (None,) * (len(leaf.shape) - len(leaf.sharding.spec)),
                 bytes_per_device=plan.bytes_per_device(leaf),
+                note="" if layout is None else _note(layout, dict(leaf.sharding.mesh.shape)),
             )
         )
     return tuple(parameters)
+
+
+def _note(layout: Layout, degrees: dict[str, int]) -> str:
+    """Says what of a weight stays whole, what is padded in use, and what its output costs outside a chain."""
+    notes = []
+    whole = [axis for axis in layout.roles.weights if degrees[axis] > 1 and axis not in layout.axes]
+    if whole and not layout.axes:
+        notes.append(f"whole on every rank of {', '.join(whole)}, which divides none of its dimensions")
+    split = layout.split
+    if layout.takes_part and split is not None:
+        counts = ", ".join(map(str, split.counts))
+        notes.append(f"{split.axis} ranks use {counts} of {split.size}, padded by {split.padding:.1%}")
+        if layout.split_dim == layout.rows == len(layout.shape) - 1:  # a kernel (in, out), not a table
+            moved = split.size - max(split.counts)
+            notes.append(f"outside a chain its output is gathered over {split.axis}, {moved} features a token")
+    return "; ".join(notes)

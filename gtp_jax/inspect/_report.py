@@ -68,8 +68,10 @@ def _parameters(inspection: Inspection) -> str:
     rows = []
     for p in inspection.parameters:
         axes = (a if isinstance(a, str) else "-" if a is None else "*".join(a) for a in p.partition)
-        rows.append((p.path, p.dtype, _shape(p.logical_shape), ", ".join(axes), quantity(p.bytes_per_device, "B")))
-    return columns(("parameter", "dtype", "shape", "sharded over", "a device"), rows, right=(4,))
+        size = quantity(p.bytes_per_device, "B")
+        rows.append((p.path, p.dtype, _shape(p.logical_shape), ", ".join(axes), size, p.note))
+    table = columns(("parameter", "dtype", "shape", "sharded over", "a device", "in use"), rows, right=(4,))
+    return f"{table}\n\nwithin a chain nothing moves between column- and row-parallel layers: ranks own the same units"
 
 
 def _capacity(inspection: Inspection) -> str:

@@ -70,6 +70,23 @@ def test_text_has_every_section(found):
     assert "exposed" not in text  # the order on a CPU means nothing
 
 
+def test_text_says_what_is_padded_in_use_and_what_stays_whole():
+    """256 ids and 384 hidden features over three ranks; four groups of heads over three; the width 128 over gtp 5."""
+    three = inspect(InspectOptions(parallelism=Parallelism(gtp=2, tp=3), seq=15, batch=2))
+    notes = {p.path: p.note for p in three.parameters}
+    assert notes["embed.table"] == "tp ranks use 86, 86, 84 of 256, padded by 0.8%"
+    assert notes["blocks.layers.attention.qkv.kernel.query"] == (
+        "tp ranks use 128, 128, 0 of 256, padded by 50.0%; outside a chain its output is gathered over tp, 128 "
+        "features a token"
+    )
+    assert notes["blocks.layers.mlp.down.kernel"] == "", "384 is three times 128"
+    assert "tp ranks use 86, 86, 84 of 256, padded by 0.8%" in as_text(three)
+    with pytest.warns(UserWarning, match="stays whole on every rank of gtp 5"):
+        five = inspect(InspectOptions(parallelism=Parallelism(gtp=5, tp=1), seq=16, batch=5))
+    (table,) = [p for p in five.parameters if p.path == "embed.table"]
+    assert table.note == "whole on every rank of gtp, which divides none of its dimensions"
+
+
 def test_json_holds_the_same_numbers(found):
     data = json.loads(json.dumps(as_json(found)))
     assert data["mesh"] == {"dp": 1, "gtp": 4, "tp": 2} and data["batch"] == 8

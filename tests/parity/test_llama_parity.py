@@ -105,7 +105,7 @@ _answers: dict = {}
 
 
 def oracle(config: LlamaConfig, start, data, rate: float = 1e-2):
-    """What stock Flax makes of these parameters and batches on the CPU; once for all configurations that are one to it."""
+    """What stock Flax makes of these parameters and batches on the CPU; once for configurations that are one to it."""
     plain = dataclasses.replace(config, sequence_parallel=True, prefetch=True, unroll="full", kept=1, remat="matmuls")
     key = (plain, rate, hash(tuple(np.asarray(a).tobytes() for a in jax.tree.leaves((start, data)))))
     if key not in _answers:
