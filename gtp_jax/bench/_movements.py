@@ -19,12 +19,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .. import plan
-from ..collectives import Bundle, Packed, gather_packed, pack_all
+from ..collectives import Bundle, Packed, Shards, pack_all
 from ..mesh import AXES, GTP, TP, degree, platform
 from ..models import ModelConfig, family_of
-from ..nn import init, scatter, take_apart, weight_owners
+from ..nn import init, shards_of, structure_of, take_apart
 from ..recipes import REDUCTIONS, Recipe
 from ..train import compile_options
+from ..weights import WeightGroup, gather, gather_members, scatter
 from ._timing import seconds_a_call
 
 Tree = Any
@@ -107,12 +108,16 @@ def measure_movements(config: ModelConfig, recipes: Mapping[str, Recipe], links:
     for name, recipe in recipes.items():
         form = recipe.wire_of(("blocks",))
         if form is None:
-            sent = block.run(lambda owners: {p: _bits(_cast(o)) for p, o in owners.items()}, cut_out=True)(block.params)
-            whole = block.run(lambda owners: {p: o.gather(o.slices()) for p, o in owners.items()})
+            sent = block.run(
+                lambda shards: {p: _bits(_cast(g, shards[p])) for p, g in block.groups.items()}, cut_out=True
+            )(block.params)
+            whole = block.run(lambda shards: {p: gather(g, shards[p]) for p, g in block.groups.items()})
             whole_s = _seconds(whole, block.params)
         else:
-            packed = block.run(lambda owners, form=form: _packed(owners, form), cut_out=True)(block.params)
-            whole = block.run(lambda owners, packed: _unpacked(owners, packed), packed)
+            packed = block.run(lambda shards, form=form: _packed(block.groups, shards, form), cut_out=True)(
+                block.params
+            )
+            whole = block.run(lambda _, packed: gather_members(block.groups, packed), packed)
             whole_s = _seconds(whole, block.params, packed)
             sent = packed.buffer
         size = sum(x.nbytes for x in jax.tree.leaves(sent)) // ranks // degree(TP) * (ranks - 1)
@@ -124,22 +129,17 @@ def measure_movements(config: ModelConfig, recipes: Mapping[str, Recipe], links:
 def _reductions(block: _Block, links: Links) -> Iterator[Movement]:
     """The sum of a block's gradient, by a reduce-scatter and by an exchange in each of `REDUCTIONS`."""
 
-    def random(owners: Mapping[Any, Any]) -> Tree:
+    def random(shards: Mapping[Any, Shards]) -> Tree:
         key = jax.random.fold_in(jax.random.key(0), lax.axis_index(AXES))  # another gradient on every rank
-        shapes = jax.eval_shape(lambda: {p: o.gather(o.slices()) for p, o in owners.items()})
+        shapes = jax.eval_shape(lambda: {p: gather(g, shards[p]) for p, g in block.groups.items()})
         return jax.tree.map(lambda s: jax.random.normal(key, s.shape, s.dtype), shapes)
 
-    def summed(reduction: Any, reduce_dtype: Any = None) -> Callable[..., Tree]:
-        def local(owners: Mapping[Any, Any], gradients: Tree) -> Tree:
-            for owner in owners.values():
-                owner.reduction = reduction
-                owner.reduce_dtype = reduce_dtype or owner.reduce_dtype
-            return scatter(owners, gradients)
-
-        return block.run(local, gradients, cut_out=True)
+    def summed(reduction: Any, **others: Any) -> Callable[..., Tree]:
+        groups = {p: dataclasses.replace(g, reduction=reduction, **others) for p, g in block.groups.items()}
+        return block.run(lambda _, gradients: scatter(groups, gradients), gradients, cut_out=True)
 
     gradients = block.run(random, cut_out=True)(block.params)
-    exact = jax.device_get(summed(None, np.dtype(np.float32))(block.params, gradients))
+    exact = jax.device_get(summed(None, reduce_dtype=np.dtype(np.float32))(block.params, gradients))
     for name, reduction in {"scatter": None, **REDUCTIONS}.items():
         program = summed(reduction)
         numbers = jax.device_get(program(block.params, gradients))
@@ -160,44 +160,38 @@ class _Block:
     """One block's weights on the mesh in scope, and programs over them."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self.skeleton, self.params = take_apart(
-            init(lambda rngs: family_of(config).block(config, rngs=rngs), nnx.Rngs(0))
-        )
+        model = init(lambda rngs: family_of(config).block(config, rngs=rngs), nnx.Rngs(0))
+        self.groups = structure_of(model).weights
+        self.skeleton, self.params = take_apart(model)
 
     def run(
         self, function: Callable[..., Tree], *operands: Tree, cut_out: bool = False, without: bool = False
     ) -> Callable[..., Tree]:
-        """A jitted program of the modules that own weights, in local view, and of other operands.
+        """A jitted program of a rank's shards and of other operands.
 
         Args:
-            function: `(owners by path, *operands)`.
+            function: `(shards by path of their module, *operands)`.
             operands: arrays whose first dimension is cut over all axes, for their structure.
             cut_out: whether the results are each rank's own, stacked likewise, or alike on the ranks of gtp.
-            without: leave the parameters out; the owners are then not given.
+            without: leave the parameters out; the first argument is then `None`.
         """
         out = P(AXES) if cut_out else P(TP)
 
         def local(*args: Tree) -> Tree:
-            owners = None if without else weight_owners(self.skeleton.model(args[0]))
-            return function(owners, *args[0 if without else 1 :])
+            shards = None if without else shards_of(self.skeleton.model(args[0]))
+            return function(shards, *args[0 if without else 1 :])
 
         own = () if without else (self.skeleton.specs,)
         return _jitted(local, (*own, *(P(AXES) for _ in operands)), out)
 
 
-def _packed(owners: Mapping[Any, Any], form: Any) -> Packed:
-    slices = {path: owner.slices() for path, owner in owners.items()}
-    (packed,) = pack_all([Bundle(slices, [owner.layouts for owner in owners.values()], form)])
+def _packed(groups: Mapping[Any, WeightGroup], shards: Mapping[Any, Shards], form: Any) -> Packed:
+    (packed,) = pack_all([Bundle(dict(shards), [group.layouts for group in groups.values()], form)])
     return packed
 
 
-def _unpacked(owners: Mapping[Any, Any], packed: Packed) -> Tree:
-    members = [owners[path] for path in packed.members]
-    return gather_packed(packed, [member.layouts for member in members], members[0].dtype)
-
-
-def _cast(owner: Any) -> jax.Array:
-    return jnp.concatenate([jnp.ravel(s) for s in owner.slices()]).astype(owner.dtype)
+def _cast(group: WeightGroup, shards: Shards) -> jax.Array:
+    return jnp.concatenate([jnp.ravel(s) for s in shards]).astype(group.dtype)
 
 
 def _bits(x: jax.Array) -> jax.Array:

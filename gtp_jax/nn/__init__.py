@@ -20,11 +20,12 @@ from ._moe import MoE as MoE
 from ._moe import check_experts as check_experts
 from ._outputs import AuxLoss as AuxLoss
 from ._outputs import Metric as Metric
-from ._quantized import put_quantized as put_quantized
 from ._quantized import quantize_weights as quantize_weights
+from ._quantized import shards_of as shards_of
+from ._quantized import with_groups as with_groups
 from ._skeleton import Skeleton as Skeleton
 from ._skeleton import take_apart as take_apart
 from ._stack import Stack as Stack
 from ._stack import run_chain as run_chain
-from ._weight import scatter as scatter
+from ._weight import structure_of as structure_of
 from ._weight import weight_owners as weight_owners

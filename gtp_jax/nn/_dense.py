@@ -22,7 +22,6 @@ from ..collectives import (
     split_features,
     split_parts,
 )
-from ..formats import Operands
 from ..layout import Layout, layouts_of_kernels
 from ..mesh import current_view, degree
 from ..ops import keep, layer_norm, rms_norm
@@ -75,6 +74,8 @@ class Dense(WeightOwner):
         ValueError: if a size is not positive, or `units` do not divide the features.
     """
 
+    codes_multiply = True
+
     def __init__(
         self,
         in_features: int,
@@ -124,9 +125,6 @@ class Dense(WeightOwner):
 
     def weights(self) -> tuple[nnx.Param, ...]:
         return (self.kernel,) if self.names == ("",) else tuple(self.kernel[name] for name in self.names)
-
-    def takes_codes(self, operands: Operands | None) -> bool:
-        return operands is not None and operands.weight.block is None
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
         if self.parallel is None:

@@ -12,12 +12,11 @@ from ..formats import Format, Operands
 from ..mesh import multiplies_blocks, multiplies_fp8
 from ..plan import columns, quantity
 from ..recipes import BF16, Recipe, check_recipe
+from ..weights import Layers, Path, WeightGroup, resolve
 from ._dense import Dense
 from ._grouped import GroupedDense
 from ._layer import layout_of
-from ._quantized import check_names
-from ._stack import stacks_of
-from ._weight import WeightOwner, weight_owners
+from ._weight import WeightOwner, structure_of, weight_owners
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,60 +108,52 @@ def explain(model: nnx.Module, recipe: Recipe | None) -> Explanation:
             "which are NNX; a layer in Linen travels in its own dtype."
         )
     recipe = BF16() if recipe is None else recipe
-    check_names(model, recipe)
-    stacks = stacks_of(model)
-    found: list[WireFact] = []
-    for path, owner in weight_owners(model).items():
-        length = next((m.length for at, m in stacks.items() if path[: len(at)] == at), None)
-        if length is None:
-            found.append(_fact(path, owner, recipe.of(path), 0, 1))
-            continue
-        first, last = recipe.keep_first, length - recipe.keep_last
-        spans = ((BF16(), 0, first), (recipe.of(path), first, last), (BF16(), last, length))
-        found += [_fact(path, owner, kind, start, stop) for kind, start, stop in spans if start < stop]
+    owners = weight_owners(model)
+    groups = resolve(structure_of(model), recipe).items()
+    found = tuple(_fact(path, owners[path], group, layers) for (path, layers), group in groups)
     params = nnx.to_flat_state(nnx.state(model, nnx.Param))
     others = (".".join(map(str, path)) for path, variable in params if layout_of(variable) is None)
-    return Explanation(tuple(found), tuple(others))
+    return Explanation(found, tuple(others))
 
 
-def _fact(path: tuple[object, ...], owner: WeightOwner, recipe: Recipe, start: int, stop: int) -> WireFact:
-    layouts, form = owner.layouts, recipe.wire
-    total = bytes_of(layouts, owner.dtype.itemsize) if form is None else wire_bytes([layouts], form)
-    operands = recipe.operands if isinstance(owner, Dense | GroupedDense) else None
+def _fact(path: Path, owner: WeightOwner, group: WeightGroup, layers: Layers) -> WireFact:
+    layouts, form = group.layouts, group.wire
+    total = bytes_of(layouts, group.dtype.itemsize) if form is None else wire_bytes([layouts], form)
+    operands = group.operands if isinstance(owner, Dense | GroupedDense) else None
     return WireFact(
         module=".".join(map(str, path)),
         shapes=tuple(layout.shape for layout in layouts),
-        layers=stop - start,
-        first=start,
-        wire=owner.dtype.name if form is None else form.name,
+        layers=layers.stop - layers.start,
+        first=layers.start,
+        wire=group.dtype.name if form is None else form.name,
         bytes=total,
         bytes_per_element=total / sum(int(np.prod(layout.shape)) for layout in layouts),
-        matmul=_matmul(owner, form, operands),
+        matmul=_matmul(group, isinstance(owner, GroupedDense), operands),
         **_products(operands),
-        reduction=_reduction(owner, recipe),
+        reduction=_reduction(group),
     )
 
 
-def _matmul(owner: WeightOwner, wire: Format | None, operands: Operands | None) -> str:
+def _matmul(group: WeightGroup, grouped: bool, operands: Operands | None) -> str:
     if operands is None:
-        return owner.dtype.name if wire is None else f"{owner.dtype.name}, of dequantized weights"
+        return group.dtype.name if group.wire is None else f"{group.dtype.name}, of dequantized weights"
     names = list(dict.fromkeys((operands.activation.name, operands.gradient.name)))
-    formats, values = ", gradients ".join(names), f"{owner.dtype.name} of their values"
-    if isinstance(owner, GroupedDense):
+    formats, values = ", gradients ".join(names), f"{group.dtype.name} of their values"
+    if grouped:
         return f"{formats}: grouped, {values}"
     if operands.weight.block is None:
         return formats if multiplies_fp8() else f"{formats}: {values}"
-    return f"{formats}: {_scaled(owner, operands, values) if multiplies_blocks() else values}"
+    return f"{formats}: {_scaled(group, operands, values) if multiplies_blocks() else values}"
 
 
-def _scaled(owner: WeightOwner, operands: Operands, values: str) -> str:
+def _scaled(group: WeightGroup, operands: Operands, values: str) -> str:
     """Which products are `scaled_matmul`'s, whose blocks must fill the contraction, on hardware that has it."""
-    first = owner.layouts[0]
+    first = group.layouts[0]
     within = first.matrix_of(first.use_shape)[1]  # on a rank
     assert operands.activation.block is not None and operands.gradient.block is not None
     lengths = {
         "forward": (within, operands.activation.block[1]),
-        "dgrad": (sum(owner.rows_in_blocks(operands)), operands.gradient.block[1]),
+        "dgrad": (sum(group.rows_in_blocks), operands.gradient.block[1]),
     }
     ragged = [f"{name} along {length}" for name, (length, block) in lengths.items() if length % block]
     # tokens that are transformed come in whole runs; of others explain cannot know how many there are
@@ -170,12 +161,12 @@ def _scaled(owner: WeightOwner, operands: Operands, values: str) -> str:
     return "scaled_matmul" + (f", but {', '.join(ragged)}: {values}" if ragged else "")
 
 
-def _reduction(owner: WeightOwner, recipe: Recipe) -> str:
-    if owner.layouts[0].ranks == 1:
+def _reduction(group: WeightGroup) -> str:
+    if group.ranks == 1:
         return ""
-    if recipe.reduction is None:
-        return f"reduce-scatter {owner.reduce_dtype.name}"
-    return f"all-to-all {recipe.reduction.name}, summed in float32"
+    if group.reduction is None:
+        return f"reduce-scatter {group.reduce_dtype.name}"
+    return f"all-to-all {group.reduction.name}, summed in float32"
 
 
 def _products(operands: Operands | None) -> dict[str, str]:

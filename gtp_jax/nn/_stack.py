@@ -10,15 +10,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..chain import Remat, Schedule, with_remat
-from ..collectives import Packed
 from ..mesh import current_view
 from ._layer import Layer, in_shard_map
-from ._rounding import CallKeys
 from ._shared import SharedInputs
 from ._stages import Part, run_parts
+from ._weight import StackedLayers
 
 
-class Stack(Layer):
+class Stack(StackedLayers):
     """`length` layers alike, run as a chain: each layer's weights are gathered under the layer ahead of it.
 
     `stack(x, *shared, **shared)` equals
@@ -49,10 +48,8 @@ class Stack(Layer):
         rngs: split, one stream a layer.
 
     Attributes:
-        packed: what is gathered in place of the layers' shards: buffers of quantized weights; none without a recipe.
-            Of all layers; and, ahead of them, of those whose codes have been gathered already.
-        kept: layers, from the first and up to the last, that stay in high precision all the same.
-        keys: of its calls' stochastic rounding; `None` where nothing is rounded so.
+        layers: one module, whose variables are all layers', stacked.
+        length: how many layers.
 
     Raises:
         ValueError: if `length` is less than 1, `remat` is not a known policy, or a layer holds a `Stack` of its own;
@@ -79,9 +76,6 @@ class Stack(Layer):
         self.schedule = Schedule() if schedule is None else schedule
         self.remat: Remat = remat
         self.sequence_parallel = sequence_parallel
-        self.packed: tuple[Packed, ...] = nnx.data(())
-        self.kept: tuple[int, int] = (0, 0)
-        self.keys: CallKeys | None = nnx.data(None)
 
         @nnx.split_rngs(splits=length)
         @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
@@ -99,7 +93,7 @@ class Stack(Layer):
         return run_parts((self._part(self.remat),), x, self.schedule, inputs, gathers=True)
 
     def _part(self, remat: Remat) -> Part:
-        return Part(self.layers, remat, self.length, self.packed, self.kept, self.keys)
+        return Part(self.layers, remat, self.length)
 
 
 def run_chain(
@@ -151,11 +145,6 @@ def run_chain(
     others: Remat = stacks[0].remat if stacks else "matmuls"
     parts = tuple(m._part(remat or m.remat) if isinstance(m, Stack) else Part(m, remat or others) for m in modules)
     return _call(parts, modules, x, schedule or (stacks[0].schedule if stacks else Schedule()), inputs)
-
-
-def stacks_of(module: nnx.Module) -> dict[tuple[Any, ...], Stack]:
-    """Returns the stacks within a module, itself included, by path."""
-    return {path: m for path, m in nnx.iter_modules(module) if isinstance(m, Stack)}
 
 
 def _call(parts: tuple[Part, ...], modules: tuple[Layer, ...], x: Any, schedule: Schedule, shared: SharedInputs) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,17 +12,20 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..chain import Outputs, Remat, Schedule, Stage, run, with_remat
-from ..collectives import Packed, gather_packed
+from ..collectives import Packed
 from ..ops import CodedWeight
+from ..weights import CallKeys, Gathered, Layers, WeightGroup, gather, gather_members, scatter
 from ._layer import layout_of
 from ._outputs import is_float, outputs_of, values_of, variables_of, write
-from ._rounding import CallKeys, key_for
 from ._shared import SharedInputs
-from ._weight import WeightOwner, scatter, weight_owners
+from ._weight import WeightOwner, kernel_places, weight_owners
 
 # One layer's gathered weights by path, arrays or codes; and the arrays that receive the gradients of codes.
 Weights = dict[Any, Any]
 Slots = dict[Any, jax.Array]
+
+# What is decided about one layer's weights, by path.
+Groups = Mapping[Any, WeightGroup]
 
 # One layer's keys of stochastic rounding by path, and the arrays of its variables that have no gradient.
 Constants = tuple[dict[Any, jax.Array], list[Any]]
@@ -35,17 +39,11 @@ class Part:
         module: one layer; or `length` layers, whose variables are stacked.
         remat: what is saved for backward.
         length: number of layers; `None` of a module that is not stacked.
-        packed: what is gathered in place of the layers' shards, as in `Stack`.
-        high_precision: layers, from the first and up to the last, that no recipe quantizes.
-        keys: of the calls' stochastic rounding.
     """
 
     module: nnx.Module
     remat: Remat
     length: int | None = None
-    packed: tuple[Packed, ...] = ()
-    high_precision: tuple[int, int] = (0, 0)
-    keys: CallKeys | None = None
 
 
 def run_parts(
@@ -91,45 +89,46 @@ def _stages(part: Part, shared: SharedInputs, gathers: bool) -> list[Stage]:
     already, with codes to be gathered, and in high precision again."""
     template = _Template(part.module, gathers, part.length is not None)
     if part.length is None:
+        groups = {path: owner.group for path, owner in template.owners.items()}
         keys = {path: owner.keys.next(link=True) for path, owner in template.owners.items() if owner.keys is not None}
         sent = {path: owner.sent() for path, owner in template.owners.items()} if gathers else template.shards
-        inputs = ((), sent)
-        return [template.stage(template.shards, inputs, template.params, (keys, template.constants), part.remat)]
+        constants = keys, template.constants
+        return [template.stage(groups, template.shards, ((), sent), template.params, constants, part.remat)]
 
     length = part.length
-    high = _Template(_in_high_precision(part.module), gathers, True) if any(part.high_precision) else template
-    bundled = {path for one in part.packed for path in one.members}
+    by_layers = {path: owner.groups(length) for path, owner in template.owners.items()}
+    buffers = [one for owner in template.owners.values() for one in owner.packed]
+    bundled = {path for one in buffers for path in one.members}
 
     def unbundled(shards: Any) -> Any:
         return shards if not bundled else {path: own for path, own in shards.items() if path not in bundled}
 
-    held = tuple(one for one in part.packed if one.gathered)
-    packed = tuple(one for one in part.packed if not one.gathered)
-    keys = {} if part.keys is None else _layer_keys(part.keys.next(), template.owners, length)
-    first, last = part.high_precision[0], length - part.high_precision[1]
+    held = tuple(one for one in buffers if one.gathered)
+    packed = tuple(one for one in buffers if not one.gathered)
+    quantized = [layers for groups in by_layers.values() for layers, group in groups if group.wire is not None]
+    first = min((layers.start for layers in quantized), default=0)
+    last = max((layers.stop for layers in quantized), default=0)
     ahead = first + (held[0].buffer.shape[0] if held else 0)
-    bounds = sorted({0, first, ahead, last, length})
+    ends = {end for groups in by_layers.values() for layers, _ in groups for end in layers[:2]}
+    bounds = sorted({0, *ends, ahead, length})
+    keys = _layer_keys(template.owners, length)
     pieces = _split((template.shards, template.params, (keys, template.constants)), bounds[1:-1])
     stages = []
     for start, stop, (own, params, constants) in zip(bounds, bounds[1:], pieces, strict=False):
+        groups = {path: _of_layer(start, groups) for path, groups in by_layers.items()}
         if not first <= start < last:
-            chosen, inputs, at = high, ((), template.shards), start
+            inputs, at = ((), template.shards), start
         elif start < ahead:
-            chosen, inputs, at = template, (held, unbundled(own)), 0
+            inputs, at = (held, unbundled(own)), 0
         else:
-            chosen, inputs, at = template, (packed, unbundled(template.shards)), start
-        stage = chosen.stage(own, inputs, params, constants, part.remat, shared)
+            inputs, at = (packed, unbundled(template.shards)), start
+        stage = template.stage(groups, own, inputs, params, constants, part.remat, shared)
         stages.append(dataclasses.replace(stage, length=stop - start, stacked=True, first=at))
     return stages
 
 
-def _in_high_precision(layer: nnx.Module) -> nnx.Module:
-    """Returns a copy of the layer without what a recipe does to its matmuls and gradients."""
-    layer = nnx.clone(layer)
-    for owner in weight_owners(layer).values():
-        owner.operands = None
-        owner.reduction = None
-    return layer
+def _of_layer(layer: int, groups: Sequence[tuple[Layers, WeightGroup]]) -> WeightGroup:
+    return next(group for layers, group in groups if layers.start <= layer < layers.stop)
 
 
 class _Template:
@@ -137,6 +136,7 @@ class _Template:
 
     Attributes:
         owners: modules with weights that the chain gathers, by path.
+        places: of their kernels among the layer's leaves.
         shards: of these weights, by path; if modules gather their own, a list of all weights' shards, which the chain
             then takes for gathered: it hands each layer its own, and keeps none for backward.
         params: the floats of the other variables.
@@ -148,8 +148,8 @@ class _Template:
         self.owners = weight_owners(layer) if gathers else {}
         self.name = type(layer).__name__
         self.graph, state = nnx.split(layer)
-        # beside the variables, arrays of quantized shards, which no layer looks at once its weights are gathered
         self.leaves, self.tree = jax.tree.flatten(state, is_leaf=lambda v: isinstance(v, nnx.Variable))
+        self.places = kernel_places(self.graph, self.leaves, self.tree) if gathers else {}
         self.is_weight = [isinstance(v, nnx.Variable) and layout_of(v) is not None for v in self.leaves]
         variables = list(zip(self.leaves, self.is_weight, strict=True))
         self.is_put = [isinstance(v, nnx.Variable) and not weight for v, weight in variables]
@@ -165,6 +165,7 @@ class _Template:
 
     def stage(
         self,
+        groups: Groups,
         shards: Any,
         gather_inputs: Any,
         params: Any,
@@ -178,31 +179,24 @@ class _Template:
             weights: Weights, slots: Slots, params: list[Any], x: Any, arrays: list[Any], constants: Constants
         ) -> tuple[Any, Outputs]:
             keys, others = constants
-            layer = self.merged(params, others, () if self.gathers else weights)
+            layer = self.merged(params, others, self._values(groups, weights, slots, keys))
             before = values_of(variables_of(layer))
-            for path, owner in weight_owners(layer).items() if self.owners else ():
-                weight = weights[path]
-                owner.whole_weight = CodedWeight(weight, slots[path]) if path in slots else weight
-                owner.keys = nnx.data(CallKeys(keys[path]) if path in keys else None)
             args, kwargs = shared.arguments(arrays) if shared is not None else ((), {})
             y = layer(x, *args, **kwargs)  # pyright: ignore[reportCallIssue]
             return y, outputs_of(before, variables_of(layer), self.name)
 
         def slots() -> Slots:
-            return {path: owner.slot() for path, owner in self.owners.items() if path in coded}
+            return {path: group.slot() for path, group in groups.items() if group.as_codes}
 
         def to_shards(gradients: tuple[Any, Slots]) -> dict[Any, Any]:
             of_weights, of_slots = gradients
-            if not self.gathers:
-                return of_weights
-            return scatter(self.owners, {**of_weights, **of_slots})
+            return scatter(groups, {**of_weights, **of_slots}) if self.gathers else of_weights
 
-        coded = {path for path, owner in self.owners.items() if owner.takes_codes(owner.operands)}
         return Stage(
             shards,
             gather_inputs,
             params,
-            gather=self.gather,
+            gather=functools.partial(self._gather, groups),
             slots=slots,
             scatter=to_shards,
             apply=with_remat(apply, remat),
@@ -210,34 +204,39 @@ class _Template:
             takes_shared=shared is not None,
         )
 
-    def merged(self, params: list[Any], constants: list[Any], weights: Any) -> Any:
-        """Returns the layer with these values in its variables; its weights are left out if the chain gathers them."""
+    def merged(self, params: list[Any], constants: list[Any], weights: Mapping[int, Any]) -> Any:
+        """Returns the layer with these values in its variables; those of weights by their place among the leaves."""
         floats, others = iter(params), iter(constants)
         arrays = [next(floats) if chosen else next(others) for chosen in self.is_float]
         values = iter(jax.tree.unflatten(self.values, arrays))
-        shards = iter(weights)
         put = []
-        for v, is_put, is_weight, metadata in zip(self.leaves, self.is_put, self.is_weight, self.metadata, strict=True):
+        for place, (v, is_put, metadata) in enumerate(zip(self.leaves, self.is_put, self.metadata, strict=True)):
             if is_put:
                 v = v.replace(next(values), **metadata)
-            elif is_weight and not self.gathers:
-                v = v.replace(next(shards), **metadata)
+            elif place in weights:
+                v = v.replace(weights[place], **metadata)
             put.append(v)
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, put))
 
-    def gather(self, inputs: tuple[tuple[Packed, ...], Any]) -> Any:
+    def _values(self, groups: Groups, weights: Any, slots: Slots, keys: dict[Any, jax.Array]) -> dict[int, Any]:
+        """Returns what the weights' variables hold in a call, by place."""
+        if not self.gathers:
+            return dict(zip([i for i, chosen in enumerate(self.is_weight) if chosen], weights, strict=True))
+        found: dict[int, Any] = {}
+        for path, (first, *others) in self.places.items():
+            weight = CodedWeight(weights[path], slots[path]) if path in slots else weights[path]
+            found[first] = Gathered(weight, groups[path], CallKeys(keys[path]) if path in keys else None)
+            found |= dict.fromkeys(others)
+        return found
+
+    def _gather(self, groups: Groups, inputs: tuple[tuple[Packed, ...], Any]) -> Any:
         """Gathers the weights of one layer, by path."""
         packed, others = inputs
         if not self.gathers:
             return others
-        weights = {path: self.owners[path].gather(own) for path, own in others.items()}
+        weights = {path: gather(groups[path], own) for path, own in others.items()}
         for one in packed:
-            members = [self.owners[path] for path in one.members]
-            if len(members) == 1:
-                found: Any = [members[0].gather(one)]
-            else:
-                found = gather_packed(one, [member.layouts for member in members], members[0].dtype)
-            weights.update(zip(one.members, found, strict=True))
+            weights |= gather_members(groups, one)
         return weights
 
 
@@ -247,11 +246,15 @@ def _of_one_layer(variable: nnx.Variable) -> dict[str, Any]:
     return {"out_sharding": tuple(sharding)[1:]} if sharding else {}
 
 
-def _layer_keys(key: jax.Array, owners: dict[Any, WeightOwner], length: int) -> dict[Any, jax.Array]:
+def _layer_keys(owners: dict[Any, WeightOwner], length: int) -> dict[Any, jax.Array]:
     """Returns a key for each layer, by path of each module that rounds stochastically: the first word counts layers."""
-    first = key[0] + jnp.arange(length, dtype=jnp.uint32)
-    chosen = [path for path, owner in owners.items() if owner.operands is not None and owner.operands.stochastic]
-    return {path: jnp.stack([first, jnp.broadcast_to(key_for(key, path)[1], (length,))], axis=-1) for path in chosen}
+    found = {}
+    for path, owner in owners.items():
+        if owner.keys is not None:
+            key = owner.keys.next()
+            first = key[0] + jnp.arange(length, dtype=jnp.uint32)
+            found[path] = jnp.stack([first, jnp.broadcast_to(key[1], (length,))], axis=-1)
+    return found
 
 
 def _split(tree: Any, at: list[int]) -> list[Any]:

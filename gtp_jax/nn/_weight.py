@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,24 +12,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ..collectives import (
-    Packed,
-    Shards,
-    exchange_gradients,
-    gather_codes,
-    gather_packed,
-    gather_weight,
-    gathered,
-    in_order,
-    scatter_gradient,
-    use_rows,
-)
-from ..formats import Format, Operands, QuantizedArray
+from ..collectives import Packed, Shards, gathered, use_rows
+from ..formats import Operands, QuantizedArray
 from ..layout import Layout
 from ..mesh import current_view, multiplies_blocks
 from ..ops import CodedWeight, linear, linear_blocks, linear_fp8
+from ..weights import CallKeys, Gathered, Layers, Path, Stored, Structure, WeightGroup, gather, scatter
 from ._layer import Layer
-from ._rounding import CallKeys
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
@@ -56,26 +44,42 @@ def make_whole(shape: tuple[int, ...], init: Initializer, key: jax.Array, dtype:
     return nnx.Param(init(key, shape, dtype), **_partition(PartitionSpec(*(None,) * len(shape))))
 
 
-def weight_owners(module: nnx.Module) -> dict[tuple[Any, ...], WeightOwner]:
+def weight_owners(module: nnx.Module) -> dict[Path, WeightOwner]:
     """The modules within one, itself included, that own weights, by path."""
     return {path: m for path, m in nnx.iter_modules(module) if isinstance(m, WeightOwner)}
 
 
-def scatter(owners: Mapping[Any, WeightOwner], gradients: Mapping[Any, jax.Array]) -> dict[Any, Shards]:
-    """Fused weights' gradients to those of their slices; what a recipe exchanges alike travels together."""
-    found: dict[Any, Shards] = {}
-    together: dict[Any, list[Any]] = defaultdict(list)
-    for path, owner in owners.items():
-        if owner.reduction is not None and owner.layouts[0].ranks > 1:
-            together[owner.reduction, owner.layouts[0].axes].append(path)
-        else:
-            found[path] = scatter_gradient(gradients[path], owner.layouts, owner.reduce_dtype, owner.slice_dtypes)
-    for (wire, _), paths in together.items():
-        members = [owners[path] for path in paths]
-        layouts, kinds = [one.layouts for one in members], [one.slice_dtypes for one in members]
-        slices = exchange_gradients([gradients[path] for path in paths], layouts, wire, kinds)
-        found.update(zip(paths, slices, strict=True))
-    return found
+def structure_of(model: nnx.Module) -> Structure:
+    """Returns what recipes need to know of a model."""
+    stacks = {(*path, "layers"): m.length for path, m in nnx.iter_modules(model) if isinstance(m, StackedLayers)}
+    owners = weight_owners(model).items()
+    return Structure(type(model).__name__, {path: owner.built_group for path, owner in owners}, stacks)
+
+
+def with_weights(module: nnx.Module, values: Mapping[Path, Sequence[Any]]) -> Any:
+    """Returns a copy of a module whose kernels' variables hold these values.
+
+    Args:
+        module: is left as it is.
+        values: one for each kernel, by path of each module that owns kernels.
+    """
+    graph, state = nnx.split(module)
+    leaves, tree = jax.tree.flatten(state, is_leaf=_is_variable)
+    for path, places in kernel_places(graph, leaves, tree).items():
+        for place, value in zip(places, values[path], strict=True):
+            leaves[place] = leaves[place].replace(value)
+    return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+
+
+def kernel_places(graph: Any, leaves: Sequence[Any], tree: Any) -> dict[Path, tuple[int, ...]]:
+    """Returns which variables of a state are the kernels of each module that owns any, by its path."""
+    numbered = [v.replace(i) if _is_variable(v) else v for i, v in enumerate(leaves)]
+    owners = weight_owners(nnx.merge(graph, jax.tree.unflatten(tree, numbered)))
+    return {path: tuple(w.get_raw_value() for w in owner.weights()) for path, owner in owners.items()}
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable)
 
 
 def _resized(x: jax.Array, sizes: tuple[int, ...], wanted: tuple[int, ...], axis: int) -> jax.Array:
@@ -94,33 +98,33 @@ def _partition(spec: PartitionSpec) -> dict[str, Any]:
     return {"out_sharding": tuple(spec), "eager_sharding": current_view() == "global"}
 
 
+class StackedLayers(Layer):
+    """A module with layers alike, whose variables are stacked.
+
+    Attributes:
+        length: how many.
+    """
+
+    length: int
+
+
 class WeightOwner(Layer):
     """A module with kernels that are gathered together into one fused weight.
+
+    Its kernels' variables hold arrays, or what a recipe or a chain has put in their place: `Stored`, `Gathered`.
 
     Attributes:
         dtype: of the weight on the wire and in the matmul.
         reduce_dtype: in which its gradient is summed over the gtp axis.
-        whole_weight: the gathered weight, an array or a `CodedWeight`, put there by a chain; `None` where the module
-            gathers for itself.
-        packed: the slices as a recipe has quantized them, to be gathered in their stead: one, or none without a recipe.
-        operands: formats in which it multiplies; `None`: in `dtype`.
-        keys: of its calls' stochastic rounding; `None` where nothing is rounded so.
-        reduction: in what its gradient is exchanged, to be summed in float32; `None`: summed in `reduce_dtype`.
+        codes_multiply: whether it can multiply codes of one scale as they travel.
     """
 
-    whole_weight: Any = nnx.data()
-    packed: Any = nnx.data()
-    keys: CallKeys | None = nnx.data()
+    codes_multiply: ClassVar[bool] = False
 
     def __init__(self, *, dtype: Any, reduce_dtype: Any | None) -> None:
         super().__init__()
         self.dtype = np.dtype(dtype)
         self.reduce_dtype = np.dtype(dtype if reduce_dtype is None else reduce_dtype)
-        self.whole_weight = nnx.data(None)
-        self.packed = nnx.data(())
-        self.operands: Operands | None = None
-        self.keys = nnx.data(None)
-        self.reduction: Format | np.dtype | None = None
 
     @abc.abstractmethod
     def weights(self) -> tuple[nnx.Param, ...]:
@@ -131,36 +135,62 @@ class WeightOwner(Layer):
         """The kernels' layouts."""
         return tuple(w.get_metadata()["layout"] for w in self.weights())
 
+    @property
+    def value(self) -> Any:
+        """What the first kernel's variable holds."""
+        return self.weights()[0].get_raw_value()  # `get_value` would copy keys, which count their calls
+
     def slices(self) -> Shards:
-        """This rank's slice of each kernel."""
-        return tuple(w.get_value() for w in self.weights())
+        """This rank's shard of each kernel."""
+        values = (w.get_value() for w in self.weights())
+        return tuple(value.shard if isinstance(value, Stored) else value for value in values)
 
     @property
-    def slice_dtypes(self) -> tuple[Any, ...]:
-        """The dtype of each kernel's slices."""
-        return tuple(w.get_value().dtype for w in self.weights())
+    def built_group(self) -> WeightGroup:
+        """What is decided about its kernels without a recipe."""
+        return WeightGroup(
+            layouts=self.layouts,
+            param_dtypes=tuple(np.dtype(shard.dtype) for shard in self.slices()),
+            dtype=self.dtype,
+            reduce_dtype=self.reduce_dtype,
+            codes_multiply=self.codes_multiply,
+        )
+
+    def groups(self, length: int = 1) -> tuple[tuple[Layers, WeightGroup], ...]:
+        """Returns what is decided about its kernels, by layers of the stack of this length that it is in."""
+        value = self.value
+        return value.groups if isinstance(value, Stored) else ((Layers(0, length), self.built_group),)
+
+    @property
+    def group(self) -> WeightGroup:
+        """What is decided about its kernels: of one layer."""
+        value = self.value
+        if isinstance(value, Gathered):
+            return value.group
+        ((_, group),) = self.groups()
+        return group
+
+    @property
+    def operands(self) -> Operands | None:
+        """Formats in which it multiplies; `None`: in `dtype`."""
+        value = self.value
+        return self.group.operands if isinstance(value, Stored | Gathered) else None
+
+    @property
+    def keys(self) -> CallKeys | None:
+        """Keys of its calls' stochastic rounding; `None` where nothing is rounded so."""
+        value = self.value
+        return value.keys if isinstance(value, Stored | Gathered) else None
+
+    @property
+    def packed(self) -> tuple[Packed, ...]:
+        """Buffers of codes that are gathered in place of shards, its own and other modules'."""
+        value = self.value
+        return value.packed if isinstance(value, Stored) else ()
 
     def sent(self) -> Shards | Packed:
         """What this rank sends in a gather."""
         return self.packed[0] if self.packed else self.slices()
-
-    def takes_codes(self, operands: Operands | None) -> bool:
-        """Whether it multiplies in these formats the very codes that travel."""
-        del operands
-        return False
-
-    def gather(self, sent: Shards | Packed) -> jax.Array | QuantizedArray:
-        """The fused weight, or its codes where the module multiplies those."""
-        if not isinstance(sent, Packed):
-            return gather_weight(sent, self.layouts, self.dtype)
-        if self.takes_codes(self.operands):
-            return gather_codes(sent, self.layouts)
-        return gather_packed(sent, [self.layouts], self.dtype)[0]
-
-    def slot(self) -> jax.Array:
-        """Where the gradient of a weight goes that is multiplied as codes."""
-        first = self.layouts[0]
-        return jnp.zeros((sum(use_rows(self.layouts)), first.matrix_of(first.use_shape)[1]), self.dtype)
 
     def product(self, x: jax.Array, weight: Any) -> jax.Array:
         """`x @ weight.T`, as a recipe has it."""
@@ -175,40 +205,30 @@ class WeightOwner(Layer):
     def in_blocks(
         self, weight: jax.Array, multiply: Callable[[jax.Array, jax.Array, Operands], jax.Array]
     ) -> jax.Array:
-        """`multiply(weight, key, operands)`, with each kernel's rows as `rows_in_blocks` has them."""
+        """`multiply(weight, key, operands)`, with each kernel's rows as `WeightGroup.rows_in_blocks` has them."""
         assert self.operands is not None
-        rows, padded = use_rows(self.layouts), self.rows_in_blocks(self.operands)
+        rows, padded = use_rows(self.layouts), self.group.rows_in_blocks
         key = jnp.zeros(2, jnp.uint32) if self.keys is None else self.keys.next()
         return _resized(multiply(_resized(weight, rows, padded, -2), key, self.operands), padded, rows, -1)
 
-    def rows_in_blocks(self, operands: Operands) -> tuple[int, ...]:
-        """Each kernel's rows in a fused weight that is multiplied, filled up with zeros to whole blocks.
-
-        So no block of dgrad, which runs along them, has two kernels' in it. Where the fused weight is rank after rank,
-        shards are whole blocks already.
-        """
-        rows = use_rows(self.layouts)
-        if (in_order(self.layouts) and self.layouts[0].ranks > 1) or operands.gradient.block is None:
-            return rows
-        run = operands.gradient.block[1]
-        return (*(-(-one // run) * run for one in rows[:-1]), rows[-1])
-
     def with_weight(self, function: Callable[..., Any], *operands: Any) -> Any:
         """`function(weight, *operands)`, the weight gathered for it here, and again in backward, unless a chain did."""
-        if self.whole_weight is not None:
-            return function(self.whole_weight, *operands)
+        if isinstance(self.value, Gathered):
+            return function(self.value.weight, *operands)
+        group, sent = self.group, self.sent()
 
-        def gather(sent: Shards | Packed) -> Any:
-            weight = self.gather(sent)
-            return CodedWeight(weight, self.slot()) if isinstance(weight, QuantizedArray) else weight
+        def gather_one(sent: Shards | Packed) -> Any:
+            weight = gather(group, sent)
+            return CodedWeight(weight, group.slot()) if isinstance(weight, QuantizedArray) else weight
 
         def to_slices(gradient: Any) -> Shards:
             array = gradient.slot if isinstance(gradient, CodedWeight) else gradient
-            return scatter({(): self}, {(): array})[()]
+            return scatter({(): group}, {(): array})[()]
 
         def gather_and_apply(slices: Shards, *operands: Any) -> Any:
-            return function(gathered(slices, self.sent(), gather, to_slices), *operands)
+            inputs = sent if isinstance(sent, Packed) else slices
+            return function(gathered(slices, inputs, gather_one, to_slices), *operands)
 
-        if self.layouts[0].ranks > 1:
+        if group.ranks > 1:
             gather_and_apply = jax.checkpoint(gather_and_apply)  # else backward would keep the gathered weight
         return gather_and_apply(self.slices(), *operands)

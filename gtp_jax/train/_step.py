@@ -14,8 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..collectives import sum_over_replicas
 from ..mesh import Roles, current_roles, degree, degrees, platform, use_roles
-from ..nn import Skeleton, put_quantized, quantize_weights
+from ..nn import Skeleton, shards_of, structure_of, with_groups
 from ..recipes import Recipe, check_recipe
+from ..weights import quantize, resolve
 from ._options import compile_options
 from ._rounding import rounding_key
 from ._state import TrainState, state_specs
@@ -177,12 +178,12 @@ def _model_of(
     """`(params, key) -> model`, whose weights are quantized here, once, for all its calls. Called in local view."""
     if recipe is None:
         return lambda params, key=None: skeleton.model(params)
-    packed = quantize_weights(skeleton.model(params), recipe, held)
+    model = skeleton.model(params)
+    groups = resolve(structure_of(model), recipe)
+    quantized = quantize(groups, shards_of(model), held)
 
     def model_of(params: Tree, key: jax.Array | None = None) -> Any:
-        model = skeleton.model(params)
-        put_quantized(model, packed, recipe, key)
-        return model
+        return with_groups(skeleton.model(params), groups, quantized, key)
 
     return model_of
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gtp_jax.nn._rounding import CallKeys, key_for
+from gtp_jax.weights import CallKeys, key_for
 
 
 def test_no_key_of_a_call_is_that_of_a_chains_link_or_of_a_call_in_one():

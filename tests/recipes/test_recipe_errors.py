@@ -153,7 +153,7 @@ def test_a_pattern_has_the_same_modules_packed_as_explain_says(first, pattern):
         recipe = gtp.NVFP4(override={chosen: gtp.MXFP8()})
         packed = jax.eval_shape(lambda s, how=recipe: quantize_weights(nnx.merge(graph, s), how), state)
         found = {
-            ".".join(map(str, (*path, "layers", *member) if path == ("blocks",) else path)): one.format.name
+            ".".join(map(str, ("blocks", "layers", *member) if path[0] == "blocks" else path)): one.format.name
             for path, bundles in packed.items()
             for one in bundles
             for member in one.members

@@ -1,0 +1,22 @@
+"""What becomes of a model's weights: how each is gathered, quantized and multiplied, and how its gradient is reduced.
+
+No Flax here: `nn` extracts a `Structure` from a model, and puts the values made here into its variables.
+"""
+
+from ._group import WeightGroup as WeightGroup
+from ._group import gather as gather
+from ._group import gather_members as gather_members
+from ._group import scatter as scatter
+from ._quantize import Quantized as Quantized
+from ._quantize import check_held as check_held
+from ._quantize import quantize as quantize
+from ._resolve import Groups as Groups
+from ._resolve import Layers as Layers
+from ._resolve import Path as Path
+from ._resolve import Structure as Structure
+from ._resolve import of_layers as of_layers
+from ._resolve import resolve as resolve
+from ._rounding import CallKeys as CallKeys
+from ._rounding import key_for as key_for
+from ._value import Gathered as Gathered
+from ._value import Stored as Stored

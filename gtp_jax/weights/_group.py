@@ -1,0 +1,130 @@
+"""Kernels that share a gather, and everything that is decided about them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..collectives import (
+    Packed,
+    Shards,
+    exchange_gradients,
+    gather_codes,
+    gather_packed,
+    gather_weight,
+    in_order,
+    scatter_gradient,
+    use_rows,
+)
+from ..formats import Format, Operands, QuantizedArray
+from ..layout import Layout
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightGroup:
+    """The kernels of one module: gathered together into one fused weight, multiplied once.
+
+    Attributes:
+        layouts: of the kernels.
+        param_dtypes: of each kernel's stored shards.
+        dtype: of the weight on the wire and in the matmul, where no format is.
+        reduce_dtype: in which its gradient is summed, unless `reduction` says otherwise.
+        codes_multiply: whether the module can multiply codes of one scale as they travel.
+        wire: format of the shards on the wire; `None`: `dtype`.
+        operands: formats in which the module multiplies; `None`: `dtype`.
+        reduction: in what each rank's gradient is sent, to be summed in float32; `None`: a reduce-scatter.
+    """
+
+    layouts: tuple[Layout, ...]
+    param_dtypes: tuple[np.dtype, ...]
+    dtype: np.dtype
+    reduce_dtype: np.dtype
+    codes_multiply: bool = False
+    wire: Format | None = None
+    operands: Operands | None = None
+    reduction: Format | np.dtype | None = None
+
+    @property
+    def ranks(self) -> int:
+        """How many shards a gather joins."""
+        return self.layouts[0].ranks
+
+    @property
+    def as_codes(self) -> bool:
+        """Whether the codes that travel are multiplied as they are."""
+        return self.codes_multiply and self.operands is not None and self.operands.weight.block is None
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether gradients are rounded stochastically in its matmuls."""
+        return self.operands is not None and self.operands.stochastic
+
+    @property
+    def rows_in_blocks(self) -> tuple[int, ...]:
+        """Each kernel's rows in a fused weight that is multiplied in formats, filled up with zeros to whole blocks.
+
+        So no block of dgrad, which runs along them, has two kernels' in it. Where the fused weight is rank after rank,
+        shards are whole blocks already.
+        """
+        rows = use_rows(self.layouts)
+        block = None if self.operands is None else self.operands.gradient.block
+        if (in_order(self.layouts) and self.ranks > 1) or block is None:
+            return rows
+        run = block[1]
+        return (*(-(-one // run) * run for one in rows[:-1]), rows[-1])
+
+    def slot(self) -> jax.Array:
+        """Returns zeros, where the gradient of a weight goes that is multiplied as codes."""
+        first = self.layouts[0]
+        return jnp.zeros((sum(use_rows(self.layouts)), first.matrix_of(first.use_shape)[1]), self.dtype)
+
+
+def gather(group: WeightGroup, sent: Shards | Packed) -> jax.Array | QuantizedArray:
+    """Returns the fused weight, or its codes where those are multiplied. Called inside a `shard_map`.
+
+    Args:
+        group: what is gathered.
+        sent: this rank's shards, or their codes.
+    """
+    if not isinstance(sent, Packed):
+        return gather_weight(sent, group.layouts, group.dtype)
+    if group.as_codes:
+        return gather_codes(sent, group.layouts)
+    return gather_packed(sent, [group.layouts], group.dtype)[0]
+
+
+def gather_members(groups: Mapping[Any, WeightGroup], packed: Packed) -> dict[Any, jax.Array | QuantizedArray]:
+    """Returns the fused weights of all members of a buffer, by name, from one gather."""
+    members = [groups[name] for name in packed.members]
+    if len(members) == 1:
+        return {packed.members[0]: gather(members[0], packed)}
+    found = gather_packed(packed, [member.layouts for member in members], members[0].dtype)
+    return dict(zip(packed.members, found, strict=True))
+
+
+def scatter(groups: Mapping[Any, WeightGroup], gradients: Mapping[Any, jax.Array]) -> dict[Any, Shards]:
+    """Returns the gradients of shards, from those of fused weights. What is exchanged alike travels together.
+
+    Args:
+        groups: by name.
+        gradients: this rank's, by the same names.
+    """
+    found: dict[Any, Shards] = {}
+    together: dict[Any, list[Any]] = defaultdict(list)
+    for name, group in groups.items():
+        if group.reduction is not None and group.ranks > 1:
+            together[group.reduction, group.layouts[0].axes].append(name)
+        else:
+            found[name] = scatter_gradient(gradients[name], group.layouts, group.reduce_dtype, group.param_dtypes)
+    for (wire, _), names in together.items():
+        members = [groups[name] for name in names]
+        layouts, kinds = [one.layouts for one in members], [one.param_dtypes for one in members]
+        shards = exchange_gradients([gradients[name] for name in names], layouts, wire, kinds)
+        found.update(zip(names, shards, strict=True))
+    return found

@@ -1,0 +1,120 @@
+"""A recipe's decisions about a model, made once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..recipes import KEPT, Recipe, matches
+from ._group import WeightGroup
+
+Path = tuple[Any, ...]
+
+
+class Layers(NamedTuple):
+    """Which layers of a stack a decision is about.
+
+    Attributes:
+        start: the first.
+        stop: the one behind the last.
+        stack: path of the stacked layers; `None` of a module outside stacks, which counts as one layer.
+    """
+
+    start: int
+    stop: int
+    stack: Path | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """What `resolve` needs to know of a model.
+
+    Attributes:
+        name: of the model's type.
+        weights: by path of each module that owns kernels, its group in high precision.
+        stacks: lengths of stacks, by path of their layers.
+    """
+
+    name: str
+    weights: Mapping[Path, WeightGroup]
+    stacks: Mapping[Path, int]
+
+
+# What is decided about the weights of each module, for each stretch of layers, in the model's order.
+Groups = dict[tuple[Path, Layers], WeightGroup]
+
+
+def resolve(structure: Structure, recipe: Recipe) -> Groups:
+    """Returns what a recipe decides about every weight of a model.
+
+    Raises:
+        ValueError: if the recipe names modules or layers that the model does not have, if patterns ahead of one leave
+            nothing to it, or if the model has no weights for a recipe that quantizes; naming what there is.
+    """
+    _check_names(structure, recipe)
+    found: Groups = {}
+    for path, group in structure.weights.items():
+        stack = next((at for at in structure.stacks if path[: len(at)] == at), None)
+        length = None if stack is None else structure.stacks[stack]
+        for layers, decided in of_layers(group, path, recipe, length, stack):
+            found[path, layers] = decided
+    return found
+
+
+def of_layers(
+    group: WeightGroup, path: Path, recipe: Recipe, length: int | None = None, stack: Path | None = None
+) -> tuple[tuple[Layers, WeightGroup], ...]:
+    """Returns what a recipe decides about the weights of one module, by layers.
+
+    Args:
+        group: in high precision.
+        path: of the module in the model.
+        recipe: what decides.
+        length: of the stack that it is in, if any.
+        stack: path of that stack's layers.
+    """
+    chosen = recipe.of(path)
+    resolved = dataclasses.replace(group, wire=chosen.wire, operands=chosen.operands, reduction=chosen.reduction)
+    if length is None:
+        return ((Layers(0, 1), resolved),)
+    first, last = recipe.keep_first, length - recipe.keep_last
+    spans = ((0, first, group), (first, last, resolved), (last, length, group))
+    return tuple((Layers(start, stop, stack), kind) for start, stop, kind in spans if start < stop)
+
+
+def _check_names(structure: Structure, recipe: Recipe) -> None:
+    paths = [tuple(map(str, path)) for path in structure.weights]
+    if not paths and recipe.wire is not None:
+        raise ValueError(
+            f"`recipe` quantizes to {recipe.wire.name}, but {structure.name} has no weights that are gathered, "
+            "which are those it can quantize. Build the model of gtp_jax's modules, such as `gtp_jax.Dense`, or leave "
+            "the recipe out."
+        )
+    _check_patterns(paths, recipe)
+    stacks = {".".join(map(str, path[:-1])): length for path, length in structure.stacks.items()}
+    ends = recipe.keep_first + recipe.keep_last
+    if ends and (not stacks or ends > min(stacks.values())):
+        there = ", ".join(f"{name} has {length}" for name, length in stacks.items()) or "there is no `Stack`"
+        raise ValueError(
+            f"`keep_first` {recipe.keep_first} and `keep_last` {recipe.keep_last} ask for {ends} layers of each stack; "
+            f"{there}."
+        )
+
+
+def _check_patterns(paths: Sequence[tuple[str, ...]], recipe: Recipe) -> None:
+    patterns = [pattern for pattern, _ in recipe.rules]
+    for index, pattern in enumerate(patterns):
+        if index >= len(recipe.override) and pattern in KEPT:
+            continue  # kept where there is one
+        matched = [path for path in paths if matches(pattern, path)]
+        if matched and all(any(matches(ahead, path) for ahead in patterns[:index]) for path in matched):
+            raise ValueError(
+                f"the recipe's pattern {pattern!r} never counts: all that it matches, an earlier one does. Put it "
+                f"ahead of {', '.join(map(repr, patterns[:index]))}."
+            )
+        if not matched:
+            raise ValueError(
+                f"the recipe's pattern {pattern!r} matches no module with weights; they are "
+                f"{', '.join('.'.join(path) for path in paths)}."
+            )

@@ -1,0 +1,79 @@
+"""A recipe reaches modules as the values of their variables: no attribute of any is written after its construction."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import flax
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+from gtp_jax.models import Llama, LlamaConfig, next_token_loss
+from gtp_jax.nn import abstract_model
+from gtp_jax.recipes import RECIPES
+
+CONFIG = LlamaConfig(vocab=128, dim=64, layers=3, heads=4, kv_heads=2, head_dim=16, ffn=128)
+EVERY = {
+    **{name: make() for name, make in RECIPES.items()},
+    "of layers": gtp.NVFP4(matmuls=True, keep_first=1, keep_last=1),
+    "of modules": gtp.MXFP8(keep=(), override={"mlp.down": gtp.FP8(matmuls=True), "head": gtp.NVFP4()}),
+    "of gradients": gtp.NVFP4(reduce="fp8"),
+}
+FLAX = str(Path(flax.__file__).parent)
+
+
+def under_construction(module):
+    """Whether one of its `__init__` runs, or NNX is putting it together: `nnx.merge` sets attributes one by one."""
+    frame = sys._getframe(2)
+    by_nnx = frame.f_code.co_filename.startswith(FLAX)
+    while frame is not None:
+        if frame.f_code.co_name == "__init__" and frame.f_locals.get("self") is module:
+            return True
+        frame = frame.f_back
+    return by_nnx
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """Names of the attributes that anything has written since, by type of the module."""
+    found = []
+    original = nnx.Module.__setattr__
+
+    def record(self, name, value):
+        if not under_construction(self) and not isinstance(self, nnx.Optimizer):
+            found.append((type(self).__name__, name))
+        original(self, name, value)
+
+    monkeypatch.setattr(nnx.Module, "__setattr__", record)
+    return found
+
+
+def test_the_record_sees_writes_to_a_model_and_to_merged_copies(written):
+    layer = gtp.Dense(16, 16, rngs=nnx.Rngs(0))
+    assert not written
+    layer.names = ("a",)
+    nnx.clone(layer).names = ("b",)
+    nnx.merge(*nnx.split(layer)).dtype = jnp.float32
+    assert written == [("Dense", "names"), ("Dense", "names"), ("Dense", "dtype")]
+
+
+@pytest.mark.parametrize("name, changes", [*((n, {}) for n in EVERY), ("of modules", dict(tied=True))], ids=str)
+@pytest.mark.parametrize("experts", [0, 4])
+def test_no_attribute_is_written_in_a_step(name, changes, experts, written):
+    recipe = EVERY[name]
+    if changes:
+        recipe = dataclasses.replace(recipe, override={"mlp.down": gtp.FP8(matmuls=True), "embed": gtp.NVFP4()})
+    config = dataclasses.replace(CONFIG, experts=experts, **changes)
+    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
+        optimizer = optax.adamw(1e-3)
+        state = gtp.TrainState.create(abstract_model(lambda rngs: Llama(config, rngs=rngs)), optimizer)
+        tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32)
+        held = 1 if recipe.wire is not None else 0
+        step = gtp.train_step(next_token_loss, optimizer, microbatches=2, recipe=recipe, held=held)
+        step.lower(state, {"tokens": tokens, "targets": tokens})  # attributes are written while Python traces
+        gtp.eval_step(next_token_loss, recipe=recipe).lower(state, {"tokens": tokens, "targets": tokens})
+    assert not written
