@@ -122,24 +122,24 @@ def measure_movements(config: ModelConfig, recipes: Mapping[str, Recipe], links:
 
 
 def _reductions(block: _Block, links: Links) -> Iterator[Movement]:
-    """The sum of a block's gradient, by a reduce-scatter and by an exchange in each of `REDUCTIONS`."""
+    """The sum of a block's gradient, by a reduce-scatter of bfloat16 and by an exchange in each of `REDUCTIONS`."""
 
     def random(owners: Mapping[Any, Any]) -> Tree:
         key = jax.random.fold_in(jax.random.key(0), lax.axis_index(AXES))  # another gradient on every rank
         shapes = jax.eval_shape(lambda: {p: o.gather(o.slices()) for p, o in owners.items()})
         return jax.tree.map(lambda s: jax.random.normal(key, s.shape, s.dtype), shapes)
 
-    def summed(reduction: Any, reduce_dtype: Any = None) -> Callable[..., Tree]:
+    def summed(reduction: Any, sums: Any = jnp.bfloat16) -> Callable[..., Tree]:
         def local(owners: Mapping[Any, Any], gradients: Tree) -> Tree:
             for owner in owners.values():
                 owner.reduction = reduction
-                owner.reduce_dtype = reduce_dtype or owner.reduce_dtype
+                owner.grad_reduce = owner.grad_reduce._replace(sums=np.dtype(sums), wire=None)
             return scatter(owners, gradients)
 
         return block.run(local, gradients, cut_out=True)
 
     gradients = block.run(random, cut_out=True)(block.params)
-    exact = jax.device_get(summed(None, np.dtype(np.float32))(block.params, gradients))
+    exact = jax.device_get(summed(None, np.float32)(block.params, gradients))
     for name, reduction in {"scatter": None, **REDUCTIONS}.items():
         program = summed(reduction)
         numbers = jax.device_get(program(block.params, gradients))

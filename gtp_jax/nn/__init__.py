@@ -9,6 +9,9 @@ from ._embed import TiedHead as TiedHead
 from ._explain import Explanation as Explanation
 from ._explain import WireFact as WireFact
 from ._explain import explain as explain
+from ._grad_reduce import GRAD_REDUCE as GRAD_REDUCE
+from ._grad_reduce import GradReduce as GradReduce
+from ._grad_reduce import reduction_of as reduction_of
 from ._grouped import GroupedDense as GroupedDense
 from ._init import abstract_model as abstract_model
 from ._init import init as init

@@ -173,9 +173,10 @@ def _scaled(owner: WeightOwner, operands: Operands, values: str) -> str:
 def _reduction(owner: WeightOwner, recipe: Recipe) -> str:
     if owner.layouts[0].ranks == 1:
         return ""
-    if recipe.reduction is None:
-        return f"reduce-scatter {owner.reduce_dtype.name}"
-    return f"all-to-all {recipe.reduction.name}, summed in float32"
+    sent = recipe.reduction or owner.grad_reduce.wire
+    if sent is None:
+        return f"reduce-scatter {owner.grad_reduce.sums.name}"
+    return f"all-to-all {sent.name}, summed in float32"
 
 
 def _products(operands: Operands | None) -> dict[str, str]:

@@ -12,14 +12,14 @@ from flax import nnx
 
 from ..chain import Outputs, Remat, Schedule, Stage, run, with_remat
 from ..collectives import Packed, gather_packed
-from ..ops import CodedWeight
+from ..ops import SlottedWeight
 from ._layer import layout_of
 from ._outputs import is_float, outputs_of, values_of, variables_of, write
 from ._rounding import CallKeys, key_for
 from ._shared import SharedInputs
 from ._weight import WeightOwner, scatter, weight_owners
 
-# One layer's gathered weights by path, arrays or codes; and the arrays that receive the gradients of codes.
+# One layer's gathered weights by path, arrays or codes; and the arrays that receive the gradients of some of them.
 Weights = dict[Any, Any]
 Slots = dict[Any, jax.Array]
 
@@ -182,14 +182,15 @@ class _Template:
             before = values_of(variables_of(layer))
             for path, owner in weight_owners(layer).items() if self.owners else ():
                 weight = weights[path]
-                owner.whole_weight = CodedWeight(weight, slots[path]) if path in slots else weight
+                owner.whole_weight = SlottedWeight(weight, slots[path]) if path in slots else weight
                 owner.keys = nnx.data(CallKeys(keys[path]) if path in keys else None)
             args, kwargs = shared.arguments(arrays) if shared is not None else ((), {})
             y = layer(x, *args, **kwargs)  # pyright: ignore[reportCallIssue]
             return y, outputs_of(before, variables_of(layer), self.name)
 
-        def slots() -> Slots:
-            return {path: owner.slot() for path, owner in self.owners.items() if path in coded}
+        def slots(weights: Weights) -> Slots:
+            found = {path: owner.slot(weights[path]) for path, owner in self.owners.items()}
+            return {path: slot for path, slot in found.items() if slot is not None}
 
         def to_shards(gradients: tuple[Any, Slots]) -> dict[Any, Any]:
             of_weights, of_slots = gradients
@@ -197,7 +198,6 @@ class _Template:
                 return of_weights
             return scatter(self.owners, {**of_weights, **of_slots})
 
-        coded = {path for path, owner in self.owners.items() if owner.takes_codes(owner.operands)}
         return Stage(
             shards,
             gather_inputs,

@@ -28,7 +28,8 @@ from ..collectives import (
 from ..formats import Format, Operands, QuantizedArray
 from ..layout import Layout
 from ..mesh import current_view, multiplies_blocks
-from ..ops import CodedWeight, linear, linear_blocks, linear_fp8
+from ..ops import SlottedWeight, linear, linear_blocks, linear_fp8
+from ._grad_reduce import reduction_of
 from ._layer import Layer
 from ._rounding import CallKeys
 
@@ -66,10 +67,11 @@ def scatter(owners: Mapping[Any, WeightOwner], gradients: Mapping[Any, jax.Array
     found: dict[Any, Shards] = {}
     together: dict[Any, list[Any]] = defaultdict(list)
     for path, owner in owners.items():
-        if owner.reduction is not None and owner.layouts[0].ranks > 1:
-            together[owner.reduction, owner.layouts[0].axes].append(path)
+        if owner.exchanged is not None and owner.layouts[0].ranks > 1:
+            together[owner.exchanged, owner.layouts[0].axes].append(path)
         else:
-            found[path] = scatter_gradient(gradients[path], owner.layouts, owner.reduce_dtype, owner.slice_dtypes)
+            sums = owner.grad_reduce.sums
+            found[path] = scatter_gradient(gradients[path], owner.layouts, sums, owner.slice_dtypes)
     for (wire, _), paths in together.items():
         members = [owners[path] for path in paths]
         layouts, kinds = [one.layouts for one in members], [one.slice_dtypes for one in members]
@@ -99,23 +101,23 @@ class WeightOwner(Layer):
 
     Attributes:
         dtype: of the weight on the wire and in the matmul.
-        reduce_dtype: in which its gradient is summed over the gtp axis.
-        whole_weight: the gathered weight, an array or a `CodedWeight`, put there by a chain; `None` where the module
+        grad_reduce: how its gradient is summed over the ranks, unless a recipe says otherwise.
+        whole_weight: the gathered weight, an array or a `SlottedWeight`, put there by a chain; `None` where the module
             gathers for itself.
         packed: the slices as a recipe has quantized them, to be gathered in their stead: one, or none without a recipe.
         operands: formats in which it multiplies; `None`: in `dtype`.
         keys: of its calls' stochastic rounding; `None` where nothing is rounded so.
-        reduction: in what its gradient is exchanged, to be summed in float32; `None`: summed in `reduce_dtype`.
+        reduction: in what a recipe has its gradient exchanged, to be summed in float32; `None`: as `grad_reduce` says.
     """
 
     whole_weight: Any = nnx.data()
     packed: Any = nnx.data()
     keys: CallKeys | None = nnx.data()
 
-    def __init__(self, *, dtype: Any, reduce_dtype: Any | None) -> None:
+    def __init__(self, *, dtype: Any, grad_reduce: str) -> None:
         super().__init__()
         self.dtype = np.dtype(dtype)
-        self.reduce_dtype = np.dtype(dtype if reduce_dtype is None else reduce_dtype)
+        self.grad_reduce = reduction_of(grad_reduce, dtype)
         self.whole_weight = nnx.data(None)
         self.packed = nnx.data(())
         self.operands: Operands | None = None
@@ -157,10 +159,16 @@ class WeightOwner(Layer):
             return gather_codes(sent, self.layouts)
         return gather_packed(sent, [self.layouts], self.dtype)[0]
 
-    def slot(self) -> jax.Array:
-        """Where the gradient of a weight goes that is multiplied as codes."""
-        first = self.layouts[0]
-        return jnp.zeros((sum(use_rows(self.layouts)), first.matrix_of(first.use_shape)[1]), self.dtype)
+    @property
+    def exchanged(self) -> Format | np.dtype | None:
+        """What each rank sends the others of its gradient, to be summed in float32; `None`: it is reduce-scattered."""
+        return self.grad_reduce.wire if self.reduction is None else self.reduction
+
+    def slot(self, weight: jax.Array | QuantizedArray) -> jax.Array | None:
+        """Where the gradient of a gathered weight goes; `None` where its own gradient has the right dtype."""
+        if isinstance(weight, QuantizedArray):
+            return jnp.zeros(weight.matrix, self.grad_reduce.slot)
+        return None if weight.dtype == self.grad_reduce.slot else jnp.zeros(weight.shape, self.grad_reduce.slot)
 
     def product(self, x: jax.Array, weight: Any) -> jax.Array:
         """`x @ weight.T`, as a recipe has it."""
@@ -172,14 +180,13 @@ class WeightOwner(Layer):
             weight, lambda weight, key, operands: linear_blocks(x, weight, key, operands, multiplies_blocks())
         )
 
-    def in_blocks(
-        self, weight: jax.Array, multiply: Callable[[jax.Array, jax.Array, Operands], jax.Array]
-    ) -> jax.Array:
+    def in_blocks(self, weight: Any, multiply: Callable[[Any, jax.Array, Operands], jax.Array]) -> jax.Array:
         """`multiply(weight, key, operands)`, with each kernel's rows as `rows_in_blocks` has them."""
         assert self.operands is not None
         rows, padded = use_rows(self.layouts), self.rows_in_blocks(self.operands)
         key = jnp.zeros(2, jnp.uint32) if self.keys is None else self.keys.next()
-        return _resized(multiply(_resized(weight, rows, padded, -2), key, self.operands), padded, rows, -1)
+        weight = jax.tree.map(lambda a: _resized(a, rows, padded, -2), weight)  # and its slot
+        return _resized(multiply(weight, key, self.operands), padded, rows, -1)
 
     def rows_in_blocks(self, operands: Operands) -> tuple[int, ...]:
         """Each kernel's rows in a fused weight that is multiplied, filled up with zeros to whole blocks.
@@ -200,10 +207,11 @@ class WeightOwner(Layer):
 
         def gather(sent: Shards | Packed) -> Any:
             weight = self.gather(sent)
-            return CodedWeight(weight, self.slot()) if isinstance(weight, QuantizedArray) else weight
+            slot = self.slot(weight)
+            return weight if slot is None else SlottedWeight(weight, slot)
 
         def to_slices(gradient: Any) -> Shards:
-            array = gradient.slot if isinstance(gradient, CodedWeight) else gradient
+            array = gradient.slot if isinstance(gradient, SlottedWeight) else gradient
             return scatter({(): self}, {(): array})[()]
 
         def gather_and_apply(slices: Shards, *operands: Any) -> Any:
