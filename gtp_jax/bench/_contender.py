@@ -124,6 +124,25 @@ def with_remat_policies(contenders: Sequence[Contender], policies: Sequence[str]
     return adapted
 
 
+def with_grad_reductions(contenders: Sequence[Contender], names: Sequence[str]) -> list[Contender]:
+    """The contenders, those of gtp_jax once for each way to sum weight gradients, whose name they have beside theirs.
+
+    With `bf16` alone, in which the others sum too, they are as they were.
+    """
+    chosen = list(dict.fromkeys(names))
+    if chosen == ["bf16"]:
+        return list(contenders)
+    adapted = []
+    for contender in contenders:
+        if contender.family != OURS:
+            adapted.append(contender)
+            continue
+        for name in chosen:
+            flags = (*contender.flags, f"--grad-reduce={name}")
+            adapted.append(dataclasses.replace(contender, variant=f"{contender.variant} grads {name}", flags=flags))
+    return adapted
+
+
 def with_recipe(contenders: Sequence[Contender], options: Quantization) -> list[Contender]:
     """The contenders, of which those of gtp_jax follow what is said beside their recipe.
 

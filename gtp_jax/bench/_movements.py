@@ -127,19 +127,24 @@ def measure_movements(config: ModelConfig, recipes: Mapping[str, Recipe], links:
 
 
 def _reductions(block: _Block, links: Links) -> Iterator[Movement]:
-    """The sum of a block's gradient, by a reduce-scatter and by an exchange in each of `REDUCTIONS`."""
+    """The sum of a block's gradient, by a reduce-scatter of bfloat16 and by an exchange in each of `REDUCTIONS`."""
 
     def random(shards: Mapping[Any, Shards]) -> Tree:
         key = jax.random.fold_in(jax.random.key(0), lax.axis_index(AXES))  # another gradient on every rank
         shapes = jax.eval_shape(lambda: {p: gather(g, shards[p]) for p, g in block.groups.items()})
         return jax.tree.map(lambda s: jax.random.normal(key, s.shape, s.dtype), shapes)
 
-    def summed(reduction: Any, **others: Any) -> Callable[..., Tree]:
-        groups = {p: dataclasses.replace(g, reduction=reduction, **others) for p, g in block.groups.items()}
+    def summed(reduction: Any, sums: Any = jnp.bfloat16) -> Callable[..., Tree]:
+        groups = {
+            p: dataclasses.replace(
+                g, reduction=reduction, grad_reduce=g.grad_reduce._replace(sums=np.dtype(sums), wire=None)
+            )
+            for p, g in block.groups.items()
+        }
         return block.run(lambda _, gradients: scatter(groups, gradients), gradients, cut_out=True)
 
     gradients = block.run(random, cut_out=True)(block.params)
-    exact = jax.device_get(summed(None, reduce_dtype=np.dtype(np.float32))(block.params, gradients))
+    exact = jax.device_get(summed(None, np.float32)(block.params, gradients))
     for name, reduction in {"scatter": None, **REDUCTIONS}.items():
         program = summed(reduction)
         numbers = jax.device_get(program(block.params, gradients))

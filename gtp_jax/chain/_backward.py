@@ -160,6 +160,8 @@ class _Backward:
         weights = weights if any(_marks(kept)) else kept
         closure = closure.replace(args_res=[weights, *operands[:3], *_put(operands[3:], again)])
         to_weights, to_slots, params, gradient, to_shared, _ = closure((gradient, scalars))
+        if to_slots:  # zeros, which must not wait for the reduction
+            to_weights = {key: own for key, own in to_weights.items() if key not in to_slots}
         to_weights = jax.tree.map(lambda g: () if g.dtype == jax.dtypes.float0 else g, to_weights)
         floats = [g for g in jax.tree.leaves(to_shared) if g.dtype != jax.dtypes.float0]
         return gradient, (to_weights, to_slots), params, floats

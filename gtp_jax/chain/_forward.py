@@ -95,7 +95,7 @@ class _Forward:
 
         params, constants = (stage.of_layer(tree, layer) for tree in (stage.params, stage.constants))
         shared = self.shared if stage.takes_shared else ()
-        operands = (weights, stage.slots(), params, x, shared, constants)
+        operands = (weights, stage.slots(weights), params, x, shared, constants)
         # what backward wants of operands that are not saved comes back as a mark, to be supplied again
         saved = (keep, True, True, True, False, False)
         (y, scalars), closure, (state, metrics) = jax.vjp(apply, *operands, has_aux=True, saveable_args=saved)

@@ -46,7 +46,9 @@ class Stage:
         stacked: whether leaves carry the leading dimension.
         constants: pytree of arrays without a gradient: keys, integers. Stacked likewise.
         first: index in `gather_inputs` of the first layer: stages that are parts of one stack share them, uncopied.
-        slots: makes arrays that stand for quantized weights where gradients are taken; their values are never read.
+        slots: makes, of one layer's gathered weights, arrays that stand for some of them where gradients are taken;
+            their values are never read. If it makes any, it and `gather` return dicts, and a weight whose key has a
+            slot has no gradient of its own.
         takes_shared: whether `apply` gets the chain's shared inputs; `()` otherwise.
     """
 
@@ -60,7 +62,7 @@ class Stage:
     stacked: bool = False
     constants: Tree = ()
     first: int = 0
-    slots: Callable[[], Tree] = dict
+    slots: Callable[[Tree], Tree] = lambda weights: {}
     takes_shared: bool = False
 
     def of_layer(self, tree: Tree, layer: Any, first: int = 0) -> Tree:

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from .. import bench
 from .._flags import add_flags, from_settings, given
 from ..chain import REMAT
+from ..nn import GRAD_REDUCE
 from ..plan import columns, quantity
 from ..recipes import Quantization
 from ._arguments import add_file_flags, add_run_flags, check_files, seconds_within, whole
@@ -25,6 +26,8 @@ examples:
   gtp-jax bench step --preset 70b --layers 4 --within 9 --json run.json --png run.png
   gtp-jax bench step --contenders "gtp_jax nvfp4-matmuls" --keep-last 2 --microbatches 4 --held all
   gtp-jax bench step --contenders "gtp_jax bf16" --remat matmuls activations    what keeping more brings
+  gtp-jax bench step --contenders "gtp_jax bf16 again" "fsdp2 bf16 again" --grad-reduce float32 bf16-wire bf16
+                                                        what it costs to sum weight gradients in float32
   gtp-jax bench step --compare run.json                 the same again, and what has become slower since
   gtp-jax bench step --contenders "gtp_jax nvfp4"       on a machine without a GPU: a tiny model on virtual devices
 
@@ -65,6 +68,14 @@ def add_topic(topics: Any) -> None:
         default=["matmuls"],
         help="what gtp_jax's layers keep for backward; several are compared (default: matmuls)",
     )
+    topic.add_argument(
+        "--grad-reduce",
+        nargs="+",
+        choices=GRAD_REDUCE,
+        default=["bf16"],
+        help="how gtp_jax sums weight gradients over the ranks; several are compared (default: bf16, in which the "
+        "other contenders sum too; models of gtp_jax sum in float32 by default)",
+    )
     topic.add_argument("--steps", type=whole, default=12, help="timed, after 3 that are not (default: %(default)s)")
     topic.add_argument("--contenders", nargs="+", default=[], metavar="WORDS", help="which (default: all)")
     add_run_flags(topic, timeout_s=240, one="contender")
@@ -81,6 +92,7 @@ def _run(args: argparse.Namespace) -> int:
     options = from_settings(Quantization, given(args, Quantization))
     chosen = bench.with_recipe(bench.chosen_contenders(args.contenders, tp=step.parallelism.tp or 1), options)
     chosen = bench.with_remat_policies(chosen, args.remat)
+    chosen = bench.with_grad_reductions(chosen, args.grad_reduce)
     check_files(args.json, args.png)
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)

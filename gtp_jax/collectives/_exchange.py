@@ -8,7 +8,7 @@ A rank's own share goes the same way as the others', so that no rank's sequences
 
 [Note: error]
 Rounding is to the nearest: at most 2**-8 of an element in bfloat16 and 2**-4 in E4M3, whose smallest number is 2**-18
-of the largest that the scale admits. Of a gradient that is bfloat16 already, as in a model that computes in it,
+of the largest that the scale admits. Of a gradient that is bfloat16 already, as `grad_reduce="bf16"` leaves it,
 bfloat16 loses nothing. FP8 and MXFP8 lose 2.7 % of random normal gradients in the L2 norm, which is the same for 2
 ranks and for 8 as errors and sums grow alike; a bfloat16 reduce-scatter loses 0.17 % where it rounds but once
 (`gtp-jax bench collectives --gtp 8`, column `error`, on virtual CPU devices). Not being stochastic the rounding is not

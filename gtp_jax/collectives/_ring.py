@@ -18,47 +18,52 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ..mesh import degree
-from ..ops import linear
+from ..ops import SlottedWeight, linear, to_input, to_weight, values_and_slot
 
 Parts = tuple[jax.Array, ...]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def gather_linear(x: jax.Array, weight: jax.Array, axis: str) -> Parts:
+def gather_linear(x: jax.Array, weight: jax.Array | SlottedWeight, axis: str) -> Parts:
     """`linear` of every rank's part of the sequence, of which `x` is this rank's.
 
     Backward gathers the sequence again for the weight's gradient (Korthikanti et al. 2022, arXiv 2205.05198). That of
-    two parts is added up in the weight's dtype, of more in float32 at least, as every addition rounds.
+    two parts is added up in the dtype of the weight, or of its slot, of more in float32 at least, as every addition
+    rounds.
 
     Args:
         x: `(batch, sequence / tp, features_in)`.
         weight: `(features_out, features_in)`.
         axis: the tensor axis, which shards the sequence.
     """
+    values, slot = values_and_slot(weight)
+    return _gather_linear(x, values, slot, axis, slot.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _gather_linear(x: jax.Array, weight: jax.Array, slot: jax.Array, axis: str, dtype: np.dtype) -> Parts:
+    del slot, dtype
     return _while_gathered(x, lambda part, _: linear(part, weight), axis)
 
 
-def _gather_linear_forward(x: jax.Array, weight: jax.Array, axis: str) -> tuple[Parts, tuple[jax.Array, jax.Array]]:
-    return gather_linear(x, weight, axis), (x, weight)
+def _gather_linear_forward(x: jax.Array, weight: jax.Array, slot: jax.Array, axis: str, dtype: np.dtype):
+    return _gather_linear(x, weight, slot, axis, dtype), (x, weight)
 
 
-def _gather_linear_backward(
-    axis: str, saved: tuple[jax.Array, jax.Array], gradients: Parts
-) -> tuple[jax.Array, jax.Array]:
+def _gather_linear_backward(axis: str, dtype: np.dtype, saved: tuple[jax.Array, jax.Array], gradients: Parts):
     x, weight = saved
-    to_x = _while_scattered(gradients, lambda gradient: _to_input(gradient, weight), axis)
-    to_weight = _while_gathered(x, lambda part, s: _to_weight(part, gradients[s], axis), axis)
-    return to_x, _sum(to_weight, weight)
+    to_x = _while_scattered(gradients, lambda gradient: to_input(gradient, weight), axis)
+    terms = _while_gathered(x, lambda part, s: _term(part, gradients[s], axis, dtype), axis)
+    return to_x, None, _sum(terms, dtype)
 
 
-gather_linear.defvjp(_gather_linear_forward, _gather_linear_backward)
+_gather_linear.defvjp(_gather_linear_forward, _gather_linear_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def linear_scatter(parts: Parts, weight: jax.Array, axis: str) -> jax.Array:
+def linear_scatter(parts: Parts, weight: jax.Array | SlottedWeight, axis: str) -> jax.Array:
     """The sum over ranks of `linear` of every rank's part, of which each rank gets its own.
 
     Sums are in the dtype of the product, as those of a reduce-scatter are; the weight's gradient as in `gather_linear`.
@@ -68,25 +73,32 @@ def linear_scatter(parts: Parts, weight: jax.Array, axis: str) -> jax.Array:
         weight: `(features_out, features_in)`.
         axis: the tensor axis, which shards the sequence.
     """
+    values, slot = values_and_slot(weight)
+    return _linear_scatter(parts, values, slot, axis, slot.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _linear_scatter(parts: Parts, weight: jax.Array, slot: jax.Array, axis: str, dtype: np.dtype) -> jax.Array:
+    del slot, dtype
     return _while_scattered(parts, lambda part: linear(part, weight), axis)
 
 
-def _linear_scatter_forward(parts: Parts, weight: jax.Array, axis: str) -> tuple[jax.Array, tuple[Parts, jax.Array]]:
-    return linear_scatter(parts, weight, axis), (parts, weight)
+def _linear_scatter_forward(parts: Parts, weight: jax.Array, slot: jax.Array, axis: str, dtype: np.dtype):
+    return _linear_scatter(parts, weight, slot, axis, dtype), (parts, weight)
 
 
-def _linear_scatter_backward(axis: str, saved: tuple[Parts, jax.Array], gradient: jax.Array) -> tuple[Parts, jax.Array]:
+def _linear_scatter_backward(axis: str, dtype: np.dtype, saved: tuple[Parts, jax.Array], gradient: jax.Array):
     parts, weight = saved
-    to_weight: list[jax.Array] = []
+    terms: list[jax.Array] = []
 
-    def to_input(gradient: jax.Array, s: int) -> jax.Array:
-        to_weight.append(_to_weight(parts[s], gradient, axis))
-        return _to_input(gradient, weight)
+    def to_part(gradient: jax.Array, s: int) -> jax.Array:
+        terms.append(_term(parts[s], gradient, axis, dtype))
+        return to_input(gradient, weight)
 
-    return _while_gathered(gradient, to_input, axis), _sum(to_weight, weight)
+    return _while_gathered(gradient, to_part, axis), None, _sum(terms, dtype)
 
 
-linear_scatter.defvjp(_linear_scatter_forward, _linear_scatter_backward)
+_linear_scatter.defvjp(_linear_scatter_forward, _linear_scatter_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -144,18 +156,13 @@ def _while_scattered(parts: Parts, make: Callable[[jax.Array], jax.Array], axis:
     return total
 
 
-def _to_input(gradient: jax.Array, weight: jax.Array) -> jax.Array:
-    return lax.dot_general(gradient, weight, (((gradient.ndim - 1,), (0,)), ((), ())))
+def _term(part: jax.Array, gradient: jax.Array, axis: str, dtype: np.dtype) -> jax.Array:
+    """What one part adds to the weight's gradient, which is to have this dtype."""
+    return to_weight(gradient, part, dtype if degree(axis) <= 2 else jnp.promote_types(dtype, jnp.float32))
 
 
-def _to_weight(part: jax.Array, gradient: jax.Array, axis: str) -> jax.Array:
-    rows = tuple(range(part.ndim - 1))
-    dtype = part.dtype if degree(axis) <= 2 else jnp.promote_types(part.dtype, jnp.float32)
-    return lax.dot_general(gradient, part, ((rows, rows), ((), ())), preferred_element_type=dtype)
-
-
-def _sum(terms: Sequence[jax.Array], like: jax.Array) -> jax.Array:
-    return sum(terms[1:], terms[0]).astype(like.dtype)
+def _sum(terms: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+    return sum(terms[1:], terms[0]).astype(dtype)
 
 
 def _starts(length: int, axis: str) -> list[jax.Array]:

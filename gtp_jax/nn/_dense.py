@@ -25,6 +25,7 @@ from ..collectives import (
 from ..layout import Layout, layouts_of_kernels
 from ..mesh import current_view, degree
 from ..ops import keep, layer_norm, rms_norm
+from ..weights import GradReduce
 from ._layer import between_layers, inside_layer
 from ._weight import Initializer, WeightOwner, make_vector, make_weight
 
@@ -66,7 +67,8 @@ class Dense(WeightOwner):
         sequence_parallel: shard the sequence over tp between parallel layers.
         dtype: compute dtype; input and weight are cast to it.
         param_dtype: dtype of the stored shards.
-        reduce_dtype: in which weight gradients are summed over gtp; `dtype` by default.
+        grad_reduce: how weight gradients are summed over gtp: `"float32"`, `"bf16-wire"` or `"bf16"`; see
+            `reduction_of`.
         kernel_init: called with the key and the logical shape.
         rngs: the `params` stream is used.
 
@@ -88,11 +90,11 @@ class Dense(WeightOwner):
         sequence_parallel: bool = True,
         dtype: Any = jnp.bfloat16,
         param_dtype: Any = jnp.float32,
-        reduce_dtype: Any | None = None,
+        grad_reduce: GradReduce = "float32",
         kernel_init: Initializer = default_init,
         rngs: nnx.Rngs,
     ) -> None:
-        super().__init__(dtype=dtype, reduce_dtype=reduce_dtype)
+        super().__init__(dtype=dtype, grad_reduce=grad_reduce)
         if parallel not in ("column", "row", None):
             raise ValueError(f"`parallel` is {parallel!r}; it is 'column', 'row' or None.")
         sizes = dict(out_features) if isinstance(out_features, Mapping) else {"": out_features}

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec
 from ..collectives import gather_sequence, reduce_scatter_sequence, split_features
 from ..layout import layouts_of_kernels
 from ..mesh import current_view
-from ..ops import linear, look_up, rms_norm
+from ..ops import SlottedWeight, linear, look_up, rms_norm
+from ..weights import GradReduce
 from ._layer import Layer, between_layers, inside_layer
 from ._weight import Initializer, WeightOwner, make_vector, make_weight
 
@@ -32,7 +33,8 @@ class Embed(WeightOwner):
         sequence_parallel: shard the output's sequence over tp.
         dtype: of the output.
         param_dtype: dtype of the stored shards.
-        reduce_dtype: in which gradients are summed over gtp; `dtype` by default.
+        grad_reduce: how weight gradients are summed over gtp: `"float32"`, `"bf16-wire"` or `"bf16"`; see
+            `reduction_of`.
         table_init: called with the key and `(vocab, features)`.
         rngs: the `params` stream is used.
 
@@ -48,11 +50,11 @@ class Embed(WeightOwner):
         sequence_parallel: bool = True,
         dtype: Any = jnp.bfloat16,
         param_dtype: Any = jnp.float32,
-        reduce_dtype: Any | None = None,
+        grad_reduce: GradReduce = "float32",
         table_init: Initializer = default_table_init,
         rngs: nnx.Rngs,
     ) -> None:
-        super().__init__(dtype=dtype, reduce_dtype=reduce_dtype)
+        super().__init__(dtype=dtype, grad_reduce=grad_reduce)
         if min(vocab, features) < 1:
             raise ValueError(f"Embed({vocab}, {features}): sizes are whole numbers of at least 1.")
         (layout,) = layouts_of_kernels([(vocab, features)], rows=0, split_dim=0)
@@ -88,7 +90,7 @@ class Embed(WeightOwner):
         assert split is not None
         return split.mask(logits, -1, -math.inf)
 
-    def _look_up(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+    def _look_up(self, table: jax.Array | SlottedWeight, tokens: jax.Array) -> jax.Array:
         split = self.layouts[0].split
         assert split is not None
         tokens = jnp.clip(tokens, 0, split.size - 1)

@@ -164,9 +164,9 @@ def _scaled(group: WeightGroup, operands: Operands, values: str) -> str:
 def _reduction(group: WeightGroup) -> str:
     if group.ranks == 1:
         return ""
-    if group.reduction is None:
-        return f"reduce-scatter {group.reduce_dtype.name}"
-    return f"all-to-all {group.reduction.name}, summed in float32"
+    if group.exchanged is None:
+        return f"reduce-scatter {group.grad_reduce.sums.name}"
+    return f"all-to-all {group.exchanged.name}, summed in float32"
 
 
 def _products(operands: Operands | None) -> dict[str, str]:

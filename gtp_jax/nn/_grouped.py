@@ -14,7 +14,8 @@ from jax.nn import initializers
 from ..collectives import split_features
 from ..layout import Layout, Split, layouts_of_kernels
 from ..mesh import current_view, degree
-from ..ops import grouped_matmul, grouped_quantized
+from ..ops import SlottedWeight, grouped_matmul, grouped_quantized
+from ..weights import GradReduce
 from ._weight import Initializer, WeightOwner, make_weight
 
 GroupedParallel = Literal["column", "row", "expert"] | None
@@ -55,7 +56,8 @@ class GroupedDense(WeightOwner):
             `("dp", "gtp")` leaves no replicas, `("tp", "gtp")` shards further what is not parallel.
         dtype: compute dtype; input and weight are cast to it.
         param_dtype: dtype of the stored shards.
-        reduce_dtype: in which weight gradients are summed over `axes`; `dtype` by default.
+        grad_reduce: how weight gradients are summed over `axes`: `"float32"`, `"bf16-wire"` or `"bf16"`; see
+            `reduction_of`.
         kernel_init: called with the key and the logical shape.
         rngs: the `params` stream is used.
 
@@ -74,11 +76,11 @@ class GroupedDense(WeightOwner):
         axes: tuple[str, ...] | None = None,
         dtype: Any = jnp.bfloat16,
         param_dtype: Any = jnp.float32,
-        reduce_dtype: Any | None = None,
+        grad_reduce: GradReduce = "float32",
         kernel_init: Initializer = default_init,
         rngs: nnx.Rngs,
     ) -> None:
-        super().__init__(dtype=dtype, reduce_dtype=reduce_dtype)
+        super().__init__(dtype=dtype, grad_reduce=grad_reduce)
         if parallel not in _SPLIT_DIM:
             raise ValueError(f"`parallel` is {parallel!r}; it is 'column', 'row', 'expert' or None.")
         sizes = dict(out_features) if isinstance(out_features, Mapping) else {"": out_features}
@@ -156,7 +158,7 @@ class GroupedDense(WeightOwner):
             outputs = tuple(lax.psum(outputs, tensor))
         return outputs[0] if self.names == ("",) else dict(zip(self.names, outputs, strict=True))
 
-    def _product(self, weight: jax.Array, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+    def _product(self, weight: jax.Array | SlottedWeight, rows: jax.Array, sizes: jax.Array) -> jax.Array:
         if self.operands is None:
             return grouped_matmul(rows, weight, sizes)
         return self.in_blocks(

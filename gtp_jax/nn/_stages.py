@@ -13,14 +13,14 @@ from flax import nnx
 
 from ..chain import Outputs, Remat, Schedule, Stage, run, with_remat
 from ..collectives import Packed
-from ..ops import CodedWeight
+from ..ops import SlottedWeight
 from ..weights import CallKeys, Gathered, Layers, WeightGroup, gather, gather_members, scatter
 from ._layer import layout_of
 from ._outputs import is_float, outputs_of, values_of, variables_of, write
 from ._shared import SharedInputs
 from ._weight import WeightOwner, kernel_places, weight_owners
 
-# One layer's gathered weights by path, arrays or codes; and the arrays that receive the gradients of codes.
+# One layer's gathered weights by path, arrays or codes; and the arrays that receive the gradients of some of them.
 Weights = dict[Any, Any]
 Slots = dict[Any, jax.Array]
 
@@ -185,8 +185,9 @@ class _Template:
             y = layer(x, *args, **kwargs)  # pyright: ignore[reportCallIssue]
             return y, outputs_of(before, variables_of(layer), self.name)
 
-        def slots() -> Slots:
-            return {path: group.slot() for path, group in groups.items() if group.as_codes}
+        def slots(weights: Weights) -> Slots:
+            found = {path: group.slot(weights[path]) for path, group in groups.items()}
+            return {path: slot for path, slot in found.items() if slot is not None}
 
         def to_shards(gradients: tuple[Any, Slots]) -> dict[Any, Any]:
             of_weights, of_slots = gradients
@@ -224,7 +225,7 @@ class _Template:
             return dict(zip([i for i, chosen in enumerate(self.is_weight) if chosen], weights, strict=True))
         found: dict[int, Any] = {}
         for path, (first, *others) in self.places.items():
-            weight = CodedWeight(weights[path], slots[path]) if path in slots else weights[path]
+            weight = SlottedWeight(weights[path], slots[path]) if path in slots else weights[path]
             found[first] = Gathered(weight, groups[path], CallKeys(keys[path]) if path in keys else None)
             found |= dict.fromkeys(others)
         return found

@@ -13,11 +13,23 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..collectives import Packed, Shards, gathered, use_rows
-from ..formats import Operands, QuantizedArray
+from ..formats import Operands
 from ..layout import Layout
 from ..mesh import current_view, multiplies_blocks
-from ..ops import CodedWeight, linear, linear_blocks, linear_fp8
-from ..weights import CallKeys, Gathered, Layers, Path, Stored, Structure, WeightGroup, gather, scatter
+from ..ops import SlottedWeight, linear, linear_blocks, linear_fp8
+from ..weights import (
+    CallKeys,
+    Gathered,
+    GradReduce,
+    Layers,
+    Path,
+    Stored,
+    Structure,
+    WeightGroup,
+    gather,
+    reduction_of,
+    scatter,
+)
 from ._layer import Layer
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
@@ -115,16 +127,16 @@ class WeightOwner(Layer):
 
     Attributes:
         dtype: of the weight on the wire and in the matmul.
-        reduce_dtype: in which its gradient is summed over the gtp axis.
+        grad_reduce: how its gradient is summed over the ranks, unless a recipe says otherwise.
         codes_multiply: whether it can multiply codes of one scale as they travel.
     """
 
     codes_multiply: ClassVar[bool] = False
 
-    def __init__(self, *, dtype: Any, reduce_dtype: Any | None) -> None:
+    def __init__(self, *, dtype: Any, grad_reduce: GradReduce) -> None:
         super().__init__()
         self.dtype = np.dtype(dtype)
-        self.reduce_dtype = np.dtype(dtype if reduce_dtype is None else reduce_dtype)
+        self.grad_reduce = reduction_of(grad_reduce, dtype)
 
     @abc.abstractmethod
     def weights(self) -> tuple[nnx.Param, ...]:
@@ -152,7 +164,7 @@ class WeightOwner(Layer):
             layouts=self.layouts,
             param_dtypes=tuple(np.dtype(shard.dtype) for shard in self.slices()),
             dtype=self.dtype,
-            reduce_dtype=self.reduce_dtype,
+            grad_reduce=self.grad_reduce,
             codes_multiply=self.codes_multiply,
         )
 
@@ -202,14 +214,13 @@ class WeightOwner(Layer):
             weight, lambda weight, key, operands: linear_blocks(x, weight, key, operands, multiplies_blocks())
         )
 
-    def in_blocks(
-        self, weight: jax.Array, multiply: Callable[[jax.Array, jax.Array, Operands], jax.Array]
-    ) -> jax.Array:
+    def in_blocks(self, weight: Any, multiply: Callable[[Any, jax.Array, Operands], jax.Array]) -> jax.Array:
         """`multiply(weight, key, operands)`, with each kernel's rows as `WeightGroup.rows_in_blocks` has them."""
         assert self.operands is not None
         rows, padded = use_rows(self.layouts), self.group.rows_in_blocks
         key = jnp.zeros(2, jnp.uint32) if self.keys is None else self.keys.next()
-        return _resized(multiply(_resized(weight, rows, padded, -2), key, self.operands), padded, rows, -1)
+        weight = jax.tree.map(lambda a: _resized(a, rows, padded, -2), weight)  # and its slot
+        return _resized(multiply(weight, key, self.operands), padded, rows, -1)
 
     def with_weight(self, function: Callable[..., Any], *operands: Any) -> Any:
         """`function(weight, *operands)`, the weight gathered for it here, and again in backward, unless a chain did."""
@@ -219,10 +230,11 @@ class WeightOwner(Layer):
 
         def gather_one(sent: Shards | Packed) -> Any:
             weight = gather(group, sent)
-            return CodedWeight(weight, group.slot()) if isinstance(weight, QuantizedArray) else weight
+            slot = group.slot(weight)
+            return weight if slot is None else SlottedWeight(weight, slot)
 
         def to_slices(gradient: Any) -> Shards:
-            array = gradient.slot if isinstance(gradient, CodedWeight) else gradient
+            array = gradient.slot if isinstance(gradient, SlottedWeight) else gradient
             return scatter({(): group}, {(): array})[()]
 
         def gather_and_apply(slices: Shards, *operands: Any) -> Any:

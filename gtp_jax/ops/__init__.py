@@ -15,8 +15,9 @@ from ._keep import keep as keep
 from ._keep import keep_activation as keep_activation
 from ._keep import row_major as row_major
 from ._linear import linear as linear
+from ._linear import to_input as to_input
+from ._linear import to_weight as to_weight
 from ._linear_blocks import linear_blocks as linear_blocks
-from ._linear_fp8 import CodedWeight as CodedWeight
 from ._linear_fp8 import linear_fp8 as linear_fp8
 from ._look_up import look_up as look_up
 from ._norm import layer_norm as layer_norm
@@ -30,3 +31,5 @@ from ._quantize import quantize as quantize
 from ._rope import rope as rope
 from ._route import balanced as balanced
 from ._route import route as route
+from ._slot import SlottedWeight as SlottedWeight
+from ._slot import values_and_slot as values_and_slot

@@ -26,8 +26,8 @@ def product(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, transpos
     return jnp.zeros((x.shape[0], parts.shape[-1]), x.dtype).at[flat].set(parts, mode="drop")
 
 
-def outer(y: jax.Array, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """The sum over each group's rows of `y[row] x[row]^T`: `(groups, out, in)`."""
+def outer(y: jax.Array, x: jax.Array, group_sizes: jax.Array, *, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """The sum over each group's rows of `y[row] x[row]^T`: `(groups, out, in)`, in `dtype`."""
     groups = group_sizes.shape[0]
     tiles, rows, valid = _tiles(group_sizes, x.shape[0])
     wide = _wide(x.dtype)
@@ -40,7 +40,7 @@ def outer(y: jax.Array, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
         return total.at[group].add(part, mode="drop"), None  # out of bounds: rows of no group
 
     zeros = jnp.zeros((groups, y.shape[1], x.shape[1]), wide)
-    return lax.scan(add, zeros, (tiles.group, rows, valid))[0].astype(x.dtype)
+    return lax.scan(add, zeros, (tiles.group, rows, valid))[0].astype(dtype)
 
 
 def _tiles(group_sizes: jax.Array, rows: int) -> tuple[Tiles, jax.Array, jax.Array]:

@@ -12,15 +12,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..mesh import platform
 from . import _grouped_blocked as blocked
 from ._implementation import Implementation, runs_native
 from ._keep import keep
+from ._slot import SlottedWeight, values_and_slot
 
 
 def grouped_matmul(
-    x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, implementation: Implementation | None = None
+    x: jax.Array,
+    weight: jax.Array | SlottedWeight,
+    group_sizes: jax.Array,
+    *,
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """`y[row] = x[row] @ kernel[group of row].T`, of rows that are sorted by group.
 
@@ -30,7 +36,7 @@ def grouped_matmul(
     Args:
         x: `(rows, in)`.
         weight: `(slices, groups, part, in)`: of every slice of a gather, each group's part of its output features, all
-            of `x`'s dtype. One slice: `(1, groups, out, in)`.
+            of `x`'s dtype. One slice: `(1, groups, out, in)`. A slot's gradient is left in the slot's dtype.
         group_sizes: int32 `(groups,)`: rows of each group, in order; zeros are fine.
         implementation: `"reference"`, tile by tile through XLA's own matmuls; `"native"`, Pallas kernels for bfloat16
             and float16 on GPUs; or `None` for the best at hand.
@@ -43,8 +49,9 @@ def grouped_matmul(
         TypeError: if `group_sizes` is not int32, or the dtypes of `x` and `weight` differ.
         NotImplementedError: if `implementation` is `"native"`, and there are no kernels for these.
     """
-    native = check_grouped("grouped_matmul", x, weight, group_sizes, implementation)
-    return keep(_grouped_matmul(x, weight, group_sizes, native))
+    values, slot = values_and_slot(weight)
+    native = check_grouped("grouped_matmul", x, values, group_sizes, implementation)
+    return keep(_grouped_matmul(x, values, slot, group_sizes, native, slot.dtype))
 
 
 def check_grouped(
@@ -73,20 +80,23 @@ def check_grouped(
     return runs_native(operation, implementation, missing)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _grouped_matmul(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, native: bool) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _grouped_matmul(
+    x: jax.Array, weight: jax.Array, slot: jax.Array, group_sizes: jax.Array, native: bool, dtype: np.dtype
+) -> jax.Array:
+    del slot, dtype
     return kernels_of(native).product(x, by_group(weight), group_sizes, transposed=True)
 
 
-def _fwd(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, native: bool):
-    return _grouped_matmul(x, weight, group_sizes, native), (x, weight, group_sizes)
+def _fwd(x: jax.Array, weight: jax.Array, slot: jax.Array, group_sizes: jax.Array, native: bool, dtype: np.dtype):
+    return _grouped_matmul(x, weight, slot, group_sizes, native, dtype), (x, weight, group_sizes)
 
 
-def _bwd(native: bool, saved: tuple[jax.Array, jax.Array, jax.Array], gradient: jax.Array):
+def _bwd(native: bool, dtype: np.dtype, saved: tuple[jax.Array, jax.Array, jax.Array], gradient: jax.Array):
     x, weight, group_sizes = saved
     to_x = kernels_of(native).product(gradient, by_group(weight), group_sizes, transposed=False)
-    to_kernels = kernels_of(native).outer(gradient, x, group_sizes)
-    return to_x, by_slice(to_kernels, weight.shape), None
+    to_kernels = kernels_of(native).outer(gradient, x, group_sizes, dtype=dtype)
+    return to_x, None, by_slice(to_kernels, weight.shape), None
 
 
 _grouped_matmul.defvjp(_fwd, _bwd)

@@ -6,6 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..formats import Format, Operands, QuantizedArray
 from ._amax import hadamard_amax, multi_amax
@@ -14,12 +15,13 @@ from ._implementation import Implementation
 from ._keep import keep
 from ._operand import operand_amax, quantizable, rounded_weight, values_of
 from ._quantize import quantize
+from ._slot import SlottedWeight, values_and_slot
 from ._tiles import in_whole_blocks
 
 
 def grouped_quantized(
     x: jax.Array,
-    weight: jax.Array,
+    weight: jax.Array | SlottedWeight,
     group_sizes: jax.Array,
     key: jax.Array,
     operands: Operands,
@@ -56,25 +58,43 @@ def grouped_quantized(
     Raises:
         ValueError, TypeError, NotImplementedError: as `grouped_matmul`.
     """
-    native = check_grouped("grouped_quantized", x, weight, group_sizes, implementation)
-    return keep(_grouped_quantized(x, weight, group_sizes, key, operands, native))
+    values, slot = values_and_slot(weight)
+    native = check_grouped("grouped_quantized", x, values, group_sizes, implementation)
+    return keep(_grouped_quantized(x, values, slot, group_sizes, key, operands, native, slot.dtype))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def _grouped_quantized(
-    x: jax.Array, weight: jax.Array, group_sizes: jax.Array, key: jax.Array, operands: Operands, native: bool
+    x: jax.Array,
+    weight: jax.Array,
+    slot: jax.Array,
+    group_sizes: jax.Array,
+    key: jax.Array,
+    operands: Operands,
+    native: bool,
+    dtype: np.dtype,
 ) -> jax.Array:
-    return _forward(x, weight, group_sizes, key, operands, native)[0]
+    return _forward(x, weight, slot, group_sizes, key, operands, native, dtype)[0]
 
 
-def _forward(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, key: jax.Array, operands: Operands, native: bool):
+def _forward(
+    x: jax.Array,
+    weight: jax.Array,
+    slot: jax.Array,
+    group_sizes: jax.Array,
+    key: jax.Array,
+    operands: Operands,
+    native: bool,
+    dtype: np.dtype,
+):
+    del slot, dtype
     along_in, along_rows, _ = _copies(x, group_sizes, operands.activation, operands.hadamard)
     values = values_of(along_in, x.dtype)
     y = kernels_of(native).product(values, by_group(weight), group_sizes, transposed=True)
     return y, (along_rows, weight, group_sizes, key)
 
 
-def _backward(operands: Operands, native: bool, saved, gradient: jax.Array):
+def _backward(operands: Operands, native: bool, kind: np.dtype, saved, gradient: jax.Array):
     x_rows, weight, group_sizes, key = saved
     dtype, run = gradient.dtype, kernels_of(native)
     rounding = key if operands.stochastic else None
@@ -82,8 +102,8 @@ def _backward(operands: Operands, native: bool, saved, gradient: jax.Array):
     columns = rounded_weight(weight, operands, "column")
     kernel = by_group(values_of(columns, dtype) if isinstance(columns, QuantizedArray) else columns)
     to_x = run.product(values_of(along_out, dtype), kernel, group_sizes, transposed=False)
-    to_kernels = run.outer(values_of(along_rows, dtype), values_of(x_rows, dtype), sizes)
-    return to_x, by_slice(to_kernels, weight.shape), None, None
+    to_kernels = run.outer(values_of(along_rows, dtype), values_of(x_rows, dtype), sizes, dtype=kind)
+    return to_x, None, by_slice(to_kernels, weight.shape), None, None
 
 
 _grouped_quantized.defvjp(_forward, _backward)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jax.experimental.xla_metadata import set_xla_metadata
@@ -86,16 +87,17 @@ def product(
     return _call(program, (down * across,), (rows, columns), x.dtype, block, flops, interpret)(*tiles, x, weight)
 
 
-@functools.partial(jax.jit, static_argnames=("block", "interpret"))
+@functools.partial(jax.jit, static_argnames=("dtype", "block", "interpret"))
 def outer(
     y: jax.Array,
     x: jax.Array,
     group_sizes: jax.Array,
     *,
+    dtype: np.dtype,
     block: Block = Block(),  # noqa: B008  immutable
     interpret: bool = False,
 ) -> jax.Array:
-    """The sum over each group's rows of `y[row] x[row]^T`: `(groups, out, in)`."""
+    """The sum over each group's rows of `y[row] x[row]^T`: `(groups, out, in)`, in `dtype`."""
     rows, down, across, groups = x.shape[0], y.shape[1], x.shape[1], group_sizes.shape[0]
     ends = jnp.minimum(jnp.cumsum(group_sizes, dtype=jnp.int32), rows)
     starts = jnp.append(jnp.int32(0), ends[:-1])
@@ -123,7 +125,7 @@ def outer(
 
     grid = (high * wide, groups)
     flops = 2 * rows * down * across
-    return _call(program, grid, (groups, down, across), x.dtype, block, flops, interpret)(starts, ends, y, x)
+    return _call(program, grid, (groups, down, across), dtype, block, flops, interpret)(starts, ends, y, x)
 
 
 def _call(program, grid: tuple[int, ...], shape: tuple[int, ...], dtype, block: Block, flops: int, interpret: bool):

@@ -2,13 +2,56 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
+import numpy as np
 from jax import lax
 
+from ._slot import SlottedWeight, values_and_slot
 
-def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
+
+def linear(x: jax.Array, weight: jax.Array | SlottedWeight) -> jax.Array:
     """`x @ weight.T`: `(..., features_in)` and `(features_out, features_in)` to `(..., features_out)`.
 
-    Output features come first because that is how slices lie after a gather: rank after rank, with no copy.
+    Output features come first because that is how slices lie after a gather: rank after rank, with no copy. A slot's
+    gradient is summed and left in its dtype.
     """
+    if not isinstance(weight, SlottedWeight):
+        return _product(x, weight)
+    values, slot = values_and_slot(weight)
+    return _linear(x, values, slot, slot.dtype)
+
+
+def to_input(gradient: jax.Array, weight: jax.Array) -> jax.Array:
+    """Returns the gradient of `x`, from that of `linear(x, weight)`."""
+    return lax.dot_general(gradient, weight, (((gradient.ndim - 1,), (0,)), ((), ())))
+
+
+def to_weight(gradient: jax.Array, x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Returns the gradient of `weight`, from that of `linear(x, weight)`, in this dtype."""
+    rows = tuple(range(x.ndim - 1))
+    return lax.dot_general(gradient, x, ((rows, rows), ((), ())), preferred_element_type=dtype)
+
+
+def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
     return lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _linear(x: jax.Array, weight: jax.Array, slot: jax.Array, dtype: np.dtype) -> jax.Array:
+    del slot, dtype
+    return _product(x, weight)
+
+
+def _forward(x: jax.Array, weight: jax.Array, slot: jax.Array, dtype: np.dtype):
+    del slot, dtype
+    return _product(x, weight), (x, weight)
+
+
+def _backward(dtype: np.dtype, saved: tuple[jax.Array, jax.Array], gradient: jax.Array):
+    x, weight = saved
+    return to_input(gradient, weight), None, to_weight(gradient, x, dtype)
+
+
+_linear.defvjp(_forward, _backward)

@@ -6,6 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ..formats import Format, Operands, QuantizedArray
@@ -13,11 +14,11 @@ from ._amax import hadamard_amax, multi_amax
 from ._operand import operand_amax, rounded_weight, rows_of, values_of
 from ._quantize import quantize
 from ._scaled import fits, scaled_product
+from ._slot import SlottedWeight, values_and_slot
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def linear_blocks(
-    x: jax.Array, weight: jax.Array, key: jax.Array, operands: Operands, scaled: bool = False
+    x: jax.Array, weight: jax.Array | SlottedWeight, key: jax.Array, operands: Operands, scaled: bool = False
 ) -> jax.Array:
     """`x @ weight.T` of operands rounded to block formats, in blocks along each product's contraction.
 
@@ -47,20 +48,48 @@ def linear_blocks(
     Returns:
         `(..., features_out)`, of the same dtype. Backward keeps the codes of `x`.
     """
-    return _forward(x, weight, key, operands, scaled)[0]
+    values, slot = values_and_slot(weight)
+    return _linear(x, values, slot, key, operands, scaled, slot.dtype)
 
 
-def _forward(x: jax.Array, weight: jax.Array, key: jax.Array, operands: Operands, scaled: bool):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _linear(
+    x: jax.Array,
+    weight: jax.Array,
+    slot: jax.Array,
+    key: jax.Array,
+    operands: Operands,
+    scaled: bool,
+    dtype: np.dtype,
+) -> jax.Array:
+    return _forward(x, weight, slot, key, operands, scaled, dtype)[0]
+
+
+def _forward(
+    x: jax.Array,
+    weight: jax.Array,
+    slot: jax.Array,
+    key: jax.Array,
+    operands: Operands,
+    scaled: bool,
+    dtype: np.dtype,
+):
+    del slot, dtype
     form, rows = operands.activation, rows_of(x)
     along_in, along_tokens = _amaxes(rows, operands.activation, operands.hadamard)
     y = _product(
-        quantize(rows, form, amax=along_in), rounded_weight(weight, operands, "row", codes=scaled), 1, x.dtype, scaled
+        quantize(rows, form, amax=along_in),
+        rounded_weight(weight, operands, "row", codes=scaled),
+        1,
+        x.dtype,
+        x.dtype,
+        scaled,
     )
     x_tokens = quantize(rows, form, amax=along_tokens, axis="column", hadamard=operands.hadamard)
     return jnp.reshape(y, (*x.shape[:-1], y.shape[-1])), (x_tokens, weight, key)
 
 
-def _backward(operands: Operands, scaled: bool, saved, gradient: jax.Array):
+def _backward(operands: Operands, scaled: bool, dtype: np.dtype, saved, gradient: jax.Array):
     x_tokens, weight, key = saved
     form, rows = operands.gradient, rows_of(gradient)
     amaxes = _amaxes(rows, form, operands.hadamard)
@@ -72,13 +101,14 @@ def _backward(operands: Operands, scaled: bool, saved, gradient: jax.Array):
         hadamard=operands.hadamard,
         key=key if operands.stochastic else None,
     )
-    to_x = _product(along_out, rounded_weight(weight, operands, "column", codes=scaled), 0, gradient.dtype, scaled)
+    columns = rounded_weight(weight, operands, "column", codes=scaled)
+    to_x = _product(along_out, columns, 0, gradient.dtype, gradient.dtype, scaled)
     # the tokens of both were padded with zeros to whole runs, if transformed
-    to_weight = _product(along_tokens, x_tokens, 0, weight.dtype, scaled)
-    return jnp.reshape(to_x, (*gradient.shape[:-1], weight.shape[1])), to_weight, None
+    to_weight = _product(along_tokens, x_tokens, 0, weight.dtype, dtype, scaled)
+    return jnp.reshape(to_x, (*gradient.shape[:-1], weight.shape[1])), None, to_weight, None
 
 
-linear_blocks.defvjp(_forward, _backward)
+_linear.defvjp(_forward, _backward)
 
 
 def _amaxes(rows: jax.Array, form: Format, hadamard: bool) -> tuple[jax.Array | None, jax.Array | None]:
@@ -92,10 +122,19 @@ def _amaxes(rows: jax.Array, form: Format, hadamard: bool) -> tuple[jax.Array | 
 
 
 def _product(
-    a: QuantizedArray, b: QuantizedArray | jax.Array, b_dim: int, dtype: jax.typing.DTypeLike, scaled: bool
+    a: QuantizedArray,
+    b: QuantizedArray | jax.Array,
+    b_dim: int,
+    dtype: jax.typing.DTypeLike,
+    out: jax.typing.DTypeLike,
+    scaled: bool,
 ) -> jax.Array:
-    """The product along the blocks of `a` and along dimension `b_dim` of `b`, with sums in float32."""
+    """The product along the blocks of `a` and along dimension `b_dim` of `b`, in the dtype `out`, with sums in float32.
+
+    Values are multiplied in `dtype`, which holds them exactly.
+    """
     if scaled and isinstance(b, QuantizedArray) and fits(a):
-        return scaled_product(a, b).astype(dtype)
+        return scaled_product(a, b).astype(out)
     dims = (((0 if a.columns else 1,), (b_dim,)), ((), ()))
-    return lax.dot_general(values_of(a, dtype), values_of(b, dtype) if isinstance(b, QuantizedArray) else b, dims)
+    right = values_of(b, dtype) if isinstance(b, QuantizedArray) else b
+    return lax.dot_general(values_of(a, dtype), right, dims, preferred_element_type=out)

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ..formats import FP8_E4M3, Format, QuantizedArray
 from ._amax import multi_amax, power_of_two_amax
 from ._operand import operand_amax, quantizable, rows_of, tensor_unit
 from ._quantize import quantize
+from ._slot import SlottedWeight
 
 _DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
 
-class CodedWeight(NamedTuple):
-    """A weight `(features_out, features_in)` as codes, which are integers, and where its gradient goes.
-
-    Attributes:
-        codes: in E4M3, row-wise.
-        slot: of the weight's shape, in the dtype of the matmul; only its gradient counts, its values are never read.
-    """
-
-    codes: QuantizedArray
-    slot: jax.Array
-
-
-def linear_fp8(x: jax.Array, weight: jax.Array | CodedWeight, gradients: Format) -> jax.Array:
+def linear_fp8(x: jax.Array, weight: jax.Array | SlottedWeight, gradients: Format) -> jax.Array:
     """`x @ weight.T` of operands rounded to FP8, each scaled by its own amax; sums in float32.
 
     Forward multiplies E4M3 by E4M3; backward multiplies the incoming gradient, in `gradients`, by weight and by input
@@ -42,41 +31,41 @@ def linear_fp8(x: jax.Array, weight: jax.Array | CodedWeight, gradients: Format)
 
     Args:
         x: `(..., features_in)`, bfloat16, float16, float32, or float64, which is rounded to float32 first.
-        weight: `(features_out, features_in)`, of the same dtype; or the codes in which it travelled, which are
-            multiplied as they are.
+        weight: `(features_out, features_in)`, of the same dtype; with a slot, also the codes in which it travelled, in
+            E4M3 and row-wise, which are multiplied as they are.
         gradients: `FP8_E5M2` or `FP8_E4M3`.
 
     Returns:
         `(..., features_out)`, of the same dtype.
     """
-    if not isinstance(weight, CodedWeight):
-        values = quantizable(lax.stop_gradient(weight))
-        amax = power_of_two_amax(multi_amax([values])[0], FP8_E4M3)
-        weight = CodedWeight(quantize(values, FP8_E4M3, amax=amax), weight)
-    return _linear(x, weight.codes, weight.slot, gradients)
+    codes, slot = weight if isinstance(weight, SlottedWeight) else (weight, weight)
+    if not isinstance(codes, QuantizedArray):
+        values = quantizable(lax.stop_gradient(codes))
+        codes = quantize(values, FP8_E4M3, amax=power_of_two_amax(multi_amax([values])[0], FP8_E4M3))
+    return _linear(x, codes, slot, gradients, slot.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _linear(x: jax.Array, weight: QuantizedArray, slot: jax.Array, gradients: Format) -> jax.Array:
-    return _forward(x, weight, slot, gradients)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _linear(x: jax.Array, weight: QuantizedArray, slot: jax.Array, gradients: Format, dtype: np.dtype) -> jax.Array:
+    return _forward(x, weight, slot, gradients, dtype)[0]
 
 
-def _forward(x: jax.Array, weight: QuantizedArray, slot: jax.Array, gradients: Format):
-    del slot, gradients
+def _forward(x: jax.Array, weight: QuantizedArray, slot: jax.Array, gradients: Format, dtype: np.dtype):
+    del slot, gradients, dtype
     rows = rows_of(x)
     amax = operand_amax(multi_amax([rows]), FP8_E4M3)[0]
-    y = _product(quantize(rows, FP8_E4M3, amax=amax), weight, x.dtype)
+    y = _product(quantize(rows, FP8_E4M3, amax=amax), weight, x.dtype, x.dtype)
     return jnp.reshape(y, (*x.shape[:-1], y.shape[-1])), (x, weight, amax)
 
 
-def _backward(gradients: Format, saved, gradient: jax.Array):
+def _backward(gradients: Format, dtype: np.dtype, saved, gradient: jax.Array):
     x, weight, amax = saved
     rows = rows_of(gradient)
     gradient_amax = power_of_two_amax(multi_amax([rows])[0], gradients)
     along_out, along_tokens = quantize(rows, gradients, amax=(gradient_amax, gradient_amax), axis="both")
     x_tokens = quantize(rows_of(x), FP8_E4M3, amax=amax, axis="column")
-    to_x = _product(along_out, _turned(weight), x.dtype)
-    to_weight = _product(along_tokens, x_tokens, x.dtype)
+    to_x = _product(along_out, _turned(weight), x.dtype, x.dtype)
+    to_weight = _product(along_tokens, x_tokens, x.dtype, dtype)
     return jnp.reshape(to_x, x.shape), None, to_weight
 
 
@@ -89,9 +78,9 @@ def _turned(weight: QuantizedArray) -> QuantizedArray:
     return QuantizedArray(weight.codes.T, None, weight.amax, weight.format, weight.matrix, columns=True)
 
 
-def _product(a: QuantizedArray, b: QuantizedArray, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """`a @ b.T` of codes that both lie with the contraction last."""
-    return lax.dot_general(_values(a, dtype), _values(b, dtype), (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+def _product(a: QuantizedArray, b: QuantizedArray, dtype: jax.typing.DTypeLike, out: jax.typing.DTypeLike) -> jax.Array:
+    """`a @ b.T` of codes that both lie with the contraction last, multiplied as `dtype`, in the dtype `out`."""
+    return lax.dot_general(_values(a, dtype), _values(b, dtype), (((1,), (1,)), ((), ())), preferred_element_type=out)
 
 
 def _values(q: QuantizedArray, dtype: jax.typing.DTypeLike) -> jax.Array:

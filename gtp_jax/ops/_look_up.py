@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from ._slot import SlottedWeight, values_and_slot
 
 
-def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
+def look_up(table: jax.Array | SlottedWeight, ids: jax.Array) -> jax.Array:
     """`table[ids]`; the table's gradient is summed in at least float32.
 
     A token that stands a thousand times in a batch adds a thousand rows into one. In 16 bits such a sum stands still
@@ -18,8 +23,39 @@ def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
         ids: `(...)` integers; one outside is taken for the nearest inside.
 
     Returns:
-        `(..., features)`, in the table's dtype.
+        `(..., features)`, in the table's dtype. A slot's gradient has the slot's dtype.
     """
+    if not isinstance(table, SlottedWeight):
+        return _take(table, ids)
+    values, slot = values_and_slot(table)
+    return _look_up(values, slot, ids, slot.shape, slot.dtype)
+
+
+def _take(table: jax.Array, ids: jax.Array) -> jax.Array:
     # forward the conversion is fused into the gather; backward the sum is a float32 table for a while
     wide = table.astype(jnp.promote_types(table.dtype, jnp.float32))
-    return jnp.take(wide, ids, axis=0, mode="clip").astype(table.dtype)
+    return _rows(wide, ids).astype(table.dtype)
+
+
+def _rows(table: jax.Array, ids: jax.Array) -> jax.Array:
+    return jnp.take(table, ids, axis=0, mode="clip")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _look_up(table: jax.Array, slot: jax.Array, ids: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+    del slot, shape, dtype
+    return _take(table, ids)
+
+
+def _forward(table: jax.Array, slot: jax.Array, ids: jax.Array, shape: tuple[int, ...], dtype: np.dtype):
+    del slot, shape, dtype
+    return _take(table, ids), ids
+
+
+def _backward(shape: tuple[int, ...], dtype: np.dtype, ids: jax.Array, gradient: jax.Array):
+    wide = jnp.promote_types(dtype, jnp.float32)
+    to_table = jax.linear_transpose(lambda table: _rows(table, ids), jax.ShapeDtypeStruct(shape, wide))
+    return None, to_table(gradient.astype(wide))[0].astype(dtype), None
+
+
+_look_up.defvjp(_forward, _backward)

@@ -37,7 +37,7 @@ class Quantization:
     reduce: str | None = knob(
         None,
         "recipe",
-        "exchange weight gradients in this and sum in float32 (default: reduce-scatter)",
+        "exchange weight gradients in this and sum in float32 (default: as --grad-reduce says)",
         kind=str,
         choices=tuple(REDUCTIONS),
     )

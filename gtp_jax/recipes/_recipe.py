@@ -49,7 +49,7 @@ class Recipe:
             count.
         reduce: `"bf16"`, `"fp8"` or `"mxfp8"`, in which each rank sends the others their shares of a layer's weight
             gradient, which they then add up in float32; see `gtp_jax.collectives.exchange_gradients`. By default, and
-            of what stays in high precision, a reduce-scatter in the modules' `reduce_dtype`.
+            of what stays in high precision, as the modules' `grad_reduce` says.
     """
 
     keep: tuple[str, ...] = KEPT
@@ -88,8 +88,8 @@ class Recipe:
         object.__setattr__(self, "override", pairs)
         if self.reduce is not None and self.reduce not in REDUCTIONS:
             raise ValueError(
-                f"`reduce` is {self.reduce!r}; it is one of {', '.join(map(repr, REDUCTIONS))}, or `None` for a "
-                "reduce-scatter."
+                f"`reduce` is {self.reduce!r}; it is one of {', '.join(map(repr, REDUCTIONS))}, or `None` for "
+                "what the modules' `grad_reduce` says."
             )
 
     @property
@@ -104,7 +104,7 @@ class Recipe:
 
     @property
     def reduction(self) -> Format | np.dtype | None:
-        """In what weight gradients are exchanged, to be summed in float32; `None`: a reduce-scatter."""
+        """In what weight gradients are exchanged, to be summed in float32; `None`: as modules' `grad_reduce` says."""
         return None if self.reduce is None else REDUCTIONS[self.reduce]
 
     @property

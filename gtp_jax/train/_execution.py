@@ -1,4 +1,4 @@
-"""How a step is executed: its microbatches, the chain's schedule, and what a layer keeps for backward."""
+"""How a step is executed: microbatches, the chain's schedule, what is kept for backward, how gradients are summed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any, Literal
 
 from .._flags import check_knobs, count_or, knob
 from ..chain import REMAT, Remat, Schedule
+from ..nn import GRAD_REDUCE, GradReduce
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How a step is executed. None of this changes what it computes.
+    """How a step is executed. None of this changes what it computes, but for how `grad_reduce` rounds gradients.
 
     Raises:
         ValueError: if a value is out of range.
@@ -29,6 +30,14 @@ class Execution:
         kind=count_or("all"),
         metavar="N",
     )
+    grad_reduce: GradReduce = knob(
+        "float32",
+        "execution",
+        "how weight gradients are summed over gtp: reduce-scatter in float32; in bf16 on the wire, each rank's rounded "
+        "once, summed in float32; or reduce-scatter in bf16, every partial sum rounded",
+        kind=str,
+        choices=GRAD_REDUCE,
+    )
     remat: Remat = knob("matmuls", "execution", "what a layer keeps for backward", kind=str, choices=REMAT)
 
     def __post_init__(self) -> None:
@@ -38,7 +47,8 @@ class Execution:
     @property
     def of_model(self) -> dict[str, Any]:
         """The fields that a model's configuration has too."""
-        return {"prefetch": self.prefetch, "unroll": self.unroll, "kept": self.kept, "remat": self.remat}
+        names = ("prefetch", "unroll", "kept", "grad_reduce", "remat")
+        return {name: getattr(self, name) for name in names}
 
     def check_batch(self, batch: int, *, dp: int, gtp: int) -> None:
         """Checks that every rank has as many sequences in each microbatch.

@@ -3,6 +3,10 @@
 No Flax here: `nn` extracts a `Structure` from a model, and puts the values made here into its variables.
 """
 
+from ._grad_reduce import GRAD_REDUCE as GRAD_REDUCE
+from ._grad_reduce import GradReduce as GradReduce
+from ._grad_reduce import Reduction as Reduction
+from ._grad_reduce import reduction_of as reduction_of
 from ._group import WeightGroup as WeightGroup
 from ._group import gather as gather
 from ._group import gather_members as gather_members

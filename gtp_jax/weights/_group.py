@@ -24,6 +24,7 @@ from ..collectives import (
 )
 from ..formats import Format, Operands, QuantizedArray
 from ..layout import Layout
+from ._grad_reduce import Reduction
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,17 +35,18 @@ class WeightGroup:
         layouts: of the kernels.
         param_dtypes: of each kernel's stored shards.
         dtype: of the weight on the wire and in the matmul, where no format is.
-        reduce_dtype: in which its gradient is summed, unless `reduction` says otherwise.
+        grad_reduce: how its gradient is summed, unless `reduction` says otherwise.
         codes_multiply: whether the module can multiply codes of one scale as they travel.
         wire: format of the shards on the wire; `None`: `dtype`.
         operands: formats in which the module multiplies; `None`: `dtype`.
-        reduction: in what each rank's gradient is sent, to be summed in float32; `None`: a reduce-scatter.
+        reduction: in what a recipe has each rank's gradient sent, to be summed in float32; `None`: as `grad_reduce`
+            says.
     """
 
     layouts: tuple[Layout, ...]
     param_dtypes: tuple[np.dtype, ...]
     dtype: np.dtype
-    reduce_dtype: np.dtype
+    grad_reduce: Reduction
     codes_multiply: bool = False
     wire: Format | None = None
     operands: Operands | None = None
@@ -79,10 +81,16 @@ class WeightGroup:
         run = block[1]
         return (*(-(-one // run) * run for one in rows[:-1]), rows[-1])
 
-    def slot(self) -> jax.Array:
-        """Returns zeros, where the gradient of a weight goes that is multiplied as codes."""
-        first = self.layouts[0]
-        return jnp.zeros((sum(use_rows(self.layouts)), first.matrix_of(first.use_shape)[1]), self.dtype)
+    @property
+    def exchanged(self) -> Format | np.dtype | None:
+        """What each rank sends the others of its gradient, to be summed in float32; `None`: it is reduce-scattered."""
+        return self.grad_reduce.wire if self.reduction is None else self.reduction
+
+    def slot(self, weight: jax.Array | QuantizedArray) -> jax.Array | None:
+        """Returns zeros, where the gradient of a gathered weight goes; `None` where its own gradient has the dtype."""
+        if isinstance(weight, QuantizedArray):
+            return jnp.zeros(weight.matrix, self.grad_reduce.slot)
+        return None if weight.dtype == self.grad_reduce.slot else jnp.zeros(weight.shape, self.grad_reduce.slot)
 
 
 def gather(group: WeightGroup, sent: Shards | Packed) -> jax.Array | QuantizedArray:
@@ -118,10 +126,11 @@ def scatter(groups: Mapping[Any, WeightGroup], gradients: Mapping[Any, jax.Array
     found: dict[Any, Shards] = {}
     together: dict[Any, list[Any]] = defaultdict(list)
     for name, group in groups.items():
-        if group.reduction is not None and group.ranks > 1:
-            together[group.reduction, group.layouts[0].axes].append(name)
+        if group.exchanged is not None and group.ranks > 1:
+            together[group.exchanged, group.layouts[0].axes].append(name)
         else:
-            found[name] = scatter_gradient(gradients[name], group.layouts, group.reduce_dtype, group.param_dtypes)
+            sums = group.grad_reduce.sums
+            found[name] = scatter_gradient(gradients[name], group.layouts, sums, group.param_dtypes)
     for (wire, _), names in together.items():
         members = [groups[name] for name in names]
         layouts, kinds = [one.layouts for one in members], [one.param_dtypes for one in members]

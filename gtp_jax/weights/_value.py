@@ -39,7 +39,7 @@ class Gathered:
     """The fused weight of a module's kernels, in the variable of the first; the others' hold `None`.
 
     Attributes:
-        weight: an array or a `CodedWeight`.
+        weight: an array or a `SlottedWeight`.
         group: the kernels.
         keys: of stochastic rounding; `None` where nothing is rounded so.
     """

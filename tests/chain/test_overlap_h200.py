@@ -26,11 +26,11 @@ TOKENS = 8192  # a device
 
 
 @functools.cache
-def compiled(tp: int, prefetch: bool, kept=1) -> tuple[str, int]:
+def compiled(tp: int, prefetch: bool, kept=1, grad_reduce="bf16") -> tuple[str, int]:
     """The program for eight H200s, and its temporary bytes on one."""
     mesh = gtp.make_mesh(gtp=8 // tp, tp=tp, devices=plan.topology_devices(plan.parse_target("h200:8")))
     options = {**plan.COMPILE_OPTIONS, **compile_options("gpu", tp=tp)}
-    config = LlamaConfig(**SIZES, prefetch=prefetch, kept=kept)
+    config = LlamaConfig(**SIZES, prefetch=prefetch, kept=kept, grad_reduce=grad_reduce)
     step = lowered_step(config, mesh, batch=8 // tp, seq=TOKENS, compiler_options=options).compile()
     return step.as_text(), step.memory_analysis().temp_size_in_bytes
 
@@ -50,6 +50,21 @@ def test_weights_are_gathered_and_their_gradients_scattered_in_bfloat16():
     _, every = exposed(1, prefetch=True)
     assert {e.collective.dtype for e in every if e.kind == "all-gather"} == {"u16"}  # its bits
     assert {e.collective.dtype for e in every if e.kind == "reduce-scatter"} == {"bf16"}
+
+
+@pytest.mark.parametrize(
+    "name, kind, dtype, size", [("float32", "reduce-scatter", "f32", 4), ("bf16-wire", "all-to-all", "u16", 2)]
+)
+def test_gradients_that_are_summed_in_float32_move_under_compute_too(name, kind, dtype, size):
+    text, temporary = compiled(1, True, grad_reduce=name)
+    found = plan.schedule(text)
+    sums = [e for e in found.collectives("reduce-scatter", "all-to-all") if e.collective.axes == ("gtp",)]
+    assert {(e.kind, e.collective.dtype) for e in sums} == {(kind, dtype)}
+    assert sum(e.collective.operand_bytes for e in sums) == size * (LAYERS * BLOCK + 2 * TABLE)
+    # the last two, of the first layer and the embedding, have nothing to run under
+    assert not {e.name for e in found.exposed(kind)} & {e.name for e in sums[:-2]}
+    # no slot is an array: one layer's gradients have twice the bytes while they wait, and that is all
+    assert temporary <= compiled(1, True)[1] + 2 * BLOCK
 
 
 def test_a_layer_is_one_gather_a_pass_and_one_scatter_and_moves_each_weight_once():

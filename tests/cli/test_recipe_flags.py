@@ -115,6 +115,16 @@ def test_policies_of_what_is_kept_are_contenders_of_ours_by_name_and_the_default
     assert bench.with_remat_policies(bench.CONTENDERS, ["matmuls"]) == list(bench.CONTENDERS)
 
 
+def test_ways_to_sum_gradients_are_contenders_of_their_own_and_no_rivals():
+    rivals = bench.chosen_contenders(["gtp_jax bf16 again", "fsdp2 bf16 again"])
+    found = bench.with_grad_reductions(rivals, ["float32", "bf16-wire", "bf16", "float32"])
+    names = ["gtp_jax bf16 grads float32 again", "gtp_jax bf16 grads bf16-wire again", "gtp_jax bf16 grads bf16 again"]
+    assert [c.name for c in found] == [*names, "fsdp2 bf16 again"]
+    assert [c.flags[-1] for c in found[:3]] == [f"--grad-reduce={name}" for name in ("float32", "bf16-wire", "bf16")]
+    assert found[3] == rivals[1]
+    assert bench.with_grad_reductions(bench.CONTENDERS, ["bf16"]) == list(bench.CONTENDERS)
+
+
 @pytest.mark.slow
 def test_a_run_is_told_its_recipe_and_goes_on_with_it(tmp_path):
     text, out = write_text(tmp_path / "text"), tmp_path / "run"

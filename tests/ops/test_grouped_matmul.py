@@ -71,7 +71,7 @@ def test_kernels_multiply_each_row_with_its_own_groups_kernel(name, case):
     found = (
         kernels.product(x, weight, sizes, transposed=True, **options),
         kernels.product(gradient, weight, sizes, transposed=False, **options),
-        kernels.outer(gradient, x, sizes, **options),
+        kernels.outer(gradient, x, sizes, dtype=x.dtype, **options),
     )
     assert_close(found, oracle(sizes, x, weight, gradient), 1e-6)
 
@@ -101,7 +101,7 @@ def test_no_group_sees_what_is_not_finite_in_another():
     x, gradient = x.at[last].set(np.nan), gradient.at[-1].set(np.inf)  # of group 0, and of none
     for kernels, options in ON_CPU.values():
         y = kernels.product(x, weight, sizes, transposed=True, **options)
-        to_weight = kernels.outer(gradient, x, sizes, **options)
+        to_weight = kernels.outer(gradient, x, sizes, dtype=x.dtype, **options)
         assert np.isnan(np.asarray(y)).any(axis=1).nonzero()[0].tolist() == [last]
         assert np.isnan(np.asarray(to_weight)).any(axis=(1, 2)).tolist() == [True, False, False, False]
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import gtp_jax as gtp
 from gtp_jax import native
 from gtp_jax.formats import FP8_E4M3, FP8_E5M2, QuantizedArray
-from gtp_jax.ops import CodedWeight, linear_fp8, power_of_two_amax
+from gtp_jax.ops import SlottedWeight, linear_fp8, power_of_two_amax
 from gtp_jax.train import compile_options
 
 from ..plan.programs import array, h200_mesh, needs_target
@@ -53,7 +53,7 @@ def test_codes_that_travelled_are_multiplied_as_the_array_that_they_were_made_of
     codes = gtp.quantize(w, FP8_E4M3, amax=power_of_two_amax(gtp.multi_amax([w]), FP8_E4M3)[0])
     y, back = jax.vjp(lambda x, w: linear_fp8(x, w, gradients), x, w)
     coded, back_to_slot = jax.vjp(
-        lambda x, slot: linear_fp8(x, CodedWeight(codes, slot), gradients), x, jnp.full(w.shape, jnp.nan)
+        lambda x, slot: linear_fp8(x, SlottedWeight(codes, slot), gradients), x, jnp.full(w.shape, jnp.nan)
     )
     for found, wanted in zip((coded, *back_to_slot(g)), (y, *back(g)), strict=True):
         np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
@@ -76,7 +76,7 @@ def test_on_h200_all_three_products_are_fp8_matmuls_and_only_a_weights_codes_are
     def step(x, codes, g):
         weight = QuantizedArray(codes, None, jnp.float32(448), FP8_E4M3, codes.shape)
         slot = jnp.zeros(codes.shape, x.dtype)
-        y, back = jax.vjp(lambda x, slot: linear_fp8(x, CodedWeight(weight, slot), FP8_E5M2), x, slot)
+        y, back = jax.vjp(lambda x, slot: linear_fp8(x, SlottedWeight(weight, slot), FP8_E5M2), x, slot)
         return y, *back(g)
 
     mesh = h200_mesh(2)

@@ -173,10 +173,10 @@ def test_a_models_gradients_are_those_of_a_reduce_scatter_but_for_that_rounding(
             assert error < 1e-6, f"{names}: {error}"
 
 
-@pytest.mark.parametrize("dtype, found", [(None, "bf16"), ("float32", "f32")])
-def test_a_reduce_scatter_sums_in_the_dtype_asked_for(dtype, found):
+@pytest.mark.parametrize("name, found", [("bf16", "bf16"), ("float32", "f32")])
+def test_a_reduce_scatter_sums_in_the_dtype_asked_for(name, found):
     """As traced, for XLA's CPU backend widens what it compiles; `tests/chain/test_overlap_h200.py` sees a GPU's."""
-    config = LlamaConfig(**SIZES, reduce_dtype=dtype)
+    config = LlamaConfig(**{**SIZES, "grad_reduce": name})
     text = lowered_step(config, gtp.make_mesh(gtp=8), batch=8, seq=16).as_text()
     sums = re.findall(r"stablehlo\.reduce_scatter.*?\}\) : \(tensor<[\dx]+x(\w+)>\)", text, re.DOTALL)
     assert len(sums) == 4 * LAYERS + 2 and set(sums) == {found}

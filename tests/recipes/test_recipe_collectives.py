@@ -16,7 +16,7 @@ from gtp_jax.nn import abstract_model
 from ..chain.programs import lowered_step
 
 LAYERS = 3
-SIZES = dict(vocab=640, dim=128, layers=LAYERS, heads=4, kv_heads=2, head_dim=64, ffn=384)
+SIZES = dict(vocab=640, dim=128, layers=LAYERS, heads=4, kv_heads=2, head_dim=64, ffn=384, grad_reduce="bf16")
 
 
 def section(*shapes) -> int:

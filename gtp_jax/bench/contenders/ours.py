@@ -20,17 +20,21 @@ from gtp_jax.nn import abstract_model
 from gtp_jax.recipes import Quantization
 from gtp_jax.train import Execution
 
+# What the other contenders call the ways to sum weight gradients.
+_REDUCE_DTYPES = {"float32": "float32", "bf16-wire": "bf16, sums float32", "bf16": "bfloat16"}
+
 
 def main() -> None:
     flags = parser(__doc__)
     add_flags(flags, Quantization)
     add_flags(flags, Execution, but=("microbatches",))  # the workload has them
+    flags.set_defaults(grad_reduce=next(name for name, dtype in _REDUCE_DTYPES.items() if dtype == REDUCE_DTYPE))
     flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step there")
     add_target(flags)
     args = flags.parse_args()
     work, recipe = workload(args), Quantization(**given(args, Quantization))
     execution = Execution(**given(args, Execution))
-    config = LlamaConfig(**work.model, **execution.of_model, reduce_dtype=REDUCE_DTYPE)
+    config = LlamaConfig(**work.model, **execution.of_model)
     devices = devices_of(args.target, work)
     with jax.set_mesh(gtp.make_mesh(gtp=work.gtp, tp=work.tp, devices=None if devices == jax.devices() else devices)):
         mesh: Any = jax.sharding.get_mesh()
@@ -61,7 +65,7 @@ def main() -> None:
             loss_of=lambda metrics: metrics["loss"],
             trace=args.trace,
             parameters=config.param_count(),
-            reduce_dtype=REDUCE_DTYPE if recipe.reduce is None else f"{recipe.reduce}, sums float32",
+            reduce_dtype=f"{recipe.reduce}, sums float32" if recipe.reduce else _REDUCE_DTYPES[execution.grad_reduce],
         )
 
 

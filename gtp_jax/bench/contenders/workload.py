@@ -16,7 +16,9 @@ from typing import Any
 LEARNING_RATE = 1e-4
 WEIGHT_DECAY = 1e-4  # AdamW with b1 0.9, b2 0.999, eps 1e-8: what optax takes by default
 
-REDUCE_DTYPE = "bfloat16"  # in which every contender sums a weight's gradient over the ranks, unless a recipe says more
+# In which every contender sums a weight's gradient over the ranks, unless a flag says otherwise. It is the default of
+# FSDP2's mixed precision, the compute dtype, and not that of gtp_jax, which sums in float32.
+REDUCE_DTYPE = "bfloat16"
 
 MARK = "RESULT "  # what the line with the figures begins with
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, Literal
 
 from ...chain import Remat, Schedule
-from ...nn import ExpertParallel, check_experts, check_heads
+from ...nn import ExpertParallel, GradReduce, check_experts, check_heads, reduction_of
 
 _ARCHITECTURE = ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "tied", "rope_theta", "eps")
 _OF_EXPERTS = ("experts", "top_k")
@@ -33,7 +33,8 @@ class LlamaConfig:
         rope_theta: base of the rotary wavelengths.
         eps: of the norms.
         dtype: compute dtype, by name.
-        reduce_dtype: in which weight gradients are summed over gtp; `dtype` if `None`.
+        grad_reduce: how weight gradients are summed over gtp: `"float32"`, `"bf16-wire"` or `"bf16"`; see
+            `gtp_jax.nn.reduction_of`.
         sequence_parallel: shard the sequence over tp between layers.
         remat: what blocks keep for backward.
         prefetch, unroll, kept: the chain's schedule; see `Schedule`.
@@ -55,7 +56,7 @@ class LlamaConfig:
     rope_theta: float = 10_000.0
     eps: float = 1e-5
     dtype: str = "bfloat16"
-    reduce_dtype: str | None = None
+    grad_reduce: GradReduce = "float32"
     sequence_parallel: bool = True
     remat: Remat = "matmuls"
     prefetch: bool = True
@@ -73,6 +74,7 @@ class LlamaConfig:
             raise ValueError(f"`experts` is {self.experts}; it is a whole number, 0 for an MLP.")
         if self.experts:
             check_experts(self.experts, self.top_k, self.balance)
+        reduction_of(self.grad_reduce, self.dtype)
         self.schedule  # noqa: B018  validates its three fields
 
     @property

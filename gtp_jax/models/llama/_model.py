@@ -95,7 +95,7 @@ def next_token_loss(model: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Arr
 def _shared(config: LlamaConfig) -> dict[str, Any]:
     return {
         "dtype": jnp.dtype(config.dtype),
-        "reduce_dtype": None if config.reduce_dtype is None else jnp.dtype(config.reduce_dtype),
+        "grad_reduce": config.grad_reduce,
         "param_dtype": jnp.promote_types(config.dtype, jnp.float32),
         "sequence_parallel": config.sequence_parallel,
     }

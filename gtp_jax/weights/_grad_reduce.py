@@ -1,0 +1,51 @@
+"""How the gradients of weights are summed over the ranks that share a weight, by name."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax.numpy as jnp
+import numpy as np
+
+GradReduce = Literal["float32", "bf16-wire", "bf16"]
+GRAD_REDUCE: tuple[GradReduce, ...] = get_args(GradReduce)
+
+
+class Reduction(NamedTuple):
+    """What a name of `GradReduce` means for a module of one compute dtype.
+
+    Attributes:
+        slot: dtype in which a weight's gradient leaves the product.
+        sums: dtype of a reduce-scatter, on the wire and of its sums.
+        wire: dtype that an all-to-all sends in its stead, to be summed in float32; `None` of a reduce-scatter.
+    """
+
+    slot: np.dtype
+    sums: np.dtype
+    wire: np.dtype | None
+
+
+def reduction_of(name: str, dtype: Any) -> Reduction:
+    """Returns what a name means for a module that computes in `dtype`.
+
+    | name | leaves the product in | on the wire | summed in |
+    |---|---|---|---|
+    | `"float32"` | float32 | float32, a reduce-scatter | float32 |
+    | `"bf16-wire"` | float32 | bfloat16, an all-to-all: each rank's part is rounded once | float32 |
+    | `"bf16"` | the compute dtype | bfloat16, a reduce-scatter | bfloat16: every partial sum is rounded |
+
+    float32 stands for at least float32: modules that compute in float64 sum in float64.
+
+    Raises:
+        ValueError: on another name.
+    """
+    if name not in GRAD_REDUCE:
+        raise ValueError(
+            f"`grad_reduce` is {name!r}; it is one of {', '.join(map(repr, GRAD_REDUCE))}. Take 'float32' for exact "
+            "sums of weight gradients over the ranks, the others for less on the wire."
+        )
+    narrow = np.dtype(jnp.bfloat16)
+    if name == "bf16":
+        return Reduction(np.dtype(dtype), narrow, None)
+    wide = np.dtype(jnp.promote_types(dtype, jnp.float32))
+    return Reduction(wide, wide, narrow if name == "bf16-wire" else None)

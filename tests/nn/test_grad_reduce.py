@@ -1,0 +1,257 @@
+"""Weight gradients leave products in float32, and are summed over the ranks as `grad_reduce` says."""
+
+import math
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+from gtp_jax import plan
+from gtp_jax.models import LlamaConfig
+from gtp_jax.nn import GRAD_REDUCE, Embed, reduction_of
+
+from ..chain.programs import lowered_step
+
+SIZES = dict(vocab=640, dim=128, layers=2, heads=4, kv_heads=2, head_dim=64, ffn=384)
+MATMULS = {"fp8": gtp.FP8, "mxfp8": gtp.MXFP8, "nvfp4": gtp.NVFP4}
+
+STEPS = {
+    "column and row": (dict(gtp=8), {}, {}),
+    "a ring over tp": (dict(gtp=4, tp=2), {}, {}),
+    "a longer ring, looped": (dict(gtp=2, tp=4), dict(heads=8, kv_heads=4, head_dim=32, unroll=1), {}),
+    "a tied head": (dict(gtp=4, tp=2), dict(tied=True), {}),
+    "experts": (dict(gtp=4, tp=2), dict(experts=4), {}),
+    "experts in nvfp4": (dict(gtp=8), dict(experts=4, layers=1), dict(recipe=gtp.NVFP4(matmuls=True, keep=()))),
+    "uneven parts": (dict(gtp=2, tp=2), dict(vocab=97), {}),
+    **{
+        name: (dict(gtp=4, tp=2), dict(layers=1), dict(recipe=kind(matmuls=True, keep=())))
+        for name, kind in MATMULS.items()
+    },
+}
+
+
+SLOW = ("a longer ring, looped", "experts in nvfp4", "uneven parts", "mxfp8", "nvfp4")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c in SLOW)) for c in STEPS])
+def test_no_weight_gradient_is_bfloat16_between_its_matmul_and_its_reduce_scatter(case):
+    made = made_of(case, "float32")
+    assert all({"stablehlo.dot_general", "stablehlo.scatter"} & kinds.keys() for kinds in made)
+    assert {dtype for kinds in made for dtypes in kinds.values() for dtype in dtypes} == {"f32"}
+
+
+def test_of_todays_reduction_every_one_is_bfloat16():
+    made = made_of("column and row", "bf16")
+    assert [kinds["stablehlo.dot_general"] for kinds in made if "stablehlo.dot_general" in kinds] == [{"bf16"}] * 9
+
+
+def made_of(case, name):
+    """Of each reduce-scatter of a weight's gradient, the operations that made it and the dtypes of their results."""
+    degrees, fields, options = STEPS[case]
+    config = LlamaConfig(**{**SIZES, **fields}, grad_reduce=name)
+    mesh = gtp.make_mesh(**degrees, devices=jax.devices()[: math.prod(degrees.values())])
+    step = lowered_step(config, mesh, batch=8, seq=64, **options)
+    found = Origins(step.compiler_ir("stablehlo"))
+    weights = [op for op in found.reductions if len(op.operands[0].type.shape) == 2]  # activations have a batch too
+    # of a layer four, the embedding's and the head's; of a loop its body's and those of a layer beside it
+    assert len(weights) == (4 * config.layers + 2)
+    return [found.of(op.operands[0]) for op in weights]
+
+
+class Origins:
+    """Follows values of a StableHLO module back to the matmuls and sums that made them, through calls and loops."""
+
+    LAST = ("stablehlo.dot_general", "stablehlo.scatter")
+
+    def __init__(self, module) -> None:
+        self.functions, self.calls, self.reductions = {}, {}, []
+
+        def visit(op):
+            op = op.operation
+            if op.name == "func.func":
+                self.functions[op.attributes["sym_name"].value] = op
+            if op.name == "func.call":
+                self.calls.setdefault(op.attributes["callee"].value, []).append(op)
+            if op.name == "stablehlo.reduce_scatter":
+                self.reductions.append(op)
+            for region in op.regions:
+                for block in region.blocks:
+                    for inner in block.operations:
+                        visit(inner)
+
+        visit(module.operation)
+
+    def of(self, value) -> dict[str, frozenset[str]]:
+        """Kinds of all operations on the way, each with the dtypes of their results; none ahead of `LAST`."""
+        found: dict[str, set[str]] = {}
+        seen, waiting = set(), [value]
+        while waiting:
+            value = waiting.pop()
+            if value in seen or not dtype_of(value).startswith(("f", "bf")):
+                continue
+            seen.add(value)
+            kind, ahead = self.ahead_of(value)
+            found.setdefault(kind, set()).add(dtype_of(value))
+            waiting += [] if kind in self.LAST else ahead
+        return {kind: frozenset(dtypes) for kind, dtypes in found.items()}
+
+    def ahead_of(self, value):
+        owner = value.owner
+        if hasattr(owner, "operations"):  # an argument of a block
+            op, index = owner.owner.operation, value.arg_number
+            if op.name == "func.func":
+                calls = self.calls.get(op.attributes["sym_name"].value, [])
+                return "argument", [call.operands[index] for call in calls]
+            if op.name == "stablehlo.while":
+                return "argument", [op.operands[index], returned(op.regions[1])[index]]
+            return "argument", [op.operands[index]]
+        op, index = owner.operation, value.result_number
+        if op.name == "func.call":
+            return op.name, [returned(self.functions[op.attributes["callee"].value].regions[0])[index]]
+        if op.name == "stablehlo.while":
+            return op.name, [op.operands[index], returned(op.regions[1])[index]]
+        if op.name == "stablehlo.optimization_barrier":
+            return op.name, [op.operands[index]]
+        return op.name, list(op.operands)
+
+
+def returned(region):
+    block = list(region.blocks)[0]
+    return list(block.operations)[-1].operation.operands
+
+
+def dtype_of(value) -> str:
+    return str(value.type).removesuffix(">").removeprefix("tensor<").split("x")[-1]
+
+
+# Loosest errors of a gradient of bfloat16 operands, in the L2 norm, summed over 8 ranks; and the least, for one that
+# is rounded: 2**-9 at most, an element.
+ERRORS = {"float32": (0, 1e-6), "bf16-wire": (5e-4, 2e-3), "bf16": (1e-3, 1e-2)}
+
+
+def bf16(seed, *shape):
+    """Random numbers that bfloat16 holds."""
+    x = np.random.default_rng(seed).normal(size=shape)
+    return jnp.asarray(x, jnp.bfloat16)
+
+
+def gradient(make, x, g):
+    """The gradient of `sum(module(x) * g)`, under the mesh in scope."""
+    graph, state = nnx.split(make(rngs=nnx.Rngs(0)))
+
+    def loss(state):
+        y = nnx.merge(graph, state)(x)
+        return jnp.sum(y.astype(jnp.float32) * g.astype(jnp.float32))
+
+    (found,) = jax.tree.leaves(jax.jit(jax.grad(loss))(state))
+    return np.asarray(found, np.float64)
+
+
+def exact(x, g):
+    rows = np.asarray(x, np.float64).reshape(-1, x.shape[-1])
+    return rows.T @ np.asarray(g, np.float64).reshape(-1, g.shape[-1])
+
+
+MODULES = {
+    "alone": lambda name: lambda rngs: gtp.Dense(256, 128, grad_reduce=name, rngs=rngs),
+    "column": lambda name: lambda rngs: gtp.Dense(256, 128, parallel="column", grad_reduce=name, rngs=rngs),
+    "row": lambda name: lambda rngs: gtp.Dense(256, 128, parallel="row", grad_reduce=name, rngs=rngs),
+}
+
+
+@pytest.mark.parametrize("name", GRAD_REDUCE)
+@pytest.mark.parametrize("degrees", [dict(gtp=8), dict(gtp=4, tp=2)], ids=str)
+@pytest.mark.parametrize("module", MODULES)
+def test_a_gradient_over_the_ranks_is_the_float32_sum(module, degrees, name):
+    x, g = bf16(0, 8, 32, 256), bf16(1, 8, 32, 128)
+    with jax.set_mesh(gtp.make_mesh(**degrees)):
+        found = gradient(MODULES[module](name), x, g)
+    check(found, exact(x, g), name)
+
+
+@pytest.mark.parametrize("name", GRAD_REDUCE)
+@pytest.mark.parametrize("unroll", ["full", 1])
+def test_so_it_is_in_a_stack(unroll, name):
+    def make(rngs):
+        schedule = gtp.Schedule(unroll=unroll)
+        dense = lambda rngs: gtp.Dense(128, 128, grad_reduce=name, rngs=rngs)  # noqa: E731
+        return gtp.Stack(dense, 1, schedule=schedule, rngs=rngs)
+
+    x, g = bf16(0, 8, 32, 128), bf16(1, 8, 32, 128)
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        found = gradient(make, x, g)[0]
+    check(found, exact(x, g), name)
+
+
+@pytest.mark.parametrize("name", GRAD_REDUCE)
+def test_so_it_is_of_a_table(name):
+    tokens = jnp.asarray(np.random.default_rng(2).integers(0, 64, (8, 128)))
+    g = bf16(3, 8, 128, 128)
+    wanted = np.zeros((64, 128))
+    np.add.at(wanted, np.asarray(tokens), np.asarray(g, np.float64))
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        found = gradient(lambda rngs: Embed(64, 128, grad_reduce=name, rngs=rngs), tokens, g)
+    check(found, wanted, name)
+
+
+def check(found, wanted, name):
+    error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+    least, most = ERRORS[name]
+    assert least <= error <= most, f"{error:.2e}"
+
+
+WIRE = {"float32": ("reduce-scatter", "f32", 4), "bf16-wire": ("all-to-all", "u16", 2)}
+
+
+@pytest.mark.parametrize("name", WIRE)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_wire_has_as_many_bytes_as_the_name_says(name, parts):
+    """`bf16` compiled: `tests/chain/test_overlap_h200.py`; XLA's CPU backend widens its sum."""
+    kind, dtype, size = WIRE[name]
+    step = lowered_step(
+        LlamaConfig(**SIZES, grad_reduce=name), gtp.make_mesh(gtp=8), batch=8 * parts, seq=16, microbatches=parts
+    )
+    over_gtp = [c for c in plan.collectives(step.compile().as_text()) if c.axes == ("gtp",)]
+    sums = [c for c in over_gtp if c.kind in ("reduce-scatter", "all-to-all")]
+    assert {(c.kind, c.dtype, c.direction) for c in sums} == {(kind, dtype, "backward")}
+    block = 512 * 128 + 128 * 256 + 768 * 128 + 128 * 384
+    assert sum(c.times * c.operand_bytes for c in sums) == size * parts * (2 * block + 2 * 640 * 128)
+
+
+@pytest.mark.parametrize("unroll", ["full", 1])
+@pytest.mark.parametrize("remat", ["matmuls", "everything"])
+def test_a_slot_is_never_saved_for_backward(remat, unroll):
+    def saved(name):
+        def make(rngs):
+            schedule = gtp.Schedule(unroll=unroll)
+            dense = lambda rngs: gtp.Dense(96, 96, grad_reduce=name, rngs=rngs)  # noqa: E731
+            return gtp.Stack(dense, 3, schedule=schedule, remat=remat, rngs=rngs)
+
+        graph, state = nnx.split(make(nnx.Rngs(0)))
+        x = jnp.zeros((8, 4, 96), jnp.bfloat16)
+        residuals = jax.eval_shape(lambda state: jax.vjp(lambda s: nnx.merge(graph, s)(x), state)[1], state)
+        return Counter((leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(residuals))
+
+    assert saved("float32") == saved("bf16-wire") == saved("bf16")
+    assert sum(saved("float32").values())
+
+
+def test_float32_stands_for_at_least_float32():
+    assert reduction_of("float32", "float64") == (np.float64, np.float64, None)
+    assert reduction_of("float32", "bfloat16") == (np.float32, np.float32, None)
+    assert reduction_of("bf16-wire", "bfloat16") == (np.float32, np.float32, jnp.bfloat16)
+    assert reduction_of("bf16", "float32") == (np.float32, jnp.bfloat16, None)
+
+
+def test_an_unknown_name_is_refused():
+    refused = pytest.raises(ValueError, match="`grad_reduce` is 'int8'; it is one of 'float32', 'bf16-wire', 'bf16'")
+    with refused:
+        gtp.Dense(8, 8, grad_reduce="int8", rngs=nnx.Rngs(0))
+    with refused:
+        LlamaConfig(**SIZES, grad_reduce="int8")
+    with pytest.raises(ValueError, match="`grad_reduce` is 'int8'; it is one of float32, bf16-wire, bf16"):
+        gtp.train.Execution(grad_reduce="int8")

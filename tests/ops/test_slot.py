@@ -1,0 +1,96 @@
+"""The gradient of a weight with a slot is the one that sums of float32 give, whatever the operands' dtype."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gtp_jax as gtp
+from gtp_jax import native
+from gtp_jax.formats import FP8_E4M3, FP8_E5M2
+from gtp_jax.ops import (
+    SlottedWeight,
+    grouped_matmul,
+    grouped_quantized,
+    linear,
+    linear_blocks,
+    linear_fp8,
+    look_up,
+    power_of_two_amax,
+)
+from gtp_jax.train import compile_options
+
+from ..plan.programs import array, h200_mesh, needs_target
+
+KEY = jnp.array([1, 2], jnp.uint32)
+SIZES = jnp.array([40, 0, 24, 64], jnp.int32)
+IDS = jnp.asarray(np.random.default_rng(9).integers(0, 16, 128))
+MX, NV = gtp.MXFP8(matmuls=True).operands, gtp.NVFP4(matmuls=True).operands
+FP8 = gtp.FP8(matmuls=True).operands
+
+# of `(x, weight)`; what has shapes (128, 96), (64, 96) and (128, 64), or four experts' weights
+PRODUCTS = {
+    "linear": linear,
+    "linear_fp8": lambda x, w: linear_fp8(x, w, FP8_E5M2),
+    "linear_blocks mxfp8": lambda x, w: linear_blocks(x, w, KEY, MX),
+    "linear_blocks nvfp4": lambda x, w: linear_blocks(x, w, KEY, NV),
+    "grouped_matmul": lambda x, w: grouped_matmul(x, w, SIZES),
+    "grouped_quantized fp8": lambda x, w: grouped_quantized(x, w, SIZES, KEY, FP8),
+    "grouped_quantized nvfp4": lambda x, w: grouped_quantized(x, w, SIZES, KEY, NV),
+    "look_up": lambda x, w: look_up(w, IDS),
+}
+
+
+def operands(name):
+    """Input, weight and gradient, of numbers that bfloat16 holds."""
+    rng = np.random.default_rng(0)
+    shapes = {"grouped": ((128, 96), (1, 4, 64, 96), (128, 64)), "look_up": ((1,), (16, 64), (128, 64))}
+    x, w, g = shapes.get(name.split("_m")[0].split("_q")[0], ((128, 96), (64, 96), (128, 64)))
+    return tuple(jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in (x, w, g))
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_slot_gets_the_gradient_unrounded_and_is_never_read(name):
+    product, (x, w, g) = PRODUCTS[name], operands(name)
+
+    def to_weight(x, w, g):
+        return jax.vjp(lambda w: product(x, w), w)[1](g)[0]
+
+    wide = (a.astype(jnp.float32) for a in (x, w, g))
+    wanted = np.asarray(to_weight(*wide), np.float64)
+    slot = jnp.full(w.shape, jnp.nan, jnp.float32)
+    y, back = jax.vjp(lambda x, w, slot: product(x, SlottedWeight(w, slot)), x, w, slot)
+    to_x, to_values, found = back(g)
+    assert found.dtype == jnp.float32 and not np.any(np.asarray(to_values, np.float32))
+    assert np.linalg.norm(found - wanted) <= 1e-6 * np.linalg.norm(wanted)
+    # without a slot it is rounded; output and input's gradient are the same
+    bare, back = jax.vjp(product, x, w)
+    bare_x, rounded = back(g)
+    assert rounded.dtype == jnp.bfloat16
+    assert 5e-4 * np.linalg.norm(wanted) <= np.linalg.norm(np.asarray(rounded, np.float64) - wanted)
+    for a, b in ((y, bare), (to_x, bare_x)):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+def test_codes_are_refused_by_a_product_that_does_not_multiply_them():
+    x, w, _ = operands("linear")
+    codes = gtp.quantize(w, FP8_E4M3, amax=power_of_two_amax(gtp.multi_amax([w]), FP8_E4M3)[0])
+    with pytest.raises(TypeError, match="`weight` is codes of FP8_E4M3, which only `linear_fp8` multiplies"):
+        linear(x, SlottedWeight(codes, jnp.zeros(w.shape)))
+
+
+@needs_target
+@pytest.mark.skipif(not native.has("gtp_quantize", "CUDA"), reason=native.describe())
+@pytest.mark.parametrize("name", ["linear", "linear_fp8"])
+def test_on_h200_a_product_writes_the_slots_float32_itself(name):
+    def step(x, w, g):
+        return jax.vjp(lambda x, slot: PRODUCTS[name](x, SlottedWeight(w, slot)), x, jnp.zeros(w.shape))[1](g)
+
+    mesh = h200_mesh(1)
+    shapes = [array(mesh, shape, jax.sharding.PartitionSpec()) for shape in ((2048, 1024), (4096, 1024), (2048, 4096))]
+    with jax.set_mesh(mesh):
+        options = {**gtp.plan.COMPILE_OPTIONS, **compile_options("gpu", fp8=True)}
+        text = jax.jit(step, compiler_options=options).lower(*shapes).compile().as_text()
+    calls = [line for line in text.splitlines() if "custom-call(" in line and "__cublas$" in line]
+    assert len(calls) == 2 and all(("$f8" in line) == (name == "linear_fp8") for line in calls)
+    assert [line.split(" = ")[1].lstrip("(").split("[")[0] for line in calls].count("f32") == 1
