@@ -104,8 +104,8 @@ def explain(model: nnx.Module, recipe: Recipe | None) -> Explanation:
     check_recipe(recipe)
     if not isinstance(model, nnx.Module):
         raise TypeError(
-            f"`model` is a {type(model).__name__}; it is an `nnx.Module`. Recipes are for models of `train_step`, "
-            "which are NNX; a layer in Linen travels in its own dtype."
+            f"`model` is a {type(model).__name__}; it is an `nnx.Module`. A layer in Linen "
+            "follows the recipe in scope; see `gtp_jax.use_recipe`."
         )
     recipe = BF16() if recipe is None else recipe
     owners = weight_owners(model)

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from ._layer import partition_of
+from ._weight import name_weights
 
 
 def init[M: nnx.Module](factory: Callable[[nnx.Rngs], M], rngs: nnx.Rngs) -> M:
@@ -23,10 +24,12 @@ def init[M: nnx.Module](factory: Callable[[nnx.Rngs], M], rngs: nnx.Rngs) -> M:
         rngs: as for any NNX module.
 
     Returns:
-        The model, its arrays sharded.
+        The model, its arrays sharded. Its weights know their paths, which recipes match; see `gtp_jax.use_recipe`.
     """
     graph, make, keys = _birth(factory, rngs)
-    return nnx.merge(graph, make(keys))
+    model = nnx.merge(graph, make(keys))
+    name_weights(model)
+    return model
 
 
 def _birth(factory: Callable[[nnx.Rngs], Any], rngs: nnx.Rngs) -> tuple[Any, Any, Any]:

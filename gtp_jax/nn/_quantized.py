@@ -6,10 +6,23 @@ from typing import Any, Literal
 
 import jax
 from flax import nnx
+from jax import lax
 
 from ..collectives import Shards
-from ..recipes import Recipe
-from ..weights import CallKeys, Groups, Layers, Path, Quantized, Stored, WeightGroup, key_for, quantize, resolve
+from ..recipes import Recipe, current_recipe
+from ..weights import (
+    CallKeys,
+    Groups,
+    Layers,
+    Path,
+    Quantized,
+    Stored,
+    WeightGroup,
+    check_ends,
+    key_for,
+    quantize,
+    resolve,
+)
 from ._weight import structure_of, weight_owners, with_weights
 
 
@@ -49,6 +62,17 @@ def with_groups(model: nnx.Module, groups: Groups, quantized: Quantized, key: ja
         stored[0] = Stored(shards[0], decided, quantized.get(path, ()), keys)
         values[path] = stored
     return with_weights(model, values)
+
+
+def quantized_in_scope(layers: nnx.Module, length: int) -> nnx.Module:
+    """Returns the layers of a stack, quantized here, as the recipe in scope says; as they are if there is none, or they
+    have been quantized already. Called in local view."""
+    owners, recipe = weight_owners(layers), current_recipe()
+    if recipe is None or not owners or any(isinstance(owner.value, Stored) for owner in owners.values()):
+        return layers
+    check_ends({"one": length}, recipe)
+    groups = {(path, at): group for path, owner in owners.items() for at, group in owner.groups(length)}
+    return with_groups(layers, groups, quantize(groups, lax.stop_gradient(shards_of(layers))))
 
 
 def _keys_of(key: jax.Array, path: Path, groups: tuple[tuple[Layers, WeightGroup], ...]) -> CallKeys | None:

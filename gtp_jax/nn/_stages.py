@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -14,9 +15,11 @@ from flax import nnx
 from ..chain import Outputs, Remat, Schedule, Stage, run, with_remat
 from ..collectives import Packed
 from ..ops import SlottedWeight
-from ..weights import CallKeys, Gathered, Layers, WeightGroup, gather, gather_members, scatter
+from ..recipes import current_recipe, use_recipe
+from ..weights import CallKeys, Gathered, Layers, WeightGroup, check_ends, gather, gather_members, scatter
 from ._layer import layout_of
 from ._outputs import is_float, outputs_of, values_of, variables_of, write
+from ._quantized import quantized_in_scope
 from ._shared import SharedInputs
 from ._weight import WeightOwner, kernel_places, weight_owners
 
@@ -87,15 +90,16 @@ def _refuse_undeclared(module: nnx.Module, outputs: Outputs) -> None:
 def _stages(part: Part, shared: SharedInputs, gathers: bool) -> list[Stage]:
     """Returns the stages of a module: of a stack one for each stretch of layers: in high precision, with codes gathered
     already, with codes to be gathered, and in high precision again."""
-    template = _Template(part.module, gathers, part.length is not None)
-    if part.length is None:
+    stacked, length = part.length is not None, part.length or 1
+    module = quantized_in_scope(part.module, length) if gathers and stacked else part.module
+    template = _Template(module, gathers, stacked)
+    if not stacked:
         groups = {path: owner.group for path, owner in template.owners.items()}
         keys = {path: owner.keys.next(link=True) for path, owner in template.owners.items() if owner.keys is not None}
         sent = {path: owner.sent() for path, owner in template.owners.items()} if gathers else template.shards
         constants = keys, template.constants
         return [template.stage(groups, template.shards, ((), sent), template.params, constants, part.remat)]
 
-    length = part.length
     by_layers = {path: owner.groups(length) for path, owner in template.owners.items()}
     buffers = [one for owner in template.owners.values() for one in owner.packed]
     bundled = {path for one in buffers for path in one.members}
@@ -110,6 +114,11 @@ def _stages(part: Part, shared: SharedInputs, gathers: bool) -> list[Stage]:
     last = max((layers.stop for layers in quantized), default=0)
     ahead = first + (held[0].buffer.shape[0] if held else 0)
     ends = {end for groups in by_layers.values() for layers, _ in groups for end in layers[:2]}
+    recipe = None if gathers else current_recipe()
+    if recipe is not None:  # modules that gather their own follow it by themselves, but do not know their layer
+        check_ends({"one": length}, recipe)
+        first, last = recipe.keep_first, length - recipe.keep_last
+        ends |= {first, last}
     bounds = sorted({0, *ends, ahead, length})
     keys = _layer_keys(template.owners, length)
     pieces = _split((template.shards, template.params, (keys, template.constants)), bounds[1:-1])
@@ -122,7 +131,8 @@ def _stages(part: Part, shared: SharedInputs, gathers: bool) -> list[Stage]:
             inputs, at = (held, unbundled(own)), 0
         else:
             inputs, at = (packed, unbundled(template.shards)), start
-        stage = template.stage(groups, own, inputs, params, constants, part.remat, shared)
+        kept = recipe is not None and not first <= start < last
+        stage = template.stage(groups, own, inputs, params, constants, part.remat, shared, kept)
         stages.append(dataclasses.replace(stage, length=stop - start, stacked=True, first=at))
     return stages
 
@@ -172,8 +182,9 @@ class _Template:
         constants: Any,
         remat: Remat,
         shared: SharedInputs | None = None,
+        kept: bool = False,
     ) -> Stage:
-        """Returns the layer as a stage, not stacked."""
+        """Returns the layer as a stage, not stacked; `kept` from the recipe in scope, if modules gather their own."""
 
         def apply(
             weights: Weights, slots: Slots, params: list[Any], x: Any, arrays: list[Any], constants: Constants
@@ -182,7 +193,8 @@ class _Template:
             layer = self.merged(params, others, self._values(groups, weights, slots, keys))
             before = values_of(variables_of(layer))
             args, kwargs = shared.arguments(arrays) if shared is not None else ((), {})
-            y = layer(x, *args, **kwargs)  # pyright: ignore[reportCallIssue]
+            with use_recipe(None) if kept else contextlib.nullcontext():
+                y = layer(x, *args, **kwargs)  # pyright: ignore[reportCallIssue]
             return y, outputs_of(before, variables_of(layer), self.name)
 
         def slots(weights: Weights) -> Slots:

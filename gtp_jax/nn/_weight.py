@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..collectives import Packed, Shards, gathered, use_rows
@@ -17,6 +18,7 @@ from ..formats import Operands
 from ..layout import Layout
 from ..mesh import current_view, multiplies_blocks
 from ..ops import SlottedWeight, linear, linear_blocks, linear_fp8
+from ..recipes import Recipe, current_recipe
 from ..weights import (
     CallKeys,
     Gathered,
@@ -27,6 +29,8 @@ from ..weights import (
     Structure,
     WeightGroup,
     gather,
+    of_layers,
+    quantize,
     reduction_of,
     scatter,
 )
@@ -66,6 +70,13 @@ def structure_of(model: nnx.Module) -> Structure:
     stacks = {(*path, "layers"): m.length for path, m in nnx.iter_modules(model) if isinstance(m, StackedLayers)}
     owners = weight_owners(model).items()
     return Structure(type(model).__name__, {path: owner.built_group for path, owner in owners}, stacks)
+
+
+def name_weights(model: nnx.Module) -> None:
+    """Tells a model's kernels their paths, by which recipes in scope know them, as metadata of their variables."""
+    for path, owner in weight_owners(model).items():
+        for weight in owner.weights():
+            weight.set_metadata(path=path)
 
 
 def with_weights(module: nnx.Module, values: Mapping[Path, Sequence[Any]]) -> Any:
@@ -168,10 +179,25 @@ class WeightOwner(Layer):
             codes_multiply=self.codes_multiply,
         )
 
-    def groups(self, length: int = 1) -> tuple[tuple[Layers, WeightGroup], ...]:
-        """Returns what is decided about its kernels, by layers of the stack of this length that it is in."""
-        value = self.value
-        return value.groups if isinstance(value, Stored) else ((Layers(0, length), self.built_group),)
+    def groups(self, length: int | None = None) -> tuple[tuple[Layers, WeightGroup], ...]:
+        """Returns what is decided about its kernels, by layers of the stack of this length that it is in, if any."""
+        value, recipe = self.value, current_recipe()
+        if isinstance(value, Stored):
+            return value.groups
+        if recipe is None:
+            return ((Layers(0, length or 1), self.built_group),)
+        return of_layers(self.built_group, self._path_for(recipe), recipe, length, None if length is None else ())
+
+    def _path_for(self, recipe: Recipe) -> Path:
+        path = self.weights()[0].get_metadata().get("path")
+        if path is None and recipe.rules:
+            patterns = ", ".join(repr(pattern) for pattern, _ in recipe.rules)
+            raise ValueError(
+                f"the recipe in scope has patterns ({patterns}), and a {type(self).__name__} is called that does not "
+                "know its path in the model. Build the model with `gtp_jax.init`; or pass `keep=()` and no `override`, "
+                "and enter `gtp_jax.use_recipe(None)` around what stays in high precision."
+            )
+        return path or ()
 
     @property
     def group(self) -> WeightGroup:
@@ -185,8 +211,7 @@ class WeightOwner(Layer):
     @property
     def operands(self) -> Operands | None:
         """Formats in which it multiplies; `None`: in `dtype`."""
-        value = self.value
-        return self.group.operands if isinstance(value, Stored | Gathered) else None
+        return self.group.operands
 
     @property
     def keys(self) -> CallKeys | None:
@@ -201,8 +226,13 @@ class WeightOwner(Layer):
         return value.packed if isinstance(value, Stored) else ()
 
     def sent(self) -> Shards | Packed:
-        """What this rank sends in a gather."""
-        return self.packed[0] if self.packed else self.slices()
+        """What this rank sends in a gather; quantized here if a recipe is in scope."""
+        if self.packed:
+            return self.packed[0]
+        group, slices = self.group, self.slices()
+        if group.wire is None:
+            return slices
+        return quantize({((), Layers(0, 1)): group}, {(): lax.stop_gradient(slices)})[()][0]
 
     def product(self, x: jax.Array, weight: Any) -> jax.Array:
         """`x @ weight.T`, as a recipe has it."""

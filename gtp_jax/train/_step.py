@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..collectives import sum_over_replicas
 from ..mesh import Roles, current_roles, degree, degrees, platform, use_roles
 from ..nn import Skeleton, shards_of, structure_of, with_groups
-from ..recipes import Recipe, check_recipe
+from ..recipes import Recipe, check_recipe, current_recipe
 from ..weights import quantize, resolve
 from ._options import compile_options
 from ._rounding import rounding_key
@@ -49,7 +49,8 @@ def train_step(
         optimizer: any optax optimizer.
         microbatches: parts of a rank's batch, one after the other.
         max_grad_norm: scales gradients down to this global L2 norm.
-        recipe: what is quantized, such as `gtp_jax.NVFP4()`; nothing by default.
+        recipe: what is quantized, such as `gtp_jax.NVFP4()`; by default what the recipe in scope says, if there is one
+            (`use_recipe`).
         held: layers of each stack, or `"all"`, whose codes are gathered once a step, ahead of the microbatches, and
             held for all their passes; the others gather in each. They are counted from the first that travels as codes,
             behind a recipe's `keep_first`. On every device that takes the bytes of these layers' codes whole, 0.504 an
@@ -104,9 +105,10 @@ def eval_step(
 
     def step(state: TrainState, batch: Tree) -> dict[str, jax.Array]:
         _check_state(state)
+        chosen = current_recipe() if recipe is None else recipe
 
         def local(params: Tree, batch: Tree, _: jax.Array) -> tuple[jax.Array, jax.Array]:
-            total, tokens = _checked(loss, _model_of(state.skeleton, params, recipe)(params), batch)
+            total, tokens = _checked(loss, _model_of(state.skeleton, params, chosen)(params), batch)
             return _over_all_ranks((total, tokens))
 
         on_mesh = _over_mesh(local, state.skeleton, 1, (PartitionSpec(), PartitionSpec()))
@@ -141,7 +143,7 @@ def _gradients(
     loss: Loss, state: TrainState, batch: Tree, microbatches: int, recipe: Recipe | None, held: int | Literal["all"]
 ):
     """Sums over all ranks and sequences: of losses, of tokens, and of gradients."""
-    skeleton = state.skeleton
+    skeleton, recipe = state.skeleton, current_recipe() if recipe is None else recipe
     stochastic = recipe is not None and any(k.operands is not None and k.operands.stochastic for k in recipe.kinds)
 
     def local(params: Tree, batch: Tree, step: jax.Array):

@@ -18,6 +18,7 @@ from ._resolve import Groups as Groups
 from ._resolve import Layers as Layers
 from ._resolve import Path as Path
 from ._resolve import Structure as Structure
+from ._resolve import check_ends as check_ends
 from ._resolve import of_layers as of_layers
 from ._resolve import resolve as resolve
 from ._rounding import CallKeys as CallKeys

@@ -92,7 +92,19 @@ def _check_names(structure: Structure, recipe: Recipe) -> None:
             "the recipe out."
         )
     _check_patterns(paths, recipe)
-    stacks = {".".join(map(str, path[:-1])): length for path, length in structure.stacks.items()}
+    check_ends({".".join(map(str, path[:-1])): length for path, length in structure.stacks.items()}, recipe)
+
+
+def check_ends(stacks: Mapping[str, int], recipe: Recipe) -> None:
+    """Refuses `keep_first` and `keep_last` of more layers than a stack has.
+
+    Args:
+        stacks: lengths, by name.
+        recipe: what asks for them.
+
+    Raises:
+        ValueError: naming the stacks.
+    """
     ends = recipe.keep_first + recipe.keep_last
     if ends and (not stacks or ends > min(stacks.values())):
         there = ", ".join(f"{name} has {length}" for name, length in stacks.items()) or "there is no `Stack`"

@@ -23,6 +23,7 @@ EVERY = {
     "of modules": gtp.MXFP8(keep=(), override={"mlp.down": gtp.FP8(matmuls=True), "head": gtp.NVFP4()}),
     "of gradients": gtp.NVFP4(reduce="fp8"),
 }
+UNSTOCHASTIC = [n for n, r in EVERY.items() if not any(k.operands and k.operands.stochastic for k in r.kinds)]
 FLAX = str(Path(flax.__file__).parent)
 
 
@@ -61,13 +62,19 @@ def test_the_record_sees_writes_to_a_model_and_to_merged_copies(written):
     assert written == [("Dense", "names"), ("Dense", "names"), ("Dense", "dtype")]
 
 
-@pytest.mark.parametrize("name, changes", [*((n, {}) for n in EVERY), ("of modules", dict(tied=True))], ids=str)
-@pytest.mark.parametrize("experts", [0, 4])
-def test_no_attribute_is_written_in_a_step(name, changes, experts, written):
+CASES = [
+    *((name, {}) for name in EVERY),
+    ("of modules", dict(tied=True)),
+    *((name, dict(experts=4)) for name in ("fp8-matmuls", "nvfp4-matmuls", "of modules", "of gradients")),
+]
+
+
+@pytest.mark.parametrize("name, changes", CASES, ids=str)
+def test_no_attribute_is_written_in_a_step(name, changes, written):
     recipe = EVERY[name]
-    if changes:
+    if "tied" in changes:
         recipe = dataclasses.replace(recipe, override={"mlp.down": gtp.FP8(matmuls=True), "embed": gtp.NVFP4()})
-    config = dataclasses.replace(CONFIG, experts=experts, **changes)
+    config = dataclasses.replace(CONFIG, **changes)
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
         optimizer = optax.adamw(1e-3)
         state = gtp.TrainState.create(abstract_model(lambda rngs: Llama(config, rngs=rngs)), optimizer)
@@ -76,4 +83,20 @@ def test_no_attribute_is_written_in_a_step(name, changes, experts, written):
         step = gtp.train_step(next_token_loss, optimizer, microbatches=2, recipe=recipe, held=held)
         step.lower(state, {"tokens": tokens, "targets": tokens})  # attributes are written while Python traces
         gtp.eval_step(next_token_loss, recipe=recipe).lower(state, {"tokens": tokens, "targets": tokens})
+    assert not written
+
+
+@pytest.mark.parametrize("name", UNSTOCHASTIC)
+def test_no_attribute_is_written_under_a_recipe_in_scope(name, written):
+    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
+        model = gtp.init(lambda rngs: Llama(CONFIG, rngs=rngs), nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer, tokens):
+            gradients = nnx.grad(lambda model: gtp.cross_entropy(model(tokens), tokens)[0])(model)
+            optimizer.update(model, gradients)
+
+        with gtp.use_recipe(EVERY[name]):
+            step.lower(model, optimizer, jnp.zeros((8, 16), jnp.int32))
     assert not written

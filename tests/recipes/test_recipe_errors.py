@@ -118,9 +118,7 @@ def test_models_without_weights_to_quantize_are_refused():
 
 @pytest.mark.parametrize("model", [None, linen.Dense(8), gtp.Dense], ids=str)
 def test_only_nnx_modules_are_explained(model):
-    with pytest.raises(
-        TypeError, match="`model` is a .*; it is an `nnx.Module`. Recipes are for models of `train_step`"
-    ):
+    with pytest.raises(TypeError, match="`model` is a .*; it is an `nnx.Module`. A layer in Linen follows"):
         gtp.explain(model, gtp.NVFP4())
 
 
