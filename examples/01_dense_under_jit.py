@@ -2,7 +2,7 @@
 
     python examples/01_dense_under_jit.py      # any machine; 8 virtual CPU devices where there is no GPU
 
-Prints the shape of one device's slice and a falling loss.
+Prints the shape of one device's shard and a falling loss.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""Generalized Tensor Parallelism for JAX: weights kept as slices, gathered just in time."""
+"""Generalized Tensor Parallelism for JAX: weights are sharded, and gathered just in time."""
 
 from . import formats as formats
 from .chain import Schedule as Schedule

@@ -58,16 +58,16 @@ def check_knobs(config: Any) -> None:
         name, least, above = field.name.rstrip("_"), *field.metadata["range"].values()
         whole = isinstance(value, int) and not isinstance(value, bool)
         if least is not None and not (whole and value >= least):
-            raise ValueError(f"`{name}` is {value}; it is a whole number of at least {least}.")
+            raise ValueError(f"`{name}` is {value}; it must be a whole number of at least {least}.")
         if above is not None and not above < value < float("inf"):
-            raise ValueError(f"`{name}` is {value}; it is a number above {above:g}.")
+            raise ValueError(f"`{name}` is {value}; it must be a number above {above:g}.")
         choices = field.metadata["options"].get("choices")
         if choices is not None and value not in choices:
-            raise ValueError(f"`{name}` is {value!r}; it is one of {', '.join(choices)}.")
+            raise ValueError(f"`{name}` is {value!r}; it must be one of {', '.join(choices)}.")
 
 
 def count_or(word: str) -> Callable[[str], int | str]:
-    """A number of layers, or a word in its place, for `kind=`."""
+    """Returns a parser, for `kind=`, of a number of layers or of `word` in its place."""
 
     def parse(text: str) -> int | str:
         if text == word:
@@ -81,7 +81,7 @@ def count_or(word: str) -> Callable[[str], int | str]:
 
 
 def knobs(kind: Any) -> Iterator[dataclasses.Field[Any]]:
-    """All knobs of a dataclass, those of its pieces in their place."""
+    """Yields all knobs of a dataclass, those of its pieces in their place."""
     for field in dataclasses.fields(kind):
         if "piece" in field.metadata:
             yield from knobs(field.metadata["piece"])
@@ -90,7 +90,7 @@ def knobs(kind: Any) -> Iterator[dataclasses.Field[Any]]:
 
 
 def flag_of(field: dataclasses.Field[Any]) -> str:
-    """A knob's flag: `--keep-last` of `keep_last`."""
+    """Returns a knob's flag: `--high-precision-last` of `high_precision_last`."""
     return f"--{field.name.rstrip('_').replace('_', '-')}"
 
 
@@ -111,7 +111,7 @@ def add_flags(parser: Any, kind: Any, but: Collection[str] = ()) -> dict[str, An
 
 
 def given(args: argparse.Namespace, kind: Any) -> dict[str, Any]:
-    """The knobs of a dataclass that the command line has set."""
+    """Returns the knobs of a dataclass that the command line has set."""
     return {field.name: getattr(args, field.name) for field in knobs(kind) if hasattr(args, field.name)}
 
 
@@ -130,7 +130,7 @@ def from_settings[T](kind: type[T], settings: Mapping[str, Any]) -> T:
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """The values of all knobs of a configuration, by name."""
+    """Returns the values of all knobs of a configuration, by name."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

@@ -53,13 +53,13 @@ class SavingContender:
     script: str
 
     def command(self, job: str, devices: int, torch_python: str) -> list[str]:
-        """The command line of its process; with PyTorch, of one process a device."""
+        """Returns the command line of its process; with PyTorch, of one process a device."""
         torchrun = [torch_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices)]
         return [*(torchrun if self.is_torch else [sys.executable]), str(SCRIPTS / self.script), job]
 
     @property
     def is_torch(self) -> bool:
-        """Whether it runs in PyTorch."""
+        """Returns whether it runs in PyTorch."""
         return self.script == "saving_torch.py"
 
 
@@ -72,7 +72,8 @@ SAVING_CONTENDERS = (
 
 
 def chosen_saving_contenders(only: Sequence[str]) -> list[SavingContender]:
-    """Those of `SAVING_CONTENDERS` whose name has all the words of one of `only`; all of them if `only` is empty.
+    """Returns those of `SAVING_CONTENDERS` whose name has all the words of one of `only`; all of them if `only` is
+    empty.
 
     Raises:
         ValueError: if none has.
@@ -108,12 +109,14 @@ class CheckpointTimes:
     restore_checksums: list[float] = dataclasses.field(default_factory=list)
 
     def median(self, what: str) -> float | None:
-        """Seconds, of the rounds after the first; of the first if there is no other; `None` if there is none."""
+        """Returns seconds, of the rounds after the first; of the first if there is no other; `None` if there is
+        none."""
         seconds = getattr(self, what)
         return statistics.median(seconds[1:] or seconds) if seconds else None
 
     def ratio(self, what: str, of: str) -> float | None:
-        """The median of `what` as a share of that of another, of rounds that have both, the first only if no other."""
+        """Returns the median of `what` as a share of that of another, of rounds that have both, the first only if no
+        other."""
         part, whole = getattr(self, what), getattr(self, of)
         pairs = list(zip(part, whole, strict=False))
         pairs = pairs[1:] or pairs
@@ -194,18 +197,19 @@ def measure_checkpoints(
 
 
 def reports_of(rounds: int) -> int:
-    """How many reports of each contender there are at most: its start, save, restore and move a round, its end."""
+    """Returns how many reports of each contender there are at most: its start, save, restore and move a round, its
+    end."""
     return 2 + 3 * (rounds + 1)
 
 
 def state_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
-    """Shapes of the float32 arrays of a model's training state. Starts no backend."""
+    """Returns the shapes of the float32 arrays of a model's training state. Starts no backend."""
     like = TrainState.create(abstract_model(lambda rngs: build(model, rngs=rngs)), optax.adamw(1e-3))
     return [leaf.shape for leaf in jax.tree.leaves(like) if leaf.shape]
 
 
 def float32_bytes(shapes: Sequence[Sequence[int]]) -> int:
-    """Of all of them together."""
+    """Returns the bytes of all arrays together."""
     return sum(4 * math.prod(shape) for shape in shapes)
 
 

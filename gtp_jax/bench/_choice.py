@@ -16,7 +16,7 @@ class Named(Protocol):
 
 
 def by_words[T: Named](items: Iterable[T], only: Sequence[str], noun: str) -> list[T]:
-    """Those whose name has all the words of one of `only`; all of them if `only` is empty.
+    """Returns those whose name has all the words of one of `only`; all of them if `only` is empty.
 
     Raises:
         ValueError: if none has.

@@ -16,7 +16,7 @@ SCRIPTS = Path(__file__).with_name("contenders")
 OURS, PARTITIONER, FSDP2, BOUND = "gtp_jax", "partitioner", "fsdp2", "bound"
 
 # Weights gathered again in backward, or kept for it: never compared with one another.
-POLICIES = ("again", "kept")
+POLICIES = ("regather", "keep")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Contender:
     Attributes:
         family: `gtp_jax`, `partitioner`, `fsdp2` or `bound`.
         variant: a recipe, a way to write the program, a precision.
-        policy: `again` or `kept`; empty for a bound, which gathers nothing.
+        policy: `regather` or `keep`; empty for a bound, which gathers nothing.
         script: file in the folder `contenders`.
         flags: beside those of the workload.
         tp: tensor-parallel degrees that it takes part at.
@@ -47,14 +47,14 @@ class Contender:
         return " ".join(filter(None, (self.family, self.variant, self.policy)))
 
     def command(self, workload_flags: Sequence[str], devices: int, torch_python: str) -> list[str]:
-        """The command line of its process; with PyTorch, of one process a device."""
+        """Returns the command line of its process; with PyTorch, of one process a device."""
         torchrun = [torch_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices)]
         launch = torchrun if self.family == FSDP2 else [sys.executable]
         return [*launch, str(SCRIPTS / self.script), *workload_flags, *self.flags]
 
 
 def _contenders() -> tuple[Contender, ...]:
-    kept = {"again": (), "kept": ("--kept",)}
+    flags_of_policy = {"regather": (), "keep": ("--keep-gathered",)}
     # async TP differs only where tp is above 1; torchao's FP8 all-gather shards over one axis
     compiled = {
         "bf16": ((), "any", "bf16"),
@@ -64,17 +64,19 @@ def _contenders() -> tuple[Contender, ...]:
     }
     written = {"combined": ("--combine",), "unrolled": (), "scan": ("--unroll=1",)}
     ours = [
-        Contender(OURS, name, policy, "ours.py", (f"--recipe={name}", f"--kept={layers}"), matmuls=_matmuls(recipe()))
+        Contender(
+            OURS, name, policy, "ours.py", (f"--recipe={name}", f"--keep-gathered={layers}"), matmuls=_matmuls(recipe())
+        )
         for name, recipe in RECIPES.items()
-        for policy, layers in (("again", 1), ("kept", "all"))
+        for policy, layers in (("regather", 1), ("keep", "all"))
     ]
     fsdp2 = [
-        Contender(FSDP2, variant, policy, "fsdp2.py", (*flags, *kept[policy]), tp, matmuls)
+        Contender(FSDP2, variant, policy, "fsdp2.py", (*flags, *flags_of_policy[policy]), tp, matmuls)
         for variant, (flags, tp, matmuls) in compiled.items()
         for policy in POLICIES
     ]
     partitioner = [
-        Contender(PARTITIONER, variant, policy, "partitioner.py", (*flags, *kept[policy]))
+        Contender(PARTITIONER, variant, policy, "partitioner.py", (*flags, *flags_of_policy[policy]))
         for variant, flags in written.items()
         for policy in POLICIES
     ]
@@ -97,7 +99,8 @@ CONTENDERS: tuple[Contender, ...] = _contenders()
 
 
 def chosen_contenders(only: Sequence[str], *, tp: int = 1) -> list[Contender]:
-    """Those of `CONTENDERS` that a tp degree has, and whose name has all the words of one of `only`, if there are any.
+    """Returns those of `CONTENDERS` that a tp degree has, and whose name has all the words of one of `only`, if there
+    are any.
 
     Raises:
         ValueError: if none has.
@@ -106,7 +109,8 @@ def chosen_contenders(only: Sequence[str], *, tp: int = 1) -> list[Contender]:
 
 
 def with_remat_policies(contenders: Sequence[Contender], policies: Sequence[str]) -> list[Contender]:
-    """The contenders, those of gtp_jax once for each policy of what a layer keeps, whose name they have beside theirs.
+    """Returns the contenders, those of gtp_jax once for each policy of what a layer keeps, whose name they have beside
+    theirs.
 
     With the default alone they are as they were.
     """
@@ -125,7 +129,8 @@ def with_remat_policies(contenders: Sequence[Contender], policies: Sequence[str]
 
 
 def with_grad_reductions(contenders: Sequence[Contender], names: Sequence[str]) -> list[Contender]:
-    """The contenders, those of gtp_jax once for each way to sum weight gradients, whose name they have beside theirs.
+    """Returns the contenders, those of gtp_jax once for each way to sum weight gradients, whose name they have beside
+    theirs.
 
     With `bf16` alone, in which the others sum too, they are as they were.
     """
@@ -144,7 +149,7 @@ def with_grad_reductions(contenders: Sequence[Contender], names: Sequence[str]) 
 
 
 def with_recipe(contenders: Sequence[Contender], options: Quantization) -> list[Contender]:
-    """The contenders, of which those of gtp_jax follow what is said beside their recipe.
+    """Returns the contenders, of which those of gtp_jax follow what is said beside their recipe.
 
     Raises:
         ValueError: if it does not go with one of them.
@@ -154,7 +159,7 @@ def with_recipe(contenders: Sequence[Contender], options: Quantization) -> list[
         if contender.family == OURS:
             own = dataclasses.replace(options, recipe=contender.variant)
             if all(kind.wire is None for kind in own.to_recipe().kinds):
-                own = dataclasses.replace(own, held=0)  # there are no codes to hold
+                own = dataclasses.replace(own, pregathered_layers=0)  # there are no codes to hold
             flags = tuple(dict.fromkeys((*contender.flags, *own.flags)))
             contender = dataclasses.replace(contender, flags=flags, matmuls=_matmuls(own.to_recipe()))
         adapted.append(contender)

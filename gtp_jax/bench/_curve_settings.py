@@ -50,7 +50,7 @@ class CurveSettings:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> CurveSettings:
-        """Those that a log begins with.
+        """Returns the settings that a log begins with.
 
         Raises:
             ValueError: if they are not these fields.
@@ -58,7 +58,7 @@ class CurveSettings:
         names = {field.name for field in dataclasses.fields(cls)}
         if names != set(settings):
             raise ValueError(
-                f"a log's settings are {', '.join(sorted(settings))}, but {', '.join(sorted(names))} are wanted: "
+                f"a log's settings are {', '.join(sorted(settings))}, but {', '.join(sorted(names))} are expected: "
                 "another version wrote it. Choose an empty folder with `--out`, or draw it with that version."
             )
         return cls(**settings)
@@ -78,7 +78,7 @@ class CurveSettings:
         return f"{self.preset} ({size}), {tokens}, seed {self.seed}, {self.device}"
 
     def unlike(self, other: CurveSettings, name: str) -> str:
-        """What differs from another's, which has a name."""
+        """Returns what differs from another's, which has a name."""
         fields = (field.name for field in dataclasses.fields(self))
         pairs = ((field, getattr(self, field), getattr(other, field)) for field in fields)
         return ", ".join(f"{field} {mine} ({theirs} in {name})" for field, mine, theirs in pairs if mine != theirs)

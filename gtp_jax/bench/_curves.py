@@ -46,11 +46,11 @@ class Curve:
 
     @property
     def diverged(self) -> bool:
-        """Whether a loss was no finite number."""
+        """Returns whether a loss was no finite number."""
         return not np.isfinite(self.losses).all()
 
     def final(self, steps: int) -> float:
-        """Mean loss over the last twentieth of `steps`; NaN if the run did not come so far."""
+        """Returns the mean loss over the last twentieth of `steps`; NaN if the run did not come so far."""
         last = self.losses[(self.steps > steps * (1 - _TAIL)) & (self.steps <= steps)]
         return float(last.mean()) if len(self.steps) and self.steps[-1] >= steps else float("nan")
 
@@ -117,7 +117,7 @@ def run_curves(
 
 
 def read_curve(variant: Variant, folder: Path, failure: str = "") -> Curve:
-    """A variant's log as far as it goes."""
+    """Returns a variant's log as far as it goes."""
     path = folder / f"{variant.name}.jsonl"
     found = []
     for line in path.read_text().splitlines() if path.exists() else []:
@@ -138,7 +138,7 @@ def read_curve(variant: Variant, folder: Path, failure: str = "") -> Curve:
 
 
 def settings_in(folder: Path, but: Sequence[Variant] = ()) -> CurveSettings | None:
-    """What the logs in a folder are of, without those of some variants; `None` if there are no others.
+    """Returns what the logs in a folder are of, without those of some variants; `None` if there are no others.
 
     Raises:
         ValueError: if they are of different settings, naming two; or one does not say of which.

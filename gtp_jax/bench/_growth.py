@@ -62,7 +62,9 @@ def _weak(work: Workload, devices: int) -> Workload:
 def _strong(work: Workload, devices: int) -> Workload:
     gtp = _gtp(work, devices)
     if work.seq % (work.gtp * work.tp):
-        raise ValueError(f"sequences of {work.seq} cannot be cut in {work.gtp}, one part a rank. Choose another --seq.")
+        raise ValueError(
+            f"sequences of {work.seq} cannot be divided into {work.gtp} parts, one for each rank. Choose another --seq."
+        )
     return dataclasses.replace(work, gtp=gtp, seq=work.seq // work.gtp)
 
 
@@ -121,7 +123,8 @@ def parse_axes(words: Sequence[str]) -> dict[str, list[int]]:
 
 
 def growth_points(work: Workload, axes: Mapping[str, Sequence[int]]) -> list[Point]:
-    """The steps to measure: ends of each axis first, then its middle; axes take turns, so that none waits for another.
+    """Returns the steps to measure: ends of each axis first, then its middle; axes take turns, so that none waits for
+    another.
 
     Args:
         work: the step that all axes but `strong` go through.
@@ -145,7 +148,7 @@ def _point(work: Workload, name: str, value: int) -> Point:
 
 
 def _ends_first(count: int) -> list[int]:
-    """Indices: last, first, then what lies midway, breadth first."""
+    """Returns the indices: last, first, then what lies midway, breadth first."""
     order = list(dict.fromkeys([count - 1, 0])) if count else []
     gaps = [(0, count - 1)]
     for low, high in gaps:  # grows while it is read

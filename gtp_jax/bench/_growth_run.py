@@ -65,7 +65,7 @@ class Cost:
 def growth_runs(
     points: Sequence[Point], contenders: Sequence[Contender], *, scan: bool, target: Target | None
 ) -> list[tuple[Point, Contender]]:
-    """Which contender runs at which point, in their order.
+    """Returns which contender runs at which point, in their order.
 
     Args:
         points: in order.
@@ -133,7 +133,7 @@ def measure_growth(
 
 
 def cost(point: Point, row: Row) -> Cost:
-    """What a contender has made of a point."""
+    """Returns what a contender has made of a point."""
     facts, work = row.facts, point.work
     times: dict[str, float | None] = {"step_s": facts.get("modelled_s")}
     if row.seconds:
@@ -154,12 +154,13 @@ def cost(point: Point, row: Row) -> Cost:
 
 
 def over_memory(cost: Cost, chip: str) -> bool:
-    """Whether a step needs more memory than a chip has."""
+    """Returns whether a step needs more memory than a chip has."""
     return (cost.peak_bytes or 0) > fact(chip, "memory").value
 
 
 def first_of(cost: Cost, costs: Sequence[Cost]) -> Cost | None:
-    """The lowest point of a cost's axis where the same contender has a result: what the others are compared with."""
+    """Returns the lowest point of a cost's axis where the same contender has a result: what the others are compared
+    with."""
     line = [c for c in costs if (c.axis, c.contender) == (cost.axis, cost.contender) and c.step_s]
     return min(line, key=lambda c: c.value, default=None)
 

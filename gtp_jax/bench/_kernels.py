@@ -36,9 +36,9 @@ _MOST_ARRAYS = 64  # but not more, as each is an operation to compile
 _SMALL_BYTES = 64 * 1024
 _SMALL_COUNT = 1000
 _WEIGHTS = 4  # of which a layer consists
-_SLICES = 4  # of which an unpacked buffer consists
-# Rows of an array are a multiple of this, so that a slice of a weight has whole blocks.
-_ROWS = _WEIGHTS * _SLICES * max(form.alignment for form in FORMATS.values())
+_SHARDS = 4  # of which an unpacked buffer consists
+# Rows of an array are a multiple of this, so that a shard of a weight has whole blocks.
+_ROWS = _WEIGHTS * _SHARDS * max(form.alignment for form in FORMATS.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Measurement:
 
     @property
     def of_reference(self) -> float | None:
-        """How many times as fast as the reference."""
+        """Returns how many times as fast as the reference."""
         return self.reference_microseconds and self.reference_microseconds / self.microseconds
 
     def record(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class Measurement:
 
 
 def kernels(only: Sequence[str]) -> list[Kernel]:
-    """Those of `KERNELS` whose name has all the words of one of `only`; all of them if `only` is empty.
+    """Returns those of `KERNELS` whose name has all the words of one of `only`; all of them if `only` is empty.
 
     Raises:
         ValueError: if none has.
@@ -196,12 +196,12 @@ def measure(
 
 
 def _microseconds(clock: Callable[..., float], program: Callable[[Any], Any], operands: Sequence[Any]) -> float:
-    """Of one of the arrays that the program works on."""
+    """Returns the microseconds that one of the program's arrays takes."""
     return clock(jax.jit(_sampled(program)), operands) / len(operands) * 1e6
 
 
 def _sampled(program: Callable[[Any], Any]) -> Callable[[Any], jax.Array]:
-    """The program, but the first number of each of its results is all that it returns."""
+    """Returns the program, reduced to the first number of each of its results."""
 
     def sampled(operands: Any) -> jax.Array:
         # laid out as results are: inside a program XLA might leave a transposition out
@@ -216,13 +216,14 @@ _Program = Callable[[Implementation], Callable[[Any], Any]]
 
 
 def _shape(size: int) -> tuple[int, int]:
-    """Of an array of about so many elements; a small one has fewer columns."""
+    """Returns the shape of an array of about so many elements; a small one has fewer columns."""
     rows = max(_ROWS, size // _COLS // _ROWS * _ROWS)
     return rows, min(_COLS, max(64, size // rows // 64 * 64))
 
 
 def _program(kernel: Kernel, arrays: list[jax.Array]) -> tuple[_Program, Any, int]:
-    """A program for each implementation, what it is called with, and the bytes that one array of it must move."""
+    """Returns a program for each implementation, what it is called with, and the bytes that one array of it must
+    move."""
     form = FORMATS.get(kernel.format)
     if form is None:
         return _amax(kernel.variant, arrays)
@@ -271,7 +272,7 @@ def _dequantize(axis: Any, form: Format, arrays: list[jax.Array]) -> tuple[_Prog
 
 
 def _plan(shape: tuple[int, ...], transposed: bool) -> PackPlan:
-    """A layer of four weights, of a quarter of the rows each; two of them share an output."""
+    """Returns a layer of four weights, of a quarter of the rows each; two of them share an output."""
     rows, cols = shape
     each = rows // _WEIGHTS
     outs = ((0, 0), (0, each), (1, 0), (2, 0))
@@ -303,12 +304,12 @@ def _unpack(variant: str, form: Format, arrays: list[jax.Array]) -> tuple[_Progr
     del variant
     dtype = arrays[0].dtype
     whole = _plan(arrays[0].shape, False)
-    cut = PackPlan(tuple(dataclasses.replace(p, rows=p.rows // _SLICES) for p in whole.pieces))
+    cut = PackPlan(tuple(dataclasses.replace(p, rows=p.rows // _SHARDS) for p in whole.pieces))
     operands = []
     for layer in _layers(arrays, False):
         amax = ops.multi_amax(layer) if form.has_amax else None
-        parts = [jnp.split(w, _SLICES) for w in layer]
-        buffer = jnp.stack([ops.pack([p[rank] for p in parts], form, amax, cut) for rank in range(_SLICES)])
+        parts = [jnp.split(w, _SHARDS) for w in layer]
+        buffer = jnp.stack([ops.pack([p[rank] for p in parts], form, amax, cut) for rank in range(_SHARDS)])
         operands.append((buffer, amax))
 
     def program(how: Implementation):

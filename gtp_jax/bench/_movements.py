@@ -22,7 +22,7 @@ from .. import plan
 from ..collectives import Bundle, Packed, Shards, pack_all
 from ..mesh import AXES, GTP, TP, degree, platform
 from ..models import ModelConfig, family_of
-from ..nn import init, shards_of, structure_of, take_apart
+from ..nn import init, shards_of, split_model, structure_of
 from ..recipes import REDUCTIONS, Recipe
 from ..train import compile_options
 from ..weights import WeightGroup, gather, gather_members, scatter
@@ -40,7 +40,7 @@ class Movement:
         wire_bytes: that leave a device.
         seconds: of the collective alone.
         bound_s: of the same bytes at the rate of a large message.
-        whole_s: from slices to weights in the compute dtype, unpacking or casting included; `None` of a gradient.
+        whole_s: from shards to weights in the compute dtype, unpacking or casting included; `None` of a gradient.
         error: of a summed gradient, relative to the sum in float32, in the L2 norm; `None` of a gather.
     """
 
@@ -53,7 +53,7 @@ class Movement:
 
     @property
     def of_bound(self) -> float:
-        """How much of a large message's rate is reached."""
+        """Returns how much of a large message's rate is reached."""
         return self.bound_s / self.seconds
 
 
@@ -127,7 +127,8 @@ def measure_movements(config: ModelConfig, recipes: Mapping[str, Recipe], links:
 
 
 def _reductions(block: _Block, links: Links) -> Iterator[Movement]:
-    """The sum of a block's gradient, by a reduce-scatter of bfloat16 and by an exchange in each of `REDUCTIONS`."""
+    """Yields the sum of a block's gradient, by a reduce-scatter of bfloat16 and by an exchange in each of
+    `REDUCTIONS`."""
 
     def random(shards: Mapping[Any, Shards]) -> Tree:
         key = jax.random.fold_in(jax.random.key(0), lax.axis_index(AXES))  # another gradient on every rank
@@ -167,26 +168,26 @@ class _Block:
     def __init__(self, config: ModelConfig) -> None:
         model = init(lambda rngs: family_of(config).block(config, rngs=rngs), nnx.Rngs(0))
         self.groups = structure_of(model).weights
-        self.skeleton, self.params = take_apart(model)
+        self.model_def, self.params = split_model(model)
 
     def run(
         self, function: Callable[..., Tree], *operands: Tree, cut_out: bool = False, without: bool = False
     ) -> Callable[..., Tree]:
-        """A jitted program of a rank's shards and of other operands.
+        """Returns a jitted program of a rank's shards and of other operands.
 
         Args:
             function: `(shards by path of their module, *operands)`.
-            operands: arrays whose first dimension is cut over all axes, for their structure.
+            operands: arrays whose first dimension is sharded over all axes, for their structure.
             cut_out: whether the results are each rank's own, stacked likewise, or alike on the ranks of gtp.
             without: leave the parameters out; the first argument is then `None`.
         """
         out = P(AXES) if cut_out else P(TP)
 
         def local(*args: Tree) -> Tree:
-            shards = None if without else shards_of(self.skeleton.model(args[0]))
+            shards = None if without else shards_of(self.model_def.model(args[0]))
             return function(shards, *args[0 if without else 1 :])
 
-        own = () if without else (self.skeleton.specs,)
+        own = () if without else (self.model_def.specs,)
         return _jitted(local, (*own, *(P(AXES) for _ in operands)), out)
 
 

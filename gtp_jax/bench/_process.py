@@ -62,7 +62,7 @@ def run(
 
 
 def reason(code: int, output: str) -> str:
-    """The line of a failed program's output that most likely says why."""
+    """Returns the line of a failed program's output that most likely says why."""
     errors = re.findall(r"^(?:\[rank0\]: *)?([\w.]*(?:Error|Exception): .+|error: .+)$", output, re.MULTILINE)
     errors += re.findall(r"ModuleNotFoundError: [^)\n]+|No module named [^)\n]+", output)
     memory = [e for e in errors if "memory" in e.lower()]

@@ -131,7 +131,8 @@ def measure_step(
 
 
 def ratio(row: Row, rows: Sequence[Row], family: str) -> float | None:
-    """How many times as fast a row is as a family's best of the same run, with the same policy and matmul formats."""
+    """Returns how many times as fast a row is as a family's best of the same run, with the same policy and matmul
+    formats."""
     alike = (family, row.contender.policy, row.contender.matmuls)
     rivals = [
         r.median_s for r in rows if r.seconds and (r.contender.family, r.contender.policy, r.contender.matmuls) == alike

@@ -9,7 +9,7 @@ from ._contender import BOUND, FSDP2, OURS, PARTITIONER
 from ._step import Row
 
 _COLOURS = {OURS: "#2a6f97", FSDP2: "#dd8452", PARTITIONER: "#8c8c8c", BOUND: "#d9d9d9"}
-_PANELS = {"again": "weights gathered again in backward", "kept": "weights kept for backward"}
+_PANELS = {"regather": "weights gathered again in backward", "keep": "weights kept for backward"}
 _TEXT = "#333333"
 
 

@@ -38,12 +38,12 @@ class Change:
 
     @property
     def is_regression(self) -> bool:
-        """Whether it grew by more than runs differ."""
+        """Returns whether it grew by more than runs differ."""
         return self.relative > TOLERANCE
 
 
 def record(rows: Sequence[Row], work: Workload, device: str) -> dict[str, Any]:
-    """A run as JSON."""
+    """Returns a run as JSON."""
     flops = workload_flops(work)
 
     def one(row: Row) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def record(rows: Sequence[Row], work: Workload, device: str) -> dict[str, Any]:
 
 
 def changes(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[Change]:
-    """What both runs have measured, figure by figure.
+    """Returns what both runs have measured, figure by figure.
 
     Raises:
         ValueError: if they are runs of different steps, on different devices, or of one contender with different flags.

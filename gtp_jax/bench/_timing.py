@@ -16,7 +16,7 @@ _ROUNDS = 7
 
 
 def seconds_a_call(function: Callable[..., Any], *args: Any, one_by_one: bool = False) -> float:
-    """Median time of a call, over rounds of so many calls that starting and waiting do not count.
+    """Returns the median time of a call, over rounds of so many calls that starting and waiting do not count.
 
     Calls of a round follow one another without waiting; the device is idle only where the host cannot keep up.
 
@@ -42,7 +42,7 @@ def seconds_a_call(function: Callable[..., Any], *args: Any, one_by_one: bool = 
 
 
 def seconds_on_device(function: Callable[..., Any], *args: Any) -> float:
-    """Median time of a call that a GPU spends in its kernels, by the profiler; on a CPU, `seconds_a_call`.
+    """Returns the median time of a call that a GPU spends in its kernels, by the profiler; on a CPU, `seconds_a_call`.
 
     For calls whose arguments take the host longer than the device takes for the work, which matters only where the
     device would wait for the host.
@@ -69,7 +69,7 @@ def seconds_on_device(function: Callable[..., Any], *args: Any) -> float:
 
 
 def _device_seconds(trace: Path) -> float:
-    """Time in kernels and copies of all streams of a trace."""
+    """Returns the time in kernels and copies of all streams of a trace."""
     return 1e-9 * sum(
         event.duration_ns
         for plane in jax.profiler.ProfileData.from_file(str(trace)).planes

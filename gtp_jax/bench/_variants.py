@@ -28,7 +28,7 @@ class Variant:
 
     @property
     def wrong(self) -> bool:
-        """Whether it leaves out what the published recipe has."""
+        """Returns whether it leaves out what the published recipe has."""
         return bool(self.mistake) or "-no-" in self.name
 
 
@@ -39,7 +39,7 @@ _PUBLISHED = {"mxfp8-matmuls": _MXFP8, "nvfp4-matmuls": _NVFP4}
 _FOUND = [
     *(Variant(name, make(), published=_PUBLISHED.get(name, "")) for name, make in RECIPES.items()),
     Variant("bf16-seed1", RECIPES["bf16"](), seed=1),
-    Variant("nvfp4-matmuls-last2", NVFP4(matmuls=True, keep_last=2), published=_NVFP4),
+    Variant("nvfp4-matmuls-last2", NVFP4(matmuls=True, high_precision_last=2), published=_NVFP4),
     Variant("fp8-matmuls-e4m3", FP8(matmuls=True, gradient="e4m3")),
     Variant("nvfp4-matmuls-mxfp8-down", NVFP4(matmuls=True, override={"mlp.down": MXFP8(matmuls=True)})),
     Variant("nvfp4-matmuls-no-hadamard", NVFP4(matmuls=True, hadamard=False)),

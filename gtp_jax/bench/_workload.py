@@ -91,7 +91,7 @@ def degrees_within(parallelism: Parallelism, count: int) -> dict[str, int]:
 
 
 def describe(work: Workload, device: str) -> str:
-    """A step in one line."""
+    """Returns a step in one line."""
     return (
         f"{work.devices} x {device}, gtp {work.gtp}, tp {work.tp}: {work.layers} layers of width {work.dim}, "
         f"{work.tokens // work.devices} tokens a device, sequences of {work.seq}, microbatches {work.microbatches}"
@@ -99,7 +99,8 @@ def describe(work: Workload, device: str) -> str:
 
 
 def environment_of(virtual_devices: int) -> dict[str, str]:
-    """That of the contenders: this package found, all of a GPU's memory, virtual devices where there is no GPU."""
+    """Returns the contenders' environment: this package on the path, all of a GPU's memory, virtual devices without a
+    GPU."""
     package = str(Path(gtp_jax.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))}
     environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
@@ -110,7 +111,8 @@ def environment_of(virtual_devices: int) -> dict[str, str]:
 
 
 def probe(environment: dict[str, str]) -> tuple[str, str, int]:
-    """Kind of device, platform and number of devices, asked of a process of its own: this one leaves GPUs alone.
+    """Returns the kind of device, platform and number of devices, asked of a process of its own: this one leaves GPUs
+    alone.
 
     Raises:
         ValueError: if jax finds none.

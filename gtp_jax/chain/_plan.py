@@ -20,7 +20,7 @@ def plan(lengths: Sequence[int], schedule: Schedule) -> Plan:
         schedule: when things happen.
     """
     total = sum(lengths)
-    kept = total if schedule.kept == "all" else schedule.kept
+    kept = total if schedule.keep_gathered == "all" else schedule.keep_gathered
     offsets = [sum(lengths[:stage]) for stage in range(len(lengths))]
     found = segments(list(lengths), schedule)
     planner = _Planner(found, offsets, total - kept, schedule.prefetch)

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from ..ops import ACTIVATION, KEPT
+from ..ops import ACTIVATION, SAVED
 
 Remat = Literal["nothing", "matmuls", "activations", "everything"]
 REMAT: tuple[Remat, ...] = get_args(Remat)
@@ -20,7 +20,7 @@ def _saves_matmuls(primitive: Any, *_: Any, **params: Any) -> bool:
     # Of a row-parallel product the sum over tp is kept, in place of the partial product; of products made part by part
     # (`collectives.gather_linear`), which this does not see into, the name.
     if primitive.name == "name":
-        return params["name"] == KEPT
+        return params["name"] == SAVED
     return primitive.name in ("reduce_scatter", "psum") or "dot_product_attention_fwd" in primitive.name
 
 
@@ -39,13 +39,13 @@ _POLICIES: dict[str, Callable[..., Any] | None] = {
 
 
 def with_remat(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """`function`, keeping for backward only what the policy names.
+    """Returns `function`, keeping for backward only what the policy names.
 
     - `nothing`: the input alone; the forward pass is run again. Least memory.
     - `matmuls`: outputs of matmuls, summed over tp where they are partial, and of fused attention, or what takes their
-      place ahead of norms and attention (`ops.keep`); norms, activations and the tp axis' gathers of activations are
-      run again. The default.
-    - `activations`: those, and the inputs of matmuls that an activation function made (`ops.keep_activation`), which
+      place ahead of norms and attention (`ops.save_for_backward`); norms, activations and the tp axis' gathers of
+      activations are run again. The default.
+    - `activations`: those, and the inputs of matmuls that an activation function made (`ops.save_activation`), which
       are then not made again, for one number a hidden feature and row.
     - `everything`: all that backward needs; nothing is run again but the tp axis' gathers of activations.
 
@@ -53,7 +53,7 @@ def with_remat(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]
         ValueError: on another name.
     """
     if remat not in _POLICIES:
-        raise ValueError(f"`remat` is {remat!r}; it is one of {sorted(_POLICIES)}.")
+        raise ValueError(f"`remat` is {remat!r}; it must be one of {sorted(_POLICIES)}.")
     if remat == "everything":
         return function
     # The chain keeps forward and backward apart itself ([Note: ties]); a second barrier would only hinder fusion.

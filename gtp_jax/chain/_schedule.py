@@ -14,19 +14,21 @@ class Schedule:
         prefetch: gather the next layer's weights under this layer's compute, forward and backward, and
             reduce-scatter the last gradient under this layer's backward. Off: each is waited for.
         unroll: layers of a stack in one loop body; `"full"` writes every layer out, which is fastest to run.
-        kept: how many layers, counted from the chain's end, keep their gathered weights for backward, or `"all"`.
-            The others gather again. 1 by default: the last layer's backward follows its forward at once.
+        keep_gathered: how many layers, counted from the chain's end, keep their gathered weights for backward, or
+            `"all"`. The others gather again. 1 by default: the last layer's backward follows its forward at once.
     """
 
     prefetch: bool = True
     unroll: int | Literal["full"] = "full"
-    kept: int | Literal["all"] = 1
+    keep_gathered: int | Literal["all"] = 1
 
     def __post_init__(self) -> None:
         if self.unroll != "full" and not _is_count(self.unroll, 1):
-            raise ValueError(f"`unroll` is {self.unroll!r}; it is a number of layers, at least 1, or 'full'.")
-        if self.kept != "all" and not _is_count(self.kept, 0):
-            raise ValueError(f"`kept` is {self.kept!r}; it is a number of layers, at least 0, or 'all'.")
+            raise ValueError(f"`unroll` is {self.unroll!r}; it must be a number of layers, at least 1, or 'full'.")
+        if self.keep_gathered != "all" and not _is_count(self.keep_gathered, 0):
+            raise ValueError(
+                f"`keep_gathered` is {self.keep_gathered!r}; it must be a number of layers, at least 0, or 'all'."
+            )
 
 
 def _is_count(value: Any, least: int) -> bool:
@@ -57,7 +59,7 @@ def segments(lengths: list[int], schedule: Schedule) -> list[Segment]:
         lengths: number of layers of each stage; 1 for a single module.
     """
     total = sum(lengths)
-    kept = total if schedule.kept == "all" else schedule.kept
+    kept = total if schedule.keep_gathered == "all" else schedule.keep_gathered
     found: list[Segment] = []
     before = 0
     for stage, length in enumerate(lengths):

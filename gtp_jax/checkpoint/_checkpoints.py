@@ -65,7 +65,7 @@ class Checkpoints:
         read_only: bool = False,
     ) -> None:
         if keep_best < 0:
-            raise ValueError(f"`keep_best` is {keep_best}; it is a whole number of at least 0.")
+            raise ValueError(f"`keep_best` is {keep_best}; it must be a whole number of at least 0.")
         if keep is not None and keep < 1:
             raise ValueError(f"`keep` is {keep}; at least 1 step must be kept, or `None` for all of them.")
         self._directory = absolute(directory, writable=not read_only)
@@ -74,15 +74,15 @@ class Checkpoints:
         self._manager: ocp.CheckpointManager | None = None
 
     def steps(self) -> list[int]:
-        """The committed steps, ascending; a step still being written is not among them."""
+        """Returns the committed steps, ascending; a step still being written is not among them."""
         return sorted(steps_in(self._directory))
 
     def latest(self) -> int | None:
-        """The latest committed step, or `None` if there is none."""
+        """Returns the latest committed step, or `None` if there is none."""
         return max(steps_in(self._directory), default=None)
 
     def best(self) -> int | None:
-        """The committed step of the lowest loss, or `None` if none was saved with one."""
+        """Returns the committed step of the lowest loss, or `None` if none was saved with one."""
         losses = [(loss, step) for step in self.steps() if not math.isnan(loss := loss_of(self._directory, step))]
         return min(losses)[1] if losses else None
 
@@ -167,7 +167,7 @@ class Checkpoints:
             write_step(manager, step, arrays, description)
 
     def arrays(self, step: int | None = None) -> dict[str, StoredArray]:
-        """A step's arrays by name, to be read in part.
+        """Returns a step's arrays by name, to be read in part.
 
         Raises:
             FileNotFoundError: if there is no such step.
@@ -199,7 +199,7 @@ class Checkpoints:
         """Restores the parameters alone, of any checkpoint: of a run, or imported.
 
         Args:
-            state_like: as in `restore`; only its parameters and its skeleton are looked at.
+            state_like: as in `restore`; only its parameters and its `model_def` are looked at.
             step: which step; the latest by default.
 
         Returns:
@@ -212,7 +212,8 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(state_like.params), arrays)
 
     def _read(self, state_like: Any, step: int | None, part: str = "") -> tuple[dict[str, Any], list[jax.Array]]:
-        """A step's manifest and its arrays, of which `part` may name those wanted, by the beginning of their names."""
+        """Returns a step's manifest and its arrays, of which `part` may name those wanted, by the beginning of their
+        names."""
         wanted = [leaf for leaf in leaves(state_like) if leaf.name.startswith(part)]
         path = self._path(step)
         found = read_manifest(path)
@@ -225,7 +226,7 @@ class Checkpoints:
         return found, [leaf.to_memory(array) for leaf, array in zip(wanted, stored, strict=True)]
 
     def manifest(self, step: int | None = None) -> dict[str, Any]:
-        """What a step's checkpoint says about itself.
+        """Returns what a step's checkpoint says about itself.
 
         Format, versions, step, arrays with shape, dtype and digest, recipe, loss, extra.
 
@@ -250,7 +251,7 @@ class Checkpoints:
         return lines
 
     def damage_report(self, step: int, names: Sequence[str]) -> str:
-        """What to tell about arrays that read otherwise than they were saved."""
+        """Returns what to tell about arrays that read otherwise than they were saved."""
         return damaged(self._path(step), [f"{name}: other values than were saved" for name in names])
 
     def wait(self) -> None:
@@ -293,5 +294,5 @@ class Checkpoints:
         if self._read_only:
             raise ValueError(f"the checkpoints in {self._directory} were opened with `read_only=True`; leave it out.")
         if step < 0:
-            raise ValueError(f"`step` is {step}; it is a whole number of at least 0.")
+            raise ValueError(f"`step` is {step}; it must be a whole number of at least 0.")
         return step

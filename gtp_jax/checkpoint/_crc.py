@@ -11,7 +11,7 @@ _Columns = tuple[int, ...]
 
 
 def joined(left: int, right: int, right_bytes: int) -> int:
-    """The CRC-32 of two parts, one behind the other.
+    """Returns the CRC-32 of two parts, one behind the other.
 
     A CRC without its inversions is linear over GF(2), so that `right_bytes` more bytes are a linear map of what came
     before (M. Adler's `crc32_combine` in zlib).
@@ -26,7 +26,7 @@ def joined(left: int, right: int, right_bytes: int) -> int:
 
 @functools.cache
 def _zeros(count: int) -> _Columns:
-    """What `count` bytes of zero make of a CRC without inversions."""
+    """Returns what `count` bytes of zero make of a CRC without inversions."""
     if count == 0:
         return tuple(1 << bit for bit in range(_BITS))
     if count == 1:

@@ -28,8 +28,8 @@ class Digests:
     """A digest of each array, 16 hexadecimal digits. Every process must make them, of all arrays.
 
     Two sums modulo 2^32, over the elements, of a bijective mix of the element's bits and its place. A sum does not
-    depend on its order, so neither does the digest on how the array is cut; and as the mix is bijective, a change of
-    any one element always shows. Computed by each device for what it holds, in one pass and without communication;
+    depend on its order, so neither does the digest on how the array is sharded; and as the mix is bijective, a change
+    of any one element always shows. Computed by each device for what it holds, in one pass and without communication;
     begun at once, so that there is time for something else before `result`.
 
     Args:
@@ -44,7 +44,7 @@ class Digests:
         self._launched = [_device_sums(array) for array in arrays.values()]
 
     def result(self) -> dict[str, str]:
-        """The digests by path.
+        """Returns the digests by path.
 
         Raises:
             ValueError: if the copies of a replicated array differ, naming it.
@@ -78,7 +78,7 @@ class Digest:
         self._sums += np.asarray(_part_sums(words, np.uint32(begin)))
 
     def text(self) -> str:
-        """As `Digests` has it."""
+        """Returns the digest as text; see `Digests`."""
         return _text(self._sums)
 
 
@@ -87,7 +87,7 @@ def _text(sums: np.ndarray) -> str:
 
 
 def _device_sums(array: jax.Array) -> jax.Array:
-    """The sums of each device's part, `(devices, lanes)`."""
+    """Returns the sums of each device's part, `(devices, lanes)`."""
     sharding = array.sharding
     if isinstance(sharding, NamedSharding):
         return _sums_on(sharding.mesh, sharding.spec, array.ndim)(array)
@@ -109,7 +109,7 @@ def _sums_on(mesh: Any, spec: PartitionSpec, ndim: int) -> Any:
 
 
 def _own_sums(array: jax.Array, sums: jax.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Of this process' devices: the sum over its first copies, and over all copies."""
+    """Returns two sums over this process' devices: over the first copy of each part, and over all copies."""
     parts = {shard.device: np.asarray(shard.data).reshape(-1) for shard in sums.addressable_shards}
     none = np.zeros(len(_LANES), np.uint32)
     shards = array.addressable_shards
@@ -117,7 +117,7 @@ def _own_sums(array: jax.Array, sums: jax.Array) -> tuple[np.ndarray, np.ndarray
 
 
 def _agreed(name: str, array: jax.Array, first: np.ndarray, all_copies: np.ndarray) -> str:
-    """The digest, from the sums over the whole array and over all its copies."""
+    """Returns the digest, from the sums over the whole array and over all its copies."""
     cuts = [-(-n // part) for n, part in zip(array.shape, array.sharding.shard_shape(array.shape), strict=True)]
     copies = len(array.sharding.device_set) // math.prod(cuts)
     if (first * np.uint32(copies) != all_copies).any():
@@ -139,7 +139,7 @@ def _part_sums(words: jax.Array, begin: jax.Array) -> jax.Array:
 
 
 def _sums(array: jax.Array, begins: Sequence[Any]) -> jax.Array:
-    """Of a part of an array that begins at these indices."""
+    """Sums a part of an array that begins at these indices."""
     words = _words(array)
     place = jnp.zeros(words.shape, jnp.uint32)
     for dim, begin in enumerate((*begins, *(0,) * (words.ndim - len(begins)))):
@@ -156,7 +156,7 @@ def _added(left: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:
 
 
 def _words(array: jax.Array) -> jax.Array:
-    """The bits of the elements in words of 32, a trailing dimension of two for elements of 64."""
+    """Returns the bits of the elements in words of 32, a trailing dimension of two for elements of 64."""
     kind: Any = array.dtype
     if kind == jnp.bool_:
         return array.astype(jnp.uint32)
@@ -170,7 +170,7 @@ def _words(array: jax.Array) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """MurmurHash3's finalizer (Appleby, public domain): bijective on 32 bits."""
+    """Returns MurmurHash3's finalizer (Appleby, public domain): bijective on 32 bits."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

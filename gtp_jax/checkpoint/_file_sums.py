@@ -46,7 +46,7 @@ class FileSums:
                     self._follow(name, found.st_ino, found.st_size // _PART_BYTES)
 
     def finish(self, names: Iterable[str]) -> dict[str, list[int]]:
-        """Size and CRC-32 of each of these files, as they are now."""
+        """Returns the size and CRC-32 of each of these files, as they are now."""
         begun = {name: self._begin(self._directory / name) for name in names}
         found = {}
         for name, (size, parts) in begun.items():
@@ -68,7 +68,7 @@ class FileSums:
             parts.append(self._pool.submit(_sum_part, file.fileno(), index * _PART_BYTES))
 
     def _begin(self, path: epath.Path) -> tuple[int, list[Future[int]]]:
-        """The size of a file that is complete, and the sums of all its parts, followed or not."""
+        """Returns the size of a file that is complete, and the sums of all its parts, followed or not."""
         size = path.stat().length
         _, followed = self._followed.get(os.stat(path).st_ino, (None, [])) if self._is_local else (None, [])
         left = range(len(followed) * _PART_BYTES, size, _PART_BYTES)
@@ -84,7 +84,7 @@ class FileSums:
 
 
 def _sum_part(source: int | epath.Path, begin: int) -> int:
-    """The CRC-32 of a part, of an open file or of one at a path."""
+    """Returns the CRC-32 of a part, of an open file or of one at a path."""
     if isinstance(source, int):
         return _sum_read(lambda buffer, done: os.preadv(source, [buffer], begin + done))
     with source.open("rb") as opened:

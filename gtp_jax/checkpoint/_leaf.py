@@ -41,27 +41,27 @@ class Leaf:
         return str(self.array.dtype)
 
     def stored(self) -> jax.ShapeDtypeStruct:
-        """Shape, dtype and sharding of what orbax writes and reads."""
+        """Returns the shape, dtype and sharding of what orbax writes and reads."""
         if _is_key(self.array):
             data = jax.eval_shape(jax.random.key_data, self.array)
             return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=self.array.sharding)
         return jax.ShapeDtypeStruct(self.shape, self.array.dtype, sharding=self.array.sharding)
 
     def to_disk(self) -> jax.Array:
-        """The array that orbax writes."""
+        """Returns the array that orbax writes."""
         if _is_key(self.array):
             return jax.random.key_data(self.array)  # orbax brings a typed key back as plain integers
         return self.array
 
     def to_memory(self, stored: jax.Array) -> jax.Array:
-        """The array that orbax read, with the sharding of `array`."""
+        """Returns the array that orbax read, with the sharding of `array`."""
         if _is_key(self.array):
             return jax.random.wrap_key_data(stored, impl=_key_implementation(self.array.dtype))
         return stored
 
 
 def leaves(state: Any) -> list[Leaf]:
-    """The leaves of a train state, in the order of `jax.tree.leaves`.
+    """Returns the leaves of a train state, in the order of `jax.tree.leaves`.
 
     Raises:
         TypeError: if a leaf is not a jax array, nor a `ShapeDtypeStruct` with a sharding.
@@ -112,14 +112,14 @@ def _leaf(path: Path, array: Any) -> Leaf:
     if not isinstance(array, jax.Array | jax.ShapeDtypeStruct) or array.sharding is None:
         raise TypeError(
             f"`{'/'.join(path)}` of the state is a {type(array).__name__} without a sharding; a jax.Array, or a "
-            "jax.ShapeDtypeStruct with a sharding, is wanted. Make the state under `jax.set_mesh(mesh)`, or place the "
-            "array with `jax.device_put(value, sharding)`."
+            "jax.ShapeDtypeStruct with a sharding, is expected. Make the state under `jax.set_mesh(mesh)`, or place "
+            "the array with `jax.device_put(value, sharding)`."
         )
     return Leaf(path, array)
 
 
 def _above(name: str) -> Iterator[str]:
-    """What a path on disk lies in."""
+    """Yields what a path on disk lies in."""
     while "/" in name:
         name = name.rpartition("/")[0]
         yield name

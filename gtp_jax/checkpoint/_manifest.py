@@ -30,7 +30,7 @@ def manifest(
     loss: float | None = None,
     recipe: Recipe | None = None,
 ) -> dict[str, Any]:
-    """The manifest of a checkpoint, but for the digests of its arrays.
+    """Returns the manifest of a checkpoint, but for the digests of its arrays.
 
     Args:
         step: of the checkpoint.
@@ -59,14 +59,14 @@ def manifest(
 
 
 def complete(content: dict[str, Any], digests: Mapping[str, str]) -> dict[str, Any]:
-    """A manifest with the digests of the arrays as they are on disk, and a checksum of its own."""
+    """Returns a manifest with the digests of the arrays as they are on disk, and a checksum of its own."""
     leaves = {name: {**entry, "digest": digests[name]} for name, entry in content["leaves"].items()}
     content = {**content, "leaves": leaves}
     return {**content, _SEAL: _crc(content)}
 
 
 def read(text: str) -> dict[str, Any]:
-    """A manifest from its file's text.
+    """Returns a manifest from its file's text.
 
     Raises:
         ValueError: if any of it has changed since it was written.
@@ -115,9 +115,9 @@ def check(found: dict[str, Any], leaves: Sequence[Leaf], static: Mapping[str, st
 
 
 def _as_json(extra: dict[str, Any]) -> dict[str, Any]:
-    """What will be read again: a copy, for the file is written while the caller goes on with its own."""
+    """Returns what will be read again: a copy, for the file is written while the caller goes on with its own."""
     if not isinstance(extra, dict):
-        raise TypeError(f"`extra` is a {type(extra).__name__}; a dict is wanted.")
+        raise TypeError(f"`extra` is a {type(extra).__name__}; it must be a dict.")
     try:
         text = json.dumps(extra)
     except (TypeError, ValueError) as error:

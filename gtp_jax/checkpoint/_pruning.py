@@ -44,4 +44,4 @@ class Pruning:
             self.delete(step)
 
     def close(self) -> None:
-        """Nothing is left to do."""
+        """Does nothing: nothing is left to do."""

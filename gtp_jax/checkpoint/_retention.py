@@ -23,7 +23,7 @@ class Retention:
     loss_of: Callable[[int], float]
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Whether each checkpoint stays; the newest, which is being written, always does."""
+        """Returns whether each checkpoint stays; the newest, which is being written, always does."""
         del context
         steps = [checkpoint.step for checkpoint in checkpoints]
         if self.latest is None:

@@ -17,7 +17,7 @@ _PLAIN = (str, bytes, bool, int, float, enum.Enum, np.dtype, Format, type(None))
 
 
 def static_fields(state: Any) -> dict[str, str]:
-    """Static fields of the dataclasses within a state, as text, by their paths joined by slashes.
+    """Returns static fields of the dataclasses within a state, as text, by their paths joined by slashes.
 
     Codes of two formats may have one shape and one dtype, so that arrays alone do not tell them apart.
     """

@@ -31,7 +31,7 @@ _ON_THE_WAY_GB = 16
 
 
 def new_manager(directory: str, preservation: Any, *, background: bool = True) -> ocp.CheckpointManager:
-    """What writes steps. Makes the directory, and sweeps steps that look half-written.
+    """Returns what writes steps. Makes the directory, and sweeps steps that look half-written.
 
     Args:
         directory: of all steps.
@@ -137,7 +137,8 @@ def read_arrays(path: Any, wanted: Sequence[Leaf], *, partial: bool) -> list[jax
 
 
 def _largest_part(path: Any, wanted: Sequence[Leaf]) -> int:
-    """Bytes of the largest device's part of an array, in whole chunks of those on disk, as they are read."""
+    """Returns the bytes of the largest device's part of an array, in whole chunks of those on disk, as they are
+    read."""
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         found = reader.metadata(path / ARRAYS).item_metadata.tree  # pyright: ignore[reportOptionalMemberAccess]
     largest = 0
@@ -152,7 +153,7 @@ def _largest_part(path: Any, wanted: Sequence[Leaf]) -> int:
 
 
 def read_manifest(path: Any) -> dict[str, Any]:
-    """The manifest of a step's directory.
+    """Returns the manifest of a step's directory.
 
     Raises:
         ValueError: if it is missing or damaged.
@@ -170,7 +171,7 @@ def read_manifest(path: Any) -> dict[str, Any]:
 
 
 def loss_of(directory: str, step: int) -> float:
-    """The loss of a step in a directory; NaN if it has none, or no readable manifest."""
+    """Returns the loss of a step in a directory; NaN if it has none, or no readable manifest."""
     try:
         loss = read_manifest(steps_in(directory)[step])["loss"]
     except (KeyError, ValueError):
@@ -179,7 +180,7 @@ def loss_of(directory: str, step: int) -> float:
 
 
 def damaged(path: Any, lines: Sequence[str]) -> str:
-    """What to tell about a step's directory of which this is damaged."""
+    """Returns what to tell about a step's directory of which this is damaged."""
     shown = "\n".join(f"  {line}" for line in lines[:_SHOWN])
     more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     return (
@@ -189,7 +190,7 @@ def damaged(path: Any, lines: Sequence[str]) -> str:
 
 
 def _keys(name: str) -> tuple[str, ...]:
-    """Where an array is on disk; a slash within a key of the state counts as one between two."""
+    """Returns where an array is on disk; a slash within a key of the state counts as one between two."""
     return tuple(name.split("/"))
 
 

@@ -27,7 +27,7 @@ _REMEDIES = {
 
 
 def absolute(directory: str | os.PathLike[str], *, writable: bool) -> str:
-    """A directory's absolute path, or its URL.
+    """Returns a directory's absolute path, or its URL.
 
     Raises:
         OSError: if it is to be written, and cannot be.
@@ -42,12 +42,12 @@ def absolute(directory: str | os.PathLike[str], *, writable: bool) -> str:
 
 
 def steps_in(directory: str) -> dict[int, Any]:
-    """The committed steps and their paths."""
+    """Returns the committed steps and their paths."""
     return {step.step: step.path for step in ocp.path.step.standard_name_format().find_all(directory)}
 
 
 def find_step(directory: str, step: int | None) -> Any:
-    """The path of a step, the latest one if it is `None`. Every process must call this.
+    """Returns the path of a step, the latest one if it is `None`. Every process must call this.
 
     Raises:
         FileNotFoundError: if there is no such step.
@@ -78,7 +78,8 @@ def find_step(directory: str, step: int | None) -> Any:
 
 
 def refused_write(directory: str, error: Exception) -> OSError | None:
-    """What to raise if a save has failed because the system would not write; what orbax raises has only its text."""
+    """Returns what to raise if a save has failed because the system would not write; what orbax raises has only its
+    text."""
     number = next((number for number in _REMEDIES if os.strerror(number) in str(error)), None)
     if number is None:
         return None

@@ -30,7 +30,8 @@ class StoredArray:
     open: Callable[[], Any] = dataclasses.field(repr=False)
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        """Rows `begin` to `end`. Reads the chunks that hold them; a stack of matrices is saved in chunks of a row.
+        """Returns rows `begin` to `end`. Reads the chunks that hold them; a stack of matrices is saved in chunks of a
+        row.
 
         Raises:
             ValueError: if the files are damaged, or in part missing.
@@ -39,7 +40,7 @@ class StoredArray:
 
 
 def stored_arrays(directory: Any, leaves: Mapping[str, Any]) -> dict[str, StoredArray]:
-    """The arrays of a step's directory of arrays, by name, as the manifest describes them."""
+    """Returns the arrays of a step's directory of arrays, by name, as the manifest describes them."""
     found = {}
     for name, leaf in leaves.items():
         opened = functools.partial(_open_array, directory, tuple(name.split("/")))

@@ -34,7 +34,7 @@ class StreamedArray:
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
 
     def parts(self) -> Iterator[tuple[int, np.ndarray]]:
-        """All of the array: first row and values, part after part."""
+        """Yields all of the array: first row and values, part after part."""
         wanted = (self.rows, *self.shape[1:])
         for begin in range(0, self.shape[0], self.rows):
             part = self.make(begin)
@@ -42,7 +42,7 @@ class StreamedArray:
             yield begin, part
 
     def digest(self) -> str:
-        """Of all of it; makes each part."""
+        """Returns the digest of the whole array, which makes each part once."""
         digest = Digest()
         for begin, part in self.parts():
             digest.add(begin, part)

@@ -96,12 +96,12 @@ def _told() -> Iterator[None]:
 
 
 def created(directory: Any) -> epath.Path:
-    """The path of a directory that orbax may have only promised when a save began, and made since."""
+    """Returns the path of a directory that orbax may have only promised when a save began, and made since."""
     return epath.Path(getattr(directory, "path", directory))
 
 
 def damage(directory: epath.Path) -> list[str]:
-    """What is wrong with the files of a step's arrays, a line each; none if all are as they were written."""
+    """Returns what is wrong with the files of a step's arrays, a line each; none if all are as they were written."""
     try:
         sums = unsealed((directory / SUMS).read_bytes().decode(errors="replace"))
     except (OSError, ValueError) as error:
@@ -120,7 +120,7 @@ def damage(directory: epath.Path) -> list[str]:
 
 
 def files(directory: epath.Path) -> list[str]:
-    """All files below a directory, by their paths in it; none if it is not there."""
+    """Returns all files below a directory, by their paths in it; none if it is not there."""
     found: list[str] = []
     for path in directory.iterdir() if directory.exists() else ():
         found += [f"{path.name}/{name}" for name in files(path)] if path.is_dir() else [path.name]
@@ -128,13 +128,13 @@ def files(directory: epath.Path) -> list[str]:
 
 
 def sealed(content: Any) -> str:
-    """JSON with a checksum of its own, in its last line."""
+    """Returns JSON with a checksum of its own, in its last line."""
     text = json.dumps(content, indent=1)
     return f"{text}\n{zlib.crc32(text.encode()):08x}\n"
 
 
 def unsealed(text: str) -> Any:
-    """The content of `sealed`.
+    """Returns the content of `sealed`.
 
     Raises:
         ValueError: if any of it has changed.

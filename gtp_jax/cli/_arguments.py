@@ -8,20 +8,20 @@ from pathlib import Path
 
 
 def positive(text: str) -> float:
-    """A number above 0, for `type=`."""
+    """Returns a number above 0, for `type=`."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"is {text!r}; it is a positive number")
+        raise argparse.ArgumentTypeError(f"is {text!r}; it must be a positive number")
     return value
 
 
 def whole(text: str) -> int:
-    """A whole number of at least 1, for `type=`."""
+    """Returns a whole number of at least 1, for `type=`."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"is {text!r}; it is a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"is {text!r}; it must be a whole number of at least 1")
     return int(text)
 
 

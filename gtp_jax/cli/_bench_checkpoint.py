@@ -135,7 +135,7 @@ def _table(done: list[bench.CheckpointTimes]) -> str:
 
 
 def _line(times: bench.CheckpointTimes) -> str:
-    """What a contender has done, when it ends: the table is printed only when all have."""
+    """Returns what a contender has done, when it ends: the table is printed only when all have."""
     medians = {what: times.median(what) for what in ("blocked", "saved", "restored", "moved")}
     figures = [f"{what} {quantity(seconds, 's')}" for what, seconds in medians.items() if seconds is not None]
     return f"{times.who}: {', '.join(figures) or 'nothing done'}" + (f" ({times.failure})" if times.failure else "")

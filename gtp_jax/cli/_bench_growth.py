@@ -36,7 +36,7 @@ examples:
   gtp-jax bench growth --json growth.json --png growth.png        all axes on this machine's GPUs
   gtp-jax bench growth --within 6 --steps 6                       ends of each axis first, then what time is left for
   gtp-jax bench growth --axes weak depth=8,64 --scan              two axes; depth also with the layers in a loop
-  gtp-jax bench growth --contenders "gtp_jax bf16 again" "fsdp2 bf16 again" --axes weak strong
+  gtp-jax bench growth --contenders "gtp_jax bf16 regather" "fsdp2 bf16 regather" --axes weak strong
   gtp-jax bench growth --target h200:8 --png growth.png           compiled for 8 H200s that are not there
 
 A contender is picked by words of its name, as in `gtp-jax bench step`. Without a GPU and --target a tiny model runs on
@@ -64,9 +64,9 @@ def add_topic(topics: Any) -> None:
     topic.add_argument(
         "--contenders",
         nargs="+",
-        default=["gtp_jax bf16 again"],
+        default=["gtp_jax bf16 regather"],
         metavar="WORDS",
-        help="which (default: gtp_jax bf16 again)",
+        help="which (default: gtp_jax bf16 regather)",
     )
     topic.add_argument("--scan", action="store_true", help="along the depth, gtp_jax also with its layers in a loop")
     topic.add_argument("--target", metavar="CHIP:DEVICES", help="compile for GPUs that are not there, e.g. h200:8")
@@ -129,7 +129,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _there(target: Target, environment: dict[str, str]) -> tuple[str, str, int]:
-    """What `probe` says of devices that are there; no process takes those."""
+    """Returns what `probe` says of devices that are there; no process takes those."""
     environment["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_platforms", "cpu")  # the plugin would look for a driver
     topology_devices(target)  # now, for its message if packages are missing

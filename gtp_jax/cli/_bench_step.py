@@ -21,20 +21,20 @@ from ._arguments import add_file_flags, add_run_flags, check_files, seconds_with
 _EXAMPLES = """\
 examples:
   gtp-jax bench step                                    the reference step through all, on this machine's GPUs
-  gtp-jax bench step --contenders "gtp_jax again" "fsdp2 bf16" --tokens 2048 --seq 2048
+  gtp-jax bench step --contenders "gtp_jax regather" "fsdp2 bf16" --tokens 2048 --seq 2048
   gtp-jax bench step --contenders "gtp_jax fp8-matmuls" "fsdp2 float8"     FP8 matmuls beside FP8 matmuls (torchao)
   gtp-jax bench step --preset 70b --layers 4 --within 9 --json run.json --png run.png
-  gtp-jax bench step --contenders "gtp_jax nvfp4-matmuls" --keep-last 2 --microbatches 4 --held all
+  gtp-jax bench step --contenders nvfp4-matmuls --high-precision-last 2 --microbatches 4 --pregathered-layers all
   gtp-jax bench step --contenders "gtp_jax bf16" --remat matmuls activations    what keeping more brings
-  gtp-jax bench step --contenders "gtp_jax bf16 again" "fsdp2 bf16 again" --grad-reduce float32 bf16-wire bf16
+  gtp-jax bench step --contenders "gtp_jax bf16 regather" "fsdp2 bf16 regather" --grad-reduce float32 bf16-wire bf16
                                                         what it costs to sum weight gradients in float32
   gtp-jax bench step --compare run.json                 the same again, and what has become slower since
   gtp-jax bench step --contenders "gtp_jax nvfp4"       on a machine without a GPU: a tiny model on virtual devices
 
 A contender is picked by words of its name: a family (gtp_jax, partitioner, fsdp2, bound), a variant (a recipe; scan,
 unrolled, combined; bf16, bf16 async-tp at tp above 1, float8 tensorwise and float8 rowwise at tp 1; bf16, fp8) and a
-policy (again, kept). Flags about recipes apply to gtp_jax's contenders, beside the recipe each is named after. Each is
-a script in gtp_jax/bench/contenders that runs by itself. FSDP2 needs PyTorch, and its float8 contenders torchao too.
+policy (regather, keep). Flags about recipes apply to gtp_jax's contenders, beside the recipe each is named after. Each
+is a script in gtp_jax/bench/contenders that runs by itself. FSDP2 needs PyTorch, and its float8 contenders torchao too.
 """
 
 _FORMULA = (

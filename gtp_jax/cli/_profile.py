@@ -19,8 +19,8 @@ from ._arguments import check_files, positive
 _EXAMPLES = """\
 examples:
   gtp-jax profile                                      the reference step on this machine's GPUs
-  gtp-jax profile --contender "gtp_jax nvfp4 kept" --html step.html
-  gtp-jax profile --contender "partitioner combined again"
+  gtp-jax profile --contender "gtp_jax nvfp4 keep" --html step.html
+  gtp-jax profile --contender "partitioner combined regather"
                                                        what a rival does with the same step
   gtp-jax profile --trace DIR                          a trace that is there already, of any jax program
 
@@ -41,7 +41,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_flags(parser, bench.StepOptions, but=("dp",))
-    parser.add_argument("--contender", default="gtp_jax bf16 again", metavar="WORDS", help="(default: %(default)s)")
+    parser.add_argument("--contender", default="gtp_jax bf16 regather", metavar="WORDS", help="(default: %(default)s)")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="read this trace and run nothing")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the trace there, for other tools too")
     parser.add_argument("--png", type=Path, default=Path("profile.png"), metavar="FILE", help="(default: %(default)s)")

@@ -24,7 +24,7 @@ examples:
   gtp-jax train --resume                          go on as if never stopped, data order included
   gtp-jax train --gtp 2 --tp 2 --microbatches 4   on 4 devices
   gtp-jax train --preset 1b --steps 500 --seq 2048 --out runs/1b
-  gtp-jax train --recipe nvfp4-matmuls --keep-last 2 --override mlp.down=mxfp8-matmuls
+  gtp-jax train --recipe nvfp4-matmuls --high-precision-last 2 --override mlp.down=mxfp8-matmuls
                                                   multiply in NVFP4, but for the last layers and some modules
   srun gtp-jax train --preset 8b --tokenizer tokenizer.json --data /data/text --out /shared/8b
 """

@@ -6,9 +6,9 @@ from ._packed import Packed as Packed
 from ._packed import fits_blocks as fits_blocks
 from ._packed import gather_codes as gather_codes
 from ._packed import gather_packed as gather_packed
-from ._packed import hold_layers as hold_layers
 from ._packed import pack_all as pack_all
 from ._packed import plan_of as plan_of
+from ._packed import pregather_layers as pregather_layers
 from ._packed import wire_bytes as wire_bytes
 from ._replicas import sum_over_replicas as sum_over_replicas
 from ._ring import Parts as Parts

@@ -40,14 +40,14 @@ def exchange_gradients(
     wire: Format | np.dtype,
     out: Sequence[Sequence[jax.typing.DTypeLike]],
 ) -> list[Shards]:
-    """`scatter_gradient` of several fused weights at once: one all-to-all, and a sum in float32.
+    """Returns `scatter_gradient` of several fused weights at once: one all-to-all, and a sum in float32.
 
     Args:
         gradients: each of its fused weight's shape.
         fused: the layouts of each one's kernels; all with the same axes, of more than one rank.
         wire: a format whose blocks have one row, or a dtype of 16 bits. The amax of a format that has one is of a
             rank's share of a matrix, rounded up to a power of two's, and travels behind the codes.
-        out: dtypes of each one's returned slices.
+        out: dtypes of each one's returned shards.
     """
     ranks, axes = fused[0][0].ranks, fused[0][0].axes
     unfused = [unfuse(gradient, layouts) for gradient, layouts in zip(gradients, fused, strict=True)]
@@ -64,7 +64,7 @@ def exchange_gradients(
 
 
 def _rounded(parts: Sequence[jax.Array], dtype: np.dtype, send: _Send) -> list[jax.Array]:
-    """All ranks' shares of this rank's rows, of each weight, in float32."""
+    """Returns all ranks' shares of this rank's rows, of each weight, in float32."""
     flat = [jnp.reshape(part.astype(dtype), (part.shape[0], -1)) for part in parts]
     found = send(lax.bitcast_convert_type(jnp.concatenate(flat, axis=1), WIRE[dtype]))
     wide = lax.bitcast_convert_type(found, dtype).astype(jnp.float32)
@@ -73,7 +73,7 @@ def _rounded(parts: Sequence[jax.Array], dtype: np.dtype, send: _Send) -> list[j
 
 
 def _as_codes(parts: Sequence[jax.Array], form: Format, send: _Send) -> list[jax.Array]:
-    """The same, of codes."""
+    """Returns the same, of codes."""
     plan = _plan(parts)
     matrices = [quantizable(part[:, i]) for part in parts for i in range(part.shape[1])]
     if not form.has_amax:
@@ -96,12 +96,12 @@ def _as_codes(parts: Sequence[jax.Array], form: Format, send: _Send) -> list[jax
 
 
 def _plan(parts: Sequence[jax.Array]) -> PackPlan:
-    """A piece a matrix: what one rank sends another."""
+    """Returns a piece a matrix: what one rank sends another."""
     return PackPlan(
         tuple(
             Piece(rows=rows, cols=cols, transposed=False, total_rows=rows, out=out, out_row=index * rows)
             for out, (_, matrices, rows, cols) in enumerate(part.shape for part in parts)
             for index in range(matrices)
         ),
-        by_slice=True,
+        by_shard=True,
     )

@@ -126,7 +126,7 @@ def pack_all(bundles: Sequence[Bundle]) -> list[Packed]:
 
 
 def _pack_whole(bundle: Bundle, amax: jax.Array | None) -> jax.Array:
-    """This rank's part of the bytes of whole weights; see [Note: whole]."""
+    """Returns this rank's part of the bytes of whole weights; see [Note: whole]."""
     first = bundle.fused[0][0]
     plan = plan_of(bundle.fused, bundle.format)
     part = _bytes_sent(bundle.fused, bundle.format)
@@ -148,13 +148,14 @@ def _pack_whole(bundle: Bundle, amax: jax.Array | None) -> jax.Array:
 
 
 def _largest_of_each(amax: jax.Array, kernels: Sequence[int]) -> jax.Array:
-    """Of each fused weight's kernels, `(..., kernels)`, all get the largest."""
+    """Gives every kernel, `(..., kernels)`, the largest amax of its fused weight."""
     parts = jnp.split(amax, np.cumsum(kernels)[:-1], axis=-1)
     return jnp.concatenate([jnp.broadcast_to(jnp.max(p, -1, keepdims=True), p.shape) for p in parts], axis=-1)
 
 
 def _over_shards(vector: jax.Array, bundles: Sequence[Bundle]) -> jax.Array:
-    """The maximum of each weight's amax over the axes that shard any of them; on the others all ranks agree already.
+    """Returns the maximum of each weight's amax over the axes that shard any of them; on the others all ranks agree
+    already.
 
     Experts that the tensor axis divides are other ones on each of its ranks: they go into the vector side by side.
     """
@@ -193,20 +194,21 @@ def gather_packed(packed: Packed, fused: Fused, dtype: jax.typing.DTypeLike) -> 
 
 
 def _from_shards(weight: jax.Array, layouts: Sequence[Layout]) -> jax.Array:
-    """All ranks' rows one after another, in the shape of the fused weight."""
+    """Returns all ranks' rows one after another, in the shape of the fused weight."""
     first = layouts[0]
     return fuse(jnp.reshape(weight, (first.ranks, *first.shard_shape[:-2], -1, weight.shape[-1])), layouts)
 
 
 def _from_whole(weight: jax.Array, layouts: Sequence[Layout]) -> jax.Array:
-    """Whole kernels' rows one after another, in the shape of the fused weight."""
+    """Returns whole kernels' rows one after another, in the shape of the fused weight."""
     whole = jnp.reshape(weight, (*layouts[0].shard_shape[:-2], -1, weight.shape[-1]))
     ends = np.cumsum([layout.matrix_of(layout.whole_shape)[0] for layout in layouts])
     return fuse_kernels(jnp.split(whole, ends[:-1], axis=-2), layouts)
 
 
 def gather_codes(packed: Packed, layouts: Sequence[Layout]) -> QuantizedArray:
-    """The fused weight of one layer, alone in its bundle and of one scale, as the codes that travel: no kernel runs.
+    """Returns the fused weight of one layer, alone in its bundle and of one scale, as the codes that travel: no kernel
+    runs.
 
     Args:
         packed: of one layer, in a format without blocks.
@@ -224,7 +226,7 @@ def gather_codes(packed: Packed, layouts: Sequence[Layout]) -> QuantizedArray:
     return QuantizedArray(fused, None, packed.amax[0], packed.format, (fused.shape[0], fused.shape[1]))
 
 
-def hold_layers(packed: Packed, fused: Fused, start: int, stop: int) -> Packed:
+def pregather_layers(packed: Packed, fused: Fused, start: int, stop: int) -> Packed:
     """Returns layers `start` to `stop` (exclusive) of a stack with all ranks' shards, from one gather."""
     some = jax.tree.map(lambda a: a[start:stop], packed)
     return dataclasses.replace(some, buffer=_of_all_ranks(some.buffer, fused, axis=1), gathered=True)
@@ -248,7 +250,7 @@ def fits_blocks(fused: Fused, form: Format) -> bool:
 
 
 def _bytes_sent(fused: Fused, form: Format) -> int:
-    """Bytes that each rank sends in a gather."""
+    """Returns the bytes that each rank sends in a gather."""
     size = plan_of(fused, form).bytes(form)
     if fits_blocks(fused, form):
         return size
@@ -284,17 +286,17 @@ def _plan(fused: tuple[tuple[Layout, ...], ...], form: Format) -> PackPlan:
             if length < block_cols:
                 raise ValueError(
                     f"a weight of shape {layout.shape} has rows of {length} elements on a rank, fewer than the "
-                    f"{block_cols} of a block of {form.name}. Name its module in the recipe's `keep`, or choose "
+                    f"{block_cols} of a block of {form.name}. Name its module in the recipe's `exclude`, or choose "
                     "`gtp_jax.FP8()`, which has no blocks."
                 )
             transposed = by_shard and layout.rows > layout.cols
             pieces.append(Piece(rows=rows, cols=cols, transposed=transposed, total_rows=rows, out=out, out_row=row))
             row += rows
-    return PackPlan(tuple(pieces), by_slice=True)
+    return PackPlan(tuple(pieces), by_shard=True)
 
 
 def _matrices(shards: Sequence[jax.Array], layouts: Sequence[Layout]) -> list[jax.Array]:
-    """The kernels' shards; of experts, every expert's kernels in turn."""
+    """Returns the kernels' shards; of experts, every expert's kernels in turn."""
     if len(layouts[0].shape) == 2:
         return list(shards)
     return [x[..., expert, :, :] for expert in range(layouts[0].matrices) for x in shards]

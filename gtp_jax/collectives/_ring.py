@@ -1,6 +1,6 @@
 """Matmuls and the sequence's movements over tp in one, each under the other (Wang et al., ASPLOS 2023).
 
-Ahead of a column-parallel matmul the sequence is gathered, behind a row-parallel one summed and cut again, and each
+Ahead of a column-parallel matmul the sequence is gathered, behind a row-parallel one summed and sharded again, and each
 waits for the other. Cut by rank they need not: a part is multiplied while another goes from neighbour to neighbour.
 Parts are counted from this rank backwards: part 0 is its own, part s that of the rank s before it. What is done to each
 token by itself needs no other order; attention does, see `join_parts`. Called inside a `shard_map`.
@@ -28,7 +28,7 @@ Parts = tuple[jax.Array, ...]
 
 
 def gather_linear(x: jax.Array, weight: jax.Array | SlottedWeight, axis: str) -> Parts:
-    """`linear` of every rank's part of the sequence, of which `x` is this rank's.
+    """Returns `linear` of every rank's part of the sequence, of which `x` is this rank's.
 
     Backward gathers the sequence again for the weight's gradient (Korthikanti et al. 2022, arXiv 2205.05198). That of
     two parts is added up in the dtype of the weight, or of its slot, of more in float32 at least, as every addition
@@ -64,7 +64,7 @@ _gather_linear.defvjp(_gather_linear_forward, _gather_linear_backward)
 
 
 def linear_scatter(parts: Parts, weight: jax.Array | SlottedWeight, axis: str) -> jax.Array:
-    """The sum over ranks of `linear` of every rank's part, of which each rank gets its own.
+    """Returns the sum over ranks of `linear` of every rank's part, of which each rank gets its own.
 
     Sums are in the dtype of the product, as those of a reduce-scatter are; the weight's gradient as in `gather_linear`.
 
@@ -137,7 +137,7 @@ split_parts.defvjp(
 
 
 def _while_gathered(x: jax.Array, make: Callable[[jax.Array, int], jax.Array], axis: str) -> Parts:
-    """`make(part, s)` of every part, `x` being part 0, each while the next is on its way [Note: turns]."""
+    """Returns `make(part, s)` of every part, `x` being part 0, each while the next is on its way [Note: turns]."""
     made = [make(x, 0)]
     for s in range(1, degree(axis)):
         x, made[-1] = lax.optimization_barrier((_send(x, 1, axis), made[-1]))
@@ -146,7 +146,7 @@ def _while_gathered(x: jax.Array, make: Callable[[jax.Array, int], jax.Array], a
 
 
 def _while_scattered(parts: Parts, make: Callable[[jax.Array], jax.Array], axis: str) -> jax.Array:
-    """The sum over ranks of `make` of this rank's part, each made while the sum for another is on its way."""
+    """Returns the sum over ranks of `make` of this rank's part, each made while the sum for another is on its way."""
     total = make(parts[-1])
     for part in reversed(parts[:-1]):
         # it is not added within the matmul, which would wait for it
@@ -157,7 +157,7 @@ def _while_scattered(parts: Parts, make: Callable[[jax.Array], jax.Array], axis:
 
 
 def _term(part: jax.Array, gradient: jax.Array, axis: str, dtype: np.dtype) -> jax.Array:
-    """What one part adds to the weight's gradient, which is to have this dtype."""
+    """Returns what one part adds to the weight's gradient, which is to have this dtype."""
     return to_weight(gradient, part, dtype if degree(axis) <= 2 else jnp.promote_types(dtype, jnp.float32))
 
 

@@ -15,7 +15,8 @@ from ..mesh import degree
 
 
 def gather_sequence(x: jax.Array, axis: str | None, *, sequence_parallel: bool) -> jax.Array:
-    """`(batch, sequence / ranks, features)` to `(batch, sequence, features)`, ahead of a column-parallel matmul."""
+    """Maps `(batch, sequence / ranks, features)` to `(batch, sequence, features)`, ahead of a column-parallel
+    matmul."""
     if axis is None or degree(axis) == 1 or not sequence_parallel:
         return x
     return lax.all_gather(x, axis, axis=1, tiled=True)

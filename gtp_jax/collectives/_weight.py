@@ -177,7 +177,7 @@ def gathered(
 
 
 def _lead(layout: Layout) -> tuple[int, ...]:
-    """The leading dimensions of a shard: its experts."""
+    """Returns the leading dimensions of a shard: its experts."""
     return layout.shard_shape[:-2]
 
 
@@ -199,7 +199,7 @@ def whole_kernels(parts: jax.Array, layouts: Sequence[Layout]) -> list[jax.Array
 
 
 def _by_rank(kernels: Sequence[jax.Array], layouts: Sequence[Layout]) -> jax.Array:
-    """Whole kernels as all ranks' shards: `whole_kernels`, transposed."""
+    """Returns whole kernels as all ranks' shards: `whole_kernels`, transposed."""
     found = []
     for kernel, layout in zip(kernels, layouts, strict=True):
         rows, cols = layout.matrix_of(layout.shard_shape)
@@ -213,21 +213,21 @@ def _by_rank(kernels: Sequence[jax.Array], layouts: Sequence[Layout]) -> jax.Arr
 
 
 def _take(kernel: jax.Array, layout: Layout) -> jax.Array:
-    """This tensor rank's part of a whole kernel `(*experts, rows, cols)`."""
+    """Returns this tensor rank's part of a whole kernel `(*experts, rows, cols)`."""
     if not layout.takes_part or layout.split is None:
         return kernel
     return layout.split.take(kernel, _dim_of_split(layout))
 
 
 def _place(part: jax.Array, layout: Layout) -> jax.Array:
-    """The whole kernel with this tensor rank's part in place: `_take`, transposed."""
+    """Returns the whole kernel with this tensor rank's part in place: `_take`, transposed."""
     if not layout.takes_part or layout.split is None:
         return part
     return layout.split.place(part, _dim_of_split(layout))
 
 
 def _dim_of_split(layout: Layout) -> int:
-    """The dimension that tensor ranks divide, in the order `(*experts, rows, cols)`."""
+    """Returns the dimension that tensor ranks divide, in the order `(*experts, rows, cols)`."""
     if layout.divided:
         assert layout.split_dim is not None
         return layout.split_dim

@@ -36,13 +36,13 @@ class Encoding:
             self.quantized.check(tensor for tensor in tensors if _in_a_layer(tensor))
 
     def entries(self, tensor: Tensor) -> list[Entry]:
-        """What a tensor becomes."""
+        """Returns what a tensor becomes."""
         if self.quantized is not None and _in_a_layer(tensor):
             return self.quantized.entries(tensor)
         return [Entry(tensor.name, self.plain, tensor.shape)]
 
     def arrays(self, tensor: Tensor, values: np.ndarray, amax: Callable[[Tensor], np.float32]) -> list[np.ndarray]:
-        """The values of `entries`; rounding is to nearest, ties to even.
+        """Returns the values of `entries`; rounding is to nearest, ties to even.
 
         Args:
             tensor: which.

@@ -62,9 +62,9 @@ def export_llama(
             out of range.
     """
     if dtype not in ENCODINGS:
-        raise ValueError(f"`dtype` is {dtype!r}; it is one of {', '.join(ENCODINGS)}.")
+        raise ValueError(f"`dtype` is {dtype!r}; it must be one of {', '.join(ENCODINGS)}.")
     if shard_bytes < 1:
-        raise ValueError(f"`shard_bytes` is {shard_bytes}; it is a whole number of at least 1.")
+        raise ValueError(f"`shard_bytes` is {shard_bytes}; it must be a whole number of at least 1.")
     checkpoints = Checkpoints(checkpoint, read_only=True)
     manifest = checkpoints.manifest(step)
     config = _config(manifest["extra"], str(checkpoint)) if config is None else config
@@ -104,7 +104,7 @@ class _Values:
         self._amax = np.float32(0)
 
     def encoded(self, encoding: Encoding) -> Iterator[np.ndarray]:
-        """What is to be written, in order."""
+        """Yields what is to be written, in order."""
         for tensor in self._tensors:
             yield from encoding.arrays(tensor, self._read(tensor, digest=True), self._fused_amax)
 
@@ -147,7 +147,7 @@ def _config(extra: dict[str, Any], where: str) -> ModelConfig:
 def _parameters(
     arrays: dict[str, StoredArray], config: ModelConfig, tensors: list[Tensor], where: str
 ) -> dict[str, StoredArray]:
-    """A checkpoint's parameters by path, if they are those of such a model."""
+    """Returns a checkpoint's parameters by path, if they are those of such a model."""
     prefix = "params/"
     has = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
     wants = array_shapes(tensors)

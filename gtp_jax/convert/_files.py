@@ -13,12 +13,12 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def shard_file(index: int, count: int) -> str:
-    """Name of one of several files."""
+    """Returns the name of one of several files."""
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def open_tensors(directory: Path) -> dict[str, Reader]:
-    """The file of each tensor, with headers read and checked, no values.
+    """Returns the file of each tensor, with headers read and checked, no values.
 
     Raises:
         FileNotFoundError: if there are no safetensors, or the index names a file that is not there.

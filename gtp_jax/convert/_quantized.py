@@ -81,7 +81,7 @@ class Quantized:
                 )
 
     def entries(self, tensor: Tensor) -> list[Entry]:
-        """The tensors that a weight becomes."""
+        """Returns the tensors that a weight becomes."""
         rows, columns = tensor.shape
         packed = columns * self.format.element_bits // 8
         found = [
@@ -91,7 +91,7 @@ class Quantized:
         return [*found, Entry(f"{tensor.name}_scale_2", "F32", ())] if self.format.has_amax else found
 
     def arrays(self, values: np.ndarray, amax: np.float32 | None) -> list[np.ndarray]:
-        """Their values.
+        """Returns the values of what the tensor becomes.
 
         Args:
             values: of the weight, (out, in).
@@ -112,7 +112,7 @@ class Quantized:
         return np.asarray(found.codes), np.asarray(found.scales)
 
     def config_json(self) -> dict[str, Any]:
-        """`quantization_config` of config.json."""
+        """Returns `quantization_config` of config.json."""
         return {
             "quant_method": "modelopt",
             "quant_algo": self.algorithm,
@@ -122,7 +122,7 @@ class Quantized:
         }
 
     def quant_json(self) -> dict[str, Any]:
-        """hf_quant_config.json, where older readers look."""
+        """Returns hf_quant_config.json, which older readers look for."""
         return {
             "producer": _producer(),
             "quantization": {

@@ -156,10 +156,10 @@ class Reader:
             end, last = begin + self.entries[name].nbytes, name
         if self._begin + end != size:
             what = "truncated" if self._begin + end > size else "longer than its tensors"
-            raise self._broken(f"it is {what}: {size} bytes, {self._begin + end} are wanted")
+            raise self._broken(f"it is {what}: {size} bytes, {self._begin + end} are expected")
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor's values; packed bytes where an element is narrower than a byte."""
+        """Returns a tensor's values; packed bytes where an element is narrower than a byte."""
         entry = self.entries[name]
         with self.path.open("rb") as file:
             file.seek(self._begin + self._offsets[name])
@@ -172,16 +172,18 @@ class Reader:
         try:
             dtype, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
         except (TypeError, KeyError, ValueError) as error:
-            raise self._broken(f"{name} is described by {fields}; dtype, shape and data_offsets are wanted") from error
+            raise self._broken(
+                f"{name} is described by {fields}; dtype, shape and data_offsets are expected"
+            ) from error
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise self._broken(f"{name} has the unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
         if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
-            raise self._broken(f"{name} has shape {list(shape)} and offsets {[begin, end]}; whole numbers are wanted")
+            raise self._broken(f"{name} has shape {list(shape)} and offsets {[begin, end]}; whole numbers are expected")
         entry = Entry(name, dtype, shape)
         if math.prod(shape) * DTYPES[dtype][1] % 8 or (shape and shape[-1] * DTYPES[dtype][1] % 8):
             raise self._broken(f"{name}, {dtype}{list(shape)}, does not fill whole bytes")
         if end - begin != entry.nbytes:
-            raise self._broken(f"{name}, {dtype}{list(shape)}, has {end - begin} bytes, {entry.nbytes} are wanted")
+            raise self._broken(f"{name}, {dtype}{list(shape)}, has {end - begin} bytes, {entry.nbytes} are expected")
         return entry, begin
 
     def _broken(self, what: str) -> ValueError:

@@ -67,7 +67,7 @@ def load_corpus(text: Text, tokenizer: Tokenizer = BYTES, *, held_out: float = 0
         ValueError: if `held_out` is not between 0 and 1.
     """
     if not 0 < held_out < 1:
-        raise ValueError(f"`held_out` is {held_out}; it is a share between 0 and 1.")
+        raise ValueError(f"`held_out` is {held_out}; it must be a share between 0 and 1.")
     kept, apart = split(text.documents, held_out)
     streams = [tokenizer.stream(side) for side in (kept, apart)]
     digest = hashlib.blake2b(digest_size=16)
@@ -115,7 +115,7 @@ def _hash(document: bytes) -> bytes:
 
 
 def _character(document: bytes, position: int) -> int:
-    """The last position, not beyond `position`, at which a character of UTF-8 text begins."""
+    """Returns the last position, not beyond `position`, at which a character of UTF-8 text begins."""
     while position > 0 and document[position] & 0xC0 == 0x80:
         position -= 1
     return position

@@ -44,7 +44,7 @@ class Loader:
             )
 
     def at(self, step: int) -> dict[str, jax.Array]:
-        """The batch of a step, arrays of shape `(batch, seq)` whose rows are sharded over the batch's axes."""
+        """Returns the batch of a step, arrays of shape `(batch, seq)` whose rows are sharded over the batch's axes."""
         sharding = NamedSharding(self.mesh, PartitionSpec(self.roles.batch))
 
         @functools.cache  # tp ranks need the same rows
@@ -60,7 +60,7 @@ class Loader:
         return {n: jax.make_array_from_callback(shape, sharding, functools.partial(part, n)) for n in names}
 
     def steps(self, start: int, stop: int) -> Iterator[dict[str, jax.Array]]:
-        """The batches of steps `start` to `stop` (exclusive), each built while the one before is in use."""
+        """Yields the batches of steps `start` to `stop` (exclusive), each built while the one before is in use."""
         thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         try:
             ahead = thread.submit(self.at, start) if start < stop else None

@@ -10,7 +10,8 @@ _PIECE = 1 << 20
 
 
 def unigram_entropy(train: np.ndarray, held_out: np.ndarray, vocab: int) -> float:
-    """Mean loss, in nats a token, on `held_out` of a model that knows how often each token occurs in `train`.
+    """Returns the mean loss, in nats a token, on `held_out` of a model that knows how often each token occurs in
+    `train`.
 
     It is the loss of the best guess that ignores context. Every token is counted once more than it occurs, so that one
     that is new in `held_out` costs a finite amount.
@@ -27,5 +28,5 @@ def _counts(tokens: np.ndarray, vocab: int) -> np.ndarray:
 
 
 def bits_per_byte(loss: float, bytes_per_token: float = 1.0) -> float:
-    """A loss in nats a token, in bits a byte of text: comparable between tokenizers."""
+    """Returns a loss in nats a token, in bits a byte of text: comparable between tokenizers."""
     return loss / math.log(2) / bytes_per_token

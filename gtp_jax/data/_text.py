@@ -68,7 +68,8 @@ def read_text(paths: Sequence[str | os.PathLike[str]] = ()) -> Text:
 
 
 def standard_library() -> Text:
-    """The source of the Python standard library on this machine: real text of some tens of MB, without a download.
+    """Returns the source of the Python standard library on this machine: real text of some tens of MB, without a
+    download.
 
     Raises:
         ValueError: if this Python has been installed without its source.
@@ -82,7 +83,7 @@ def standard_library() -> Text:
 
 
 def _files(root: Path, suffix: str = "") -> Iterator[Path]:
-    """The files below a directory, ordered by their path within it, part by part."""
+    """Yields the files below a directory, ordered by their path within it, part by part."""
     try:
         entries = sorted(os.scandir(root), key=lambda entry: entry.name)
     except OSError as error:
@@ -97,7 +98,8 @@ def _files(root: Path, suffix: str = "") -> Iterator[Path]:
 
 
 def _read(path: Path) -> bytes | None:
-    """The content of a file; `None` if it is not UTF-8 text. A zero byte, which separates documents, is no text."""
+    """Returns the content of a file; `None` if it is not UTF-8 text. A zero byte, which separates documents, is no
+    text."""
     try:
         content = path.read_bytes()
     except OSError as error:

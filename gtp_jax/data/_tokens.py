@@ -38,7 +38,7 @@ class Tokenizer:
         return np.min_scalar_type(self.vocab - 1)
 
     def stream(self, documents: Iterable[bytes]) -> np.ndarray:
-        """The tokens of documents as one stream, the separator after each."""
+        """Returns the tokens of documents as one stream, the separator after each."""
         end = np.asarray([self.separator], self.dtype)
         parts = [part for tokens in self.encode(documents) for part in (tokens.astype(self.dtype), end)]
         return np.concatenate(parts) if parts else np.zeros(0, self.dtype)

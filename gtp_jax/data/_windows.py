@@ -39,7 +39,7 @@ class Windows:
 
     def __post_init__(self) -> None:
         if self.seq < 1:
-            raise ValueError(f"`seq` is {self.seq}; it is a whole number of at least 1.")
+            raise ValueError(f"`seq` is {self.seq}; it must be a whole number of at least 1.")
         if len(self.tokens) < self.seq + 1:
             raise ValueError(
                 f"too few tokens: {len(self.tokens)}, but one window of `seq` {self.seq} needs {self.seq + 1}."
@@ -49,12 +49,12 @@ class Windows:
         return (len(self.tokens) - 1) // self.seq
 
     def order(self, rows: np.ndarray) -> np.ndarray:
-        """The window of each row of the run."""
+        """Returns the window of each row of the run."""
         epochs, places = np.divmod(np.asarray(rows, np.uint64), np.uint64(len(self)))
         return _permuted(places, epochs, len(self), self.seed)
 
     def rows(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Rows of the run by number: with a batch of `B`, row `b` of step `s` is `s * B + b`.
+        """Returns rows of the run by number: with a batch of `B`, row `b` of step `s` is `s * B + b`.
 
         Args:
             rows: `(R,)` numbers.
@@ -91,7 +91,8 @@ def _permuted(places: np.ndarray, epochs: np.ndarray, size: int, seed: int) -> n
 
 
 def _mixed(values: np.ndarray | np.uint64) -> np.ndarray:
-    """SplitMix64's finalizer (Steele, Lea and Flood, OOPSLA 2014): every output bit depends on every input bit."""
+    """Returns SplitMix64's finalizer (Steele, Lea and Flood, OOPSLA 2014): every output bit depends on every input
+    bit."""
     bits = np.atleast_1d(values).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     bits = (bits ^ bits >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ bits >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)

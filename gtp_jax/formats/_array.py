@@ -59,13 +59,13 @@ class QuantizedArray:
 
 
 def codes_shape(format: Format, matrix: tuple[int, int], columns: bool) -> tuple[int, int]:
-    """Shape of one matrix's codes; see `QuantizedArray`."""
+    """Returns the shape of one matrix's codes; see `QuantizedArray`."""
     rows, cols = reversed(matrix) if columns and format.transposed_columns else matrix
     return rows, -(-cols * format.element_bits // 8)
 
 
 def scales_shape(format: Format, matrix: tuple[int, int], columns: bool) -> tuple[int, int] | None:
-    """Shape of one matrix's block scales; see `QuantizedArray`."""
+    """Returns the shape of one matrix's block scales; see `QuantizedArray`."""
     if format.block is None:
         return None
     along_rows, along_cols = format.block
@@ -82,11 +82,13 @@ def validate(q: QuantizedArray) -> None:
         ValueError: if one of its arrays is missing, is too many, or has a shape that breaks an invariant.
     """
     if not isinstance(q, QuantizedArray):
-        raise TypeError(f"`q` is a {type(q).__name__}; it is a QuantizedArray, which `gtp_jax.quantize` makes.")
+        raise TypeError(f"`q` is a {type(q).__name__}; it must be a QuantizedArray, which `gtp_jax.quantize` makes.")
     for name in ("codes", "scales", "amax"):
         array = getattr(q, name)
         if array is not None and not (hasattr(array, "dtype") and hasattr(array, "shape")):
-            raise TypeError(f"`{name}` is a {type(array).__name__}; it is an array, as `gtp_jax.quantize` makes it.")
+            raise TypeError(
+                f"`{name}` is a {type(array).__name__}; it must be an array, as `gtp_jax.quantize` makes it."
+            )
     codes, scales = codes_shape(q.format, q.matrix, q.columns), scales_shape(q.format, q.matrix, q.columns)
     lead = () if q.codes is None else q.codes.shape[:-2]
     _expect(q, "codes", q.codes, jnp.uint8, (*lead, *codes))

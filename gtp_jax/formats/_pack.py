@@ -15,15 +15,15 @@ SECTION_BYTES = 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Piece:
-    """One weight's slice within a layer.
+    """One weight's shard within a layer.
 
     Attributes:
-        rows: rows of a slice, padding included; a multiple of the format's alignment where there are several slices.
+        rows: rows of a shard, padding included; a multiple of the format's alignment where there are several shards.
         cols: contraction size. Blocks run along it.
-        transposed: whether the slice is stored `(cols, rows)` instead of `(rows, cols)`.
-        total_rows: logical rows of all slices together; what lies beyond is padding and is stripped.
+        transposed: whether the shard is stored `(cols, rows)` instead of `(rows, cols)`.
+        total_rows: logical rows of all shards together; what lies beyond is padding and is stripped.
         out: which output array it becomes part of.
-        out_row: the row of that output at which it starts; in a plan `by_slice`, of a slice's part of it.
+        out_row: the row of that output at which it starts; in a plan `by_shard`, of a shard's part of it.
     """
 
     rows: int
@@ -35,7 +35,7 @@ class Piece:
 
     @property
     def stored(self) -> tuple[int, int]:
-        """Shape of a slice as stored."""
+        """Shape of a shard as stored."""
         return (self.cols, self.rows) if self.transposed else (self.rows, self.cols)
 
 
@@ -61,7 +61,7 @@ class PackPlan:
 
     Attributes:
         pieces: the weights.
-        by_slice: whether an output is slice after slice, each with the rows of all its pieces, padding included, as a
+        by_shard: whether an output is shard after shard, each with the rows of all its pieces, padding included, as a
             gather of the weights themselves would leave them; instead of piece after piece without padding. Then
             `total_rows` is `rows`.
 
@@ -71,7 +71,7 @@ class PackPlan:
     """
 
     pieces: tuple[Piece, ...]
-    by_slice: bool = False
+    by_shard: bool = False
 
     def __post_init__(self) -> None:
         if not self.pieces:
@@ -80,13 +80,13 @@ class PackPlan:
             for name in ("rows", "cols", "total_rows", "out", "out_row"):
                 number = getattr(piece, name)
                 if not hasattr(number, "__index__"):
-                    raise TypeError(f"piece {index}: `{name}` is {number!r}; it is an integer.")
+                    raise TypeError(f"piece {index}: `{name}` is {number!r}; it must be an integer.")
                 if number < 0:
-                    raise ValueError(f"piece {index}: `{name}` is {number}; it is 0 or more.")
-            if self.by_slice and piece.total_rows != piece.rows:
+                    raise ValueError(f"piece {index}: `{name}` is {number}; it must be 0 or more.")
+            if self.by_shard and piece.total_rows != piece.rows:
                 raise ValueError(
-                    f"piece {index}: `total_rows` is {piece.total_rows}, but by slice nothing is stripped; it is "
-                    f"{piece.rows}, the rows of a slice."
+                    f"piece {index}: `total_rows` is {piece.total_rows}, but by shard nothing is stripped; it must be "
+                    f"{piece.rows}, the rows of a shard."
                 )
         outs = sorted({piece.out for piece in self.pieces})
         if outs != list(range(len(outs))):
@@ -114,24 +114,24 @@ class PackPlan:
             row += piece.total_rows
 
     def members(self, out: int) -> tuple[int, ...]:
-        """The pieces that make an output, from its first row to its last."""
+        """Returns the pieces that make an output, from its first row to its last."""
         found = [index for index, piece in enumerate(self.pieces) if piece.out == out]
         return tuple(sorted(found, key=lambda index: (self.pieces[index].out_row, self.pieces[index].total_rows)))
 
-    def outputs(self, slices: int) -> tuple[tuple[int, int], ...]:
-        """Shape `(rows, cols)` of each output, of so many slices."""
-        times = slices if self.by_slice else 1
+    def outputs(self, shards: int) -> tuple[tuple[int, int], ...]:
+        """Returns the shape `(rows, cols)` of each output, of so many shards."""
+        times = shards if self.by_shard else 1
         return tuple(
             (times * sum(self.pieces[index].total_rows for index in members), self.pieces[members[0]].cols)
             for members in map(self.members, range(len({piece.out for piece in self.pieces})))
         )
 
     def sections(self, format: Format) -> tuple[tuple[Section, Section | None], ...]:
-        """Where the codes and the scales of each piece lie in the buffer of one slice."""
+        """Returns where the codes and the scales of each piece lie in the buffer of one shard."""
         return self._lay_out(format)[0]
 
     def bytes(self, format: Format) -> int:
-        """Length of the buffer of one slice; a multiple of 16."""
+        """Returns the length of the buffer of one shard; a multiple of 16."""
         return self._lay_out(format)[1]
 
     def _lay_out(self, format: Format) -> tuple[tuple[tuple[Section, Section | None], ...], int]:

@@ -48,7 +48,7 @@ class Format:
         scale: `"e4m3"`, `"e8m0"` (a power of two) or `None`: number format of the block scales, one byte each.
         scale_max: largest block scale, where that bounds the tensor's scale.
         has_amax: whether a float32 amax of the tensor belongs to it.
-        alignment: rows of a slice are a multiple of this, so that no block straddles two slices.
+        alignment: rows of a shard are a multiple of this, so that no block straddles two shards.
         transposed_columns: whether the column-wise copy is stored transposed.
     """
 

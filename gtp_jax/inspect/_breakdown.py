@@ -32,7 +32,7 @@ class Breakdown:
         return self.by_kind.get(EXPOSED, 0.0)
 
     def share(self, kind: str) -> float:
-        """Of the total."""
+        """Returns its share of the total."""
         return self.by_kind.get(kind, 0.0) / self.total_us if self.total_us else 0.0
 
 

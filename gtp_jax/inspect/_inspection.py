@@ -134,7 +134,7 @@ def inspect(options: InspectOptions) -> Inspection:
             microbatches=execution.microbatches,
             max_grad_norm=_MAX_GRAD_NORM,
             recipe=recipe,
-            held=options.quantization.held,
+            pregathered_layers=options.quantization.pregathered_layers,
         )
         model = abstract_model(lambda rngs: build(config, rngs=rngs))
         state = TrainState.create(model, optimizer)
@@ -194,7 +194,7 @@ def _batch(mesh: Mesh, batch: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 def _parameters(state: TrainState) -> tuple[Parameter, ...]:
     parameters = []
-    layouts = jax.tree.leaves(state.skeleton.layouts, is_leaf=lambda node: not isinstance(node, dict))
+    layouts = jax.tree.leaves(state.model_def.layouts, is_leaf=lambda node: not isinstance(node, dict))
     for (path, leaf), layout in zip(jax.tree_util.tree_leaves_with_path(state.params), layouts, strict=True):
         parameters.append(
             Parameter(

@@ -27,7 +27,7 @@ def as_text(inspection: Inspection) -> str:
 
 
 def as_json(inspection: Inspection) -> dict[str, Any]:
-    """Everything that the text shows, as plain values."""
+    """Returns everything that the text shows, as plain values."""
     result: dict[str, Any] = {
         "options": settings_of(inspection.options),
         "mesh": inspection.degrees,

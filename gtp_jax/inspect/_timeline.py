@@ -26,7 +26,7 @@ def draw(line: Timeline, title: str, path: Path) -> None:
 
 
 def picture(line: Timeline, title: str) -> Any:
-    """A timeline as a matplotlib figure, wrapped into rows like text.
+    """Returns a timeline as a matplotlib figure, wrapped into rows like text.
 
     Args:
         line: the timeline.
@@ -64,7 +64,7 @@ def picture(line: Timeline, title: str) -> Any:
 
 
 def seconds(duration_us: float) -> str:
-    """A duration for people: `5.30 ms`."""
+    """Returns a duration for people: `5.30 ms`."""
     return quantity(duration_us / 1e6, "s")
 
 

@@ -59,12 +59,12 @@ class Op:
 
     @property
     def is_collective(self) -> bool:
-        """Whether it communicates."""
+        """Returns whether it communicates."""
         return self.kind in COLLECTIVES
 
 
 def kind_of(name: str, hlo_op: str = "") -> str:
-    """Which of `KINDS` a kernel is, by its name and that of its HLO operation."""
+    """Returns which of `KINDS` a kernel is, by its name and that of its HLO operation."""
     for kind, pattern in _PATTERNS:
         if pattern.search(name) or pattern.search(hlo_op):
             return kind
@@ -74,7 +74,7 @@ def kind_of(name: str, hlo_op: str = "") -> str:
 
 
 def read_trace(path: Path, device: int = 0) -> list[Op]:
-    """The kernels of one device, in the order of their starts.
+    """Returns the kernels of one device, in the order of their starts.
 
     Args:
         path: a folder that `jax.profiler.trace` has written, of which the newest trace is taken, or its `.xplane.pb`.
@@ -91,7 +91,7 @@ def read_trace(path: Path, device: int = 0) -> list[Op]:
 
 
 def parse_trace(profile: Any, device: int = 0) -> list[Op]:
-    """As `read_trace`, of a `jax.profiler.ProfileData`."""
+    """Reads a `jax.profiler.ProfileData` as `read_trace` does."""
     with warnings.catch_warnings():
         # jaxlib's bindings warn of themselves; where warnings are errors, the process would abort
         warnings.simplefilter("ignore", DeprecationWarning)

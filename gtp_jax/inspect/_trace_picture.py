@@ -75,7 +75,7 @@ def _draw_shares(axis, breakdown: Breakdown) -> None:
 
 
 def sentence(breakdown: Breakdown) -> str:
-    """The sums, for a headline."""
+    """Returns the sums, for a headline."""
     hidden = breakdown.communication_us - breakdown.exposed_us
     return (
         f"{breakdown.total_us / 1e3:.2f} ms; communication {breakdown.communication_us / 1e3:.2f} ms, of which "

@@ -71,12 +71,12 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """How many shards a gather joins."""
+        """Returns how many shards a gather joins."""
         return math.prod(self.degrees)
 
     @property
     def tensor_degree(self) -> int:
-        """How many ranks of the tensor axis divide the weight in use."""
+        """Returns how many ranks of the tensor axis divide the weight in use."""
         return 1 if self.split is None else len(self.split.owners)
 
     @property
@@ -87,12 +87,12 @@ class Layout:
 
     @property
     def by_rows(self) -> bool:
-        """Whether shards are whole rows of the gathered matrix."""
+        """Returns whether shards are whole rows of the gathered matrix."""
         return self.shard_dim == self.rows
 
     @property
     def divided(self) -> bool:
-        """Whether tensor ranks have matrices (experts) of their own, instead of parts of each."""
+        """Returns whether tensor ranks have matrices (experts) of their own, instead of parts of each."""
         return self.split_dim is not None and self.split_dim < len(self.shape) - 2
 
     @property
@@ -106,7 +106,7 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """How many different shards storage has, over all axes."""
+        """Returns how many different shards storage has, over all axes."""
         return self.ranks * (1 if self._stored_split is None else self.tensor_degree)
 
     @property
@@ -134,7 +134,7 @@ class Layout:
 
     @property
     def matrices(self) -> int:
-        """How many matrices one rank stores: its experts; 1 of a weight that is a matrix itself."""
+        """Returns how many matrices one rank stores: its experts; 1 of a weight that is a matrix itself."""
         return math.prod(self.shard_shape[:-2])
 
     def check_mesh(self, name: str) -> None:

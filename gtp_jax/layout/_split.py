@@ -55,7 +55,7 @@ class Split:
 
     @property
     def even(self) -> bool:
-        """Whether all ranks own equally much, so that nothing is padded."""
+        """Returns whether all ranks own equally much, so that nothing is padded."""
         return len(set(self.owners)) == 1
 
     @property
@@ -131,7 +131,7 @@ class Split:
 
     @property
     def _runs_into_next(self) -> bool:
-        """Whether the padding of some rank lies over elements of the next."""
+        """Returns whether the padding of some rank lies over elements of the next."""
         ends = [start + count for start, count in zip(self.starts, self.counts, strict=True)]
         return any(count < self.width and end < self.size for count, end in zip(self.counts, ends, strict=True))
 

@@ -12,10 +12,10 @@ from ._axes import make_mesh as make_mesh
 from ._devices import choose_devices as choose_devices
 from ._devices import has_gpu as has_gpu
 from ._devices import on_gpu as on_gpu
-from ._hardware import multiplies_blocks as multiplies_blocks
-from ._hardware import multiplies_fp8 as multiplies_fp8
 from ._hardware import platform as platform
 from ._hardware import runs_kernels as runs_kernels
+from ._hardware import supports_block_scaled_matmul as supports_block_scaled_matmul
+from ._hardware import supports_fp8_matmul as supports_fp8_matmul
 from ._parallelism import Parallelism as Parallelism
 from ._parallelism import check_degrees as check_degrees
 from ._parallelism import fill_degrees as fill_degrees

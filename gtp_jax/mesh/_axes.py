@@ -42,7 +42,7 @@ def make_mesh(*, dp: int | None = None, gtp: int = 1, tp: int = 1, devices: Any 
 
 
 def current_view() -> View:
-    """How the code being traced sees arrays.
+    """Returns how the code being traced sees arrays.
 
     `plain`: no mesh in scope. `global`: a mesh, and arrays of global shape. `local`: inside a `shard_map`,
     each rank with its own part.
@@ -82,5 +82,5 @@ def degree(axis: str | None) -> int:
 
 
 def degrees(axes: tuple[str, ...]) -> int:
-    """The product of the sizes of mesh axes in scope."""
+    """Returns the product of the sizes of mesh axes in scope."""
     return math.prod(degree(axis) for axis in axes)

@@ -37,10 +37,10 @@ def choose_devices(total: int, *, processes: int = 1, local: int | None = None) 
 
 
 def has_gpu() -> bool:
-    """Whether the machine has a GPU, usable or not."""
+    """Returns whether the machine has a GPU, usable or not."""
     return any(map(glob.glob, _GPU_FILES))
 
 
 def on_gpu() -> bool:
-    """Whether jax runs on GPUs. Starts its backend."""
+    """Returns whether jax runs on GPUs. Starts its backend."""
     return jax.default_backend() == "gpu"

@@ -29,18 +29,18 @@ def platform() -> str:
     return "gpu" if name in ("gpu", "cuda") else name
 
 
-def multiplies_blocks() -> bool:
-    """Whether the GPUs multiply codes and block scales in hardware: compute capability 10.x, B200 and B300."""
+def supports_block_scaled_matmul() -> bool:
+    """Returns whether the GPUs multiply codes and block scales in hardware: compute capability 10.x, B200 and B300."""
     return platform() == "gpu" and _capability()[0] == 10
 
 
-def multiplies_fp8() -> bool:
-    """Whether the GPUs multiply FP8 in hardware: compute capability 8.9 and later, L40, H100."""
+def supports_fp8_matmul() -> bool:
+    """Returns whether the GPUs multiply FP8 in hardware: compute capability 8.9 and later, L40, H100."""
     return platform() == "gpu" and _capability() >= (8, 9)
 
 
 def runs_kernels() -> bool:
-    """Whether this library's kernels are for these devices: GPUs of compute capability 8.0 and later, A100."""
+    """Returns whether this library's kernels are for these devices: GPUs of compute capability 8.0 and later, A100."""
     return platform() != "gpu" or _capability() >= (8, 0)
 
 

@@ -52,7 +52,7 @@ class ModelConfig(Protocol):
         ...
 
     def architecture(self) -> dict[str, Any]:
-        """The fields that say which model the weights are of, for checkpoints."""
+        """Returns the fields that say which model the weights are of, for checkpoints."""
         ...
 
     def matmul_params(self) -> int:
@@ -60,7 +60,7 @@ class ModelConfig(Protocol):
         ...
 
     def param_count(self) -> int:
-        """All parameters."""
+        """Returns all parameters."""
         ...
 
 

@@ -91,10 +91,10 @@ def dequantize(
     return _call("gtp_dequantize", result, operands, "broadcast_all", format=np.int32(format.code), columns=columns)
 
 
-def pack(slices: Sequence[jax.Array], amax: jax.Array, *, format: Format, plan: PackPlan) -> jax.Array:
+def pack(shards: Sequence[jax.Array], amax: jax.Array, *, format: Format, plan: PackPlan) -> jax.Array:
     """See `reference.pack`."""
     result = jax.ShapeDtypeStruct((*amax.shape[:-1], plan.bytes(format)), jnp.uint8)
-    return _call("gtp_pack", result, [amax, *slices], "broadcast_all", **_plan(format, plan))
+    return _call("gtp_pack", result, [amax, *shards], "broadcast_all", **_plan(format, plan))
 
 
 def unpack(
@@ -102,7 +102,7 @@ def unpack(
 ) -> tuple[jax.Array, ...]:
     """See `reference.unpack`."""
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape in plan.outputs(buffer.shape[0])]
-    attributes = {**_plan(format, plan), "by_slice": plan.by_slice}
+    attributes = {**_plan(format, plan), "by_slice": plan.by_shard}
     return tuple(_call("gtp_unpack", results, [buffer, amax], "sequential", **attributes))
 
 

@@ -17,7 +17,7 @@ REBUILD = "pip install --force-reinstall --no-deps gtp_jax, or `pip install -e .
 
 @functools.cache
 def _library() -> Any:
-    """The module, its handlers registered, or `None` where the package was installed without a compiler.
+    """Returns the module, its handlers registered, or `None` where the package was installed without a compiler.
 
     Raises:
         ImportError: if the module is there but broken, or newer than jaxlib; JAX would die of it later.
@@ -50,13 +50,13 @@ def _check_version(built: tuple[int, int]) -> None:
 
 
 def is_built() -> bool:
-    """Whether there is a compiled module."""
+    """Returns whether there is a compiled module."""
     return _library() is not None
 
 
 @functools.cache
 def has(target: str, platform: str) -> bool:
-    """Whether there is a handler.
+    """Returns whether there is a handler.
 
     Args:
         target: its name, such as `"gtp_quantize"`.
@@ -70,7 +70,7 @@ def has(target: str, platform: str) -> bool:
 
 
 def describe() -> str:
-    """What was built, or why not, in a few words."""
+    """Returns what was built, or why not, in a few words."""
     library = _library()
     if library is None:
         return "not built: no working C++ compiler when gtp_jax was installed"

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..mesh import degree
-from ..ops import causal_attention, keep, rope
+from ..ops import causal_attention, rope, save_for_backward
 from ._dense import Dense, LayerNormDense, Norm
 from ._layer import Layer
 
@@ -67,14 +67,14 @@ class Attention(Layer):
         self.sequence_parallel = sequence_parallel
 
     def local(self, x: jax.Array) -> jax.Array:
-        """`(batch, sequence, features)` to the same."""
+        """Maps `(batch, sequence, features)` to the same shape."""
         if x.ndim != 3:
             raise ValueError(f"Attention takes (batch, sequence, features); got shape {x.shape}.")
         by_head = {name: jnp.reshape(y, (*y.shape[:-1], -1, self.head_dim)) for name, y in self.qkv(x).items()}
         q, k, v = by_head["query"], by_head["key"], by_head["value"]
         if self.rope_theta is not None:
             q, k = rope(q, theta=self.rope_theta), rope(k, theta=self.rope_theta)
-        mixed = causal_attention(keep(q), keep(k), keep(v))
+        mixed = causal_attention(save_for_backward(q), save_for_backward(k), save_for_backward(v))
         return self.out(jnp.reshape(mixed, (*mixed.shape[:2], -1)))
 
 

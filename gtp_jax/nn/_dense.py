@@ -24,7 +24,7 @@ from ..collectives import (
 )
 from ..layout import Layout, layouts_of_kernels
 from ..mesh import current_view, degree
-from ..ops import keep, layer_norm, rms_norm
+from ..ops import layer_norm, rms_norm, save_for_backward
 from ..weights import GradReduce
 from ._layer import between_layers, inside_layer
 from ._weight import Initializer, WeightOwner, make_vector, make_weight
@@ -58,7 +58,7 @@ class Dense(WeightOwner):
         out_features: size of the output's, or a mapping from names to sizes: several kernels that meet the same input
             and share one gather and one matmul. The call then returns a dict of outputs.
         parallel: see the table.
-        bias: whether to add one. It stays whole, or is sharded over tp alone where the output is.
+        use_bias: whether to add one. It stays whole, or is sharded over tp alone where the output is.
         units: how many neighbouring features stay together on a tp rank, such as the features of a head: a number, or
             one for each name of `out_features`.
         padding_value: what stands behind a rank's last feature where tp divides the output unevenly. The default is
@@ -84,7 +84,7 @@ class Dense(WeightOwner):
         out_features: int | Mapping[str, int],
         *,
         parallel: Parallel = None,
-        bias: bool = False,
+        use_bias: bool = False,
         units: int | Mapping[str, int] = 1,
         padding_value: float = -math.inf,
         sequence_parallel: bool = True,
@@ -96,7 +96,7 @@ class Dense(WeightOwner):
     ) -> None:
         super().__init__(dtype=dtype, grad_reduce=grad_reduce)
         if parallel not in ("column", "row", None):
-            raise ValueError(f"`parallel` is {parallel!r}; it is 'column', 'row' or None.")
+            raise ValueError(f"`parallel` is {parallel!r}; it must be 'column', 'row' or None.")
         sizes = dict(out_features) if isinstance(out_features, Mapping) else {"": out_features}
         if not sizes or min(in_features, *sizes.values()) < 1:
             raise ValueError(f"Dense({in_features}, {out_features}): feature sizes are whole numbers of at least 1.")
@@ -120,10 +120,10 @@ class Dense(WeightOwner):
             return make_vector(layout.shape[1], initializers.zeros, rngs.params(), param_dtype, behind=behind)
 
         kernels = {name: kernel(layout) for name, layout in zip(sizes, layouts, strict=True)}
-        biases = {name: vector(layout) for name, layout in zip(sizes, layouts, strict=True)} if bias else {}
+        biases = {name: vector(layout) for name, layout in zip(sizes, layouts, strict=True)} if use_bias else {}
         alone = self.names == ("",)
         self.kernel: Any = kernels[""] if alone else nnx.Dict(kernels)
-        self.bias: Any = nnx.data(None) if not bias else biases[""] if alone else nnx.Dict(biases)
+        self.bias: Any = nnx.data(None) if not use_bias else biases[""] if alone else nnx.Dict(biases)
 
     def weights(self) -> tuple[nnx.Param, ...]:
         return (self.kernel,) if self.names == ("",) else tuple(self.kernel[name] for name in self.names)
@@ -146,7 +146,7 @@ class Dense(WeightOwner):
         return self._by_name([part if one.split is None else one.split.join(part, -1) for one, part in parts])
 
     def __call__(self, x: jax.Array) -> Any:
-        """`(batch, ..., in_features)` to `(batch, ..., out_features)`, or a dict of such."""
+        """Maps `(batch, ..., in_features)` to `(batch, ..., out_features)`, or a dict of such."""
         self._check_features(x)
         return super().__call__(x)
 
@@ -156,15 +156,17 @@ class Dense(WeightOwner):
         return jax.tree.map(lambda *parts: self._whole(parts), *self.to_parts(x))
 
     def moves_in_parts(self, x: jax.Array) -> bool:
-        """Whether the sequence moves over tp part by part, under matmuls, or at once, ahead of and behind them."""
+        """Returns whether the sequence moves over tp part by part, under matmuls, or at once, ahead of and behind
+        them."""
         return self._shards_sequence(x.ndim) and degree(self.roles.tensor) > 1 and self.operands is None
 
     def to_parts(self, x: jax.Array) -> tuple[Any, ...]:
-        """What a call returns, for each part of the sequence (`collectives.Parts`); one whole if it moves at once."""
+        """Returns what a call returns, for each part of the sequence (`collectives.Parts`); one whole if it moves at
+        once."""
         self._check_features(x)
         x, axis = self.prepare(x).astype(self.dtype), self.roles.tensor
         if axis is not None and self.moves_in_parts(x):
-            products = keep(self.with_weight(lambda w, x: gather_linear(x, w, axis), x))
+            products = save_for_backward(self.with_weight(lambda w, x: gather_linear(x, w, axis), x))
         else:
             if self.parallel == "column":
                 x = gather_sequence(x, axis, sequence_parallel=self._shards_sequence(x.ndim))
@@ -172,7 +174,7 @@ class Dense(WeightOwner):
         return tuple(self._named(split_features(y, self.layouts)) for y in products)
 
     def from_parts(self, parts: Parts) -> Any:
-        """What a call of a row-parallel layer returns, from its input in parts, or from one whole."""
+        """Returns what a call of a row-parallel layer returns, from its input in parts, or from one whole."""
         self._check_features(parts[0])
         split, axis = self.layouts[0].split, self.roles.tensor
         assert split is not None
@@ -180,7 +182,7 @@ class Dense(WeightOwner):
         x = parts[0]
         if axis is not None and self.moves_in_parts(x):
             parts = parts if len(parts) > 1 else split_parts(x, axis)
-            y = keep(self.with_weight(lambda w, *parts: linear_scatter(parts, w, axis), *parts))
+            y = save_for_backward(self.with_weight(lambda w, *parts: linear_scatter(parts, w, axis), *parts))
             return self._named(split_features(y, self.layouts))
         x = self._whole(parts)
         outputs = split_features(self.with_weight(lambda w, x: self.product(x, w), x), self.layouts)
@@ -188,7 +190,7 @@ class Dense(WeightOwner):
         return self._named([reduce_scatter_sequence(y, axis, sequence_parallel=whole) for y in outputs])
 
     def prepare(self, x: jax.Array) -> jax.Array:
-        """What is multiplied, from the input."""
+        """Returns what is multiplied, from the input."""
         return x
 
     def _shards_sequence(self, ndim: int) -> bool:
@@ -272,12 +274,12 @@ class LayerNormDense(Dense):
     ) -> None:
         if parallel == "row":
             raise ValueError(
-                "`parallel` is 'row', whose input is cut over tp: no rank sees all the features that a norm needs. "
+                "`parallel` is 'row', whose input is sharded over tp: no rank sees all the features that a norm needs. "
                 "Take `Dense`, and normalise ahead of the column-parallel layer."
             )
         super().__init__(in_features, out_features, parallel=parallel, param_dtype=param_dtype, rngs=rngs, **options)
         if norm not in ("rms", "layer", None):
-            raise ValueError(f"`norm` is {norm!r}; it is 'rms', 'layer' or None.")
+            raise ValueError(f"`norm` is {norm!r}; it must be 'rms', 'layer' or None.")
         self.norm = norm
         self.eps = eps
         ones, zeros = initializers.ones, initializers.zeros

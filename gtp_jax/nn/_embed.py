@@ -14,12 +14,12 @@ from jax.sharding import PartitionSpec
 from ..collectives import gather_sequence, reduce_scatter_sequence, split_features
 from ..layout import layouts_of_kernels
 from ..mesh import current_view
-from ..ops import SlottedWeight, linear, look_up, rms_norm
+from ..ops import SlottedWeight, embedding_lookup, linear, rms_norm
 from ..weights import GradReduce
 from ._layer import Layer, between_layers, inside_layer
 from ._weight import Initializer, WeightOwner, make_vector, make_weight
 
-default_table_init = initializers.normal(0.02)
+default_embedding_init = initializers.normal(0.02)
 
 
 class Embed(WeightOwner):
@@ -28,14 +28,14 @@ class Embed(WeightOwner):
     Where they do not divide the vocabulary, the features are sharded; see `gtp_jax.layout.Layout`.
 
     Args:
-        vocab: number of rows.
+        num_embeddings: number of rows.
         features: size of a row.
         sequence_parallel: shard the output's sequence over tp.
         dtype: of the output.
         param_dtype: dtype of the stored shards.
         grad_reduce: how weight gradients are summed over gtp: `"float32"`, `"bf16-wire"` or `"bf16"`; see
             `reduction_of`.
-        table_init: called with the key and `(vocab, features)`.
+        embedding_init: called with the key and `(num_embeddings, features)`.
         rngs: the `params` stream is used.
 
     Raises:
@@ -44,34 +44,34 @@ class Embed(WeightOwner):
 
     def __init__(
         self,
-        vocab: int,
+        num_embeddings: int,
         features: int,
         *,
         sequence_parallel: bool = True,
         dtype: Any = jnp.bfloat16,
         param_dtype: Any = jnp.float32,
         grad_reduce: GradReduce = "float32",
-        table_init: Initializer = default_table_init,
+        embedding_init: Initializer = default_embedding_init,
         rngs: nnx.Rngs,
     ) -> None:
         super().__init__(dtype=dtype, grad_reduce=grad_reduce)
-        if min(vocab, features) < 1:
-            raise ValueError(f"Embed({vocab}, {features}): sizes are whole numbers of at least 1.")
-        (layout,) = layouts_of_kernels([(vocab, features)], rows=0, split_dim=0)
-        self.table = make_weight(layout, table_init, rngs.params(), param_dtype)
+        if min(num_embeddings, features) < 1:
+            raise ValueError(f"Embed({num_embeddings}, {features}): sizes are whole numbers of at least 1.")
+        (layout,) = layouts_of_kernels([(num_embeddings, features)], rows=0, split_dim=0)
+        self.table = make_weight(layout, embedding_init, rngs.params(), param_dtype)
         self.sequence_parallel = sequence_parallel
 
     def weights(self) -> tuple[nnx.Param, ...]:
         return (self.table,)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """`(batch, sequence)` integers to `(batch, sequence, features)`."""
+        """Maps `(batch, sequence)` integers to `(batch, sequence, features)`."""
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise TypeError(f"Embed takes integer tokens; got {tokens.dtype}.")
         return super().__call__(tokens)
 
     def local(self, tokens: jax.Array) -> jax.Array:
-        return self.with_weight(self._look_up, tokens)
+        return self.with_weight(self._embedding_lookup, tokens)
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
         del ndim
@@ -90,15 +90,15 @@ class Embed(WeightOwner):
         assert split is not None
         return split.mask(logits, -1, -math.inf)
 
-    def _look_up(self, table: jax.Array | SlottedWeight, tokens: jax.Array) -> jax.Array:
+    def _embedding_lookup(self, table: jax.Array | SlottedWeight, tokens: jax.Array) -> jax.Array:
         split = self.layouts[0].split
         assert split is not None
         tokens = jnp.clip(tokens, 0, split.size - 1)
         if len(split.owners) == 1:
-            return look_up(table, tokens)
+            return embedding_lookup(table, tokens)
         local = tokens - split.start()
         here = (local >= 0) & (local < split.count())
-        rows = look_up(table, jnp.where(here, local, 0))
+        rows = embedding_lookup(table, jnp.where(here, local, 0))
         return reduce_scatter_sequence(
             jnp.where(here[..., None], rows, 0), self.roles.tensor, sequence_parallel=self.sequence_parallel
         )
@@ -123,7 +123,7 @@ class TiedHead(Layer):
         self.sequence_parallel = embed.sequence_parallel
 
     def local(self, x: jax.Array) -> jax.Array:
-        """`(batch, sequence, features)` to logits `(batch, sequence, vocab)`, this rank's part."""
+        """Maps `(batch, sequence, features)` to logits `(batch, sequence, vocab)`, this rank's part."""
         return self.embed.attend(rms_norm(x, self.scale.get_value(), eps=self.eps))
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:

@@ -9,7 +9,7 @@ from flax import nnx
 
 from ..collectives import bytes_of, wire_bytes
 from ..formats import Format, Operands
-from ..mesh import multiplies_blocks, multiplies_fp8
+from ..mesh import supports_block_scaled_matmul, supports_fp8_matmul
 from ..plan import columns, quantity
 from ..recipes import BF16, Recipe, check_recipe
 from ..weights import Layers, Path, WeightGroup, resolve
@@ -29,13 +29,13 @@ class WireFact:
         layers: how many layers it stands for.
         first: the first of them.
         wire: name of the format, or of the dtype.
-        bytes: of one layer's gathered weights on the wire, codes and scales of all slices together.
+        bytes: of one layer's gathered weights on the wire, codes and scales of all shards together.
         bytes_per_element: of that, for each logical element.
         matmul: what the matmuls run in, and by which path.
         forward: its operands, input times weight.
         dgrad: likewise, gradient times weight.
         wgrad: likewise, gradient times input.
-        reduction: how its gradient is summed over the gtp axis; empty where nothing cuts it.
+        reduction: how its gradient is summed over the gtp axis; empty where nothing shards it.
     """
 
     module: str
@@ -98,13 +98,13 @@ def explain(model: nnx.Module, recipe: Recipe | None) -> Explanation:
 
     Raises:
         TypeError: if `recipe` is something else, or `model` no NNX module.
-        ValueError: if slices cut the format's blocks in two or have rows shorter than a block, the recipe speaks of
+        ValueError: if shards cut the format's blocks in two or have rows shorter than a block, the recipe speaks of
             what the model does not have, or the model has nothing to quantize.
     """
     check_recipe(recipe)
     if not isinstance(model, nnx.Module):
         raise TypeError(
-            f"`model` is a {type(model).__name__}; it is an `nnx.Module`. A layer in Linen "
+            f"`model` is a {type(model).__name__}; it must be an `nnx.Module`. A layer in Linen "
             "follows the recipe in scope; see `gtp_jax.use_recipe`."
         )
     recipe = BF16() if recipe is None else recipe
@@ -142,12 +142,12 @@ def _matmul(group: WeightGroup, grouped: bool, operands: Operands | None) -> str
     if grouped:
         return f"{formats}: grouped, {values}"
     if operands.weight.block is None:
-        return formats if multiplies_fp8() else f"{formats}: {values}"
-    return f"{formats}: {_scaled(group, operands, values) if multiplies_blocks() else values}"
+        return formats if supports_fp8_matmul() else f"{formats}: {values}"
+    return f"{formats}: {_scaled(group, operands, values) if supports_block_scaled_matmul() else values}"
 
 
 def _scaled(group: WeightGroup, operands: Operands, values: str) -> str:
-    """Which products are `scaled_matmul`'s, whose blocks must fill the contraction, on hardware that has it."""
+    """Returns which products are `scaled_matmul`'s, whose blocks must fill the contraction, on hardware that has it."""
     first = group.layouts[0]
     within = first.matrix_of(first.use_shape)[1]  # on a rank
     assert operands.activation.block is not None and operands.gradient.block is not None
@@ -174,11 +174,11 @@ def _products(operands: Operands | None) -> dict[str, str]:
         return dict.fromkeys(("forward", "dgrad", "wgrad"), "")
     weight, x, gradient = (_operand(form) for form in (operands.weight, operands.activation, operands.gradient))
     gradient += ", stochastic" if operands.stochastic else ""
-    turned = "; both Hadamard" if operands.hadamard else ""
+    transformed = "; both Hadamard" if operands.hadamard else ""
     return {
         "forward": f"{x} x {weight}",
         "dgrad": f"{gradient} x {weight}",
-        "wgrad": f"{gradient} x {x}{turned}",
+        "wgrad": f"{gradient} x {x}{transformed}",
     }
 
 

@@ -46,7 +46,7 @@ class GroupedDense(WeightOwner):
     `train_step`) or without a mesh.
 
     Args:
-        experts: how many.
+        num_experts: how many.
         in_features: size of the last dimension of the input.
         out_features: size of the output's, or a mapping from names to sizes, as in `Dense`.
         parallel: see the table.
@@ -67,7 +67,7 @@ class GroupedDense(WeightOwner):
 
     def __init__(
         self,
-        experts: int,
+        num_experts: int,
         in_features: int,
         out_features: int | Mapping[str, int],
         *,
@@ -82,14 +82,14 @@ class GroupedDense(WeightOwner):
     ) -> None:
         super().__init__(dtype=dtype, grad_reduce=grad_reduce)
         if parallel not in _SPLIT_DIM:
-            raise ValueError(f"`parallel` is {parallel!r}; it is 'column', 'row', 'expert' or None.")
+            raise ValueError(f"`parallel` is {parallel!r}; it must be 'column', 'row', 'expert' or None.")
         sizes = dict(out_features) if isinstance(out_features, Mapping) else {"": out_features}
-        if not sizes or min(experts, in_features, *sizes.values()) < 1:
+        if not sizes or min(num_experts, in_features, *sizes.values()) < 1:
             raise ValueError(
-                f"GroupedDense({experts}, {in_features}, {out_features}): experts and feature sizes are whole numbers "
-                "of at least 1."
+                f"GroupedDense({num_experts}, {in_features}, {out_features}): experts and feature sizes are whole "
+                "numbers of at least 1."
             )
-        self.experts = experts
+        self.num_experts = num_experts
         self.in_features = in_features
         self.names = tuple(sizes)
         self.parallel = parallel
@@ -97,7 +97,7 @@ class GroupedDense(WeightOwner):
         self.sequence_parallel = False
 
         layouts = layouts_of_kernels(
-            [(experts, in_features, size) for size in sizes.values()],
+            [(num_experts, in_features, size) for size in sizes.values()],
             rows=2,
             split_dim=_SPLIT_DIM[parallel],
             axes=axes if axes is None else tuple(axes),
@@ -113,7 +113,7 @@ class GroupedDense(WeightOwner):
         return (self.kernel,) if self.names == ("",) else tuple(self.kernel[name] for name in self.names)
 
     def __call__(self, x: jax.Array, group_sizes: jax.Array) -> Any:
-        """`(rows, in_features)`, sorted by expert, to `(rows, out_features)`, or a dict of such.
+        """Maps `(rows, in_features)`, sorted by expert, to `(rows, out_features)`, or a dict of such.
 
         Args:
             x: this rank's rows.
@@ -131,9 +131,10 @@ class GroupedDense(WeightOwner):
         expected = self.layouts[0].use_shape[1]
         if x.ndim != 2 or x.shape[1] != expected:
             raise ValueError(f"GroupedDense takes (rows, {expected}), sorted by expert; got shape {x.shape}.")
-        if group_sizes.shape != (self.experts,):
+        if group_sizes.shape != (self.num_experts,):
             raise ValueError(
-                f"`group_sizes` has shape {group_sizes.shape}; it is ({self.experts},), the rows of each expert."
+                f"`group_sizes` has shape {group_sizes.shape}; it must be ({self.num_experts},), the rows of each "
+                "expert."
             )
         if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
             raise TypeError(f"`group_sizes` are numbers of rows, integers; got {group_sizes.dtype}.")

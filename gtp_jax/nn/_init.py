@@ -33,7 +33,7 @@ def init[M: nnx.Module](factory: Callable[[nnx.Rngs], M], rngs: nnx.Rngs) -> M:
 
 
 def _birth(factory: Callable[[nnx.Rngs], Any], rngs: nnx.Rngs) -> tuple[Any, Any, Any]:
-    """A model's graph, the jitted program that makes its arrays, and that program's argument."""
+    """Returns a model's graph, the jitted program that makes its arrays, and that program's argument."""
     streams, keys = nnx.split(rngs)
     # of copies of the streams themselves, as a model's variables may name them
     abstract = abstract_model(lambda _: factory(nnx.merge(streams, jax.tree.map(lambda a: a, keys))))
@@ -51,7 +51,7 @@ def _birth(factory: Callable[[nnx.Rngs], Any], rngs: nnx.Rngs) -> tuple[Any, Any
 
 
 def abstract_model[M: nnx.Module](factory: Callable[[nnx.Rngs], M]) -> M:
-    """The model with `jax.ShapeDtypeStruct`s, sharded for the mesh in scope, in place of arrays.
+    """Returns the model with `jax.ShapeDtypeStruct`s, sharded for the mesh in scope, in place of arrays.
 
     Allocates nothing, so the mesh may consist of devices that are not there.
     """

@@ -52,7 +52,7 @@ class Layer(nnx.Module):
 
     @abc.abstractmethod
     def local(self, x: Any) -> Any:
-        """The call on this rank's part."""
+        """Computes the call on this rank's part."""
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
         """Partitions of input and output in global view; `ndim` is the input's. By default those between layers."""
@@ -75,15 +75,15 @@ class Layer(nnx.Module):
 
 
 def between_layers(roles: Roles, sequence_parallel: bool) -> PartitionSpec:
-    """Partition of activations between layers, `(batch, sequence, features)`: features whole."""
+    """Returns the partition of activations between layers, `(batch, sequence, features)`: features whole."""
     if sequence_parallel and degree(roles.tensor) > 1:
         return PartitionSpec(roles.batch, roles.tensor)
     return PartitionSpec(roles.batch)
 
 
 def inside_layer(roles: Roles, ndim: int, *, even: bool = True) -> PartitionSpec:
-    """Partition of activations inside a parallel layer: features sharded over the tensor axis, or whole if it does
-    not divide them evenly, as global arrays cannot be sharded so."""
+    """Returns the partition of activations inside a parallel layer: features sharded over the tensor axis, or whole if
+    it does not divide them evenly, as global arrays cannot be sharded so."""
     if not even:
         return PartitionSpec(roles.batch)
     return PartitionSpec(roles.batch, *(None,) * (ndim - 2), roles.tensor)

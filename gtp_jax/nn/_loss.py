@@ -14,7 +14,7 @@ from ..ops import token_cross_entropy
 def cross_entropy(
     logits: jax.Array, targets: jax.Array, weights: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The sum of token losses and the number of tokens, whose quotient is the mean loss.
+    """Returns the sum of token losses and the number of tokens, whose quotient is the mean loss.
 
     Inside a `shard_map` both count this rank's sequences; in global view, the whole batch.
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from ..ops import keep_activation
+from ..ops import save_activation
 from ._dense import Dense, LayerNormDense, Norm
 from ._layer import Layer
 
@@ -50,8 +50,8 @@ class MLP(Layer):
         self.sequence_parallel = sequence_parallel
 
     def local(self, x: jax.Array) -> jax.Array:
-        """`(batch, sequence, features)` to the same."""
-        return self.down.from_parts(tuple(keep_activation(self._activated(part)) for part in self.up.to_parts(x)))
+        """Maps `(batch, sequence, features)` to the same shape."""
+        return self.down.from_parts(tuple(save_activation(self._activated(part)) for part in self.up.to_parts(x)))
 
     def _activated(self, hidden: dict[str, jax.Array]) -> jax.Array:
         if self.gated:

@@ -13,7 +13,7 @@ from jax.nn import initializers
 
 from ..collectives import gather_sequence, reduce_scatter_sequence
 from ..mesh import degree
-from ..ops import balanced, keep_activation, permute, rms_norm, route
+from ..ops import permute, rms_norm, route, save_activation, with_aux_loss_gradient
 from ._grouped import GroupedDense
 from ._layer import Layer
 from ._weight import make_vector, make_whole
@@ -27,7 +27,7 @@ router_init = initializers.variance_scaling(1.0, "fan_in", "normal")
 
 
 class MoE(Layer):
-    """Each token through its `top_k` likeliest experts, each an `MLP` with SwiGLU, summed by their shares.
+    """Each token through its `top_k` likeliest experts, each an `MLP` with SwiGLU, summed by their combine weights.
 
     As in Mixtral (arXiv 2401.04088): RMSNorm, a softmax over all experts, the `top_k` largest scaled to a sum of 1. No
     token is dropped. The router is computed in float32 at least, and is neither sharded nor quantized.
@@ -35,13 +35,13 @@ class MoE(Layer):
     Args:
         features: size of the input and of the output.
         hidden: size in between, of each expert.
-        experts: how many.
+        num_experts: how many.
         top_k: experts a token.
         parallel: what tp does: `features` divides every expert's hidden features, `expert` divides the experts among
             the ranks, `None` leaves a rank its own part of the sequence.
-        balance: weight of the term that keeps experts evenly loaded; see `gtp_jax.ops.balanced`. It is added to the
-            gradient and not to the loss that is reported, and supposes a loss that is a sum over tokens, as
-            `train_step` does.
+        aux_loss_coeff: weight of the term that keeps experts evenly loaded; see `gtp_jax.ops.with_aux_loss_gradient`.
+            It is added to the gradient and not to the loss that is reported, and supposes a loss that is a sum over
+            tokens, as `train_step` does.
         activation: elementwise, on the gate.
         eps: of the norm.
         sequence_parallel: whether input and output are sharded along the sequence over tp.
@@ -50,7 +50,7 @@ class MoE(Layer):
         options: passed to both `GroupedDense` layers.
 
     Raises:
-        ValueError: if `top_k` is not between 1 and `experts`.
+        ValueError: if `top_k` is not between 1 and `num_experts`.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class MoE(Layer):
         features: int,
         hidden: int,
         *,
-        experts: int,
+        num_experts: int,
         top_k: int = 2,
         parallel: ExpertParallel = "features",
-        balance: float = 0.01,
+        aux_loss_coeff: float = 0.01,
         activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
         eps: float = 1e-6,
         sequence_parallel: bool = True,
@@ -71,38 +71,38 @@ class MoE(Layer):
         **options: Any,
     ) -> None:
         super().__init__()
-        check_experts(experts, top_k, balance)
+        check_moe(num_experts, top_k, aux_loss_coeff)
         if parallel not in _PARALLEL:
-            raise ValueError(f"`parallel` is {parallel!r}; it is 'features', 'expert' or None.")
+            raise ValueError(f"`parallel` is {parallel!r}; it must be 'features', 'expert' or None.")
         first, second = _PARALLEL[parallel]
         shared: dict[str, Any] = {"axes": axes, "param_dtype": param_dtype, "summed": False, "rngs": rngs, **options}
         self.scale = make_vector(features, initializers.ones, rngs.params(), param_dtype)
-        self.router = make_whole((features, experts), router_init, rngs.params(), param_dtype)
-        self.up = GroupedDense(experts, features, {"gate": hidden, "up": hidden}, parallel=first, **shared)
-        self.down = GroupedDense(experts, hidden, features, parallel=second, **shared)
-        self.experts = experts
+        self.router = make_whole((features, num_experts), router_init, rngs.params(), param_dtype)
+        self.up = GroupedDense(num_experts, features, {"gate": hidden, "up": hidden}, parallel=first, **shared)
+        self.down = GroupedDense(num_experts, hidden, features, parallel=second, **shared)
+        self.num_experts = num_experts
         self.top_k = top_k
         self.parallel = parallel
-        self.balance = balance
+        self.aux_loss_coeff = aux_loss_coeff
         self.activation = activation
         self.eps = eps
         self.sequence_parallel = sequence_parallel
 
     def local(self, x: jax.Array) -> jax.Array:
-        """`(batch, sequence, features)` to the same."""
+        """Maps `(batch, sequence, features)` to the same shape."""
         x = rms_norm(x, self.scale.get_value(), eps=self.eps)
         if self.parallel is not None:
             x = gather_sequence(x, self.roles.tensor, sequence_parallel=self.sequence_parallel)
-        chosen, shares = self._route(x)
+        chosen, combine_weights = self._route(x)
         rows = jnp.reshape(x.astype(self.up.dtype), (-1, x.shape[-1]))
         expert_of = jnp.reshape(chosen, -1)  # of each token's every choice, one after another
         order = jnp.argsort(expert_of, stable=True)
         inverse = jnp.argsort(order)
-        sizes = jnp.bincount(expert_of, length=self.experts).astype(jnp.int32)
+        sizes = jnp.bincount(expert_of, length=self.num_experts).astype(jnp.int32)
         hidden = self.up(permute(jnp.repeat(rows, self.top_k, axis=0), order, inverse), sizes)
-        found = self.down(keep_activation(self.activation(hidden["gate"]) * hidden["up"]), sizes)
+        found = self.down(save_activation(self.activation(hidden["gate"]) * hidden["up"]), sizes)
         by_token = jnp.reshape(permute(found, inverse, order), (*x.shape[:-1], self.top_k, -1))
-        y = jnp.sum(by_token * shares[..., None].astype(by_token.dtype), axis=-2)
+        y = jnp.sum(by_token * combine_weights[..., None].astype(by_token.dtype), axis=-2)
         if self.parallel is None:
             return y
         return reduce_scatter_sequence(y, self.roles.tensor, sequence_parallel=self.sequence_parallel)
@@ -110,25 +110,25 @@ class MoE(Layer):
     def _route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         wide = jnp.promote_types(x.dtype, jnp.float32)
         logits = x.astype(wide) @ self.router.get_value().astype(wide)
-        chance = jax.nn.softmax(logits, axis=-1)
-        chosen, _ = route(lax.stop_gradient(chance), self.top_k)
-        here = jnp.sum(jax.nn.one_hot(chosen, self.experts, dtype=wide), axis=(1, 2))  # (batch, experts)
-        length, weight = x.shape[1], self.balance
+        probs = jax.nn.softmax(logits, axis=-1)
+        chosen, _ = route(lax.stop_gradient(probs), self.top_k)
+        here = jnp.sum(jax.nn.one_hot(chosen, self.num_experts, dtype=wide), axis=(1, 2))  # (batch, experts)
+        length, weight = x.shape[1], self.aux_loss_coeff
         tensor = self.roles.tensor
         if self.parallel is None and self.sequence_parallel and tensor is not None and degree(tensor) > 1:
             # A rank sees a part of the sequence; but all see every token's loss, so that it counts tp times.
             here, length, weight = lax.psum(here, tensor), length * degree(tensor), weight * degree(tensor)
-        load = here * (self.experts / (self.top_k * length))
-        return route(balanced(chance, load, weight), self.top_k)
+        load = here * (self.num_experts / (self.top_k * length))
+        return route(with_aux_loss_gradient(probs, load, weight), self.top_k)
 
 
-def check_experts(experts: int, top_k: int, balance: float) -> None:
+def check_moe(num_experts: int, top_k: int, aux_loss_coeff: float) -> None:
     """Refuses numbers that make no mixture.
 
     Raises:
         ValueError: naming them and what is allowed.
     """
-    if not 1 <= top_k <= experts:
-        raise ValueError(f"`top_k` is {top_k} of {experts} `experts`; it is at least 1 and at most all of them.")
-    if not balance >= 0:
-        raise ValueError(f"`balance` is {balance}; it is a number of at least 0.")
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"`top_k` is {top_k} of {num_experts} experts; it must be at least 1 and at most all of them.")
+    if not aux_loss_coeff >= 0:
+        raise ValueError(f"`aux_loss_coeff` is {aux_loss_coeff}; it must be a number of at least 0.")

@@ -26,19 +26,19 @@ from ..weights import (
 from ._weight import structure_of, weight_owners, with_weights
 
 
-def quantize_weights(model: nnx.Module, recipe: Recipe, held: int | Literal["all"] = 0) -> Quantized:
+def quantize_weights(model: nnx.Module, recipe: Recipe, pregathered_layers: int | Literal["all"] = 0) -> Quantized:
     """Quantizes the weights of a model in local view, as the recipe says; see `gtp_jax.weights.quantize`.
 
     Raises:
-        ValueError: if the recipe speaks of modules or layers that the model does not have; if codes are to be held and
-            no layer of a stack has any.
+        ValueError: if the recipe speaks of modules or layers that the model does not have; if codes are to be gathered
+            ahead and no layer of a stack has any.
     """
-    return quantize(resolve(structure_of(model), recipe), shards_of(model), held)
+    return quantize(resolve(structure_of(model), recipe), shards_of(model), pregathered_layers)
 
 
 def shards_of(model: nnx.Module) -> dict[Path, Shards]:
     """Returns this rank's shards of all weights, by path of the module that owns them. Called in local view."""
-    return {path: owner.slices() for path, owner in weight_owners(model).items()}
+    return {path: owner.shards() for path, owner in weight_owners(model).items()}
 
 
 def with_groups(model: nnx.Module, groups: Groups, quantized: Quantized, key: jax.Array | None = None) -> Any:

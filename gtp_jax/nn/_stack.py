@@ -44,7 +44,7 @@ class Stack(StackedLayers):
         length: number of layers.
         schedule: when things happen; see `Schedule`.
         remat: what is kept for backward; see `with_remat`.
-        sequence_parallel: whether the activation that is handed on is cut along the sequence over tp.
+        sequence_parallel: whether the activation that is handed on is sharded along the sequence over tp.
         rngs: split, one stream a layer.
 
     Attributes:
@@ -205,7 +205,7 @@ def _shared_inputs(shared: Any) -> SharedInputs:
 
 def _check_schedule(schedule: Any) -> None:
     if schedule is not None and not isinstance(schedule, Schedule):
-        raise TypeError(f"`schedule` is {schedule!r}; it is a `gtp_jax.Schedule`.")
+        raise TypeError(f"`schedule` is {schedule!r}; it must be a `gtp_jax.Schedule`.")
 
 
 def _refuse_inner_stacks(module: nnx.Module) -> None:

@@ -107,17 +107,17 @@ def _stages(part: Part, shared: SharedInputs, gathers: bool) -> list[Stage]:
     def unbundled(shards: Any) -> Any:
         return shards if not bundled else {path: own for path, own in shards.items() if path not in bundled}
 
-    held = tuple(one for one in buffers if one.gathered)
+    pregathered = tuple(one for one in buffers if one.gathered)
     packed = tuple(one for one in buffers if not one.gathered)
     quantized = [layers for groups in by_layers.values() for layers, group in groups if group.wire is not None]
     first = min((layers.start for layers in quantized), default=0)
     last = max((layers.stop for layers in quantized), default=0)
-    ahead = first + (held[0].buffer.shape[0] if held else 0)
+    ahead = first + (pregathered[0].buffer.shape[0] if pregathered else 0)
     ends = {end for groups in by_layers.values() for layers, _ in groups for end in layers[:2]}
     recipe = None if gathers else current_recipe()
     if recipe is not None:  # modules that gather their own follow it by themselves, but do not know their layer
         check_ends({"one": length}, recipe)
-        first, last = recipe.keep_first, length - recipe.keep_last
+        first, last = recipe.high_precision_first, length - recipe.high_precision_last
         ends |= {first, last}
     bounds = sorted({0, *ends, ahead, length})
     keys = _layer_keys(template.owners, length)
@@ -128,7 +128,7 @@ def _stages(part: Part, shared: SharedInputs, gathers: bool) -> list[Stage]:
         if not first <= start < last:
             inputs, at = ((), template.shards), start
         elif start < ahead:
-            inputs, at = (held, unbundled(own)), 0
+            inputs, at = (pregathered, unbundled(own)), 0
         else:
             inputs, at = (packed, unbundled(template.shards)), start
         kept = recipe is not None and not first <= start < last
@@ -166,7 +166,7 @@ class _Template:
         self.metadata = [_of_one_layer(v) if stacked and isinstance(v, nnx.Variable) else {} for v in self.leaves]
         self.shards: Any = [v.get_value() for v, weight in variables if weight]
         if gathers:
-            self.shards = {path: owner.slices() for path, owner in self.owners.items()}
+            self.shards = {path: owner.shards() for path, owner in self.owners.items()}
         values = [v.get_value() for v, put in zip(self.leaves, self.is_put, strict=True) if put]
         arrays, self.values = jax.tree.flatten(values)
         self.is_float = [is_float(a) for a in arrays]

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from ..collectives import Packed, Shards, gathered, use_rows
 from ..formats import Operands
 from ..layout import Layout
-from ..mesh import current_view, multiplies_blocks
+from ..mesh import current_view, supports_block_scaled_matmul
 from ..ops import SlottedWeight, linear, linear_blocks, linear_fp8
 from ..recipes import Recipe, current_recipe
 from ..weights import (
@@ -61,7 +61,7 @@ def make_whole(shape: tuple[int, ...], init: Initializer, key: jax.Array, dtype:
 
 
 def weight_owners(module: nnx.Module) -> dict[Path, WeightOwner]:
-    """The modules within one, itself included, that own weights, by path."""
+    """Returns the modules within one, itself included, that own weights, by path."""
     return {path: m for path, m in nnx.iter_modules(module) if isinstance(m, WeightOwner)}
 
 
@@ -106,7 +106,7 @@ def _is_variable(leaf: Any) -> bool:
 
 
 def _resized(x: jax.Array, sizes: tuple[int, ...], wanted: tuple[int, ...], axis: int) -> jax.Array:
-    """The parts of an array along an axis, each filled up with zeros at its end, or cut there."""
+    """Returns the parts of an array along an axis, each filled up with zeros at its end, or cut there."""
     if sizes == wanted:
         return x
     parts = jnp.split(jnp.moveaxis(x, axis, 0), np.cumsum(sizes)[:-1])
@@ -151,7 +151,7 @@ class WeightOwner(Layer):
 
     @abc.abstractmethod
     def weights(self) -> tuple[nnx.Param, ...]:
-        """The kernels, in the order in which their rows are laid out."""
+        """Returns the kernels, in the order in which their rows are laid out."""
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -160,20 +160,20 @@ class WeightOwner(Layer):
 
     @property
     def value(self) -> Any:
-        """What the first kernel's variable holds."""
+        """Returns what the first kernel's variable holds."""
         return self.weights()[0].get_raw_value()  # `get_value` would copy keys, which count their calls
 
-    def slices(self) -> Shards:
-        """This rank's shard of each kernel."""
+    def shards(self) -> Shards:
+        """Returns this rank's shard of each kernel."""
         values = (w.get_value() for w in self.weights())
         return tuple(value.shard if isinstance(value, Stored) else value for value in values)
 
     @property
     def built_group(self) -> WeightGroup:
-        """What is decided about its kernels without a recipe."""
+        """Returns what is decided about its kernels without a recipe."""
         return WeightGroup(
             layouts=self.layouts,
-            param_dtypes=tuple(np.dtype(shard.dtype) for shard in self.slices()),
+            param_dtypes=tuple(np.dtype(shard.dtype) for shard in self.shards()),
             dtype=self.dtype,
             grad_reduce=self.grad_reduce,
             codes_multiply=self.codes_multiply,
@@ -201,7 +201,7 @@ class WeightOwner(Layer):
 
     @property
     def group(self) -> WeightGroup:
-        """What is decided about its kernels: of one layer."""
+        """Returns what is decided about its kernels: of one layer."""
         value = self.value
         if isinstance(value, Gathered):
             return value.group
@@ -226,26 +226,28 @@ class WeightOwner(Layer):
         return value.packed if isinstance(value, Stored) else ()
 
     def sent(self) -> Shards | Packed:
-        """What this rank sends in a gather; quantized here if a recipe is in scope."""
+        """Returns what this rank sends in a gather; quantized here if a recipe is in scope."""
         if self.packed:
             return self.packed[0]
-        group, slices = self.group, self.slices()
+        group, shards = self.group, self.shards()
         if group.wire is None:
-            return slices
-        return quantize({((), Layers(0, 1)): group}, {(): lax.stop_gradient(slices)})[()][0]
+            return shards
+        return quantize({((), Layers(0, 1)): group}, {(): lax.stop_gradient(shards)})[()][0]
 
     def product(self, x: jax.Array, weight: Any) -> jax.Array:
-        """`x @ weight.T`, as a recipe has it."""
+        """Returns `x @ weight.T`, as a recipe has it."""
         if self.operands is None:
             return linear(x, weight)
         if self.operands.weight.block is None:
             return linear_fp8(x, weight, self.operands.gradient)
         return self.in_blocks(
-            weight, lambda weight, key, operands: linear_blocks(x, weight, key, operands, multiplies_blocks())
+            weight,
+            lambda weight, key, operands: linear_blocks(x, weight, key, operands, supports_block_scaled_matmul()),
         )
 
     def in_blocks(self, weight: Any, multiply: Callable[[Any, jax.Array, Operands], jax.Array]) -> jax.Array:
-        """`multiply(weight, key, operands)`, with each kernel's rows as `WeightGroup.rows_in_blocks` has them."""
+        """Returns `multiply(weight, key, operands)`, with each kernel's rows as `WeightGroup.rows_in_blocks` has
+        them."""
         assert self.operands is not None
         rows, padded = use_rows(self.layouts), self.group.rows_in_blocks
         key = jnp.zeros(2, jnp.uint32) if self.keys is None else self.keys.next()
@@ -253,7 +255,8 @@ class WeightOwner(Layer):
         return _resized(multiply(weight, key, self.operands), padded, rows, -1)
 
     def with_weight(self, function: Callable[..., Any], *operands: Any) -> Any:
-        """`function(weight, *operands)`, the weight gathered for it here, and again in backward, unless a chain did."""
+        """Returns `function(weight, *operands)`, the weight gathered for it here, and again in backward, unless a chain
+        did."""
         if isinstance(self.value, Gathered):
             return function(self.value.weight, *operands)
         group, sent = self.group, self.sent()
@@ -263,14 +266,14 @@ class WeightOwner(Layer):
             slot = group.slot(weight)
             return weight if slot is None else SlottedWeight(weight, slot)
 
-        def to_slices(gradient: Any) -> Shards:
+        def to_shards(gradient: Any) -> Shards:
             array = gradient.slot if isinstance(gradient, SlottedWeight) else gradient
             return scatter({(): group}, {(): array})[()]
 
-        def gather_and_apply(slices: Shards, *operands: Any) -> Any:
-            inputs = sent if isinstance(sent, Packed) else slices
-            return function(gathered(slices, inputs, gather_one, to_slices), *operands)
+        def gather_and_apply(shards: Shards, *operands: Any) -> Any:
+            inputs = sent if isinstance(sent, Packed) else shards
+            return function(gathered(shards, inputs, gather_one, to_shards), *operands)
 
         if group.ranks > 1:
             gather_and_apply = jax.checkpoint(gather_and_apply)  # else backward would keep the gathered weight
-        return gather_and_apply(self.slices(), *operands)
+        return gather_and_apply(self.shards(), *operands)

@@ -16,7 +16,7 @@ from .reference import hadamard as _transform
 def multi_amax(
     arrays: Sequence[jax.Array], *, stacked: bool = False, implementation: Implementation | None = None
 ) -> jax.Array:
-    """The largest finite magnitude of each of many arrays, in one launch.
+    """Returns the largest finite magnitude of each of many arrays, in one launch.
 
     NaN and Inf are left out, so that they spoil their own block and not the scale of the whole tensor.
 
@@ -33,7 +33,7 @@ def multi_amax(
         ValueError: if `stacked`, and one is a scalar.
     """
     if hasattr(arrays, "dtype"):
-        raise TypeError("`arrays` is one array; it is a list of arrays. Write `multi_amax([x])[0]`.")
+        raise TypeError("`arrays` is one array; it must be a list of arrays. Write `multi_amax([x])[0]`.")
     values = [as_values(f"arrays[{i}]", x) for i, x in enumerate(arrays)]
     for index, x in enumerate(values):
         if stacked and x.ndim == 0:
@@ -42,7 +42,7 @@ def multi_amax(
 
 
 def hadamard_amax(x: jax.Array, *, implementation: Implementation | None = None) -> jax.Array:
-    """The largest finite magnitude of `hadamard(x)`, without making it; a float32 scalar.
+    """Returns the largest finite magnitude of `hadamard(x)`, without making it; a float32 scalar.
 
     Args:
         x: `(*lead, M, K)` or `(K,)`, float32, bfloat16 or float16.
@@ -66,7 +66,7 @@ def _inverse(x: jax.Array) -> jax.Array:
 
 
 def hadamard(x: jax.Array, *, inverse: bool = False) -> jax.Array:
-    """The 16 x 16 random Hadamard transform along the rows, as the column-wise copy of `NVFP4_1D` may use it.
+    """Returns the 16 x 16 random Hadamard transform along the rows, as the column-wise copy of `NVFP4_1D` may use it.
 
     Every run of 16 rows becomes `H (d * x)`, H orthogonal with entries +-1/4, d fixed signs. A matmul that contracts
     the rows of two arrays transformed alike is unchanged by it.
@@ -86,7 +86,7 @@ def hadamard(x: jax.Array, *, inverse: bool = False) -> jax.Array:
 
 
 def power_of_two_amax(amax: jax.Array, format: Format) -> jax.Array:
-    """The next amax up that makes the tensor's scale a power of two; as it is where there is none."""
+    """Returns the next amax up that makes the tensor's scale a power of two; as it is where there is none."""
     least = amax / format.largest
     mantissa, exponent = jnp.frexp(least)
     unit = jnp.ldexp(jnp.float32(1), jnp.where(mantissa == 0.5, exponent - 1, exponent))

@@ -17,26 +17,26 @@ def check_format(format: Any) -> None:
     """Raises TypeError unless it is a format."""
     if not isinstance(format, Format):
         known = ", ".join(f"gtp_jax.formats.{name}" for name in FORMATS)
-        raise TypeError(f"`format` is {format!r}; it is one of {known}.")
+        raise TypeError(f"`format` is {format!r}; it must be one of {known}.")
 
 
 def check_dtype(name: str, dtype: Any) -> jnp.dtype:
-    """The dtype, if values may have it."""
+    """Returns the dtype, if values may have it."""
     if jnp.dtype(dtype) not in DTYPES:
-        raise TypeError(f"`{name}` is {jnp.dtype(dtype)}; it is {_NAMES}. Cast first.")
+        raise TypeError(f"`{name}` is {jnp.dtype(dtype)}; it must be {_NAMES}. Cast first.")
     return jnp.dtype(dtype)
 
 
 def as_values(name: str, x: Any) -> jax.Array:
-    """The array, if it is one of floats that can be quantized."""
+    """Returns the array, if it is one of floats that can be quantized."""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        raise TypeError(f"`{name}` is a {type(x).__name__}; it is an array of {_NAMES}.")
+        raise TypeError(f"`{name}` is a {type(x).__name__}; it must be an array of {_NAMES}.")
     check_dtype(name, x.dtype)
     return jnp.asarray(x)
 
 
 def as_matrix(name: str, x: Any) -> jax.Array:
-    """The array as `(*lead, M, K)`; one dimension becomes one row."""
+    """Returns the array as `(*lead, M, K)`; one dimension becomes one row."""
     x = as_values(name, x)
     if x.ndim == 0:
         raise ValueError(f"`{name}` is a scalar; it has shape (*lead, M, K), or (K,) for one row.")
@@ -44,13 +44,14 @@ def as_matrix(name: str, x: Any) -> jax.Array:
 
 
 def as_amax(amax: Any, lead: tuple[int, ...]) -> jax.Array:
-    """A given amax as a float32 array whose shape is the first dimensions of `lead`."""
+    """Returns a given amax as a float32 array whose shape is the first dimensions of `lead`."""
     if hasattr(amax, "dtype") and amax.dtype != jnp.float32 and not getattr(amax, "weak_type", False):
-        raise TypeError(f"`amax` is {amax.dtype}; it is float32, as `gtp_jax.multi_amax` gives it.")
+        raise TypeError(f"`amax` is {amax.dtype}; it must be float32, as `gtp_jax.multi_amax` gives it.")
     amax = jnp.asarray(amax, jnp.float32)
     if amax.shape != lead[: amax.ndim]:
         raise ValueError(
-            f"`amax` has shape {amax.shape}; it is () for the whole tensor, or the first of the leading dimensions "
+            f"`amax` has shape {amax.shape}; it must be () for the whole tensor, or the first of the leading "
+            "dimensions "
             f"{lead}."
         )
     return amax

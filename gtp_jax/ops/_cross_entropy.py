@@ -1,4 +1,4 @@
-"""Cross-entropy on logits whose vocabulary is cut over a mesh axis (Megatron-LM, arXiv 1909.08053, section 3)."""
+"""Cross-entropy on logits whose vocabulary is sharded over a mesh axis (Megatron-LM, arXiv 1909.08053, section 3)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax import lax
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def token_cross_entropy(logits: jax.Array, targets: jax.Array, axis: str | None) -> jax.Array:
-    """`-log softmax(logits)[target]` of every token.
+    """Returns `-log softmax(logits)[target]` of every token.
 
     Only the logits, in their own dtype, and one log-sum-exp a token are kept for backward. On GPUs the wide copy of
     the logits lives inside fused reductions and is never an array; XLA's CPU compiler makes one.
@@ -20,7 +20,7 @@ def token_cross_entropy(logits: jax.Array, targets: jax.Array, axis: str | None)
     Args:
         logits: `(..., vocab_slice)`: this rank's slice of the vocabulary.
         targets: `(...)`, integer ids in the whole vocabulary.
-        axis: the manual mesh axis that cuts the vocabulary, or `None` if it is whole.
+        axis: the manual mesh axis that shards the vocabulary, or `None` if it is whole.
 
     Returns:
         `(...)` in at least float32; equal on every rank of `axis`.

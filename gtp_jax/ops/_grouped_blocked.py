@@ -27,7 +27,7 @@ def product(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, transpos
 
 
 def outer(y: jax.Array, x: jax.Array, group_sizes: jax.Array, *, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The sum over each group's rows of `y[row] x[row]^T`: `(groups, out, in)`, in `dtype`."""
+    """Returns the sum over each group's rows of `y[row] x[row]^T`: `(groups, out, in)`, in `dtype`."""
     groups = group_sizes.shape[0]
     tiles, rows, valid = _tiles(group_sizes, x.shape[0])
     wide = _wide(x.dtype)
@@ -44,7 +44,7 @@ def outer(y: jax.Array, x: jax.Array, group_sizes: jax.Array, *, dtype: jax.typi
 
 
 def _tiles(group_sizes: jax.Array, rows: int) -> tuple[Tiles, jax.Array, jax.Array]:
-    """The tiles, the rows of each `(tiles, size)`, and which of them it really has."""
+    """Returns the tiles, the rows of each `(tiles, size)`, and which of them it really has."""
     mean = rows // group_sizes.shape[0]
     size = min(128, max(8, 1 << mean.bit_length()))  # a group's rows mostly fit one tile
     tiles = cut_into_tiles(group_sizes, rows, size)

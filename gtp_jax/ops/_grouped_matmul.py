@@ -17,7 +17,7 @@ import numpy as np
 from ..mesh import platform
 from . import _grouped_blocked as blocked
 from ._implementation import Implementation, runs_native
-from ._keep import keep
+from ._save import save_for_backward
 from ._slot import SlottedWeight, values_and_slot
 
 
@@ -28,21 +28,21 @@ def grouped_matmul(
     *,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """`y[row] = x[row] @ kernel[group of row].T`, of rows that are sorted by group.
+    """Returns `y[row] = x[row] @ kernel[group of row].T`, of rows that are sorted by group.
 
     Operations are spent on each row's own group alone, but for groups' last tiles. Sums are taken in float32 at least.
     For backward `weight` is kept as it is given, so that whoever gathered it can drop it and gather again.
 
     Args:
         x: `(rows, in)`.
-        weight: `(slices, groups, part, in)`: of every slice of a gather, each group's part of its output features, all
-            of `x`'s dtype. One slice: `(1, groups, out, in)`. A slot's gradient is left in the slot's dtype.
+        weight: `(shards, groups, part, in)`: of every shard of a gather, each group's part of its output features, all
+            of `x`'s dtype. One shard: `(1, groups, out, in)`. A slot's gradient is left in the slot's dtype.
         group_sizes: int32 `(groups,)`: rows of each group, in order; zeros are fine.
         implementation: `"reference"`, tile by tile through XLA's own matmuls; `"native"`, Pallas kernels for bfloat16
             and float16 on GPUs; or `None` for the best at hand.
 
     Returns:
-        `(rows, slices * part)`, slice after slice; zeros in rows behind the last group.
+        `(rows, shards * part)`, shard after shard; zeros in rows behind the last group.
 
     Raises:
         ValueError: if shapes do not agree.
@@ -51,7 +51,7 @@ def grouped_matmul(
     """
     values, slot = values_and_slot(weight)
     native = check_grouped("grouped_matmul", x, values, group_sizes, implementation)
-    return keep(_grouped_matmul(x, values, slot, group_sizes, native, slot.dtype))
+    return save_for_backward(_grouped_matmul(x, values, slot, group_sizes, native, slot.dtype))
 
 
 def check_grouped(
@@ -64,7 +64,8 @@ def check_grouped(
     """Checks the operands of a grouped matmul and returns whether native kernels run it; see `grouped_matmul`."""
     if x.ndim != 2 or weight.ndim != 4 or weight.shape[3] != x.shape[1]:
         raise ValueError(
-            f"`x` has shape {x.shape} and `weight` {weight.shape}; they are (rows, in) and (slices, groups, part, in)."
+            f"`x` has shape {x.shape} and `weight` {weight.shape}; they must be (rows, in) and (shards, groups, part, "
+            "in)."
         )
     if group_sizes.shape != weight.shape[1:2]:
         raise ValueError(
@@ -72,7 +73,7 @@ def check_grouped(
             "group. Count with `jnp.bincount(group_of_row, length=groups)`."
         )
     if group_sizes.dtype != jnp.int32:
-        raise TypeError(f"`group_sizes` is {group_sizes.dtype}; it is int32.")
+        raise TypeError(f"`group_sizes` is {group_sizes.dtype}; it must be int32.")
     if weight.dtype != x.dtype:
         raise TypeError(f"`x` is {x.dtype} and `weight` {weight.dtype}; cast one to the other's dtype.")
     fits = platform() == "gpu" and x.dtype in (jnp.bfloat16, jnp.float16)
@@ -96,22 +97,22 @@ def _bwd(native: bool, dtype: np.dtype, saved: tuple[jax.Array, jax.Array, jax.A
     x, weight, group_sizes = saved
     to_x = kernels_of(native).product(gradient, by_group(weight), group_sizes, transposed=False)
     to_kernels = kernels_of(native).outer(gradient, x, group_sizes, dtype=dtype)
-    return to_x, None, by_slice(to_kernels, weight.shape), None
+    return to_x, None, by_shard(to_kernels, weight.shape), None
 
 
 _grouped_matmul.defvjp(_fwd, _bwd)
 
 
 def by_group(weight: jax.Array) -> jax.Array:
-    """`(slices, groups, part, in)` to `(groups, slices * part, in)`."""
-    slices, groups, part, features = weight.shape
-    return jnp.reshape(jnp.swapaxes(weight, 0, 1), (groups, slices * part, features))
+    """Maps `(shards, groups, part, in)` to `(groups, shards * part, in)`."""
+    shards, groups, part, features = weight.shape
+    return jnp.reshape(jnp.swapaxes(weight, 0, 1), (groups, shards * part, features))
 
 
-def by_slice(kernels: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`(groups, slices * part, in)` to `shape`, which is `(slices, groups, part, in)`."""
-    slices, groups, part, features = shape
-    return jnp.swapaxes(jnp.reshape(kernels, (groups, slices, part, features)), 0, 1)
+def by_shard(kernels: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Maps `(groups, shards * part, in)` to `shape`, which is `(shards, groups, part, in)`."""
+    shards, groups, part, features = shape
+    return jnp.swapaxes(jnp.reshape(kernels, (groups, shards, part, features)), 0, 1)
 
 
 def kernels_of(native: bool) -> Any:

@@ -10,11 +10,11 @@ import numpy as np
 
 from ..formats import Format, Operands, QuantizedArray
 from ._amax import hadamard_amax, multi_amax
-from ._grouped_matmul import by_group, by_slice, check_grouped, kernels_of
+from ._grouped_matmul import by_group, by_shard, check_grouped, kernels_of
 from ._implementation import Implementation
-from ._keep import keep
 from ._operand import operand_amax, quantizable, rounded_weight, values_of
 from ._quantize import quantize
+from ._save import save_for_backward
 from ._slot import SlottedWeight, values_and_slot
 from ._tiles import in_whole_blocks
 
@@ -28,7 +28,7 @@ def grouped_quantized(
     *,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """`grouped_matmul` of operands rounded as `linear_blocks` or `linear_fp8` round a dense layer's.
+    """Returns `grouped_matmul` of operands rounded as `linear_blocks` or `linear_fp8` round a dense layer's.
 
     | product | operands, and along what their blocks run |
     |---|---|
@@ -60,7 +60,7 @@ def grouped_quantized(
     """
     values, slot = values_and_slot(weight)
     native = check_grouped("grouped_quantized", x, values, group_sizes, implementation)
-    return keep(_grouped_quantized(x, values, slot, group_sizes, key, operands, native, slot.dtype))
+    return save_for_backward(_grouped_quantized(x, values, slot, group_sizes, key, operands, native, slot.dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
@@ -103,7 +103,7 @@ def _backward(operands: Operands, native: bool, kind: np.dtype, saved, gradient:
     kernel = by_group(values_of(columns, dtype) if isinstance(columns, QuantizedArray) else columns)
     to_x = run.product(values_of(along_out, dtype), kernel, group_sizes, transposed=False)
     to_kernels = run.outer(values_of(along_rows, dtype), values_of(x_rows, dtype), sizes, dtype=kind)
-    return to_x, None, by_slice(to_kernels, weight.shape), None, None
+    return to_x, None, by_shard(to_kernels, weight.shape), None, None
 
 
 _grouped_quantized.defvjp(_forward, _backward)
@@ -112,7 +112,8 @@ _grouped_quantized.defvjp(_forward, _backward)
 def _copies(
     x: jax.Array, group_sizes: jax.Array, form: Format, hadamard: bool, key: jax.Array | None = None
 ) -> tuple[QuantizedArray, QuantizedArray, jax.Array]:
-    """An operand in blocks along its features; and along its rows, with groups moved apart, and their sizes there."""
+    """Returns an operand in blocks along its features; and along its rows, with groups moved apart, and their sizes
+    there."""
     rows = quantizable(x)
     if form.block is None:
         along = quantize(rows, form, amax=operand_amax(multi_amax([rows]), form)[0], key=key)

@@ -97,7 +97,7 @@ def outer(
     block: Block = Block(),  # noqa: B008  immutable
     interpret: bool = False,
 ) -> jax.Array:
-    """The sum over each group's rows of `y[row] x[row]^T`: `(groups, out, in)`, in `dtype`."""
+    """Returns the sum over each group's rows of `y[row] x[row]^T`: `(groups, out, in)`, in `dtype`."""
     rows, down, across, groups = x.shape[0], y.shape[1], x.shape[1], group_sizes.shape[0]
     ends = jnp.minimum(jnp.cumsum(group_sizes, dtype=jnp.int32), rows)
     starts = jnp.append(jnp.int32(0), ends[:-1])
@@ -147,7 +147,8 @@ def _call(program, grid: tuple[int, ...], shape: tuple[int, ...], dtype, block: 
 
 
 def _place(program: jax.Array, down: int, across: int) -> tuple[jax.Array, jax.Array]:
-    """Row and column of the result's tile that a program computes: stretch by stretch of rows, down each column."""
+    """Returns the row and column of the result's tile that a program computes: stretch by stretch of rows, down each
+    column."""
     stretch = program // (_STRETCH * across)
     first = stretch * _STRETCH
     high = jnp.minimum(down - first, _STRETCH)
@@ -156,13 +157,13 @@ def _place(program: jax.Array, down: int, across: int) -> tuple[jax.Array, jax.A
 
 
 def _span(number: jax.Array, size: int, limit: int) -> tuple[jax.Array, jax.Array | None]:
-    """The indices of a block, and which of them the array has; `None` if all blocks are whole."""
+    """Returns the indices of a block, and which of them the array has; `None` if all blocks are whole."""
     index = number * size + jnp.arange(size)
     return index, None if limit % size == 0 else index < limit
 
 
 def _load(block, rows: jax.Array | None, columns: jax.Array | None) -> jax.Array:
-    """A block, with zeros where `rows` or `columns` is false."""
+    """Returns a block, with zeros where `rows` or `columns` is false."""
     mask = _outer_mask(block.shape, rows, columns)
     return pltriton.load(block) if mask is None else pltriton.load(block, mask=mask, other=0)
 

@@ -34,7 +34,9 @@ def runs_native(operation: str, implementation: Implementation | None, missing: 
         NotImplementedError: if it is `native`, and there is none.
     """
     if implementation not in (None, "reference", "native"):
-        raise ValueError(f"`implementation` is {implementation!r}; it is 'reference', 'native' or None for the best.")
+        raise ValueError(
+            f"`implementation` is {implementation!r}; it must be 'reference', 'native' or None for the best."
+        )
     if implementation == "native" and missing:
         raise NotImplementedError(
             f"there is no native {operation!r} for {platform()!r} here: {missing}. "

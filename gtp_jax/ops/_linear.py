@@ -12,9 +12,9 @@ from ._slot import SlottedWeight, values_and_slot
 
 
 def linear(x: jax.Array, weight: jax.Array | SlottedWeight) -> jax.Array:
-    """`x @ weight.T`: `(..., features_in)` and `(features_out, features_in)` to `(..., features_out)`.
+    """Returns `x @ weight.T`: `(..., features_in)` and `(features_out, features_in)` to `(..., features_out)`.
 
-    Output features come first because that is how slices lie after a gather: rank after rank, with no copy. A slot's
+    Output features come first because that is how shards lie after a gather: rank after rank, with no copy. A slot's
     gradient is summed and left in its dtype.
     """
     if not isinstance(weight, SlottedWeight):

@@ -20,7 +20,7 @@ from ._slot import SlottedWeight, values_and_slot
 def linear_blocks(
     x: jax.Array, weight: jax.Array | SlottedWeight, key: jax.Array, operands: Operands, scaled: bool = False
 ) -> jax.Array:
-    """`x @ weight.T` of operands rounded to block formats, in blocks along each product's contraction.
+    """Returns `x @ weight.T` of operands rounded to block formats, in blocks along each product's contraction.
 
     | product | operands, and along what their blocks run |
     |---|---|
@@ -112,7 +112,7 @@ _linear.defvjp(_forward, _backward)
 
 
 def _amaxes(rows: jax.Array, form: Format, hadamard: bool) -> tuple[jax.Array | None, jax.Array | None]:
-    """Of the row-wise copy and of the column-wise one; `None` where the format has none."""
+    """Returns the amax of the row-wise copy and of the column-wise one; `None` where the format has none."""
     if not form.has_amax:
         return None, None
     whole = multi_amax([rows])[0]
@@ -129,7 +129,8 @@ def _product(
     out: jax.typing.DTypeLike,
     scaled: bool,
 ) -> jax.Array:
-    """The product along the blocks of `a` and along dimension `b_dim` of `b`, in the dtype `out`, with sums in float32.
+    """Returns the product along the blocks of `a` and along dimension `b_dim` of `b`, in the dtype `out`, with sums in
+    float32.
 
     Values are multiplied in `dtype`, which holds them exactly.
     """

@@ -19,7 +19,7 @@ _DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
 
 def linear_fp8(x: jax.Array, weight: jax.Array | SlottedWeight, gradients: Format) -> jax.Array:
-    """`x @ weight.T` of operands rounded to FP8, each scaled by its own amax; sums in float32.
+    """Returns `x @ weight.T` of operands rounded to FP8, each scaled by its own amax; sums in float32.
 
     Forward multiplies E4M3 by E4M3; backward multiplies the incoming gradient, in `gradients`, by weight and by input
     in E4M3 (per-tensor current scaling; arXiv 2209.05433, and TransformerEngine's recipe of that name). Scales are
@@ -64,7 +64,7 @@ def _backward(gradients: Format, dtype: np.dtype, saved, gradient: jax.Array):
     gradient_amax = power_of_two_amax(multi_amax([rows])[0], gradients)
     along_out, along_tokens = quantize(rows, gradients, amax=(gradient_amax, gradient_amax), axis="both")
     x_tokens = quantize(rows_of(x), FP8_E4M3, amax=amax, axis="column")
-    to_x = _product(along_out, _turned(weight), x.dtype, x.dtype)
+    to_x = _product(along_out, _transposed(weight), x.dtype, x.dtype)
     to_weight = _product(along_tokens, x_tokens, x.dtype, dtype)
     return jnp.reshape(to_x, x.shape), None, to_weight
 
@@ -72,14 +72,14 @@ def _backward(gradients: Format, dtype: np.dtype, saved, gradient: jax.Array):
 _linear.defvjp(_forward, _backward)
 
 
-def _turned(weight: QuantizedArray) -> QuantizedArray:
-    """The same codes with the features out last, as a column-wise copy has them: in a tensor of one scale both copies
-    are of the same numbers."""
+def _transposed(weight: QuantizedArray) -> QuantizedArray:
+    """Returns the same codes with the features out last, as a column-wise copy has them: in a tensor of one scale both
+    copies are of the same numbers."""
     return QuantizedArray(weight.codes.T, None, weight.amax, weight.format, weight.matrix, columns=True)
 
 
 def _product(a: QuantizedArray, b: QuantizedArray, dtype: jax.typing.DTypeLike, out: jax.typing.DTypeLike) -> jax.Array:
-    """`a @ b.T` of codes that both lie with the contraction last, multiplied as `dtype`, in the dtype `out`."""
+    """Returns `a @ b.T` of codes that both lie with the contraction last, multiplied as `dtype`, in the dtype `out`."""
     return lax.dot_general(_values(a, dtype), _values(b, dtype), (((1,), (1,)), ((), ())), preferred_element_type=out)
 
 

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._keep import keep, row_major_in_training
+from ._save import row_major_in_training, save_for_backward
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float = 1e-6) -> jax.Array:
-    """`x / sqrt(mean(x**2) + eps) * scale` (Zhang and Sennrich 2019, arXiv 1910.07467).
+    """Returns `x / sqrt(mean(x**2) + eps) * scale` (Zhang and Sennrich 2019, arXiv 1910.07467).
 
     Args:
         x: `(..., features)`.
@@ -26,7 +26,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float = 1e-6) -> jax.Array:
 
 
 def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, *, eps: float = 1e-6) -> jax.Array:
-    """`(x - mean) / sqrt(var + eps) * scale + bias` (Ba et al. 2016, arXiv 1607.06450)."""
+    """Returns `(x - mean) / sqrt(var + eps) * scale + bias` (Ba et al. 2016, arXiv 1607.06450)."""
     wide = _wide(x)
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
     normed = centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
@@ -35,4 +35,4 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, *, eps: float = 
 
 def _wide(x: jax.Array) -> jax.Array:
     # Backward needs the input, a residual stream that else is added up again from what went into it.
-    return keep(row_major_in_training(x)).astype(jnp.promote_types(x.dtype, jnp.float32))
+    return save_for_backward(row_major_in_training(x)).astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -9,41 +9,41 @@ import jax.numpy as jnp
 
 from ..formats import Format, Operands, QuantizedArray
 from ._amax import multi_amax, power_of_two_amax
-from ._keep import keep
 from ._quantize import dequantize, quantize
+from ._save import save_for_backward
 
 
 def quantizable(x: jax.Array) -> jax.Array:
-    """The array in a dtype that can be quantized: float64 is rounded to float32."""
+    """Returns the array in a dtype that can be quantized: float64 is rounded to float32."""
     return x.astype(jnp.float32) if x.dtype == jnp.float64 else x
 
 
 def rows_of(x: jax.Array) -> jax.Array:
-    """`(..., features)` as a matrix that can be quantized, a row a token."""
+    """Returns `(..., features)` as a matrix that can be quantized, a row a token."""
     return quantizable(jnp.reshape(x, (-1, x.shape[-1])))
 
 
 def operand_amax(amax: jax.Array, format: Format) -> jax.Array:
-    """`power_of_two_amax`, kept for backward."""
-    return keep(power_of_two_amax(amax, format))
+    """Returns `power_of_two_amax`, kept for backward."""
+    return save_for_backward(power_of_two_amax(amax, format))
 
 
 def tensor_unit(q: QuantizedArray) -> jax.Array:
-    """What all codes times block scales of a tensor are multiplied with; its format has an amax."""
+    """Returns what all codes times block scales of a tensor are multiplied with; its format has an amax."""
     assert q.amax is not None
     return jnp.where((q.amax > 0) & jnp.isfinite(q.amax), q.amax / q.format.largest, 1.0)
 
 
 def values_of(q: QuantizedArray, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The values of a quantized operand; float64 ones are those of float32."""
+    """Returns the values of a quantized operand; float64 ones are those of float32."""
     return dequantize(q, jnp.float32).astype(dtype) if dtype == jnp.float64 else dequantize(q, dtype)
 
 
 def rounded_weight(
     weight: jax.Array, operands: Operands, axis: Literal["row", "column"], *, codes: bool = False
 ) -> QuantizedArray | jax.Array:
-    """A weight as it travelled, or a stack of such, with blocks along the rows' or the columns' contraction; as it is,
-    where it has them and codes are not needed."""
+    """Returns a weight as it travelled, or a stack of such, with blocks along the rows' or the columns' contraction; as
+    it is, where it has them and codes are not needed."""
     form = operands.weight
     if not codes and (form.block is None or axis == "row" or form.block[0] == form.block[1]):
         return weight

@@ -14,20 +14,20 @@ from ._implementation import Implementation, call
 
 
 def pack(
-    slices: Sequence[jax.Array],
+    shards: Sequence[jax.Array],
     format: Format,
     amax: jax.Array | None,
     plan: PackPlan,
     *,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Quantizes this rank's slices of a layer's weights into one contiguous buffer, in one launch a dtype.
+    """Quantizes this rank's shards of a layer's weights into one contiguous buffer, in one launch a dtype.
 
     Args:
-        slices: one a piece, `(*lead, rows, cols)` or, where the piece is transposed, `(*lead, cols, rows)`; float32,
+        shards: one a piece, `(*lead, rows, cols)` or, where the piece is transposed, `(*lead, cols, rows)`; float32,
             bfloat16 or float16. `lead` is a stack of layers.
         format: such as `gtp_jax.formats.NVFP4`.
-        amax: float32 `(*lead, pieces)`, of each weight over all its slices; `None` if the format has none.
+        amax: float32 `(*lead, pieces)`, of each weight over all its shards; `None` if the format has none.
         plan: where each piece goes.
         implementation: `"reference"`, `"native"`, or `None` for the best at hand.
 
@@ -36,20 +36,20 @@ def pack(
 
     Raises:
         TypeError: if an argument is of another type or dtype.
-        ValueError: if the number or the shapes of the slices, or the shape of `amax`, are not the plan's.
+        ValueError: if the number or the shapes of the shards, or the shape of `amax`, are not the plan's.
     """
     check_format(format)
     _check_plan(plan)
-    arrays = [as_values(f"slices[{index}]", x) for index, x in enumerate(slices)]
+    arrays = [as_values(f"shards[{index}]", x) for index, x in enumerate(shards)]
     if len(arrays) != len(plan.pieces):
         raise ValueError(
-            f"`slices` has {len(arrays)} arrays, but the plan has {len(plan.pieces)} pieces; pass one for each."
+            f"`shards` has {len(arrays)} arrays, but the plan has {len(plan.pieces)} pieces; pass one for each."
         )
     lead = arrays[0].shape[: max(0, arrays[0].ndim - 2)]
     for index, (piece, array) in enumerate(zip(plan.pieces, arrays, strict=True)):
         if array.shape != (*lead, *piece.stored):
             raise ValueError(
-                f"`slices[{index}]` has shape {array.shape}; the plan's piece is stored {piece.stored}, "
+                f"`shards[{index}]` has shape {array.shape}; the plan's piece is stored {piece.stored}, "
                 f"and the leading dimensions are {lead}."
             )
     amax = _amaxes(amax, format, (*lead, len(plan.pieces)))
@@ -65,10 +65,10 @@ def unpack(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Dequantizes the gathered buffers of all slices into the layer's weights, in one launch a dtype.
+    """Dequantizes the gathered buffers of all shards into the layer's weights, in one launch a dtype.
 
     Args:
-        buffer: uint8 `(slices, plan.bytes(format))`, slice after slice as a gather leaves them.
+        buffer: uint8 `(shards, plan.bytes(format))`, shard after shard as a gather leaves them.
         format: the one it was packed in.
         amax: float32 `(pieces,)`, the one it was packed with; `None` if the format has none.
         plan: the one it was packed with.
@@ -80,30 +80,31 @@ def unpack(
 
     Raises:
         TypeError: if an argument is of another type or dtype.
-        ValueError: if `buffer` or `amax` has another shape, if the slices hold fewer rows than the plan's total, or
-            if slices would cut blocks in two.
+        ValueError: if `buffer` or `amax` has another shape, if the shards hold fewer rows than the plan's total, or
+            if shards would cut blocks in two.
     """
     check_format(format)
     _check_plan(plan)
     dtype = check_dtype("dtype", dtype)
     if getattr(buffer, "dtype", None) != jnp.uint8:
         raise TypeError(
-            f"`buffer` is {getattr(buffer, 'dtype', type(buffer).__name__)}; it is uint8, as `pack` gives it."
+            f"`buffer` is {getattr(buffer, 'dtype', type(buffer).__name__)}; it must be uint8, as `pack` gives it."
         )
     if buffer.ndim != 2 or buffer.shape[0] < 1 or buffer.shape[1] != plan.bytes(format):
         raise ValueError(
-            f"`buffer` has shape {buffer.shape}; it is (slices, {plan.bytes(format)}) for this plan in {format.name}."
+            f"`buffer` has shape {buffer.shape}; it must be (shards, {plan.bytes(format)}) for this plan in "
+            f"{format.name}."
         )
-    slices = buffer.shape[0]
+    shards = buffer.shape[0]
     for index, piece in enumerate(plan.pieces):
-        if slices * piece.rows < piece.total_rows:
+        if shards * piece.rows < piece.total_rows:
             raise ValueError(
-                f"piece {index} has {piece.total_rows} rows in all, but {slices} slices of {piece.rows} hold fewer."
+                f"piece {index} has {piece.total_rows} rows in all, but {shards} shards of {piece.rows} hold fewer."
             )
         block_rows = format.block[0] if format.block else 1
-        if slices > 1 and piece.rows % block_rows:
+        if shards > 1 and piece.rows % block_rows:
             raise ValueError(
-                f"piece {index} has slices of {piece.rows} rows; with {slices} slices they are a multiple of "
+                f"piece {index} has shards of {piece.rows} rows; with {shards} shards they must be a multiple of "
                 f"{block_rows} in {format.name}. Pad them."
             )
     amax = _amaxes(amax, format, (len(plan.pieces),))
@@ -112,7 +113,7 @@ def unpack(
 
 def _check_plan(plan: Any) -> None:
     if not isinstance(plan, PackPlan):
-        raise TypeError(f"`plan` is a {type(plan).__name__}; it is a gtp_jax.formats.PackPlan.")
+        raise TypeError(f"`plan` is a {type(plan).__name__}; it must be a gtp_jax.formats.PackPlan.")
 
 
 def _amaxes(amax: Any, format: Format, shape: tuple[int, ...]) -> jax.Array:
@@ -121,7 +122,7 @@ def _amaxes(amax: Any, format: Format, shape: tuple[int, ...]) -> jax.Array:
             raise ValueError(f"`amax` is missing; {format.name} scales each weight by one. See `gtp_jax.multi_amax`.")
         return jnp.zeros(shape, jnp.float32)
     if getattr(amax, "dtype", None) != jnp.float32:
-        raise TypeError(f"`amax` is {getattr(amax, 'dtype', type(amax).__name__)}; it is a float32 array.")
+        raise TypeError(f"`amax` is {getattr(amax, 'dtype', type(amax).__name__)}; it must be a float32 array.")
     if amax.shape != shape:
-        raise ValueError(f"`amax` has shape {amax.shape}; it is {shape}, one for each piece of the plan.")
+        raise ValueError(f"`amax` has shape {amax.shape}; it must be {shape}, one for each piece of the plan.")
     return jnp.asarray(amax)

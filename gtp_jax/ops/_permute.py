@@ -7,7 +7,7 @@ import jax
 
 @jax.custom_vjp
 def permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    """`x[order]`, whose gradient is `gradient[inverse]`: a gather too, where autodiff would scatter row by row.
+    """Returns `x[order]`, whose gradient is `gradient[inverse]`: a gather too, where autodiff would scatter row by row.
 
     Args:
         x: `(rows, ...)`.

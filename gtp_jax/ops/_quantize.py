@@ -73,7 +73,7 @@ def quantize(x, format, *, amax=None, axis="row", hadamard=False, key=None, impl
     check_format(format)
     x = as_matrix("x", x)
     if axis not in _AXES:
-        raise ValueError(f"`axis` is {axis!r}; it is one of {list(_AXES)}.")
+        raise ValueError(f"`axis` is {axis!r}; it must be one of {list(_AXES)}.")
     rows, columns = axis != "column", axis != "row"
     if hadamard and (format != NVFP4_1D or not columns):
         raise ValueError(
@@ -115,7 +115,7 @@ def quantize(x, format, *, amax=None, axis="row", hadamard=False, key=None, impl
 def dequantize(
     q: QuantizedArray, dtype: Any = jnp.bfloat16, *, implementation: Implementation | None = None
 ) -> jax.Array:
-    """The values of a quantized array, in logical orientation.
+    """Returns the values of a quantized array, in logical orientation.
 
     `code * scale` in float32, then rounded to `dtype`; exact in bfloat16 for MXFP8. A Hadamard transform is not undone.
 
@@ -149,7 +149,7 @@ def dequantize(
 def _amaxes(
     x: jax.Array, format: Format, amax: Any, axis: str, hadamard: bool, implementation: Implementation | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The amax of the row-wise and of the column-wise copy; 0 for one that is not used."""
+    """Returns the amax of the row-wise and of the column-wise copy; 0 for one that is not used."""
     unused = jnp.zeros((), jnp.float32)
     if not format.has_amax:
         if amax is not None:
@@ -171,7 +171,7 @@ def _amaxes(
     if axis == "both" and hadamard:
         raise ValueError(
             "`amax` is one, but the Hadamard transform gives the column-wise copy another amax. "
-            "Pass a pair: `multi_amax([x])[0]` and `hadamard_amax(x)`, each over all slices of x."
+            "Pass a pair: `multi_amax([x])[0]` and `hadamard_amax(x)`, each over all shards of x."
         )
     both = as_amax(amax, lead)
     return both, both
@@ -183,7 +183,7 @@ def _words(key: Any) -> jax.Array:
         words = jax.random.key_data(key)
     if getattr(words, "dtype", None) != jnp.uint32:
         raise TypeError(
-            f"`key` is {getattr(words, 'dtype', type(key).__name__)}; it is a JAX key, or two uint32 words."
+            f"`key` is {getattr(words, 'dtype', type(key).__name__)}; it must be a JAX key, or two uint32 words."
         )
     if words.shape != (2,):
         raise ValueError(

@@ -20,5 +20,5 @@ def rope(x: jax.Array, *, theta: float) -> jax.Array:
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     # Halves change places by a flip, which XLA computes with what follows: a concatenation is a kernel of its own.
     halves = jnp.reshape(x, (*x.shape[:-1], 2, half)).astype(wide)
-    turned = halves * cos[:, None, None] + jnp.flip(halves, -2) * jnp.stack([-sin, sin], axis=1)[:, None]
-    return jnp.reshape(turned, x.shape).astype(x.dtype)
+    rotated = halves * cos[:, None, None] + jnp.flip(halves, -2) * jnp.stack([-sin, sin], axis=1)[:, None]
+    return jnp.reshape(rotated, x.shape).astype(x.dtype)

@@ -20,11 +20,11 @@ _DTYPES: dict[str | None, Any] = {
 
 
 def scaled_product(a: QuantizedArray, b: QuantizedArray) -> jax.Array:
-    """The float32 product of two matrices along their blocks: rows by rows, `(M, N)`.
+    """Returns the float32 product of two matrices along their blocks: rows by rows, `(M, N)`.
 
     `jax.nn.scaled_matmul`, which is cuDNN's on SM100, and what XLA makes of it elsewhere.
     """
-    (left, left_scales), (right, right_scales) = _turned(a), _turned(b)
+    (left, left_scales), (right, right_scales) = _transposed(a), _transposed(b)
     y = jax.nn.scaled_matmul(
         left[None], right[None], left_scales[None], right_scales[None], preferred_element_type=jnp.float32
     )[0]
@@ -35,12 +35,12 @@ def scaled_product(a: QuantizedArray, b: QuantizedArray) -> jax.Array:
 
 
 def fits(a: QuantizedArray) -> bool:
-    """Whether the blocks of a matrix fill its contraction, as they must, and there are any."""
+    """Returns whether the blocks of a matrix fill its contraction, as they must, and there are any."""
     assert a.format.block is not None
     return min(a.matrix) > 0 and a.matrix[0 if a.columns else 1] % a.format.block[1] == 0
 
 
-def _turned(q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
+def _transposed(q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
     """Codes and scales with the contraction last, a scale for every row."""
     assert q.scales is not None and q.format.block is not None
     codes, scales = q.codes, q.scales

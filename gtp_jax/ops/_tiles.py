@@ -43,7 +43,7 @@ def cut_into_tiles(group_sizes: jax.Array, rows: int, size: int) -> Tiles:
 
 
 def in_whole_blocks(x: jax.Array, group_sizes: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-    """Rows moved apart, so that every group begins at a multiple of `block`, filled up with zeros.
+    """Returns rows moved apart, so that every group begins at a multiple of `block`, filled up with zeros.
 
     Args:
         x: `(rows, features)`, sorted by group.

@@ -42,7 +42,7 @@ CHIPS: Mapping[str, Mapping[str, Fact]] = {
 
 
 def fact(chip: str, *names: str) -> Fact:
-    """The first of these facts that is known of a chip: a measured one before a promised one, if named so.
+    """Returns the first of these facts that is known of a chip: a measured one before a promised one, if named so.
 
     Raises:
         ValueError: if the chip is unknown, or none of the facts is known of it.

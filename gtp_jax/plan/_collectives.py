@@ -86,7 +86,7 @@ class Collective:
 
 
 def collectives(program: str | Module, *, backward: str = BACKWARD) -> list[Collective]:
-    """The collectives of a compiled program, in program order.
+    """Returns the collectives of a compiled program, in program order.
 
     Args:
         program: the text of a compiled module, or the parsed module.
@@ -97,7 +97,7 @@ def collectives(program: str | Module, *, backward: str = BACKWARD) -> list[Coll
 
 
 def launched(module: Module, visit: Visit, *, backward: str = BACKWARD) -> Iterator[Collective]:
-    """The collectives that an instruction launches: one, none, or those within the fusion that it runs."""
+    """Yields the collectives that an instruction launches: one, none, or those within the fusion that it runs."""
     instruction = visit.instruction
     start = instruction.opcode.endswith("-start")
     if instruction.opcode.removesuffix("-start") in KINDS:
@@ -124,7 +124,7 @@ def launched(module: Module, visit: Visit, *, backward: str = BACKWARD) -> Itera
 
 
 def done(start: Instruction, scope: Computation) -> Instruction | None:
-    """The instruction that waits for an asynchronous one, or `None` if another computation does."""
+    """Returns the instruction that waits for an asynchronous one, or `None` if another computation does."""
     waiting = {start.name}
     for instruction in scope.values():
         if waiting.isdisjoint(instruction.operands):
@@ -146,7 +146,8 @@ def summary(collectives: Iterable[Collective]) -> list[tuple[Collective, int]]:
 
 
 def table(collectives: Iterable[Collective]) -> str:
-    """The collectives of a program as a table: one line for those alike, and the sum of what leaves a device."""
+    """Returns the collectives of a program as a table: one line for those alike, and the sum of what leaves a
+    device."""
     rows = summary(collectives)
     if not rows:
         return "no collectives"
@@ -182,7 +183,7 @@ def _results(instruction: Instruction, scope: Computation) -> tuple[Shape, ...]:
 
 
 def _ranks(instruction: Instruction, module: Module) -> tuple[tuple[str, ...], int]:
-    """Mesh axes of a collective, if they are known, and the number of ranks in one of its groups."""
+    """Returns the mesh axes of a collective, if they are known, and the number of ranks in one of its groups."""
     text = instruction.attributes
     named = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text)
     if named:
@@ -203,7 +204,7 @@ def _ranks(instruction: Instruction, module: Module) -> tuple[tuple[str, ...], i
 
 
 def _ring(pairs: list[tuple[int, int]]) -> set[int]:
-    """The ranks that the first of a permutation's pairs is connected with."""
+    """Returns the ranks that the first of a permutation's pairs is connected with."""
     reached = set(pairs[0]) if pairs else set()
     for _ in pairs:
         reached |= {rank for pair in pairs if not reached.isdisjoint(pair) for rank in pair}
@@ -211,7 +212,7 @@ def _ring(pairs: list[tuple[int, int]]) -> set[int]:
 
 
 def _axes(ranks: set[int], mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes along which a group of ranks lies, if it is all there are along them."""
+    """Returns the axes along which a group of ranks lies, if it is all there are along them."""
     places: dict[str, set[int]] = {axis: set() for axis in mesh}
     for rank in ranks:
         for axis, size in reversed(list(mesh.items())):

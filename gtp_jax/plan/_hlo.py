@@ -93,7 +93,7 @@ class Instruction:
         return self.attribute("op_name")
 
     def attribute(self, name: str) -> str:
-        """A quoted attribute such as `custom_call_target`; empty if absent."""
+        """Returns a quoted attribute such as `custom_call_target`; empty if absent."""
         match = re.search(rf'\b{name}="((?:[^"\\]|\\.)*)"', self.attributes)
         return match[1] if match else ""
 
@@ -151,7 +151,7 @@ class Module:
                 yield from self.inside(inner)
 
     def trip_count(self, loop: Instruction) -> tuple[int, bool]:
-        """How often a `while` runs its body, and whether that is certain.
+        """Returns how often a `while` runs its body, and whether that is certain.
 
         Certain if XLA printed it. Otherwise the constant that the condition compares with, as if counting up
         from zero by one; 1 if there is none.
@@ -218,7 +218,7 @@ def mesh_sizes(text: str) -> dict[str, int]:
 
 
 def shapes(text: str) -> tuple[Shape, ...]:
-    """The array shapes in a printed type, in order: `(f32[2,3]{1,0}, s32[])` has two."""
+    """Returns the array shapes in a printed type, in order: `(f32[2,3]{1,0}, s32[])` has two."""
     return tuple(
         Shape(dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d))
         for dtype, dims in _SHAPE.findall(_COMMENT.sub("", text))
@@ -253,7 +253,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(line: str, start: int) -> int:
-    """Where the parenthesis that opens at `start` closes."""
+    """Returns where the parenthesis that opens at `start` closes."""
     depth = 0
     for match in re.compile(r"[()]").finditer(line, start):
         depth += 1 if match[0] == "(" else -1

@@ -17,10 +17,10 @@ class Memory:
     """Bytes on one device.
 
     Attributes:
-        weights_bytes: the slices of the parameters.
+        weights_bytes: the shards of the parameters.
         optimizer_bytes: the rest of the state: moments, counters.
         other_bytes: what else is passed in: the batch, padding of the arguments.
-        gradients_bytes: one slice-sized gradient a parameter, a part of the temporary memory.
+        gradients_bytes: one shard-sized gradient a parameter, a part of the temporary memory.
         activations_bytes: the rest of the temporary memory at its peak: saved activations, gathered weights,
             workspace.
         output_bytes: results that reuse no argument's memory.
@@ -39,9 +39,9 @@ class Memory:
         return sum(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def table(self) -> str:
-        """The parts and their sum, a line each."""
+        """Returns the parts and their sum, a line each."""
         rows = [
-            ("weights", self.weights_bytes, "slices, as the optimizer holds them"),
+            ("weights", self.weights_bytes, "shards, as the optimizer holds them"),
             ("optimizer", self.optimizer_bytes, "moments and counters, sharded alike"),
             ("batch", self.other_bytes, "and other arguments"),
             ("gradients", self.gradients_bytes, "one shard a weight"),
@@ -53,7 +53,7 @@ class Memory:
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Bytes that the arrays of a pytree take on one device.
+    """Returns the bytes that the arrays of a pytree take on one device.
 
     Args:
         tree: pytree of arrays or `jax.ShapeDtypeStruct`s; a leaf without a sharding is counted whole.
@@ -62,7 +62,7 @@ def bytes_per_device(tree: Any) -> int:
 
 
 def memory(compiled: jax.stages.Compiled, *, params: Any, opt_state: Any = ()) -> Memory:
-    """The memory of a compiled step.
+    """Returns the memory of a compiled step.
 
     Args:
         compiled: the step, with `params` and `opt_state` among its arguments.

@@ -69,11 +69,11 @@ class Schedule:
     events: tuple[Event, ...]
 
     def collectives(self, *kinds: str) -> tuple[Event, ...]:
-        """The collectives, or those of some kinds."""
+        """Returns the collectives, or those of some kinds."""
         return tuple(e for e in self.events if e.collective is not None and (not kinds or e.kind in kinds))
 
     def under(self, event: Event, kinds: Iterable[str] = COMPUTE) -> tuple[Event, ...]:
-        """What is launched while a collective is in flight: by default matmuls and attention."""
+        """Returns what is launched while a collective is in flight: by default matmuls and attention."""
         wanted = frozenset(kinds)
         return tuple(e for e in self.events if e.kind in wanted and event.start < e.start < event.end)
 
@@ -88,7 +88,7 @@ class Schedule:
 
 
 def schedule(program: str | Module, *, backward: str = BACKWARD) -> Schedule:
-    """The schedule of a compiled program.
+    """Returns the schedule of a compiled program.
 
     Args:
         program: the text of a compiled module, or the parsed module.
@@ -106,7 +106,7 @@ def schedule(program: str | Module, *, backward: str = BACKWARD) -> Schedule:
 
 
 def render(program: Schedule) -> str:
-    """The schedule as a table, a line an event, with bars for what is in flight.
+    """Returns the schedule as a table, a line an event, with bars for what is in flight.
 
     `┌` and `└` stand where an asynchronous collective starts and ends, `│` while it is in flight, `■` for a
     synchronous one. Exposed collectives are marked.
@@ -144,7 +144,7 @@ def _bars(lanes: list[Event | None], event: Event, starting: bool) -> str:
 
 
 def _end(e: Event, visits: list[Visit]) -> int:
-    """Where the program waits for an event; where it starts if that is nowhere in its computation."""
+    """Returns where the program waits for an event; where it starts if that is nowhere in its computation."""
     start = visits[e.start]
     waiting = done(start.instruction, start.scope) if e.collective and e.collective.asynchronous else None
     if waiting is None:
@@ -176,7 +176,7 @@ def _work(instruction: Instruction) -> str:
 
 
 def _matmul_flops(visit: Visit) -> int:
-    """2 * elements of the result * size of what is contracted."""
+    """Returns 2 * elements of the result * size of what is contracted."""
     i = visit.instruction
     operand = visit.scope.get(i.operands[0]) if i.operands else None
     dims = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', i.attributes)

@@ -134,7 +134,7 @@ def missing_packages() -> dict[str, str]:
 
 @functools.cache
 def topology_devices(target: Target) -> tuple[Any, ...]:
-    """The devices of a target, to build a mesh of; compile for them with `COMPILE_OPTIONS`.
+    """Returns the devices of a target, to build a mesh of; compile for them with `COMPILE_OPTIONS`.
 
     Raises:
         ModuleNotFoundError: if packages are missing; without them the compiler could end the process.
@@ -160,7 +160,7 @@ def topology_devices(target: Target) -> tuple[Any, ...]:
 
 
 def _description(chip: str) -> str:
-    """A chip as XLA's `GpuTargetConfigProto`, in text form."""
+    """Returns a chip as XLA's `GpuTargetConfigProto`, in text form."""
     info = {
         **_HOPPER,
         "memory_bandwidth": int(fact(chip, "memory_rate").value),
@@ -193,6 +193,6 @@ def _rates(units: dict[int, tuple[int, int]], clock_ghz: float) -> str:
 
 
 def _cudnn() -> tuple[int, int, int]:
-    """The version of the installed cuDNN."""
+    """Returns the version of the installed cuDNN."""
     major, minor, patch = importlib.metadata.version("nvidia-cudnn-cu13").split(".")[:3]
     return int(major), int(minor), int(patch)

@@ -10,7 +10,7 @@ _SMALL = ("", "m", "µ", "n")
 
 
 def quantity(value: float, unit: str) -> str:
-    """A value with three digits and a decimal prefix: `33.6 MB`, `1.20 ms`."""
+    """Returns a value with three digits and a decimal prefix: `33.6 MB`, `1.20 ms`."""
     power = 0
     while 0 < abs(value) < 0.9995 and power > 1 - len(_SMALL):
         value, power = value * 1000, power - 1
@@ -21,13 +21,13 @@ def quantity(value: float, unit: str) -> str:
 
 
 def alike(words: Iterable[str]) -> str:
-    """Words, those alike counted: `2 x [4096,768] [512]`."""
+    """Returns words, those alike counted: `2 x [4096,768] [512]`."""
     counts = collections.Counter(words)
     return " ".join(word if count == 1 else f"{count} x {word}" for word, count in counts.items())
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[int] = ()) -> str:
-    """A table in plain text, two blanks between columns.
+    """Returns a table in plain text, two blanks between columns.
 
     Args:
         header: names of the columns.

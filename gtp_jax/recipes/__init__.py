@@ -2,8 +2,8 @@
 
 from ._quantization import Quantization as Quantization
 from ._recipe import BF16 as BF16
+from ._recipe import EXCLUDED as EXCLUDED
 from ._recipe import FP8 as FP8
-from ._recipe import KEPT as KEPT
 from ._recipe import MXFP8 as MXFP8
 from ._recipe import NVFP4 as NVFP4
 from ._recipe import RECIPES as RECIPES

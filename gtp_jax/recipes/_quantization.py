@@ -24,8 +24,12 @@ class Quantization:
         kind=str,
         choices=tuple(RECIPES),
     )
-    keep_first: int = knob(0, "recipe", "layers that stay in high precision, from the first", least=0, metavar="N")
-    keep_last: int = knob(0, "recipe", "layers that stay in high precision, up to the last", least=0, metavar="N")
+    high_precision_first: int = knob(
+        0, "recipe", "number of layers at the start that stay in high precision", least=0, metavar="N"
+    )
+    high_precision_last: int = knob(
+        0, "recipe", "number of layers at the end that stay in high precision", least=0, metavar="N"
+    )
     override: tuple[str, ...] = knob(
         (),
         "recipe",
@@ -37,11 +41,11 @@ class Quantization:
     reduce: str | None = knob(
         None,
         "recipe",
-        "exchange weight gradients in this and sum in float32 (default: as --grad-reduce says)",
+        "exchange weight gradients in this format and sum them in float32 (default: as --grad-reduce says)",
         kind=str,
         choices=tuple(REDUCTIONS),
     )
-    held: int | Literal["all"] = knob(
+    pregathered_layers: int | Literal["all"] = knob(
         0,
         "recipe",
         "layers, from the first with codes, whose codes are gathered once a step for all microbatches, or 'all'",
@@ -51,32 +55,39 @@ class Quantization:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "override", tuple(self.override))  # a list, out of JSON or argparse
-        if self.held != "all" and (not isinstance(self.held, int) or self.held < 0):
-            raise ValueError(f"`held` is {self.held!r}; it is a number of layers, at least 0, or 'all'.")
+        if self.pregathered_layers != "all" and (
+            not isinstance(self.pregathered_layers, int) or self.pregathered_layers < 0
+        ):
+            raise ValueError(
+                f"`pregathered_layers` is {self.pregathered_layers!r}; it must be a number of layers, at least 0, or "
+                "'all'."
+            )
         if self.recipe not in RECIPES:
-            raise ValueError(f"`recipe` is {self.recipe!r}; it is one of {', '.join(RECIPES)}.")
+            raise ValueError(f"`recipe` is {self.recipe!r}; it must be one of {', '.join(RECIPES)}.")
         self.to_recipe()  # checks the others
 
     def to_recipe(self) -> Recipe:
         """Returns the recipe that these words name."""
         return dataclasses.replace(
             RECIPES[self.recipe](),
-            keep_first=self.keep_first,
-            keep_last=self.keep_last,
+            high_precision_first=self.high_precision_first,
+            high_precision_last=self.high_precision_last,
             override=tuple(_override(text) for text in self.override),
             reduce=self.reduce,
         )
 
     @property
     def summary(self) -> str:
-        """What differs from a plain BF16, in a line."""
-        layers = [f"{end} {n}" for end, n in (("first", self.keep_first), ("last", self.keep_last)) if n]
+        """Returns what differs from a plain BF16, in a line."""
+        layers = [
+            f"{end} {n}" for end, n in (("first", self.high_precision_first), ("last", self.high_precision_last)) if n
+        ]
         parts = [
             self.recipe,
             *([f"{' and '.join(layers)} layers in high precision"] if layers else []),
             *self.override,
             *([f"gradients exchanged in {self.reduce}"] if self.reduce else []),
-            *([f"codes of {self.held} layers held"] if self.held else []),
+            *([f"codes of {self.pregathered_layers} layers gathered once a step"] if self.pregathered_layers else []),
         ]
         return ", ".join(parts)
 
@@ -95,9 +106,11 @@ def _override(text: str) -> tuple[str, Recipe]:
     pattern, sign, name = text.partition("=")
     if not (pattern and sign):
         raise ValueError(
-            f"`override` has {text!r}; it is PATTERN=RECIPE, such as mlp.down=mxfp8-matmuls, the names of a module "
-            "joined by dots and one of the recipes."
+            f"`override` has {text!r}; it must be PATTERN=RECIPE, such as mlp.down=mxfp8-matmuls, the names of a "
+            "module joined by dots and one of the recipes."
         )
     if name not in RECIPES:
-        raise ValueError(f"`override` has {text!r}, of which {name!r} is no recipe; it is one of {', '.join(RECIPES)}.")
+        raise ValueError(
+            f"`override` has {text!r}, of which {name!r} is no recipe; it must be one of {', '.join(RECIPES)}."
+        )
     return pattern, RECIPES[name]()

@@ -1,4 +1,4 @@
-"""Recipes: slices of weights travel as codes and scales; matmuls run in the modules' dtype, or of rounded operands."""
+"""Recipes: shards of weights travel as codes and scales; matmuls run in the modules' dtype, or of rounded operands."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ _GRADIENTS = {"e5m2": formats.FP8_E5M2, "e4m3": formats.FP8_E4M3}
 
 # Names of modules that stay in high precision unless a recipe says otherwise, where a model has them: embeddings and
 # heads, as models call them.
-KEPT = ("*embed*", "wte", "*head")
+EXCLUDED = ("*embed*", "wte", "*head")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
     """What of a model is quantized.
 
-    Every weight is quantized once a step, from its float32 master, with one amax over all its slices; forward, backward
+    Every weight is quantized once a step, from its float32 master, with one amax over all its shards; forward, backward
     and every microbatch use these values. Gradients flow straight through to the master (Bengio et al. 2013, arXiv
     1308.3432).
 
     Modules are chosen by patterns: names joined by dots, with wildcards (`*`, `?`), which match a module that has them
     in its path one after another, and all below it: `"mlp.down"`, `"attention"`, `"blocks.*.mlp"`. The first match of
-    `override` counts, then `keep`, and else the recipe itself.
+    `override` counts, then `exclude`, and else the recipe itself.
 
     Attributes:
-        keep: patterns of modules whose weights stay in high precision. By default `"*embed*"`, `"wte"` and `"*head"`,
-            where a model has them; name your own if they are called otherwise (`gtp_jax.explain` shows what becomes of
-            them).
-        keep_first: layers of a `Stack` that stay in high precision, from its first.
-        keep_last: likewise, up to its last.
+        exclude: patterns of modules whose weights stay in high precision. By default `"*embed*"`, `"wte"` and
+            `"*head"`, where a model has them; name your own if they are called otherwise (`gtp_jax.explain` shows what
+            becomes of them).
+        high_precision_first: layers of a `Stack` that stay in high precision, from its first.
+        high_precision_last: likewise, up to its last.
         override: pattern to the recipe of what matches, a mapping or pairs; of these recipes the formats and `reduce`
             count.
         reduce: `"bf16"`, `"fp8"` or `"mxfp8"`, in which each rank sends the others their shares of a layer's weight
@@ -52,20 +52,22 @@ class Recipe:
             of what stays in high precision, as the modules' `grad_reduce` says.
     """
 
-    keep: tuple[str, ...] = KEPT
-    keep_first: int = 0
-    keep_last: int = 0
+    exclude: tuple[str, ...] = EXCLUDED
+    high_precision_first: int = 0
+    high_precision_last: int = 0
     override: Mapping[str, Recipe] | tuple[tuple[str, Recipe], ...] = ()
     reduce: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.keep, tuple | list) or not all(isinstance(name, str) for name in self.keep):
-            raise TypeError(f"`keep` is {self.keep!r}; it is a tuple of names of modules, such as ('embed', 'head').")
-        object.__setattr__(self, "keep", tuple(self.keep))
-        for name in ("keep_first", "keep_last"):
+        if not isinstance(self.exclude, tuple | list) or not all(isinstance(name, str) for name in self.exclude):
+            raise TypeError(
+                f"`exclude` is {self.exclude!r}; it must be a tuple of names of modules, such as ('embed', 'head')."
+            )
+        object.__setattr__(self, "exclude", tuple(self.exclude))
+        for name in ("high_precision_first", "high_precision_last"):
             count = getattr(self, name)
             if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-                raise ValueError(f"`{name}` is {count!r}; it is a number of layers, at least 0.")
+                raise ValueError(f"`{name}` is {count!r}; it must be a number of layers, at least 0.")
         try:
             pairs = tuple(dict(self.override).items())
         except (TypeError, ValueError):
@@ -78,17 +80,18 @@ class Recipe:
                 )
             if recipe.override:
                 raise ValueError(f"`override` of {pattern!r} has an override of its own; write all patterns in one.")
-            if recipe.keep_first or recipe.keep_last or recipe.keep not in (KEPT, ()):
+            if recipe.high_precision_first or recipe.high_precision_last or recipe.exclude not in (EXCLUDED, ()):
                 raise ValueError(
-                    f"`override` of {pattern!r} has a `keep`, `keep_first` or `keep_last` of its own, which would not "
-                    "count; layers are counted for a whole model, and modules named by its own patterns."
+                    f"`override` of {pattern!r} has a `exclude`, `high_precision_first` or `high_precision_last` of "
+                    "its own, which would not count; layers are counted for a whole model, and modules named by its "
+                    "own patterns."
                 )
         if pairs and len(pairs) < len(self.override):
             raise ValueError(f"`override` is {self.override!r}, which has a pattern twice; write each once.")
         object.__setattr__(self, "override", pairs)
         if self.reduce is not None and self.reduce not in REDUCTIONS:
             raise ValueError(
-                f"`reduce` is {self.reduce!r}; it is one of {', '.join(map(repr, REDUCTIONS))}, or `None` for "
+                f"`reduce` is {self.reduce!r}; it must be one of {', '.join(map(repr, REDUCTIONS))}, or `None` for "
                 "what the modules' `grad_reduce` says."
             )
 
@@ -111,7 +114,7 @@ class Recipe:
     def rules(self) -> tuple[tuple[str, Recipe], ...]:
         """Patterns and the recipes of what they match; the first match counts."""
         assert isinstance(self.override, tuple)
-        return (*self.override, *((name, BF16()) for name in self.keep))
+        return (*self.override, *((name, BF16()) for name in self.exclude))
 
     @property
     def kinds(self) -> tuple[Recipe, ...]:
@@ -119,19 +122,19 @@ class Recipe:
         return (self, *(recipe for _, recipe in self.rules))
 
     def describe(self) -> dict[str, Any]:
-        """Name and settings, for JSON."""
+        """Returns the name and settings, for JSON."""
         found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         assert isinstance(self.override, tuple)
         found["override"] = {pattern: recipe.describe() for pattern, recipe in self.override}
         return {"name": type(self).__name__, **found}
 
     def of(self, path: Iterable[Any]) -> Recipe:
-        """The recipe of the module at `path`."""
+        """Returns the recipe of the module at `path`."""
         words = tuple(map(str, path))
         return next((recipe for pattern, recipe in self.rules if matches(pattern, words)), self)
 
     def wire_of(self, path: Iterable[Any]) -> Format | None:
-        """Format of the weights of the module at `path`."""
+        """Returns the format of the weights of the module at `path`."""
         return self.of(path).wire
 
     def operands_of(self, path: Iterable[Any]) -> Operands | None:
@@ -139,12 +142,12 @@ class Recipe:
         return self.of(path).operands
 
     def reduction_of(self, path: Iterable[Any]) -> Format | np.dtype | None:
-        """In what the gradient of the module at `path` is exchanged."""
+        """Returns the format or dtype in which the gradient of the module at `path` is exchanged."""
         return self.of(path).reduction
 
 
 def matches(pattern: str, words: tuple[str, ...]) -> bool:
-    """Whether a path has the pattern's names one after another; see `Recipe`."""
+    """Returns whether a path has the pattern's names one after another; see `Recipe`."""
     names = pattern.split(".")
     starts = range(len(words) - len(names) + 1)
     return any(all(fnmatch.fnmatchcase(w, n) for w, n in zip(words[i:], names, strict=False)) for i in starts)
@@ -152,7 +155,7 @@ def matches(pattern: str, words: tuple[str, ...]) -> bool:
 
 def _check_switch(name: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"`{name}` is {value!r}; it is True or False.")
+        raise TypeError(f"`{name}` is {value!r}; it must be True or False.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,7 +180,7 @@ class FP8(Recipe):
         super().__post_init__()
         _check_switch("matmuls", self.matmuls)
         if self.gradient not in _GRADIENTS:
-            raise ValueError(f"`gradient` is {self.gradient!r}; it is one of {', '.join(map(repr, _GRADIENTS))}.")
+            raise ValueError(f"`gradient` is {self.gradient!r}; it must be one of {', '.join(map(repr, _GRADIENTS))}.")
 
     @property
     def wire(self) -> Format:
@@ -225,7 +228,7 @@ class NVFP4(Recipe):
         matmuls: whether dense layers and experts multiply NVFP4 by NVFP4 too, forward and backward: weights in 16 x 16,
             inputs and gradients in 1 x 16 along each contraction; see `gtp_jax.ops.linear_blocks` and
             `grouped_quantized`. The paper keeps about 15 % of the layers, most of them the last, in high precision:
-            `keep_last`.
+            `high_precision_last`.
         hadamard: with `matmuls`, whether both operands of wgrad go through a 16 x 16 random Hadamard transform.
         stochastic: with `matmuls`, whether gradients are rounded stochastically.
     """
@@ -238,7 +241,7 @@ class NVFP4(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         if tuple(self.block) not in ((16, 16), (1, 16)):
-            raise ValueError(f"`block` is {self.block!r}; it is (16, 16) or (1, 16).")
+            raise ValueError(f"`block` is {self.block!r}; it must be (16, 16) or (1, 16).")
         for name in ("matmuls", "hadamard", "stochastic"):
             _check_switch(name, getattr(self, name))
         if self.matmuls and tuple(self.block) != (16, 16):
@@ -281,4 +284,4 @@ def check_recipe(recipe: Any) -> None:
     if recipe is not None and not isinstance(recipe, Recipe):
         hint = " Write it with parentheses." if isinstance(recipe, type) and issubclass(recipe, Recipe) else ""
         known = ", ".join(f"gtp_jax.{kind.__name__}()" for kind in (BF16, FP8, MXFP8, NVFP4))
-        raise TypeError(f"`recipe` is {recipe!r}; it is one of {known}, or `None`.{hint}")
+        raise TypeError(f"`recipe` is {recipe!r}; it must be one of {known}, or `None`.{hint}")

@@ -23,7 +23,7 @@ class Execution:
     unroll: int | Literal["full"] = knob(
         "full", "execution", "layers in one loop body, or 'full'", kind=count_or("full"), metavar="N"
     )
-    kept: int | Literal["all"] = knob(
+    keep_gathered: int | Literal["all"] = knob(
         1,
         "execution",
         "layers, from the last, that keep gathered weights for backward, or 'all'",
@@ -42,12 +42,12 @@ class Execution:
 
     def __post_init__(self) -> None:
         check_knobs(self)
-        Schedule(prefetch=self.prefetch, unroll=self.unroll, kept=self.kept)
+        Schedule(prefetch=self.prefetch, unroll=self.unroll, keep_gathered=self.keep_gathered)
 
     @property
     def of_model(self) -> dict[str, Any]:
         """The fields that a model's configuration has too."""
-        names = ("prefetch", "unroll", "kept", "grad_reduce", "remat")
+        names = ("prefetch", "unroll", "keep_gathered", "grad_reduce", "remat")
         return {name: getattr(self, name) for name in names}
 
     def check_batch(self, batch: int, *, dp: int, gtp: int) -> None:

@@ -34,7 +34,7 @@ GPU_OPTIONS: Mapping[str, Option] = {
     "xla_gpu_reduce_scatter_combine_threshold_bytes": Option(1 << 31, "likewise for the gradients"),
 }
 
-# What differs where tp cuts activations: the collectives of two axes are in flight at once.
+# What differs where tp shards activations: the collectives of two axes are in flight at once.
 GPU_OPTIONS_WITH_TP: Mapping[str, Option] = {
     _ESTIMATOR: Option(
         True, "without, all collectives count as equally long, and a weight's gather is not drawn out beyond a tp one"
@@ -63,7 +63,7 @@ GPU_OPTIONS_WITH_OLD_NCCL: Mapping[str, Option] = {
 def compile_options(
     platform: str, own: Mapping[str, Any] | None = None, *, tp: int = 1, fp8: bool = False
 ) -> dict[str, Any]:
-    """Options for `jax.jit(compiler_options=...)`: those above on `gpu`, none elsewhere.
+    """Returns options for `jax.jit(compiler_options=...)`: those above on `gpu`, none elsewhere.
 
     What the environment's XLA_FLAGS names is left out: an option of a program would win over it unseen.
 
@@ -82,7 +82,7 @@ def compile_options(
 
 
 def accepts(name: str, value: Any) -> bool:
-    """Whether the installed XLA knows an option."""
+    """Returns whether the installed XLA knows an option."""
     try:
         jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()
     except jax.errors.JaxRuntimeError:

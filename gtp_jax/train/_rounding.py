@@ -8,7 +8,7 @@ from jax import lax
 
 
 def rounding_key(step: jax.Array, microbatch: jax.Array | int) -> jax.Array:
-    """The words that this rank rounds by: uint32 `(2,)`. Called in local view.
+    """Returns the words that this rank rounds by: uint32 `(2,)`. Called in local view.
 
     They follow from what is being computed alone, so that a run can be repeated, and resumed as if never stopped: the
     number of updates made, the microbatch, and the rank, as every rank has other tokens.

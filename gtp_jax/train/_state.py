@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..mesh import Path, of_parameter, with_paths
-from ..nn import Skeleton, take_apart
+from ..nn import ModelDef, split_model
 
 Tree = Any
 
@@ -23,45 +23,45 @@ class TrainState:
     """Parameters, optimizer state and step count: a pytree of arrays.
 
     Attributes:
-        params: nested dict of the float32 master weights, of logical shapes, sharded as the skeleton's specs say.
+        params: nested dict of the float32 master weights, of logical shapes, sharded as `model_def.specs` say.
         opt_state: of the optax optimizer, its moments sharded like the parameters they belong to.
         step: number of updates made, int32.
-        skeleton: the rest of the model; static.
+        model_def: the rest of the model; static.
     """
 
     params: dict[str, Any]
     opt_state: Any
     step: jax.Array
-    skeleton: Skeleton = dataclasses.field(metadata={"static": True})
+    model_def: ModelDef = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def create(cls, model: nnx.Module, optimizer: optax.GradientTransformation) -> TrainState:
-        """The state at step 0. Allocates nothing if the model is abstract (see `abstract_model`)."""
-        skeleton, params = take_apart(model)
-        specs = state_specs(skeleton, optimizer, params)
+        """Returns the state at step 0. Allocates nothing if the model is abstract (see `abstract_model`)."""
+        model_def, params = split_model(model)
+        specs = state_specs(model_def, optimizer, params)
         leaves = jax.tree.leaves(params)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
             shapes = jax.eval_shape(optimizer.init, params)
             opt_state = jax.tree.map(_abstract, shapes, specs.opt_state)
             step: Any = _abstract(jax.ShapeDtypeStruct((), jnp.int32), PartitionSpec())
-            return cls(params, opt_state, step, skeleton)
+            return cls(params, opt_state, step, model_def)
         opt_state = jax.jit(optimizer.init, out_shardings=_shardings(specs.opt_state))(params)
         step = jnp.zeros((), jnp.int32)
         shardings = _shardings(PartitionSpec())
-        return cls(params, opt_state, step if shardings is None else jax.device_put(step, shardings), skeleton)
+        return cls(params, opt_state, step if shardings is None else jax.device_put(step, shardings), model_def)
 
     def model(self) -> Any:
-        """The model, with these parameters."""
-        return self.skeleton.model(self.params)
+        """Returns the model, with these parameters."""
+        return self.model_def.model(self.params)
 
 
-def state_specs(skeleton: Skeleton, optimizer: optax.GradientTransformation, params: Tree) -> TrainState:
+def state_specs(model_def: ModelDef, optimizer: optax.GradientTransformation, params: Tree) -> TrainState:
     """Returns the partition of every array of a state: a `TrainState` with `PartitionSpec` leaves.
 
     What the optimizer keeps for a parameter, of the parameter's shape, is sharded like it; the rest is whole.
     """
     shapes = jax.eval_shape(optimizer.init, params)
-    specs = with_paths(skeleton.specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    specs = with_paths(model_def.specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
     parameters = {path: (p.shape, spec) for (path, spec), p in zip(specs, jax.tree.leaves(params), strict=True)}
 
     def spec_of(path: Path, leaf: Any) -> PartitionSpec:
@@ -70,7 +70,7 @@ def state_specs(skeleton: Skeleton, optimizer: optax.GradientTransformation, par
 
     found = [spec_of(path, leaf) for path, leaf in with_paths(shapes)]
     opt_specs = jax.tree.unflatten(jax.tree.structure(shapes), found)
-    return TrainState(skeleton.specs, opt_specs, PartitionSpec(), skeleton)  # pyright: ignore[reportArgumentType]
+    return TrainState(model_def.specs, opt_specs, PartitionSpec(), model_def)  # pyright: ignore[reportArgumentType]
 
 
 def _shardings(specs: Any) -> Any:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..collectives import sum_over_replicas
 from ..mesh import Roles, current_roles, degree, degrees, platform, use_roles
-from ..nn import Skeleton, shards_of, structure_of, with_groups
+from ..nn import ModelDef, shards_of, structure_of, with_groups
 from ..recipes import Recipe, check_recipe, current_recipe
 from ..weights import quantize, resolve
 from ._options import compile_options
@@ -32,10 +32,10 @@ def train_step(
     microbatches: int = 1,
     max_grad_norm: float | None = None,
     recipe: Recipe | None = None,
-    held: int | Literal["all"] = 0,
+    pregathered_layers: int | Literal["all"] = 0,
     compiler_options: dict[str, Any] | None = None,
 ) -> Callable[[TrainState, Tree], tuple[TrainState, dict[str, jax.Array]]]:
-    """A jitted optimizer step. The state is donated.
+    """Returns a jitted optimizer step. The state is donated.
 
     The loss and its gradient run inside one `shard_map` over the whole mesh: every rank takes its own sequences, in
     `microbatches` parts (number m is `batch[m::microbatches]`), and adds up gradients of shards, in the parameters'
@@ -51,10 +51,10 @@ def train_step(
         max_grad_norm: scales gradients down to this global L2 norm.
         recipe: what is quantized, such as `gtp_jax.NVFP4()`; by default what the recipe in scope says, if there is one
             (`use_recipe`).
-        held: layers of each stack, or `"all"`, whose codes are gathered once a step, ahead of the microbatches, and
-            held for all their passes; the others gather in each. They are counted from the first that travels as codes,
-            behind a recipe's `keep_first`. On every device that takes the bytes of these layers' codes whole, 0.504 an
-            element in NVFP4. No number changes.
+        pregathered_layers: layers of each stack, or `"all"`, whose codes are gathered once a step, ahead of the
+            microbatches, and reused in all their passes; the others gather in each. They are counted from the first
+            that travels as codes, behind a recipe's `high_precision_first`. On every device that takes the bytes of
+            these layers' codes whole, 0.504 an element in NVFP4. No number changes.
         compiler_options: XLA options, which win over those of `compile_options` for the mesh in scope.
 
     Returns:
@@ -63,19 +63,19 @@ def train_step(
 
     Raises:
         ValueError: if `microbatches` is less than 1; by `step`, if it does not divide the batch, or if codes are to be
-            held of a model that has none.
+            gathered ahead of a model that has none.
         TypeError: by `step`, if `loss` returns anything but two scalars.
     """
     if not isinstance(microbatches, int) or microbatches < 1:
-        raise ValueError(f"`microbatches` is {microbatches!r}; it is a whole number of at least 1.")
+        raise ValueError(f"`microbatches` is {microbatches!r}; it must be a whole number of at least 1.")
     if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
-        raise ValueError(f"`max_grad_norm` is {max_grad_norm}; it is a number above 0, or `None` for no limit.")
+        raise ValueError(f"`max_grad_norm` is {max_grad_norm}; it must be a number above 0, or `None` for no limit.")
     check_recipe(recipe)
-    _check_held(held, recipe)
+    _check_pregathered_layers(pregathered_layers, recipe)
 
     def step(state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
         _check_state(state)
-        total, tokens, gradients = _gradients(loss, state, batch, microbatches, recipe, held)
+        total, tokens, gradients = _gradients(loss, state, batch, microbatches, recipe, pregathered_layers)
         gradients = jax.tree.map(lambda g: _mean(g, tokens), gradients)
         norm = optax.tree.norm(gradients)
         if max_grad_norm is not None:
@@ -83,11 +83,11 @@ def train_step(
             gradients = jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        after = TrainState(params, opt_state, state.step + 1, state.skeleton)  # pyright: ignore[reportArgumentType]
-        specs = state_specs(state.skeleton, optimizer, state.params)
+        after = TrainState(params, opt_state, state.step + 1, state.model_def)  # pyright: ignore[reportArgumentType]
+        specs = state_specs(state.model_def, optimizer, state.params)
         return _place(after, specs), {
             "loss": _mean(total, tokens),
-            "tokens": _token_count(tokens, state.skeleton.roles),
+            "tokens": _token_count(tokens, state.model_def.roles),
             "grad_norm": norm,
         }
 
@@ -97,7 +97,7 @@ def train_step(
 def eval_step(
     loss: Loss, *, recipe: Recipe | None = None, compiler_options: dict[str, Any] | None = None
 ) -> Callable[[TrainState, Tree], dict[str, jax.Array]]:
-    """A jitted evaluation: `(state, batch) -> {"loss", "tokens"}`, the mean loss over the batch's tokens.
+    """Returns a jitted evaluation: `(state, batch) -> {"loss", "tokens"}`, the mean loss over the batch's tokens.
 
     Arguments as in `train_step`.
     """
@@ -108,12 +108,12 @@ def eval_step(
         chosen = current_recipe() if recipe is None else recipe
 
         def local(params: Tree, batch: Tree, _: jax.Array) -> tuple[jax.Array, jax.Array]:
-            total, tokens = _checked(loss, _model_of(state.skeleton, params, chosen)(params), batch)
+            total, tokens = _checked(loss, _model_of(state.model_def, params, chosen)(params), batch)
             return _over_all_ranks((total, tokens))
 
-        on_mesh = _over_mesh(local, state.skeleton, 1, (PartitionSpec(), PartitionSpec()))
+        on_mesh = _over_mesh(local, state.model_def, 1, (PartitionSpec(), PartitionSpec()))
         total, tokens = on_mesh(state.params, batch, state.step)
-        return {"loss": _mean(total, tokens), "tokens": _token_count(tokens, state.skeleton.roles)}
+        return {"loss": _mean(total, tokens), "tokens": _token_count(tokens, state.model_def.roles)}
 
     return jax.jit(step, compiler_options=_options(compiler_options, recipe))
 
@@ -125,29 +125,35 @@ def loss_and_gradients(
     *,
     microbatches: int = 1,
     recipe: Recipe | None = None,
-    held: int | Literal["all"] = 0,
+    pregathered_layers: int | Literal["all"] = 0,
 ) -> tuple[jax.Array, Tree]:
-    """The mean loss over the batch's tokens and its gradient with respect to `state.params`, for a step of one's own.
+    """Returns the mean loss over the batch's tokens and its gradient with respect to `state.params`, for a step of
+    one's own.
 
     Call it under `jax.jit`, with the mesh in scope. Arguments as in `train_step`. Gradients are rounded stochastically
     by bits that follow from `state.step`: count it up after every update, or they will be rounded alike each time.
     """
     _check_state(state)
     check_recipe(recipe)
-    _check_held(held, recipe)
-    total, tokens, gradients = _gradients(loss, state, batch, microbatches, recipe, held)
+    _check_pregathered_layers(pregathered_layers, recipe)
+    total, tokens, gradients = _gradients(loss, state, batch, microbatches, recipe, pregathered_layers)
     return _mean(total, tokens), jax.tree.map(lambda g: _mean(g, tokens), gradients)
 
 
 def _gradients(
-    loss: Loss, state: TrainState, batch: Tree, microbatches: int, recipe: Recipe | None, held: int | Literal["all"]
+    loss: Loss,
+    state: TrainState,
+    batch: Tree,
+    microbatches: int,
+    recipe: Recipe | None,
+    pregathered_layers: int | Literal["all"],
 ):
     """Sums over all ranks and sequences: of losses, of tokens, and of gradients."""
-    skeleton, recipe = state.skeleton, current_recipe() if recipe is None else recipe
+    model_def, recipe = state.model_def, current_recipe() if recipe is None else recipe
     stochastic = recipe is not None and any(k.operands is not None and k.operands.stochastic for k in recipe.kinds)
 
     def local(params: Tree, batch: Tree, step: jax.Array):
-        model_of = _model_of(skeleton, params, recipe, held)
+        model_of = _model_of(model_def, params, recipe, pregathered_layers)
 
         def one(params: Tree, part: Tree, number: jax.Array | int):
             key = rounding_key(step, number) if stochastic else None
@@ -167,35 +173,36 @@ def _gradients(
             shapes = jax.eval_shape(lambda: value_and_grad(params, jax.tree.map(lambda a: a[0], parts), 0))
             (total, tokens), gradients = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
             (total, tokens, gradients), _ = lax.scan(add, (total, tokens, gradients), (parts, jnp.arange(microbatches)))
-        return *_over_all_ranks((total, tokens)), sum_over_replicas(gradients, skeleton.specs)
+        return *_over_all_ranks((total, tokens)), sum_over_replicas(gradients, model_def.specs)
 
     whole = PartitionSpec()
-    on_mesh = _over_mesh(local, skeleton, microbatches, (whole, whole, skeleton.specs))
+    on_mesh = _over_mesh(local, model_def, microbatches, (whole, whole, model_def.specs))
     return on_mesh(state.params, batch, state.step)
 
 
 def _model_of(
-    skeleton: Skeleton, params: Tree, recipe: Recipe | None, held: int | Literal["all"] = 0
+    model_def: ModelDef, params: Tree, recipe: Recipe | None, pregathered_layers: int | Literal["all"] = 0
 ) -> Callable[..., Any]:
-    """`(params, key) -> model`, whose weights are quantized here, once, for all its calls. Called in local view."""
+    """Returns `(params, key) -> model`, whose weights are quantized here, once, for all its calls. Called in local
+    view."""
     if recipe is None:
-        return lambda params, key=None: skeleton.model(params)
-    model = skeleton.model(params)
+        return lambda params, key=None: model_def.model(params)
+    model = model_def.model(params)
     groups = resolve(structure_of(model), recipe)
-    quantized = quantize(groups, shards_of(model), held)
+    quantized = quantize(groups, shards_of(model), pregathered_layers)
 
     def model_of(params: Tree, key: jax.Array | None = None) -> Any:
-        return with_groups(skeleton.model(params), groups, quantized, key)
+        return with_groups(model_def.model(params), groups, quantized, key)
 
     return model_of
 
 
-def _over_mesh(local: Callable[..., Any], skeleton: Skeleton, microbatches: int, out: Any) -> Callable[..., Any]:
-    """`local(params, batch, step)` on every rank's own part; as it is without a mesh."""
+def _over_mesh(local: Callable[..., Any], model_def: ModelDef, microbatches: int, out: Any) -> Callable[..., Any]:
+    """Returns `local(params, batch, step)` on every rank's own part; as it is without a mesh."""
 
     def run(params: Tree, batch: Tree, step: jax.Array) -> Any:
-        skeleton.check_mesh()
-        roles = skeleton.roles
+        model_def.check_mesh()
+        roles = model_def.roles
         parts = degrees(roles.batch) * microbatches
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
             if jnp.ndim(leaf) == 0 or leaf.shape[0] % parts:
@@ -205,7 +212,7 @@ def _over_mesh(local: Callable[..., Any], skeleton: Skeleton, microbatches: int,
                 )
         if jax.sharding.get_abstract_mesh().empty:
             return local(params, batch, step)
-        into = (skeleton.specs, PartitionSpec(roles.batch), PartitionSpec())
+        into = (model_def.specs, PartitionSpec(roles.batch), PartitionSpec())
 
         def in_roles(*args: Any) -> Any:
             with use_roles(roles):
@@ -233,7 +240,8 @@ def _options(own: dict[str, Any] | None, recipe: Recipe | None) -> dict[str, Any
 
 
 def _mean(total: jax.Array, tokens: jax.Array) -> jax.Array:
-    """`total` a token, 0 of no tokens: a batch that is masked throughout changes nothing but the optimizer's state."""
+    """Returns `total` a token, 0 of no tokens: a batch that is masked throughout changes nothing but the optimizer's
+    state."""
     return (total / jnp.where(tokens > 0, tokens, 1)).astype(total.dtype)
 
 
@@ -245,25 +253,30 @@ def _check_state(state: Any) -> None:
         )
 
 
-def _check_held(held: Any, recipe: Recipe | None) -> None:
-    if held != "all" and (not isinstance(held, int) or isinstance(held, bool) or held < 0):
-        raise ValueError(f"`held` is {held!r}; it is a number of layers, at least 0, or 'all'.")
-    if held and recipe is None:
+def _check_pregathered_layers(pregathered_layers: Any, recipe: Recipe | None) -> None:
+    if pregathered_layers != "all" and (
+        not isinstance(pregathered_layers, int) or isinstance(pregathered_layers, bool) or pregathered_layers < 0
+    ):
         raise ValueError(
-            f"`held` is {held!r}, but without a recipe no codes travel that could be held. Pass a recipe, such as "
-            "`gtp_jax.NVFP4()`, or `held=0`."
+            f"`pregathered_layers` is {pregathered_layers!r}; it must be a number of layers, at least 0, or 'all'."
+        )
+    if pregathered_layers and recipe is None:
+        raise ValueError(
+            f"`pregathered_layers` is {pregathered_layers!r}, but without a recipe no codes travel that could be "
+            "gathered ahead. Pass a recipe, such as `gtp_jax.NVFP4()`, or `pregathered_layers=0`."
         )
 
 
 def _token_count(tokens: jax.Array, roles: Roles) -> jax.Array:
-    """The tokens of the batch, from the sum over all ranks: those of an axis that does not shard it count again."""
+    """Returns the tokens of the batch, from the sum over all ranks: those of an axis that does not shard it count
+    again."""
     names = jax.sharding.get_abstract_mesh().axis_names
     return tokens / degrees(tuple(axis for axis in names if axis not in roles.batch))
 
 
 def _microbatches(batch: jax.Array, count: int) -> jax.Array:
-    """A rank's examples by microbatch: number m has `batch[m::count]`, of the whole batch too, so that every mesh has
-    the same examples in it."""
+    """Returns a rank's examples by microbatch: number m has `batch[m::count]`, of the whole batch too, so that every
+    mesh has the same examples in it."""
     return jnp.swapaxes(jnp.reshape(batch, (-1, count, *batch.shape[1:])), 0, 1)
 
 

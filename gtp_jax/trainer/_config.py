@@ -103,11 +103,11 @@ class TrainConfig:
         preset_of(self.preset)
         check_knobs(self)
         if self.seed >= 1 << 32:
-            raise ValueError(f"`seed` is {self.seed}; it is a whole number from 0 to {(1 << 32) - 1}.")
+            raise ValueError(f"`seed` is {self.seed}; it must be a whole number from 0 to {(1 << 32) - 1}.")
         if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"`weight_decay` is {self.weight_decay}; it is a number of at least 0.")
+            raise ValueError(f"`weight_decay` is {self.weight_decay}; it must be a number of at least 0.")
         if self.warmup is not None and self.warmup >= self.steps:
-            raise ValueError(f"`warmup` is {self.warmup}; it is at least 0 and less than `steps`, {self.steps}.")
+            raise ValueError(f"`warmup` is {self.warmup}; it must be at least 0 and less than `steps`, {self.steps}.")
 
     @property
     def virtual_devices(self) -> int:
@@ -115,7 +115,7 @@ class TrainConfig:
         return self.parallelism.virtual_devices(VIRTUAL_DEVICES)
 
     def degrees(self, devices: int, *, virtual: bool) -> dict[str, int]:
-        """The degrees of the mesh on this many devices: those asked for, the others from what is left over.
+        """Returns the degrees of the mesh on this many devices: those asked for, the others from what is left over.
 
         Args:
             devices: how many there are.
@@ -134,7 +134,7 @@ class TrainConfig:
         return degrees
 
     def model(self, vocab: int, *, dtype: str) -> ModelConfig:
-        """The preset, computing in `dtype` by default; with a larger vocabulary if the text needs it.
+        """Returns the preset, computing in `dtype` by default; with a larger vocabulary if the text needs it.
 
         Args:
             vocab: number of different tokens; rounded up, so that every tp degree divides the model's.
@@ -157,7 +157,7 @@ class TrainConfig:
         return self.warmup if self.warmup is not None else min(200, self.steps // 10)
 
     def changes(self, before: TrainConfig) -> list[str]:
-        """How this differs from an earlier configuration in what a run computes."""
+        """Returns how this differs from an earlier configuration in what a run computes."""
         old_settings, new_settings = settings_of(before), settings_of(self)
         names = (field.name for field in knobs(self) if field.metadata["group"] != "output")
         pairs = ((name, old_settings[name], new_settings[name]) for name in names)

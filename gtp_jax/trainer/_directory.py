@@ -38,7 +38,7 @@ class RunDirectory:
 
     @property
     def report(self) -> Path:
-        """What is printed at the end."""
+        """Returns what is printed at the end."""
         return self.root / "report.txt"
 
     @property
@@ -95,7 +95,7 @@ class RunDirectory:
         self.alive.mkdir()
 
     def how_to_resume(self) -> str:
-        """The last checkpoint, and the command that goes on from it."""
+        """Returns the last checkpoint, and the command that goes on from it."""
         latest = Checkpoints(self.checkpoints, read_only=True).latest()
         command = f"gtp-jax train --resume --out {shlex.quote(str(self.root))}"
         if latest is None:
@@ -104,7 +104,7 @@ class RunDirectory:
 
 
 def checkpoints_in(directory: Path) -> Path:
-    """Where the steps are: in a run's directory, or in a directory of checkpoints.
+    """Returns where the steps are: in a run's directory, or in a directory of checkpoints.
 
     Raises:
         FileNotFoundError: if there is no such directory.

@@ -89,7 +89,7 @@ def find_launch(options: LaunchOptions, environment: Mapping[str, str] = os.envi
     """
     local = options.local_devices
     if local is not None and local < 1:
-        raise ValueError(f"--local-devices is {local}; it is at least 1.")
+        raise ValueError(f"--local-devices is {local}; it must be at least 1.")
     count, rank, address = options.num_processes, options.process_id, options.coordinator
     flags = {"--coordinator": address, "--num-processes": count, "--process-id": rank}
     missing = [flag for flag, value in flags.items() if value is None]
@@ -97,7 +97,7 @@ def find_launch(options: LaunchOptions, environment: Mapping[str, str] = os.envi
         if not 0 <= rank < count:
             raise ValueError(f"--process-id is {rank}; with --num-processes {count} it is from 0 to {count - 1}.")
         if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdigit():
-            raise ValueError(f"--coordinator is {address!r}; it is HOST:PORT, 127.0.0.1:9000 for instance.")
+            raise ValueError(f"--coordinator is {address!r}; it must be HOST:PORT, 127.0.0.1:9000 for instance.")
         return Launch(count, rank, address, local)
     if len(missing) < len(flags):
         raise ValueError(f"{' and '.join(missing)} missing: several processes need all of {_FLAGS}.")

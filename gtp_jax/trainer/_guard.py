@@ -53,5 +53,5 @@ class Guard:
 
 
 def last_words(directory: RunDirectory, process: int, reason: str) -> str:
-    """What a process says that cannot go on."""
+    """Returns what a process says that cannot go on."""
     return f"\ngtp-jax: process {process} cannot go on: {reason}.\n{directory.how_to_resume()}"

@@ -33,7 +33,7 @@ class Interrupt:
             signal.signal(number, handler)
 
     def requested(self, step: int) -> bool:
-        """Whether to stop before this step; to be asked before every step, by all processes."""
+        """Returns whether to stop before this step; to be asked before every step, by all processes."""
         if not self._several:
             return self.signal is not None
         if not multihost_utils.reached_preemption_sync_point(step):

@@ -18,7 +18,7 @@ from .. import plan
 from ..checkpoint import Checkpoints
 from ..data import Corpus, Loader, Windows
 from ..models import ModelConfig, build, family_of
-from ..nn import abstract_model, init, take_apart
+from ..nn import abstract_model, init, split_model
 from ..train import TrainState, eval_step, train_step
 from ._config import TrainConfig
 from ._start import start_params
@@ -57,7 +57,7 @@ class Job:
     memory: plan.Memory
 
     def held_out_loss(self, state: TrainState) -> float:
-        """Mean loss over the tokens of the first few held-out batches, the same every time."""
+        """Returns the mean loss over the tokens of the first few held-out batches, the same every time."""
         whole = -(-len(self.held_out.windows) // self.held_out.batch)
         evaluations = [self.evaluate(state, b) for b in self.held_out.steps(0, min(self.config.eval_batches, whole))]
         tokens = [float(metrics["tokens"]) for metrics in evaluations]
@@ -105,7 +105,7 @@ def prepare(
         microbatches=config.execution.microbatches,
         max_grad_norm=config.max_grad_norm,
         recipe=recipe,
-        held=config.quantization.held,
+        pregathered_layers=config.quantization.pregathered_layers,
     )
     lowered = step.lower(state, train.at(0))  # pyright: ignore[reportFunctionMemberAccess]
     began = time.perf_counter()
@@ -127,7 +127,7 @@ def prepare(
 
 
 def learning_rate(config: TrainConfig) -> optax.Schedule:
-    """Linear warm-up, then a cosine down to a tenth at the last step."""
+    """Returns a linear warm-up, then a cosine down to a tenth at the last step."""
     peak, warmup = config.peak_lr, config.warmup_steps
     return optax.warmup_cosine_decay_schedule(
         peak / (warmup + 1), peak, warmup, max(config.steps, warmup + 1), end_value=peak / 10
@@ -135,8 +135,8 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
 
 
 def adamw(config: TrainConfig, model: nnx.Module) -> optax.GradientTransformation:
-    """AdamW whose weight decay leaves out what is not a matrix."""
+    """Returns AdamW whose weight decay leaves out what is not a matrix."""
     # Matrices are what is gathered; norm scales, also those of a stack of layers, biases and routers are not.
-    layouts = take_apart(model)[0].layouts
+    layouts = split_model(model)[0].layouts
     matrices = jax.tree.map(lambda layout: layout is not None, layouts, is_leaf=lambda x: not isinstance(x, dict))
     return optax.adamw(learning_rate(config), b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=matrices)

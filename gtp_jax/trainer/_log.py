@@ -37,7 +37,7 @@ class Log:
 
 
 def read_log(path: Path) -> list[Record]:
-    """The records of a log, none if there is no file. A last line that was cut off by a kill is left out."""
+    """Returns the records of a log, none if there is no file. A last line that was cut off by a kill is left out."""
     if not path.exists():
         return []
     records = []

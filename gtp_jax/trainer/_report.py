@@ -16,7 +16,7 @@ from ._loop import Outcome
 
 
 def heading(config: TrainConfig, model: ModelConfig, mesh: Mesh, corpus: Corpus, unigram: float) -> str:
-    """What will be trained, on what, and what it must beat."""
+    """Returns what will be trained, on what, and what it must beat."""
     device = jax.devices()[0]
     kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind
     train, held_out = corpus.documents
@@ -32,7 +32,7 @@ def heading(config: TrainConfig, model: ModelConfig, mesh: Mesh, corpus: Corpus,
 
 
 def report(job: Job, outcome: Outcome, records: list[Record], unigram: float) -> str:
-    """What came out and what it cost, in tables."""
+    """Returns what came out and what it cost, in tables."""
     collectives = plan.collectives(str(job.step.as_text()))
     return "\n\n".join(
         (

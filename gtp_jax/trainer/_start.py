@@ -53,7 +53,7 @@ def check_recipe_fits(quantization: Quantization, model: ModelConfig, mesh: Mesh
 
 
 def start_params(directory: Path, state_like: Any) -> dict[str, Any]:
-    """The parameters of the latest step there, on the shardings of a state's."""
+    """Returns the parameters of the latest step there, on the shardings of a state's."""
     return _open(directory).restore_params(state_like)
 
 

@@ -12,7 +12,7 @@ from ._group import gather as gather
 from ._group import gather_members as gather_members
 from ._group import scatter as scatter
 from ._quantize import Quantized as Quantized
-from ._quantize import check_held as check_held
+from ._quantize import check_pregathered_layers as check_pregathered_layers
 from ._quantize import quantize as quantize
 from ._resolve import Groups as Groups
 from ._resolve import Layers as Layers

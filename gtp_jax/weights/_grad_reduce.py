@@ -41,8 +41,8 @@ def reduction_of(name: str, dtype: Any) -> Reduction:
     """
     if name not in GRAD_REDUCE:
         raise ValueError(
-            f"`grad_reduce` is {name!r}; it is one of {', '.join(map(repr, GRAD_REDUCE))}. Take 'float32' for exact "
-            "sums of weight gradients over the ranks, the others for less on the wire."
+            f"`grad_reduce` is {name!r}; it must be one of {', '.join(map(repr, GRAD_REDUCE))}. Take 'float32' for "
+            "exact sums of weight gradients over the ranks, the others for less on the wire."
         )
     narrow = np.dtype(jnp.bfloat16)
     if name == "bf16":

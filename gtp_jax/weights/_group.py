@@ -54,17 +54,17 @@ class WeightGroup:
 
     @property
     def ranks(self) -> int:
-        """How many shards a gather joins."""
+        """Returns how many shards a gather joins."""
         return self.layouts[0].ranks
 
     @property
     def as_codes(self) -> bool:
-        """Whether the codes that travel are multiplied as they are."""
+        """Returns whether the codes that travel are multiplied as they are."""
         return self.codes_multiply and self.operands is not None and self.operands.weight.block is None
 
     @property
     def stochastic(self) -> bool:
-        """Whether gradients are rounded stochastically in its matmuls."""
+        """Returns whether gradients are rounded stochastically in its matmuls."""
         return self.operands is not None and self.operands.stochastic
 
     @property
@@ -83,7 +83,8 @@ class WeightGroup:
 
     @property
     def exchanged(self) -> Format | np.dtype | None:
-        """What each rank sends the others of its gradient, to be summed in float32; `None`: it is reduce-scattered."""
+        """Returns what each rank sends the others of its gradient, to be summed in float32; `None`: it is
+        reduce-scattered."""
         return self.grad_reduce.wire if self.reduction is None else self.reduction
 
     def slot(self, weight: jax.Array | QuantizedArray) -> jax.Array | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ..collectives import Bundle, Packed, Shards, fits_blocks, hold_layers, pack_all
+from ..collectives import Bundle, Packed, Shards, fits_blocks, pack_all, pregather_layers
 from ._group import WeightGroup
 from ._resolve import Groups, Layers, Path
 
@@ -14,7 +14,7 @@ from ._resolve import Groups, Layers, Path
 Quantized = dict[Path, tuple[Packed, ...]]
 
 
-def quantize(groups: Groups, shards: Mapping[Path, Shards], held: int | Literal["all"] = 0) -> Quantized:
+def quantize(groups: Groups, shards: Mapping[Path, Shards], pregathered_layers: int | Literal["all"] = 0) -> Quantized:
     """Quantizes shards: one amax kernel and one reduction of one vector for all, one launch for each buffer.
 
     Weights of a stack's layer of one format, dtype and axes share a buffer, but those whose codes are multiplied as
@@ -24,15 +24,15 @@ def quantize(groups: Groups, shards: Mapping[Path, Shards], held: int | Literal[
     Args:
         groups: as `resolve` returns them.
         shards: this rank's, by path of the module.
-        held: of each stack so many layers, from the first that is quantized, are gathered here, so that no pass need
-            gather them.
+        pregathered_layers: of each stack so many layers, from the first that is quantized, are gathered here, so that
+            no pass need gather them.
 
     Raises:
-        ValueError: if codes are to be held and no layer of a stack has any, or fewer.
+        ValueError: if codes are to be gathered ahead and no layer of a stack has any, or fewer.
     """
     buffers = _buffers(groups)
-    if held:
-        check_held(groups, held)
+    if pregathered_layers:
+        check_pregathered_layers(groups, pregathered_layers)
     bundles = []
     for layers, members in buffers:
         own = list(members.values())
@@ -50,16 +50,20 @@ def quantize(groups: Groups, shards: Mapping[Path, Shards], held: int | Literal[
         )
     found: Quantized = {}
     for (layers, members), bundle, packed in zip(buffers, bundles, pack_all(bundles), strict=True):
-        count = layers.stop - layers.start if held == "all" else min(held, layers.stop - layers.start)
+        count = (
+            layers.stop - layers.start
+            if pregathered_layers == "all"
+            else min(pregathered_layers, layers.stop - layers.start)
+        )
         if layers.stack is None or not count:
             found[next(iter(members))] = (packed,)
         else:
-            ahead = hold_layers(packed, bundle.fused, layers.start, layers.start + count)
+            ahead = pregather_layers(packed, bundle.fused, layers.start, layers.start + count)
             found[next(iter(members))] = (ahead, packed)
     return found
 
 
-def check_held(groups: Groups, held: int | Literal["all"]) -> None:
+def check_pregathered_layers(groups: Groups, pregathered_layers: int | Literal["all"]) -> None:
     """Refuses to hold codes of more layers than have any.
 
     Raises:
@@ -72,18 +76,18 @@ def check_held(groups: Groups, held: int | Literal["all"]) -> None:
     ]
     if not counts:
         raise ValueError(
-            f"`held` is {held!r}, but no layers of a `Stack` travel as codes that could be held. Pass a recipe that "
-            "quantizes them, such as `gtp_jax.NVFP4()`, or `held=0`."
+            f"`pregathered_layers` is {pregathered_layers!r}, but no layers of a `Stack` travel as codes that could be "
+            "gathered ahead. Pass a recipe that quantizes them, such as `gtp_jax.NVFP4()`, or `pregathered_layers=0`."
         )
-    if held != "all" and held > max(counts):
+    if pregathered_layers != "all" and pregathered_layers > max(counts):
         raise ValueError(
-            f"`held` is {held}, but no `Stack` has more than {max(counts)} layers that travel as codes. Pass fewer, or "
-            "'all'."
+            f"`pregathered_layers` is {pregathered_layers}, but no `Stack` has more than {max(counts)} layers that "
+            "travel as codes. Pass fewer, or 'all'."
         )
 
 
 def _buffers(groups: Groups) -> list[tuple[Layers, dict[Path, WeightGroup]]]:
-    """What travels in one buffer: stacks' ahead of the rest."""
+    """Returns what travels in one buffer: stacks' ahead of the rest."""
     found: dict[Any, tuple[Layers, dict[Path, WeightGroup]]] = {}
     for (path, layers), group in sorted(groups.items(), key=lambda item: item[0][1].stack is None):
         if group.wire is None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..recipes import KEPT, Recipe, matches
+from ..recipes import EXCLUDED, Recipe, matches
 from ._group import WeightGroup
 
 Path = tuple[Any, ...]
@@ -78,7 +78,7 @@ def of_layers(
     resolved = dataclasses.replace(group, wire=chosen.wire, operands=chosen.operands, reduction=chosen.reduction)
     if length is None:
         return ((Layers(0, 1), resolved),)
-    first, last = recipe.keep_first, length - recipe.keep_last
+    first, last = recipe.high_precision_first, length - recipe.high_precision_last
     spans = ((0, first, group), (first, last, resolved), (last, length, group))
     return tuple((Layers(start, stop, stack), kind) for start, stop, kind in spans if start < stop)
 
@@ -96,7 +96,7 @@ def _check_names(structure: Structure, recipe: Recipe) -> None:
 
 
 def check_ends(stacks: Mapping[str, int], recipe: Recipe) -> None:
-    """Refuses `keep_first` and `keep_last` of more layers than a stack has.
+    """Refuses `high_precision_first` and `high_precision_last` of more layers than a stack has.
 
     Args:
         stacks: lengths, by name.
@@ -105,19 +105,19 @@ def check_ends(stacks: Mapping[str, int], recipe: Recipe) -> None:
     Raises:
         ValueError: naming the stacks.
     """
-    ends = recipe.keep_first + recipe.keep_last
+    ends = recipe.high_precision_first + recipe.high_precision_last
     if ends and (not stacks or ends > min(stacks.values())):
         there = ", ".join(f"{name} has {length}" for name, length in stacks.items()) or "there is no `Stack`"
         raise ValueError(
-            f"`keep_first` {recipe.keep_first} and `keep_last` {recipe.keep_last} ask for {ends} layers of each stack; "
-            f"{there}."
+            f"`high_precision_first` {recipe.high_precision_first} and `high_precision_last` "
+            f"{recipe.high_precision_last} ask for {ends} layers of each stack; {there}."
         )
 
 
 def _check_patterns(paths: Sequence[tuple[str, ...]], recipe: Recipe) -> None:
     patterns = [pattern for pattern, _ in recipe.rules]
     for index, pattern in enumerate(patterns):
-        if index >= len(recipe.override) and pattern in KEPT:
+        if index >= len(recipe.override) and pattern in EXCLUDED:
             continue  # kept where there is one
         matched = [path for path in paths if matches(pattern, path)]
         if matched and all(any(matches(ahead, path) for ahead in patterns[:index]) for path in matched):

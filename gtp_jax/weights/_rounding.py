@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 def key_for(key: jax.Array, path: tuple[Any, ...]) -> jax.Array:
-    """The key of a module: that of the whole model, told apart by the module's path."""
+    """Returns the key of a module: that of the whole model, told apart by the module's path."""
     return key ^ jnp.array([0, zlib.crc32(".".join(map(str, path)).encode())], jnp.uint32)
 
 
@@ -36,7 +36,7 @@ class CallKeys:
         self._calls = 0
 
     def next(self, *, link: bool = False) -> jax.Array:
-        """uint32 `(2,)`, of the call that is made now; of a chain's `link`, whose own calls are counted in turn."""
+        """Returns uint32 `(2,)` for the call made now; or for a chain's `link`, whose own calls are counted in turn."""
         number, self._calls = self._calls, self._calls + 1
         words = _folded(self._words, number) if number else self._words
         return _folded(words, _LINK) if link else words

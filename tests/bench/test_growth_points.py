@@ -85,11 +85,11 @@ def test_a_short_run_has_the_ends_of_every_axis():
 
 def test_a_scan_is_measured_along_the_depth_and_a_target_is_compiled_by_the_same_scripts():
     points = bench.growth_points(step_of("reference", gtp=2, sequences=2), bench.parse_axes(["depth", "weak"]))
-    chosen = bench.chosen_contenders(["gtp_jax mxfp8 kept", "partitioner scan again"])
+    chosen = bench.chosen_contenders(["gtp_jax mxfp8 keep", "partitioner scan regather"])
     runs = bench.growth_runs(points, chosen, scan=True, target=parse_target("h200:2"))
     names = {axis: {c.name for p, c in runs if p.axis == axis} for axis in ("depth", "weak")}
     assert names["weak"] == {c.name for c in chosen}
-    assert names["depth"] - names["weak"] == {"gtp_jax mxfp8 scan kept"}
+    assert names["depth"] - names["weak"] == {"gtp_jax mxfp8 scan keep"}
     assert all("--target=h200" in c.flags for _, c in runs)
     assert all(c in chosen for _, c in bench.growth_runs(points, chosen, scan=False, target=None))
 
@@ -121,11 +121,11 @@ def test_bad_axes_are_refused_with_the_remedy(capsys):
         (["--axes", "depth=0"], "values are whole numbers of at least 1"),
         (["--axes", "weak=16"], "`--axes` weak=16: it is a multiple of tp 1, and there are 8 devices."),
         (["--axes", "strong=3"], "`--axes` strong=3: 8 sequences a step do not divide by gtp 3"),
-        (["--seq", "100"], "sequences of 100 cannot be cut in 8, one part a rank. Choose another --seq."),
+        (["--seq", "100"], "sequences of 100 cannot be divided into 8 parts, one for each rank. Choose another --seq."),
         (["--axes", "width=100"], "heads and ffn grow with the width, which is then a multiple of 512."),
         (
             ["--contenders", "fsdp2 bf16"],
-            "fsdp2 bf16 again, fsdp2 bf16 kept cannot be compiled for GPUs that are not there. Leave out",
+            "fsdp2 bf16 regather, fsdp2 bf16 keep cannot be compiled for GPUs that are not there. Leave out",
         ),
         (["--contenders", "deepspeed"], "no contender is called deepspeed"),
         (["--png", "nowhere/at/all.png"], "is no directory; create it first"),

@@ -81,4 +81,4 @@ def test_bad_arguments_are_refused_before_anything_runs(tmp_path, capsys):
         assert message in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["bench", "kernels", "--mebibytes", "-1"])
-    assert "is '-1'; it is a positive number" in capsys.readouterr().err
+    assert "is '-1'; it must be a positive number" in capsys.readouterr().err

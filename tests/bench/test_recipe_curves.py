@@ -111,7 +111,7 @@ def test_bf16_is_always_there_to_compare_with():
 
 def test_slices_of_one_amax_hide_the_missing_reduction_and_others_do_not():
     kernel = jax.random.normal(jax.random.key(0), (2, 64, 128))
-    kernel = kernel.at[:, 0, ::32].set(9.0)  # the same largest element in all four slices
+    kernel = kernel.at[:, 0, ::32].set(9.0)  # the same largest element in all four shards
     wanted = gtp.dequantize(gtp.quantize(jnp.swapaxes(kernel, 1, 2), NVFP4, amax=jnp.full(2, 9.0)), jnp.float32)
     np.testing.assert_array_equal(MISTAKES["local amax"](kernel), jnp.swapaxes(wanted, 1, 2))
     found = MISTAKES["local amax"](kernel.at[:, 0, 64].set(18.0))

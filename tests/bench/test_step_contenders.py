@@ -23,7 +23,7 @@ from gtp_jax.recipes import Quantization
 from ..parity.plain_llama import Oracle
 
 SIZES = dict(vocab=96, dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=96)
-CHAIN = {"again": 2, "kept": 1}  # gathers of a block's weight in a step
+CHAIN = {"regather": 2, "keep": 1}  # gathers of a block's weight in a step
 
 
 @pytest.fixture
@@ -42,17 +42,17 @@ def mesh_of(gtp_degree: int, tp: int):
 
 def test_contenders_are_picked_by_words():
     names = [c.name for c in bench.chosen_contenders(["fsdp2 bf16", "gtp_jax nvfp4"])]
-    assert sorted(names) == ["fsdp2 bf16 again", "fsdp2 bf16 kept", "gtp_jax nvfp4 again", "gtp_jax nvfp4 kept"]
+    assert sorted(names) == ["fsdp2 bf16 regather", "fsdp2 bf16 keep", "gtp_jax nvfp4 regather", "gtp_jax nvfp4 keep"]
     at_some_degree = {c for tp in (1, 2) for c in bench.chosen_contenders([], tp=tp)}
     assert at_some_degree == set(bench.CONTENDERS) and len({c.name for c in at_some_degree}) == len(bench.CONTENDERS)
-    with pytest.raises(ValueError, match="no contender is called deepspeed; there are gtp_jax bf16 again, "):
+    with pytest.raises(ValueError, match="no contender is called deepspeed; there are gtp_jax bf16 regather, "):
         bench.chosen_contenders(["deepspeed"])
 
 
 def test_contenders_take_part_at_the_tp_degrees_where_they_differ_and_can_run():
-    bf16 = ["fsdp2 bf16 again", "fsdp2 bf16 kept"]
+    bf16 = ["fsdp2 bf16 regather", "fsdp2 bf16 keep"]
     over_tp = [c.name for c in bench.chosen_contenders(["fsdp2"], tp=2)]
-    assert over_tp == [*bf16, "fsdp2 bf16 async-tp again", "fsdp2 bf16 async-tp kept"]
+    assert over_tp == [*bf16, "fsdp2 bf16 async-tp regather", "fsdp2 bf16 async-tp keep"]
     alone = [c.name for c in bench.chosen_contenders(["fsdp2"])]
     scalings = [f"fsdp2 float8 {scaling} {policy}" for scaling in ("tensorwise", "rowwise") for policy in CHAIN]
     assert alone == [*bf16, *scalings]
@@ -60,15 +60,15 @@ def test_contenders_take_part_at_the_tp_degrees_where_they_differ_and_can_run():
 
 def test_ratios_compare_equal_matmuls_and_equal_policies():
     times = {
-        "gtp_jax bf16 again": 4.0,
-        "gtp_jax fp8 again": 3.9,  # codes on the wire alone
-        "gtp_jax fp8-matmuls again": 2.7,
-        "gtp_jax nvfp4-matmuls again": 5.0,
-        "fsdp2 bf16 again": 4.2,
-        "fsdp2 bf16 kept": 4.1,
-        "fsdp2 float8 tensorwise again": 3.4,
-        "fsdp2 float8 rowwise again": 4.05,
-        "partitioner combined again": 4.1,
+        "gtp_jax bf16 regather": 4.0,
+        "gtp_jax fp8 regather": 3.9,  # codes on the wire alone
+        "gtp_jax fp8-matmuls regather": 2.7,
+        "gtp_jax nvfp4-matmuls regather": 5.0,
+        "fsdp2 bf16 regather": 4.2,
+        "fsdp2 bf16 keep": 4.1,
+        "fsdp2 float8 tensorwise regather": 3.4,
+        "fsdp2 float8 rowwise regather": 4.05,
+        "partitioner combined regather": 4.1,
     }
     chosen = {c.name: c for c in bench.CONTENDERS if c.name in times}
     rows = {name: bench.Row(chosen[name], (seconds,)) for name, seconds in times.items()}
@@ -76,13 +76,13 @@ def test_ratios_compare_equal_matmuls_and_equal_policies():
     def to(family: str, name: str) -> float | None:
         return bench.ratio(rows[name], list(rows.values()), family)
 
-    assert to("fsdp2", "gtp_jax bf16 again") == pytest.approx(4.2 / 4.0)
-    assert to("fsdp2", "gtp_jax fp8 again") == pytest.approx(4.2 / 3.9)
-    assert to("fsdp2", "gtp_jax fp8-matmuls again") == pytest.approx(3.4 / 2.7)  # tensorwise is the faster
-    assert to("fsdp2", "fsdp2 float8 rowwise again") == pytest.approx(3.4 / 4.05)
-    assert to("fsdp2", "gtp_jax nvfp4-matmuls again") is None
-    assert to("partitioner", "gtp_jax fp8-matmuls again") is None
-    (mixed,) = bench.with_recipe([chosen["gtp_jax bf16 again"]], Quantization(override=("mlp.down=fp8-matmuls",)))
+    assert to("fsdp2", "gtp_jax bf16 regather") == pytest.approx(4.2 / 4.0)
+    assert to("fsdp2", "gtp_jax fp8 regather") == pytest.approx(4.2 / 3.9)
+    assert to("fsdp2", "gtp_jax fp8-matmuls regather") == pytest.approx(3.4 / 2.7)  # tensorwise is the faster
+    assert to("fsdp2", "fsdp2 float8 rowwise regather") == pytest.approx(3.4 / 4.05)
+    assert to("fsdp2", "gtp_jax nvfp4-matmuls regather") is None
+    assert to("partitioner", "gtp_jax fp8-matmuls regather") is None
+    (mixed,) = bench.with_recipe([chosen["gtp_jax bf16 regather"]], Quantization(override=("mlp.down=fp8-matmuls",)))
     assert mixed.matmuls == "bf16+fp8"
 
 
@@ -139,7 +139,7 @@ def test_the_partitioner_has_the_same_loss_as_the_oracle(partitioner, key, tp, u
     with jax.set_mesh(mesh_of(2, tp)):
         loss = jax.jit(
             lambda p: partitioner.loss(
-                work, p, tokens, targets, unroll=unroll, kept=False, dtype=jnp.float32, attention="xla"
+                work, p, tokens, targets, unroll=unroll, keep_gathered=False, dtype=jnp.float32, attention="xla"
             )
         )(theirs)
     batch = {"tokens": tokens, "targets": targets, "weights": jnp.ones(tokens.shape)}
@@ -148,12 +148,15 @@ def test_the_partitioner_has_the_same_loss_as_the_oracle(partitioner, key, tp, u
 
 @pytest.mark.parametrize(
     "policy, unroll",
-    [("again", 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("again", 1), ("kept", 0), ("kept", 1)))],
+    [
+        ("regather", 0),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("regather", 1), ("keep", 0), ("keep", 1))),
+    ],
 )
 def test_the_partitioner_gathers_as_often_as_its_policy_says(partitioner, policy, unroll):
     work = bench.Workload(**SIZES, seq=32, sequences=4, gtp=4)
     mesh = mesh_of(4, 1)
-    step, make_state, shardings = partitioner.make_step(work, mesh, unroll=unroll, kept=policy == "kept")
+    step, make_state, shardings = partitioner.make_step(work, mesh, unroll=unroll, keep_gathered=policy == "keep")
     shapes = jax.eval_shape(make_state, jax.random.key(0))
     state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
     tokens = jax.ShapeDtypeStruct((1, 4, 32), jnp.int32, sharding=NamedSharding(mesh, partitioner.BATCH))
@@ -180,7 +183,7 @@ def schedule_on_h200(partitioner, policy: str, layers: int, tp: int = 1) -> plan
     devices = plan.topology_devices(plan.parse_target("h200:8"))
     mesh = Mesh(np.array(devices).reshape(work.gtp, tp), ("gtp", "tp"), axis_types=(AxisType.Auto,) * 2)
     options = {**plan.COMPILE_OPTIONS, **partitioner.combined(work)}
-    step, _, shardings = partitioner.make_step(work, mesh, unroll=0, kept=policy == "kept", xla=options)
+    step, _, shardings = partitioner.make_step(work, mesh, unroll=0, keep_gathered=policy == "keep", xla=options)
     params = partitioner.abstract(work)
     shapes = params, jax.eval_shape(optax.adamw(1.0).init, params)
     state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
@@ -196,18 +199,18 @@ def test_the_partitioner_at_its_best_hides_all_but_two_collectives_on_h200(parti
     found = schedule_on_h200(partitioner, policy, layers=4)
     assert len(found.exposed("all-gather", "reduce-scatter", "all-reduce")) <= 2
     gathers = [e.direction for e in found.collectives("all-gather")]
-    assert (gathers.count("forward"), gathers.count("backward")) == (6, 4 * (policy == "again"))
+    assert (gathers.count("forward"), gathers.count("backward")) == (6, 4 * (policy == "regather"))
 
 
 @needs_target
 def test_the_partitioner_compiles_over_tp_on_h200_with_cudnn_attention(partitioner):
-    found = schedule_on_h200(partitioner, "again", layers=1, tp=2)
+    found = schedule_on_h200(partitioner, "regather", layers=1, tp=2)
     assert {e.direction for e in found.events if e.kind == "attention"} == {"forward", "backward"}
 
 
 def test_the_command_reports_what_ran_and_why_the_rest_did_not(tmp_path, capsys):
     saved, picture = tmp_path / "run.json", tmp_path / "run.png"
-    words = ["gtp_jax bf16 again", "bound bf16", "fsdp2 bf16 again"]
+    words = ["gtp_jax bf16 regather", "bound bf16", "fsdp2 bf16 regather"]
     flags = ["--layers", "1", "--seq", "32", "--steps", "2", "--gtp", "2", "--remat", "activations"]
     flags += ["--contenders", *words]
     nowhere = ["--torch-python", str(tmp_path / "python-without-torch")]
@@ -219,7 +222,7 @@ def test_the_command_reports_what_ran_and_why_the_rest_did_not(tmp_path, capsys)
     printed = capsys.readouterr().out
     assert "FLOPs of a step: 6 x matmul parameters x tokens" in printed
     assert re.search(r"^gtp_jax bf16 activations +bf16 +again +bfloat16 +\d", printed, re.MULTILINE)
-    assert "fsdp2 bf16 again: ModuleNotFoundError: No module named 'torch'" in printed
+    assert "fsdp2 bf16 regather: ModuleNotFoundError: No module named 'torch'" in printed
     assert "grads: dtype in which weight gradients are sent and summed over the ranks" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
     ours, theirs, bound = json.loads(saved.read_text())["contenders"]
@@ -258,7 +261,7 @@ def test_bad_arguments_are_refused_with_the_remedy(capsys):
         (["--tokens", "100", "--seq", "64", "--gtp", "2"], "Make it a multiple of 64"),
         (["--contenders", "deepspeed"], "no contender is called deepspeed"),
         (["--compare", "no.json"], "no.json"),
-        (["--tp", "0"], "`tp` is 0; it is a whole number of at least 1"),
+        (["--tp", "0"], "`tp` is 0; it must be a whole number of at least 1"),
     ):
         assert main(["bench", "step", *flags]) == 2
         assert message in capsys.readouterr().err

@@ -17,7 +17,7 @@ SIZES = dict(vocab=640, dim=128, layers=LAYERS, heads=4, kv_heads=2, head_dim=64
 
 
 def weights(tp: int) -> list[tuple[int, int]]:
-    """Whole weights of a block on one tp rank, `(cut over gtp, other)`: qkv, out, gate and up, down."""
+    """Whole weights of a block on one tp rank, `(sharded over gtp, other)`: qkv, out, gate and up, down."""
     return [(512 // tp, 128), (128, 256 // tp), (768 // tp, 128), (128, 384 // tp)]
 
 
@@ -26,7 +26,7 @@ CASES = {
     "gtp 8, three microbatches": (dict(gtp=8), {}, 3),
     "gtp 8, looped": (dict(gtp=8), dict(unroll=1), 1),
     "gtp 8, waited for": (dict(gtp=8), dict(prefetch=False), 1),
-    "gtp 8, all kept": (dict(gtp=8), dict(kept="all"), 1),
+    "gtp 8, all kept": (dict(gtp=8), dict(keep_gathered="all"), 1),
     "gtp 4 x tp 2": (dict(gtp=4, tp=2), {}, 1),
     "dp 2 x gtp 4": (dict(dp=2, gtp=4), {}, 1),
 }
@@ -48,7 +48,7 @@ def test_each_weight_is_gathered_once_a_pass_and_scattered_once(case):
     ends = {table: 2 * parts}  # embedding and head
     forward = {("forward", shape): n for shape, n in {**blocks, **ends}.items()}
     # the head, last of the chain, is kept; an embedding's backward wants no table; blocks are gathered again
-    again = {} if fields.get("kept") == "all" else {("backward", shape): n for shape, n in blocks.items()}
+    again = {} if fields.get("keep_gathered") == "all" else {("backward", shape): n for shape, n in blocks.items()}
     assert counted(gathers) == {**forward, **again}
     assert counted(scatters) == {("backward", shape): n for shape, n in {**blocks, **ends}.items()}
 
@@ -63,12 +63,12 @@ def test_each_weight_is_gathered_once_a_pass_and_scattered_once(case):
     over_dp = [c for c in found if c.axes == ("dp",)]
     if degrees.get("dp", 1) == 1:
         assert not over_dp
-    else:  # slices only, all in one, after the last microbatch
+    else:  # shards only, all in one, after the last microbatch
         (total,) = over_dp
         assert (total.kind, total.times, len(total.operands)) == ("all-reduce", 1, 9)
         elements = LAYERS * sum(a * b for a, b in weights(tp)) + 2 * 640 * 128
         assert sum(s.elements for s in total.operands) == elements // gtp_degree
-    # activations: sequence gathered ahead of qkv, up and head, summed and cut behind out and down, a hop for every
+    # activations: sequence gathered ahead of qkv, up and head, summed and sharded behind out and down, a hop for every
     # further rank each; at once only behind the embedding
     moved = Counter()
     for c in found:

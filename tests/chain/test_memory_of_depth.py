@@ -1,4 +1,4 @@
-"""What depth costs: a slice and an activation a layer, never a gathered weight."""
+"""What depth costs: a shard and an activation a layer, never a gathered weight."""
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,15 @@ SIZES = dict(vocab=256, dim=512, heads=8, kv_heads=4, head_dim=64, ffn=1024)
 GATHERED_LAYER = 2 * (512 * 1024 + 512 * 512 + 3 * 512 * 1024)  # bytes of bfloat16
 
 
-def temporary_bytes(layers: int, kept) -> int:
-    config = LlamaConfig(**SIZES, layers=layers, kept=kept)
+def temporary_bytes(layers: int, keep_gathered) -> int:
+    config = LlamaConfig(**SIZES, layers=layers, keep_gathered=keep_gathered)
     step = lowered_step(config, gtp.make_mesh(gtp=8), batch=8, seq=8, gradients=True)
     return step.compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("kept, least, most", [(1, -0.5, 0.25), ("all", 0.6, 1.2)])
-def test_gathered_weights_pile_up_with_depth_only_if_all_are_kept(kept, least, most):
-    growth = (temporary_bytes(6, kept) - temporary_bytes(3, kept)) / 3 / GATHERED_LAYER
+@pytest.mark.parametrize("keep_gathered, least, most", [(1, -0.5, 0.25), ("all", 0.6, 1.2)])
+def test_gathered_weights_pile_up_with_depth_only_if_all_are_kept(keep_gathered, least, most):
+    growth = (temporary_bytes(6, keep_gathered) - temporary_bytes(3, keep_gathered)) / 3 / GATHERED_LAYER
     assert least < growth < most
 
 
@@ -44,10 +44,10 @@ def test_each_recomputation_policy_keeps_less_than_the_next(unroll):
     assert 0.5 * made < activations - matmuls < 1.2 * made
 
 
-@pytest.mark.parametrize("kept, whole", [(0, 0), (1, 1), ("all", 3)])
+@pytest.mark.parametrize("keep_gathered, whole", [(0, 0), (1, 1), ("all", 3)])
 @pytest.mark.parametrize("unroll", ["full", 1])
-def test_forward_hands_backward_only_the_weights_it_keeps(kept, whole, unroll):
-    schedule = gtp.Schedule(kept=kept, unroll=unroll)
+def test_forward_hands_backward_only_the_weights_it_keeps(keep_gathered, whole, unroll):
+    schedule = gtp.Schedule(keep_gathered=keep_gathered, unroll=unroll)
     found = []
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
         make = lambda rngs: gtp.Stack(lambda rngs: gtp.Dense(128, 128, rngs=rngs), 3, schedule=schedule, rngs=rngs)  # noqa: E731

@@ -26,11 +26,11 @@ TOKENS = 8192  # a device
 
 
 @functools.cache
-def compiled(tp: int, prefetch: bool, kept=1, grad_reduce="bf16") -> tuple[str, int]:
+def compiled(tp: int, prefetch: bool, keep_gathered=1, grad_reduce="bf16") -> tuple[str, int]:
     """The program for eight H200s, and its temporary bytes on one."""
     mesh = gtp.make_mesh(gtp=8 // tp, tp=tp, devices=plan.topology_devices(plan.parse_target("h200:8")))
     options = {**plan.COMPILE_OPTIONS, **compile_options("gpu", tp=tp)}
-    config = LlamaConfig(**SIZES, prefetch=prefetch, kept=kept, grad_reduce=grad_reduce)
+    config = LlamaConfig(**SIZES, prefetch=prefetch, keep_gathered=keep_gathered, grad_reduce=grad_reduce)
     step = lowered_step(config, mesh, batch=8 // tp, seq=TOKENS, compiler_options=options).compile()
     return step.as_text(), step.memory_analysis().temp_size_in_bytes
 
@@ -82,7 +82,7 @@ def test_a_layer_is_one_gather_a_pass_and_one_scatter_and_moves_each_weight_once
 
 def test_no_gathered_weight_is_copied():
     text, _ = compiled(1, True)
-    # a slice of the embedding has the shape of the attention's output weight
+    # a shard of the embedding has the shape of the attention's output weight
     whole = {dims for weight in WEIGHTS if weight != (4096, 4096) for dims in (weight, weight[::-1])}
     # the embedding's gather, which has nothing to hide under, may be waited for at once
     moved = (
@@ -112,7 +112,7 @@ def test_memory_is_activations_logits_and_two_layers_of_weights():
 
 @pytest.mark.slow
 def test_kept_weights_cost_their_size_and_no_more():
-    growth = compiled(1, True, kept="all")[1] - compiled(1, True)[1]
+    growth = compiled(1, True, keep_gathered="all")[1] - compiled(1, True)[1]
     assert (LAYERS - 2) * 2 * BLOCK < growth < LAYERS * 2 * BLOCK
 
 

@@ -63,8 +63,8 @@ def pipeline(weights, params, constants, x, shared, schedule):
     [
         pytest.param(Schedule(), marks=pytest.mark.slow),
         Schedule(unroll=1),
-        Schedule(prefetch=False, kept=0),
-        pytest.param(Schedule(unroll=1, kept="all"), marks=pytest.mark.slow),
+        Schedule(prefetch=False, keep_gathered=0),
+        pytest.param(Schedule(unroll=1, keep_gathered="all"), marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -8,8 +8,8 @@ from gtp_jax.chain import Barrier, Compute, Gather, Loop, Reduce, Schedule, plan
 
 LENGTHS = [[1], [3], [1, 6, 1], [2, 5], [1, 1, 1], [7, 1, 4]]
 SCHEDULES = [
-    Schedule(prefetch=prefetch, unroll=unroll, kept=kept)
-    for prefetch, unroll, kept in itertools.product([True, False], ["full", 1, 2], [0, 1, 3, "all"])
+    Schedule(prefetch=prefetch, unroll=unroll, keep_gathered=keep_gathered)
+    for prefetch, unroll, keep_gathered in itertools.product([True, False], ["full", 1, 2], [0, 1, 3, "all"])
 ]
 
 
@@ -39,7 +39,7 @@ def layers(lengths):
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_every_layer_is_gathered_before_it_is_computed_and_reduced_once(lengths, schedule):
     found, order = plan(lengths, schedule), layers(lengths)
-    kept = set(order if schedule.kept == "all" else order[len(order) - schedule.kept :])
+    kept = set(order if schedule.keep_gathered == "all" else order[len(order) - schedule.keep_gathered :])
     for events, reverse in ((found.forward, False), (found.backward, True)):
         in_flight, reduced, computed, most = set(), [], [], 0
         for event in written_out(events, reverse):
@@ -89,7 +89,7 @@ def test_each_gather_and_reduction_runs_under_the_neighbouring_layer(lengths, sc
 
 
 def test_a_loop_stands_for_all_layers_but_the_first_and_the_last():
-    found = plan([1, 12, 1], Schedule(unroll=2, kept=1))
+    found = plan([1, 12, 1], Schedule(unroll=2, keep_gathered=1))
     for events in (found.forward, found.backward):
         (loop,) = [event for event in events if isinstance(event, Loop)]
         assert (loop.stage, loop.start, loop.stop, loop.unroll) == (1, 1, 10, 2)

@@ -32,11 +32,11 @@ def results_of_a_loop():
 
 
 @pytest.mark.parametrize(
-    "remat, unroll, prefetch, kept",
+    "remat, unroll, prefetch, keep_gathered",
     [pytest.param(*case, marks=[] if case in BY_DEFAULT else pytest.mark.slow) for case in EVERY],
 )
-def test_a_stack_computes_what_a_loop_over_its_layers_does(remat, unroll, prefetch, kept, x64):
-    schedule = gtp.Schedule(prefetch=prefetch, unroll=unroll, kept=kept)
+def test_a_stack_computes_what_a_loop_over_its_layers_does(remat, unroll, prefetch, keep_gathered, x64):
+    schedule = gtp.Schedule(prefetch=prefetch, unroll=unroll, keep_gathered=keep_gathered)
     stack = make_stack(LENGTH, schedule=schedule, remat=remat)
     assert_equal(results(stack, inputs()), results_of_a_loop())
     # what a loop does, said once more in numbers: two calls, a mask of its own in each layer

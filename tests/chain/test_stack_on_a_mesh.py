@@ -192,12 +192,12 @@ class Drops(nnx.Module):
         return self.dropout(self.dense(x))
 
 
-@pytest.mark.parametrize("kept, layers", [(0, 0), (1, 1), ("all", 3)])
+@pytest.mark.parametrize("keep_gathered, layers", [(0, 0), (1, 1), ("all", 3)])
 @pytest.mark.parametrize("unroll", ["full", 1])
-def test_layers_that_gather_their_own_weights_hand_backward_none_of_them(kept, layers, unroll):
+def test_layers_that_gather_their_own_weights_hand_backward_none_of_them(keep_gathered, layers, unroll):
     saved = []
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
-        schedule = gtp.Schedule(kept=kept, unroll=unroll)
+        schedule = gtp.Schedule(keep_gathered=keep_gathered, unroll=unroll)
         make = lambda rngs: gtp.Stack(lambda rngs: Drops(rngs), 3, schedule=schedule, rngs=rngs)  # noqa: E731
         graph, params, others = nnx.split(gtp.init(make, nnx.Rngs(0)), nnx.Param, ...)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import gtp_jax as gtp
-from gtp_jax.nn import Skeleton
+from gtp_jax.nn import ModelDef
 
 from .meshes import OPTIMIZERS, Place
 
@@ -27,7 +27,7 @@ def plain():
     """`plain(params, opt_state)`: a state of arbitrary arrays, without a model."""
 
     def make(params, opt_state=()):
-        return gtp.TrainState(params, opt_state, jax.numpy.int32(0), Skeleton(None, None, {}, {}))
+        return gtp.TrainState(params, opt_state, jax.numpy.int32(0), ModelDef(None, None, {}, {}))
 
     return make
 

@@ -26,7 +26,7 @@ class Place:
 
     Attributes:
         degrees: of the axes, for `make_mesh`.
-        gtp_major: cut dimensions over gtp first and tp inside it, as strided shards do; no model of ours trains so.
+        gtp_major: shard dimensions over gtp first and tp inside it, as strided shards do; no model of ours trains so.
     """
 
     degrees: dict[str, int]

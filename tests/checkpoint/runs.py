@@ -62,13 +62,13 @@ class Run:
         mesh = self.place.mesh()
 
         def local(params):
-            groups = quantize_weights(state.skeleton.model(params), self.recipe).values()
+            groups = quantize_weights(state.model_def.model(params), self.recipe).values()
             packed = [one for group in groups for one in group]
             return jax.tree.map(lambda x: x[None], ([p.buffer for p in packed], [p.amax for p in packed]))
 
         with jax.set_mesh(mesh):
             out = PartitionSpec(mesh.axis_names)
-            found = jax.shard_map(local, in_specs=(state.skeleton.specs,), out_specs=out, check_vma=False)
+            found = jax.shard_map(local, in_specs=(state.model_def.specs,), out_specs=out, check_vma=False)
             whole = jax.jit(found)(state.params)
         by_rank = jax.tree.map(lambda x: np.asarray(x).reshape(*mesh.devices.shape, *x.shape[1:]), whole)
         return by_rank[0], jax.tree.leaves(by_rank[1])

@@ -37,7 +37,7 @@ def test_the_best_are_kept_beside_the_latest(tmp_path, plain):
         assert (checkpoints.best(), checkpoints.latest()) == (2, 7)
     restored, _ = Checkpoints(tmp_path).restore(plain({"w": jnp.zeros(3, int)}), Checkpoints(tmp_path).best())
     assert (restored.params["w"] == 2).all()
-    with pytest.raises(ValueError, match="`keep_best` is -1; it is a whole number of at least 0"):
+    with pytest.raises(ValueError, match="`keep_best` is -1; it must be a whole number of at least 0"):
         Checkpoints(tmp_path, keep_best=-1)
 
 

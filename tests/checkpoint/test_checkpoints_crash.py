@@ -25,13 +25,13 @@ import itertools
 import jax.numpy as jnp
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
-from gtp_jax.nn import Skeleton
+from gtp_jax.nn import ModelDef
 
 log = open(directory + ".log", "a", buffering=1)
 with Checkpoints(directory, keep=2) as checkpoints:
     for step in itertools.count(1):
         params = {f"w{i}": jnp.full((256, 1024), step * 100 + i, jnp.float32) for i in range(8)}
-        state = gtp.TrainState(params, (), jnp.int32(step), Skeleton(None, None, {}, {}))
+        state = gtp.TrainState(params, (), jnp.int32(step), ModelDef(None, None, {}, {}))
         checkpoints.save(step, state, {"step": step})
         checkpoints.wait()
         print(step, file=log)
@@ -97,7 +97,7 @@ import os, shutil
 import jax.numpy as jnp
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
-from gtp_jax.nn import Skeleton
+from gtp_jax.nn import ModelDef
 
 delete = shutil.rmtree
 
@@ -108,7 +108,7 @@ def killed_halfway(path):
 shutil.rmtree = killed_halfway
 with Checkpoints(directory, keep=1) as checkpoints:
     for step in (1, 2):
-        state = gtp.TrainState({"w": jnp.full(3, step)}, (), jnp.int32(step), Skeleton(None, None, {}, {}))
+        state = gtp.TrainState({"w": jnp.full(3, step)}, (), jnp.int32(step), ModelDef(None, None, {}, {}))
         checkpoints.save(step, state, loss=float(step))
 """
 

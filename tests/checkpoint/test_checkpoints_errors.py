@@ -149,7 +149,7 @@ def test_steps_must_ascend(saved, plain):
 
 
 def test_a_negative_step_is_refused(tmp_path, plain):
-    with pytest.raises(ValueError, match="`step` is -1; it is a whole number of at least 0"):
+    with pytest.raises(ValueError, match="`step` is -1; it must be a whole number of at least 0"):
         Checkpoints(tmp_path).save(-1, plain({"w": jnp.ones(2)}))
 
 
@@ -163,7 +163,7 @@ def test_extra_must_be_json(tmp_path, plain):
     with Checkpoints(tmp_path) as checkpoints:
         with pytest.raises(TypeError, match="`extra` cannot be written as JSON: .*ndarray.* Use numbers, strings"):
             checkpoints.save(1, state, {"order": np.ones(2)})
-        with pytest.raises(TypeError, match="`extra` is a list; a dict is wanted"):
+        with pytest.raises(TypeError, match="`extra` is a list; it must be a dict"):
             checkpoints.save(1, state, [1])
         with pytest.raises(TypeError, match="two keys of one dict that are the same in JSON"):
             checkpoints.save(1, state, {"order": {1: "a", "1": "b"}})

@@ -63,7 +63,7 @@ def assert_restored(logical, assert_same_bits):
 
 
 def test_the_states_of_these_tests_have_uneven_and_factored_arrays(make_state):
-    layouts = jax.tree.leaves(PLACES["tp3"].state(OPTIMIZERS["adamw"]).skeleton.layouts, is_leaf=_is_layout)
+    layouts = jax.tree.leaves(PLACES["tp3"].state(OPTIMIZERS["adamw"]).model_def.layouts, is_leaf=_is_layout)
     uneven = {layout.shape for layout in layouts if layout.takes_part}
     assert uneven >= {(128, 256), (128, 128), (256, 128)}, "of eight heads in four groups over three ranks"
     state = make_state({"gtp": 4, "tp": 2}, OPTIMIZERS["adafactor"])

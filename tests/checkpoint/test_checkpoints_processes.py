@@ -16,7 +16,7 @@ from gtp_jax.nn import abstract_model
 class Model(nnx.Module):
     def __init__(self, rngs):
         self.embed = gtp.Embed(1002, 64, rngs=rngs)
-        self.dense = gtp.Dense(64, 120, bias=True, rngs=rngs)
+        self.dense = gtp.Dense(64, 120, use_bias=True, rngs=rngs)
 
 def shapes(**degrees):
     with jax.set_mesh(gtp.make_mesh(**degrees)):

@@ -8,7 +8,7 @@ import pytest
 
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
-from gtp_jax.recipes import KEPT
+from gtp_jax.recipes import EXCLUDED
 
 from .meshes import OPTIMIZERS, PLACES
 from .runs import RECIPES, Run
@@ -81,7 +81,7 @@ def test_another_recipe_takes_over(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state, recipe=before.recipe)
         found = checkpoints.manifest()["recipe"]
-        wanted = {"name": "NVFP4", "keep": list(KEPT), "reduce": None, "block": [16, 16]}
+        wanted = {"name": "NVFP4", "exclude": list(EXCLUDED), "reduce": None, "block": [16, 16]}
         assert wanted.items() <= found.items()
         losses = {}
         for name in ("nvfp4", "mxfp8"):
@@ -96,17 +96,17 @@ def test_another_recipe_takes_over(tmp_path):
 
 
 def test_a_recipe_that_is_none_is_refused(tmp_path, plain):
-    with pytest.raises(TypeError, match="`recipe` is 'nvfp4'; it is one of gtp_jax.BF16"):
+    with pytest.raises(TypeError, match="`recipe` is 'nvfp4'; it must be one of gtp_jax.BF16"):
         Checkpoints(tmp_path).save(1, plain({"w": jax.numpy.ones(2)}), recipe="nvfp4")
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, plain({"w": jax.numpy.ones(2)}))
         assert checkpoints.manifest()["recipe"] is None
-        checkpoints.save(2, plain({"w": jax.numpy.ones(2)}), recipe=gtp.BF16(keep=()))
+        checkpoints.save(2, plain({"w": jax.numpy.ones(2)}), recipe=gtp.BF16(exclude=()))
         assert checkpoints.manifest()["recipe"] == {
             "name": "BF16",
-            "keep": [],
-            "keep_first": 0,
-            "keep_last": 0,
+            "exclude": [],
+            "high_precision_first": 0,
+            "high_precision_last": 0,
             "override": {},
             "reduce": None,
         }

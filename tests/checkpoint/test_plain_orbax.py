@@ -8,7 +8,7 @@ from flax import nnx
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.models import Llama, LlamaConfig
-from gtp_jax.nn import abstract_model, take_apart
+from gtp_jax.nn import abstract_model, split_model
 
 from .meshes import OPTIMIZERS, SIZES, Place
 
@@ -22,7 +22,7 @@ def test_the_state_of_a_model_is_saved_and_restored_on_its_mesh(tmp_path):
         abstract = abstract_model(lambda rngs: Llama(config, rngs=rngs))
         restored = checkpointer.restore(tmp_path / "model", nnx.state(abstract))
         nnx.update(abstract, restored)
-        again, before = take_apart(abstract)[1], take_apart(model)[1]
+        again, before = split_model(abstract)[1], split_model(model)[1]
     for found, wanted in zip(jax.tree.leaves(again), jax.tree.leaves(before), strict=True):
         assert found.sharding == wanted.sharding
         assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()

@@ -20,8 +20,8 @@ jax.devices()  # fixes the number of devices to what the suite runs with
 
 FLAGS = {
     "": gtp.BF16(),
-    "--recipe nvfp4-matmuls --keep-last 2": gtp.NVFP4(matmuls=True, keep_last=2),
-    "--recipe mxfp8 --keep-first 1 --reduce fp8": gtp.MXFP8(keep_first=1, reduce="fp8"),
+    "--recipe nvfp4-matmuls --high-precision-last 2": gtp.NVFP4(matmuls=True, high_precision_last=2),
+    "--recipe mxfp8 --high-precision-first 1 --reduce fp8": gtp.MXFP8(high_precision_first=1, reduce="fp8"),
     "--override mlp.down=mxfp8-matmuls attention=bf16 --recipe nvfp4": gtp.NVFP4(
         override={"mlp.down": gtp.MXFP8(matmuls=True), "attention": gtp.BF16()}
     ),
@@ -46,26 +46,28 @@ def test_flags_are_the_recipe_and_its_flags_are_the_same_again(words):
 
 def test_a_configuration_that_was_saved_has_its_recipe_again(tmp_path):
     config = TrainConfig(
-        quantization=Quantization(recipe="nvfp4", override=("mlp.down=fp8",), keep_first=1, held="all")
+        quantization=Quantization(
+            recipe="nvfp4", override=("mlp.down=fp8",), high_precision_first=1, pregathered_layers="all"
+        )
     )
     config.save(tmp_path / "config.json")
     assert TrainConfig.load(tmp_path / "config.json") == config
     assert config.changes(TrainConfig(quantization=Quantization(recipe="nvfp4", override=("mlp.down=fp8",)))) == [
-        "keep_first from 0 to 1",
-        "held from 0 to all",
+        "high_precision_first from 0 to 1",
+        "pregathered_layers from 0 to all",
     ]
 
 
 BAD = {
-    "--keep-last -1": "`keep_last` is -1; it is a number of layers, at least 0",
-    "--held -1": "`held` is -1; it is a number of layers, at least 0, or 'all'",
-    "--override mlp.down": "`override` has 'mlp.down'; it is PATTERN=RECIPE, such as mlp.down=mxfp8-matmuls",
-    "--override =fp8": "`override` has '=fp8'; it is PATTERN=RECIPE",
-    "--override mlp.down=fp6": "'fp6' is no recipe; it is one of bf16, fp8, fp8-matmuls, mxfp8",
+    "--high-precision-last -1": "`high_precision_last` is -1; it must be a number of layers, at least 0",
+    "--pregathered-layers -1": "`pregathered_layers` is -1; it must be a number of layers, at least 0, or 'all'",
+    "--override mlp.down": "`override` has 'mlp.down'; it must be PATTERN=RECIPE, such as mlp.down=mxfp8-matmuls",
+    "--override =fp8": "`override` has '=fp8'; it must be PATTERN=RECIPE",
+    "--override mlp.down=fp6": "'fp6' is no recipe; it must be one of bf16, fp8, fp8-matmuls, mxfp8",
     "--override mlp=fp8 mlp=bf16": "has a pattern twice; write each once",
 }
 OF_A_MODEL = {
-    "--keep-first 3 --keep-last 2": "ask for 5 layers of each stack; blocks has 4",
+    "--high-precision-first 3 --high-precision-last 2": "ask for 5 layers of each stack; blocks has 4",
     "--recipe nvfp4 --override mlp.dwn=fp8": "pattern 'mlp.dwn' matches no module with weights; they are ",
 }
 
@@ -86,7 +88,7 @@ def test_mistakes_are_refused_before_anything_is_made(words, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_inspect_shows_the_last_layers_in_high_precision_and_the_modules_overridden(capsys):
-    words = "--recipe nvfp4-matmuls --keep-last 2 --override mlp.down=fp8-matmuls"
+    words = "--recipe nvfp4-matmuls --high-precision-last 2 --override mlp.down=fp8-matmuls"
     assert main(["inspect", "--seq", "32", "--gtp", "2", "--json", *words.split()]) == 0
     wire = json.loads(capsys.readouterr().out)["wire"]
     found = {(fact["module"].split(".")[-1], fact["first"]): (fact["layers"], fact["wire"]) for fact in wire}
@@ -95,31 +97,39 @@ def test_inspect_shows_the_last_layers_in_high_precision_and_the_modules_overrid
 
 
 def test_what_is_said_of_recipes_goes_for_our_contenders_alone_and_bf16_has_no_codes_to_hold():
-    options = Quantization(keep_last=2, held="all", reduce="mxfp8")
-    chosen = bench.with_recipe(bench.chosen_contenders(["again"]), options)
+    options = Quantization(high_precision_last=2, pregathered_layers="all", reduce="mxfp8")
+    chosen = bench.with_recipe(bench.chosen_contenders(["regather"]), options)
     flags = {one.name: one.flags for one in chosen}
-    assert flags["gtp_jax nvfp4 again"][2:] == ("--keep-last=2", "--reduce=mxfp8", "--held=all")
-    assert flags["gtp_jax bf16 again"][2:] == ("--keep-last=2", "--reduce=mxfp8")
-    assert flags["fsdp2 bf16 again"] == ()
+    assert flags["gtp_jax nvfp4 regather"][2:] == (
+        "--high-precision-last=2",
+        "--reduce=mxfp8",
+        "--pregathered-layers=all",
+    )
+    assert flags["gtp_jax bf16 regather"][2:] == ("--high-precision-last=2", "--reduce=mxfp8")
+    assert flags["fsdp2 bf16 regather"] == ()
     assert bench.with_recipe(bench.CONTENDERS, Quantization()) == list(bench.CONTENDERS)
 
 
 def test_policies_of_what_is_kept_are_contenders_of_ours_by_name_and_the_default_alone_changes_none():
-    rivals = bench.chosen_contenders(["gtp_jax bf16 again", "fsdp2 bf16 again"])
+    rivals = bench.chosen_contenders(["gtp_jax bf16 regather", "fsdp2 bf16 regather"])
     several = bench.with_remat_policies(rivals, ["matmuls", "activations", "matmuls"])
-    names = ["gtp_jax bf16 matmuls again", "gtp_jax bf16 activations again", "fsdp2 bf16 again"]
+    names = ["gtp_jax bf16 matmuls regather", "gtp_jax bf16 activations regather", "fsdp2 bf16 regather"]
     assert [one.name for one in several] == names
     assert [one.flags[-1] for one in several[:2]] == ["--remat=matmuls", "--remat=activations"]
     alone, fsdp2 = bench.with_remat_policies(rivals, ["nothing"])
-    assert (alone.name, alone.flags[-1], fsdp2.flags) == ("gtp_jax bf16 nothing again", "--remat=nothing", ())
+    assert (alone.name, alone.flags[-1], fsdp2.flags) == ("gtp_jax bf16 nothing regather", "--remat=nothing", ())
     assert bench.with_remat_policies(bench.CONTENDERS, ["matmuls"]) == list(bench.CONTENDERS)
 
 
 def test_ways_to_sum_gradients_are_contenders_of_their_own_and_no_rivals():
-    rivals = bench.chosen_contenders(["gtp_jax bf16 again", "fsdp2 bf16 again"])
+    rivals = bench.chosen_contenders(["gtp_jax bf16 regather", "fsdp2 bf16 regather"])
     found = bench.with_grad_reductions(rivals, ["float32", "bf16-wire", "bf16", "float32"])
-    names = ["gtp_jax bf16 grads float32 again", "gtp_jax bf16 grads bf16-wire again", "gtp_jax bf16 grads bf16 again"]
-    assert [c.name for c in found] == [*names, "fsdp2 bf16 again"]
+    names = [
+        "gtp_jax bf16 grads float32 regather",
+        "gtp_jax bf16 grads bf16-wire regather",
+        "gtp_jax bf16 grads bf16 regather",
+    ]
+    assert [c.name for c in found] == [*names, "fsdp2 bf16 regather"]
     assert [c.flags[-1] for c in found[:3]] == [f"--grad-reduce={name}" for name in ("float32", "bf16-wire", "bf16")]
     assert found[3] == rivals[1]
     assert bench.with_grad_reductions(bench.CONTENDERS, ["bf16"]) == list(bench.CONTENDERS)
@@ -128,16 +138,18 @@ def test_ways_to_sum_gradients_are_contenders_of_their_own_and_no_rivals():
 @pytest.mark.slow
 def test_a_run_is_told_its_recipe_and_goes_on_with_it(tmp_path):
     text, out = write_text(tmp_path / "text"), tmp_path / "run"
-    words = ["--recipe=nvfp4-matmuls", "--keep-last=2", "--override", "mlp.down=bf16", "attention.out=fp8"]
+    words = ["--recipe=nvfp4-matmuls", "--high-precision-last=2", "--override", "mlp.down=bf16", "attention.out=fp8"]
     printed = train([*small(text, out, steps=2), *words])
     assert "recipe  nvfp4-matmuls, last 2 layers in high precision, mlp.down=bf16, attention.out=fp8\n" in printed
     assert "resumed at step 2" in train([f"--out={out}", "--resume", "--steps=4"])
-    assert "changed keep_last from 2 to 0" in train([f"--out={out}", "--resume", "--steps=5", "--keep-last=0"])
+    assert "changed high_precision_last from 2 to 0" in train(
+        [f"--out={out}", "--resume", "--steps=5", "--high-precision-last=0"]
+    )
 
 
 @pytest.mark.slow
 def test_a_step_is_measured_with_codes_held_and_gradients_exchanged(tmp_path, capsys):
-    saved, which = tmp_path / "run.json", ["--contenders", "gtp_jax bf16 again", "gtp_jax nvfp4 again"]
+    saved, which = tmp_path / "run.json", ["--contenders", "gtp_jax bf16 regather", "gtp_jax nvfp4 regather"]
     flags = [
         "bench",
         "step",
@@ -153,9 +165,9 @@ def test_a_step_is_measured_with_codes_held_and_gradients_exchanged(tmp_path, ca
         "2",
         *which,
     ]
-    asked = ["--held", "all", "--reduce", "bf16", "--override", "mlp.down=fp8"]
+    asked = ["--pregathered-layers", "all", "--reduce", "bf16", "--override", "mlp.down=fp8"]
     assert main([*flags, *asked, "--json", str(saved)]) == 0
-    assert "gtp_jax with --override mlp.down=fp8 --reduce=bf16 --held=all" in capsys.readouterr().out
+    assert "gtp_jax with --override mlp.down=fp8 --reduce=bf16 --pregathered-layers=all" in capsys.readouterr().out
     assert all("median_s" in row for row in json.loads(saved.read_text())["contenders"])
     assert main([*flags, "--compare", str(saved)]) == 2
     assert "Repeat it as it was" in capsys.readouterr().err

@@ -57,7 +57,7 @@ def change_config(source, **fields):
         (dict(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "has rope_scaling of the type 'llama3'.*without"),
         (dict(rope_scaling={"type": "linear", "factor": 2.0}), "has rope_scaling of the type 'linear'"),
         (dict(rope_parameters={"rope_type": "yarn"}), "has rope_parameters of the type 'yarn'"),
-        (dict(attention_bias=True), "has attention_bias True, False is wanted: .* biases in the attention"),
+        (dict(attention_bias=True), "has attention_bias True, False is expected: .* biases in the attention"),
         (dict(hidden_act="gelu"), "has hidden_act 'gelu'.*another activation"),
         (dict(num_attention_heads=3), "`kv_heads` 2 does not divide `heads` 3"),
         (dict(hidden_size=None), "lacks hidden_size. Take the config.json that belongs to the weights"),
@@ -68,7 +68,7 @@ def change_config(source, **fields):
         (dict(tie_word_embeddings="no"), "has tie_word_embeddings 'no': .* true or false"),
         (dict(rope_scaling="linear"), "has rope_scaling 'linear'; an object of numbers"),
         (dict(rope_parameters={"full_attention": {"rope_theta": 1e4}}), "has rope_parameters .* for all layers"),
-        (dict(partial_rotary_factor=0.5), "has partial_rotary_factor 0.5, 1 or none is wanted"),
+        (dict(partial_rotary_factor=0.5), "has partial_rotary_factor 0.5, 1 or none is expected"),
         (dict(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}), "has partial_rotary_factor 0.5"),
     ],
 )
@@ -156,7 +156,7 @@ def test_files_that_are_not_whole(source, tmp_path):
     path = source / "model-00001-of-00002.safetensors"
     whole = path.read_bytes()
     for changed, message in (
-        (whole[:-1], f"it is truncated: {len(whole) - 1} bytes, {len(whole)} are wanted"),
+        (whole[:-1], f"it is truncated: {len(whole) - 1} bytes, {len(whole)} are expected"),
         (whole + b"\0", f"it is longer than its tensors: {len(whole) + 1} bytes"),
         (whole[:100], "announce a header of"),
         (whole[:4], "announce a header of"),
@@ -212,9 +212,9 @@ def test_a_missing_checkpoint(made, tmp_path):
 
 def test_arguments_out_of_range(made, tmp_path):
     message = refused(export_llama, made / "imported", out=tmp_path / "out", dtype="int4")
-    assert message == "`dtype` is 'int4'; it is one of bfloat16, float32, mxfp8, nvfp4."
+    assert message == "`dtype` is 'int4'; it must be one of bfloat16, float32, mxfp8, nvfp4."
     message = refused(export_llama, made / "imported", out=tmp_path / "out", shard_bytes=0)
-    assert message == "`shard_bytes` is 0; it is a whole number of at least 1."
+    assert message == "`shard_bytes` is 0; it must be a whole number of at least 1."
 
 
 def test_a_checkpoint_of_another_or_of_an_unknown_model(made, tmp_path):

@@ -30,6 +30,6 @@ def test_logits_of_an_imported_llama_are_those_of_its_tensors(tied, tmp_path):
         like = gtp.TrainState.create(abstract_model(lambda rngs: Llama(model, rngs=rngs)), optax.sgd(1.0))
         params = Checkpoints(tmp_path / "imported", read_only=True).restore_params(like)
         placed = jax.device_put(tokens, NamedSharding(mesh, P(("dp", "gtp"))))
-        found = jax.jit(lambda params, tokens: like.skeleton.model(params)(tokens))(params, placed)
+        found = jax.jit(lambda params, tokens: like.model_def.model(params)(tokens))(params, placed)
     wanted = logits(tensors, config, tokens)
     np.testing.assert_allclose(np.asarray(found), wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())

@@ -62,7 +62,7 @@ def test_fingerprint_tells_texts_apart():
 
 
 def test_share_must_be_between_0_and_1():
-    with pytest.raises(ValueError, match=r"`held_out` is 1\.5; it is a share between 0 and 1"):
+    with pytest.raises(ValueError, match=r"`held_out` is 1\.5; it must be a share between 0 and 1"):
         load_corpus(text_of("text"), held_out=1.5)
 
 

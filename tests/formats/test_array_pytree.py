@@ -96,7 +96,7 @@ def test_orbax_restores_it(format, tmp_path):
 FOUR, EIGHT, NO_BLOCKS = made(NVFP4_1D), made(MXFP8), made(FP8_E4M3)
 
 BROKEN = {
-    "no quantized array": (lambda: jnp.ones(3), TypeError, "`q` is a .*; it is a QuantizedArray, which"),
+    "no quantized array": (lambda: jnp.ones(3), TypeError, "`q` is a .*; it must be a QuantizedArray, which"),
     "codes dtype": (
         lambda: replace(FOUR, codes=FOUR.codes.astype(jnp.int8)),
         TypeError,
@@ -109,8 +109,8 @@ BROKEN = {
     ),
     "scales shape": (lambda: replace(EIGHT, scales=EIGHT.scales.T), ValueError, r"\(2, 33\); it must be \(33, 2\)"),
     "codes missing": (lambda: replace(EIGHT, codes=None), ValueError, "`codes` is missing in a row-wise MXFP8"),
-    "codes no array": (lambda: replace(EIGHT, codes=[1]), TypeError, "`codes` is a list; it is an array"),
-    "amax no array": (lambda: replace(FOUR, amax=1.0), TypeError, "`amax` is a float; it is an array"),
+    "codes no array": (lambda: replace(EIGHT, codes=[1]), TypeError, "`codes` is a list; it must be an array"),
+    "amax no array": (lambda: replace(FOUR, amax=1.0), TypeError, "`amax` is a float; it must be an array"),
     "scales missing": (lambda: replace(EIGHT, scales=None), ValueError, "`scales` is missing in a row-wise MXFP8"),
     "scales too many": (
         lambda: replace(NO_BLOCKS, scales=EIGHT.scales),

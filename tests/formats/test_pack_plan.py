@@ -64,7 +64,7 @@ def test_plans_are_equal_and_hash_by_value():
 
 BROKEN = {
     "empty": ((), "`pieces` is empty; a plan has at least one piece"),
-    "negative": ((piece(rows=-1),), "piece 0: `rows` is -1; it is 0 or more"),
+    "negative": ((piece(rows=-1),), "piece 0: `rows` is -1; it must be 0 or more"),
     "outputs": ((piece(out=1),), r"the pieces name the outputs \[1\]; outputs are numbered 0, 1, 2"),
     "gap": (
         (piece(), piece(out_row=99)),
@@ -82,5 +82,5 @@ def test_pieces_that_make_no_whole_are_refused(name):
 
 
 def test_numbers_of_a_piece_are_integers():
-    with pytest.raises(TypeError, match=r"piece 0: `rows` is 32\.0; it is an integer"):
+    with pytest.raises(TypeError, match=r"piece 0: `rows` is 32\.0; it must be an integer"):
         PackPlan((piece(rows=32.0),))

@@ -25,7 +25,7 @@ def run(*arguments: str) -> int:
     ("arguments", "message"),
     [
         (["--preset", "7b"], "unknown `preset` '7b'; known are tiny, .*405b"),
-        (["--dp", "0"], "`dp` is 0; it is a whole number of at least 1"),
+        (["--dp", "0"], "`dp` is 0; it must be a whole number of at least 1"),
         (["--microbatches", "-2"], "`microbatches` is -2"),
         (["--tp", "3", "--gtp", "1"], "`seq` is 2048, which tp 3 does not divide; the sequence is sharded over tp"),
         (["--tp", "2", "--gtp", "2", "--seq", "33"], "`seq` is 33, which tp 2 does not divide"),
@@ -34,7 +34,7 @@ def run(*arguments: str) -> int:
             "`batch` is 6, which is not divisible by dp \\* gtp .* = 1 \\* 4 \\* 1 = 4",
         ),
         (["--unroll", "0"], "`unroll` is 0"),
-        (["--kept", "-1"], "`kept` is -1"),
+        (["--keep-gathered", "-1"], "`keep_gathered` is -1"),
         (["--target", "h200"], "`target` is 'h200'; expected CHIP:DEVICES"),
         (["--gtp", "1000"], "needs 1000 CPU devices, but jax already runs with .* Start a new process"),
         (["--png", "x.png"], "`--png` draws the schedule of a GPU program: give `--target`"),

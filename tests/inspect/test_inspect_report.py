@@ -42,7 +42,7 @@ def test_every_parameter_is_listed_with_its_logical_shape(found):
     assert table.bytes_per_device == 4 * 256 * 128 // 8
 
 
-def test_weights_take_the_bytes_of_their_slices(found):
+def test_weights_take_the_bytes_of_their_shards(found):
     assert found.memory.weights_bytes == sum(p.bytes_per_device for p in found.parameters)
     assert found.memory.optimizer_bytes == 2 * found.memory.weights_bytes + 4  # Adam's moments and its count
     assert found.memory.other_bytes == 2 * 2 * 64 * 4 + 4  # tokens and targets of two sequences, and the step

@@ -135,7 +135,7 @@ def test_a_trace_of_this_machine_is_read(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("contender", ["gtp_jax nvfp4 again", "partitioner scan kept"])
+@pytest.mark.parametrize("contender", ["gtp_jax nvfp4 regather", "partitioner scan keep"])
 def test_a_step_on_this_machine_is_profiled(contender, tmp_path, capsys):
     files = ["--png", str(tmp_path / "p.png"), "--html", str(tmp_path / "p.html")]
     step = ["--layers", "1", "--seq", "32", "--gtp", "2", "--contender", contender]
@@ -151,7 +151,7 @@ def test_a_step_on_this_machine_is_profiled(contender, tmp_path, capsys):
 def test_what_cannot_be_profiled_is_refused(tmp_path, capsys):
     for flags, message in (
         (["--trace", str(tmp_path)], "there is no trace in"),
-        (["--contender", "fsdp2 bf16 again"], "it names one of gtp_jax bf16 again, "),
+        (["--contender", "fsdp2 bf16 regather"], "it names one of gtp_jax bf16 regather, "),
         (["--png", str(tmp_path / "no" / "p.png")], "is no directory; create it first"),
     ):
         assert main(["profile", *flags]) == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from gtp_jax.mesh import multiplies_blocks, multiplies_fp8, platform, runs_kernels
+from gtp_jax.mesh import platform, runs_kernels, supports_block_scaled_matmul, supports_fp8_matmul
 
 
 def mesh_of(kind: str, platform: str = "gpu"):
@@ -29,21 +29,21 @@ def mesh_of(kind: str, platform: str = "gpu"):
 def test_a_gpu_that_is_not_there_has_the_capability_of_its_name(kind, kernels, fp8, blocks):
     with mesh_of(kind):
         assert platform() == "gpu"
-        assert (runs_kernels(), multiplies_fp8(), multiplies_blocks()) == (kernels, fp8, blocks)
+        assert (runs_kernels(), supports_fp8_matmul(), supports_block_scaled_matmul()) == (kernels, fp8, blocks)
 
 
 def test_a_name_that_says_nothing_is_refused_rather_than_taken_for_the_newest():
     with mesh_of("NVIDIA Z9"), pytest.raises(ValueError, match="of the kind 'NVIDIA Z9', none of which is here to say"):
-        multiplies_fp8()
+        supports_fp8_matmul()
 
 
 def test_cpus_have_no_capability_and_run_the_kernels_for_cpus():
     with mesh_of("cpu", "cpu"):
-        assert (runs_kernels(), multiplies_fp8(), multiplies_blocks()) == (True, False, False)
+        assert (runs_kernels(), supports_fp8_matmul(), supports_block_scaled_matmul()) == (True, False, False)
 
 
 @pytest.mark.gpu
 def test_a_gpu_that_is_here_says_its_own_capability():
     major, minor = map(int, jax.devices()[0].compute_capability.split("."))
-    assert multiplies_fp8() == ((major, minor) >= (8, 9))
-    assert multiplies_blocks() == (major == 10)
+    assert supports_fp8_matmul() == ((major, minor) >= (8, 9))
+    assert supports_block_scaled_matmul() == (major == 10)

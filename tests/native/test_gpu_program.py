@@ -24,8 +24,8 @@ PLAN = PackPlan((PIECE,))
 def test_a_packed_gather_calls_one_kernel_on_each_side_and_says_how_long_it_takes():
     mesh = h200_mesh()
 
-    def weight(slices, amax):
-        buffer = gtp.pack([slices], NVFP4, amax, PLAN)
+    def weight(shards, amax):
+        buffer = gtp.pack([shards], NVFP4, amax, PLAN)
         gathered = jax.lax.all_gather(buffer, "gtp")
         (whole,) = gtp.unpack(gathered, NVFP4, amax, PLAN)
         return whole

@@ -16,14 +16,14 @@ F64 = dict(dtype=jnp.float64, param_dtype=jnp.float64)
 NAMED = {"query": 56, "key": 20}
 
 MODULES = {
-    "column": lambda **o: gtp.Dense(FEATURES, OUT, parallel="column", bias=True, **o),
-    "row": lambda **o: gtp.Dense(FEATURES, OUT, parallel="row", bias=True, **o),
-    "whole": lambda **o: gtp.Dense(FEATURES, OUT, bias=True, **o),
-    "several kernels": lambda **o: gtp.Dense(FEATURES, NAMED, parallel="column", bias=True, **o),
+    "column": lambda **o: gtp.Dense(FEATURES, OUT, parallel="column", use_bias=True, **o),
+    "row": lambda **o: gtp.Dense(FEATURES, OUT, parallel="row", use_bias=True, **o),
+    "whole": lambda **o: gtp.Dense(FEATURES, OUT, use_bias=True, **o),
+    "several kernels": lambda **o: gtp.Dense(FEATURES, NAMED, parallel="column", use_bias=True, **o),
     "several whole kernels": lambda **o: gtp.Dense(FEATURES, NAMED, **o),
     "rms norm": lambda **o: gtp.LayerNormDense(FEATURES, OUT, **o),
-    "layer norm": lambda **o: gtp.LayerNormDense(FEATURES, NAMED, norm="layer", bias=True, **o),
-    "mlp": lambda **o: gtp.MLP(FEATURES, OUT, bias=True, **o),
+    "layer norm": lambda **o: gtp.LayerNormDense(FEATURES, NAMED, norm="layer", use_bias=True, **o),
+    "mlp": lambda **o: gtp.MLP(FEATURES, OUT, use_bias=True, **o),
     "plain mlp": lambda **o: gtp.MLP(FEATURES, OUT, gated=False, activation=jnp.tanh, norm=None, **o),
     "attention": lambda **o: gtp.Attention(FEATURES, heads=8, kv_heads=4, head_dim=14, **o),
     "embed": lambda **o: gtp.Embed(1000, FEATURES, **o),

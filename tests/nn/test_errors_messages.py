@@ -29,10 +29,16 @@ def tokens(*shape: int) -> jax.Array:
 
 
 WITHOUT_A_MESH = {
-    "parallel": (lambda: gtp.Dense(8, 8, parallel="rows", rngs=rngs()), "`parallel` is 'rows'; it is 'column', 'row'"),
+    "parallel": (
+        lambda: gtp.Dense(8, 8, parallel="rows", rngs=rngs()),
+        "`parallel` is 'rows'; it must be 'column', 'row'",
+    ),
     "size": (lambda: gtp.Dense(8, 0, rngs=rngs()), r"Dense\(8, 0\): feature sizes are whole numbers of at least 1"),
     "features": (lambda: gtp.Dense(8, 8, rngs=rngs())(jnp.ones((2, 7))), r"Dense takes 8 input features; got shape"),
-    "norm": (lambda: gtp.LayerNormDense(8, 8, norm="batch", rngs=rngs()), "`norm` is 'batch'; it is 'rms', 'layer'"),
+    "norm": (
+        lambda: gtp.LayerNormDense(8, 8, norm="batch", rngs=rngs()),
+        "`norm` is 'batch'; it must be 'rms', 'layer'",
+    ),
     "kv heads": (lambda: gtp.Attention(16, heads=4, kv_heads=3, rngs=rngs()), "`kv_heads` 3 does not divide `heads` 4"),
     "heads": (lambda: gtp.Attention(15, heads=4, rngs=rngs()), "`heads` 4 does not divide `features` 15; pass `head_"),
     "no heads": (lambda: gtp.Attention(16, heads=0, rngs=rngs()), "`heads` is 0 and `kv_heads` 0; both are whole"),
@@ -63,38 +69,53 @@ WITHOUT_A_MESH = {
     "length": (lambda: gtp.Stack(lambda rngs: None, 0, rngs=rngs()), "`length` is 0; a stack has at least one layer"),
     "remat": (
         lambda: gtp.Stack(lambda rngs: None, 1, remat="some", rngs=rngs()),
-        r"`remat` is 'some'; it is one of \['activations', 'everything', 'matmuls', 'nothing'\]",
+        r"`remat` is 'some'; it must be one of \['activations', 'everything', 'matmuls', 'nothing'\]",
     ),
     "no modules": (lambda: gtp.run_chain(jnp.ones(1)), "`run_chain` joins one module or more; it got none"),
-    "unroll 0": (lambda: gtp.Schedule(unroll=0), "`unroll` is 0; it is a number of layers, at least 1, or 'full'"),
-    "unroll true": (lambda: gtp.Schedule(unroll=True), "`unroll` is True; it is a number of layers"),
+    "unroll 0": (lambda: gtp.Schedule(unroll=0), "`unroll` is 0; it must be a number of layers, at least 1, or 'full'"),
+    "unroll true": (lambda: gtp.Schedule(unroll=True), "`unroll` is True; it must be a number of layers"),
     "unroll 2.5": (
         lambda: gtp.Schedule(unroll=2.5),
-        "`unroll` is 2.5; it is a number of layers, at least 1, or 'full'",
+        "`unroll` is 2.5; it must be a number of layers, at least 1, or 'full'",
     ),
-    "unroll all": (lambda: gtp.Schedule(unroll="all"), "`unroll` is 'all'; it is a number of layers, at least 1, or"),
-    "kept none": (lambda: gtp.Schedule(kept="none"), "`kept` is 'none'; it is a number of layers, at least 0, or"),
+    "unroll all": (
+        lambda: gtp.Schedule(unroll="all"),
+        "`unroll` is 'all'; it must be a number of layers, at least 1, or",
+    ),
+    "kept none": (
+        lambda: gtp.Schedule(keep_gathered="none"),
+        "`keep_gathered` is 'none'; it must be a number of layers, at least 0, or",
+    ),
     "inner stack": (lambda: gtp.Stack(lambda rngs: stack(rngs), 2, rngs=rngs()), "Stack holds a `Stack`, which cannot"),
     "two schedules": (
-        lambda: gtp.run_chain(jnp.ones((2, 8)), stack(rngs()), stack(rngs(), schedule=gtp.Schedule(kept=0))),
+        lambda: gtp.run_chain(jnp.ones((2, 8)), stack(rngs()), stack(rngs(), schedule=gtp.Schedule(keep_gathered=0))),
         "the stacks of a chain have different schedules",
     ),
-    "kept -1": (lambda: gtp.Schedule(kept=-1), "`kept` is -1; it is a number of layers, at least 0, or 'all'"),
-    "kept true": (lambda: gtp.Schedule(kept=True), "`kept` is True; it is a number of layers"),
+    "kept -1": (
+        lambda: gtp.Schedule(keep_gathered=-1),
+        "`keep_gathered` is -1; it must be a number of layers, at least 0, or 'all'",
+    ),
+    "kept true": (lambda: gtp.Schedule(keep_gathered=True), "`keep_gathered` is True; it must be a number of layers"),
     "loss shapes": (
         lambda: gtp.cross_entropy(jnp.ones((2, 3, 8)), tokens(2, 4)),
         r"logits \(2, 3, 8\), targets \(2, 4\), weights None: targets and weights have the shape",
     ),
     "microbatches": (
         lambda: gtp.train_step(next_token_loss, optax.sgd(1), microbatches=0),
-        "`microbatches` is 0; it is a whole number of at least 1",
+        "`microbatches` is 0; it must be a whole number of at least 1",
     ),
     "clipping": (
         lambda: gtp.train_step(next_token_loss, optax.sgd(1), max_grad_norm=0),
-        "`max_grad_norm` is 0; it is a number above 0, or `None` for no limit",
+        "`max_grad_norm` is 0; it must be a number above 0, or `None` for no limit",
     ),
-    "experts": (lambda: dataclasses.replace(TINY, experts=-1), "`experts` is -1; it is a whole number, 0 for an MLP"),
-    "experts a token": (lambda: dataclasses.replace(TINY, experts=4, top_k=5), "`top_k` is 5 of 4 `experts`; it is at"),
+    "experts": (
+        lambda: dataclasses.replace(TINY, experts=-1),
+        "`experts` is -1; it must be a whole number, 0 for an MLP",
+    ),
+    "experts a token": (
+        lambda: dataclasses.replace(TINY, experts=4, top_k=5),
+        "`top_k` is 5 of 4 experts; it must be at",
+    ),
     "conversion": (
         lambda: tensors(dataclasses.replace(TINY, experts=4)),
         "the model has 4 experts in a layer; only Lla",
@@ -120,7 +141,7 @@ def test_tokens_and_targets_are_integers():
 def test_what_is_no_module_or_schedule_is_refused():
     with pytest.raises(TypeError, match="`run_chain` joins modules of gtp_jax; number 1 is a function. Derive it"):
         gtp.run_chain(jnp.ones((2, 8)), stack(rngs()), lambda x: x)
-    with pytest.raises(TypeError, match="`schedule` is 'full'; it is a `gtp_jax.Schedule`"):
+    with pytest.raises(TypeError, match="`schedule` is 'full'; it must be a `gtp_jax.Schedule`"):
         gtp.run_chain(jnp.ones((2, 8)), stack(rngs()), schedule="full")
     with pytest.raises(TypeError, match="a step takes a `TrainState`; got Dense. `gtp_jax.TrainState.create"):
         gtp.eval_step(next_token_loss)(gtp.Dense(8, 8, rngs=rngs()), {})

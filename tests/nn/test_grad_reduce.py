@@ -25,7 +25,7 @@ STEPS = {
     "a longer ring, looped": (dict(gtp=2, tp=4), dict(heads=8, kv_heads=4, head_dim=32, unroll=1), {}),
     "a tied head": (dict(gtp=4, tp=2), dict(tied=True), {}),
     "experts": (dict(gtp=4, tp=2), dict(experts=4), {}),
-    "experts in nvfp4": (dict(gtp=8), dict(experts=4, layers=1), dict(recipe=gtp.NVFP4(matmuls=True, keep=()))),
+    "experts in nvfp4": (dict(gtp=8), dict(experts=4, layers=1), dict(recipe=gtp.NVFP4(matmuls=True, exclude=()))),
     "uneven parts": (dict(gtp=2, tp=2), dict(vocab=97), {}),
     **{
         name: (dict(gtp=4, tp=2), dict(layers=1), dict(recipe=kind(matmuls=True, keep=())))
@@ -248,10 +248,12 @@ def test_float32_stands_for_at_least_float32():
 
 
 def test_an_unknown_name_is_refused():
-    refused = pytest.raises(ValueError, match="`grad_reduce` is 'int8'; it is one of 'float32', 'bf16-wire', 'bf16'")
+    refused = pytest.raises(
+        ValueError, match="`grad_reduce` is 'int8'; it must be one of 'float32', 'bf16-wire', 'bf16'"
+    )
     with refused:
         gtp.Dense(8, 8, grad_reduce="int8", rngs=nnx.Rngs(0))
     with refused:
         LlamaConfig(**SIZES, grad_reduce="int8")
-    with pytest.raises(ValueError, match="`grad_reduce` is 'int8'; it is one of float32, bf16-wire, bf16"):
+    with pytest.raises(ValueError, match="`grad_reduce` is 'int8'; it must be one of float32, bf16-wire, bf16"):
         gtp.train.Execution(grad_reduce="int8")

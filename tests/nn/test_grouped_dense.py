@@ -1,4 +1,4 @@
-"""A layer of experts: each row by its own expert's kernel, on every mesh and cut; one gather, one scatter."""
+"""A layer of experts: each row by its own expert's kernel, on every mesh and sharding; one gather, one scatter."""
 
 import contextlib
 
@@ -64,8 +64,8 @@ CUTS = {
     "gtp 8": (dict(gtp=8), 4, {}),
     "gtp 4 x tp 2, columns": (dict(gtp=4, tp=2), 2, dict(parallel="column")),
     "gtp 4 x tp 2, experts divided": (dict(gtp=4, tp=2), 4, dict(parallel="expert")),
-    "dp 2 x gtp 4, cut over both": (dict(dp=2, gtp=4), 3, dict(axes=("dp", "gtp"))),
-    "gtp 4 x tp 2, 64 cut over both": (dict(gtp=4, tp=2), 64, dict(axes=("tp", "gtp"))),
+    "dp 2 x gtp 4, sharded over both": (dict(dp=2, gtp=4), 3, dict(axes=("dp", "gtp"))),
+    "gtp 4 x tp 2, 64 sharded over both": (dict(gtp=4, tp=2), 64, dict(axes=("tp", "gtp"))),
 }
 
 
@@ -116,7 +116,11 @@ def dense(**options):
 
 
 REFUSED = {
-    "parallel": (lambda: dense(parallel="experts"), ValueError, "`parallel` is 'experts'; it is 'column', 'row', 'exp"),
+    "parallel": (
+        lambda: dense(parallel="experts"),
+        ValueError,
+        "`parallel` is 'experts'; it must be 'column', 'row', 'exp",
+    ),
     "sizes": (
         lambda: gtp.GroupedDense(0, 8, 16, rngs=nnx.Rngs(0)),
         ValueError,
@@ -126,7 +130,7 @@ REFUSED = {
     "count": (
         lambda: dense()(jnp.ones((3, 8)), jnp.ones(3, int)),
         ValueError,
-        r"`group_sizes` has shape \(3,\); it is \(4,\)",
+        r"`group_sizes` has shape \(3,\); it must be \(4,\)",
     ),
     "kind": (lambda: dense()(jnp.ones((3, 8)), jnp.ones(4)), TypeError, "`group_sizes` are numbers of rows, integers"),
     "axes": (
@@ -135,19 +139,19 @@ REFUSED = {
         r"`axes` is \('gtp', 'gtp'\); it must be a tuple of different",
     ),
     "top_k": (
-        lambda: gtp.MoE(8, 8, experts=2, top_k=3, rngs=nnx.Rngs(0)),
+        lambda: gtp.MoE(8, 8, num_experts=2, top_k=3, rngs=nnx.Rngs(0)),
         ValueError,
-        "`top_k` is 3 of 2 `experts`; it is at least 1 and at most all of them",
+        "`top_k` is 3 of 2 experts; it must be at least 1 and at most all of them",
     ),
     "balance": (
-        lambda: gtp.MoE(8, 8, experts=2, balance=-1, rngs=nnx.Rngs(0)),
+        lambda: gtp.MoE(8, 8, num_experts=2, aux_loss_coeff=-1, rngs=nnx.Rngs(0)),
         ValueError,
-        "`balance` is -1; it is a number of at least 0",
+        "`aux_loss_coeff` is -1; it must be a number of at least 0",
     ),
     "moe parallel": (
-        lambda: gtp.MoE(8, 8, experts=2, parallel="column", rngs=nnx.Rngs(0)),
+        lambda: gtp.MoE(8, 8, num_experts=2, parallel="column", rngs=nnx.Rngs(0)),
         ValueError,
-        "`parallel` is 'column'; it is 'features', 'expert' or None",
+        "`parallel` is 'column'; it must be 'features', 'expert' or None",
     ),
 }
 REFUSED_ON_A_MESH = {

@@ -11,7 +11,7 @@ import gtp_jax as gtp
 
 @pytest.mark.parametrize("parallel", ["column", None])
 def test_linen_module_gives_the_output_and_gradients_of_the_nnx_module(parallel, key):
-    sizes = dict(parallel=parallel, bias=True, dtype=jnp.float32)
+    sizes = dict(parallel=parallel, use_bias=True, dtype=jnp.float32)
     x = jax.random.normal(key, (8, 4, 56))
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
         bridged = nnx.bridge.to_linen(gtp.Dense, 56, 120, **sizes)

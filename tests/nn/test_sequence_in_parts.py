@@ -97,7 +97,7 @@ def test_only_a_sequence_cut_over_tp_moves_in_parts(parallel, shape, options, in
     assert (len(hops) == 3 and len(found) == 3) if in_parts else not hops
 
 
-def loss_and_gradients(kept: tuple[str, ...], x: np.ndarray):
+def loss_and_gradients(exclude: tuple[str, ...], x: np.ndarray):
     """Those of an MLP over tp that multiplies in FP8 but for the layers that are kept."""
     tp = jax.sharding.get_mesh().shape["tp"]
 
@@ -108,18 +108,18 @@ def loss_and_gradients(kept: tuple[str, ...], x: np.ndarray):
 
     mlp = gtp.init(lambda rngs: gtp.MLP(32, 64, dtype=jnp.float32, rngs=rngs), nnx.Rngs(0))
     state = gtp.TrainState.create(mlp, optax.sgd(1.0))
-    recipe = gtp.FP8(matmuls=True, keep=kept)
+    recipe = gtp.FP8(matmuls=True, exclude=exclude)
     run = jax.jit(lambda state, batch: gtp.loss_and_gradients(loss, state, batch, recipe=recipe))
     return jax.tree.map(np.asarray, run(state, {"x": x}))
 
 
-@pytest.mark.parametrize("kept", [("up",), ("down",)], ids=str)
-def test_layers_in_formats_go_with_layers_whose_sequence_moves_in_parts(kept, monkeypatch):
+@pytest.mark.parametrize("exclude", [("up",), ("down",)], ids=str)
+def test_layers_in_formats_go_with_layers_whose_sequence_moves_in_parts(exclude, monkeypatch):
     x = np.random.default_rng(0).normal(size=(4, SEQ, 32)).astype(np.float32)
     with jax.set_mesh(gtp.make_mesh(gtp=2, tp=4)):
-        found = loss_and_gradients(kept, x)
+        found = loss_and_gradients(exclude, x)
         monkeypatch.setattr(gtp.Dense, "moves_in_parts", lambda self, x: False)
-        at_once = loss_and_gradients(kept, x)
+        at_once = loss_and_gradients(exclude, x)
     # sums in another order may round to another code of FP8 here and there
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.01, atol=0.01 * np.abs(b).max()), found, at_once)
 

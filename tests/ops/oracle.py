@@ -208,12 +208,12 @@ def dequantize(name: str, codes: np.ndarray, scales, whole: np.ndarray, shape, d
     return out.transpose(0, 2, 1) if columns else out
 
 
-def pack(name: str, slices: list[np.ndarray], amaxes) -> bytes:
+def pack(name: str, shards: list[np.ndarray], amaxes) -> bytes:
     """The buffer of one slice: matrices `(rows, cols)` already in wire orientation."""
 
     def section(array: np.ndarray) -> bytes:
         raw = array.tobytes()
         return raw + bytes(16 * math.ceil(len(raw) / 16) - len(raw))
 
-    made = [quantize(name, x, a) for x, a in zip(slices, amaxes, strict=True)]
+    made = [quantize(name, x, a) for x, a in zip(shards, amaxes, strict=True)]
     return b"".join([section(c) for c, _ in made] + [section(s) for _, s in made if s is not None])

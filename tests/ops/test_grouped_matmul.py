@@ -76,12 +76,12 @@ def test_kernels_multiply_each_row_with_its_own_groups_kernel(name, case):
     assert_close(found, oracle(sizes, x, weight, gradient), 1e-6)
 
 
-@pytest.mark.parametrize("slices", [1, 4])
+@pytest.mark.parametrize("shards", [1, 4])
 @pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-14), ("float32", 1e-6), ("bfloat16", 1e-2)])
 @pytest.mark.usefixtures("on_cpu")
-def test_gradients_are_those_of_a_matmul_a_group(slices, dtype, tolerance, x64):
+def test_gradients_are_those_of_a_matmul_a_group(shards, dtype, tolerance, x64):
     sizes, x, weight, gradient = operands(90, 24, 64, 8, 3, dtype)
-    as_gathered = jnp.swapaxes(weight.reshape(8, slices, -1, 24), 0, 1)
+    as_gathered = jnp.swapaxes(weight.reshape(8, shards, -1, 24), 0, 1)
 
     @jax.jit
     def run(x, weight, gradient):
@@ -145,9 +145,13 @@ def test_on_h200_a_pass_is_one_kernel_a_product_without_a_dense_copy(grad, launc
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        (dict(x=(4, 7)), ValueError, r"`x` has shape \(4, 7\) and `weight` \(1, 2, 6, 8\); they are \(rows, in\) and"),
+        (
+            dict(x=(4, 7)),
+            ValueError,
+            r"`x` has shape \(4, 7\) and `weight` \(1, 2, 6, 8\); they must be \(rows, in\) and",
+        ),
         (dict(sizes=(3,)), ValueError, r"`group_sizes` has shape \(3,\), but there are 2 groups; it has one number a"),
-        (dict(kind=jnp.float32), TypeError, "`group_sizes` is float32; it is int32"),
+        (dict(kind=jnp.float32), TypeError, "`group_sizes` is float32; it must be int32"),
         (dict(dtype=jnp.bfloat16), TypeError, "`x` is float32 and `weight` bfloat16; cast one to the other's dtype"),
     ],
 )

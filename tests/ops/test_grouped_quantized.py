@@ -55,7 +55,7 @@ def scale_of(parts, form):
     return np.float32(2.0 ** np.ceil(np.log2(np.float64(amax) / largest)) * largest)
 
 
-def operands_of_a_layer(sizes, form, dtype, slices=1, behind=3):
+def operands_of_a_layer(sizes, form, dtype, shards=1, behind=3):
     """Input, weight as it travelled, gradient; some rows belong to none."""
     rng = np.random.default_rng(len(sizes))
     rows = sum(sizes) + behind
@@ -63,7 +63,7 @@ def operands_of_a_layer(sizes, form, dtype, slices=1, behind=3):
     g = rng.normal(size=(rows, OUT)) * 1e-3
     w = rng.normal(size=(len(sizes), OUT, FEATURES)) * np.exp(rng.normal(size=(len(sizes), 1, 1)))
     w = np.stack([in_format(one.astype(np.float32), form, scale_of([one], form)) for one in w])
-    weight = np.swapaxes(w.reshape(len(sizes), slices, OUT // slices, FEATURES), 0, 1)
+    weight = np.swapaxes(w.reshape(len(sizes), shards, OUT // shards, FEATURES), 0, 1)
     return jnp.asarray(x, dtype), jnp.asarray(weight, dtype), jnp.asarray(g, dtype), w
 
 
@@ -92,10 +92,10 @@ def expected(x, w, g, sizes, operands):
     backward = in_format(g, operands.gradient, scale_of([g], operands.gradient), key=key)
     y, to_x, to_w = np.zeros(g.shape), np.zeros(x.shape), np.zeros(w.shape)
     form = operands.weight
-    turned = [in_format(one.astype(np.float32), form, scale_of([one], form), columns=True) for one in w]
+    transposed = [in_format(one.astype(np.float32), form, scale_of([one], form), columns=True) for one in w]
     for group, mine in enumerate(groups_of(sizes)):
         y[mine] = forward[mine] @ w[group].T
-        to_x[mine] = backward[mine] @ turned[group]
+        to_x[mine] = backward[mine] @ transposed[group]
     if form.block is None:
         for group, mine in enumerate(groups_of(sizes)):
             to_w[group] = backward[mine].T @ forward[mine]
@@ -121,7 +121,7 @@ CASES += [pytest.param(name, n, marks=pytest.mark.slow) for name in OPERANDS for
 @pytest.mark.parametrize("name, experts", CASES)
 def test_forward_and_backward_multiply_each_group_s_rounded_operands(name, experts):
     operands, sizes = OPERANDS[name], SIZES[experts]
-    x, weight, g, w = operands_of_a_layer(sizes, operands.weight, jnp.float32, slices=2)
+    x, weight, g, w = operands_of_a_layer(sizes, operands.weight, jnp.float32, shards=2)
     y, to_x, to_weight = products(x, weight, g, sizes, operands)
     to_w = np.reshape(np.swapaxes(to_weight, 0, 1), w.shape)
     for got, wanted in zip((y, to_x, to_w), expected(x, w, g, sizes, operands), strict=True):
@@ -189,7 +189,7 @@ def test_on_h200_a_pass_is_one_grouped_kernel_a_product(name):
 @pytest.mark.parametrize("name", OPERANDS)
 def test_gpus_multiply_each_group_s_rounded_operands(name):
     operands, sizes = OPERANDS[name], SIZES[4]
-    x, weight, g, w = operands_of_a_layer(sizes, operands.weight, jnp.bfloat16, slices=2)
+    x, weight, g, w = operands_of_a_layer(sizes, operands.weight, jnp.bfloat16, shards=2)
     y, to_x, to_weight = jax.jit(lambda x, w, g: products(x, w, g, sizes, operands, "native"))(x, weight, g)
     to_w = np.reshape(np.swapaxes(to_weight, 0, 1), w.shape)
     for got, wanted in zip((y, to_x, to_w), expected(x, w, g, sizes, operands), strict=True):

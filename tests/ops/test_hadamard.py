@@ -35,8 +35,8 @@ def test_it_inverts_within_bfloat16s_rounding():
 def test_a_matmul_over_the_rows_is_unchanged():
     random = np.random.default_rng(0)
     a, b = (random.integers(-3, 4, (32, n)).astype(np.float32) for n in (5, 7))
-    turned = [np.asarray(gtp.hadamard(jnp.asarray(x)), np.float32) for x in (a, b)]
-    np.testing.assert_array_equal(turned[0].T @ turned[1], a.T @ b)
+    transformed = [np.asarray(gtp.hadamard(jnp.asarray(x)), np.float32) for x in (a, b)]
+    np.testing.assert_array_equal(transformed[0].T @ transformed[1], a.T @ b)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 37])

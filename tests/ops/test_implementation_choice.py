@@ -26,7 +26,7 @@ CALLS = {
 
 @pytest.mark.parametrize("operation", CALLS)
 def test_another_word_is_refused(operation):
-    with pytest.raises(ValueError, match="`implementation` is 'triton'; it is 'reference', 'native' or None"):
+    with pytest.raises(ValueError, match="`implementation` is 'triton'; it must be 'reference', 'native' or None"):
         CALLS[operation]("triton")
 
 

@@ -88,5 +88,5 @@ def test_on_h200_all_three_products_are_fp8_matmuls_and_only_a_weights_codes_are
         text = jax.jit(mapped, compiler_options=options).lower(*shapes).compile().as_text()
     assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 3
     assert text.count('custom_call_target="gtp_quantize"') == 3  # the input each way, the gradient both ways at once
-    turned = re.findall(r"= (\w+)\[[\d,]*\]\S* transpose\(", text)
-    assert len(turned) == 1 and turned[0] in ("u8", "f8e4m3fn") and "gemm_fusion" not in text, turned
+    transposes = re.findall(r"= (\w+)\[[\d,]*\]\S* transpose\(", text)
+    assert len(transposes) == 1 and transposes[0] in ("u8", "f8e4m3fn") and "gemm_fusion" not in text, transposes

@@ -1,4 +1,4 @@
-"""A layer's buffer: its bytes, and that packing slices and unpacking the gathered buffers is quantizing the whole."""
+"""A layer's buffer: its bytes, and that packing shards and unpacking the gathered buffers is quantizing the whole."""
 
 import dataclasses
 
@@ -25,39 +25,39 @@ def weights(dtype, seed=0) -> list[np.ndarray]:
     return [(random.normal(size=(r, c)) * 10.0**i).astype(dtype) for i, (r, c, _) in enumerate(LOGICAL)]
 
 
-def plan_for(format, slices: int) -> PackPlan:
+def plan_for(format, shards: int) -> PackPlan:
     pieces, next_row = [], {}
     for (rows, cols, out), transposed in zip(LOGICAL, TRANSPOSED, strict=True):
-        step = format.alignment * slices if slices > 1 else 1
-        per_slice = -(-rows // step) * step // slices
+        step = format.alignment * shards if shards > 1 else 1
+        per_shard = -(-rows // step) * step // shards
         pieces.append(
             Piece(
-                rows=per_slice, cols=cols, transposed=transposed, total_rows=rows, out=out, out_row=next_row.get(out, 0)
+                rows=per_shard, cols=cols, transposed=transposed, total_rows=rows, out=out, out_row=next_row.get(out, 0)
             )
         )
         next_row[out] = pieces[-1].out_row + rows
     return PackPlan(tuple(pieces))
 
 
-def slice_of(weight: np.ndarray, piece: Piece, slices: int, rank: int) -> np.ndarray:
-    padded = np.zeros((piece.rows * slices, piece.cols), weight.dtype)
+def shard_of(weight: np.ndarray, piece: Piece, shards: int, rank: int) -> np.ndarray:
+    padded = np.zeros((piece.rows * shards, piece.cols), weight.dtype)
     padded[: len(weight)] = weight
     mine = padded[rank * piece.rows : (rank + 1) * piece.rows]
     return np.ascontiguousarray(mine.T) if piece.transposed else mine
 
 
-def gathered(format, dtype, slices: int, implementation):
-    plan, whole = plan_for(format, slices), weights(dtype)
+def gathered(format, dtype, shards: int, implementation):
+    plan, whole = plan_for(format, shards), weights(dtype)
     amax = jnp.array([oracle.amax(w) for w in whole])
     buffers = [
         gtp.pack(
-            [device(slice_of(w, p, slices, rank)) for w, p in zip(whole, plan.pieces, strict=True)],
+            [device(shard_of(w, p, shards, rank)) for w, p in zip(whole, plan.pieces, strict=True)],
             format,
             amax,
             plan,
             implementation=implementation,
         )
-        for rank in range(slices)
+        for rank in range(shards)
     ]
     return plan, whole, amax, jnp.stack(buffers)
 
@@ -72,8 +72,8 @@ def test_one_slice_needs_no_padding(format, implementation):
     check_unpacking(format, np.float32, 1, implementation)
 
 
-def check_unpacking(format, dtype, slices, implementation):
-    plan, whole, amax, buffer = gathered(format, dtype, slices, implementation)
+def check_unpacking(format, dtype, shards, implementation):
+    plan, whole, amax, buffer = gathered(format, dtype, shards, implementation)
     outputs = gtp.unpack(buffer, format, amax, plan, implementation=implementation)
     assert len(outputs) == 2
     expected = [value_of(format, weight) for weight in whole]
@@ -100,12 +100,12 @@ def test_quantize_then_gather_is_gather_then_quantize(format, implementation):
 def test_the_buffer_is_the_documented_one_byte_for_byte(format, implementation):
     plan, whole, amax, buffer = gathered(format, np.float32, 2, implementation)
     for rank in range(2):
-        slices = []
+        shards = []
         for weight, piece in zip(whole, plan.pieces, strict=True):
-            stored = slice_of(weight, piece, 2, rank)
-            slices.append(stored.T if piece.transposed else stored)
-        expected = np.frombuffer(oracle.pack(format.name, slices, np.asarray(amax)), np.uint8)
-        assert_same_bits(buffer[rank], expected, f"slice {rank}")
+            stored = shard_of(weight, piece, 2, rank)
+            shards.append(stored.T if piece.transposed else stored)
+        expected = np.frombuffer(oracle.pack(format.name, shards, np.asarray(amax)), np.uint8)
+        assert_same_bits(buffer[rank], expected, f"shard {rank}")
     assert buffer.shape == (2, plan.bytes(format))
 
 
@@ -120,7 +120,7 @@ def test_other_dtypes_in_and_out(dtype, implementation):
 def test_a_stack_of_layers_packs_as_its_layers_do(format, implementation):
     plan = plan_for(format, 2)
     layers = [
-        [device(slice_of(w, p, 2, 0)) for w, p in zip(weights(np.float32, seed), plan.pieces, strict=True)]
+        [device(shard_of(w, p, 2, 0)) for w, p in zip(weights(np.float32, seed), plan.pieces, strict=True)]
         for seed in (0, 1)
     ]
     amaxes = jnp.stack([gtp.multi_amax(layer) for layer in layers])
@@ -134,9 +134,9 @@ def test_a_stack_of_layers_packs_as_its_layers_do(format, implementation):
 def test_a_nan_spoils_its_block_of_its_weight(implementation):
     plan, whole = plan_for(NVFP4, 1), weights(np.float32)
     whole[1][20, 40] = np.nan
-    slices = [jnp.asarray(slice_of(w, p, 1, 0)) for w, p in zip(whole, plan.pieces, strict=True)]
-    amax = gtp.multi_amax(slices, implementation=implementation)
-    buffer = gtp.pack(slices, NVFP4, amax, plan, implementation=implementation)
+    shards = [jnp.asarray(shard_of(w, p, 1, 0)) for w, p in zip(whole, plan.pieces, strict=True)]
+    amax = gtp.multi_amax(shards, implementation=implementation)
+    buffer = gtp.pack(shards, NVFP4, amax, plan, implementation=implementation)
     fused, other = gtp.unpack(buffer[None], NVFP4, amax, plan, implementation=implementation)
     bad = np.isnan(np.asarray(fused, np.float32))
     assert (
@@ -153,16 +153,16 @@ def test_a_piece_without_rows(implementation):
 
 
 @every_format
-def test_by_slice_the_weights_lie_as_a_gather_of_their_slices_would_leave_them(format, implementation):
+def test_by_shard_the_weights_lie_as_a_gather_of_their_shards_would_leave_them(format, implementation):
     plan, whole, amax, buffer = gathered(format, ml_dtypes.bfloat16, 3, implementation)
     fused = [p for p in plan.pieces if p.out == 0]
     rows = [p.rows for p in plan.pieces]
     starts = {0: 0, 1: fused[0].rows, 2: 0}
-    by_slice = PackPlan(
+    by_shard = PackPlan(
         tuple(dataclasses.replace(p, total_rows=p.rows, out_row=starts[i]) for i, p in enumerate(plan.pieces)),
-        by_slice=True,
+        by_shard=True,
     )
-    outputs = gtp.unpack(buffer, format, amax, by_slice, implementation=implementation)
+    outputs = gtp.unpack(buffer, format, amax, by_shard, implementation=implementation)
     assert [o.shape for o in outputs] == [(3 * (rows[0] + rows[1]), 48), (3 * rows[2], 19)]
     for out, members in ((0, (0, 1)), (1, (2,))):
         parts = []

@@ -18,10 +18,14 @@ WRONG = {
     "float64": (
         lambda: gtp.quantize(X.astype(np.float64), NVFP4),
         TypeError,
-        "`x` is float64; it is float32, bfloat16 or float16. Cast first",
+        "`x` is float64; it must be float32, bfloat16 or float16. Cast first",
     ),
-    "integers": (lambda: gtp.quantize(X.astype(np.int32), NVFP4), TypeError, "`x` is int32; it is float32, bfloat16"),
-    "a list": (lambda: gtp.quantize([1.0, 2.0], NVFP4), TypeError, "`x` is a list; it is an array of float32"),
+    "integers": (
+        lambda: gtp.quantize(X.astype(np.int32), NVFP4),
+        TypeError,
+        "`x` is int32; it must be float32, bfloat16",
+    ),
+    "a list": (lambda: gtp.quantize([1.0, 2.0], NVFP4), TypeError, "`x` is a list; it must be an array of float32"),
     "a scalar": (
         lambda: gtp.quantize(jnp.float32(1), NVFP4),
         ValueError,
@@ -30,12 +34,12 @@ WRONG = {
     "format": (
         lambda: gtp.quantize(X, "NVFP4"),
         TypeError,
-        "`format` is 'NVFP4'; it is one of gtp_jax.formats.NVFP4, ",
+        "`format` is 'NVFP4'; it must be one of gtp_jax.formats.NVFP4, ",
     ),
     "axis": (
         lambda: gtp.quantize(X, NVFP4, axis=1),
         ValueError,
-        r"`axis` is 1; it is one of \['row', 'column', 'both'\]",
+        r"`axis` is 1; it must be one of \['row', 'column', 'both'\]",
     ),
     "hadamard format": (
         lambda: gtp.quantize(X, NVFP4, axis="column", hadamard=True),
@@ -55,7 +59,7 @@ WRONG = {
     "key type": (
         lambda: gtp.quantize(X, NVFP4, key=3),
         TypeError,
-        "`key` is int; it is a JAX key, or two uint32 words",
+        "`key` is int; it must be a JAX key, or two uint32 words",
     ),
     "key words": (
         lambda: gtp.quantize(X, NVFP4, key=jax.random.key(0, impl="rbg")),
@@ -70,12 +74,12 @@ WRONG = {
     "amax shape": (
         lambda: gtp.quantize(X, NVFP4, amax=jnp.ones(4)),
         ValueError,
-        r"`amax` has shape \(4,\); it is \(\) for the whole tensor, or the first of the leading dimensions \(\)",
+        r"`amax` has shape \(4,\); it must be \(\) for the whole tensor, or the first of the leading dimensions \(\)",
     ),
     "amax dtype": (
         lambda: gtp.quantize(X, NVFP4, amax=jnp.bfloat16(1)),
         TypeError,
-        "`amax` is bfloat16; it is float32, as `gtp_jax.multi_amax` gives it",
+        "`amax` is bfloat16; it must be float32, as `gtp_jax.multi_amax` gives it",
     ),
     "amax pair": (
         lambda: gtp.quantize(X, NVFP4, amax=(1.0, 1.0)),
@@ -90,71 +94,71 @@ WRONG = {
     "implementation": (
         lambda: gtp.quantize(X, NVFP4, implementation="cuda"),
         ValueError,
-        "`implementation` is 'cuda'; it is 'reference', 'native' or None",
+        "`implementation` is 'cuda'; it must be 'reference', 'native' or None",
     ),
     "dtype": (
         lambda: gtp.dequantize(gtp.quantize(X, NVFP4), jnp.float64),
         TypeError,
-        "`dtype` is float64; it is float32, bfloat16 or float16",
+        "`dtype` is float64; it must be float32, bfloat16 or float16",
     ),
-    "one array": (lambda: gtp.multi_amax(X), TypeError, r"`arrays` is one array; it is a list of arrays"),
+    "one array": (lambda: gtp.multi_amax(X), TypeError, r"`arrays` is one array; it must be a list of arrays"),
     "an array of many": (
         lambda: gtp.multi_amax([X, X.astype(int)]),
         TypeError,
-        r"`arrays\[1\]` is int64; it is float32",
+        r"`arrays\[1\]` is int64; it must be float32",
     ),
     "hadamard scalar": (lambda: gtp.hadamard_amax(jnp.float32(1)), ValueError, "`x` is a scalar"),
-    "hadamard integers": (lambda: gtp.hadamard(jnp.arange(3)), TypeError, "`x` is int32; it is float32"),
+    "hadamard integers": (lambda: gtp.hadamard(jnp.arange(3)), TypeError, "`x` is int32; it must be float32"),
     "pack plan": (
         lambda: gtp.pack([SLICE], NVFP4, AMAX, ()),
         TypeError,
-        "`plan` is a tuple; it is a gtp_jax.formats.PackPlan",
+        "`plan` is a tuple; it must be a gtp_jax.formats.PackPlan",
     ),
     "pack number": (
         lambda: gtp.pack([], NVFP4, AMAX, PLAN),
         ValueError,
-        "`slices` has 0 arrays, but the plan has 1 pieces",
+        "`shards` has 0 arrays, but the plan has 1 pieces",
     ),
     "pack shape": (
         lambda: gtp.pack([SLICE.T], NVFP4, AMAX, PLAN),
         ValueError,
-        r"`slices\[0\]` has shape \(8, 32\); the plan's piece is stored \(32, 8\), and the leading dimensions are \(\)",
+        r"`shards\[0\]` has shape \(8, 32\); the plan's piece is stored \(32, 8\), and the leading dimensions are \(\)",
     ),
     "pack dtype": (
         lambda: gtp.pack([SLICE.astype(jnp.int8)], NVFP4, AMAX, PLAN),
         TypeError,
-        r"`slices\[0\]` is int8; it is float32",
+        r"`shards\[0\]` is int8; it must be float32",
     ),
     "pack no amax": (lambda: gtp.pack([SLICE], NVFP4, None, PLAN), ValueError, "`amax` is missing; NVFP4 scales each"),
     "pack amax shape": (
         lambda: gtp.pack([SLICE], NVFP4, jnp.ones(2), PLAN),
         ValueError,
-        r"`amax` has shape \(2,\); it is \(1,\), one for each piece of the plan",
+        r"`amax` has shape \(2,\); it must be \(1,\), one for each piece of the plan",
     ),
     "pack amax dtype": (
         lambda: gtp.pack([SLICE], NVFP4, jnp.ones(1, jnp.bfloat16), PLAN),
         TypeError,
-        "`amax` is bfloat16; it is a float32 array",
+        "`amax` is bfloat16; it must be a float32 array",
     ),
     "unpack dtype": (
         lambda: gtp.unpack(BUFFER, NVFP4, AMAX, PLAN, jnp.int8),
         TypeError,
-        "`dtype` is int8; it is float32",
+        "`dtype` is int8; it must be float32",
     ),
     "unpack buffer": (
         lambda: gtp.unpack(BUFFER.astype(jnp.int8), NVFP4, AMAX, PLAN),
         TypeError,
-        "`buffer` is int8; it is uint8, as `pack` gives it",
+        "`buffer` is int8; it must be uint8, as `pack` gives it",
     ),
     "unpack shape": (
         lambda: gtp.unpack(BUFFER[0], NVFP4, AMAX, PLAN),
         ValueError,
-        r"`buffer` has shape \(144,\); it is \(slices, 144\) for this plan in NVFP4",
+        r"`buffer` has shape \(144,\); it must be \(shards, 144\) for this plan in NVFP4",
     ),
     "unpack blocks": (
         lambda: gtp.unpack(jnp.tile(BUFFER, (2, 1)), NVFP4, AMAX, PLAN),
         ValueError,
-        "piece 0 has slices of 8 rows; with 2 slices they are a multiple of 16 in NVFP4. Pad them",
+        "piece 0 has shards of 8 rows; with 2 shards they must be a multiple of 16 in NVFP4. Pad them",
     ),
     "unpack rows": (
         lambda: gtp.unpack(
@@ -164,7 +168,7 @@ WRONG = {
             PackPlan((Piece(rows=8, cols=32, transposed=False, total_rows=9, out=0, out_row=0),)),
         ),
         ValueError,
-        "piece 0 has 9 rows in all, but 1 slices of 8 hold fewer",
+        "piece 0 has 9 rows in all, but 1 shards of 8 hold fewer",
     ),
 }
 

@@ -10,12 +10,12 @@ from gtp_jax import native
 from gtp_jax.formats import FP8_E4M3, FP8_E5M2
 from gtp_jax.ops import (
     SlottedWeight,
+    embedding_lookup,
     grouped_matmul,
     grouped_quantized,
     linear,
     linear_blocks,
     linear_fp8,
-    look_up,
     power_of_two_amax,
 )
 from gtp_jax.train import compile_options
@@ -37,14 +37,14 @@ PRODUCTS = {
     "grouped_matmul": lambda x, w: grouped_matmul(x, w, SIZES),
     "grouped_quantized fp8": lambda x, w: grouped_quantized(x, w, SIZES, KEY, FP8),
     "grouped_quantized nvfp4": lambda x, w: grouped_quantized(x, w, SIZES, KEY, NV),
-    "look_up": lambda x, w: look_up(w, IDS),
+    "embedding_lookup": lambda x, w: embedding_lookup(w, IDS),
 }
 
 
 def operands(name):
     """Input, weight and gradient, of numbers that bfloat16 holds."""
     rng = np.random.default_rng(0)
-    shapes = {"grouped": ((128, 96), (1, 4, 64, 96), (128, 64)), "look_up": ((1,), (16, 64), (128, 64))}
+    shapes = {"grouped": ((128, 96), (1, 4, 64, 96), (128, 64)), "embedding_lookup": ((1,), (16, 64), (128, 64))}
     x, w, g = shapes.get(name.split("_m")[0].split("_q")[0], ((128, 96), (64, 96), (128, 64)))
     return tuple(jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in (x, w, g))
 

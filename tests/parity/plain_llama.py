@@ -34,8 +34,8 @@ class PlainBlock(nnx.Module):
         mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, -1), v)
         x = x + self.o(mixed.reshape(b, s, -1))
         if experts is not None:
-            y, balance = plain_experts(experts, x, c.top_k, c.eps)
-            return x + y, balance
+            y, aux_loss = plain_experts(experts, x, c.top_k, c.eps)
+            return x + y, aux_loss
         h = self.norm2(x)
         return x + self.down(jax.nn.silu(self.gate(h)) * self.up(h)), 0.0
 
@@ -48,19 +48,19 @@ class PlainLlama(nnx.Module):
         self.head = nnx.Linear(c.dim, c.vocab, use_bias=False, rngs=rngs, param_dtype=c.dtype, dtype=c.dtype)
 
     def __call__(self, tokens, head_kernel, experts=None):
-        x, balance = self.embed(tokens), 0.0
+        x, aux_loss = self.embed(tokens), 0.0
         for i, block in enumerate(self.blocks):
             x, term = block(x, experts and jax.tree.map(lambda a, i=i: a[i], experts))
-            balance += term
-        return self.norm(x) @ head_kernel, balance
+            aux_loss += term
+        return self.norm(x) @ head_kernel, aux_loss
 
 
 def rotate(x, theta):
     """Rotary embedding as a complex product."""
     half = x.shape[-1] // 2
     angle = np.arange(x.shape[1])[:, None] * theta ** (-np.arange(half) / half)
-    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)[:, None, :]
-    return jnp.concatenate([turned.real, turned.imag], -1).astype(x.dtype)
+    rotated = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)[:, None, :]
+    return jnp.concatenate([rotated.real, rotated.imag], -1).astype(x.dtype)
 
 
 class Oracle:
@@ -90,9 +90,9 @@ class Oracle:
             put(("blocks", i, "down", "kernel"), mlp["down"]["kernel"][i])
         head = params["embed"]["table"].T if c.tied else params["head"]["kernel"]
         experts = layers["mlp"] if c.experts else None
-        logits, balance = nnx.merge(self.graph, state)(batch["tokens"], head, experts)
+        logits, aux_loss = nnx.merge(self.graph, state)(batch["tokens"], head, experts)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-        unseen = c.balance * balance  # in the gradient, and not in the loss
+        unseen = c.aux_loss_coeff * aux_loss  # in the gradient, and not in the loss
         total = jnp.sum(losses * batch["weights"]) + unseen - jax.lax.stop_gradient(unseen)
         return total / jnp.sum(batch["weights"])
 

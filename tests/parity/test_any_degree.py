@@ -78,7 +78,7 @@ def mlp_gradients(degrees, activation, **options):
     with jax.set_mesh(mesh):
 
         def make(rngs):
-            mlp = gtp.MLP(24, 100, gated=False, activation=activation, bias=True, rngs=rngs, **options)
+            mlp = gtp.MLP(24, 100, gated=False, activation=activation, use_bias=True, rngs=rngs, **options)
             for bias in (mlp.up.bias["up"], mlp.down.bias):
                 bias.set_value(jax.random.normal(jax.random.key(bias.get_value().size), bias.get_value().shape))
             return mlp

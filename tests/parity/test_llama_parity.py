@@ -61,9 +61,9 @@ SCHEDULES = {
     "waited for, looped": dict(prefetch=False, unroll=1),
     "looped": dict(unroll=1),
     "looped by 2": dict(unroll=2),
-    "none kept": dict(kept=0),
-    "all kept": dict(kept="all", unroll=1),
-    "two kept": dict(kept=2),
+    "none kept": dict(keep_gathered=0),
+    "all kept": dict(keep_gathered="all", unroll=1),
+    "two kept": dict(keep_gathered=2),
 }
 
 
@@ -106,7 +106,9 @@ _answers: dict = {}
 
 def oracle(config: LlamaConfig, start, data, rate: float = 1e-2):
     """What stock Flax makes of these parameters and batches on the CPU; once for configurations that are one to it."""
-    plain = dataclasses.replace(config, sequence_parallel=True, prefetch=True, unroll="full", kept=1, remat="matmuls")
+    plain = dataclasses.replace(
+        config, sequence_parallel=True, prefetch=True, unroll="full", keep_gathered=1, remat="matmuls"
+    )
     key = (plain, rate, hash(tuple(np.asarray(a).tobytes() for a in jax.tree.leaves((start, data)))))
     if key not in _answers:
         # on a GPU, jax 0.12.0.1 gets the gradients of the stock model wrong by 60 %; the CPU is right

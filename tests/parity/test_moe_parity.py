@@ -4,7 +4,7 @@ The grouped lines of TransformerEngine #2960 (`test_etp.py`) and Megatron-LM's G
 
 | upstream | here |
 |---|---|
-| 4b grouped list: every expert's weight is cut | `tests/nn/test_grouped_dense.py` |
+| 4b grouped list: every expert's weight is sharded | `tests/nn/test_grouped_dense.py` |
 | 2, 4 and 64 experts, forward and backward, aligned and not | this module, at 1e-12 in float64 |
 | ragged splits, empty experts | `tests/nn/test_grouped_dense.py`; 64 experts here, most of them empty |
 | coalesced gather and reduce-scatter, one amax | `tests/recipes/test_moe_recipes.py` |
@@ -23,7 +23,7 @@ from .test_llama_parity import assert_close, batches, check, oracle, train
 
 # Nothing divides evenly, but experts by tp.
 MOE = LlamaConfig(
-    vocab=64, dim=56, layers=2, heads=4, kv_heads=2, head_dim=14, ffn=24, experts=4, balance=0.1, dtype="float64"
+    vocab=64, dim=56, layers=2, heads=4, kv_heads=2, head_dim=14, ffn=24, experts=4, aux_loss_coeff=0.1, dtype="float64"
 )
 CASES = {
     "gtp 8": (dict(gtp=8), {}, 1),
@@ -34,7 +34,7 @@ CASES = {
         dict(experts=64, top_k=3, expert_parallel="expert"),
         1,
     ),
-    "dp 2 x gtp 2 x tp 2, experts cut over all of it": (
+    "dp 2 x gtp 2 x tp 2, experts sharded over all of it": (
         dict(dp=2, gtp=2, tp=2),
         dict(expert_parallel=None, expert_axes=("dp", "tp", "gtp")),
         1,
@@ -52,7 +52,9 @@ def test_meshes_agree_with_every_token_through_every_expert(name, x64):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fields", [dict(remat="everything"), dict(remat="activations"), dict(remat="nothing", unroll=1, kept=0)], ids=str
+    "fields",
+    [dict(remat="everything"), dict(remat="activations"), dict(remat="nothing", unroll=1, keep_gathered=0)],
+    ids=str,
 )
 def test_what_is_kept_changes_no_gradient(fields, x64):
     check(dataclasses.replace(MOE, **fields), dict(gtp=2, tp=2), 1e-12)

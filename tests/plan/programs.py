@@ -31,7 +31,7 @@ def h200_mesh(devices: int = 8) -> Mesh:
 
 
 def array(mesh: Mesh, shape: tuple[int, ...], spec: P, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    """Shape of a cut array."""
+    """Shape of a sharded array."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 

@@ -18,7 +18,7 @@ SIZE = 1024
 
 
 def step_and_state():
-    """A donated step of SGD with momentum on one weight cut in eight, the batch cut likewise."""
+    """A donated step of SGD with momentum on one weight sharded eight ways, the batch likewise."""
     mesh = cpu_mesh(gtp=8)
     w = array(mesh, (SIZE, SIZE), P(None, "gtp"), jnp.float32)
     x = array(mesh, (64, SIZE), P("gtp"), jnp.float32)

@@ -69,12 +69,14 @@ def test_kernels_of_one_weight_share_a_scale_and_are_rounded_once(degrees, featu
     assert np.linalg.norm(found - x8.T @ c8) <= 1e-6 * np.linalg.norm(x8.T @ c8)
 
 
-def gradients(changes, held=0, parts=2, config=ALIGNED, gtp_degree=2, recipe=RECIPE):
+def gradients(changes, pregathered_layers=0, parts=2, config=ALIGNED, gtp_degree=2, recipe=RECIPE):
     config = dataclasses.replace(config, dtype="float32", layers=4, **changes)
     with scope(dict(gtp=gtp_degree)):
         state = start(config, optax.sgd(1.0))
         run = jax.jit(
-            lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, microbatches=parts, recipe=recipe, held=held)
+            lambda s, b: gtp.loss_and_gradients(
+                next_token_loss, s, b, microbatches=parts, recipe=recipe, pregathered_layers=pregathered_layers
+            )
         )
         loss, found = run(state, batch_of(config))
         return float(loss), host(found)
@@ -86,29 +88,29 @@ def written_out():
 
 
 @pytest.mark.parametrize(
-    "changes, held",
+    "changes, pregathered_layers",
     [
         (dict(unroll=1), 0),
-        pytest.param(dict(kept="all"), 2, marks=pytest.mark.slow),
+        pytest.param(dict(keep_gathered="all"), 2, marks=pytest.mark.slow),
         pytest.param(dict(prefetch=False), 0, marks=pytest.mark.slow),
-        pytest.param(dict(unroll=1, kept=0), 1, marks=pytest.mark.slow),
+        pytest.param(dict(unroll=1, keep_gathered=0), 1, marks=pytest.mark.slow),
         pytest.param(dict(unroll=2, remat="everything"), 0, marks=pytest.mark.slow),
         pytest.param(dict(remat="nothing"), "all", marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_schedules_and_held_codes_change_nothing(changes, held):
+def test_schedules_and_pregathered_layers_change_nothing(changes, pregathered_layers):
     loss, wanted = written_out()
-    other, found = gradients(changes, held)
+    other, found = gradients(changes, pregathered_layers)
     assert abs(other - loss) <= 1e-6 * abs(loss)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6 * np.abs(b).max())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keep", [("embed", "head"), ("embed",), ()], ids=str)
-def test_sizes_that_do_not_divide_and_heads_train_too(keep):
-    loss, found = gradients({}, config=UNALIGNED, gtp_degree=4, recipe=gtp.FP8(matmuls=True, keep=keep))
+@pytest.mark.parametrize("exclude", [("embed", "head"), ("embed",), ()], ids=str)
+def test_sizes_that_do_not_divide_and_heads_train_too(exclude):
+    loss, found = gradients({}, config=UNALIGNED, gtp_degree=4, recipe=gtp.FP8(matmuls=True, exclude=exclude))
     assert np.isfinite(loss) and all(np.isfinite(leaf).all() and leaf.any() for leaf in jax.tree.leaves(found))
 
 

@@ -39,7 +39,7 @@ CUTS = {
 
 
 def exchanged(name, wire, spoil=None):
-    """Of each rank's random gradients: the sum by `wire`, the exact one, and the sum of magnitudes, slice by slice."""
+    """Of each rank's random gradients: the sum by `wire`, the exact one, and the sum of magnitudes, shard by shard."""
     degrees, *kernels, cut = CUTS[name]
     rng = np.random.default_rng(len(name))
     with jax.set_mesh(gtp.make_mesh(**degrees)):
@@ -221,7 +221,9 @@ def test_a_layer_is_one_exchange_of_bytes_and_no_reduce_scatter(reduce, experts,
 
 
 def test_what_stays_in_high_precision_is_reduce_scattered_and_explain_says_so():
-    recipe = gtp.NVFP4(reduce="mxfp8", keep_first=1, override={"mlp": gtp.MXFP8(reduce="bf16"), "qkv": gtp.BF16()})
+    recipe = gtp.NVFP4(
+        reduce="mxfp8", high_precision_first=1, override={"mlp": gtp.MXFP8(reduce="bf16"), "qkv": gtp.BF16()}
+    )
     mesh = gtp.make_mesh(gtp=8)
     with jax.set_mesh(mesh):
         told = gtp.explain(abstract_model(lambda rngs: Llama(LlamaConfig(**SIZES), rngs=rngs)), recipe)
@@ -243,5 +245,5 @@ def test_what_stays_in_high_precision_is_reduce_scattered_and_explain_says_so():
 
 
 def test_an_unknown_reduction_is_refused():
-    with pytest.raises(ValueError, match="`reduce` is 'int4'; it is one of 'bf16', 'fp8', 'mxfp8', or `None`"):
+    with pytest.raises(ValueError, match="`reduce` is 'int4'; it must be one of 'bf16', 'fp8', 'mxfp8', or `None`"):
         gtp.NVFP4(reduce="int4")

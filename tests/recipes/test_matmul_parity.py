@@ -17,13 +17,13 @@ from ..parity.plain_llama import Oracle
 from .oracles import dequantized
 from .test_recipe_parity import ALIGNED, assert_close, batch_of, host, neighbours_together, scope, start
 
-# Blocks of 32 rows lie within a slice.
+# Blocks of 32 rows lie within a shard.
 CONFIG = LlamaConfig(vocab=64, dim=64, layers=2, heads=4, kv_heads=2, head_dim=32, ffn=128, dtype="float64")
 RECIPES = {
     "MXFP8": gtp.MXFP8(matmuls=True),
     "NVFP4": gtp.NVFP4(matmuls=True, stochastic=False),  # random bits go by the place in a rank's own array
     "NVFP4, first in float64, down in MXFP8": gtp.NVFP4(
-        matmuls=True, stochastic=False, keep_first=1, override={"mlp.down": gtp.MXFP8(matmuls=True)}
+        matmuls=True, stochastic=False, high_precision_first=1, override={"mlp.down": gtp.MXFP8(matmuls=True)}
     ),
 }
 SHORT = dataclasses.replace(CONFIG, layers=1)
@@ -73,7 +73,7 @@ def test_a_dense_layer_has_the_gradients_of_one_device(name, x64):
 
 
 def test_no_block_of_a_gradient_has_two_kernels_in_it_on_any_mesh(x64):
-    recipe, sizes = RECIPES["NVFP4"], (56, 120)  # no multiples of a block: padded where they are cut
+    recipe, sizes = RECIPES["NVFP4"], (56, 120)  # no multiples of a block: padded where they are sharded
     loss, wanted = dense_gradients(dict(gtp=1), recipe, 1, sizes)
     there, found = dense_gradients(dict(gtp=4), recipe, 1, sizes)
     assert abs(there - loss) <= 1e-12 * abs(loss)
@@ -164,7 +164,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_no_step_compiles_again():
         placed = jax.tree.map(
             lambda a, like: jax.device_put(a, like.sharding), stored, (fresh.params, fresh.opt_state, fresh.step)
         )
-        resumed = gtp.TrainState(*placed, fresh.skeleton)
+        resumed = gtp.TrainState(*placed, fresh.model_def)
         for _ in range(2):
             resumed, _ = step(resumed, batch)
     jax.tree.map(np.testing.assert_array_equal, host(resumed.params), host(state.params))
@@ -173,8 +173,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_no_step_compiles_again():
 @pytest.mark.slow
 @pytest.mark.parametrize("unroll", ["full", 1])
 def test_first_and_last_layers_stay_as_they_are(unroll, x64):
-    config = dataclasses.replace(ALIGNED, layers=4, unroll=unroll, kept=2 if unroll == 1 else 1)
-    recipe, batch = gtp.NVFP4(keep_first=1, keep_last=1), batch_of(config)
+    config = dataclasses.replace(ALIGNED, layers=4, unroll=unroll, keep_gathered=2 if unroll == 1 else 1)
+    recipe, batch = gtp.NVFP4(high_precision_first=1, high_precision_last=1), batch_of(config)
     with scope(dict(gtp=4)):
         state = start(config, optax.sgd(1.0))
         run = jax.jit(lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, recipe=recipe))

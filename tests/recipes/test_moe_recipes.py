@@ -63,7 +63,7 @@ def test_all_experts_of_a_layer_are_one_gather_a_pass_and_one_scatter(recipe, pa
     assert sent == {buffer_bytes(recipe.wire, degree, [*attention, *experts])}
 
 
-# tp cuts rows at multiples of a block, as the unsharded weight is quantized
+# tp shards rows at multiples of a block, as the unsharded weight is quantized
 BY_TP = dict(dim=64, head_dim=16, ffn=64)
 CASES = {
     "gtp 4, NVFP4": (dict(gtp=4), {}, 1, gtp.NVFP4()),
@@ -74,7 +74,7 @@ CASES = {
         2,
         gtp.NVFP4(),
     ),
-    "dp 2 x gtp 2, experts cut over both": (dict(dp=2, gtp=2), dict(expert_axes=("dp", "gtp")), 1, gtp.NVFP4()),
+    "dp 2 x gtp 2, experts sharded over both": (dict(dp=2, gtp=2), dict(expert_axes=("dp", "gtp")), 1, gtp.NVFP4()),
     "gtp 4, 2 experts, NVFP4": (dict(gtp=4), dict(experts=2, top_k=1), 1, gtp.NVFP4()),
     "gtp 2 x tp 2, 64 experts, MXFP8": (
         dict(gtp=2, tp=2),

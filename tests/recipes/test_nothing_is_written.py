@@ -19,8 +19,8 @@ from gtp_jax.recipes import RECIPES
 CONFIG = LlamaConfig(vocab=128, dim=64, layers=3, heads=4, kv_heads=2, head_dim=16, ffn=128)
 EVERY = {
     **{name: make() for name, make in RECIPES.items()},
-    "of layers": gtp.NVFP4(matmuls=True, keep_first=1, keep_last=1),
-    "of modules": gtp.MXFP8(keep=(), override={"mlp.down": gtp.FP8(matmuls=True), "head": gtp.NVFP4()}),
+    "of layers": gtp.NVFP4(matmuls=True, high_precision_first=1, high_precision_last=1),
+    "of modules": gtp.MXFP8(exclude=(), override={"mlp.down": gtp.FP8(matmuls=True), "head": gtp.NVFP4()}),
     "of gradients": gtp.NVFP4(reduce="fp8"),
 }
 UNSTOCHASTIC = [n for n, r in EVERY.items() if not any(k.operands and k.operands.stochastic for k in r.kinds)]
@@ -79,8 +79,10 @@ def test_no_attribute_is_written_in_a_step(name, changes, written):
         optimizer = optax.adamw(1e-3)
         state = gtp.TrainState.create(abstract_model(lambda rngs: Llama(config, rngs=rngs)), optimizer)
         tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32)
-        held = 1 if recipe.wire is not None else 0
-        step = gtp.train_step(next_token_loss, optimizer, microbatches=2, recipe=recipe, held=held)
+        pregathered_layers = 1 if recipe.wire is not None else 0
+        step = gtp.train_step(
+            next_token_loss, optimizer, microbatches=2, recipe=recipe, pregathered_layers=pregathered_layers
+        )
         step.lower(state, {"tokens": tokens, "targets": tokens})  # attributes are written while Python traces
         gtp.eval_step(next_token_loss, recipe=recipe).lower(state, {"tokens": tokens, "targets": tokens})
     assert not written

@@ -1,4 +1,4 @@
-"""Quantizing slices and gathering their codes is gathering the slices and quantizing the whole, bit for bit."""
+"""Quantizing shards and gathering their codes is gathering the shards and quantizing the whole, bit for bit."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ FORMATS = {name: formats.FORMATS[name] for name in ("NVFP4", "NVFP4_1D", "MXFP8"
 def weights_of(layout: Layout, case: str) -> np.ndarray:
     rng = np.random.default_rng(len(case))
     w = rng.normal(size=layout.shape).astype(np.float32)
-    if case == "unequal":  # the largest slice decides the scale of all
+    if case == "unequal":  # the largest shard decides the scale of all
         w *= np.geomspace(1e-3, 1e3, w.shape[1])
     if case == "zero":
         w[:32, :32] = 0
@@ -107,7 +107,7 @@ def sharded(shape) -> Layout:
 @pytest.mark.parametrize("form, least", [(formats.MXFP8, 32), (formats.NVFP4, 16), (formats.NVFP4_1D, 16)], ids=str)
 def test_rows_shorter_than_a_block_are_refused(form, least):
     rows = f"has rows of {least - 1} elements on a rank"
-    message = rf"shape \({least - 1}, 64\) {rows}, fewer than the {least} of a block of {form.name}.*`keep`"
+    message = rf"shape \({least - 1}, 64\) {rows}, fewer than the {least} of a block of {form.name}.*`exclude`"
     with pytest.raises(ValueError, match=message):
         plan_of([[sharded((least - 1, 64))]], form)
     assert plan_of([[sharded((least, 64))]], form)

@@ -94,5 +94,5 @@ def test_dequantized_weights_are_no_residual():
         )
         return step.compile().memory_analysis().temp_size_in_bytes
 
-    # a slice's codes and its gradient a layer, never a gathered weight
+    # a shard's codes and its gradient a layer, never a gathered weight
     assert (temporary(5) - temporary(3)) / 2 / layer < 0.5

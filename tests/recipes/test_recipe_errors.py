@@ -31,16 +31,20 @@ def gpu(kind):
 @pytest.mark.parametrize(
     "make, error, message",
     [
-        (lambda: gtp.NVFP4(block=(8, 8)), ValueError, r"`block` is \(8, 8\); it is \(16, 16\) or \(1, 16\)"),
-        (lambda: gtp.FP8(matmuls="all"), TypeError, "`matmuls` is 'all'; it is True or False"),
-        (lambda: gtp.FP8(gradient="bf16"), ValueError, "`gradient` is 'bf16'; it is one of 'e5m2', 'e4m3'"),
-        (lambda: gtp.MXFP8(keep="head"), TypeError, r"`keep` is 'head'; it is a tuple of names"),
-        (lambda: gtp.MXFP8(matmuls=1), TypeError, "`matmuls` is 1; it is True or False"),
-        (lambda: gtp.NVFP4(hadamard=None), TypeError, "`hadamard` is None; it is True or False"),
-        (lambda: gtp.NVFP4(stochastic=0), TypeError, "`stochastic` is 0; it is True or False"),
+        (lambda: gtp.NVFP4(block=(8, 8)), ValueError, r"`block` is \(8, 8\); it must be \(16, 16\) or \(1, 16\)"),
+        (lambda: gtp.FP8(matmuls="all"), TypeError, "`matmuls` is 'all'; it must be True or False"),
+        (lambda: gtp.FP8(gradient="bf16"), ValueError, "`gradient` is 'bf16'; it must be one of 'e5m2', 'e4m3'"),
+        (lambda: gtp.MXFP8(exclude="head"), TypeError, r"`exclude` is 'head'; it must be a tuple of names"),
+        (lambda: gtp.MXFP8(matmuls=1), TypeError, "`matmuls` is 1; it must be True or False"),
+        (lambda: gtp.NVFP4(hadamard=None), TypeError, "`hadamard` is None; it must be True or False"),
+        (lambda: gtp.NVFP4(stochastic=0), TypeError, "`stochastic` is 0; it must be True or False"),
         (lambda: gtp.NVFP4(block=(1, 16), matmuls=True), ValueError, r"`matmuls` go with `block` \(16, 16\)"),
-        (lambda: gtp.NVFP4(keep_last=-1), ValueError, "`keep_last` is -1; it is a number of layers, at least 0"),
-        (lambda: gtp.NVFP4(keep_first=True), ValueError, "`keep_first` is True"),
+        (
+            lambda: gtp.NVFP4(high_precision_last=-1),
+            ValueError,
+            "`high_precision_last` is -1; it must be a number of layers, at least 0",
+        ),
+        (lambda: gtp.NVFP4(high_precision_first=True), ValueError, "`high_precision_first` is True"),
         (lambda: gtp.NVFP4(override={"down": "mxfp8"}), TypeError, "it maps patterns of modules to recipes"),
         (lambda: gtp.NVFP4(override=gtp.MXFP8()), TypeError, "it maps patterns of modules to recipes"),
         (
@@ -49,25 +53,26 @@ def gpu(kind):
             "`override` of 'down' has an override of its own",
         ),
         (
-            lambda: gtp.NVFP4(override={"down": gtp.MXFP8(keep_first=2)}),
+            lambda: gtp.NVFP4(override={"down": gtp.MXFP8(high_precision_first=2)}),
             ValueError,
-            "`override` of 'down' has a `keep`, `keep_first` or `keep_last` of its own, which would not count",
+            "`override` of 'down' has a `exclude`, `high_precision_first` or `high_precision_last` of its own, which "
+            "would not count",
         ),
         (
-            lambda: gtp.NVFP4(override={"down": gtp.MXFP8(keep=("up",))}),
+            lambda: gtp.NVFP4(override={"down": gtp.MXFP8(exclude=("up",))}),
             ValueError,
-            "`override` of 'down' has a `keep`",
+            "`override` of 'down' has a `exclude`",
         ),
         (
             lambda: gtp.NVFP4(override=(("down", gtp.MXFP8()), ("down", gtp.FP8()))),
             ValueError,
             "has a pattern twice; write each once",
         ),
-        (lambda: gtp.NVFP4(keep=3), TypeError, "`keep` is 3; it is a tuple of names"),
+        (lambda: gtp.NVFP4(exclude=3), TypeError, "`exclude` is 3; it must be a tuple of names"),
         (
             lambda: gtp.train_step(next_token_loss, optax.sgd(1.0), recipe="nvfp4"),
             TypeError,
-            r"`recipe` is 'nvfp4'; it is one of gtp_jax.BF16\(\), gtp_jax.FP8\(\)",
+            r"`recipe` is 'nvfp4'; it must be one of gtp_jax.BF16\(\), gtp_jax.FP8\(\)",
         ),
         (lambda: gtp.eval_step(next_token_loss, recipe=gtp.NVFP4), TypeError, "Write it with parentheses"),
         (lambda: gtp.explain(None, gtp.FP8), TypeError, "Write it with parentheses"),
@@ -82,13 +87,13 @@ def test_bad_recipes_are_refused_when_they_are_made(make, error, message):
     "recipe, message",
     [
         (gtp.NVFP4(override={"mlp.dwn": gtp.MXFP8()}), "pattern 'mlp.dwn' matches no module .* blocks.layers.mlp.down"),
-        (gtp.NVFP4(keep=("embed", "heads")), "pattern 'heads' matches no module"),
+        (gtp.NVFP4(exclude=("embed", "heads")), "pattern 'heads' matches no module"),
         (
             gtp.NVFP4(override={"mlp": gtp.MXFP8(), "mlp.down": gtp.BF16()}),
             "pattern 'mlp.down' never counts: all that it matches, an earlier one does. Put it ahead of 'mlp'",
         ),
-        (gtp.NVFP4(keep=("head", "mlp.up"), override={"mlp": gtp.MXFP8()}), "pattern 'mlp.up' never counts"),
-        (gtp.NVFP4(keep_first=2, keep_last=2), "ask for 4 layers of each stack; blocks has 3"),
+        (gtp.NVFP4(exclude=("head", "mlp.up"), override={"mlp": gtp.MXFP8()}), "pattern 'mlp.up' never counts"),
+        (gtp.NVFP4(high_precision_first=2, high_precision_last=2), "ask for 4 layers of each stack; blocks has 3"),
     ],
 )
 def test_recipes_that_speak_of_what_a_model_lacks_are_refused(recipe, message):
@@ -118,7 +123,7 @@ def test_models_without_weights_to_quantize_are_refused():
 
 @pytest.mark.parametrize("model", [None, linen.Dense(8), gtp.Dense], ids=str)
 def test_only_nnx_modules_are_explained(model):
-    with pytest.raises(TypeError, match="`model` is a .*; it is an `nnx.Module`. A layer in Linen follows"):
+    with pytest.raises(TypeError, match="`model` is a .*; it must be an `nnx.Module`. A layer in Linen follows"):
         gtp.explain(model, gtp.NVFP4())
 
 
@@ -131,7 +136,7 @@ def test_a_head_that_is_not_there_is_kept_quietly_but_not_overridden():
 
 def test_the_first_rule_that_matches_counts():
     down = gtp.MXFP8(matmuls=True)
-    recipe = gtp.NVFP4(matmuls=True, keep=("head", "mlp"), override={"mlp.d*": down, "down": gtp.FP8()})
+    recipe = gtp.NVFP4(matmuls=True, exclude=("head", "mlp"), override={"mlp.d*": down, "down": gtp.FP8()})
     path = ("blocks", "layers", "mlp")
     assert recipe.of((*path, "down")) == down
     assert recipe.wire_of((*path, "up")) is None and recipe.operands_of((*path, "up")) is None
@@ -162,7 +167,7 @@ def test_a_pattern_has_the_same_modules_packed_as_explain_says(first, pattern):
 
 def test_explain_tells_layers_and_operands_apart():
     model = abstract_model(lambda rngs: Llama(CONFIG, rngs=rngs))
-    recipe = gtp.NVFP4(matmuls=True, keep_last=1, override={"mlp.down": gtp.MXFP8()})
+    recipe = gtp.NVFP4(matmuls=True, high_precision_last=1, override={"mlp.down": gtp.MXFP8()})
     found = gtp.explain(model, recipe)
     facts = {(f.module.removeprefix("blocks.layers."), f.first): f for f in found.facts}
     up, last, down = facts["mlp.up", 0], facts["mlp.up", 2], facts["mlp.down", 0]
@@ -176,7 +181,7 @@ def test_explain_tells_layers_and_operands_apart():
 def test_explain_names_every_weight_its_format_and_its_bytes():
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
         model = abstract_model(lambda rngs: Llama(CONFIG, rngs=rngs))
-        found = gtp.explain(model, gtp.NVFP4(keep=("embed", "head", "out")))
+        found = gtp.explain(model, gtp.NVFP4(exclude=("embed", "head", "out")))
     facts = {fact.module: fact for fact in found.facts}
     assert {name: fact.wire for name, fact in facts.items()} == {
         "embed": "bfloat16",
@@ -189,7 +194,7 @@ def test_explain_names_every_weight_its_format_and_its_bytes():
     assert facts["embed"].bytes_per_element == 2.0
     up = facts["blocks.layers.mlp.up"]
     assert up.layers == 3 and up.shapes == ((128, 384), (128, 384))
-    assert up.bytes == 8 * 2 * (48 * 64 + 3 * 8 + 8)  # slices, kernels, 48 x 128 codes of half a byte, 3 x 8 scales
+    assert up.bytes == 8 * 2 * (48 * 64 + 3 * 8 + 8)  # shards, kernels, 48 x 128 codes of half a byte, 3 x 8 scales
     assert up.matmul == "bfloat16, of dequantized weights"
     assert "blocks.layers.mlp.up" in str(found) and "NVFP4" in str(found)
 
@@ -218,8 +223,8 @@ def test_explain_says_which_matmuls_run_in_fp8_and_where_there_are_none():
 def test_explain_names_what_no_recipe_touches():
     class Foreign(nnx.Module):
         def __init__(self, rngs):
-            self.blocks = gtp.Stack(lambda rngs: gtp.MoE(64, 128, experts=4, rngs=rngs), length=2, rngs=rngs)
-            self.biased = gtp.Dense(64, 64, bias=True, rngs=rngs)
+            self.blocks = gtp.Stack(lambda rngs: gtp.MoE(64, 128, num_experts=4, rngs=rngs), length=2, rngs=rngs)
+            self.biased = gtp.Dense(64, 64, use_bias=True, rngs=rngs)
             self.linear = nnx.Linear(64, 64, use_bias=False, rngs=rngs)
 
     found = gtp.explain(abstract_model(Foreign), gtp.NVFP4())
@@ -230,7 +235,7 @@ def test_explain_names_what_no_recipe_touches():
 
 @pytest.mark.parametrize("recipe", [gtp.FP8(matmuls=True), gtp.NVFP4(matmuls=True)], ids=lambda r: type(r).__name__)
 def test_explain_says_how_experts_multiply(recipe):
-    model = abstract_model(lambda rngs: gtp.MoE(64, 128, experts=4, rngs=rngs))
+    model = abstract_model(lambda rngs: gtp.MoE(64, 128, num_experts=4, rngs=rngs))
     for fact in gtp.explain(model, recipe).facts:
         assert fact.matmul.startswith(recipe.operands.activation.name)
         assert fact.matmul.endswith(": grouped, bfloat16 of their values")
@@ -300,5 +305,5 @@ def test_embeddings_and_heads_stay_in_high_precision_also_by_other_names():
     facts = gtp.explain(abstract_model(Otherwise), gtp.NVFP4()).facts
     wires = {fact.module: fact.wire for fact in facts}
     assert wires.pop("c_fc") == "NVFP4" and set(wires.values()) == {"bfloat16"} and len(wires) == 3
-    named = gtp.explain(abstract_model(Otherwise), gtp.NVFP4(keep=("lm_head",))).facts
+    named = gtp.explain(abstract_model(Otherwise), gtp.NVFP4(exclude=("lm_head",))).facts
     assert {fact.module for fact in named if fact.wire == "bfloat16"} == {"lm_head"}

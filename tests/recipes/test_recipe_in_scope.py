@@ -16,7 +16,7 @@ from .oracles import matrix
 CONFIG = LlamaConfig(vocab=128, dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=128, dtype="float32")
 CASES = {
     "layers and modules": (
-        gtp.NVFP4(keep_first=1, override={"mlp.down": gtp.MXFP8(), "head": gtp.FP8()}),
+        gtp.NVFP4(high_precision_first=1, override={"mlp.down": gtp.MXFP8(), "head": gtp.FP8()}),
         dict(gtp=2, tp=2),
     ),
     "matmuls": (gtp.FP8(matmuls=True), dict(gtp=4)),
@@ -93,7 +93,7 @@ def test_a_linen_module_under_two_recipes_has_the_output_and_gradients_at_quanti
         call = jax.jit(jax.value_and_grad(loss))
         kernel = np.asarray(jax.tree.leaves(variables)[0])
         losses = {}
-        for name, recipe in {"fp8": gtp.FP8(keep=()), "nvfp4": gtp.NVFP4(keep=()), "none": None}.items():
+        for name, recipe in {"fp8": gtp.FP8(exclude=()), "nvfp4": gtp.NVFP4(exclude=()), "none": None}.items():
             with gtp.use_recipe(recipe):
                 losses[name], gradients = call(variables, x)
             used = kernel if recipe is None else matrix(kernel.T, recipe.wire, np.float32).T
@@ -114,7 +114,7 @@ def test_layers_that_gather_their_own_follow_keep_first_and_keep_last():
             return x + self.dense(x)
 
     x = jax.random.normal(jax.random.key(0), (8, 4, 64))
-    recipe = gtp.NVFP4(keep_first=1, keep_last=1)
+    recipe = gtp.NVFP4(high_precision_first=1, high_precision_last=1)
     with jax.set_mesh(gtp.make_mesh(gtp=4)):
         stack = gtp.init(lambda rngs: gtp.Stack(lambda rngs: Block(rngs), 4, rngs=rngs), nnx.Rngs(0))
         kernels = np.asarray(stack.layers.dense.kernel.get_value())
@@ -155,5 +155,5 @@ def test_what_cannot_be_done_is_refused():
     with gtp.use_recipe(gtp.NVFP4()), pytest.raises(ValueError, match=r"know its path.*gtp_jax.init.*keep=\(\)"):
         unnamed(jnp.ones((8, 64)))
     short = gtp.init(lambda rngs: gtp.Stack(lambda rngs: gtp.Dense(64, 64, rngs=rngs), 2, rngs=rngs), nnx.Rngs(0))
-    with gtp.use_recipe(gtp.NVFP4(keep_first=3)), pytest.raises(ValueError, match="ask for 3 layers"):
+    with gtp.use_recipe(gtp.NVFP4(high_precision_first=3)), pytest.raises(ValueError, match="ask for 3 layers"):
         short(jnp.ones((8, 64), jnp.bfloat16))

@@ -6,7 +6,7 @@ A case in brackets is one of `test_gradients_are_those_of_the_plain_model...`, h
 
 | upstream | here |
 |---|---|
-| 10 microbatches agree | [NVFP4-dp 2 x gtp 2, four microbatches]; to the bit in `test_held_codes` |
+| 10 microbatches agree | [NVFP4-dp 2 x gtp 2, four microbatches]; to the bit in `test_pregathered_layers` |
 | 11a NVFP4 Linear, second microbatch | [NVFP4-gtp 4], and the above: values, not finiteness |
 | 11b NVFP4, 56 features out | [NVFP4-gtp 8, unaligned]: 56 and 120 |
 | 12 NVFP4 grouped, 2 and 4 experts | [gtp 4, 2 experts, NVFP4], [gtp 4, NVFP4]; [gtp 8, NVFP4, 64 experts] |
@@ -17,7 +17,7 @@ A case in brackets is one of `test_gradients_are_those_of_the_plain_model...`, h
 | 7 GroupedLinear, experts by themselves | `test_every_expert_is_quantized_by_itself` of `tests/nn` |
 | gradient scattered in main_grad's dtype | `test_a_reduce_scatter_sums_in_the_dtype_asked_for` |
 | scatter with float32 accumulation | `test_gradient_exchange`, `bf16` |
-| global amax over the group | `test_packed_wire`, slices of unequal magnitudes |
+| global amax over the group | `test_packed_wire`, shards of unequal magnitudes |
 | wire bytes of a quantized gather | `test_recipe_collectives` |
 | full-operand matmuls | `tests/ops/test_linear_blocks`, `test_matmul_parity` |
 | the same in FP8 | `tests/ops/test_linear_fp8`, and here to the format's error |
@@ -27,7 +27,7 @@ And what no test upstream holds:
 | property | here |
 |---|---|
 | quantize then gather = gather then quantize, to the bit | `test_packed_wire`: 2-D, 1-D, unequal, zero, NaN, tp |
-| gradients' values, padding over several slices | [NVFP4-gtp 8, unaligned]: 56 rows on eight slices of 16 |
+| gradients' values, padding over several shards | [NVFP4-gtp 8, unaligned]: 56 rows on eight shards of 16 |
 | sharded = unsharded in float32 | `test_in_float32_too`; no recipe: `tests/parity/test_llama_parity` |
 | zero, NaN and Inf blocks; E8M0 boundaries | `test_packed_wire`; `tests/ops/test_quantize_numerics` |
 | tp x gtp, experts divided | [gtp 2 x tp 2, experts divided, microbatches] |
@@ -169,7 +169,7 @@ def test_steps_update_the_master_and_quantize_it_anew(x64):
 def test_no_schedule_changes_the_numbers():
     base = dataclasses.replace(ALIGNED, layers=3, dtype="float32")
     found = []
-    for schedule in ({}, dict(prefetch=False), dict(unroll=1, kept=0)):
+    for schedule in ({}, dict(prefetch=False), dict(unroll=1, keep_gathered=0)):
         with scope(dict(gtp=4)):
             state = start(dataclasses.replace(base, **schedule), optax.sgd(1.0))
             run = jax.jit(lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, recipe=gtp.NVFP4()))

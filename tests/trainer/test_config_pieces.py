@@ -17,7 +17,7 @@ from gtp_jax.trainer import TrainConfig
 CONFIG = TrainConfig(
     steps=7,
     parallelism=Parallelism(dp=2, tp=2),
-    execution=Execution(microbatches=2, kept="all", prefetch=False),
+    execution=Execution(microbatches=2, keep_gathered="all", prefetch=False),
     quantization=Quantization(recipe="nvfp4", override=("mlp.down=fp8",)),
 )
 
@@ -32,7 +32,7 @@ def test_settings_make_the_same_configuration_and_no_name_stands_twice(kind):
 def test_a_saved_configuration_is_flat_and_loads_as_it_was(tmp_path):
     CONFIG.save(tmp_path / "config.json")
     saved = json.loads((tmp_path / "config.json").read_text())
-    assert (saved["dp"], saved["kept"], saved["recipe"], saved["steps"]) == (2, "all", "nvfp4", 7)
+    assert (saved["dp"], saved["keep_gathered"], saved["recipe"], saved["steps"]) == (2, "all", "nvfp4", 7)
     assert TrainConfig.load(tmp_path / "config.json") == CONFIG
 
 
@@ -53,15 +53,15 @@ def test_an_unknown_setting_is_refused():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Execution(microbatches=0), "`microbatches` is 0; it is a whole number of at least 1"),
-        (lambda: Execution(microbatches=True), "`microbatches` is True; it is a whole number of at least 1"),
-        (lambda: Execution(remat="all"), "`remat` is 'all'; it is one of nothing, matmuls"),
-        (lambda: TrainConfig(seed=-1), "`seed` is -1; it is a whole number of at least 0"),
-        (lambda: TrainConfig(seed=1 << 32), "`seed` is 4294967296; it is a whole number from 0 to 4294967295"),
-        (lambda: TrainConfig(keep_best=-1), "`keep_best` is -1; it is a whole number of at least 0"),
-        (lambda: TrainConfig(dtype="int8"), "`dtype` is 'int8'; it is one of float32, bfloat16"),
-        (lambda: TrainConfig(max_grad_norm=float("inf")), "`max_grad_norm` is inf; it is a number above 0"),
-        (lambda: Quantization(recipe="fp6"), "`recipe` is 'fp6'; it is one of bf16, fp8"),
+        (lambda: Execution(microbatches=0), "`microbatches` is 0; it must be a whole number of at least 1"),
+        (lambda: Execution(microbatches=True), "`microbatches` is True; it must be a whole number of at least 1"),
+        (lambda: Execution(remat="all"), "`remat` is 'all'; it must be one of nothing, matmuls"),
+        (lambda: TrainConfig(seed=-1), "`seed` is -1; it must be a whole number of at least 0"),
+        (lambda: TrainConfig(seed=1 << 32), "`seed` is 4294967296; it must be a whole number from 0 to 4294967295"),
+        (lambda: TrainConfig(keep_best=-1), "`keep_best` is -1; it must be a whole number of at least 0"),
+        (lambda: TrainConfig(dtype="int8"), "`dtype` is 'int8'; it must be one of float32, bfloat16"),
+        (lambda: TrainConfig(max_grad_norm=float("inf")), "`max_grad_norm` is inf; it must be a number above 0"),
+        (lambda: Quantization(recipe="fp6"), "`recipe` is 'fp6'; it must be one of bf16, fp8"),
     ],
 )
 def test_values_out_of_range_are_refused_by_the_piece_that_has_them(make, message):

@@ -50,13 +50,13 @@ def refused(capsys, *flags: str) -> str:
         (dict(preset="8B"), "unknown `preset` '8B'; known are tiny, 100m, 1b, "),
         (dict(preset="8B"), "Did you mean '8b'?\n"),
         (dict(preset="zzz"), "70b, 405b.\n"),
-        (dict(steps=0), "`steps` is 0; it is a whole number of at least 1."),  # noqa: E501
-        (dict(tp=-1), "`tp` is -1; it is a whole number of at least 1."),
-        (dict(lr=0), "`lr` is 0.0; it is a number above 0."),
-        (dict(lr="nan"), "`lr` is nan; it is a number above 0."),
-        (dict(weight_decay=-1), "`weight_decay` is -1.0; it is a number of at least 0."),
-        (dict(warmup=8), "`warmup` is 8; it is at least 0 and less than `steps`, 8."),
-        (dict(unroll=0), "`unroll` is 0; it is a number of layers, at least 1, or 'full'."),
+        (dict(steps=0), "`steps` is 0; it must be a whole number of at least 1."),  # noqa: E501
+        (dict(tp=-1), "`tp` is -1; it must be a whole number of at least 1."),
+        (dict(lr=0), "`lr` is 0.0; it must be a number above 0."),
+        (dict(lr="nan"), "`lr` is nan; it must be a number above 0."),
+        (dict(weight_decay=-1), "`weight_decay` is -1.0; it must be a number of at least 0."),
+        (dict(warmup=8), "`warmup` is 8; it must be at least 0 and less than `steps`, 8."),
+        (dict(unroll=0), "`unroll` is 0; it must be a number of layers, at least 1, or 'full'."),
         (dict(gtp=3), "dp 1 x gtp 3 x tp 1 = 3, but there are 8 devices. Choose degrees"),
         (dict(dp=3), "but there are 8 devices"),
         (dict(tp=8), "tp 8 is more than the 4 key-value heads (8 query heads)"),
@@ -67,10 +67,10 @@ def refused(capsys, *flags: str) -> str:
         (dict(data="/proc/self/mem"), "`data` /proc/self/mem cannot be read: "),  # noqa: E501
         (dict(seq=20_000), "to train on, but one batch of 8 sequences of 20000 needs 160001. Give more text"),
         (dict(tokenizer="/nowhere.json"), "`tokenizer` /nowhere.json is not a file."),
-        (dict(local_devices=0), "--local-devices is 0; it is at least 1."),
+        (dict(local_devices=0), "--local-devices is 0; it must be at least 1."),
         (dict(num_processes=2), "--coordinator and --process-id missing: several processes need all of"),
         (dict(coordinator="h:1", num_processes=2, process_id=2), "--process-id is 2; with --num-processes 2 it is"),
-        (dict(coordinator="h", num_processes=2, process_id=0), "--coordinator is 'h'; it is HOST:PORT"),
+        (dict(coordinator="h", num_processes=2, process_id=0), "--coordinator is 'h'; it must be HOST:PORT"),
     ],  # noqa: E501
 )
 def test_mistake_is_named(changes, message, text, tmp_path, capsys):

@@ -19,7 +19,7 @@ def add_target(flags: argparse.ArgumentParser) -> None:
 
 
 def devices_of(chip: str | None, work: Workload) -> list[Any]:
-    """The devices of a step: of this machine, or of as many GPUs that are not there."""
+    """Returns the devices of a step: of this machine, or of as many GPUs that are not there."""
     if chip is None:
         return jax.devices()[: work.devices]
     return list(plan.topology_devices(plan.parse_target(f"{chip}:{work.devices}")))

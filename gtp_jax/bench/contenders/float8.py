@@ -56,8 +56,8 @@ def convert(model: Any, scaling: str, *, emulate: bool) -> Callable[[], None]:
         Float8LinearConfig.from_recipe_name(scaling), enable_fsdp_float8_all_gather=tensorwise, emulate=emulate
     )
 
-    def multiplies_fp8(module: Any, name: str) -> bool:
+    def supports_fp8_matmul(module: Any, name: str) -> bool:
         return isinstance(module, nn.Linear) and "head" not in name
 
-    convert_to_float8_training(model, config=config, module_filter_fn=multiplies_fp8)
+    convert_to_float8_training(model, config=config, module_filter_fn=supports_fp8_matmul)
     return (lambda: precompute_float8_dynamic_scale_for_fsdp(model)) if tensorwise else (lambda: None)

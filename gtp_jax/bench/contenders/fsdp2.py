@@ -1,6 +1,6 @@
 """The same Llama in PyTorch FSDP2, every block compiled; with --tp above 1 tensor and sequence parallel too.
 
-`torchrun --nproc-per-node 8 fsdp2.py --gtp 8 --sequences 8`, `--kept` for `reshard_after_forward=False`, and
+`torchrun --nproc-per-node 8 fsdp2.py --gtp 8 --sequences 8`, `--keep-gathered` for `reshard_after_forward=False`, and
 `--float8 tensorwise` or `--float8 rowwise` for FP8 matmuls (torchao).
 """
 
@@ -105,7 +105,7 @@ class Llama(nn.Module):
 
 
 def over_tp(model: Llama, mesh) -> None:
-    """Tensor parallelism with sequence parallelism between the halves of a block."""
+    """Applies tensor parallelism, with sequence parallelism between the halves of a block."""
     parallelize_module(
         model,
         mesh,
@@ -132,7 +132,7 @@ def over_tp(model: Llama, mesh) -> None:
 
 def main() -> None:
     flags = parser(__doc__)
-    flags.add_argument("--kept", action="store_true", help="keep gathered weights for backward")
+    flags.add_argument("--keep-gathered", action="store_true", help="keep gathered weights for backward")
     flags.add_argument("--async-tp", action="store_true", help="over tp, activations move in parts, under matmuls")
     flags.add_argument("--float8", choices=float8.SCALINGS, help="FP8 matmuls by torchao, scaled so")
     flags.add_argument("--eager", action="store_true", help="do not compile")
@@ -167,9 +167,9 @@ def main() -> None:
             loss_of = torch.compile(loss_of)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, REDUCE_DTYPE))
     shard = {"mesh": mesh["gtp"], "mp_policy": policy}
-    fully_shard(model.embed, **shard, reshard_after_forward=not args.kept)
+    fully_shard(model.embed, **shard, reshard_after_forward=not args.keep_gathered)
     for block in model.blocks:
-        fully_shard(block, **shard, reshard_after_forward=not args.kept)
+        fully_shard(block, **shard, reshard_after_forward=not args.keep_gathered)
     fully_shard([model.norm, model.head], **shard, reshard_after_forward=False)  # its backward follows at once
     fully_shard(model, **shard)
     model.to_empty(device=device)

@@ -13,19 +13,20 @@ from jax import lax
 import gtp_jax as gtp
 from gtp_jax.formats import MXFP8, NVFP4
 
-_SLICES = 4
+_SHARDS = 4
 
 
 def local_amax(kernel: jax.Array) -> jax.Array:
-    """NVFP4 of slices scaled each by its own amax, read as if all had the first one's: no reduction over the slices."""
-    turned = jnp.swapaxes(kernel, -1, -2)  # blocks run along the input features
-    parts = [gtp.quantize(part, NVFP4, amax=_amax(part)) for part in jnp.split(turned, _SLICES, axis=-2)]
+    """Returns NVFP4 of shards scaled each by its own amax, read as if all had the first one's: no reduction over the
+    shards."""
+    transposed = jnp.swapaxes(kernel, -1, -2)  # blocks run along the input features
+    parts = [gtp.quantize(part, NVFP4, amax=_amax(part)) for part in jnp.split(transposed, _SHARDS, axis=-2)]
     read = [gtp.dequantize(dataclasses.replace(part, amax=parts[0].amax), jnp.float32) for part in parts]
     return jnp.swapaxes(jnp.concatenate(read, axis=-2), -1, -2)
 
 
 def rounded_down(kernel: jax.Array) -> jax.Array:
-    """MXFP8 with the scale that the OCP specification suggests, which lets the largest elements saturate."""
+    """Returns MXFP8 with the scale that the OCP specification suggests, which lets the largest elements saturate."""
     rows, columns = MXFP8.block or (1, 1)
     assert rows == 1
     *lead, features, out = kernel.shape

@@ -1,4 +1,4 @@
-"""A step of gtp_jax: `python ours.py --gtp 8 --sequences 8 --recipe mxfp8 --kept all`."""
+"""A step of gtp_jax: `python ours.py --gtp 8 --sequences 8 --recipe mxfp8 --keep-gathered all`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def main() -> None:
             optimizer,
             microbatches=execution.microbatches,
             recipe=recipe.to_recipe(),
-            held=recipe.held,
+            pregathered_layers=recipe.pregathered_layers,
         )
         placed = NamedSharding(mesh, PartitionSpec(("dp", "gtp")))
         if args.target:

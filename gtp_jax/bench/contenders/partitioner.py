@@ -1,6 +1,6 @@
-"""The same Llama in plain JAX, its weights cut and gathered by XLA's partitioner as annotations say (FSDP, and tp).
+"""The same Llama in plain JAX, its weights sharded and gathered by XLA's partitioner as annotations say (FSDP, and tp).
 
-`python partitioner.py --gtp 8 --sequences 8 --combine`, and `--kept` for weights gathered once.
+`python partitioner.py --gtp 8 --sequences 8 --combine`, and `--keep-gathered` for weights gathered once.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from workload import LEARNING_RATE, REDUCE_DTYPE, WEIGHT_DECAY, Workload, parser
 Tree = Any
 WEIGHT = "gathered weight"
 
-# How weights are cut, and how they are once gathered. Query, key and value lie together by key-value head, gate and up
-# side by side, so that a cut over tp takes whole heads and both halves.
+# How weights are sharded, and how they are once gathered. Query, key and value lie together by key-value head, gate and
+# up side by side, so that sharding over tp takes whole heads and both halves.
 LAYER = {
     "qkv": (P("gtp", "tp", None), P(None, "tp", None)),
     "out": (P("tp", "gtp"), P("tp", None)),
@@ -34,13 +34,13 @@ LAYER = {
 }
 EMBED = (P("gtp", None), P())
 HEAD = (P("gtp", "tp"), P(None, "tp"))
-BETWEEN, INSIDE = P("gtp", "tp", None), P("gtp", None, "tp")  # activations: the sequence cut over tp, then features
+BETWEEN, INSIDE = P("gtp", "tp", None), P("gtp", None, "tp")  # activations: the sequence sharded over tp, then features
 HEADS = P("gtp", None, "tp", None)
 BATCH = P(None, "gtp", None)  # microbatch, sequence, token
 
 
 def shapes(work: Workload) -> Tree:
-    """Shapes of the parameters, layers stacked."""
+    """Returns the shapes of the parameters, layers stacked."""
     layer = {
         "qkv": (work.dim, work.kv_heads, (work.heads // work.kv_heads + 2) * work.head_dim),
         "out": (work.heads * work.head_dim, work.dim),
@@ -54,19 +54,19 @@ def shapes(work: Workload) -> Tree:
 
 
 def specs() -> Tree:
-    """How they are cut."""
-    layers = {name: P(None, *cut) for name, (cut, _) in LAYER.items()}
+    """Returns the partitions of the weights."""
+    layers = {name: P(None, *sharded) for name, (sharded, _) in LAYER.items()}
     return {"layers": {**layers, "norm1": P(), "norm2": P()}, "embed": EMBED[0], "norm": P(), "head": HEAD[0]}
 
 
 def abstract(work: Workload) -> Tree:
-    """The parameters' shapes and dtypes."""
+    """Returns the parameters' shapes and dtypes."""
     is_shape = lambda s: isinstance(s, tuple)  # noqa: E731
     return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), shapes(work), is_leaf=is_shape)
 
 
 def init(work: Workload, key: jax.Array) -> Tree:
-    """Random float32 parameters; norms are ones."""
+    """Returns random float32 parameters; norms are ones."""
 
     def make(path: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
         name = path[-1].key
@@ -86,11 +86,11 @@ def loss(
     targets: jax.Array,
     *,
     unroll: int,
-    kept: bool,
+    keep_gathered: bool,
     dtype: Any,
     attention: Literal["cudnn", "xla"],
 ) -> jax.Array:
-    """The mean loss of `(sequence, token)` arrays.
+    """Returns the mean loss of `(sequence, token)` arrays.
 
     Args:
         work: the sizes.
@@ -98,14 +98,14 @@ def loss(
         tokens: input.
         targets: what comes next.
         unroll: layers in one loop body; 0: no loop.
-        kept: whether backward uses the gathered weights of forward, or gathers again.
+        keep_gathered: whether backward uses the gathered weights of forward, or gathers again.
         dtype: of compute.
         attention: whose.
     """
 
     def saves(primitive: Any, *_: Any, **known: Any) -> bool:
         if primitive.name == "name":
-            return kept and known["name"] == WEIGHT
+            return keep_gathered and known["name"] == WEIGHT
         if primitive.name == "dot_general":
             return not any(known["dimension_numbers"][1])  # with batch dimensions it is attention written out
         return "dot_product_attention_fwd" in primitive.name
@@ -126,13 +126,13 @@ def loss(
     head: Any = _gathered(HEAD, params["head"].astype(dtype))
     logits = _norm(x, params["norm"], work.eps) @ head
     logits = _constrained(logits, INSIDE).astype(jnp.promote_types(dtype, jnp.float32))
-    # not an index, for the vocabulary may be cut
+    # not an index, for the vocabulary may be sharded
     is_target = lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(is_target, logits, 0), axis=-1))
 
 
 def _layer(work: Workload, attention: Literal["cudnn", "xla"], x: jax.Array, weights: Tree) -> jax.Array:
-    w = {name: checkpoint_name(_gathered(cut, weights[name]), WEIGHT) for name, cut in LAYER.items()}
+    w = {name: checkpoint_name(_gathered(sharded, weights[name]), WEIGHT) for name, sharded in LAYER.items()}
     batch, seq, _ = x.shape
     group = work.heads // work.kv_heads
     h = _norm(x, weights["norm1"], work.eps)
@@ -140,7 +140,7 @@ def _layer(work: Workload, attention: Literal["cudnn", "xla"], x: jax.Array, wei
     q, k, v = jnp.split(fused, [group * work.head_dim, (group + 1) * work.head_dim], axis=-1)
     q = jnp.reshape(q, (batch, seq, work.heads, work.head_dim))
     q, k = _rope(q, work.rope_theta), _rope(k, work.rope_theta)
-    q, k, v = (_constrained(part, HEADS) for part in (q, k, v))  # attention takes no cut sequence
+    q, k, v = (_constrained(part, HEADS) for part in (q, k, v))  # attention takes no sharded sequence
     mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention)
     x = x + _constrained(jnp.reshape(mixed, (batch, seq, -1)) @ w["out"], BETWEEN)
     hidden = jnp.einsum("bsd,dcf->bscf", _norm(x, weights["norm2"], work.eps), w["up"])
@@ -149,16 +149,18 @@ def _layer(work: Workload, attention: Literal["cudnn", "xla"], x: jax.Array, wei
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gathered(cut: tuple[P, P], w: jax.Array) -> jax.Array:
-    """A weight gathered, whose gradient is scattered, not summed everywhere.
+def _gathered(sharded: tuple[P, P], w: jax.Array) -> jax.Array:
+    """Returns a weight gathered, whose gradient is scattered, not summed everywhere.
 
-    That it comes cut is said too: propagation would else gather it ahead of the barrier of rematerialisation, where the
-    gather of forward and that of backward are one.
+    Its sharding before the gather is stated too: propagation would else gather it ahead of the barrier of
+    rematerialisation, where the gather of forward and that of backward are one.
     """
-    return _constrained(_constrained(w, cut[0]), cut[1])
+    return _constrained(_constrained(w, sharded[0]), sharded[1])
 
 
-_gathered.defvjp(lambda cut, w: (_gathered(cut, w), None), lambda cut, _, gradient: (_constrained(gradient, cut[0]),))
+_gathered.defvjp(
+    lambda sharded, w: (_gathered(sharded, w), None), lambda sharded, _, gradient: (_constrained(gradient, sharded[0]),)
+)
 
 
 def _constrained(x: jax.Array, spec: P) -> jax.Array:
@@ -179,14 +181,21 @@ def _rope(x: jax.Array, theta: float) -> jax.Array:
 
 
 def make_step(
-    work: Workload, mesh: Mesh, *, unroll: int, kept: bool, dtype: Any = jnp.bfloat16, xla: dict[str, Any] | None = None
+    work: Workload,
+    mesh: Mesh,
+    *,
+    unroll: int,
+    keep_gathered: bool,
+    dtype: Any = jnp.bfloat16,
+    xla: dict[str, Any] | None = None,
 ) -> tuple[Callable[..., Any], Callable[[jax.Array], Tree], Tree]:
-    """The jitted step `(state, tokens, targets) -> (state, loss)`, what makes its state from a key, and its shardings.
+    """Returns the jitted step `(state, tokens, targets) -> (state, loss)`, what makes its state from a key, and its
+    shardings.
 
     The state is `(params, optimizer state)`, donated; tokens are `(microbatch, sequence, token)`.
     """
     optimizer = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    cut = jax.tree.map(lambda s: NamedSharding(mesh, s), specs(), is_leaf=lambda s: isinstance(s, P))
+    sharded = jax.tree.map(lambda s: NamedSharding(mesh, s), specs(), is_leaf=lambda s: isinstance(s, P))
 
     def make_state(key: jax.Array) -> Tree:
         params = init(work, key)
@@ -194,11 +203,11 @@ def make_step(
 
     adam = jax.eval_shape(optimizer.init, abstract(work))
     whole = NamedSharding(mesh, P())
-    moments = optax.tree.map_params(optimizer, lambda _, s: s, adam, cut, transform_non_params=lambda _: whole)
-    shardings = (cut, moments)
+    moments = optax.tree.map_params(optimizer, lambda _, s: s, adam, sharded, transform_non_params=lambda _: whole)
+    shardings = (sharded, moments)
     attention = "xla" if mesh.devices.flat[0].platform == "cpu" else "cudnn"
     value_and_grad = jax.value_and_grad(
-        functools.partial(loss, work, unroll=unroll, kept=kept, dtype=dtype, attention=attention)
+        functools.partial(loss, work, unroll=unroll, keep_gathered=keep_gathered, dtype=dtype, attention=attention)
     )
 
     def step(state: Tree, tokens: jax.Array, targets: jax.Array) -> tuple[Tree, jax.Array]:
@@ -221,14 +230,14 @@ def make_step(
 
 
 def combined(work: Workload) -> dict[str, Any]:
-    """XLA options that join collectives until they are as large as a layer."""
+    """Returns XLA options that join collectives until they are as large as a layer."""
     numbers = sum(math.prod(shape) for shape in shapes(work)["layers"].values()) // work.layers // work.tp
     names = ("all_gather", "reduce_scatter")
     return {f"xla_gpu_{name}_combine_threshold_bytes": numbers * jnp.dtype(jnp.bfloat16).itemsize for name in names}
 
 
 def parsed(option: str) -> tuple[str, Any]:
-    """`name=value` of an XLA option."""
+    """Returns `name=value` of an XLA option."""
     name, _, value = option.partition("=")
     return name, {"true": True, "false": False}.get(value.lower(), int(value) if value.lstrip("-").isdigit() else value)
 
@@ -236,7 +245,7 @@ def parsed(option: str) -> tuple[str, Any]:
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--unroll", type=int, default=0, help="layers in one loop body, 0 for no loop")
-    flags.add_argument("--kept", action="store_true", help="keep gathered weights for backward")
+    flags.add_argument("--keep-gathered", action="store_true", help="keep gathered weights for backward")
     flags.add_argument("--combine", action="store_true", help="join the gathers of a layer, and its scatters")
     flags.add_argument("--xla", action="append", default=[], metavar="NAME=VALUE", help="XLA option of the step")
     flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step there")
@@ -247,17 +256,19 @@ def main() -> None:
         (work.gtp, work.tp), ("gtp", "tp"), devices=devices_of(args.target, work), axis_types=(AxisType.Auto,) * 2
     )
     xla = {**(combined(work) if args.combine else {}), **dict(map(parsed, args.xla))}
-    step, make_state, shardings = make_step(work, mesh, unroll=args.unroll, kept=args.kept, xla=xla or None)
+    step, make_state, shardings = make_step(
+        work, mesh, unroll=args.unroll, keep_gathered=args.keep_gathered, xla=xla or None
+    )
     with jax.set_mesh(mesh):
         shape = (work.microbatches, work.sequences // work.microbatches, work.seq)
         if args.target:
-            cut = jax.tree.map(
+            sharded = jax.tree.map(
                 lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
                 jax.eval_shape(lambda: make_state(jax.random.key(0))),
                 shardings,
             )
             like = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, BATCH))
-            return compile_only(step.lower(cut, like, like), args.target)  # pyright: ignore[reportFunctionMemberAccess]
+            return compile_only(step.lower(sharded, like, like), args.target)  # pyright: ignore[reportFunctionMemberAccess]
         state = make_state(jax.random.key(0))
         tokens = jax.random.randint(jax.random.key(1), shape, 0, work.vocab)
         tokens = jax.device_put(tokens, NamedSharding(mesh, BATCH))

@@ -37,7 +37,7 @@ class Job:
 
 
 def job() -> Job:
-    """The job that was given."""
+    """Returns the job that was given."""
     return Job(**json.loads(sys.argv[1]))
 
 
@@ -53,5 +53,5 @@ class Clock:
         self._begin = time.perf_counter()
 
     def seconds(self) -> float:
-        """Until now."""
+        """Returns the seconds until now."""
         return time.perf_counter() - self._begin

@@ -1,4 +1,5 @@
-"""gtp_jax's checkpoints, or plain orbax: `python saving_jax.py JOB`. Weights are cut over gtp, then moved to tp 2."""
+"""gtp_jax's checkpoints, or plain orbax: `python saving_jax.py JOB`. Weights are sharded over gtp, then moved to tp
+2."""
 
 from __future__ import annotations
 
@@ -59,13 +60,13 @@ def _plain(state: TrainState) -> dict[str, Any]:
 
 
 def shapes(model: LlamaConfig, **degrees: int) -> TrainState:
-    """A training state of shapes and shardings."""
+    """Returns a training state of shapes and shardings."""
     with jax.set_mesh(make_mesh(**degrees)):
         return TrainState.create(abstract_model(lambda rngs: Llama(model, rngs=rngs)), optax.adamw(1e-3))
 
 
 def filled(like: TrainState) -> TrainState:
-    """Random numbers, for zeros would be compressed to nothing."""
+    """Returns random numbers, for zeros would be compressed to nothing."""
 
     @functools.cache
     def maker(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:

@@ -1,7 +1,7 @@
 """PyTorch's distributed checkpoint, a process a device: `torchrun --nproc-per-node N saving_torch.py JOB`.
 
-Stacks of layers are saved a layer an array, as a PyTorch model has them. Weights are cut over fsdp, then moved to a
-mesh with tp 2 that cuts another dimension.
+Stacks of layers are saved a layer an array, as a PyTorch model has them. Weights are sharded over fsdp, then moved to a
+mesh with tp 2 that shards another dimension.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class _KeptStager(DefaultStager):
     """A stager whose pinned memory serves all saves."""
 
     def close(self) -> None:
-        """Nothing: PyTorch 2.11 calls it after every save, and a closed stager stages no more."""
+        """Does nothing: PyTorch 2.11 calls it after every save, and a closed stager stages no more."""
 
 
 def state(given: Job, mesh: Any) -> dict[str, Any]:
-    """The arrays on a mesh, filled with random numbers."""
+    """Returns the arrays on a mesh, filled with random numbers."""
     ranks = math.prod(mesh.shape)
     tensors = {}
     for index, stacked in enumerate(given.shapes):

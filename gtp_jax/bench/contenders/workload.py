@@ -68,7 +68,7 @@ class Workload:
 
     @property
     def devices(self) -> int:
-        """How many it runs on."""
+        """Returns how many it runs on."""
         return self.gtp * self.tp
 
     @property
@@ -86,7 +86,7 @@ _OF_MODEL = ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser with a flag for each field of a workload."""
+    """Returns a parser with a flag for each field of a workload."""
     flags = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for field in dataclasses.fields(Workload):
         kind = float if isinstance(field.default, float) else int
@@ -95,7 +95,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def workload(args: argparse.Namespace) -> Workload:
-    """The workload of parsed flags."""
+    """Returns the workload of parsed flags."""
     try:
         return Workload(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Workload)})
     except ValueError as error:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, Literal
 
 from ...chain import Remat, Schedule
-from ...nn import ExpertParallel, GradReduce, check_experts, check_heads, reduction_of
+from ...nn import ExpertParallel, GradReduce, check_heads, check_moe, reduction_of
 
 _ARCHITECTURE = ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "tied", "rope_theta", "eps")
 _OF_EXPERTS = ("experts", "top_k")
@@ -26,7 +26,7 @@ class LlamaConfig:
         ffn: hidden width of the MLP, or of each expert.
         experts: how many stand in place of each MLP; 0 for an MLP.
         top_k: experts a token.
-        balance: weight of the term that keeps experts evenly loaded; see `MoE`.
+        aux_loss_coeff: weight of the term that keeps experts evenly loaded; see `MoE`.
         expert_parallel: what tp does to experts; see `MoE`.
         expert_axes: mesh axes over which experts are gathered, those of dense layers by default; see `GroupedDense`.
         tied: whether the head uses the embedding's table.
@@ -37,7 +37,7 @@ class LlamaConfig:
             `gtp_jax.nn.reduction_of`.
         sequence_parallel: shard the sequence over tp between layers.
         remat: what blocks keep for backward.
-        prefetch, unroll, kept: the chain's schedule; see `Schedule`.
+        prefetch, unroll, keep_gathered: the chain's schedule; see `Schedule`.
     """
 
     vocab: int
@@ -49,7 +49,7 @@ class LlamaConfig:
     ffn: int
     experts: int = 0
     top_k: int = 2
-    balance: float = 0.01
+    aux_loss_coeff: float = 0.01
     expert_parallel: ExpertParallel = "features"
     expert_axes: tuple[str, ...] | None = None
     tied: bool = False
@@ -61,26 +61,26 @@ class LlamaConfig:
     remat: Remat = "matmuls"
     prefetch: bool = True
     unroll: int | Literal["full"] = "full"
-    kept: int | Literal["all"] = 1
+    keep_gathered: int | Literal["all"] = 1
 
     def __post_init__(self) -> None:
         for field in ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn"):
             if getattr(self, field) < 1:
-                raise ValueError(f"`{field}` is {getattr(self, field)}; it is a whole number of at least 1.")
+                raise ValueError(f"`{field}` is {getattr(self, field)}; it must be a whole number of at least 1.")
         if self.head_dim % 2:
             raise ValueError(f"`head_dim` is {self.head_dim}; rotary embedding needs an even number.")
         check_heads(self.heads, self.kv_heads, 1)
         if self.experts < 0:
-            raise ValueError(f"`experts` is {self.experts}; it is a whole number, 0 for an MLP.")
+            raise ValueError(f"`experts` is {self.experts}; it must be a whole number, 0 for an MLP.")
         if self.experts:
-            check_experts(self.experts, self.top_k, self.balance)
+            check_moe(self.experts, self.top_k, self.aux_loss_coeff)
         reduction_of(self.grad_reduce, self.dtype)
         self.schedule  # noqa: B018  validates its three fields
 
     @property
     def schedule(self) -> Schedule:
         """The chain's schedule."""
-        return Schedule(prefetch=self.prefetch, unroll=self.unroll, kept=self.kept)
+        return Schedule(prefetch=self.prefetch, unroll=self.unroll, keep_gathered=self.keep_gathered)
 
     def check_mesh(self, *, tp: int, seq: int) -> None:
         """Checks that the model and its sequences can be divided over tp.
@@ -93,7 +93,7 @@ class LlamaConfig:
             raise ValueError(f"`seq` is {seq}, which tp {tp} does not divide; the sequence is sharded over tp.")
 
     def architecture(self) -> dict[str, Any]:
-        """The fields that say which model the weights are of; the others say how it is computed."""
+        """Returns the fields that say which model the weights are of; the others say how it is computed."""
         return {name: getattr(self, name) for name in (*_ARCHITECTURE, *(_OF_EXPERTS if self.experts else ()))}
 
     def matmul_params(self) -> int:
@@ -105,7 +105,7 @@ class LlamaConfig:
         return self.layers * (attention + mlp) + self.vocab * self.dim
 
     def param_count(self) -> int:
-        """All parameters."""
+        """Returns all parameters."""
         embedding = 0 if self.tied else self.vocab * self.dim
         idle = self.layers * (self.experts - self.top_k) * 3 * self.dim * self.ffn if self.experts else 0
         return self.matmul_params() + idle + embedding + (2 * self.layers + 1) * self.dim

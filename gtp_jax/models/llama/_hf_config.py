@@ -56,7 +56,7 @@ def from_json(content: dict[str, Any], file: str) -> LlamaConfig:
     """
     for name, (value, what) in _FIXED.items():
         if name in content and content[name] != value:
-            raise ValueError(f"{file} has {name} {content[name]!r}, {value!r} is wanted: gtp_jax {what}.")
+            raise ValueError(f"{file} has {name} {content[name]!r}, {value!r} is expected: gtp_jax {what}.")
     fields = {**_DEFAULTS, **content, **_rotary(file, content)}
     if fields.get("num_key_value_heads") is None:
         fields["num_key_value_heads"] = fields.get("num_attention_heads")
@@ -83,7 +83,7 @@ def from_json(content: dict[str, Any], file: str) -> LlamaConfig:
 
 
 def _rotary(file: str, content: dict[str, Any]) -> dict[str, Any]:
-    """The base of the rotary wavelengths, from either place where transformers writes it.
+    """Returns the base of the rotary wavelengths, from either place where transformers writes it.
 
     Raises:
         ValueError: if the wavelengths are scaled, of a part of a head, or not the same in all layers.
@@ -91,16 +91,18 @@ def _rotary(file: str, content: dict[str, Any]) -> dict[str, Any]:
     for name in ("rope_scaling", "rope_parameters"):
         fields = content.get(name) or {}
         if not isinstance(fields, dict) or any(isinstance(value, dict) for value in fields.values()):
-            raise ValueError(f"{file} has {name} {fields!r}; an object of numbers for all layers, or none, is wanted.")
+            raise ValueError(
+                f"{file} has {name} {fields!r}; an object of numbers for all layers, or none, is expected."
+            )
         part = fields.get("partial_rotary_factor", content.get("partial_rotary_factor"))
         if part not in (None, 1):
             raise ValueError(
-                f"{file} has partial_rotary_factor {part!r}, 1 or none is wanted: gtp_jax turns whole heads."
+                f"{file} has partial_rotary_factor {part!r}, 1 or none is expected: gtp_jax turns whole heads."
             )
         kind = fields.get("rope_type", fields.get("type", "default"))
         if kind != "default":
             raise ValueError(
-                f"{file} has {name} of the type {kind!r}, 'default' or none is wanted: gtp_jax computes the rotary "
+                f"{file} has {name} of the type {kind!r}, 'default' or none is expected: gtp_jax computes the rotary "
                 "embedding without scaling, and the model would not be the same."
             )
     theta = (content.get("rope_parameters") or {}).get("rope_theta")

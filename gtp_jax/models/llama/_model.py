@@ -45,10 +45,10 @@ class LlamaBlock(nnx.Module):
             self.mlp = MoE(
                 config.dim,
                 config.ffn,
-                experts=config.experts,
+                num_experts=config.experts,
                 top_k=config.top_k,
                 parallel=config.expert_parallel,
-                balance=config.balance,
+                aux_loss_coeff=config.aux_loss_coeff,
                 axes=config.expert_axes,
                 eps=config.eps,
                 rngs=rngs,
@@ -83,12 +83,13 @@ class Llama(nnx.Module):
         )
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """`(batch, sequence)` tokens to `(batch, sequence, vocab)` logits."""
+        """Maps `(batch, sequence)` tokens to `(batch, sequence, vocab)` logits."""
         return run_chain(tokens, self.embed, self.blocks, self.head)
 
 
 def next_token_loss(model: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Sum of token losses and number of tokens of a batch with `tokens`, `targets` and perhaps `weights`."""
+    """Returns the sum of token losses and number of tokens of a batch with `tokens`, `targets` and perhaps
+    `weights`."""
     return cross_entropy(model(batch["tokens"]), batch["targets"], batch.get("weights"))
 
 

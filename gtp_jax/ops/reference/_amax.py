@@ -11,7 +11,8 @@ from . import _ieee
 
 
 def multi_amax(arrays: Sequence[jax.Array], *, stacked: bool) -> jax.Array:
-    """Float32 amax of each array, or if `stacked` of each index of its first dimension; 0 of what is empty."""
+    """Returns the float32 amax of each array, or if `stacked` of each index of its first dimension; 0 of what is
+    empty."""
     found = [jnp.zeros((0,), jnp.int32)]
     for x in arrays:
         bits = _ieee.widen(x)
@@ -26,5 +27,5 @@ def finite_amax(bits: jax.Array, axis: tuple[int, ...] | None = None) -> jax.Arr
 
 
 def any_non_finite(bits: jax.Array, axis: tuple[int, ...]) -> jax.Array:
-    """Whether NaN or Inf is among them."""
+    """Returns whether NaN or Inf is among them."""
     return jnp.any((bits & _ieee.MAGNITUDE) >= _ieee.INFINITY, axis=axis)

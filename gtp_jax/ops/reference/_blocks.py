@@ -8,7 +8,7 @@ from jax import lax
 
 
 def to_blocks(x: jax.Array, block: tuple[int, int]) -> jax.Array:
-    """`(*lead, R, C)` to `(*lead, blocks down, block rows, blocks across, block columns)`, padded with zeros."""
+    """Maps `(*lead, R, C)` to `(*lead, blocks down, block rows, blocks across, block columns)`, padded with zeros."""
     *lead, rows, cols = x.shape
     widths = [(0, 0)] * len(lead) + [(0, -rows % block[0]), (0, -cols % block[1])]
     down, across = -(-rows // block[0]), -(-cols // block[1])
@@ -16,19 +16,19 @@ def to_blocks(x: jax.Array, block: tuple[int, int]) -> jax.Array:
 
 
 def from_blocks(x: jax.Array, matrix: tuple[int, ...]) -> jax.Array:
-    """The inverse of `to_blocks`: the padding is cut off."""
+    """Returns the inverse of `to_blocks`: the padding is cut off."""
     *lead, down, rows, across, cols = x.shape
     return jnp.reshape(x, (*lead, down * rows, across * cols))[..., : matrix[0], : matrix[1]]
 
 
 def over_blocks(scales: jax.Array) -> jax.Array:
-    """One scale a block, `(*lead, blocks down, blocks across)`, made to broadcast against `to_blocks`."""
+    """Returns one scale a block, `(*lead, blocks down, blocks across)`, made to broadcast against `to_blocks`."""
     # without the barrier XLA would compute the scale anew for each element of the block
     return lax.optimization_barrier(scales)[..., :, None, :, None]
 
 
 def over_matrices(amax: jax.Array, ndim: int) -> jax.Array:
-    """An amax of the first leading dimensions, made to broadcast against an array of `ndim` dimensions."""
+    """Returns an amax of the first leading dimensions, made to broadcast against an array of `ndim` dimensions."""
     return jnp.reshape(amax, (*amax.shape, *(1,) * (ndim - amax.ndim)))
 
 
@@ -39,6 +39,6 @@ def pack_nibbles(codes: jax.Array) -> jax.Array:
 
 
 def unpack_nibbles(codes: jax.Array, cols: int) -> jax.Array:
-    """The inverse of `pack_nibbles`, for rows of `cols` elements."""
+    """Returns the inverse of `pack_nibbles`, for rows of `cols` elements."""
     pairs = jnp.stack([codes & 0xF, codes >> 4], axis=-1)
     return jnp.reshape(pairs, (*codes.shape[:-1], 2 * codes.shape[-1]))[..., :cols]

@@ -21,9 +21,9 @@ def dequantize(
     shape: tuple[int, ...],
     dtype: jnp.dtype,
 ) -> jax.Array:
-    """The array of logical `shape`, in `dtype`; operands that the format lacks are ignored."""
-    turned = columns and not format.transposed_columns
-    if turned:
+    """Returns the array of logical `shape`, in `dtype`; operands that the format lacks are ignored."""
+    by_columns = columns and not format.transposed_columns
+    if by_columns:
         codes, scales = jnp.swapaxes(codes, -1, -2), jnp.swapaxes(scales, -1, -2)
     rows, cols = (shape[-1], shape[-2]) if columns else (shape[-2], shape[-1])
     codes = codes.astype(jnp.int32)
@@ -49,7 +49,7 @@ def _values(codes: jax.Array, scales: jax.Array, amax: jax.Array, format: Format
 
 
 def _e4m3_factor(scales: jax.Array, amax: jax.Array) -> jax.Array:
-    """`(float(scale) * amax) * (1 / 2688)`, in that association; bits."""
+    """Returns `(float(scale) * amax) * (1 / 2688)`, in that association; bits."""
     e4m3 = ELEMENTS["e4m3"]
     significand, exponent = _minifloat.split(scales, e4m3)
     magnitude = amax & _ieee.MAGNITUDE
@@ -66,7 +66,7 @@ def _e4m3_factor(scales: jax.Array, amax: jax.Array) -> jax.Array:
 
 
 def _times(codes: jax.Array, factor: jax.Array, format: Format) -> jax.Array:
-    """`code * factor`; bits. `factor` may be signed, infinite or NaN."""
+    """Returns `code * factor`; bits. `factor` may be signed, infinite or NaN."""
     element = ELEMENTS[format.element]
     significand, exponent = _minifloat.split(codes, element)
     magnitude = factor & _ieee.MAGNITUDE

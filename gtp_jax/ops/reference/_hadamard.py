@@ -15,7 +15,7 @@ _SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], np
 
 
 def hadamard(x: jax.Array, *, inverse: bool = False) -> jax.Array:
-    """`H (d * x)` on every run of 16 rows, or with `inverse` `d * (H x)`; bfloat16.
+    """Returns `H (d * x)` on every run of 16 rows, or with `inverse` `d * (H x)`; bfloat16.
 
     H is the orthogonal Sylvester matrix (entries +-1/4) and d the signs; as H is its own inverse, so is the second
     of the first. In float32 by butterflies of strides 1, 2, 4, 8, then times 1/4, then rounded to bfloat16.
@@ -36,7 +36,7 @@ def hadamard(x: jax.Array, *, inverse: bool = False) -> jax.Array:
 
 
 def hadamard_amax(x: jax.Array) -> jax.Array:
-    """Float32 amax of `hadamard(x)`."""
+    """Returns the float32 amax of `hadamard(x)`."""
     return _ieee.as_float(finite_amax(_ieee.widen(hadamard(x))))
 
 

@@ -33,22 +33,22 @@ _HIDDEN = np.int32(0x00800000)
 
 
 def constant(value: float) -> np.int32:
-    """The bits of a float32 constant."""
+    """Returns the bits of a float32 constant."""
     return np.float32(value).view(np.int32)
 
 
 def as_bits(x: jax.Array) -> jax.Array:
-    """A float32's bit pattern."""
+    """Returns a float32's bit pattern."""
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
 def as_float(bits: jax.Array | np.int32) -> jax.Array:
-    """The float32 of a bit pattern."""
+    """Returns the float32 of a bit pattern."""
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def widen(x: jax.Array) -> jax.Array:
-    """The float32 bits of a float32, bfloat16 or float16 array; exact."""
+    """Returns the float32 bits of a float32, bfloat16 or float16 array; exact."""
     if x.dtype == jnp.float32:
         return as_bits(x)
     bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.int32)
@@ -64,7 +64,8 @@ def widen(x: jax.Array) -> jax.Array:
 
 
 def narrow(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Float32 bits to a float32, bfloat16 or float16 array, to nearest even; every NaN becomes the canonical one."""
+    """Rounds float32 bits to a float32, bfloat16 or float16 array, to nearest even; every NaN becomes the canonical
+    one."""
     bits = jnp.where((bits & MAGNITUDE) > INFINITY, NAN, bits)
     if dtype == jnp.float32:
         return as_float(bits)
@@ -79,7 +80,7 @@ def narrow(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def round_off(n: jax.Array, bits: jax.Array | int) -> jax.Array:
-    """`n / 2**bits` rounded to nearest even, for integers of at least 0 and `bits` of at least 1."""
+    """Returns `n / 2**bits` rounded to nearest even, for integers of at least 0 and `bits` of at least 1."""
     return n + (1 << bits - 1) - 1 + (n >> bits & 1) >> bits
 
 
@@ -96,7 +97,7 @@ def shorten(magnitude: jax.Array, *, mantissa_bits: int, min_exponent: int) -> j
 
 
 def split(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Significand, of exactly 24 bits unless it is 0, and exponent of a finite magnitude."""
+    """Returns the significand, of exactly 24 bits unless it is 0, and exponent of a finite magnitude."""
     field, fraction = magnitude >> 23, magnitude & _FRACTION
     significand = jnp.where(field == 0, fraction, fraction | _HIDDEN)
     shift = lax.clz(significand) - 8
@@ -104,7 +105,7 @@ def split(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def round_to_float32(n: jax.Array, exponent: jax.Array) -> jax.Array:
-    """The magnitude of `n * 2**exponent`, rounded once to nearest even; Infinity beyond the largest float32.
+    """Returns the magnitude of `n * 2**exponent`, rounded once to nearest even; Infinity beyond the largest float32.
 
     Args:
         n: integers from 0 to 2**28. If the lowest bit stands for all that was cut off below, n has 26 bits or more.
@@ -120,7 +121,7 @@ def round_to_float32(n: jax.Array, exponent: jax.Array) -> jax.Array:
 
 
 def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
-    """`a * b` of finite magnitudes."""
+    """Returns `a * b` of finite magnitudes."""
     (a, a_exponent), (b, b_exponent) = split(a), split(b)
     # 24 x 24 bits from halves of 12, since there is no wider integer
     a_high, a_low, b_high, b_low = a >> 12, a & 0xFFF, b >> 12, b & 0xFFF
@@ -132,7 +133,7 @@ def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def divide(a: jax.Array, b: jax.Array) -> jax.Array:
-    """`a / b` of finite magnitudes; Infinity if b is 0.
+    """Returns `a / b` of finite magnitudes; Infinity if b is 0.
 
     A float division, however inexact, gives the quotient up to a few units; the remainder, small enough for wrapping
     32-bit integers to hold exactly, tells how many.
@@ -148,7 +149,7 @@ def divide(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def scaled(magnitude: jax.Array, factor: jax.Array) -> jax.Array:
-    """`magnitude * factor` of finite magnitudes as a quantizer needs it: cheap, and right where it matters.
+    """Returns `magnitude * factor` of finite magnitudes as a quantizer needs it: cheap, and right where it matters.
 
     A product below the normal numbers becomes 0 and one beyond the largest becomes that: neither changes a code.
     """
@@ -168,7 +169,7 @@ def _mantissa(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def add(a: jax.Array, b: jax.Array) -> jax.Array:
-    """`a + b` of any float32 bit patterns, signs included.
+    """Returns `a + b` of any float32 bit patterns, signs included.
 
     Where both are below 2**-100 they are added 2**64 times as large, and the exact sum is brought back. Elsewhere
     a subnormal operand is too small to matter, and the result, if not 0, is normal.

@@ -1,4 +1,4 @@
-"""A layer's weights to one buffer of bytes, and the buffers of all slices to the layer's weights."""
+"""A layer's weights to one buffer of bytes, and the buffers of all shards to the layer's weights."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ._dequantize import dequantize
 from ._quantize import quantize
 
 
-def pack(slices: Sequence[jax.Array], amax: jax.Array, *, format: Format, plan: PackPlan) -> jax.Array:
-    """The row-wise copies of `(*lead, ...)` slices, with amax `(*lead, pieces)`: uint8 `(*lead, bytes)`."""
+def pack(shards: Sequence[jax.Array], amax: jax.Array, *, format: Format, plan: PackPlan) -> jax.Array:
+    """Returns the row-wise copies of `(*lead, ...)` shards, with amax `(*lead, pieces)`: uint8 `(*lead, bytes)`."""
     lead = amax.shape[:-1]
     all_codes, all_scales = [], []
-    for index, (piece, stored) in enumerate(zip(plan.pieces, slices, strict=True)):
+    for index, (piece, stored) in enumerate(zip(plan.pieces, shards, strict=True)):
         x = jnp.swapaxes(stored, -1, -2) if piece.transposed else stored
         whole, no_key = amax[..., index], jnp.zeros(2, jnp.uint32)
         codes, scales, *_ = quantize(
@@ -35,11 +35,11 @@ def pack(slices: Sequence[jax.Array], amax: jax.Array, *, format: Format, plan: 
 def unpack(
     buffer: jax.Array, amax: jax.Array, *, format: Format, plan: PackPlan, dtype: jnp.dtype
 ) -> tuple[jax.Array, ...]:
-    """The outputs of a plan from the buffers of its slices, `(slices, bytes)`, and amax `(pieces,)`."""
-    slices = buffer.shape[0]
+    """Returns the outputs of a plan from the buffers of its shards, `(shards, bytes)`, and amax `(pieces,)`."""
+    shards = buffer.shape[0]
 
     def read(section: Section) -> jax.Array:
-        return jnp.reshape(buffer[:, section.start : section.start + section.bytes], (slices, *section.shape))
+        return jnp.reshape(buffer[:, section.start : section.start + section.bytes], (shards, *section.shape))
 
     parts = []
     for index, (piece, (codes, scales)) in enumerate(zip(plan.pieces, plan.sections(format), strict=True)):
@@ -49,13 +49,13 @@ def unpack(
             amax[index],
             format=format,
             columns=False,
-            shape=(slices, piece.rows, piece.cols),
+            shape=(shards, piece.rows, piece.cols),
             dtype=dtype,
         )
-        if not plan.by_slice:
-            values = jnp.reshape(values, (slices * piece.rows, piece.cols))[: piece.total_rows]
+        if not plan.by_shard:
+            values = jnp.reshape(values, (shards * piece.rows, piece.cols))[: piece.total_rows]
         parts.append(values)
     return tuple(
         jnp.reshape(jnp.concatenate([parts[index] for index in plan.members(out)], axis=-2), shape)
-        for out, shape in enumerate(plan.outputs(slices))
+        for out, shape in enumerate(plan.outputs(shards))
     )

@@ -11,7 +11,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox(counter: tuple[jax.Array, ...], key: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-    """Four random words from four counter words and two key words, all uint32 and broadcast."""
+    """Returns four random words from four counter words and two key words, all uint32 and broadcast."""
     a, b, c, d = counter
     first, second = key
     for _ in range(ROUNDS):
@@ -23,7 +23,7 @@ def philox(counter: tuple[jax.Array, ...], key: tuple[jax.Array, jax.Array]) -> 
 
 
 def random_bytes(shape: tuple[int, ...], key: jax.Array, copy: int) -> jax.Array:
-    """Sixteen random bytes for each run of 16 elements: `(*shape, 16)` int32 from 0 to 255.
+    """Returns sixteen random bytes for each run of 16 elements: `(*shape, 16)` int32 from 0 to 255.
 
     Args:
         shape: how the runs are arranged; they are counted in C order.

@@ -28,7 +28,7 @@ def quantize(
     rows: bool,
     columns: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Row codes, row scales, column codes, column scales; those that are not wanted have shape `(0,)`."""
+    """Returns the row codes, row scales, column codes, column scales; those that are not wanted have shape `(0,)`."""
     copies = []
     if rows:
         copies.append(_copy(_ieee.widen(x), amax, key if stochastic else None, 0, format))
@@ -90,14 +90,14 @@ def _finite(bits: jax.Array) -> jax.Array:
 
 
 def _whole_scale(amax: jax.Array, format: Format) -> jax.Array:
-    """What maps the tensor's amax to the largest number there is; bits. 1 without a positive finite amax."""
+    """Returns what maps the tensor's amax to the largest number there is; bits. 1 without a positive finite amax."""
     usable = (amax > 0) & (amax < _ieee.INFINITY)
     scale = _ieee.divide(jnp.full_like(amax, _ieee.constant(format.largest)), jnp.where(usable, amax, _ieee.ONE))
     return jnp.where(usable, jnp.minimum(scale, _ieee.MAX), _ieee.ONE)
 
 
 def _e4m3_scales(block_amax: jax.Array, amax: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
-    """Block scales as codes, and what elements are multiplied with, as bits."""
+    """Returns the block scales as codes, and what elements are multiplied with, as bits."""
     e4m3 = ELEMENTS["e4m3"]
     whole = _whole_scale(amax, format)
     whole_inverse = _ieee.divide(jnp.full_like(whole, _ieee.ONE), whole)
@@ -111,7 +111,7 @@ def _e4m3_scales(block_amax: jax.Array, amax: jax.Array, format: Format) -> tupl
 
 
 def _e8m0_scales(block_amax: jax.Array, element_max: float) -> tuple[jax.Array, jax.Array]:
-    """Block scales as biased exponents, and what elements are multiplied with, as bits."""
+    """Returns the block scales as biased exponents, and what elements are multiplied with, as bits."""
     value = _ieee.multiply(block_amax, jnp.full_like(block_amax, _ieee.constant(1 / element_max)))
     field, fraction = value >> 23, value & 0x7FFFFF
     up = jnp.where(field == 0, fraction > 0x400000, fraction > 0)
@@ -121,7 +121,8 @@ def _e8m0_scales(block_amax: jax.Array, element_max: float) -> tuple[jax.Array, 
 
 
 def _round_stochastically(product: jax.Array, octets: jax.Array) -> jax.Array:
-    """Code of the grid point below `product` or above it, the nearer one the more often: floor of a random shift."""
+    """Returns the code of the grid point below `product` or above it, the nearer one the more often: floor of a random
+    shift."""
     m = jnp.minimum(_ieee.as_float(product), 6.0)
     steps_per_unit = jnp.where(m < 2, 2.0, jnp.where(m < 4, 1.0, 0.5))
     up = jnp.floor(m * steps_per_unit + (octets.astype(jnp.float32) + 0.5) * (1 / 256)).astype(jnp.int32)

@@ -11,10 +11,10 @@ import numpy as np
 from ._slot import SlottedWeight, values_and_slot
 
 
-def look_up(table: jax.Array | SlottedWeight, ids: jax.Array) -> jax.Array:
-    """`table[ids]`; the table's gradient is summed in at least float32.
+def embedding_lookup(table: jax.Array | SlottedWeight, ids: jax.Array) -> jax.Array:
+    """Returns `table[ids]`; the table's gradient is summed in at least float32.
 
-    A token that stands a thousand times in a batch adds a thousand rows into one. In 16 bits such a sum stands still
+    A token that stands a thousand times in a batch adds a thousand rows into one. In 16 bits such a sum stagnates
     once its last place outweighs what is added; and a GPU's 16-bit atomic additions to one address, which text makes
     by the thousand and random ids do not, take longer than all matmuls of a small model.
 
@@ -28,7 +28,7 @@ def look_up(table: jax.Array | SlottedWeight, ids: jax.Array) -> jax.Array:
     if not isinstance(table, SlottedWeight):
         return _take(table, ids)
     values, slot = values_and_slot(table)
-    return _look_up(values, slot, ids, slot.shape, slot.dtype)
+    return _embedding_lookup(values, slot, ids, slot.shape, slot.dtype)
 
 
 def _take(table: jax.Array, ids: jax.Array) -> jax.Array:
@@ -42,7 +42,9 @@ def _rows(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _look_up(table: jax.Array, slot: jax.Array, ids: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+def _embedding_lookup(
+    table: jax.Array, slot: jax.Array, ids: jax.Array, shape: tuple[int, ...], dtype: np.dtype
+) -> jax.Array:
     del slot, shape, dtype
     return _take(table, ids)
 
@@ -58,4 +60,4 @@ def _backward(shape: tuple[int, ...], dtype: np.dtype, ids: jax.Array, gradient:
     return None, to_table(gradient.astype(wide))[0].astype(dtype), None
 
 
-_look_up.defvjp(_forward, _backward)
+_embedding_lookup.defvjp(_forward, _backward)

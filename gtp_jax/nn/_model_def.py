@@ -16,7 +16,7 @@ Tree = Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Skeleton:
+class ModelDef:
     """Everything of a model but its arrays. Compared by identity, so that it is cheap as static data of a pytree.
 
     Attributes:
@@ -43,15 +43,15 @@ class Skeleton:
             layout.check_mesh("the model")
 
     def model(self, params: Tree) -> Any:
-        """The model with `params` for its parameters."""
+        """Returns the model with `params` for its parameters."""
         leaves, tree = jax.tree.flatten(self.state, is_leaf=_is_variable)
         paths = [path for path, _ in nnx.to_flat_state(self.state)]
         put = [v.replace(_at(params, path)) for path, v in zip(paths, leaves, strict=True)]
         return nnx.merge(self.graph, jax.tree.unflatten(tree, put))
 
 
-def take_apart(model: nnx.Module) -> tuple[Skeleton, dict[str, Any]]:
-    """A model's skeleton and its parameters as nested dicts of arrays.
+def split_model(model: nnx.Module) -> tuple[ModelDef, dict[str, Any]]:
+    """Returns a model's definition and its parameters as nested dicts of arrays.
 
     Raises:
         ValueError: if the model holds state other than parameters, such as batch statistics or dropout streams; if its
@@ -69,11 +69,11 @@ def take_apart(model: nnx.Module) -> tuple[Skeleton, dict[str, Any]]:
     params = jax.tree.map(lambda v: v.get_value(), state, is_leaf=_is_variable)
     bare = jax.tree.map(lambda v: v.replace(None), state, is_leaf=_is_variable)
     layouts = jax.tree.map(layout_of, state, is_leaf=_is_variable)
-    return Skeleton(graph, bare, _dicts(specs), _dicts(layouts), _roles_of(layouts)), _dicts(params)
+    return ModelDef(graph, bare, _dicts(specs), _dicts(layouts), _roles_of(layouts)), _dicts(params)
 
 
 def _roles_of(layouts: Any) -> Roles:
-    """The roles that a model's weights were laid out by; those in scope if it has none."""
+    """Returns the roles that a model's weights were laid out by; those in scope if it has none."""
     roles = {layout.roles for layout in jax.tree.leaves(layouts, is_leaf=_is_layout)}
     if len(roles) > 1:
         raise ValueError(
@@ -98,7 +98,7 @@ def _at(params: Tree, path: tuple[Any, ...]) -> Any:
 
 
 def _dicts(node: Any) -> Any:
-    """Plain nested dicts with string keys out of an NNX state."""
+    """Returns plain nested dicts with string keys out of an NNX state."""
     if isinstance(node, nnx.State | dict):
         return {str(key): _dicts(value) for key, value in node.items()}
     return node

@@ -8,20 +8,20 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 
-KEPT = "gtp_kept"
+SAVED = "gtp_saved"
 ACTIVATION = "gtp_activation"
 
 
-def keep(x: Any) -> Any:
+def save_for_backward(x: Any) -> Any:
     """Marks what the policy `matmuls` keeps beside the outputs of matmuls.
 
     A matmul's output that backward needs for nothing but this is then not kept: this takes its place. So what is
     computed from it is not computed again, for no more memory.
     """
-    return checkpoint_name(x, KEPT)
+    return checkpoint_name(x, SAVED)
 
 
-def keep_activation(x: Any) -> Any:
+def save_activation(x: Any) -> Any:
     """Marks what the policy `activations` keeps: what a matmul reads that an activation function made.
 
     Backward needs it for the weight's gradient alone, and otherwise makes it again from the matmuls' outputs.
@@ -30,7 +30,7 @@ def keep_activation(x: Any) -> Any:
 
 
 def row_major(x: jax.Array) -> jax.Array:
-    """The same array, whose last dimension lies in memory without gaps.
+    """Returns the same array, whose last dimension lies in memory without gaps.
 
     Where XLA may choose, it turns arrays over for a matmul that reads them anyhow, and what else reads them, reductions
     and the optimizer above all, runs at a fraction of the memory bandwidth.
@@ -40,7 +40,7 @@ def row_major(x: jax.Array) -> jax.Array:
 
 @jax.custom_jvp
 def row_major_in_training(x: jax.Array) -> jax.Array:
-    """`row_major` where it is differentiated, and its gradient likewise. Elsewhere the array as it is, as what
+    """Returns `row_major` where it is differentiated, and its gradient likewise. Elsewhere the array as it is, as what
     constrains a layout cannot be exported (`jax.export`), and inference gains nothing."""
     return x
 

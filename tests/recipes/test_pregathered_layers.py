@@ -1,4 +1,5 @@
-"""Codes held across microbatches: gathered once a step, counted, weighed, and changing no bit of the result."""
+"""Layers gathered ahead of the microbatches: gathered once a step, counted, weighed, and changing no bit of the
+result."""
 
 import dataclasses
 
@@ -21,25 +22,33 @@ KERNELS = [(256, 128), (128, 128), (128, 128), (128, 256), (384, 128), (384, 128
 
 
 ENDS = gtp.NVFP4(
-    keep_first=1, keep_last=1, matmuls=True, override={"mlp.down": gtp.MXFP8(), "attention.out": gtp.BF16()}
+    high_precision_first=1,
+    high_precision_last=1,
+    matmuls=True,
+    override={"mlp.down": gtp.MXFP8(), "attention.out": gtp.BF16()},
 )
 
 
-def lowered(recipe, held, parts, **changes):
+def lowered(recipe, pregathered_layers, parts, **changes):
     config = dataclasses.replace(LlamaConfig(**SIZES), **changes)
     mesh = gtp.make_mesh(gtp=DEGREE, dp=2)
-    return lowered_step(config, mesh, batch=8 * parts, seq=16, microbatches=parts, recipe=recipe, held=held)
+    return lowered_step(
+        config, mesh, batch=8 * parts, seq=16, microbatches=parts, recipe=recipe, pregathered_layers=pregathered_layers
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("held, parts, changes", [(2, 3, {}), ("all", 3, {}), (1, 1, dict(unroll=1))])
-def test_held_layers_are_gathered_once_a_step_and_the_others_in_every_pass(held, parts, changes):
+@pytest.mark.parametrize("pregathered_layers, parts, changes", [(2, 3, {}), ("all", 3, {}), (1, 1, dict(unroll=1))])
+def test_pregathered_layers_are_gathered_once_a_step_and_the_others_in_every_pass(pregathered_layers, parts, changes):
     recipe = gtp.NVFP4()
-    found = plan.collectives(lowered(recipe, held, parts, **changes).compile().as_text())
+    found = plan.collectives(lowered(recipe, pregathered_layers, parts, **changes).compile().as_text())
     gathers = [c for c in found if c.axes == ("gtp",) and c.kind == "all-gather" and c.dtype == "u8"]
-    layer, count = buffer_bytes(recipe.wire, DEGREE, KERNELS), LAYERS if held == "all" else held
+    layer, count = (
+        buffer_bytes(recipe.wire, DEGREE, KERNELS),
+        LAYERS if pregathered_layers == "all" else pregathered_layers,
+    )
     sizes = [c.operand_bytes for c in gathers for _ in range(c.times)]
-    # a held layer of one alone is as large as the others
+    # a pregathered layer of one alone is as large as the others
     assert sorted(sizes) == sorted([count * layer] + [layer] * (2 * parts * (LAYERS - count)))
 
 
@@ -56,14 +65,16 @@ def cubes(model, batch):
 
 
 @pytest.mark.parametrize("reduce", [None, pytest.param("mxfp8", marks=pytest.mark.slow)])
-def test_held_layers_are_counted_from_the_first_that_travels_as_codes(reduce):
-    recipe, parts, found, gathers = gtp.NVFP4(keep_first=1, keep_last=1, reduce=reduce), 2, [], []
+def test_pregathered_layers_are_counted_from_the_first_that_travels_as_codes(reduce):
+    recipe, parts, found, gathers = gtp.NVFP4(high_precision_first=1, high_precision_last=1, reduce=reduce), 2, [], []
     x = np.random.default_rng().normal(size=(16, 4, 64)).astype(np.float32)
     with scope(dict(gtp=4)):
         state = gtp.TrainState.create(gtp.init(Layers, nnx.Rngs(0)), optax.sgd(1.0))
-        for held in (0, 1):
+        for pregathered_layers in (0, 1):
             run = jax.jit(
-                lambda s, b, n=held: gtp.loss_and_gradients(cubes, s, b, microbatches=parts, recipe=recipe, held=n)
+                lambda s, b, n=pregathered_layers: gtp.loss_and_gradients(
+                    cubes, s, b, microbatches=parts, recipe=recipe, pregathered_layers=n
+                )
             )
             program = run.lower(state, {"x": x}).compile()
             found.append(host(program(state, {"x": x})))
@@ -77,10 +88,11 @@ def test_held_layers_are_counted_from_the_first_that_travels_as_codes(reduce):
 
 
 @pytest.mark.slow
-def test_what_is_held_takes_the_codes_bytes_on_every_device():
+def test_pregathered_layers_take_the_codes_bytes_on_every_device():
     layer = DEGREE * buffer_bytes(gtp.NVFP4().wire, DEGREE, KERNELS)
     few, many = (
-        lowered(gtp.NVFP4(), held, 2, layers=6).compile().memory_analysis().temp_size_in_bytes for held in (2, 5)
+        lowered(gtp.NVFP4(), pregathered_layers, 2, layers=6).compile().memory_analysis().temp_size_in_bytes
+        for pregathered_layers in (2, 5)
     )
     assert layer < many - few < 3.5 * layer, (many - few) / layer  # less what they would need while they are gathered
 
@@ -101,16 +113,16 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("held", [1, "all"])
-def test_not_a_bit_of_loss_and_gradients_changes(name, held):
+@pytest.mark.parametrize("pregathered_layers", [1, "all"])
+def test_not_a_bit_of_loss_and_gradients_changes(name, pregathered_layers):
     config, degrees, parts, recipe = CASES[name]
     config, found = dataclasses.replace(config, dtype="float32"), []
     with scope(degrees):
         state, batch = start(config, optax.sgd(1.0)), batch_of(config, size=16 * parts)
-        for count in (0, held):
+        for count in (0, pregathered_layers):
             run = jax.jit(
                 lambda s, b, count=count: gtp.loss_and_gradients(
-                    next_token_loss, s, b, microbatches=parts, recipe=recipe, held=count
+                    next_token_loss, s, b, microbatches=parts, recipe=recipe, pregathered_layers=count
                 )
             )
             found.append(host(run(state, batch)))
@@ -118,21 +130,33 @@ def test_not_a_bit_of_loss_and_gradients_changes(name, held):
         np.testing.assert_array_equal(a, b)
 
 
-def test_what_cannot_be_held_is_refused():
-    with pytest.raises(ValueError, match="`held` is -1; it is a number of layers, at least 0, or 'all'"):
-        gtp.train_step(next_token_loss, optax.sgd(1.0), recipe=gtp.NVFP4(), held=-1)
-    with pytest.raises(ValueError, match="`held` is 'all', but without a recipe no codes travel that could be held"):
-        gtp.train_step(next_token_loss, optax.sgd(1.0), held="all")
-    with pytest.raises(ValueError, match="`held` is 2, but no layers of a `Stack` travel as codes that could be held"):
+def test_what_cannot_be_pregathered_is_refused():
+    with pytest.raises(
+        ValueError, match="`pregathered_layers` is -1; it must be a number of layers, at least 0, or 'all'"
+    ):
+        gtp.train_step(next_token_loss, optax.sgd(1.0), recipe=gtp.NVFP4(), pregathered_layers=-1)
+    with pytest.raises(
+        ValueError,
+        match="`pregathered_layers` is 'all', but without a recipe no codes travel that could be gathered ahead",
+    ):
+        gtp.train_step(next_token_loss, optax.sgd(1.0), pregathered_layers="all")
+    with pytest.raises(
+        ValueError,
+        match="`pregathered_layers` is 2, but no layers of a `Stack` travel as codes that could be gathered ahead",
+    ):
         lowered(gtp.BF16(), 2, 1)
-    with pytest.raises(ValueError, match="`held` is 1, but no layers of a `Stack` travel as codes"):
-        lowered(gtp.NVFP4(keep_first=1, keep_last=LAYERS - 1), 1, 1)
+    with pytest.raises(ValueError, match="`pregathered_layers` is 1, but no layers of a `Stack` travel as codes"):
+        lowered(gtp.NVFP4(high_precision_first=1, high_precision_last=LAYERS - 1), 1, 1)
 
 
-def test_more_layers_than_a_stack_has_are_not_held():
+def test_more_layers_than_a_stack_has_are_not_pregathered():
     config = dataclasses.replace(ALIGNED, dtype="float32")
     with scope(dict(gtp=2)):
         state = start(config, optax.sgd(1.0))
-        step = gtp.train_step(next_token_loss, optax.sgd(1.0), recipe=gtp.NVFP4(keep_last=1), held=2)
-        with pytest.raises(ValueError, match="`held` is 2, but no `Stack` has more than 1 layers that travel as codes"):
+        step = gtp.train_step(
+            next_token_loss, optax.sgd(1.0), recipe=gtp.NVFP4(high_precision_last=1), pregathered_layers=2
+        )
+        with pytest.raises(
+            ValueError, match="`pregathered_layers` is 2, but no `Stack` has more than 1 layers that travel as codes"
+        ):
             step(state, batch_of(config))

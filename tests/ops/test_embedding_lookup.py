@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from gtp_jax.ops import look_up
+from gtp_jax.ops import embedding_lookup
 
 
 def of_text(rng, rows, count):
@@ -19,7 +19,7 @@ def test_rows_are_those_of_the_table_to_the_bit_and_ids_outside_are_taken_for_th
     with jax.enable_x64(True):
         table = jnp.asarray(rng.normal(size=(7, 5)), dtype)
         ids = jnp.asarray(rng.integers(-3, 12, (4, 6)))
-        found = jax.jit(look_up)(table, ids)
+        found = jax.jit(embedding_lookup)(table, ids)
         assert found.dtype == dtype
         np.testing.assert_array_equal(found, np.asarray(table)[np.clip(ids, 0, 6)])
 
@@ -30,7 +30,7 @@ def test_gradient_of_a_frequent_row_is_the_exact_sum_rounded_once(dtype):
     ids = jnp.asarray(of_text(rng, 50, (8, 4096)))
     gradient = rng.uniform(0.5, 1, (8, 4096, 3)).astype(dtype)  # of one sign, as what adds up over a batch
     table = jnp.zeros((50, 3), dtype)
-    found = jax.jit(lambda g: jax.vjp(lambda t: look_up(t, ids), table)[1](g)[0])(gradient)
+    found = jax.jit(lambda g: jax.vjp(lambda t: embedding_lookup(t, ids), table)[1](g)[0])(gradient)
     exact = np.zeros((50, 3))
     np.add.at(exact, ids, gradient.astype(np.float64))
     assert found.dtype == dtype
