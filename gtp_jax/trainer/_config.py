@@ -20,6 +20,14 @@ VIRTUAL_DEVICES = 8
 # The key of config.json that says who wrote it.
 _MARK = "gtp_jax"
 
+# Keys of config.json before fields were renamed, so that runs that began then resume.
+_RENAMED = {
+    "kept": "keep_gathered",
+    "keep_first": "high_precision_first",
+    "keep_last": "high_precision_last",
+    "held": "pregathered_layers",
+}
+
 _VOCAB_MULTIPLE = 128
 
 DTYPES = ("float32", "bfloat16")
@@ -177,7 +185,7 @@ class TrainConfig:
         try:
             settings = json.loads(path.read_text())
             settings.pop(_MARK)
-            return from_settings(cls, settings)
+            return from_settings(cls, {_RENAMED.get(key, key): value for key, value in settings.items()})
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"{path} is not the configuration of a run of gtp-jax ({error}). Choose another --out, or move what is "

@@ -36,6 +36,15 @@ def test_a_saved_configuration_is_flat_and_loads_as_it_was(tmp_path):
     assert TrainConfig.load(tmp_path / "config.json") == CONFIG
 
 
+def test_a_configuration_saved_before_fields_were_renamed_loads(tmp_path):
+    path = tmp_path / "config.json"
+    old = {"kept": "all", "keep_first": 1, "keep_last": 2, "held": 3}
+    path.write_text(json.dumps({"gtp_jax": "0.1.0", "recipe": "nvfp4", **old}))
+    execution = Execution(keep_gathered="all")
+    quantization = Quantization(recipe="nvfp4", high_precision_first=1, high_precision_last=2, pregathered_layers=3)
+    assert TrainConfig.load(path) == TrainConfig(execution=execution, quantization=quantization)
+
+
 def test_only_flags_that_are_given_are_told():
     parser = argparse.ArgumentParser()
     add_flags(parser, TrainConfig)
