@@ -185,7 +185,9 @@ class TrainConfig:
         try:
             settings = json.loads(path.read_text())
             settings.pop(_MARK)
-            return from_settings(cls, {_RENAMED.get(key, key): value for key, value in settings.items()})
+            return from_settings(
+                cls, {_RENAMED[key] if key in _RENAMED else key: value for key, value in settings.items()}
+            )
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"{path} is not the configuration of a run of gtp-jax ({error}). Choose another --out, or move what is "
