@@ -1,6 +1,6 @@
 """Checkpoints of a model's training state beside plain orbax and torch DCP: saving, restoring, moving to another mesh.
 
-What is measured is warm: programs are compiled and files lie in the page cache, for all alike. All of them write to
+Measurements are warm: for every contender, programs are compiled and files are in the page cache. All of them write to
 one directory, which is emptied in between, and flush what they have written to the disk before they call it saved.
 Only gtp_jax makes checksums of arrays and files; torch's are those of its zip archives. gtp_jax and orbax, one process
 for all devices, compress (random numbers by 7 %); torch, a process a device, does not.
@@ -30,11 +30,11 @@ from ._contender import SCRIPTS
 from ._process import reason, run
 from .contenders.workload import MARK
 
-# What is reported of a contender last.
+# The last thing that is reported of a contender.
 ENDED = "ended"
 
 
-# What is aimed at: moving to another mesh, in restores onto the same; and waiting for checksums, as a share of a save.
+# Goals: moving to another mesh, in restores onto the same mesh; and waiting for checksums, as a share of a save.
 _RESHARD_GOAL, _CHECKSUM_GOAL = 1.2, 0.05
 
 
@@ -44,7 +44,7 @@ class SavingContender:
 
     Attributes:
         name: for tables.
-        variant: what its script is told.
+        variant: passed to its script.
         script: file in the folder `contenders`.
     """
 
@@ -126,7 +126,7 @@ class CheckpointTimes:
         return part / whole if whole else None
 
     def take(self, facts: Mapping[str, Any]) -> None:
-        """Takes in what the contender has told."""
+        """Records what the contender has reported."""
         for name, value in facts.items():
             if isinstance(getattr(self, name), list):
                 getattr(self, name).append(value)

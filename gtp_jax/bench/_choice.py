@@ -11,7 +11,7 @@ class Named(Protocol):
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """The name shown in tables."""
         ...
 
 

@@ -43,7 +43,7 @@ class Contender:
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """The name shown in tables."""
         return " ".join(filter(None, (self.family, self.variant, self.policy)))
 
     def command(self, workload_flags: Sequence[str], devices: int, torch_python: str) -> list[str]:
@@ -94,7 +94,7 @@ def _matmuls(recipe: Recipe) -> str:
     return "+".join(dict.fromkeys(names))
 
 
-# In the order in which they run: first what is compared most, so that a short run leaves out what matters least.
+# In the order in which they run: the most compared first, so that a short run leaves out what matters least.
 CONTENDERS: tuple[Contender, ...] = _contenders()
 
 

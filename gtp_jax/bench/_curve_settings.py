@@ -1,4 +1,4 @@
-"""What loss curves must share, to be compared."""
+"""Holds the settings that loss curves must share to be comparable."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..models import PRESETS
 from ..plan import quantity
 from ..trainer import default_lr
 
-# What is trained where nothing else is asked for, by platform.
+# The default settings, by platform.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gpu": {"preset": "100m", "steps": 3000, "seq": 512, "batch": 16},
     "cpu": {"preset": "tiny", "steps": 50, "seq": 64, "batch": 8},
@@ -65,14 +65,14 @@ class CurveSettings:
 
     @property
     def flags(self) -> list[str]:
-        """Of `contenders/curve.py`."""
+        """Flags of `contenders/curve.py`."""
         names = ("preset", "steps", "batch", "seq", "seed", "lr", "device")
         data = ["--data", *self.data] if self.data else []
         return [*(f"--{name}={getattr(self, name)}" for name in names), *data]
 
     @property
     def title(self) -> str:
-        """In a line."""
+        """The settings in one line."""
         size = quantity(self.parameters, " parameters")
         tokens = f"{self.steps} steps of {self.batch} x {self.seq} tokens"
         return f"{self.preset} ({size}), {tokens}, seed {self.seed}, {self.device}"

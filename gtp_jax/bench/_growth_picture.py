@@ -1,4 +1,4 @@
-"""How a step's cost grows, as small multiples: time, memory and compile time against each axis."""
+"""Draws how a step's cost grows, as small multiples: time, memory and compile time against each axis."""
 
 from __future__ import annotations
 

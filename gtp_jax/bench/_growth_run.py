@@ -1,4 +1,4 @@
-"""What steps along an axis cost: run, or compiled for GPUs that are not there, each in a process of its own."""
+"""Measures steps along an axis, each in its own process: run here, or compiled for GPUs that are absent."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """The name shown in tables."""
         return " ".join(filter(None, (self.operation, self.variant, self.format)))
 
 
@@ -104,7 +104,7 @@ class Measurement:
 
     @property
     def size(self) -> str:
-        """Of the values, in MiB, for tables."""
+        """The size of the values in MiB, for tables."""
         return f"{round(self.mebibytes, 2):g}"
 
     @property

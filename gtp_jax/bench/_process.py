@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 _REASON_LENGTH = 110
-# What torchrun has to end its workers, which are in sessions of their own.
+# The time that torchrun has to end its workers, which run in their own sessions.
 _GRACE_S = 10
 _POLL_S = 0.5
 

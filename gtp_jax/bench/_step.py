@@ -1,4 +1,4 @@
-"""One training step through each contender, in a process of its own so that memory and flags are its own."""
+"""Runs one training step through each contender, each in its own process with its own memory and flags."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def _check_alike(now: Mapping[str, Any], then: Mapping[str, Any]) -> None:
     try:
         was, then_device = then["workload"], then["device"]
     except (KeyError, TypeError):
-        raise ValueError("the file to compare with is none that `gtp-jax bench step --json` has written.") from None
+        raise ValueError("the file to compare with was not written by `gtp-jax bench step --json`.") from None
     differing = [
         f"{name} {was.get(name)} there, {value} here"
         for name, value in now["workload"].items()

@@ -1,4 +1,4 @@
-"""How long a compiled program takes."""
+"""Times compiled programs."""
 
 from __future__ import annotations
 

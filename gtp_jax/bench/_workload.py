@@ -1,4 +1,4 @@
-"""Which step a benchmark runs, and what the processes that run it need."""
+"""Describes the step that a benchmark runs, and what the processes that run it need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..mesh import Parallelism, has_gpu
 from ..models import PRESETS, preset_of
 from .contenders.workload import Workload
 
-# What is run where nothing else is asked for, by platform.
+# The default workload, by platform.
 _PRESET = {"gpu": "reference", "cpu": "tiny"}
 _SEQ = {"gpu": 8192, "cpu": 128}
 VIRTUAL_DEVICES = 4

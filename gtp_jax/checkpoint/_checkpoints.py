@@ -160,7 +160,7 @@ class Checkpoints:
         description: Future[dict[str, Any]] = Future()
         description.set_result(complete(manifest(step, found, {} if extra is None else extra), digests))
         self.close()
-        # In the background orbax makes directories, which must be there before the first part is written.
+        # orbax makes directories in the background; they must exist before the first part is written.
         manager = new_manager(self._directory, self._retention, background=False)
         with self._failures(), contextlib.closing(manager):
             arrays = {leaf.name: array for leaf, array in zip(found, params.values(), strict=True)}
@@ -275,7 +275,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
-        """Says what a refused write means. The next save begins anew: it sweeps what this one has left."""
+        """Says what a refused write means. The next save starts over and removes what this one left."""
         try:
             yield
         except (OSError, ValueError) as error:

@@ -6,7 +6,7 @@ import functools
 import zlib
 
 _BITS = 32
-# Of a linear map on 32 bits: what it makes of each bit.
+# A linear map on 32 bits, as its image of each bit.
 _Columns = tuple[int, ...]
 
 

@@ -20,7 +20,7 @@ _LANES = (0x9E3779B1, 0xBB67AE85)
 _DIMS = (0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0x2545F491, 0x9FB21C65, 0xE6546B65, 0x1B873593)
 
 
-# What jax.monitoring is told the seconds of: how long was waited for digests.
+# The jax.monitoring event that records the seconds spent waiting for digests.
 DIGEST_EVENT = "/gtp_jax/checkpoint/digests"
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: a JSON file beside the arrays, read before any of them."""
+"""The manifest of a checkpoint: a JSON file beside the arrays, which is read before them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a step that is not kept goes away."""
+"""Deletes the steps that the retention policy drops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which steps stay when another is saved."""
+"""Decides which steps stay when another is saved."""
 
 from __future__ import annotations
 

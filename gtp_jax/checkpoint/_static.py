@@ -1,4 +1,4 @@
-"""What a state holds beside arrays: static fields of its dataclasses, such as the format of codes."""
+"""Collects a state's static fields, such as the format of codes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from ..formats import Format
 from ..mesh import Path, with_paths
 
-# Of these the text says all. Others (functions, meshes, layouts) say how the run computes, not what the arrays mean.
+# Types whose repr says everything. Others (functions, meshes, layouts) say how the run computes, not what arrays mean.
 _PLAIN = (str, bytes, bool, int, float, enum.Enum, np.dtype, Format, type(None))
 
 

@@ -20,9 +20,9 @@ from ._streamed import StreamedArray, StreamHandler
 
 SUMS = "sums.json"
 _OWN = "sums.process_{}.json"
-# What jax.monitoring is told the seconds of: how long a save waits for sums when all else is written.
+# The jax.monitoring event that records the seconds a save waits for sums after everything else is written.
 SUMS_EVENT = "/gtp_jax/checkpoint/sums"
-# How long a save goes on before the files are looked at again, in seconds.
+# Seconds between two looks at the files while a save is running.
 _PAUSE = 0.1
 
 

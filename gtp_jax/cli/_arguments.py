@@ -26,7 +26,7 @@ def whole(text: str) -> int:
 
 
 def check_files(*paths: Path | None) -> None:
-    """Checks that files can be written where they are to be.
+    """Checks that files can be written to these places.
 
     Raises:
         ValueError: naming the folder that is not there.
@@ -37,7 +37,7 @@ def check_files(*paths: Path | None) -> None:
 
 
 def add_run_flags(topic: argparse.ArgumentParser, *, timeout_s: int, one: str) -> None:
-    """Adds the flags of what runs programs in processes of their own, one after the other.
+    """Adds the flags of commands that run programs one after the other, each in its own process.
 
     Args:
         topic: the parser.
@@ -47,7 +47,7 @@ def add_run_flags(topic: argparse.ArgumentParser, *, timeout_s: int, one: str) -
     topic.add_argument(
         "--timeout", type=positive, default=timeout_s, metavar="S", help=f"seconds for one {one} (default: %(default)s)"
     )
-    topic.add_argument("--within", type=positive, metavar="MIN", help="minutes for all; what comes too late is not run")
+    topic.add_argument("--within", type=positive, metavar="MIN", help="minutes for all; later ones are skipped")
     topic.add_argument(
         "--torch-python", default=sys.executable, metavar="PATH", help="the Python that has torch (default: this one)"
     )

@@ -18,7 +18,7 @@ from ..plan import Target, columns, parse_target, topology_devices
 from ._arguments import add_file_flags, add_run_flags, check_files, seconds_within, whole
 
 _DESCRIPTION = """\
-Measures steps along five axes. All but `strong` go through the step that the flags ask for, that of `bench step`.
+Measures steps along five axes. All but `strong` include the step that the flags choose, that of `bench step`.
 
   weak      devices from 1 to all; tokens a device stay
   strong    devices from 1 to all; tokens of the step stay: those of one rank, in sequences as many times shorter
@@ -40,7 +40,7 @@ examples:
   gtp-jax bench growth --target h200:8 --png growth.png           compiled for 8 H200s that are not there
 
 A contender is picked by words of its name, as in `gtp-jax bench step`. Without a GPU and --target a tiny model runs on
-virtual devices. Ends of an axis are measured ahead of its middle, a step that lies on several axes once.
+virtual devices. The ends of an axis are measured before its middle, and a step shared by several axes once.
 """
 
 

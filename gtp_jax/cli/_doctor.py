@@ -93,7 +93,7 @@ def _devices() -> Iterator[Finding]:
     try:
         devices = jax.devices()
     except RuntimeError as error:
-        yield Finding("devices", "broken", first_line(error), "see whether JAX_PLATFORMS asks for what is not there")
+        yield Finding("devices", "broken", first_line(error), "check whether JAX_PLATFORMS names an absent platform")
         return
     kind = devices[0].device_kind if devices[0].platform != "cpu" else "virtual CPU devices"
     yield Finding("devices", "ok", f"{len(devices)} x {kind}")

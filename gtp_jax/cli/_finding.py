@@ -1,4 +1,4 @@
-"""What `gtp-jax doctor` reports."""
+"""A finding of `gtp-jax doctor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What moves between ranks, and when it is summed. One file a movement; all run inside a `shard_map`."""
+"""Movements between ranks, with their sums: one file for each. All run inside a `shard_map`."""
 
 from ._exchange import exchange_gradients as exchange_gradients
 from ._packed import Bundle as Bundle

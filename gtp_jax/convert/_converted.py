@@ -1,4 +1,4 @@
-"""What a conversion has done."""
+"""The result of a conversion."""
 
 from __future__ import annotations
 

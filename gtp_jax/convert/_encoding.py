@@ -1,4 +1,4 @@
-"""How an export writes a model's tensors."""
+"""The encodings in which an export writes a model's tensors."""
 
 from __future__ import annotations
 

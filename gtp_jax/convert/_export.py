@@ -1,4 +1,4 @@
-"""From our checkpoint to Hugging Face's files."""
+"""Exports a checkpoint to Hugging Face's files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def export_llama(
     """Writes the parameters of a checkpoint as a Hugging Face Llama: safetensors, their index, config.json.
 
     One tensor is in memory at a time. What was read is checked against the checkpoint's digests, and `out` appears at
-    the end, complete. The tokenizer is not part of a checkpoint; its files are to be copied there.
+    the end, complete. The tokenizer is not part of a checkpoint; copy its files there.
 
     Args:
         checkpoint: the directory of checkpoints.

@@ -1,4 +1,4 @@
-"""From Hugging Face's files to our checkpoint."""
+"""Imports Hugging Face's files into a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._files import open_tensors
 from ._fresh import fresh_directory
 from ._safetensors import Reader
 
-# What a float32 master holds exactly.
+# The dtypes that a float32 master holds exactly.
 _DTYPES = ("F32", "BF16", "F16")
 # Tables of the rotary embedding that old files carry along.
 _IGNORED = ".rotary_emb.inv_freq"

@@ -1,6 +1,6 @@
 """Linear weights in MXFP8 and NVFP4, in the layout of NVIDIA ModelOpt, which vLLM, SGLang and TensorRT-LLM read.
 
-Of a linear layer of shape (out, in), below its module's name:
+A linear layer of shape (out, in) becomes these tensors, below its module's name:
 
     NVFP4  weight          uint8    (out, in / 2)   two e2m1 codes a byte, the even one in the low nibble
            weight_scale    e4m3     (out, in / 16)  one a block of 16
@@ -35,7 +35,7 @@ from ..models import Tensor
 from ..ops import quantize
 from ._safetensors import DTYPES, Entry
 
-# What stays as it is, besides embeddings and norms.
+# Modules that are not quantized, besides embeddings and norms.
 _IGNORED = ["lm_head"]
 # Rows have blocks of their own, so that a matrix can be quantized in slices, which bounds the memory it takes.
 _SLICE_ELEMENTS = 1 << 22

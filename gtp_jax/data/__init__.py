@@ -1,4 +1,4 @@
-"""Text in, batches of tokens out. A batch depends on nothing but the text, the seed and the step."""
+"""Text in, batches of tokens out. A batch depends only on the text, the seed and the step."""
 
 from ._corpus import Corpus as Corpus
 from ._corpus import load_corpus as load_corpus

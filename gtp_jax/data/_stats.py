@@ -1,4 +1,4 @@
-"""What a model must beat: the entropy of single tokens."""
+"""Computes the loss that a model must beat: the entropy of single tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def unigram_entropy(train: np.ndarray, held_out: np.ndarray, vocab: int) -> floa
 
 
 def _counts(tokens: np.ndarray, vocab: int) -> np.ndarray:
-    # In pieces: bincount makes 64-bit integers of all it is given.
+    # in pieces, because bincount converts its whole input to 64-bit integers
     pieces = (tokens[start : start + _PIECE] for start in range(0, len(tokens), _PIECE))
     return sum((np.bincount(piece, minlength=vocab) for piece in pieces), np.zeros(vocab, np.int64))
 

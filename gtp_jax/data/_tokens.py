@@ -1,4 +1,4 @@
-"""From text to token numbers: bytes, or a Hugging Face tokenizer file."""
+"""Turns text into token numbers: bytes, or by a Hugging Face tokenizer file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-# What published tokenizers call the end of a document.
+# Names that published tokenizers give to the end of a document.
 _END = ("<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "</s>", "<eos>", "[SEP]")
 
 # Documents handed to the tokenizer's threads at a time.

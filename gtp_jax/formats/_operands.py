@@ -1,4 +1,4 @@
-"""In which formats a dense layer multiplies."""
+"""The formats of a dense layer's matmul operands."""
 
 from __future__ import annotations
 

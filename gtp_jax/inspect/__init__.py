@@ -1,4 +1,4 @@
-"""What a training step costs and does: compiled from shapes alone, or read from a trace of one that ran."""
+"""Reports what a training step costs and does, compiled from shapes alone or read from a trace."""
 
 from ._breakdown import EXPOSED as EXPOSED
 from ._breakdown import IDLE as IDLE

@@ -1,4 +1,4 @@
-"""Where the time of a step went: every moment belongs to one kind of work, to exposed communication, or to nothing."""
+"""Breaks down the time of a step: every moment belongs to one kind of work, to exposed communication, or to idling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training step of a preset costs on a mesh, without allocating the model.
+"""Inspects what a training step of a preset costs on a mesh, without allocating the model.
 
 The step is compiled from shapes alone, for virtual CPU devices or for GPUs that are not there.
 """

@@ -1,4 +1,4 @@
-"""What one device did when: read from a trace of `jax.profiler`."""
+"""Reads what one device did and when, from a trace of `jax.profiler`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a weight is stored, and how it is used: as plain data, with the movements that need no communication."""
+"""Layouts: how a weight is stored and how it is used, as plain data, with the movements that need no communication."""
 
 from ._layout import BLOCK as BLOCK
 from ._layout import Layout as Layout

@@ -1,4 +1,4 @@
-"""How one weight lies on the mesh: its storage, which is logical, and its use, which may be padded."""
+"""The layout of one weight on the mesh: logical in storage, possibly padded in use."""
 
 from __future__ import annotations
 

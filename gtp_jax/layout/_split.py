@@ -1,4 +1,4 @@
-"""How the ranks of the tensor axis divide a dimension in use."""
+"""The division of a dimension among the ranks of the tensor axis."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Split:
     def place(self, part: jax.Array, dim: int) -> jax.Array:
         """Returns the whole dimension with this rank's part in its place and zeros elsewhere: `take`, transposed.
 
-        What stands in the padding is dropped, even if it is not finite.
+        Values in the padding are dropped, even if they are not finite.
         """
         if len(self.owners) == 1:
             return part

@@ -1,4 +1,4 @@
-"""Which devices a run takes: the machine's GPUs, or virtual CPU devices. Decided before jax starts its backend."""
+"""Chooses the devices of a run, the machine's GPUs or virtual CPU devices, before jax starts its backend."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the devices of the mesh in scope can do.
+"""Says what the devices of the mesh in scope can do.
 
-Asked of the mesh first, because a program may be compiled for GPUs on a machine that has none.
+The mesh is asked first, because a program may be compiled for GPUs on a machine that has none.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What each mesh axis does, as a value: code asks for a role and never for an axis by name."""
+"""The roles of mesh axes, as a value: code asks for a role and never for an axis by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a family of models consists of."""
+"""A family of models: its parts."""
 
 from __future__ import annotations
 

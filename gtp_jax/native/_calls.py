@@ -15,7 +15,7 @@ from ..formats import RUN, Format, PackPlan, codes_shape, scales_shape
 
 _NOTHING = jax.ShapeDtypeStruct((0,), jnp.uint8)
 
-# What XLA's scheduler is told a kernel takes on a GPU: a launch, and the bytes it moves at a Hopper GPU's rate.
+# The cost of a kernel that XLA's scheduler sees: a launch, and the bytes it moves at a Hopper GPU's rate.
 _LAUNCH_NS = 2000
 _BYTES_PER_NS = 4000
 

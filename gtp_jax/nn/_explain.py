@@ -1,4 +1,4 @@
-"""What a recipe makes of a model, in words: so that nothing is silently left as it was."""
+"""Explains what a recipe does to each weight of a model, so that nothing is left unquantized silently."""
 
 from __future__ import annotations
 

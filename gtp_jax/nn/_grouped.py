@@ -20,7 +20,7 @@ from ._weight import Initializer, WeightOwner, make_weight
 
 GroupedParallel = Literal["column", "row", "expert"] | None
 
-# Of each expert by itself: the first dimension counts experts.
+# applied to each expert by itself: the first dimension counts experts
 default_init = initializers.variance_scaling(1.0, "fan_in", "normal", batch_axis=0)
 
 _SPLIT_DIM = {"column": 2, "row": 1, "expert": 0, None: None}

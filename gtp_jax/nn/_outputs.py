@@ -1,4 +1,4 @@
-"""What layers hand to their caller beside the activation: variables that they write."""
+"""Outputs of layers beside the activation: variables that they write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the operations on quantized arrays refuse at the door."""
+"""Checks the arguments of operations on quantized arrays."""
 
 from __future__ import annotations
 

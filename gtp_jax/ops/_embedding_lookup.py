@@ -14,9 +14,9 @@ from ._slot import SlottedWeight, values_and_slot
 def embedding_lookup(table: jax.Array | SlottedWeight, ids: jax.Array) -> jax.Array:
     """Returns `table[ids]`; the table's gradient is summed in at least float32.
 
-    A token that stands a thousand times in a batch adds a thousand rows into one. In 16 bits such a sum stagnates
-    once its last place outweighs what is added; and a GPU's 16-bit atomic additions to one address, which text makes
-    by the thousand and random ids do not, take longer than all matmuls of a small model.
+    A token that occurs a thousand times in a batch adds a thousand rows into one. In 16 bits such a sum stagnates:
+    additions fall below its last bit. On a GPU, 16-bit atomic additions to one address, which text causes by the
+    thousand and random ids do not, also take longer than all matmuls of a small model.
 
     Args:
         table: `(rows, features)`.

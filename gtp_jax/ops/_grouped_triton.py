@@ -32,7 +32,7 @@ class Block(NamedTuple):
 # Tiles of rows that one stretch of the grid walks through for every column, so that both operands stay in the L2 cache.
 _STRETCH = 8
 
-# What a matmul is supposed to reach on an H200, half of the datasheet's; only the scheduler asks.
+# The assumed matmul rate on an H200, half of the datasheet's; only the scheduler reads it.
 _FLOPS_PER_NS = 500_000
 
 

@@ -1,4 +1,4 @@
-"""Which code runs an operation: the reference, in plain jax.numpy, or the native kernel of the platform.
+"""Chooses the code that runs an operation: the reference, in plain jax.numpy, or the native kernel of the platform.
 
 Every operation with a choice takes `implementation`, and `None` for the best at hand. Native is what the platform has:
 this library's own kernels, cuDNN's attention, Pallas kernels. On quantized arrays both are equal bit for bit.

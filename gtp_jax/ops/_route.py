@@ -1,4 +1,4 @@
-"""Which experts a token goes to."""
+"""Routes tokens to experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward pass, and how it lies in memory."""
+"""Names the values that are saved for backward, and fixes their order in memory."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ ACTIVATION = "gtp_activation"
 
 
 def save_for_backward(x: Any) -> Any:
-    """Marks what the policy `matmuls` keeps beside the outputs of matmuls.
+    """Saves this value for backward under the policy `matmuls`, in place of the inputs it was computed from.
 
-    A matmul's output that backward needs for nothing but this is then not kept: this takes its place. So what is
-    computed from it is not computed again, for no more memory.
+    A matmul's output that backward needs only to compute this value is then not saved itself. This avoids recomputing
+    the value and takes no more memory.
     """
     return checkpoint_name(x, SAVED)
 
 
 def save_activation(x: Any) -> Any:
-    """Marks what the policy `activations` keeps: what a matmul reads that an activation function made.
+    """Saves a matmul's input, computed by an activation function, for backward under the policy `activations`.
 
-    Backward needs it for the weight's gradient alone, and otherwise makes it again from the matmuls' outputs.
+    Backward needs it only for the weight's gradient. Other policies recompute it from the matmuls' outputs.
     """
     return checkpoint_name(x, ACTIVATION)
 
@@ -32,8 +32,8 @@ def save_activation(x: Any) -> Any:
 def row_major(x: jax.Array) -> jax.Array:
     """Returns the same array, whose last dimension lies in memory without gaps.
 
-    Where XLA may choose, it turns arrays over for a matmul that reads them anyhow, and what else reads them, reductions
-    and the optimizer above all, runs at a fraction of the memory bandwidth.
+    Left to itself, XLA may transpose an array for a matmul that can read either order. Its other readers, above all
+    reductions and the optimizer, then run at a fraction of the memory bandwidth.
     """
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 

@@ -1,4 +1,4 @@
-"""What a step costs, read from its compiled program: traffic, order, operations, memory. Makes no arrays."""
+"""Reads what a step costs from its compiled program: traffic, order, operations, memory. Makes no arrays."""
 
 from ._chips import CHIPS as CHIPS
 from ._chips import Fact as Fact

@@ -1,4 +1,4 @@
-"""What a chip can do: every number with its unit and where it comes from."""
+"""Facts about chips: every number with its unit and its source."""
 
 from __future__ import annotations
 

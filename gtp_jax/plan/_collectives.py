@@ -24,7 +24,7 @@ KINDS = (
 
 Direction = Literal["forward", "backward"]
 
-# What the name of a traced operation contains if it belongs to a backward pass.
+# A part of the name of every traced operation that belongs to a backward pass.
 BACKWARD = "transpose("
 
 # Bytes that leave a device, as a multiple of (n - 1) / n times the larger of operand and result, in a ring of n.

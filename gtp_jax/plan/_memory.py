@@ -1,4 +1,4 @@
-"""Where a training step's memory goes, a device, from the compiled step and the shapes of its state."""
+"""Accounts for a training step's memory on one device, from the compiled step and the shapes of its state."""
 
 from __future__ import annotations
 

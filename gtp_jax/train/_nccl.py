@@ -1,4 +1,4 @@
-"""Which NCCL JAX loads, and what to tell XLA where that NCCL is older than XLA needs.
+"""Finds the NCCL that JAX loads, and the XLA option needed where that NCCL is older than XLA requires.
 
 Within a host, XLA computes all-reduces of up to a few megabytes with kernels of its own. From jaxlib 0.12 on these ask
 NCCL for the addresses of peer buffers through `ncclGetPeerDevicePointer`, which NCCL has from 2.29.2 on. With an older

@@ -34,7 +34,7 @@ GPU_OPTIONS: Mapping[str, Option] = {
     "xla_gpu_reduce_scatter_combine_threshold_bytes": Option(1 << 31, "likewise for the gradients"),
 }
 
-# What differs where tp shards activations: the collectives of two axes are in flight at once.
+# Differences where tp shards activations: the collectives of two axes are in flight at once.
 GPU_OPTIONS_WITH_TP: Mapping[str, Option] = {
     _ESTIMATOR: Option(
         True, "without, all collectives count as equally long, and a weight's gather is not drawn out beyond a tp one"
@@ -44,7 +44,7 @@ GPU_OPTIONS_WITH_TP: Mapping[str, Option] = {
     ),
 }
 
-# What differs where matmuls run in FP8. On 2 x H200 the reference step took 279.2 ms without estimator, 276.2 with.
+# Differences where matmuls run in FP8. On 2 x H200 the reference step took 279.2 ms without estimator, 276.2 with.
 GPU_OPTIONS_WITH_FP8: Mapping[str, Option] = {
     "xla_gpu_enable_triton_gemm": Option(
         False, "Triton's matmuls take FP8 operands back to 16 bits; without them every product is cuBLASLt's in FP8"
@@ -52,7 +52,7 @@ GPU_OPTIONS_WITH_FP8: Mapping[str, Option] = {
     _ESTIMATOR: Option(True, "without, no matmul is put under the reduce-scatters of backward"),
 }
 
-# What differs where NCCL is too old for XLA's own all-reduce kernels, which then fail (see `_nccl.py`).
+# Differences where NCCL is too old for XLA's own all-reduce kernels, which then fail (see `_nccl.py`).
 GPU_OPTIONS_WITH_OLD_NCCL: Mapping[str, Option] = {
     COLLECTIVE_KERNELS: Option(
         "", f"NCCL computes all-reduces: XLA's kernels fail with jaxlib 0.12 and an NCCL before {OLDEST_NCCL}"

@@ -1,4 +1,4 @@
-"""What a training run carries from step to step."""
+"""The state that a training run carries from step to step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training run is: every knob, its default and its limits."""
+"""The configuration of a training run: every knob, its default and its limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..models import PRESETS, ModelConfig, preset_of
 from ..recipes import Quantization
 from ..train import Execution
 
-# Without a GPU, and without degrees that ask for another number.
+# the default number without a GPU, unless degrees require another
 VIRTUAL_DEVICES = 8
 
 # The key of config.json that says who wrote it.
@@ -88,11 +88,13 @@ class TrainConfig:
         least=0,
         metavar="N",
     )
-    weight_decay: float = knob(0.1, "training", "of AdamW, on matrices only", kind=float, metavar="RATE")
+    weight_decay: float = knob(
+        0.1, "training", "weight decay of AdamW, applied to matrices only", kind=float, metavar="RATE"
+    )
     max_grad_norm: float = knob(
         1.0, "training", "scale gradients down to this norm", kind=float, above=0, metavar="NORM"
     )
-    seed: int = knob(0, "training", "of initial weights and of the order of the text", least=0, metavar="N")
+    seed: int = knob(0, "training", "seed of the initial weights and of the order of the text", least=0, metavar="N")
 
     execution: Execution = piece(Execution)
     parallelism: Parallelism = piece(Parallelism)

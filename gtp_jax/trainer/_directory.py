@@ -1,4 +1,4 @@
-"""The directory of a run: what lies where, and who may write to it."""
+"""The directory of a run: its files, and who may write to it."""
 
 from __future__ import annotations
 

@@ -20,11 +20,11 @@ _LAUNCHERS = {
     "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
 }
 
-# Of the flags.
+# The group of these flags in the help.
 LAUNCH_GROUP = "several processes"
 
 _JOIN_TIMEOUT_S = 120
-# After which jax itself ends a process whose peer is dead, without a word on checkpoints. The watch is quicker.
+# jax ends a process this long after its peer died, and says nothing about checkpoints. The watch is quicker.
 _HEARTBEAT_TIMEOUT_S = 60
 
 
@@ -71,7 +71,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """What the command line says of several processes; `find_launch` checks it."""
+    """The command line's settings of several processes; `find_launch` checks them."""
 
     coordinator: str | None = knob(
         None, LAUNCH_GROUP, "address of process 0, with a free port", kind=str, metavar="HOST:PORT"

@@ -13,7 +13,7 @@ import sys
 
 from ._directory import RunDirectory
 
-# Nothing but the pipe may end the child; it imports this package only if it has something to say.
+# Only the pipe may end the child; it imports this package only if it has something to say.
 _WAIT = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)

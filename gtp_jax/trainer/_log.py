@@ -14,7 +14,7 @@ class Log:
 
     Args:
         path: the file; `None` for a process that does not log.
-        step: updates made so far; what has been logged up to there is kept, the rest will be logged anew.
+        step: updates made so far; records up to there stay, and the rest will be logged again.
     """
 
     def __init__(self, path: Path | None, step: int) -> None:

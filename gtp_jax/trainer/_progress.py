@@ -1,4 +1,4 @@
-"""What a run shows and logs while it goes on."""
+"""Shows and logs the progress of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is printed before and after a run."""
+"""Writes the heading and the report of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run starts from: parameters, if they are not random, and a recipe that the model can follow."""
+"""Checks and reads what a run starts from: parameters, unless they are random, and a recipe that fits the model."""
 
 from __future__ import annotations
 

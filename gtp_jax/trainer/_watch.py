@@ -1,6 +1,6 @@
 """Ends a process whose peers are gone or stuck: a collective would wait for them forever.
 
-Each process rewrites a file of its own every second, from a thread, and looks whether the others' change. No collective
+A thread of each process rewrites its file every second and checks that the others' files change. No collective
 and no clock is shared, so it works while the devices hang.
 """
 

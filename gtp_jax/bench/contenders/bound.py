@@ -1,4 +1,4 @@
-"""What no schedule can beat: a step's matmuls alone at the ceiling measured here, and its attention alone, on one GPU.
+"""The bound of any schedule: a step's matmuls alone at the ceiling measured here, and its attention alone, on one GPU.
 
 `python bound.py --gtp 8 --sequences 8`: nothing is communicated; norms, activations, loss and optimizer cost nothing.
 """

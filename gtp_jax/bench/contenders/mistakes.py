@@ -1,4 +1,4 @@
-"""What a recipe could get wrong with the weights: in place of its rounding, straight through to the master."""
+"""Deliberate mistakes in rounding weights, in place of a recipe's; gradients flow straight through to the master."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What every contender of `gtp-jax bench checkpoint` is told, and how it reports. Needs nothing beside Python.
+"""The job that every contender of `gtp-jax bench checkpoint` takes, and how it reports. Needs only Python.
 
 Each is a script of its own that takes a `Job` as JSON, so that anyone can run it by itself. It reports each thing done
-at once: what is killed for taking too long has told what it did.
+at once, so that a contender killed for taking too long has reported what it did.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Job:
 
     Attributes:
         variant: of the contender.
-        directory: for the files; empty, and removed by whoever gave the job.
+        directory: for the files; empty, and removed by the caller.
         rounds: after a first one.
         model: of which parameters and AdamW's moments are saved, fields of `LlamaConfig`.
         shapes: of these float32 arrays.

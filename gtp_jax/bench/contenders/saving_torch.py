@@ -60,7 +60,7 @@ def main() -> None:
     options = StagingOptions(use_pinned_memory=cuda, use_shared_memory=cuda, use_async_staging=False)
     staging = {"async_stager": _KeptStager(options)} if cuda else {}
     saved = state(given, mesh)
-    # Where states are restored to: made once, for it is the reading that is timed.
+    # The arrays that states are restored into; made once, because only the reading is timed.
     like, other = state(given, mesh), None if both is None else state(given, both)
 
     def report(**facts: Any) -> None:

@@ -1,4 +1,4 @@
-"""What every contender of `gtp-jax bench step` runs, and how it reports. Needs nothing beside Python.
+"""The step that every contender of `gtp-jax bench step` runs, and how it reports. Needs only Python.
 
 Each contender is a script of its own that takes these flags, so that anyone can run it by itself.
 """

@@ -22,9 +22,9 @@ _FIELDS = (
     ("rope_theta", "rope_theta"),
     ("tie_word_embeddings", "tied"),
 )
-# Of which types they are, in JSON; sizes are whole numbers.
+# Their types in JSON; sizes are whole numbers.
 _TYPES: dict[str, tuple[type, ...]] = {"eps": (int, float), "rope_theta": (int, float), "tied": (bool,)}
-# What LlamaConfig of transformers takes where a field is missing; of the others, none may be.
+# The defaults of LlamaConfig in transformers; no other field may be missing.
 _DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
 # Fields with the one value that our Llama computes, and what it cannot do otherwise.
 _FIXED = {

@@ -1,4 +1,4 @@
-"""Which tensor of a Hugging Face Llama is which of our arrays: the one table.
+"""Maps the tensors of a Hugging Face Llama to our arrays: the one table.
 
 Both use the half-split rotary embedding, so no rows are permuted.
 """

@@ -1,4 +1,4 @@
-"""What every native kernel must equal bit for bit: the operations in plain jnp, with the same signatures as theirs."""
+"""The operations in plain jnp, with the signatures of the native kernels, which must equal them bit for bit."""
 
 from ._amax import multi_amax as multi_amax
 from ._dequantize import dequantize as dequantize

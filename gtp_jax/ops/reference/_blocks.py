@@ -23,7 +23,7 @@ def from_blocks(x: jax.Array, matrix: tuple[int, ...]) -> jax.Array:
 
 def over_blocks(scales: jax.Array) -> jax.Array:
     """Returns one scale a block, `(*lead, blocks down, blocks across)`, made to broadcast against `to_blocks`."""
-    # without the barrier XLA would compute the scale anew for each element of the block
+    # without the barrier XLA would recompute the scale for each element of the block
     return lax.optimization_barrier(scales)[..., :, None, :, None]
 
 
