@@ -131,11 +131,11 @@ def from_settings[T](kind: type[T], settings: Mapping[str, Any]) -> T:
 
 def settings_of(config: Any) -> dict[str, Any]:
     """Returns the values of all knobs of a configuration, by name."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        found |= settings_of(value) if "piece" in field.metadata else {field.name: value}
-    return found
+        settings |= settings_of(value) if "piece" in field.metadata else {field.name: value}
+    return settings
 
 
 def _add_flag(parser: Any, field: dataclasses.Field[Any]) -> None:

@@ -119,20 +119,20 @@ def run_curves(
 def read_curve(variant: Variant, folder: Path, failure: str = "") -> Curve:
     """Returns a variant's log as far as it goes."""
     path = folder / f"{variant.name}.jsonl"
-    found = []
+    records = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
-            found.append(json.loads(line))
+            records.append(json.loads(line))
         except json.JSONDecodeError:
             break  # cut off when the run was ended
-    losses = [(r["step"], r["loss"]) for r in found if "loss" in r]
+    losses = [(r["step"], r["loss"]) for r in records if "loss" in r]
     return Curve(
         variant,
         np.array([step for step, _ in losses], int),
         np.array([loss for _, loss in losses], float),
-        {r["step"]: r["held_out"] for r in found if "held_out" in r},
-        next((r["step_s"] for r in found if "step_s" in r), None),
-        next((CurveSettings.of(r["settings"]) for r in found if "settings" in r), None),
+        {r["step"]: r["held_out"] for r in records if "held_out" in r},
+        next((r["step_s"] for r in records if "step_s" in r), None),
+        next((CurveSettings.of(r["settings"]) for r in records if "settings" in r), None),
         failure,
     )
 
@@ -143,7 +143,7 @@ def settings_in(folder: Path, but: Sequence[Variant] = ()) -> CurveSettings | No
     Raises:
         ValueError: if they are of different settings, naming two; or one does not say of which.
     """
-    found: dict[str, CurveSettings] = {}
+    settings_by_name: dict[str, CurveSettings] = {}
     for variant in VARIANTS.values():
         if variant not in but and (folder / f"{variant.name}.jsonl").exists():
             settings = read_curve(variant, folder).settings
@@ -152,15 +152,15 @@ def settings_in(folder: Path, but: Sequence[Variant] = ()) -> CurveSettings | No
                     f"{folder / variant.name}.jsonl does not say of which settings it is. Remove it, or choose another "
                     "--out."
                 )
-            found[variant.name] = settings
-    for name, settings in found.items():
-        first = next(iter(found))
-        if settings != found[first]:
+            settings_by_name[variant.name] = settings
+    for name, settings in settings_by_name.items():
+        first = next(iter(settings_by_name))
+        if settings != settings_by_name[first]:
             raise ValueError(
                 f"{folder} holds logs of different settings, which are not to be compared: {name}.jsonl is of "
-                f"{settings.unlike(found[first], f'{first}.jsonl')}. Put them into folders of their own."
+                f"{settings.unlike(settings_by_name[first], f'{first}.jsonl')}. Put them into folders of their own."
             )
-    return next(iter(found.values()), None)
+    return next(iter(settings_by_name.values()), None)
 
 
 def check_comparable(folder: Path, settings: CurveSettings, variants: Sequence[Variant]) -> None:

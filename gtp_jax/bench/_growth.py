@@ -110,7 +110,7 @@ def parse_axes(words: Sequence[str]) -> dict[str, list[int]]:
     Raises:
         ValueError: if there is no such axis, or a value is no whole number of at least 1.
     """
-    found: dict[str, list[int]] = {}
+    values_by_axis: dict[str, list[int]] = {}
     for word in words or AXES:
         name, given, text = word.partition("=")
         if name not in AXES:
@@ -118,8 +118,8 @@ def parse_axes(words: Sequence[str]) -> dict[str, list[int]]:
         values = text.split(",") if given else []
         if not all(v.isascii() and v.isdigit() and int(v) for v in values):
             raise ValueError(f"`--axes` is {word!r}; values are whole numbers of at least 1: `{name}=1,2,4`.")
-        found[name] = sorted(set(map(int, values)))
-    return {name: found[name] for name in AXES if name in found}
+        values_by_axis[name] = sorted(set(map(int, values)))
+    return {name: values_by_axis[name] for name in AXES if name in values_by_axis}
 
 
 def growth_points(work: Workload, axes: Mapping[str, Sequence[int]]) -> list[Point]:

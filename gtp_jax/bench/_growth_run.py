@@ -82,13 +82,13 @@ def growth_runs(
             f"{', '.join(unable)} cannot be compiled for GPUs that are not there. Leave out `--target`, or choose "
             f"`--contenders` of {' or '.join(_COMPILED)}."
         )
-    found = []
+    pairs = []
     for point in points:
         for contender in contenders:
-            found.append((point, contender))
+            pairs.append((point, contender))
             if scan and point.axis == "depth" and contender.family == OURS:
-                found.append((point, _scanned(contender)))
-    return [(point, _compiled(contender, target) if target else contender) for point, contender in found]
+                pairs.append((point, _scanned(contender)))
+    return [(point, _compiled(contender, target) if target else contender) for point, contender in pairs]
 
 
 def measure_growth(

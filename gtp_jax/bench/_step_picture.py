@@ -26,7 +26,9 @@ def draw_steps(rows: Sequence[Row], flops_a_device: float, title: str, path: Pat
     from matplotlib.patches import Patch
 
     panels = {p: [r for r in rows if r.contender.policy in (p, "")] for p in _PANELS}
-    panels = {p: found for p, found in panels.items() if any(r.contender.policy for r in found)} or {"": list(rows)}
+    panels = {p: of_panel for p, of_panel in panels.items() if any(r.contender.policy for r in of_panel)} or {
+        "": list(rows)
+    }
     count = max(1, max(map(len, panels.values())))
     figure = Figure(figsize=(7.5 * len(panels), 1.9 + 0.36 * count), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False, sharex=True)[0]

@@ -52,7 +52,7 @@ def backward(
     carry, done = walk.run(plan.backward, _Carry(gradient, {}, {}, walk.zeros()), 0, residuals)
     assert not carry.weights and not carry.pending, "gathered, and never used"
     stacked = [stage.stacked for stage in stages]
-    shards, params = (collect(_pieces(found, len(stages)), stacked) for found in done)
+    shards, params = (collect(_pieces(gradients, len(stages)), stacked) for gradients in done)
     return Gradients(shards, params, carry.gradient, walk.of_shared(carry.shared))
 
 
@@ -94,10 +94,10 @@ class _Backward:
     def of_shared(self, sums: list[jax.Array]) -> Tree:
         """Returns the sums in the dtypes of the shared inputs."""
         leaves, tree = jax.tree.flatten(self.shared)
-        found = iter(sums)
+        summed = iter(sums)
         none = jax.dtypes.float0
         return jax.tree.unflatten(
-            tree, [next(found).astype(a.dtype) if _is_float(a) else np.zeros(a.shape, none) for a in leaves]
+            tree, [next(summed).astype(a.dtype) if _is_float(a) else np.zeros(a.shape, none) for a in leaves]
         )
 
     def run(self, events: Sequence[Event], carry: _Carry, origin: Any, residuals: ByLayer) -> tuple[_Carry, _Done]:
@@ -113,8 +113,8 @@ class _Backward:
                     reduced[stage, layer] = self.stages[stage].scatter(pending.pop((stage, layer))), False
                 case Compute(stage, layer):
                     own, residual = weights.pop((stage, layer), ()), residuals[stage, layer]
-                    found = self._compute(stage, place(origin, layer), residual, own, gradient)
-                    gradient, pending[stage, layer], params, to_shared = found
+                    computed = self._compute(stage, place(origin, layer), residual, own, gradient)
+                    gradient, pending[stage, layer], params, to_shared = computed
                     done.params[stage, layer] = params, False
                     if to_shared:
                         shared = [total + one for total, one in zip(shared, to_shared, strict=True)]
@@ -137,14 +137,14 @@ class _Backward:
         def body(carry: _Carry, step: tuple[jax.Array, Tree]) -> tuple[_Carry, _Done]:
             layer, residual = step
             carry, done = self.run(loop.body, carry, layer, {(loop.stage, 0): residual})
-            found = _Done(*({key: value for key, (value, _) in one.items()} for one in done))
-            return _moved(carry, 1), found
+            stacked = _Done(*({key: value for key, (value, _) in one.items()} for one in done))
+            return _moved(carry, 1), stacked
 
         steps = jnp.arange(loop.start, loop.stop), residuals[loop.stage, loop.start]
         carry = _moved(carry, 1 - loop.stop)
         carry, done = lax.scan(body, carry, steps, reverse=True, unroll=loop.unroll)
-        found = ({key: (value, True) for key, value in renumbered(one, loop.start).items()} for one in done)
-        return _moved(carry, loop.start - 1), _Done(*found)
+        stacked = ({key: (value, True) for key, value in renumbered(one, loop.start).items()} for one in done)
+        return _moved(carry, loop.start - 1), _Done(*stacked)
 
     def _compute(
         self, number: int, layer: Any, closure: Any, weights: Tree, gradient: Tree
@@ -171,9 +171,9 @@ def _moved(carry: _Carry, shift: int) -> _Carry:
     return carry._replace(weights=renumbered(carry.weights, shift), pending=renumbered(carry.pending, shift))
 
 
-def _pieces(found: ByLayer, stages: int) -> list[list[Piece]]:
+def _pieces(by_layer: ByLayer, stages: int) -> list[list[Piece]]:
     pieces: list[list[Piece]] = [[] for _ in range(stages)]
-    for (stage, layer), (tree, several) in found.items():
+    for (stage, layer), (tree, several) in by_layer.items():
         pieces[stage].append((layer, tree, several))
     return pieces
 
@@ -189,15 +189,15 @@ def _marks(residual: Tree) -> list[bool]:
 
 def _chosen(residual: Tree, operands: Tree) -> list[Any]:
     """Returns the operands that must be supplied again."""
-    return [value for value, wanted in zip(jax.tree.leaves(operands), _marks(residual), strict=True) if wanted]
+    return [value for value, mark in zip(jax.tree.leaves(operands), _marks(residual), strict=True) if mark]
 
 
 def _put(residual: Tree, operands: list[Any]) -> Tree:
     """Returns the residual with these operands in place of its marks."""
     leaves, tree = jax.tree.flatten(residual, is_leaf=_is_mark)
     values = iter(operands)
-    wanted = _marks(residual)
-    return jax.tree.unflatten(tree, [next(values) if put else leaf for leaf, put in zip(leaves, wanted, strict=True)])
+    marks = _marks(residual)
+    return jax.tree.unflatten(tree, [next(values) if put else leaf for leaf, put in zip(leaves, marks, strict=True)])
 
 
 def _is_float(leaf: Any) -> bool:

@@ -15,11 +15,11 @@ Piece = tuple[int, Tree, bool]
 
 def collect(pieces: list[list[Piece]], stacked: list[bool]) -> list[Tree]:
     """Returns one pytree a stage, its layers in order, with the leading dimension where the stage is stacked."""
-    return [_join(found, many) for found, many in zip(pieces, stacked, strict=True)]
+    return [_join(of_stage, many) for of_stage, many in zip(pieces, stacked, strict=True)]
 
 
-def _join(found: list[Piece], stacked: bool) -> Tree:
-    ordered = [(tree, many) for _, tree, many in sorted(found, key=lambda piece: piece[0])]
+def _join(pieces: list[Piece], stacked: bool) -> Tree:
+    ordered = [(tree, many) for _, tree, many in sorted(pieces, key=lambda piece: piece[0])]
     if not stacked:
         return ordered[0][0]
     lifted = [tree if many else jax.tree.map(lambda a: a[None], tree) for tree, many in ordered]

@@ -70,8 +70,8 @@ def run(stages: Sequence[Stage], x: Tree, schedule: Schedule, shared: Tree = ())
         given, params, shared, residuals = saved
         gradient, outputs = gradients
         scalars = [one.scalars for one in outputs]
-        found = backward(with_arrays(params, given), residuals, gradient, events, shared, scalars)
-        return found.shards, None, found.params, found.x, found.shared  # straight through what was gathered
+        computed = backward(with_arrays(params, given), residuals, gradient, events, shared, scalars)
+        return computed.shards, None, computed.params, computed.x, computed.shared  # straight through what was gathered
 
     chain.defvjp(fwd, bwd)
     given = [(stage.gather_inputs, stage.constants) for stage in stages]

@@ -60,19 +60,19 @@ def segments(lengths: list[int], schedule: Schedule) -> list[Segment]:
     """
     total = sum(lengths)
     kept = total if schedule.keep_gathered == "all" else schedule.keep_gathered
-    found: list[Segment] = []
+    stretches: list[Segment] = []
     before = 0
     for stage, length in enumerate(lengths):
         body = length if schedule.unroll == "full" else schedule.unroll
         kept_here = min(length, max(0, kept - (total - before - length)))
         tail = body if kept_here == length else max(body, kept_here)
         if length <= tail + 1:
-            found.append(Segment(stage, 0, length))
+            stretches.append(Segment(stage, 0, length))
         else:
-            found += [
+            stretches += [
                 Segment(stage, 0, 1),
                 Segment(stage, 1, length - tail, body),
                 Segment(stage, length - tail, length),
             ]
         before += length
-    return found
+    return stretches

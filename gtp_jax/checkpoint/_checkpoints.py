@@ -118,11 +118,11 @@ class Checkpoints:
         """
         step = self._checked(step)
         check_recipe(recipe)
-        found = leaves(state)
-        check_savable(found)
+        saved = leaves(state)
+        check_savable(saved)
         static = static_fields(state)
-        content = manifest(step, found, {} if extra is None else extra, static=static, loss=loss, recipe=recipe)
-        arrays = {leaf.name: leaf.to_disk() for leaf in found}
+        content = manifest(step, saved, {} if extra is None else extra, static=static, loss=loss, recipe=recipe)
+        arrays = {leaf.name: leaf.to_disk() for leaf in saved}
         digests, description = Digests(arrays), Future()
         try:
             with self._failures():
@@ -152,18 +152,18 @@ class Checkpoints:
             TypeError: if JSON cannot hold `extra`.
         """
         step = self._checked(step)
-        found, digests = [], {}
+        saved, digests = [], {}
         for name, array in params.items():
             path = (_PARAMS, *name.split("/"))
-            found.append(Leaf(path, jax.ShapeDtypeStruct(array.shape, array.dtype)))
-            digests[found[-1].name] = array.digest()
+            saved.append(Leaf(path, jax.ShapeDtypeStruct(array.shape, array.dtype)))
+            digests[saved[-1].name] = array.digest()
         description: Future[dict[str, Any]] = Future()
-        description.set_result(complete(manifest(step, found, {} if extra is None else extra), digests))
+        description.set_result(complete(manifest(step, saved, {} if extra is None else extra), digests))
         self.close()
         # orbax makes directories in the background; they must exist before the first part is written.
         manager = new_manager(self._directory, self._retention, background=False)
         with self._failures(), contextlib.closing(manager):
-            arrays = {leaf.name: array for leaf, array in zip(found, params.values(), strict=True)}
+            arrays = {leaf.name: array for leaf, array in zip(saved, params.values(), strict=True)}
             write_step(manager, step, arrays, description)
 
     def arrays(self, step: int | None = None) -> dict[str, StoredArray]:
@@ -192,8 +192,8 @@ class Checkpoints:
                 before any is read; if an array's values are not those that were saved, naming it; or if files are
                 damaged.
         """
-        found, arrays = self._read(state_like, step)
-        return jax.tree.unflatten(jax.tree.structure(state_like), arrays), found["extra"]
+        content, arrays = self._read(state_like, step)
+        return jax.tree.unflatten(jax.tree.structure(state_like), arrays), content["extra"]
 
     def restore_params(self, state_like: Any, step: int | None = None) -> dict[str, Any]:
         """Restores the parameters alone, of any checkpoint: of a run, or imported.
@@ -214,16 +214,16 @@ class Checkpoints:
     def _read(self, state_like: Any, step: int | None, part: str = "") -> tuple[dict[str, Any], list[jax.Array]]:
         """Returns a step's manifest and its arrays, of which `part` may name those wanted, by the beginning of their
         names."""
-        wanted = [leaf for leaf in leaves(state_like) if leaf.name.startswith(part)]
+        chosen = [leaf for leaf in leaves(state_like) if leaf.name.startswith(part)]
         path = self._path(step)
-        found = read_manifest(path)
-        check(found, wanted, static_fields(state_like), f"the checkpoint {path}", part)
-        stored = read_arrays(path, wanted, partial=bool(part))
-        digests = Digests({leaf.name: array for leaf, array in zip(wanted, stored, strict=True)}).result()
-        wrong = [name for name, digest in digests.items() if digest != found["leaves"][name]["digest"]]
+        content = read_manifest(path)
+        check(content, chosen, static_fields(state_like), f"the checkpoint {path}", part)
+        stored = read_arrays(path, chosen, partial=bool(part))
+        digests = Digests({leaf.name: array for leaf, array in zip(chosen, stored, strict=True)}).result()
+        wrong = [name for name, digest in digests.items() if digest != content["leaves"][name]["digest"]]
         if wrong:
             raise ValueError(damaged(path, [f"{name}: other values than were saved" for name in wrong]))
-        return found, [leaf.to_memory(array) for leaf, array in zip(wanted, stored, strict=True)]
+        return content, [leaf.to_memory(array) for leaf, array in zip(chosen, stored, strict=True)]
 
     def manifest(self, step: int | None = None) -> dict[str, Any]:
         """Returns what a step's checkpoint says about itself.

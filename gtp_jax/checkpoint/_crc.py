@@ -37,8 +37,8 @@ def _zeros(count: int) -> _Columns:
 
 
 def _apply(columns: _Columns, bits: int) -> int:
-    found = 0
+    image = 0
     for column in columns:
-        found ^= column if bits & 1 else 0
+        image ^= column if bits & 1 else 0
         bits >>= 1
-    return found
+    return image

@@ -55,11 +55,11 @@ class Digests:
         totals = np.array(pairs, np.uint32).reshape(len(arrays), 2, len(_LANES))
         if jax.process_count() > 1:
             totals = np.sum(multihost_utils.process_allgather(totals), axis=0, dtype=np.uint32)
-        found = {
+        digests = {
             name: _agreed(name, array, *pair) for (name, array), pair in zip(self._arrays.items(), totals, strict=True)
         }
         jax.monitoring.record_event_duration_secs(DIGEST_EVENT, time.perf_counter() - begin)
-        return found
+        return digests
 
 
 class Digest:

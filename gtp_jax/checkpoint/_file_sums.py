@@ -41,20 +41,20 @@ class FileSums:
         """Begins to sum what there is of these files; of those that are elsewhere than here, nothing."""
         for name in names if self._is_local else ():
             with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
-                found = os.stat(self._directory / name)
-                if found.st_size >= _PART_BYTES:
-                    self._follow(name, found.st_ino, found.st_size // _PART_BYTES)
+                status = os.stat(self._directory / name)
+                if status.st_size >= _PART_BYTES:
+                    self._follow(name, status.st_ino, status.st_size // _PART_BYTES)
 
     def finish(self, names: Iterable[str]) -> dict[str, list[int]]:
         """Returns the size and CRC-32 of each of these files, as they are now."""
         begun = {name: self._begin(self._directory / name) for name in names}
-        found = {}
+        by_name = {}
         for name, (size, parts) in begun.items():
             crc = 0
             for index, part in enumerate(parts):
                 crc = joined(crc, part.result(), min(_PART_BYTES, size - index * _PART_BYTES))
-            found[name] = [size, crc]
-        return found
+            by_name[name] = [size, crc]
+        return by_name
 
     def _follow(self, name: str, inode: int, count: int) -> None:
         """Begins to sum the first parts of a file, those that are not begun."""

@@ -67,9 +67,9 @@ def leaves(state: Any) -> list[Leaf]:
         TypeError: if a leaf is not a jax array, nor a `ShapeDtypeStruct` with a sharding.
         ValueError: if two leaves have one path on disk, or one lies below another.
     """
-    found = [_leaf(path, array) for path, array in with_paths(state)]
+    listed = [_leaf(path, array) for path, array in with_paths(state)]
     names: dict[str, str] = {}
-    for leaf in found:
+    for leaf in listed:
         joined = leaf.name.replace("/", ".")  # orbax joins keys by dots, the manifest by slashes
         if joined in names:
             raise ValueError(
@@ -78,14 +78,14 @@ def leaves(state: Any) -> list[Leaf]:
             )
         names[joined] = leaf.name
     arrays = set(names.values())
-    for leaf in found:
+    for leaf in listed:
         above = next((name for name in _above(leaf.name) if name in arrays), None)
         if above is not None:
             raise ValueError(
                 f"`{above}` of the state would be both an array on disk and a dict that holds `{leaf.name}`: a slash "
                 "within a key counts as one between two. Rename one of them."
             )
-    return found
+    return listed
 
 
 def check_savable(leaves: Sequence[Leaf]) -> None:
@@ -139,6 +139,6 @@ def _is_key(array: Any) -> bool:
 
 
 def _key_implementation(dtype: Any) -> Any:
-    found: list[Any] = []  # only a traced or a real key tells
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))
-    return found[0]
+    implementations: list[Any] = []  # only a traced or a real key tells
+    jax.eval_shape(lambda key: implementations.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))
+    return implementations[0]

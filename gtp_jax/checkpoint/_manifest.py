@@ -81,24 +81,24 @@ def read(text: str) -> dict[str, Any]:
     return content
 
 
-def check(found: dict[str, Any], leaves: Sequence[Leaf], static: Mapping[str, str], where: str, part: str = "") -> None:
+def check(saved: dict[str, Any], leaves: Sequence[Leaf], static: Mapping[str, str], where: str, part: str = "") -> None:
     """Compares a manifest with the leaves and the static fields that are to be restored, in what begins with `part`.
 
     Raises:
         ValueError: naming every path (the first few) that the checkpoint or the model lacks, or that they hold in
             different shapes or dtypes, or with other static fields.
     """
-    if found["format"] > FORMAT:
+    if saved["format"] > FORMAT:
         raise ValueError(
-            f"{where} has format {found['format']}, written by gtp_jax {found['gtp_jax']}; this version reads formats "
+            f"{where} has format {saved['format']}, written by gtp_jax {saved['gtp_jax']}; this version reads formats "
             f"up to {FORMAT}. Upgrade gtp_jax."
         )
-    has = {name: _text(entry) for name, entry in found["leaves"].items()}
+    has = {name: _text(entry) for name, entry in saved["leaves"].items()}
     wants = {leaf.name: _text(_entry(leaf)) for leaf in leaves}
     what = "arrays"
-    if "static" in found:  # not in what earlier versions wrote
-        has, wants = {**has, **found["static"]}, {**wants, **static}
-        what += " and static fields" if static or found["static"] else ""
+    if "static" in saved:  # not in what earlier versions wrote
+        has, wants = {**has, **saved["static"]}, {**wants, **static}
+        what += " and static fields" if static or saved["static"] else ""
     every = [name for name in {**wants, **has} if name.startswith(part)]
     names = [name for name in every if has.get(name) != wants.get(name)]
     if not names:

@@ -25,7 +25,7 @@ def static_fields(state: Any) -> dict[str, str]:
 
 
 def _below(path: Path, tree: Any) -> list[tuple[Path, str]]:
-    found = []
+    fields = []
     for keys, node in with_paths(tree, is_leaf=lambda x: x is not tree and _is_node(x)):
         if node is tree or not _is_node(node):
             continue
@@ -34,9 +34,9 @@ def _below(path: Path, tree: Any) -> list[tuple[Path, str]]:
         for field in dataclasses.fields(node):
             value = getattr(node, field.name)
             if field.name not in children and _is_plain(value):
-                found.append(((*here, field.name), repr(value)))
-        found += _below(here, node)
-    return found
+                fields.append(((*here, field.name), repr(value)))
+        fields += _below(here, node)
+    return fields
 
 
 def _is_node(x: Any) -> bool:

@@ -107,23 +107,23 @@ class _Promised:
             (created(self._directory) / _MANIFEST_FILE).write_text(json.dumps(content))
 
 
-def read_arrays(path: Any, wanted: Sequence[Leaf], *, partial: bool) -> list[jax.Array]:
+def read_arrays(path: Any, leaves: Sequence[Leaf], *, partial: bool) -> list[jax.Array]:
     """Reads arrays as they are on disk.
 
     Args:
         path: of the step's directory.
-        wanted: which.
+        leaves: those to read.
         partial: whether there are others.
 
     Raises:
         ValueError: if files are damaged.
     """
-    target = _nested({_keys(leaf.name): leaf.stored() for leaf in wanted})
+    target = _nested({_keys(leaf.name): leaf.stored() for leaf in leaves})
     restore_args = jax.tree.map(
         lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype), target
     )
     try:
-        limit = max(_ON_THE_WAY_GB, _largest_part(path, wanted) // 10**9 + 1)  # orbax refuses a part that is larger
+        limit = max(_ON_THE_WAY_GB, _largest_part(path, leaves) // 10**9 + 1)  # orbax refuses a part that is larger
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit)) as reader:
             arrays = reader.restore(
                 path / ARRAYS, args=ocp.args.PyTreeRestore(target, restore_args, partial_restore=partial)
@@ -133,17 +133,17 @@ def read_arrays(path: Any, wanted: Sequence[Leaf], *, partial: bool) -> list[jax
         if not broken:
             raise
         raise ValueError(damaged(path, broken)) from error
-    return [functools.reduce(operator.getitem, _keys(leaf.name), arrays) for leaf in wanted]
+    return [functools.reduce(operator.getitem, _keys(leaf.name), arrays) for leaf in leaves]
 
 
-def _largest_part(path: Any, wanted: Sequence[Leaf]) -> int:
+def _largest_part(path: Any, leaves: Sequence[Leaf]) -> int:
     """Returns the bytes of the largest device's part of an array, in whole chunks of those on disk, as they are
     read."""
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        found = reader.metadata(path / ARRAYS).item_metadata.tree  # pyright: ignore[reportOptionalMemberAccess]
+        metadata = reader.metadata(path / ARRAYS).item_metadata.tree  # pyright: ignore[reportOptionalMemberAccess]
     largest = 0
-    for leaf in wanted:
-        like, kept = leaf.stored(), functools.reduce(operator.getitem, _keys(leaf.name), found)
+    for leaf in leaves:
+        like, kept = leaf.stored(), functools.reduce(operator.getitem, _keys(leaf.name), metadata)
         part = like.shape if like.sharding is None else like.sharding.shard_shape(like.shape)
         chunks = kept.storage.chunk_shape or like.shape
         # a part may begin within a chunk

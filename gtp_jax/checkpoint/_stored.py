@@ -41,11 +41,11 @@ class StoredArray:
 
 def stored_arrays(directory: Any, leaves: Mapping[str, Any]) -> dict[str, StoredArray]:
     """Returns the arrays of a step's directory of arrays, by name, as the manifest describes them."""
-    found = {}
+    arrays = {}
     for name, leaf in leaves.items():
         opened = functools.partial(_open_array, directory, tuple(name.split("/")))
-        found[name] = StoredArray(name, tuple(leaf["shape"]), leaf["dtype"], leaf["digest"], opened)
-    return found
+        arrays[name] = StoredArray(name, tuple(leaf["shape"]), leaf["dtype"], leaf["digest"], opened)
+    return arrays
 
 
 def _open_array(directory: Any, path: tuple[str, ...]) -> Any:

@@ -35,10 +35,10 @@ class StreamedArray:
 
     def parts(self) -> Iterator[tuple[int, np.ndarray]]:
         """Yields all of the array: first row and values, part after part."""
-        wanted = (self.rows, *self.shape[1:])
+        expected = (self.rows, *self.shape[1:])
         for begin in range(0, self.shape[0], self.rows):
             part = self.make(begin)
-            assert (part.shape, part.dtype) == (wanted, self.dtype), (part.shape, part.dtype, self)
+            assert (part.shape, part.dtype) == (expected, self.dtype), (part.shape, part.dtype, self)
             yield begin, part
 
     def digest(self) -> str:

@@ -83,8 +83,8 @@ class _Summing:
                 sums.follow(names())
             written.result()
             with _told():
-                found = sums.finish(names())
-        (directory / _OWN.format(process)).write_text(json.dumps(found))
+                finished = sums.finish(names())
+        (directory / _OWN.format(process)).write_text(json.dumps(finished))
 
 
 @contextlib.contextmanager
@@ -108,10 +108,10 @@ def damage(directory: epath.Path) -> list[str]:
         return [f"{directory / SUMS}: {error}"]
     there = set(files(directory)) - {SUMS, COMMITTED}  # the mark is made after the sums
     with FileSums(directory) as again:
-        found = again.finish(name for name in sums if name in there)
+        now = again.finish(name for name in sums if name in there)
     lines = [f"{directory / name}: missing" for name in sums if name not in there]
     lines += [f"{directory / name}: not part of the checkpoint" for name in sorted(there - set(sums))]
-    for name, (size, crc) in found.items():
+    for name, (size, crc) in now.items():
         if size != sums[name][0]:
             lines.append(f"{directory / name}: {size} bytes, {sums[name][0]} were written")
         elif crc != sums[name][1]:
@@ -121,10 +121,10 @@ def damage(directory: epath.Path) -> list[str]:
 
 def files(directory: epath.Path) -> list[str]:
     """Returns all files below a directory, by their paths in it; none if it is not there."""
-    found: list[str] = []
+    names: list[str] = []
     for path in directory.iterdir() if directory.exists() else ():
-        found += [f"{path.name}/{name}" for name in files(path)] if path.is_dir() else [path.name]
-    return found
+        names += [f"{path.name}/{name}" for name in files(path)] if path.is_dir() else [path.name]
+    return names
 
 
 def sealed(content: Any) -> str:

@@ -80,12 +80,12 @@ def _versions() -> Iterator[Finding]:
     yield from misfits(installed, gpu=has_gpu())
 
 
-def _needed(name: str, found: str | None, oldest: str, remedy: str) -> Finding:
-    if found is None:
+def _needed(name: str, installed: str | None, oldest: str, remedy: str) -> Finding:
+    if installed is None:
         return Finding(name, "broken", "not installed", remedy)
-    if numbers(found) < numbers(oldest):
-        return Finding(name, "broken", f"{found}, older than {oldest}", remedy)
-    return Finding(name, "ok", found)
+    if numbers(installed) < numbers(oldest):
+        return Finding(name, "broken", f"{installed}, older than {oldest}", remedy)
+    return Finding(name, "ok", installed)
 
 
 def _devices() -> Iterator[Finding]:
@@ -124,15 +124,15 @@ def _gpu(used: bool, plugin: tuple[str, str] | None) -> Finding:
 def _kernels() -> Finding:
     name = "kernels"
     try:
-        found = native.describe()
+        description = native.describe()
     except ImportError as error:
         return Finding(name, "broken", first_line(error), f"build them again: {native.REBUILD}")
     here = "CUDA" if jax.default_backend() == "gpu" else "cpu"
     if native.has("gtp_quantize", here):
-        return Finding(name, "ok", found)
+        return Finding(name, "ok", description)
     needed = "nvcc (the CUDA toolkit) on the PATH" if native.is_built() else "a C++20 compiler, and nvcc for GPUs,"
     remedy = f"install {needed} and build them: {native.REBUILD}; without, quantization runs as XLA compiles it"
-    return Finding(name, "optional", found, remedy)
+    return Finding(name, "optional", description, remedy)
 
 
 def _extras() -> Iterator[Finding]:

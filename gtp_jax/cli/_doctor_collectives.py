@@ -90,8 +90,8 @@ def check_collectives() -> Finding:
     failures = dict(_failures())
     if not failures:
         return Finding("collectives", "ok", f"{', '.join(c.name for c in COLLECTIVES)}: results are right")
-    found = "; ".join(f"{name}: {error}" for name, error in failures.items())
-    return Finding("collectives", "broken", found, "see the lines on versions; NCCL_DEBUG=INFO says more")
+    listed = "; ".join(f"{name}: {error}" for name, error in failures.items())
+    return Finding("collectives", "broken", listed, "see the lines on versions; NCCL_DEBUG=INFO says more")
 
 
 def _failures() -> Iterator[tuple[str, str]]:
@@ -117,12 +117,12 @@ def _error(collective: Collective, mesh: Mesh, dtype: Any, size: int) -> str | N
     try:
         given = jax.device_put(parts.reshape(-1).astype(dtype), NamedSharding(mesh, spec))
         mapped = jax.shard_map(collective.run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        found = np.asarray(jax.jit(mapped)(given)).astype(np.int64)
+        values = np.asarray(jax.jit(mapped)(given)).astype(np.int64)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         return first_line(error)
-    wanted = collective.expected(parts).reshape(-1)
-    wrong = int((found != wanted).sum())
-    return f"{wrong} of {wanted.size} values are wrong" if wrong else None
+    expected = collective.expected(parts).reshape(-1)
+    wrong = int((values != expected).sum())
+    return f"{wrong} of {expected.size} values are wrong" if wrong else None
 
 
 def check_processes(gpus: int) -> Finding:
@@ -161,8 +161,8 @@ def check_processes(gpus: int) -> Finding:
             output.seek(0)
             lines = [line for line in output.read().splitlines() if "Error" in line]
             line = lines[-1] if lines else f"exit status {run.returncode}"
-            found = f"process {rank} of {count} fails in sync_global_devices: {line.strip()}"
-            return Finding(name, "broken", found, "see the lines on versions; NCCL_DEBUG=INFO says more")
+            failure = f"process {rank} of {count} fails in sync_global_devices: {line.strip()}"
+            return Finding(name, "broken", failure, "see the lines on versions; NCCL_DEBUG=INFO says more")
     return Finding(name, "ok", f"{count} processes meet in sync_global_devices")
 
 

@@ -25,31 +25,31 @@ def misfits(installed: Mapping[str, str], *, gpu: bool) -> Iterator[Finding]:
     if jax is None or jaxlib is None:
         return
     if numbers(jax) != numbers(jaxlib):
-        found = f"{jax} with jaxlib {jaxlib}: JAX accepts it, but tests each release with its own jaxlib"
-        yield Finding("jax and jaxlib", "optional", found, f'pip install "jaxlib=={jax}"')
+        misfit = f"{jax} with jaxlib {jaxlib}: JAX accepts it, but tests each release with its own jaxlib"
+        yield Finding("jax and jaxlib", "optional", misfit, f'pip install "jaxlib=={jax}"')
     for name in CUDA:
         version = installed.get(name)
         if version is not None and numbers(version) != numbers(jaxlib):
-            found = f"{version} does not fit jaxlib {jaxlib}, which does not use it"
-            yield Finding(name, "broken" if gpu else "optional", found, f'pip install "{name}=={jaxlib}"')
+            misfit = f"{version} does not fit jaxlib {jaxlib}, which does not use it"
+            yield Finding(name, "broken" if gpu else "optional", misfit, f'pip install "{name}=={jaxlib}"')
 
 
-def nccl(found: Nccl | None, *, too_old: bool) -> Finding:
+def nccl(loaded: Nccl | None, *, too_old: bool) -> Finding:
     """Says whether the NCCL that JAX loads fits jaxlib.
 
     Args:
-        found: that NCCL.
+        loaded: the NCCL that JAX loads.
         too_old: whether XLA's own all-reduce kernels fail with it.
     """
     newer = f'pip install "nvidia-nccl-cu13>={OLDEST_NCCL}"'
-    if found is None:
+    if loaded is None:
         return Finding("NCCL", "broken", "not installed", newer)
     if not too_old:
-        return Finding("NCCL", "ok", found.version)
+        return Finding("NCCL", "ok", loaded.version)
     return Finding(
         "NCCL",
         "optional",
-        f"{found.version}, older than {OLDEST_NCCL}: with this jaxlib a plain `lax.psum` fails",
+        f"{loaded.version}, older than {OLDEST_NCCL}: with this jaxlib a plain `lax.psum` fails",
         f"{newer}; until then `gtp-jax` and `train_step` let NCCL compute all-reduces, and programs of your own need "
         f"XLA_FLAGS=--{COLLECTIVE_KERNELS}= before JAX starts (docs/gpus.md)",
     )

@@ -66,8 +66,8 @@ def exchange_gradients(
 def _rounded(parts: Sequence[jax.Array], dtype: np.dtype, send: _Send) -> list[jax.Array]:
     """Returns all ranks' shares of this rank's rows, of each weight, in float32."""
     flat = [jnp.reshape(part.astype(dtype), (part.shape[0], -1)) for part in parts]
-    found = send(lax.bitcast_convert_type(jnp.concatenate(flat, axis=1), WIRE[dtype]))
-    wide = lax.bitcast_convert_type(found, dtype).astype(jnp.float32)
+    received = send(lax.bitcast_convert_type(jnp.concatenate(flat, axis=1), WIRE[dtype]))
+    wide = lax.bitcast_convert_type(received, dtype).astype(jnp.float32)
     ends = np.cumsum([x.shape[1] for x in flat])
     return [jnp.reshape(x, p.shape) for x, p in zip(jnp.split(wide, ends[:-1], axis=1), parts, strict=True)]
 
@@ -83,8 +83,8 @@ def _as_codes(parts: Sequence[jax.Array], form: Format, send: _Send) -> list[jax
     own = jnp.reshape(multi_amax(matrices, stacked=True), (len(matrices), ranks)).T
     own = power_of_two_amax(own, form)
     behind = jnp.reshape(lax.bitcast_convert_type(own, jnp.uint8), (ranks, -1))
-    found = send(jnp.concatenate([pack(matrices, form, own, plan), behind], axis=1))
-    codes, behind = jnp.split(found, [plan.bytes(form)], axis=1)
+    received = send(jnp.concatenate([pack(matrices, form, own, plan), behind], axis=1))
+    codes, behind = jnp.split(received, [plan.bytes(form)], axis=1)
     amax = lax.bitcast_convert_type(jnp.reshape(behind, (ranks, -1, 4)), jnp.float32)
     # a plan has one amax for all ranks: the one with a scale of 1, ahead of each rank's own
     values = unpack(codes, form, jnp.full(len(matrices), form.element_max, jnp.float32), plan)

@@ -189,27 +189,27 @@ def whole_kernels(parts: jax.Array, layouts: Sequence[Layout]) -> list[jax.Array
         layouts: the kernels' layouts.
     """
     ends = np.cumsum([layout.matrix_of(layout.shard_shape)[0] for layout in layouts])
-    found = []
+    kernels = []
     for piece, layout in zip(jnp.split(parts, ends[:-1], axis=-2), layouts, strict=True):
         ahead = -3 if layout.by_rows else -2  # of the dimension that the ranks divide
         moved = jnp.moveaxis(piece, 0, ahead)
         rows, cols = layout.matrix_of(layout.whole_shape)
-        found.append(jnp.reshape(moved, (*parts.shape[1:-2], rows, cols)))
-    return found
+        kernels.append(jnp.reshape(moved, (*parts.shape[1:-2], rows, cols)))
+    return kernels
 
 
 def _by_rank(kernels: Sequence[jax.Array], layouts: Sequence[Layout]) -> jax.Array:
     """Returns whole kernels as all ranks' shards: `whole_kernels`, transposed."""
-    found = []
+    parts = []
     for kernel, layout in zip(kernels, layouts, strict=True):
         rows, cols = layout.matrix_of(layout.shard_shape)
         if layout.by_rows:
             parted = jnp.reshape(kernel, (*_lead(layout), layout.ranks, rows, cols))
-            found.append(jnp.moveaxis(parted, -3, 0))
+            parts.append(jnp.moveaxis(parted, -3, 0))
         else:
             parted = jnp.reshape(kernel, (*_lead(layout), rows, layout.ranks, cols))
-            found.append(jnp.moveaxis(parted, -2, 0))
-    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=-2)
+            parts.append(jnp.moveaxis(parted, -2, 0))
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-2)
 
 
 def _take(kernel: jax.Array, layout: Layout) -> jax.Array:

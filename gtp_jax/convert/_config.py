@@ -68,8 +68,8 @@ def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
         theirs = family.hugging_face
         if kind == theirs.model_type and (not names or names == [theirs.architecture]):
             return theirs.from_json(fields, str(file)), fields
-    wanted = " or ".join(f"{f.hugging_face.model_type!r} and {[f.hugging_face.architecture]}" for f in FAMILIES)
+    known = " or ".join(f"{f.hugging_face.model_type!r} and {[f.hugging_face.architecture]}" for f in FAMILIES)
     raise ValueError(
-        f"{file} has model_type {kind!r} and architectures {names}; {wanted} are expected. Only "
+        f"{file} has model_type {kind!r} and architectures {names}; {known} are expected. Only "
         f"{' and '.join(f'{family.name}s' for family in FAMILIES)} can be imported."
     )

@@ -84,11 +84,11 @@ class Quantized:
         """Returns the tensors that a weight becomes."""
         rows, columns = tensor.shape
         packed = columns * self.format.element_bits // 8
-        found = [
+        listed = [
             Entry(tensor.name, self.codes, (rows, packed)),
             Entry(f"{tensor.name}_scale", self.scales, (rows, columns // self.block)),
         ]
-        return [*found, Entry(f"{tensor.name}_scale_2", "F32", ())] if self.format.has_amax else found
+        return [*listed, Entry(f"{tensor.name}_scale_2", "F32", ())] if self.format.has_amax else listed
 
     def arrays(self, values: np.ndarray, amax: np.float32 | None) -> list[np.ndarray]:
         """Returns the values of what the tensor becomes.
@@ -101,15 +101,15 @@ class Quantized:
         slices = range(0, values.shape[0], rows)
         made = [self._slice(values[begin : begin + rows], amax) for begin in slices]
         codes, scales = (np.concatenate(parts) for parts in zip(*made, strict=True))
-        found = [codes.view(DTYPES[self.codes][0]), scales.view(DTYPES[self.scales][0])]
+        written = [codes.view(DTYPES[self.codes][0]), scales.view(DTYPES[self.scales][0])]
         if amax is None:
-            return found
+            return written
         # Without any other number than 0, the scale is 1 too, as a reader may divide by it.
-        return [*found, np.asarray(amax / np.float32(6 * 448) if amax > 0 else 1, np.float32)]
+        return [*written, np.asarray(amax / np.float32(6 * 448) if amax > 0 else 1, np.float32)]
 
     def _slice(self, values: np.ndarray, amax: np.float32 | None) -> tuple[np.ndarray, np.ndarray]:
-        found = quantize(jnp.asarray(values, jnp.float32), self.format, amax=amax)
-        return np.asarray(found.codes), np.asarray(found.scales)
+        quantized = quantize(jnp.asarray(values, jnp.float32), self.format, amax=amax)
+        return np.asarray(quantized.codes), np.asarray(quantized.scales)
 
     def config_json(self) -> dict[str, Any]:
         """Returns `quantization_config` of config.json."""

@@ -97,11 +97,11 @@ def validate(q: QuantizedArray) -> None:
 
 
 def _expect(q: QuantizedArray, name: str, array: Any, dtype: Any, shape: tuple[int, ...] | None) -> None:
-    wanted = shape is not None or (name == "amax" and q.format.has_amax)
+    needed = shape is not None or (name == "amax" and q.format.has_amax)
     kind = f"{'column' if q.columns else 'row'}-wise {q.format.name} matrix of shape {q.matrix}"
-    if wanted != (array is not None):
+    if needed != (array is not None):
         raise ValueError(
-            f"`{name}` is {'missing' if wanted else 'too many'} in a {kind}; build it with `gtp_jax.quantize`."
+            f"`{name}` is {'missing' if needed else 'too many'} in a {kind}; build it with `gtp_jax.quantize`."
         )
     if array is None:
         return

@@ -115,8 +115,8 @@ class PackPlan:
 
     def members(self, out: int) -> tuple[int, ...]:
         """Returns the pieces that make an output, from its first row to its last."""
-        found = [index for index, piece in enumerate(self.pieces) if piece.out == out]
-        return tuple(sorted(found, key=lambda index: (self.pieces[index].out_row, self.pieces[index].total_rows)))
+        indices = [index for index, piece in enumerate(self.pieces) if piece.out == out]
+        return tuple(sorted(indices, key=lambda index: (self.pieces[index].out_row, self.pieces[index].total_rows)))
 
     def outputs(self, shards: int) -> tuple[tuple[int, int], ...]:
         """Returns the shape `(rows, cols)` of each output, of so many shards."""

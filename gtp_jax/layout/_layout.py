@@ -226,12 +226,12 @@ def layouts_of_kernels(
 
 def axes_in_use(layouts: Sequence[Layout]) -> frozenset[str]:
     """Returns the mesh axes that shard any of these weights in storage, or divide them in use."""
-    found: set[str] = set()
+    axes: set[str] = set()
     for layout in layouts:
-        found |= axes_of(layout.spec)
+        axes |= axes_of(layout.spec)
         if layout.split is not None and layout.split.axis is not None:
-            found.add(layout.split.axis)
-    return frozenset(found)
+            axes.add(layout.split.axis)
+    return frozenset(axes)
 
 
 def _listed(sizes: dict[str, int]) -> str:

@@ -39,7 +39,7 @@ def _check_version(built: tuple[int, int]) -> None:
     """jaxlib refuses handlers built for a newer interface than its own, and takes the whole backend down with them."""
     header = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
     major, minor = (
-        int(found.group(1)) if (found := re.search(rf"define XLA_FFI_API_{part} (\d+)", header)) else -1
+        int(match.group(1)) if (match := re.search(rf"define XLA_FFI_API_{part} (\d+)", header)) else -1
         for part in ("MAJOR", "MINOR")
     )
     if built[0] != major or built[1] > minor:

@@ -110,10 +110,10 @@ def explain(model: nnx.Module, recipe: Recipe | None) -> Explanation:
     recipe = BF16() if recipe is None else recipe
     owners = weight_owners(model)
     groups = resolve(structure_of(model), recipe).items()
-    found = tuple(_fact(path, owners[path], group, layers) for (path, layers), group in groups)
+    facts = tuple(_fact(path, owners[path], group, layers) for (path, layers), group in groups)
     params = nnx.to_flat_state(nnx.state(model, nnx.Param))
     others = (".".join(map(str, path)) for path, variable in params if layout_of(variable) is None)
-    return Explanation(found, tuple(others))
+    return Explanation(facts, tuple(others))
 
 
 def _fact(path: Path, owner: WeightOwner, group: WeightGroup, layers: Layers) -> WireFact:

@@ -100,8 +100,8 @@ class MoE(Layer):
         inverse = jnp.argsort(order)
         sizes = jnp.bincount(expert_of, length=self.num_experts).astype(jnp.int32)
         hidden = self.up(permute(jnp.repeat(rows, self.top_k, axis=0), order, inverse), sizes)
-        found = self.down(save_activation(self.activation(hidden["gate"]) * hidden["up"]), sizes)
-        by_token = jnp.reshape(permute(found, inverse, order), (*x.shape[:-1], self.top_k, -1))
+        outputs = self.down(save_activation(self.activation(hidden["gate"]) * hidden["up"]), sizes)
+        by_token = jnp.reshape(permute(outputs, inverse, order), (*x.shape[:-1], self.top_k, -1))
         y = jnp.sum(by_token * combine_weights[..., None].astype(by_token.dtype), axis=-2)
         if self.parallel is None:
             return y

@@ -75,7 +75,7 @@ def outputs_of(before: dict[tuple[Any, ...], Any], after: Written, name: str) ->
         else:  # floats are differentiated, as they would be in a Python loop over the layers
             kinds["scalars"].append((path, _only(variable, floats=True)))
             kinds["state"].append((path, _only(variable, floats=False)))
-    return Outputs(**{kind: nnx.from_flat_state(found) if found else () for kind, found in kinds.items()})
+    return Outputs(**{kind: nnx.from_flat_state(variables) if variables else () for kind, variables in kinds.items()})
 
 
 def write(module: nnx.Module, parts: list[Outputs], *, stacked: bool) -> None:
@@ -94,8 +94,8 @@ def write(module: nnx.Module, parts: list[Outputs], *, stacked: bool) -> None:
     if not merged:
         return
     before = variables_of(module)
-    found = [(path, before[path].replace(v.get_value()) if path in before else v) for path, v in merged.items()]
-    nnx.update(module, nnx.from_flat_state(found))
+    written = [(path, before[path].replace(v.get_value()) if path in before else v) for path, v in merged.items()]
+    nnx.update(module, nnx.from_flat_state(written))
 
 
 def _only(variable: nnx.Variable, *, floats: bool) -> nnx.Variable:

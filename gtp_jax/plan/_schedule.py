@@ -74,8 +74,8 @@ class Schedule:
 
     def under(self, event: Event, kinds: Iterable[str] = COMPUTE) -> tuple[Event, ...]:
         """Returns what is launched while a collective is in flight: by default matmuls and attention."""
-        wanted = frozenset(kinds)
-        return tuple(e for e in self.events if e.kind in wanted and event.start < e.start < event.end)
+        chosen = frozenset(kinds)
+        return tuple(e for e in self.events if e.kind in chosen and event.start < e.start < event.end)
 
     def exposed(self, *kinds: str, under: Iterable[str] = COMPUTE) -> tuple[Event, ...]:
         """Collectives that nothing runs under: the synchronous ones, and those with no compute before their end.

@@ -71,8 +71,8 @@ def _packaged() -> list[Path]:
 
 def nccl_is_too_old() -> bool:
     """Returns whether XLA's own all-reduce kernels fail with the jaxlib and the NCCL of this environment."""
-    found = find_nccl()
-    return found is not None and not found.has_peer_pointers and _jaxlib() >= _FIRST_JAXLIB
+    nccl = find_nccl()
+    return nccl is not None and not nccl.has_peer_pointers and _jaxlib() >= _FIRST_JAXLIB
 
 
 def _jaxlib() -> tuple[int, ...]:

@@ -68,8 +68,8 @@ def state_specs(model_def: ModelDef, optimizer: optax.GradientTransformation, pa
         shape, spec = of_parameter(path, parameters) or (None, None)
         return spec if spec is not None and leaf.shape == shape else PartitionSpec()
 
-    found = [spec_of(path, leaf) for path, leaf in with_paths(shapes)]
-    opt_specs = jax.tree.unflatten(jax.tree.structure(shapes), found)
+    leaf_specs = [spec_of(path, leaf) for path, leaf in with_paths(shapes)]
+    opt_specs = jax.tree.unflatten(jax.tree.structure(shapes), leaf_specs)
     return TrainState(model_def.specs, opt_specs, PartitionSpec(), model_def)  # pyright: ignore[reportArgumentType]
 
 

@@ -281,13 +281,13 @@ def _microbatches(batch: jax.Array, count: int) -> jax.Array:
 
 
 def _checked(loss: Loss, model: Any, batch: Tree) -> tuple[jax.Array, jax.Array]:
-    found = loss(model, batch)
-    if not isinstance(found, tuple) or len(found) != 2 or any(jnp.shape(v) != () for v in found):
+    returned = loss(model, batch)
+    if not isinstance(returned, tuple) or len(returned) != 2 or any(jnp.shape(v) != () for v in returned):
         raise TypeError(
             "`loss` returns (sum of token losses, number of tokens), two scalars; it returned "
-            f"{jax.tree.map(jnp.shape, found)}. `gtp_jax.cross_entropy(logits, targets)` gives both."
+            f"{jax.tree.map(jnp.shape, returned)}. `gtp_jax.cross_entropy(logits, targets)` gives both."
         )
-    return found
+    return returned
 
 
 def _place(tree: Tree, specs: Tree) -> Tree:
@@ -296,6 +296,6 @@ def _place(tree: Tree, specs: Tree) -> Tree:
     if mesh.empty:
         return tree
     leaves, structure = jax.tree.flatten(tree)
-    wanted = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
-    placed = [lax.with_sharding_constraint(a, NamedSharding(mesh, s)) for a, s in zip(leaves, wanted, strict=True)]
+    partitions = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    placed = [lax.with_sharding_constraint(a, NamedSharding(mesh, s)) for a, s in zip(leaves, partitions, strict=True)]
     return jax.tree.unflatten(structure, placed)

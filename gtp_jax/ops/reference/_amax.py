@@ -13,11 +13,11 @@ from . import _ieee
 def multi_amax(arrays: Sequence[jax.Array], *, stacked: bool) -> jax.Array:
     """Returns the float32 amax of each array, or if `stacked` of each index of its first dimension; 0 of what is
     empty."""
-    found = [jnp.zeros((0,), jnp.int32)]
+    amaxes = [jnp.zeros((0,), jnp.int32)]
     for x in arrays:
         bits = _ieee.widen(x)
-        found.append(finite_amax(bits, tuple(range(1, x.ndim))) if stacked else finite_amax(bits)[None])
-    return _ieee.as_float(jnp.concatenate(found))
+        amaxes.append(finite_amax(bits, tuple(range(1, x.ndim))) if stacked else finite_amax(bits)[None])
+    return _ieee.as_float(jnp.concatenate(amaxes))
 
 
 def finite_amax(bits: jax.Array, axis: tuple[int, ...] | None = None) -> jax.Array:
