@@ -212,10 +212,12 @@ def _parameters(state: TrainState) -> tuple[Parameter, ...]:
 def _note(layout: Layout, degrees: dict[str, int]) -> str:
     """Says what of a weight stays whole, what is padded in use, and what its output costs outside a chain."""
     notes = []
-    whole = [axis for axis in layout.roles.weights if degrees[axis] > 1 and axis not in layout.axes]
-    if whole and not layout.axes:
-        notes.append(f"whole on every rank of {', '.join(whole)}, which divides none of its dimensions")
     split = layout.split
+    whole = [axis for axis in layout.roles.weights if degrees[axis] > 1 and axis not in layout.axes]
+    if layout.takes_part and split is not None and split.axis is not None and split.axis not in layout.axes:
+        whole.insert(0, split.axis)
+    if whole:
+        notes.append(f"stored whole on every rank of {', '.join(whole)}")
     if layout.takes_part and split is not None:
         counts = ", ".join(map(str, split.counts))
         notes.append(f"{split.axis} ranks use {counts} of {split.size}, padded by {split.padding:.1%}")

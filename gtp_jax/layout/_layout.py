@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import warnings
 from collections.abc import Sequence
@@ -172,7 +173,7 @@ def layouts_of_kernels(
     All get the same axes, and are sharded along rows or all along columns: rows if every shard then has whole blocks,
     else columns if every shard has, else whichever dimension divides. Where the tensor axis does not divide the
     units of a kernel evenly, storage is sharded over that axis too, and gathered over it. Kernels of which the axes
-    divide no dimension are gathered over fewer axes, with a warning if none is left.
+    divide no dimension are gathered over fewer axes, as many ranks as can be, with a warning.
 
     Args:
         shapes: logical shapes, equal but for the rows.
@@ -203,25 +204,41 @@ def layouts_of_kernels(
     parts = degree(roles.tensor) if split_dim is not None and even else 1
     local = [tuple(size // parts if d == split_dim else size for d, size in enumerate(shape)) for shape in shapes]
     cols = 2 * len(shapes[0]) - 3 - rows
-    wider = () if even or roles.tensor is None else ((roles.tensor, *axes),)
-    for chosen in (*wider, *(axes[first:] for first in range(len(axes)))):
+    for chosen in _choices(axes, None if even else roles.tensor):
         ranks = degrees(chosen)
         for dim, multiple in ((rows, BLOCK_ROWS), (cols, BLOCK), (rows, 1), (cols, 1)):
             if ranks == 1 or all(shape[dim] % (ranks * multiple) == 0 for shape in local):
+                _warn_of_whole(shapes[0], [axis for axis in axes if axis not in chosen])
                 sizes = tuple(map(degree, chosen))
                 return tuple(
                     Layout(shape, rows, split_dim, split, dim if ranks > 1 else rows, chosen, sizes, not even, roles)
                     for shape, split in zip(shapes, splits, strict=True)
                 )
-    warnings.warn(
-        f"a weight of shape {shapes[0]} stays whole on every rank of {_listed({a: degree(a) for a in axes})}, which "
-        "divides none of its dimensions. Choose sizes that the degree divides if it is large.",
-        stacklevel=3,
-    )
-    return tuple(
-        Layout(shape, rows, split_dim, split, rows, (), (), not even, roles)
-        for shape, split in zip(shapes, splits, strict=True)
-    )
+    raise AssertionError("a choice of no axes divides everything")
+
+
+def _choices(axes: tuple[str, ...], tensor: str | None) -> list[tuple[str, ...]]:
+    """Returns the axes that a gather may run over: those of most ranks first, down to none.
+
+    Args:
+        axes: which are wanted.
+        tensor: the tensor axis, if it divides a weight unevenly and may shard its storage like the others.
+    """
+    some = [chosen for count in range(len(axes) + 1) for chosen in itertools.combinations(axes, count)]
+    if tensor is not None and tensor not in axes:
+        some += [(tensor, *chosen) for chosen in some]
+    return sorted(some, key=lambda chosen: (-degrees(chosen), -len(chosen)))
+
+
+def _warn_of_whole(shape: tuple[int, ...], axes: Sequence[str]) -> None:
+    """Warns of a weight that stays whole over axes of more than one rank."""
+    sizes = {axis: degree(axis) for axis in axes if degree(axis) > 1}
+    if sizes:
+        warnings.warn(
+            f"a weight of shape {shape} stays whole on every rank of {_listed(sizes)}, which cannot divide its "
+            "dimensions further. Choose sizes that the degrees divide if it is large.",
+            stacklevel=4,
+        )
 
 
 def axes_in_use(layouts: Sequence[Layout]) -> frozenset[str]:

@@ -24,6 +24,8 @@ from ._paths import of_parameter as of_parameter
 from ._paths import with_paths as with_paths
 from ._roles import Roles as Roles
 from ._roles import current_roles as current_roles
+from ._roles import loss_copies as loss_copies
+from ._roles import use_loss_counted_once as use_loss_counted_once
 from ._roles import use_roles as use_roles
 from ._specs import axes_of as axes_of
 from ._specs import stacked_spec as stacked_spec

@@ -7,7 +7,7 @@ import dataclasses
 
 import jax
 
-from ._axes import DP, GTP, TP
+from ._axes import DP, GTP, TP, degrees
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,8 @@ class Roles:
                     f"`tensor` is {self.tensor!r}, which `{name}` {axes!r} names too: ranks of the tensor axis work on "
                     "the same examples with their own parts of a weight. Take it out of one of them."
                 )
+        if self.tensor is not None and not isinstance(self.tensor, str):
+            raise ValueError(f"`tensor` is {self.tensor!r}; it must be the name of one mesh axis, or `None`.")
 
 
 _scope = jax.make_user_context(default_value=Roles())
@@ -55,6 +57,23 @@ def use_roles(roles: Roles) -> contextlib.AbstractContextManager[None]:
     if not isinstance(roles, Roles):
         raise TypeError(f"`roles` is a {type(roles).__name__}; it must be a `gtp_jax.Roles`.")
     return _scope(roles)
+
+
+_once = jax.make_user_context(default_value=False)
+
+
+def use_loss_counted_once() -> contextlib.AbstractContextManager[None]:
+    """Says that the code traced here contributes to a loss that counts once on the whole mesh, as one of global arrays
+    does; in a step's `shard_map` it counts on every rank of an axis that does not shard the batch."""
+    return _once(True)
+
+
+def loss_copies(roles: Roles) -> int:
+    """Returns how many ranks add the gradient of one example to a loss that counts once; 1 where it counts on all."""
+    if not _once.value:
+        return 1
+    names = jax.sharding.get_abstract_mesh().axis_names
+    return degrees(tuple(axis for axis in names if axis not in roles.batch))
 
 
 def current_roles() -> Roles:

@@ -197,6 +197,8 @@ class Dense(WeightOwner):
         return self.sequence_parallel and ndim > 2
 
     def _check_features(self, x: jax.Array) -> None:
+        if current_view() != "global":
+            self.check_mesh()
         of_rank = self.parallel == "row" and current_view() == "local"
         split = self.layouts[0].split
         expected = split.width if of_rank and split is not None else self.in_features
@@ -238,6 +240,9 @@ class Dense(WeightOwner):
 def _checked_units(units: int | Mapping[str, int], sizes: Mapping[str, int]) -> list[int]:
     """Units by name of the kernel, of which each divides the kernel's features."""
     by_name = dict(units) if isinstance(units, Mapping) else dict.fromkeys(sizes, units)
+    unknown = [name for name in by_name if name not in sizes]
+    if unknown:
+        raise ValueError(f"`units` names {unknown}, of which there are no kernels; they are {list(sizes)}.")
     for name, size in sizes.items():
         unit = by_name.get(name)
         if not isinstance(unit, int) or unit < 1 or size % unit:

@@ -141,6 +141,7 @@ class GroupedDense(WeightOwner):
         return self.local((x, group_sizes))
 
     def local(self, x: tuple[jax.Array, jax.Array]) -> Any:
+        self.check_mesh()
         rows, sizes = x[0].astype(self.dtype), x[1].astype(jnp.int32)
         split, tensor = self.layouts[0].split, self.roles.tensor
         divided = self.parallel == "expert" and degree(tensor) > 1

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..layout import Layout
-from ..mesh import Roles, current_roles, current_view, degree, degrees, stacked_spec, use_roles
+from ..mesh import Roles, current_roles, current_view, degree, degrees, stacked_spec, use_loss_counted_once, use_roles
 
 
 def layout_of(variable: nnx.Variable) -> Layout | None:
@@ -56,8 +56,7 @@ class Layer(nnx.Module):
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
         """Partitions of input and output in global view; `ndim` is the input's. By default those between layers."""
-        del ndim
-        between = between_layers(self.roles, self.sequence_parallel)
+        between = between_layers(self.roles, self.sequence_parallel and ndim > 2)
         return between, between
 
     def from_global(self, x: Any) -> Any:
@@ -113,7 +112,7 @@ def in_shard_map(module: Layer, x: jax.Array, into: PartitionSpec, out: Partitio
     def local(values: list[jax.Array], x: jax.Array) -> Any:
         put = [v.replace(value) for v, value in zip(variables, values, strict=True)]
         merged = nnx.merge(graph, jax.tree.unflatten(tree, put))
-        with use_roles(roles):
+        with use_roles(roles), use_loss_counted_once():
             return merged.to_global(merged(merged.from_global(x)))
 
     specs = [partition_of(v) for v in variables]

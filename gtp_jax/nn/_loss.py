@@ -19,7 +19,8 @@ def cross_entropy(
     Inside a `shard_map` both count this rank's sequences; in global view, the whole batch.
 
     Args:
-        logits: `(batch, sequence, vocab)`, the vocabulary sharded over tp as a head leaves it.
+        logits: `(batch, sequence, vocab)`, the vocabulary sharded over tp as a column-parallel head leaves it. Inside a
+            `shard_map` with tp above 1 whole logits, of a head with `parallel=None`, must not be passed.
         targets: `(batch, sequence)`, integers below vocab. Negative ones are left out, like those of weight 0.
         weights: `(batch, sequence)`: 0 leaves a token out of loss and count, 1 counts it. All count by default.
 

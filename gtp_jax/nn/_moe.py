@@ -12,7 +12,7 @@ from jax import lax
 from jax.nn import initializers
 
 from ..collectives import gather_sequence, reduce_scatter_sequence
-from ..mesh import degree
+from ..mesh import degree, loss_copies
 from ..ops import permute, rms_norm, route, save_activation, with_aux_loss_gradient
 from ._grouped import GroupedDense
 from ._layer import Layer
@@ -118,6 +118,7 @@ class MoE(Layer):
         if self.parallel is None and self.sequence_parallel and tensor is not None and degree(tensor) > 1:
             # A rank sees a part of the sequence; but all see every token's loss, so that it counts tp times.
             here, length, weight = lax.psum(here, tensor), length * degree(tensor), weight * degree(tensor)
+        weight /= loss_copies(self.roles)
         load = here * (self.num_experts / (self.top_k * length))
         return route(with_aux_loss_gradient(probs, load, weight), self.top_k)
 

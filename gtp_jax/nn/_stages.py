@@ -156,6 +156,8 @@ class _Template:
     def __init__(self, layer: nnx.Module, gathers: bool, stacked: bool) -> None:
         self.gathers = gathers
         self.owners = weight_owners(layer) if gathers else {}
+        for owner in self.owners.values():
+            owner.check_mesh()
         self.name = type(layer).__name__
         self.graph, state = nnx.split(layer)
         self.leaves, self.tree = jax.tree.flatten(state, is_leaf=lambda v: isinstance(v, nnx.Variable))

@@ -254,9 +254,19 @@ class WeightOwner(Layer):
         weight = jax.tree.map(lambda a: _resized(a, rows, padded, -2), weight)  # and its slot
         return _resized(multiply(weight, key, self.operands), padded, rows, -1)
 
+    def check_mesh(self) -> None:
+        """Refuses a mesh in scope of other degrees than its kernels were laid out for.
+
+        Raises:
+            ValueError: naming both, and the remedy.
+        """
+        for layout in self.layouts:
+            layout.check_mesh(f"the weight of shape {layout.shape} of {type(self).__name__}")
+
     def with_weight(self, function: Callable[..., Any], *operands: Any) -> Any:
         """Returns `function(weight, *operands)`, the weight gathered for it here, and again in backward, unless a chain
         did."""
+        self.check_mesh()
         if isinstance(self.value, Gathered):
             return function(self.value.weight, *operands)
         group, sent = self.group, self.sent()

@@ -236,7 +236,9 @@ def _over_all_ranks(values: Tree) -> Tree:
 def _options(own: dict[str, Any] | None, recipe: Recipe | None) -> dict[str, Any]:
     kinds = () if recipe is None else recipe.kinds
     fp8 = any(kind.operands is not None and kind.operands.weight.block is None for kind in kinds)
-    return compile_options(platform(), own, tp=degree(current_roles().tensor), fp8=fp8)
+    tensor = current_roles().tensor
+    known = tensor in jax.sharding.get_abstract_mesh().axis_names  # a model may have other roles than those in scope
+    return compile_options(platform(), own, tp=degree(tensor) if known else 1, fp8=fp8)
 
 
 def _mean(total: jax.Array, tokens: jax.Array) -> jax.Array:

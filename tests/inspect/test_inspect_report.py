@@ -84,7 +84,7 @@ def test_text_says_what_is_padded_in_use_and_what_stays_whole():
     with pytest.warns(UserWarning, match="stays whole on every rank of gtp 5"):
         five = inspect(InspectOptions(parallelism=Parallelism(gtp=5, tp=1), seq=16, batch=5))
     (table,) = [p for p in five.parameters if p.path == "embed.table"]
-    assert table.note == "whole on every rank of gtp, which divides none of its dimensions"
+    assert table.note == "stored whole on every rank of gtp"
 
 
 def test_json_holds_the_same_numbers(found):

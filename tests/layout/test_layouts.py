@@ -142,7 +142,7 @@ def test_storage_is_logical_and_even_whatever_the_sizes(sizes, into, degrees, sp
 def test_a_weight_that_nothing_divides_stays_whole_with_a_warning():
     with jax.set_mesh(mesh_of(7, 1)):
         with pytest.warns(
-            UserWarning, match=r"shape \(25, 100\) stays whole on every rank of gtp 7, which divides none"
+            UserWarning, match=r"shape \(25, 100\) stays whole on every rank of gtp 7, which cannot divide"
         ):
             (layout,) = layouts_of_kernels([(25, 100)], rows=1)
     assert layout.spec == P(None, None) and layout.ranks == 1

@@ -233,3 +233,24 @@ def test_loss_returns_two_scalars():
         step_on(lambda model, batch: jnp.sum(model(batch["tokens"])), 8, 4)
     with pytest.raises(TypeError, match=message + r"\(\(1, 4\), \(\)\)"):
         step_on(lambda model, batch: (jnp.sum(model(batch["tokens"]), -1), jnp.ones(())), 8, 4)
+
+
+def test_a_model_built_under_a_mesh_is_refused_without_it():
+    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
+        row = gtp.init(lambda rngs: gtp.Dense(8, 8, parallel="row", rngs=rngs), rngs())
+        stack = gtp.init(lambda rngs: gtp.Stack(lambda rngs: gtp.MLP(8, 8, rngs=rngs), 2, rngs=rngs), rngs())
+    for module in (row, stack):
+        with pytest.raises(
+            ValueError, match=r"was built for a mesh with gtp 4 x tp 2; the mesh in scope has gtp 1 x tp 1"
+        ):
+            module(jnp.ones((2, 4, 8)))
+
+
+def test_a_layer_built_without_a_mesh_is_refused_inside_another_shard_map():
+    row = gtp.Dense(8, 8, parallel="row", sequence_parallel=False, rngs=rngs())
+    with jax.set_mesh(gtp.make_mesh(tp=2, devices=jax.devices()[:2])):
+        local = jax.shard_map(row, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+        with pytest.raises(
+            ValueError, match="was built for a mesh with gtp 1 x tp 1; the mesh in scope has gtp 1 x tp 2"
+        ):
+            jax.jit(local)(jnp.ones((2, 8)))
