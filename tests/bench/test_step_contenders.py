@@ -42,7 +42,7 @@ def mesh_of(gtp_degree: int, tp: int):
 
 def test_contenders_are_picked_by_words():
     names = [c.name for c in bench.chosen_contenders(["fsdp2 bf16", "gtp_jax nvfp4"])]
-    assert sorted(names) == ["fsdp2 bf16 regather", "fsdp2 bf16 keep", "gtp_jax nvfp4 regather", "gtp_jax nvfp4 keep"]
+    assert sorted(names) == ["fsdp2 bf16 keep", "fsdp2 bf16 regather", "gtp_jax nvfp4 keep", "gtp_jax nvfp4 regather"]
     at_some_degree = {c for tp in (1, 2) for c in bench.chosen_contenders([], tp=tp)}
     assert at_some_degree == set(bench.CONTENDERS) and len({c.name for c in at_some_degree}) == len(bench.CONTENDERS)
     with pytest.raises(ValueError, match="no contender is called deepspeed; there are gtp_jax bf16 regather, "):
@@ -221,7 +221,7 @@ def test_the_command_reports_what_ran_and_why_the_rest_did_not(tmp_path, capsys)
     assert main(["bench", "step", *flags, *nowhere, "--json", str(saved), "--png", str(picture)]) == 0
     printed = capsys.readouterr().out
     assert "FLOPs of a step: 6 x matmul parameters x tokens" in printed
-    assert re.search(r"^gtp_jax bf16 activations +bf16 +again +bfloat16 +\d", printed, re.MULTILINE)
+    assert re.search(r"^gtp_jax bf16 activations +bf16 +regather +bfloat16 +\d", printed, re.MULTILINE)
     assert "fsdp2 bf16 regather: ModuleNotFoundError: No module named 'torch'" in printed
     assert "grads: dtype in which weight gradients are sent and summed over the ranks" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")

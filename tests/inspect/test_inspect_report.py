@@ -74,9 +74,10 @@ def test_text_says_what_is_padded_in_use_and_what_stays_whole():
     """256 ids and 384 hidden features over three ranks; four groups of heads over three; the width 128 over gtp 5."""
     three = inspect(InspectOptions(parallelism=Parallelism(gtp=2, tp=3), seq=15, batch=2))
     notes = {p.path: p.note for p in three.parameters}
-    assert notes["embed.table"] == "tp ranks use 86, 86, 84 of 256, padded by 0.8%"
+    assert notes["embed.table"] == "stored whole on every rank of tp; tp ranks use 86, 86, 84 of 256, padded by 0.8%"
     assert notes["blocks.layers.attention.qkv.kernel.query"] == (
-        "tp ranks use 128, 128, 0 of 256, padded by 50.0%; outside a chain its output is gathered over tp, 128 "
+        "stored whole on every rank of tp; tp ranks use 128, 128, 0 of 256, padded by 50.0%; outside a chain its "
+        "output is gathered over tp, 128 "
         "features a token"
     )
     assert notes["blocks.layers.mlp.down.kernel"] == "", "384 is three times 128"

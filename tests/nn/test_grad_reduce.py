@@ -28,7 +28,7 @@ STEPS = {
     "experts in nvfp4": (dict(gtp=8), dict(experts=4, layers=1), dict(recipe=gtp.NVFP4(matmuls=True, exclude=()))),
     "uneven parts": (dict(gtp=2, tp=2), dict(vocab=97), {}),
     **{
-        name: (dict(gtp=4, tp=2), dict(layers=1), dict(recipe=kind(matmuls=True, keep=())))
+        name: (dict(gtp=4, tp=2), dict(layers=1), dict(recipe=kind(matmuls=True, exclude=())))
         for name, kind in MATMULS.items()
     },
 }
