@@ -164,7 +164,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("name", GRAD_REDUCE)
-@pytest.mark.parametrize("degrees", [dict(gtp=8), dict(gtp=4, tp=2)], ids=str)
+@pytest.mark.parametrize("degrees", [pytest.param(dict(gtp=8), marks=pytest.mark.slow), dict(gtp=4, tp=2)], ids=str)
 @pytest.mark.parametrize("module", MODULES)
 def test_a_gradient_over_the_ranks_is_the_float32_sum(module, degrees, name):
     x, g = bf16(0, 8, 32, 256), bf16(1, 8, 32, 128)
@@ -174,7 +174,7 @@ def test_a_gradient_over_the_ranks_is_the_float32_sum(module, degrees, name):
 
 
 @pytest.mark.parametrize("name", GRAD_REDUCE)
-@pytest.mark.parametrize("unroll", ["full", 1])
+@pytest.mark.parametrize("unroll", [pytest.param("full", marks=pytest.mark.slow), 1])
 def test_so_it_is_in_a_stack(unroll, name):
     def make(rngs):
         schedule = gtp.Schedule(unroll=unroll)
@@ -208,7 +208,7 @@ WIRE = {"float32": ("reduce-scatter", "f32", 4), "bf16-wire": ("all-to-all", "u1
 
 
 @pytest.mark.parametrize("name", WIRE)
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_wire_has_as_many_bytes_as_the_name_says(name, parts):
     """`bf16` compiled: `tests/chain/test_overlap_h200.py`; XLA's CPU backend widens its sum."""
     kind, dtype, size = WIRE[name]

@@ -67,9 +67,18 @@ CASES = [
     ("of modules", dict(tied=True)),
     *((name, dict(experts=4)) for name in ("fp8-matmuls", "nvfp4-matmuls", "of modules", "of gradients")),
 ]
+DEFAULT = [("nvfp4-matmuls", {}), ("of modules", {}), ("of gradients", {}), ("fp8-matmuls", dict(experts=4))]
 
 
-@pytest.mark.parametrize("name, changes", CASES, ids=str)
+def slow_but(default, cases):
+    """The cases, those marked slow that are not among the default ones."""
+    return [
+        pytest.param(*case, marks=[] if case in default else pytest.mark.slow)
+        for case in (case if isinstance(case, tuple) else (case,) for case in cases)
+    ]
+
+
+@pytest.mark.parametrize("name, changes", slow_but(DEFAULT, CASES), ids=str)
 def test_no_attribute_is_written_in_a_step(name, changes, written):
     recipe = EVERY[name]
     if "tied" in changes:
@@ -88,7 +97,7 @@ def test_no_attribute_is_written_in_a_step(name, changes, written):
     assert not written
 
 
-@pytest.mark.parametrize("name", UNSTOCHASTIC)
+@pytest.mark.parametrize("name", slow_but([("mxfp8",)], UNSTOCHASTIC))
 def test_no_attribute_is_written_under_a_recipe_in_scope(name, written):
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
         model = gtp.init(lambda rngs: Llama(CONFIG, rngs=rngs), nnx.Rngs(0))
