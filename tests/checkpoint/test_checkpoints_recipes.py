@@ -70,9 +70,11 @@ def test_amaxes_do_not_depend_on_the_mesh_that_restores(tmp_path, scattered, nam
             run = Run(place, RECIPES[name], first.optimizer)
             restored, _ = checkpoints.restore(run.shapes())
             whole, _ = checkpoints.restore(PLACES["one_device"].state(first.optimizer))
-            for amax in run.wire(restored)[1]:
-                assert (amax == amax[:1, :1, :1]).all(), place
-                assert sorted(amax[0, 0, 0].ravel().tolist()) == amax_oracle(whole.params), place
+            amaxes = run.wire(restored)[1]
+            assert all((amax == amax[:1, :1, :1]).all() for amax in amaxes), place
+            if amaxes:
+                found = sorted(x for amax in amaxes for x in amax[0, 0, 0].ravel().tolist())
+                assert found == amax_oracle(whole.params), place
 
 
 def test_another_recipe_takes_over(tmp_path):
