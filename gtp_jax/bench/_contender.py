@@ -114,18 +114,7 @@ def with_remat_policies(contenders: Sequence[Contender], policies: Sequence[str]
 
     With the default alone they are as they were.
     """
-    chosen = list(dict.fromkeys(policies))
-    if chosen == ["matmuls"]:
-        return list(contenders)
-    adapted = []
-    for contender in contenders:
-        if contender.family != OURS:
-            adapted.append(contender)
-            continue
-        for policy in chosen:
-            flags = (*contender.flags, f"--remat={policy}")
-            adapted.append(dataclasses.replace(contender, variant=f"{contender.variant} {policy}", flags=flags))
-    return adapted
+    return _once_for_each(contenders, policies, "matmuls", "--remat", "{}")
 
 
 def with_grad_reductions(contenders: Sequence[Contender], names: Sequence[str]) -> list[Contender]:
@@ -134,17 +123,25 @@ def with_grad_reductions(contenders: Sequence[Contender], names: Sequence[str]) 
 
     With `bf16` alone, in which the others sum too, they are as they were.
     """
-    chosen = list(dict.fromkeys(names))
-    if chosen == ["bf16"]:
+    return _once_for_each(contenders, names, "bf16", "--grad-reduce", "grads {}")
+
+
+def _once_for_each(
+    contenders: Sequence[Contender], values: Sequence[str], usual: str, flag: str, word: str
+) -> list[Contender]:
+    """Returns the contenders, those of gtp_jax once for each value of a flag, with `word` beside their names; as they
+    were for the usual value alone."""
+    chosen = list(dict.fromkeys(values))
+    if chosen == [usual]:
         return list(contenders)
     adapted = []
     for contender in contenders:
         if contender.family != OURS:
             adapted.append(contender)
             continue
-        for name in chosen:
-            flags = (*contender.flags, f"--grad-reduce={name}")
-            adapted.append(dataclasses.replace(contender, variant=f"{contender.variant} grads {name}", flags=flags))
+        for value in chosen:
+            variant = f"{contender.variant} {word.format(value)}"
+            adapted.append(dataclasses.replace(contender, variant=variant, flags=(*contender.flags, f"{flag}={value}")))
     return adapted
 
 

@@ -131,7 +131,7 @@ class Split:
 
     @property
     def _runs_into_next(self) -> bool:
-        """Returns whether the padding of some rank lies over elements of the next."""
+        """Whether the padding of some rank lies over elements of the next."""
         ends = [start + count for start, count in zip(self.starts, self.counts, strict=True)]
         return any(count < self.width and end < self.size for count, end in zip(self.counts, ends, strict=True))
 
