@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..layout import Layout
-from ..mesh import Roles, current_roles, current_view, degree, degrees, stacked_spec, use_loss_counted_once, use_roles
+from ..mesh import Roles, current_roles, current_view, degree, degrees, stacked_spec, use_roles
+from ..weights import Gathered, Stored
+from ._ranks import on_ranks, ranks_spec
 
 
 def layout_of(variable: nnx.Variable) -> Layout | None:
@@ -109,15 +113,58 @@ def in_shard_map(module: Layer, x: jax.Array, into: PartitionSpec, out: Partitio
         if layout is not None:
             layout.check_mesh(f"the weight of shape {layout.shape} of {type(module).__name__}")
 
-    def local(values: list[jax.Array], x: jax.Array) -> Any:
-        put = [v.replace(value) for v, value in zip(variables, values, strict=True)]
+    def local(values: list[Any], x: jax.Array) -> Any:
+        put = [v.replace(_on_rank(value)) for v, value in zip(variables, values, strict=True)]
         merged = nnx.merge(graph, jax.tree.unflatten(tree, put))
-        with use_roles(roles), use_loss_counted_once():
-            return merged.to_global(merged(merged.from_global(x)))
+        with use_roles(roles):
+            y = merged.to_global(merged(merged.from_global(x)))
+        _refuse_writes(put, merged)
+        return y
 
-    specs = [partition_of(v) for v in variables]
-    values = [v.get_value() for v in variables]
-    return jax.shard_map(local, in_specs=(specs, into), out_specs=out, check_vma=False)(values, x)
+    specs = [_value_spec(v) for v in variables]
+    values = [_for_view(v.get_raw_value()) for v in variables]
+    return on_ranks(local, (specs, into), out)(values, x)
+
+
+def _refuse_writes(before: list[nnx.Variable], module: nnx.Module) -> None:
+    """Refuses a call that has written variables, which every rank would have written for itself."""
+    values = {id(v.get_raw_value()) for v in before}
+    for path, v in nnx.to_flat_state(nnx.split(module)[1]):
+        if not isinstance(v, nnx.Param) and any(id(leaf) not in values for leaf in [v.get_raw_value()]):
+            raise ValueError(
+                f"a call of {type(module).__name__} writes {'.'.join(map(str, path))}, a {type(v).__name__}. A "
+                "`gtp_jax.nn.Layer` computes on each rank's own part, where what is written would be one rank's alone. "
+                "Write it in an `nnx.Module` that calls the layer; or hand the layer what it needs, such as a key."
+            )
+
+
+def _value_spec(variable: nnx.Variable) -> Any:
+    """Returns the partition of what a variable holds, in global view: a pytree prefix."""
+    value = variable.get_raw_value()
+    if isinstance(value, Stored):
+        layout = layout_of(variable)
+        assert layout is not None
+        shard = stacked_spec(layout.spec, value.shard.ndim)
+        stacked = value.groups[0][0].stack is not None
+        return Stored(shard, value.groups, ranks_spec(stacked=stacked), PartitionSpec())  # pyright: ignore[reportArgumentType]
+    if isinstance(value, Gathered):
+        return Gathered(ranks_spec(), value.group, PartitionSpec())  # pyright: ignore[reportArgumentType]
+    return PartitionSpec() if value is None else partition_of(variable)
+
+
+def _for_view(value: Any) -> Any:
+    """Returns a variable's value, with keys for the call made now."""
+    keys = value.keys if isinstance(value, Stored | Gathered) else None
+    return value if keys is None else dataclasses.replace(value, keys=keys.for_view())
+
+
+def _on_rank(value: Any) -> Any:
+    """Returns a variable's value inside the `shard_map`, with keys of this rank's own."""
+    keys = value.keys if isinstance(value, Stored | Gathered) else None
+    if keys is None:
+        return value
+    rank = lax.axis_index(jax.sharding.get_abstract_mesh().axis_names).astype(jnp.uint32)
+    return dataclasses.replace(value, keys=keys.of_rank(rank))
 
 
 def _check_input(x: jax.Array, into: PartitionSpec, roles: Roles, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -9,6 +10,7 @@ from flax import nnx
 from jax import lax
 
 from ..collectives import Shards
+from ..mesh import current_view, stacked_spec
 from ..recipes import Recipe, current_recipe
 from ..weights import (
     CallKeys,
@@ -23,6 +25,7 @@ from ..weights import (
     quantize,
     resolve,
 )
+from ._ranks import by_rank, on_ranks, ranks_spec
 from ._weight import structure_of, weight_owners, with_weights
 
 
@@ -72,7 +75,29 @@ def quantized_in_scope(layers: nnx.Module, length: int) -> nnx.Module:
         return layers
     check_ends({"one": length}, recipe)
     groups = {(path, at): group for path, owner in owners.items() for at, group in owner.groups(length)}
-    return with_groups(layers, groups, quantize(groups, lax.stop_gradient(shards_of(layers))))
+    return with_groups(layers, groups, quantize_in_view(groups, lax.stop_gradient(shards_of(layers))))
+
+
+def quantize_in_view(
+    groups: Groups, shards: Mapping[Path, Shards], pregathered_layers: int | Literal["all"] = 0
+) -> Quantized:
+    """Returns `gtp_jax.weights.quantize(...)` of shards, or in global view of whole weights, where codes are every
+    rank's own."""
+    if current_view() != "global":
+        return quantize(groups, shards, pregathered_layers)
+    by_module = {path: (layers, group) for (path, layers), group in groups.items()}
+    specs = {
+        path: tuple(stacked_spec(layout.spec, x.ndim) for layout, x in zip(group.layouts, shards[path], strict=True))
+        for path, (_, group) in by_module.items()
+    }
+
+    def local(shards: Mapping[Path, Shards]) -> tuple[Quantized, Quantized]:
+        found = by_rank(quantize(groups, shards, pregathered_layers))
+        of_stacks = {path: packed for path, packed in found.items() if by_module[path][0].stack is not None}
+        return of_stacks, {path: packed for path, packed in found.items() if path not in of_stacks}
+
+    of_stacks, others = on_ranks(local, (specs,), (ranks_spec(stacked=True), ranks_spec()))(shards)
+    return {**of_stacks, **others}
 
 
 def _keys_of(key: jax.Array, path: Path, groups: tuple[tuple[Layers, WeightGroup], ...]) -> CallKeys | None:

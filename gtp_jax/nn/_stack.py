@@ -90,7 +90,7 @@ class Stack(StackedLayers):
 
     def local(self, x: Any, *shared: Any, **named: Any) -> Any:
         inputs = SharedInputs(shared, named)
-        return run_parts((self._part(self.remat),), x, self.schedule, inputs, gathers=True)
+        return run_parts((self._part(self.remat),), x, self.schedule, inputs)
 
     def _part(self, remat: Remat) -> Part:
         return Part(self.layers, remat, self.length)
@@ -148,11 +148,10 @@ def run_chain(
 
 
 def _call(parts: tuple[Part, ...], modules: tuple[Layer, ...], x: Any, schedule: Schedule, shared: SharedInputs) -> Any:
-    """Calls a chain as the view in scope requires."""
-    if current_view() != "global":
-        return run_parts(parts, x, schedule, shared, gathers=True)
-    if not shared.empty or any(_has_state(part.module) for part in parts):
-        return run_parts(parts, x, schedule, shared, gathers=False)
+    """Calls a chain as the view in scope requires: in global view within one `shard_map` only if all of its modules are
+    written for local view."""
+    if current_view() != "global" or not shared.empty or not all(_is_local(part.module) for part in parts):
+        return run_parts(parts, x, schedule, shared)
     chain = Chain(modules, schedule, tuple(part.remat for part in parts))
     return in_shard_map(chain, x, *chain.partitions(jnp.ndim(x)))
 
@@ -173,7 +172,7 @@ class Chain(Layer):
             m._part(remat) if isinstance(m, Stack) else Part(m, remat)
             for m, remat in zip(self.modules, self.remat, strict=True)
         ]
-        return run_parts(parts, x, self.schedule, SharedInputs((), {}), gathers=True, declared=True)
+        return run_parts(parts, x, self.schedule, SharedInputs((), {}), declared=True)
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
         first: Layer = self.modules[0]
@@ -187,9 +186,10 @@ class Chain(Layer):
         return self.modules[-1].to_global(y)
 
 
-def _has_state(module: nnx.Module) -> bool:
-    """Says whether the module has variables other than parameters."""
-    return any(not isinstance(v, nnx.Param) for _, v in nnx.to_flat_state(nnx.state(module, nnx.Variable)))
+def _is_local(module: nnx.Module) -> bool:
+    """Says whether a module is written for local view, and has no variables other than parameters."""
+    variables = nnx.to_flat_state(nnx.state(module, nnx.Variable))
+    return isinstance(module, Layer) and all(isinstance(v, nnx.Param) for _, v in variables)
 
 
 def _shared_inputs(shared: Any) -> SharedInputs:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,13 +12,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..chain import Outputs, Remat, Schedule, Stage, run, with_remat
-from ..collectives import Packed
+from ..collectives import Packed, sum_over_replicas
+from ..mesh import current_view
 from ..ops import SlottedWeight
-from ..recipes import current_recipe, use_recipe
-from ..weights import CallKeys, Gathered, Layers, WeightGroup, check_ends, gather, gather_members, scatter
+from ..weights import CallKeys, Gathered, Layers, WeightGroup, gather, gather_members, scatter
 from ._layer import layout_of
 from ._outputs import is_float, outputs_of, values_of, variables_of, write
 from ._quantized import quantized_in_scope
+from ._ranks import by_rank, on_ranks, ranks_spec
 from ._shared import SharedInputs
 from ._weight import WeightOwner, kernel_places, weight_owners
 
@@ -49,23 +49,23 @@ class Part:
     length: int | None = None
 
 
-def run_parts(
-    parts: Sequence[Part], x: Any, schedule: Schedule, shared: SharedInputs, *, gathers: bool, declared: bool = False
-) -> Any:
+def run_parts(parts: Sequence[Part], x: Any, schedule: Schedule, shared: SharedInputs, *, declared: bool = False) -> Any:
     """Runs modules as one chain, and writes to their variables what their calls wrote.
+
+    In global view what a chain has gathered is a global array of every rank's copy (see `_ranks`), so that layers
+    compute on global arrays, and gradients of weights stay one a rank until the chain reduces them.
 
     Args:
         parts: the modules.
         x: the first one's input.
         schedule: when things happen.
         shared: for every layer of the stacked ones.
-        gathers: whether the chain gathers weights; if not, as in global view, each module gathers its own.
         declared: whether a call may write no variables.
     """
     stages: list[Stage] = []
     counts: list[int] = []
     for part in parts:
-        own = _stages(part, shared, gathers)
+        own = _stages(part, shared)
         stages += own
         counts.append(len(own))
     y, outputs = run(stages, x, schedule, shared.arrays)
@@ -87,16 +87,16 @@ def _refuse_undeclared(module: nnx.Module, outputs: Outputs) -> None:
     )
 
 
-def _stages(part: Part, shared: SharedInputs, gathers: bool) -> list[Stage]:
+def _stages(part: Part, shared: SharedInputs) -> list[Stage]:
     """Returns the stages of a module: of a stack one for each stretch of layers: in high precision, with codes gathered
     already, with codes to be gathered, and in high precision again."""
     stacked, length = part.length is not None, part.length or 1
-    module = quantized_in_scope(part.module, length) if gathers and stacked else part.module
-    template = _Template(module, gathers, stacked)
+    module = quantized_in_scope(part.module, length) if stacked else part.module
+    template = _Template(module, stacked)
     if not stacked:
         groups = {path: owner.group for path, owner in template.owners.items()}
         keys = {path: owner.keys.next(link=True) for path, owner in template.owners.items() if owner.keys is not None}
-        sent = {path: owner.sent() for path, owner in template.owners.items()} if gathers else template.shards
+        sent = {path: _sent(owner) for path, owner in template.owners.items()}
         constants = keys, template.constants
         return [template.stage(groups, template.shards, ((), sent), template.params, constants, part.remat)]
 
@@ -114,11 +114,6 @@ def _stages(part: Part, shared: SharedInputs, gathers: bool) -> list[Stage]:
     last = max((layers.stop for layers in quantized), default=0)
     ahead = first + (pregathered[0].buffer.shape[0] if pregathered else 0)
     ends = {end for groups in by_layers.values() for layers, _ in groups for end in layers[:2]}
-    recipe = None if gathers else current_recipe()
-    if recipe is not None:  # modules that gather their own follow it by themselves, but do not know their layer
-        check_ends({"one": length}, recipe)
-        first, last = recipe.high_precision_first, length - recipe.high_precision_last
-        ends |= {first, last}
     bounds = sorted({0, *ends, ahead, length})
     keys = _layer_keys(template.owners, length)
     pieces = _split((template.shards, template.params, (keys, template.constants)), bounds[1:-1])
@@ -131,8 +126,7 @@ def _stages(part: Part, shared: SharedInputs, gathers: bool) -> list[Stage]:
             inputs, at = (pregathered, unbundled(own)), 0
         else:
             inputs, at = (packed, unbundled(template.shards)), start
-        kept = recipe is not None and not first <= start < last
-        stage = template.stage(groups, own, inputs, params, constants, part.remat, shared, kept)
+        stage = template.stage(groups, own, inputs, params, constants, part.remat, shared)
         stages.append(dataclasses.replace(stage, length=stop - start, stacked=True, first=at))
     return stages
 
@@ -147,28 +141,22 @@ class _Template:
     Attributes:
         owners: modules with weights that the chain gathers, by path.
         places: of their kernels among the layer's leaves.
-        shards: of these weights, by path; if modules gather their own, a list of all weights' shards, which the chain
-            then takes for gathered: it hands each layer its own, and keeps none for backward.
+        shards: of these weights, by path.
         params: the floats of the other variables.
         constants: the rest of them: integers, keys.
     """
 
-    def __init__(self, layer: nnx.Module, gathers: bool, stacked: bool) -> None:
-        self.gathers = gathers
-        self.owners = weight_owners(layer) if gathers else {}
+    def __init__(self, layer: nnx.Module, stacked: bool) -> None:
+        self.owners = weight_owners(layer)
         for owner in self.owners.values():
             owner.check_mesh()
         self.name = type(layer).__name__
         self.graph, state = nnx.split(layer)
         self.leaves, self.tree = jax.tree.flatten(state, is_leaf=lambda v: isinstance(v, nnx.Variable))
-        self.places = kernel_places(self.graph, self.leaves, self.tree) if gathers else {}
-        self.is_weight = [isinstance(v, nnx.Variable) and layout_of(v) is not None for v in self.leaves]
-        variables = list(zip(self.leaves, self.is_weight, strict=True))
-        self.is_put = [isinstance(v, nnx.Variable) and not weight for v, weight in variables]
+        self.places = kernel_places(self.graph, self.leaves, self.tree)
+        self.is_put = [isinstance(v, nnx.Variable) and layout_of(v) is None for v in self.leaves]
         self.metadata = [_of_one_layer(v) if stacked and isinstance(v, nnx.Variable) else {} for v in self.leaves]
-        self.shards: Any = [v.get_value() for v, weight in variables if weight]
-        if gathers:
-            self.shards = {path: owner.shards() for path, owner in self.owners.items()}
+        self.shards = {path: owner.shards() for path, owner in self.owners.items()}
         values = [v.get_value() for v, put in zip(self.leaves, self.is_put, strict=True) if put]
         arrays, self.values = jax.tree.flatten(values)
         self.is_float = [is_float(a) for a in arrays]
@@ -184,9 +172,8 @@ class _Template:
         constants: Any,
         remat: Remat,
         shared: SharedInputs | None = None,
-        kept: bool = False,
     ) -> Stage:
-        """Returns the layer as a stage, not stacked; `kept` from the recipe in scope, if modules gather their own."""
+        """Returns the layer as a stage, not stacked."""
 
         def apply(
             weights: Weights, slots: Slots, params: list[Any], x: Any, arrays: list[Any], constants: Constants
@@ -195,8 +182,7 @@ class _Template:
             layer = self.merged(params, others, self._values(groups, weights, slots, keys))
             before = values_of(variables_of(layer))
             args, kwargs = shared.arguments(arrays) if shared is not None else ((), {})
-            with use_recipe(None) if kept else contextlib.nullcontext():
-                y = layer(x, *args, **kwargs)  # pyright: ignore[reportCallIssue]
+            y = layer(x, *args, **kwargs)  # pyright: ignore[reportCallIssue]
             return y, outputs_of(before, variables_of(layer), self.name)
 
         def slots(weights: Weights) -> Slots:
@@ -205,13 +191,16 @@ class _Template:
 
         def to_shards(gradients: tuple[Any, Slots]) -> dict[Any, Any]:
             of_weights, of_slots = gradients
-            return scatter(groups, {**of_weights, **of_slots}) if self.gathers else of_weights
+            return scatter(groups, {**of_weights, **of_slots})
 
+        gather = functools.partial(_gather, groups)
+        if current_view() == "global":
+            gather, slots, to_shards = _in_global_view(groups, gather, slots, to_shards)
         return Stage(
             shards,
             gather_inputs,
             params,
-            gather=functools.partial(self._gather, groups),
+            gather=gather,
             slots=slots,
             scatter=to_shards,
             apply=with_remat(apply, remat),
@@ -235,8 +224,6 @@ class _Template:
 
     def _values(self, groups: Groups, weights: Any, slots: Slots, keys: dict[Any, jax.Array]) -> dict[int, Any]:
         """Returns what the weights' variables hold in a call, by place."""
-        if not self.gathers:
-            return dict(zip([i for i, chosen in enumerate(self.is_weight) if chosen], weights, strict=True))
         found: dict[int, Any] = {}
         for path, (first, *others) in self.places.items():
             weight = SlottedWeight(weights[path], slots[path]) if path in slots else weights[path]
@@ -244,15 +231,39 @@ class _Template:
             found |= dict.fromkeys(others)
         return found
 
-    def _gather(self, groups: Groups, inputs: tuple[tuple[Packed, ...], Any]) -> Any:
-        """Gathers the weights of one layer, by path."""
-        packed, others = inputs
-        if not self.gathers:
-            return others
-        weights = {path: gather(groups[path], own) for path, own in others.items()}
-        for one in packed:
-            weights |= gather_members(groups, one)
-        return weights
+
+def _gather(groups: Groups, inputs: tuple[tuple[Packed, ...], Any]) -> Weights:
+    """Gathers the weights of one layer, by path."""
+    packed, others = inputs
+    weights = {path: gather(groups[path], own) for path, own in others.items()}
+    for one in packed:
+        weights |= gather_members(groups, one)
+    return weights
+
+
+def _in_global_view(
+    groups: Groups, gather: Callable[..., Weights], slots: Callable[..., Slots], to_shards: Callable[..., Any]
+) -> tuple[Callable[..., Weights], Callable[..., Slots], Callable[..., Any]]:
+    """Returns the three, on global arrays: weights, slots and their gradients are every rank's own."""
+    ranks = ranks_spec()
+    specs = {path: tuple(layout.spec for layout in group.layouts) for path, group in groups.items()}
+
+    def gather_globally(inputs: tuple[tuple[Packed, ...], Any]) -> Weights:
+        into = {path: ranks if isinstance(own, Packed) else specs[path] for path, own in inputs[1].items()}
+        return on_ranks(lambda inputs: by_rank(gather(inputs)), ((ranks, into),), ranks)(inputs)
+
+    def to_global_shards(gradients: tuple[Any, Slots]) -> dict[Any, Any]:
+        return on_ranks(lambda own: sum_over_replicas(to_shards(own), specs), ((ranks, ranks),), specs)(gradients)
+
+    return gather_globally, on_ranks(slots, (ranks,), ranks), to_global_shards
+
+
+def _sent(owner: WeightOwner) -> Any:
+    """Returns what a rank sends in a gather of a module's weight."""
+    if current_view() != "global" or owner.group.wire is None or owner.packed:
+        return owner.sent()
+    specs = tuple(layout.spec for layout in owner.layouts)
+    return on_ranks(owner.sent_of, (specs,), ranks_spec())(owner.shards())
 
 
 def _of_one_layer(variable: nnx.Variable) -> dict[str, Any]:

@@ -227,9 +227,11 @@ class WeightOwner(Layer):
 
     def sent(self) -> Shards | Packed:
         """Returns what this rank sends in a gather; quantized here if a recipe is in scope."""
-        if self.packed:
-            return self.packed[0]
-        group, shards = self.group, self.shards()
+        return self.packed[0] if self.packed else self.sent_of(self.shards())
+
+    def sent_of(self, shards: Shards) -> Shards | Packed:
+        """Returns what this rank sends of these shards. Called in local view."""
+        group = self.group
         if group.wire is None:
             return shards
         return quantize({((), Layers(0, 1)): group}, {(): lax.stop_gradient(shards)})[()][0]

@@ -41,6 +41,16 @@ class CallKeys:
         words = _folded(self._words, number) if number else self._words
         return _folded(words, _LINK) if link else words
 
+    def for_view(self) -> CallKeys:
+        """Returns keys for the call made now, whose module is taken apart and put together inside a `shard_map`: there
+        calls are counted in turn. The first call's are as if it were not."""
+        number, self._calls = self._calls, self._calls + 1
+        return CallKeys(self._words if not number else _folded(_folded(self._words, number), _LINK))
+
+    def of_rank(self, rank: jax.Array) -> CallKeys:
+        """Returns keys that differ from rank to rank, as every rank has other tokens to round."""
+        return CallKeys(_folded(self._words, rank))
+
     def tree_flatten(self) -> tuple[tuple[jax.Array], None]:
         return (self._words,), None
 
@@ -49,6 +59,6 @@ class CallKeys:
         return cls(*children)
 
 
-def _folded(words: jax.Array, number: int) -> jax.Array:
+def _folded(words: jax.Array, number: int | jax.Array) -> jax.Array:
     key = jax.random.wrap_key_data(words, impl="threefry2x32")
     return jax.random.key_data(jax.random.fold_in(key, number))

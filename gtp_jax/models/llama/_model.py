@@ -16,6 +16,7 @@ from ...nn import (
     MLP,
     Attention,
     Embed,
+    Layer,
     LayerNormDense,
     MoE,
     Stack,
@@ -26,10 +27,12 @@ from ...nn import (
 from ._config import LlamaConfig
 
 
-class LlamaBlock(nnx.Module):
+class LlamaBlock(Layer):
     """Attention and MLP or experts, each on a residual branch."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
+        super().__init__()
+        self.sequence_parallel = config.sequence_parallel
         shared = _shared(config)
         self.attention = Attention(
             config.dim,
@@ -57,7 +60,7 @@ class LlamaBlock(nnx.Module):
         else:
             self.mlp = MLP(config.dim, config.ffn, eps=config.eps, rngs=rngs, **shared)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def local(self, x: jax.Array) -> jax.Array:
         x = x + self.attention(x)
         return x + self.mlp(x)
 
