@@ -135,6 +135,7 @@ def inspect(options: InspectOptions) -> Inspection:
             max_grad_norm=_MAX_GRAD_NORM,
             recipe=recipe,
             pregathered_layers=options.quantization.pregathered_layers,
+            view="local",
         )
         model = abstract_model(lambda rngs: build(config, rngs=rngs))
         state = TrainState.create(model, optimizer)

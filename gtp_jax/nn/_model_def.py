@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from ..layout import Layout
@@ -21,16 +22,20 @@ class ModelDef:
 
     Attributes:
         graph: the modules.
-        state: the parameters' variables, without values.
-        specs: nested dict of partitions.
+        variables: the model's variables, without values: an NNX state.
+        specs: nested dict of the parameters' partitions.
         layouts: nested dict of `Layout`, or `None` for a parameter that is not gathered.
+        state_specs: nested dict of the partitions of other variables.
+        key_impls: names of the generators of variables that hold random keys, by path; a state holds their words.
         roles: of mesh axes.
     """
 
     graph: Any
-    state: Any
+    variables: Any
     specs: dict[str, Any]
     layouts: dict[str, Any]
+    state_specs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    key_impls: dict[Any, str] = dataclasses.field(default_factory=dict)
     roles: Roles = Roles()
 
     def check_mesh(self) -> None:
@@ -42,34 +47,81 @@ class ModelDef:
         for layout in set(jax.tree.leaves(self.layouts, is_leaf=_is_layout)):
             layout.check_mesh("the model")
 
-    def model(self, params: Tree) -> Any:
-        """Returns the model with `params` for its parameters."""
-        leaves, tree = jax.tree.flatten(self.state, is_leaf=_is_variable)
-        paths = [path for path, _ in nnx.to_flat_state(self.state)]
-        put = [v.replace(_at(params, path)) for path, v in zip(paths, leaves, strict=True)]
+    def model(self, params: Tree, model_state: Tree | None = None) -> Any:
+        """Returns the model with these arrays for its parameters and its other variables, if it has any."""
+        leaves, tree = jax.tree.flatten(self.variables, is_leaf=_is_variable)
+        paths = [path for path, _ in nnx.to_flat_state(self.variables)]
+        put = []
+        for path, v in zip(paths, leaves, strict=True):
+            value = _at(params if isinstance(v, nnx.Param) else model_state, path)
+            put.append(v.replace(_as_key(value, self.key_impls[path]) if path in self.key_impls else value))
         return nnx.merge(self.graph, jax.tree.unflatten(tree, put))
 
+    def state_of(self, model: nnx.Module) -> dict[str, Any]:
+        """Returns what a model's variables other than parameters hold, such as after a call; without those that it did
+        not have when it was split."""
+        known = {path for path, _ in nnx.to_flat_state(self.variables)}
+        found = [(path, v) for path, v in _others(nnx.split(model)[1]) if path in known]
+        return _nested(found)
 
-def split_model(model: nnx.Module) -> tuple[ModelDef, dict[str, Any]]:
-    """Returns a model's definition and its parameters as nested dicts of arrays.
+
+def split_model(model: nnx.Module) -> tuple[ModelDef, dict[str, Any], dict[str, Any]]:
+    """Returns a model's definition, its parameters, and its other variables (batch statistics, random keys and counts),
+    both as nested dicts of arrays.
 
     Raises:
-        ValueError: if the model holds state other than parameters, such as batch statistics or dropout streams; if its
-            modules were built under different roles.
+        ValueError: if its modules were built under different roles.
     """
-    graph, state = nnx.split(model)
-    others = [(path, variable) for path, variable in nnx.to_flat_state(state) if not isinstance(variable, nnx.Param)]
-    if others:
-        path, variable = others[0]
-        raise ValueError(
-            f"the model holds {type(variable).__name__} at {'.'.join(map(str, path))}; a train step carries "
-            "parameters (nnx.Param) only. Keep other state outside the model."
-        )
-    specs = jax.tree.map(partition_of, state, is_leaf=_is_variable)
-    params = jax.tree.map(lambda v: v.get_value(), state, is_leaf=_is_variable)
-    bare = jax.tree.map(lambda v: v.replace(None), state, is_leaf=_is_variable)
-    layouts = jax.tree.map(layout_of, state, is_leaf=_is_variable)
-    return ModelDef(graph, bare, _dicts(specs), _dicts(layouts), _roles_of(layouts)), _dicts(params)
+    graph, variables = nnx.split(model)
+    others = _others(variables)
+    params = nnx.from_flat_state([(p, v) for p, v in nnx.to_flat_state(variables) if isinstance(v, nnx.Param)])
+    specs = jax.tree.map(partition_of, params, is_leaf=_is_variable)
+    bare = jax.tree.map(lambda v: v.replace(None), variables, is_leaf=_is_variable)
+    layouts = jax.tree.map(layout_of, params, is_leaf=_is_variable)
+    model_def = ModelDef(
+        graph,
+        bare,
+        _dicts(specs),
+        _dicts(layouts),
+        _dicts(nnx.from_flat_state([(path, partition_of(v)) for path, v in others])) if others else {},
+        {path: str(jax.random.key_impl(v.get_raw_value())) for path, v in others if _is_key(v.get_raw_value())},
+        _roles_of(layouts),
+    )
+    return model_def, _dicts(jax.tree.map(lambda v: v.get_value(), params, is_leaf=_is_variable)), _nested(others)
+
+
+def _others(variables: Any) -> list[tuple[Any, nnx.Variable]]:
+    """Returns the variables of a state that are no parameters, by path."""
+    return [(path, v) for path, v in nnx.to_flat_state(variables) if not isinstance(v, nnx.Param)]
+
+
+def _nested(variables: list[tuple[Any, nnx.Variable]]) -> dict[str, Any]:
+    """Returns variables' values as nested dicts, with the words of random keys in their place."""
+    found: dict[str, Any] = {}
+    for path, variable in variables:
+        *ahead, last = map(str, path)
+        node = found
+        for key in ahead:
+            node = node.setdefault(key, {})
+        value = variable.get_raw_value()
+        node[last] = _words(value) if _is_key(value) else value
+    return found
+
+
+def _is_key(value: Any) -> bool:
+    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def _words(key: Any) -> Any:
+    if isinstance(key, jax.ShapeDtypeStruct):
+        return jax.eval_shape(jax.random.key_data, key)
+    return jax.random.key_data(key)
+
+
+def _as_key(words: Any, impl: str) -> Any:
+    if isinstance(words, jax.ShapeDtypeStruct):
+        return jax.eval_shape(lambda words: jax.random.wrap_key_data(words, impl=impl), words)
+    return jax.random.wrap_key_data(words, impl=impl)
 
 
 def _roles_of(layouts: Any) -> Roles:

@@ -60,4 +60,3 @@ def _of_rank(value: Any) -> Any:
 
 def _is_quantized(value: Any) -> bool:
     return isinstance(value, QuantizedArray)
-

@@ -49,7 +49,9 @@ class Part:
     length: int | None = None
 
 
-def run_parts(parts: Sequence[Part], x: Any, schedule: Schedule, shared: SharedInputs, *, declared: bool = False) -> Any:
+def run_parts(
+    parts: Sequence[Part], x: Any, schedule: Schedule, shared: SharedInputs, *, declared: bool = False
+) -> Any:
     """Runs modules as one chain, and writes to their variables what their calls wrote.
 
     In global view what a chain has gathered is a global array of every rank's copy (see `_ranks`), so that layers

@@ -7,14 +7,17 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def rounding_key(step: jax.Array, microbatch: jax.Array | int) -> jax.Array:
-    """Returns the words that this rank rounds by: uint32 `(2,)`. Called in local view.
+def rounding_key(seed: int, step: jax.Array, microbatch: jax.Array | int, *, of_rank: bool = False) -> jax.Array:
+    """Returns the words that a microbatch is rounded by: uint32 `(2,)`.
 
     They follow from what is being computed alone, so that a run can be repeated, and resumed as if never stopped: the
-    number of updates made, the microbatch, and the rank, as every rank has other tokens.
+    run's seed, the number of updates made, the microbatch, and in local view (`of_rank`) the rank, as every rank has
+    other tokens; in global view a module adds its rank when it is called.
     """
-    key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), step)
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
+    key = jax.random.fold_in(key, microbatch)
     mesh = jax.sharding.get_abstract_mesh()
-    rank = jnp.uint32(0) if mesh.empty else lax.axis_index(mesh.axis_names).astype(jnp.uint32)
-    key = jax.random.fold_in(jax.random.fold_in(key, microbatch), rank)
+    if of_rank:
+        rank = jnp.uint32(0) if mesh.empty else lax.axis_index(mesh.axis_names).astype(jnp.uint32)
+        key = jax.random.fold_in(key, rank)
     return jax.random.key_data(key)

@@ -20,39 +20,46 @@ Tree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Parameters, optimizer state and step count: a pytree of arrays.
+    """Parameters, optimizer state, step count and the model's other variables: a pytree of arrays.
 
     Attributes:
         params: nested dict of the float32 master weights, of logical shapes, sharded as `model_def.specs` say.
         opt_state: of the optax optimizer, its moments sharded like the parameters they belong to.
         step: number of updates made, int32.
         model_def: the rest of the model; static.
+        model_state: nested dict of the model's other variables, such as batch statistics and the words and counts of
+            dropout's keys, as the last microbatch left them.
     """
 
     params: dict[str, Any]
     opt_state: Any
     step: jax.Array
     model_def: ModelDef = dataclasses.field(metadata={"static": True})
+    model_state: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def create(cls, model: nnx.Module, optimizer: optax.GradientTransformation) -> TrainState:
         """Returns the state at step 0. Allocates nothing if the model is abstract (see `abstract_model`)."""
-        model_def, params = split_model(model)
+        model_def, params, model_state = split_model(model)
         specs = state_specs(model_def, optimizer, params)
         leaves = jax.tree.leaves(params)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
             shapes = jax.eval_shape(optimizer.init, params)
             opt_state = jax.tree.map(_abstract, shapes, specs.opt_state)
             step: Any = _abstract(jax.ShapeDtypeStruct((), jnp.int32), PartitionSpec())
-            return cls(params, opt_state, step, model_def)
+            return cls(params, opt_state, step, model_def, jax.tree.map(_abstract, model_state, specs.model_state))
         opt_state = jax.jit(optimizer.init, out_shardings=_shardings(specs.opt_state))(params)
         step = jnp.zeros((), jnp.int32)
-        shardings = _shardings(PartitionSpec())
-        return cls(params, opt_state, step if shardings is None else jax.device_put(step, shardings), model_def)
+        if shardings := _shardings(PartitionSpec()):
+            # copies, as a step donates its state, and the model may go on using its own
+            step, model_state = jax.device_put((step, jax.tree.map(jnp.copy, model_state)), shardings)
+        else:
+            model_state = jax.tree.map(jnp.copy, model_state)
+        return cls(params, opt_state, step, model_def, model_state)
 
     def model(self) -> Any:
-        """Returns the model, with these parameters."""
-        return self.model_def.model(self.params)
+        """Returns the model, with these parameters and other variables."""
+        return self.model_def.model(self.params, self.model_state)
 
 
 def state_specs(model_def: ModelDef, optimizer: optax.GradientTransformation, params: Tree) -> TrainState:
@@ -70,7 +77,7 @@ def state_specs(model_def: ModelDef, optimizer: optax.GradientTransformation, pa
 
     leaf_specs = [spec_of(path, leaf) for path, leaf in with_paths(shapes)]
     opt_specs = jax.tree.unflatten(jax.tree.structure(shapes), leaf_specs)
-    return TrainState(model_def.specs, opt_specs, PartitionSpec(), model_def)  # pyright: ignore[reportArgumentType]
+    return TrainState(model_def.specs, opt_specs, PartitionSpec(), model_def, model_def.state_specs)  # pyright: ignore
 
 
 def _shardings(specs: Any) -> Any:

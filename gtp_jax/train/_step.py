@@ -12,42 +12,49 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..collectives import sum_over_replicas
-from ..mesh import Roles, current_roles, degree, degrees, platform, use_roles
-from ..nn import ModelDef, shards_of, structure_of, with_groups
+from ..mesh import Roles, current_roles, degree, degrees, platform
 from ..recipes import Recipe, check_recipe, current_recipe
-from ..weights import quantize, resolve
+from ._gradients import VIEWS, Computed, Request, View, gradients, losses
+from ._jit import Jitted
+from ._loss import Loss, mean
 from ._options import compile_options
-from ._rounding import rounding_key
 from ._state import TrainState, state_specs
 
 Tree = Any
-Loss = Callable[[Any, Tree], tuple[jax.Array, jax.Array]]
 
 
 def train_step(
     loss: Loss,
     optimizer: optax.GradientTransformation,
     *,
+    has_aux: bool = False,
     microbatches: int = 1,
     max_grad_norm: float | None = None,
     recipe: Recipe | None = None,
     pregathered_layers: int | Literal["all"] = 0,
+    view: View = "global",
+    seed: int = 0,
     compiler_options: dict[str, Any] | None = None,
-) -> Callable[[TrainState, Tree], tuple[TrainState, dict[str, jax.Array]]]:
+) -> Callable[[TrainState, Tree], tuple[TrainState, dict[str, Any]]]:
     """Returns a jitted optimizer step. The state is donated.
 
-    The loss and its gradient run inside one `shard_map` over the whole mesh: every rank takes its own sequences, in
-    `microbatches` parts (number m is `batch[m::microbatches]`), and adds up gradients of shards, in the parameters'
-    dtype. The sum is then divided by the number of tokens in the whole batch, so that neither microbatches, nor ranks,
-    nor masked tokens change what a token counts. The optimizer runs outside, on global arrays of logical shapes: any
-    optax optimizer will do.
+    In global view `loss` is given global arrays: model and loss mean what they mean without a mesh, whatever they
+    compute, and XLA shards what gtp_jax's own modules do not. The gradient is summed over replicas in each microbatch.
+    In local view everything runs inside one `shard_map` over the whole mesh: `loss` is given a rank's own sequences and
+    returns a sum over its tokens; gradients are added up over microbatches, and summed over replicas once. It is for
+    models whose every operation is written for a rank's own part, such as `gtp_jax.models`.
+
+    The optimizer runs outside, on global arrays of logical shapes: any optax optimizer will do.
 
     Args:
-        loss: `(model, batch) -> (sum of token losses, number of tokens)`, both scalars, of the sequences it is given;
-            `cross_entropy` returns just that. The model is in local view.
+        loss: `(model, batch) -> loss`: a scalar, such as a mean; or (sum of token losses, number of tokens), two
+            scalars, as `cross_entropy` returns them, so that neither microbatches nor masked tokens change what a token
+            counts. The scalars of several microbatches are averaged. In local view it returns the latter.
         optimizer: any optax optimizer.
-        microbatches: parts of a rank's batch, one after the other.
+        has_aux: whether `loss` returns `(loss, aux)`, as in `jax.value_and_grad`. Of several microbatches floats in
+            `aux` are averaged, integers added. Not in local view.
+        microbatches: parts of the batch, one after the other: number m is `batch[m::microbatches]`. Batch statistics
+            are those of a microbatch, and variables that a model writes go from one to the next.
         max_grad_norm: scales gradients down to this global L2 norm.
         recipe: what is quantized, such as `gtp_jax.NVFP4()`; by default what the recipe in scope says, if there is one
             (`use_recipe`).
@@ -55,16 +62,21 @@ def train_step(
             microbatches, and reused in all their passes; the others gather in each. They are counted from the first
             that travels as codes, behind a recipe's `high_precision_first`. On every device that takes the bytes of
             these layers' codes whole, 0.504 an element in NVFP4. No number changes.
+        view: `"global"` or `"local"`, see above.
+        seed: of stochastic rounding, of which every step, microbatch and rank has its own bits.
         compiler_options: XLA options, which win over those of `compile_options` for the mesh in scope.
 
     Returns:
         `step(state, batch) -> (state, metrics)`. `batch` is a pytree of global arrays with the batch first, a multiple
-        of dp * gtp * microbatches. Metrics are device scalars: `loss` (mean over tokens), `tokens`, `grad_norm`.
+        of `microbatches`, and of dp * gtp where a gtp_jax module meets it. Metrics are device scalars: `loss` (the mean
+        over tokens, or over microbatches), `grad_norm`, `tokens` where `loss` counts them; and `aux`. XLA options are
+        those for the mesh in scope at the call.
 
     Raises:
-        ValueError: if `microbatches` is less than 1; by `step`, if it does not divide the batch, or if codes are to be
-            gathered ahead of a model that has none.
-        TypeError: by `step`, if `loss` returns anything but two scalars.
+        ValueError: if `microbatches` is less than 1, or `view` is another; by `step`, if `microbatches` do not divide
+            the batch, if codes are to be gathered ahead of a model that has none, or if in local view the model has
+            variables other than parameters.
+        TypeError: by `step`, if `loss` returns something else.
     """
     if not isinstance(microbatches, int) or microbatches < 1:
         raise ValueError(f"`microbatches` is {microbatches!r}; it must be a whole number of at least 1.")
@@ -72,50 +84,50 @@ def train_step(
         raise ValueError(f"`max_grad_norm` is {max_grad_norm}; it must be a number above 0, or `None` for no limit.")
     check_recipe(recipe)
     _check_pregathered_layers(pregathered_layers, recipe)
+    _check_view(view, has_aux)
 
-    def step(state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
+    def step(state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
         _check_state(state)
-        total, tokens, gradients = _gradients(loss, state, batch, microbatches, recipe, pregathered_layers)
-        gradients = jax.tree.map(lambda g: _mean(g, tokens), gradients)
-        norm = optax.tree.norm(gradients)
+        chosen = current_recipe() if recipe is None else recipe
+        request = Request(loss, view, has_aux, microbatches, chosen, pregathered_layers, seed)
+        computed = gradients(request, state, batch)
+        grads = jax.tree.map(lambda g: mean(g, computed.tokens), computed.gradients)
+        norm = optax.tree.norm(grads)
         if max_grad_norm is not None:
             scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
-            gradients = jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+            grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        after = TrainState(params, opt_state, state.step + 1, state.model_def)  # pyright: ignore[reportArgumentType]
+        after = TrainState(params, opt_state, state.step + 1, state.model_def, computed.model_state)  # pyright: ignore[reportArgumentType]
         specs = state_specs(state.model_def, optimizer, state.params)
-        return _place(after, specs), {
-            "loss": _mean(total, tokens),
-            "tokens": _token_count(tokens, state.model_def.roles),
-            "grad_norm": norm,
-        }
+        return _place(after, specs), {**_metrics(computed, state, view, has_aux), "grad_norm": norm}
 
-    return jax.jit(step, donate_argnums=0, compiler_options=_options(compiler_options, recipe))
+    return Jitted(step, lambda: _options(compiler_options, recipe), donate_argnums=(0,))
 
 
 def eval_step(
-    loss: Loss, *, recipe: Recipe | None = None, compiler_options: dict[str, Any] | None = None
-) -> Callable[[TrainState, Tree], dict[str, jax.Array]]:
-    """Returns a jitted evaluation: `(state, batch) -> {"loss", "tokens"}`, the mean loss over the batch's tokens.
+    loss: Loss,
+    *,
+    has_aux: bool = False,
+    recipe: Recipe | None = None,
+    view: View = "global",
+    compiler_options: dict[str, Any] | None = None,
+) -> Callable[[TrainState, Tree], dict[str, Any]]:
+    """Returns a jitted evaluation: `(state, batch) -> metrics`, those of `train_step` without `grad_norm`.
 
-    Arguments as in `train_step`.
+    What a call writes to the model's variables is dropped. Dropout and batch statistics are as the loss function has
+    them: call `model.eval()` in it for those of inference. Arguments as in `train_step`.
     """
     check_recipe(recipe)
+    _check_view(view, has_aux)
 
-    def step(state: TrainState, batch: Tree) -> dict[str, jax.Array]:
+    def step(state: TrainState, batch: Tree) -> dict[str, Any]:
         _check_state(state)
         chosen = current_recipe() if recipe is None else recipe
+        computed = losses(Request(loss, view, has_aux, 1, chosen, 0, 0), state, batch)
+        return _metrics(computed, state, view, has_aux)
 
-        def local(params: Tree, batch: Tree, _: jax.Array) -> tuple[jax.Array, jax.Array]:
-            total, tokens = _checked(loss, _model_of(state.model_def, params, chosen)(params), batch)
-            return _over_all_ranks((total, tokens))
-
-        on_mesh = _over_mesh(local, state.model_def, 1, (PartitionSpec(), PartitionSpec()))
-        total, tokens = on_mesh(state.params, batch, state.step)
-        return {"loss": _mean(total, tokens), "tokens": _token_count(tokens, state.model_def.roles)}
-
-    return jax.jit(step, compiler_options=_options(compiler_options, recipe))
+    return Jitted(step, lambda: _options(compiler_options, recipe))
 
 
 def loss_and_gradients(
@@ -126,111 +138,41 @@ def loss_and_gradients(
     microbatches: int = 1,
     recipe: Recipe | None = None,
     pregathered_layers: int | Literal["all"] = 0,
+    view: View = "global",
+    seed: int = 0,
 ) -> tuple[jax.Array, Tree]:
-    """Returns the mean loss over the batch's tokens and its gradient with respect to `state.params`, for a step of
-    one's own.
+    """Returns the loss of the batch, as `train_step` reports it, and its gradient with respect to `state.params`, for a
+    step of one's own.
 
     Call it under `jax.jit`, with the mesh in scope. Arguments as in `train_step`. Gradients are rounded stochastically
-    by bits that follow from `state.step`: count it up after every update, or they will be rounded alike each time.
+    by bits that follow from `seed` and `state.step`: count the latter up after every update, or they will be rounded
+    alike each time. What a call writes to the model's variables is dropped.
     """
     _check_state(state)
     check_recipe(recipe)
     _check_pregathered_layers(pregathered_layers, recipe)
-    total, tokens, gradients = _gradients(loss, state, batch, microbatches, recipe, pregathered_layers)
-    return _mean(total, tokens), jax.tree.map(lambda g: _mean(g, tokens), gradients)
+    _check_view(view, has_aux=False)
+    chosen = current_recipe() if recipe is None else recipe
+    computed = gradients(Request(loss, view, False, microbatches, chosen, pregathered_layers, seed), state, batch)
+    grads = jax.tree.map(lambda g: mean(g, computed.tokens), computed.gradients)
+    return mean(computed.total, computed.tokens), grads
 
 
-def _gradients(
-    loss: Loss,
-    state: TrainState,
-    batch: Tree,
-    microbatches: int,
-    recipe: Recipe | None,
-    pregathered_layers: int | Literal["all"],
-):
-    """Sums over all ranks and sequences: of losses, of tokens, and of gradients."""
-    model_def, recipe = state.model_def, current_recipe() if recipe is None else recipe
-    stochastic = recipe is not None and any(k.operands is not None and k.operands.stochastic for k in recipe.kinds)
-
-    def local(params: Tree, batch: Tree, step: jax.Array):
-        model_of = _model_of(model_def, params, recipe, pregathered_layers)
-
-        def one(params: Tree, part: Tree, number: jax.Array | int):
-            key = rounding_key(step, number) if stochastic else None
-            total, tokens = _checked(loss, model_of(params, key), part)
-            return total, tokens
-
-        value_and_grad = jax.value_and_grad(one, has_aux=True)
-        if microbatches == 1:
-            (total, tokens), gradients = value_and_grad(params, batch, 0)
-        else:
-            parts = jax.tree.map(lambda a: _microbatches(a, microbatches), batch)
-
-            def add(sums: Tree, numbered: Tree) -> tuple[Tree, None]:
-                (total, tokens), gradients = value_and_grad(params, *numbered)
-                return jax.tree.map(jnp.add, sums, (total, tokens, gradients)), None
-
-            shapes = jax.eval_shape(lambda: value_and_grad(params, jax.tree.map(lambda a: a[0], parts), 0))
-            (total, tokens), gradients = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-            (total, tokens, gradients), _ = lax.scan(add, (total, tokens, gradients), (parts, jnp.arange(microbatches)))
-        return *_over_all_ranks((total, tokens)), sum_over_replicas(gradients, model_def.specs)
-
-    whole = PartitionSpec()
-    on_mesh = _over_mesh(local, model_def, microbatches, (whole, whole, model_def.specs))
-    return on_mesh(state.params, batch, state.step)
+def _metrics(computed: Computed, state: TrainState, view: View, has_aux: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {"loss": mean(computed.total, computed.tokens)}
+    if computed.tokens is not None:
+        roles = state.model_def.roles
+        found["tokens"] = _token_count(computed.tokens, roles) if view == "local" else computed.tokens
+    return {**found, "aux": computed.aux} if has_aux else found
 
 
-def _model_of(
-    model_def: ModelDef, params: Tree, recipe: Recipe | None, pregathered_layers: int | Literal["all"] = 0
-) -> Callable[..., Any]:
-    """Returns `(params, key) -> model`, whose weights are quantized here, once, for all its calls. Called in local
-    view."""
-    if recipe is None:
-        return lambda params, key=None: model_def.model(params)
-    model = model_def.model(params)
-    groups = resolve(structure_of(model), recipe)
-    quantized = quantize(groups, shards_of(model), pregathered_layers)
-
-    def model_of(params: Tree, key: jax.Array | None = None) -> Any:
-        return with_groups(model_def.model(params), groups, quantized, key)
-
-    return model_of
-
-
-def _over_mesh(local: Callable[..., Any], model_def: ModelDef, microbatches: int, out: Any) -> Callable[..., Any]:
-    """Returns `local(params, batch, step)` on every rank's own part; as it is without a mesh."""
-
-    def run(params: Tree, batch: Tree, step: jax.Array) -> Any:
-        model_def.check_mesh()
-        roles = model_def.roles
-        parts = degrees(roles.batch) * microbatches
-        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-            if jnp.ndim(leaf) == 0 or leaf.shape[0] % parts:
-                raise ValueError(
-                    f"`batch`{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; its first dimension is the "
-                    f"batch and must be a multiple of {' * '.join(roles.batch)} * microbatches = {parts}."
-                )
-        if jax.sharding.get_abstract_mesh().empty:
-            return local(params, batch, step)
-        into = (model_def.specs, PartitionSpec(roles.batch), PartitionSpec())
-
-        def in_roles(*args: Any) -> Any:
-            with use_roles(roles):
-                return local(*args)
-
-        return jax.shard_map(in_roles, in_specs=into, out_specs=out, check_vma=False)(params, batch, step)
-
-    return run
-
-
-def _over_all_ranks(values: Tree) -> Tree:
-    """Sums over the whole mesh.
-
-    Ranks of an axis that does not shard the batch count the same tokens again; as losses, tokens and gradients are all
-    summed so, every quotient is right.
-    """
-    names = jax.sharding.get_abstract_mesh().axis_names
-    return lax.psum(values, names) if names else values
+def _check_view(view: Any, has_aux: bool) -> None:
+    if view not in VIEWS:
+        raise ValueError(f"`view` is {view!r}; it must be one of {', '.join(map(repr, VIEWS))}.")
+    if has_aux and view == "local":
+        raise ValueError(
+            "`has_aux` is for `view='global'`: in local view every rank would return what it found in its own part."
+        )
 
 
 def _options(own: dict[str, Any] | None, recipe: Recipe | None) -> dict[str, Any]:
@@ -239,12 +181,6 @@ def _options(own: dict[str, Any] | None, recipe: Recipe | None) -> dict[str, Any
     tensor = current_roles().tensor
     known = tensor in jax.sharding.get_abstract_mesh().axis_names  # a model may have other roles than those in scope
     return compile_options(platform(), own, tp=degree(tensor) if known else 1, fp8=fp8)
-
-
-def _mean(total: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Returns `total` a token, 0 of no tokens: a batch that is masked throughout changes nothing but the optimizer's
-    state."""
-    return (total / jnp.where(tokens > 0, tokens, 1)).astype(total.dtype)
 
 
 def _check_state(state: Any) -> None:
@@ -274,22 +210,6 @@ def _token_count(tokens: jax.Array, roles: Roles) -> jax.Array:
     again."""
     names = jax.sharding.get_abstract_mesh().axis_names
     return tokens / degrees(tuple(axis for axis in names if axis not in roles.batch))
-
-
-def _microbatches(batch: jax.Array, count: int) -> jax.Array:
-    """Returns a rank's examples by microbatch: number m has `batch[m::count]`, of the whole batch too, so that every
-    mesh has the same examples in it."""
-    return jnp.swapaxes(jnp.reshape(batch, (-1, count, *batch.shape[1:])), 0, 1)
-
-
-def _checked(loss: Loss, model: Any, batch: Tree) -> tuple[jax.Array, jax.Array]:
-    returned = loss(model, batch)
-    if not isinstance(returned, tuple) or len(returned) != 2 or any(jnp.shape(v) != () for v in returned):
-        raise TypeError(
-            "`loss` returns (sum of token losses, number of tokens), two scalars; it returned "
-            f"{jax.tree.map(jnp.shape, returned)}. `gtp_jax.cross_entropy(logits, targets)` gives both."
-        )
-    return returned
 
 
 def _place(tree: Tree, specs: Tree) -> Tree:

@@ -106,6 +106,8 @@ def prepare(
         max_grad_norm=config.max_grad_norm,
         recipe=recipe,
         pregathered_layers=config.quantization.pregathered_layers,
+        view="local",
+        seed=config.seed,
     )
     lowered = step.lower(state, train.at(0))  # pyright: ignore[reportFunctionMemberAccess]
     began = time.perf_counter()
@@ -119,7 +121,7 @@ def prepare(
         train=train,
         held_out=Loader(Windows(corpus.held_out, config.seq, config.seed, repeat=False), config.batch, mesh),
         step=compiled,
-        evaluate=eval_step(loss, recipe=recipe),
+        evaluate=eval_step(loss, recipe=recipe, view="local"),
         compile_s=time.perf_counter() - began,
         memory=plan.memory(compiled, params=state.params, opt_state=state.opt_state),
     )

@@ -45,6 +45,7 @@ def main() -> None:
             microbatches=execution.microbatches,
             recipe=recipe.to_recipe(),
             pregathered_layers=recipe.pregathered_layers,
+            view="local",
         )
         placed = NamedSharding(mesh, PartitionSpec(("dp", "gtp")))
         if args.target:

@@ -1,0 +1,267 @@
+"""Losses and gradients over the mesh in scope, on global arrays or on each rank's own part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..collectives import sum_over_replicas
+from ..mesh import Roles, degrees, use_roles
+from ..nn import quantize_in_view, shards_of, structure_of, with_groups
+from ..recipes import Recipe
+from ..weights import resolve
+from ._loss import Loss, Returned, evaluate
+from ._rounding import rounding_key
+from ._state import TrainState
+
+Tree = Any
+View = Literal["global", "local"]
+VIEWS: tuple[View, ...] = ("global", "local")
+
+
+class Request(NamedTuple):
+    """What is computed: arguments of `train_step`, checked."""
+
+    loss: Loss
+    view: View
+    has_aux: bool
+    microbatches: int
+    recipe: Recipe | None
+    pregathered_layers: int | Literal["all"]
+    seed: int
+
+
+class Computed(NamedTuple):
+    """What the whole batch gave.
+
+    Attributes:
+        total: the loss: a mean over microbatches, or a sum over tokens.
+        tokens: their number, if it is a sum; of the whole batch, or in local view over all ranks, those of an axis that
+            does not shard the batch counted again, as in `total`.
+        gradients: of `total`, with respect to the parameters.
+        model_state: other variables of the model, behind the last microbatch.
+        aux: of the loss function.
+    """
+
+    total: jax.Array
+    tokens: jax.Array | None
+    gradients: Tree
+    model_state: Tree
+    aux: Tree
+
+
+def gradients(request: Request, state: TrainState, batch: Tree) -> Computed:
+    """Returns loss and gradients of a batch, in the view that the request names."""
+    return (_on_global_arrays if request.view == "global" else _on_each_rank)(request, state, batch)
+
+
+def losses(request: Request, state: TrainState, batch: Tree) -> Computed:
+    """Returns the loss of a batch, without gradients; variables that the model writes are dropped."""
+    if request.view == "global":
+        state.model_def.check_mesh()
+        with use_roles(state.model_def.roles):
+            model = _model_of(request, state)(state.params, state.model_state)
+            returned = evaluate(request.loss, model, _sharded(batch, state.model_def.roles), has_aux=request.has_aux)
+        return Computed(returned.total, returned.tokens, (), (), returned.aux)
+
+    def local(params: Tree, batch: Tree, _: jax.Array) -> Tree:
+        returned = _sums(evaluate(request.loss, _model_of(request, state, params)(params, {}), batch, has_aux=False))
+        return _over_all_ranks((returned.total, returned.tokens))
+
+    total, tokens = _over_mesh(local, state, 1, PartitionSpec())(state.params, batch, state.step)
+    return Computed(total, tokens, (), (), ())
+
+
+def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Computed:
+    """Differentiates the loss of global arrays: code means what it means without a mesh."""
+    model_def, count = state.model_def, request.microbatches
+    model_def.check_mesh()
+    with use_roles(model_def.roles):
+        model_of = _model_of(request, state)
+
+        def one(params: Tree, model_state: Tree, part: Tree, number: Any) -> tuple[jax.Array, tuple[Any, Tree, Tree]]:
+            key = rounding_key(request.seed, state.step, number) if _rounds(request.recipe) else None
+            model = model_of(params, model_state, key)
+            returned = evaluate(request.loss, model, part, has_aux=request.has_aux)
+            return returned.total, (returned.tokens, model_def.state_of(model), returned.aux)
+
+        value_and_grad = jax.value_and_grad(one, has_aux=True)
+        if count == 1:
+            sharded = _sharded(batch, model_def.roles)
+            (total, (tokens, after, aux)), found = value_and_grad(state.params, state.model_state, sharded, 0)
+            return Computed(total, tokens, found, after, aux)
+
+        parts = jax.tree_util.tree_map_with_path(lambda path, a: _parts(path, a, count, model_def.roles), batch)
+
+        def add(carry: Tree, numbered: Tree) -> tuple[Tree, None]:
+            sums, before = carry
+            (total, (tokens, after, aux)), found = value_and_grad(state.params, before, *numbered)
+            found = _constrained(jax.tree.map(jnp.add, sums[3], found), model_def.specs)
+            return ((*jax.tree.map(jnp.add, sums[:3], (total, tokens, aux)), found), after), None
+
+        first = jax.tree.map(lambda a: a[0], parts)
+        shapes = jax.eval_shape(value_and_grad, state.params, state.model_state, first, 0)
+        (total, (tokens, _, aux)), found = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        sums = (total, tokens, aux, _constrained(found, model_def.specs))
+        ((total, tokens, aux, found), after), _ = lax.scan(add, (sums, state.model_state), (parts, jnp.arange(count)))
+    aux = jax.tree.map(lambda a: a / count if jnp.issubdtype(a.dtype, jnp.inexact) else a, aux)
+    if tokens is None:
+        total, found = jax.tree.map(lambda a: a / count, (total, found))
+    return Computed(total, tokens, found, after, aux)
+
+
+def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
+    """Differentiates the sum of every rank's loss of its own part of the batch, in one `shard_map`."""
+    model_def, microbatches = state.model_def, request.microbatches
+
+    def local(params: Tree, batch: Tree, step: jax.Array):
+        model_of = _model_of(request, state, params)
+
+        def one(params: Tree, part: Tree, number: jax.Array | int):
+            key = rounding_key(request.seed, step, number, of_rank=True) if _rounds(request.recipe) else None
+            returned = _sums(evaluate(request.loss, model_of(params, {}, key), part, has_aux=False))
+            return returned.total, returned.tokens
+
+        value_and_grad = jax.value_and_grad(one, has_aux=True)
+        if microbatches == 1:
+            (total, tokens), found = value_and_grad(params, batch, 0)
+        else:
+            parts = jax.tree.map(lambda a: _of_microbatches(a, microbatches), batch)
+
+            def add(sums: Tree, numbered: Tree) -> tuple[Tree, None]:
+                (total, tokens), found = value_and_grad(params, *numbered)
+                return jax.tree.map(jnp.add, sums, (total, tokens, found)), None
+
+            shapes = jax.eval_shape(lambda: value_and_grad(params, jax.tree.map(lambda a: a[0], parts), 0))
+            (total, tokens), found = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+            (total, tokens, found), _ = lax.scan(add, (total, tokens, found), (parts, jnp.arange(microbatches)))
+        return *_over_all_ranks((total, tokens)), sum_over_replicas(found, model_def.specs)
+
+    whole = PartitionSpec()
+    on_mesh = _over_mesh(local, state, microbatches, (whole, whole, model_def.specs))
+    total, tokens, found = on_mesh(state.params, batch, state.step)
+    return Computed(total, tokens, found, {}, ())
+
+
+def _rounds(recipe: Recipe | None) -> bool:
+    """Says whether a recipe rounds stochastically."""
+    return recipe is not None and any(k.operands is not None and k.operands.stochastic for k in recipe.kinds)
+
+
+def _model_of(request: Request, state: TrainState, params: Tree | None = None) -> Callable[..., Any]:
+    """Returns `(params, model_state, key) -> model`, whose weights are quantized here, once, for all its calls.
+
+    Args:
+        request: with a recipe or without.
+        state: of the model.
+        params: in local view, each rank's own.
+    """
+    model_def = state.model_def
+    if request.recipe is None:
+        return lambda params, model_state, key=None: model_def.model(params, model_state)
+    params = state.params if params is None else params
+    model = model_def.model(params, state.model_state)
+    groups = resolve(structure_of(model), request.recipe)
+    quantized = quantize_in_view(groups, lax.stop_gradient(shards_of(model)), request.pregathered_layers)
+
+    def model_of(params: Tree, model_state: Tree, key: jax.Array | None = None) -> Any:
+        return with_groups(model_def.model(params, model_state), groups, quantized, key)
+
+    return model_of
+
+
+def _sums(returned: Returned) -> Returned:
+    """Refuses a mean, which in local view would be one rank's."""
+    if returned.tokens is None:
+        raise TypeError(
+            "in `view='local'` a loss returns (sum of token losses, number of tokens), two scalars, of the sequences "
+            "it is given; it returned one scalar, which would be the mean of one rank's. Return both, as "
+            "`gtp_jax.cross_entropy(logits, targets)` does, or take `view='global'`."
+        )
+    return returned
+
+
+def _sharded(batch: Tree, roles: Roles) -> Tree:
+    """Returns the batch, divided among the ranks where it can be, so that what is computed of it is."""
+    return jax.tree.map(lambda a: _divided(jnp.asarray(a), roles, 0), batch)
+
+
+def _parts(path: Any, batch: Any, count: int, roles: Roles) -> jax.Array:
+    """Returns an array by microbatch: number m is `batch[m::count]`, so that every mesh has the same examples in it."""
+    batch = jnp.asarray(batch)
+    if batch.ndim == 0 or batch.shape[0] % count:
+        raise ValueError(
+            f"`batch`{jax.tree_util.keystr(path)} has shape {batch.shape}; its first dimension is the batch and must "
+            f"be a multiple of microbatches = {count}."
+        )
+    return _divided(_of_microbatches(batch, count), roles, 1)
+
+
+def _divided(batch: jax.Array, roles: Roles, dim: int) -> jax.Array:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or batch.ndim <= dim or batch.shape[dim] % degrees(roles.batch):
+        return batch
+    return lax.with_sharding_constraint(batch, NamedSharding(mesh, PartitionSpec(*(None,) * dim, roles.batch)))
+
+
+def _of_microbatches(batch: jax.Array, count: int) -> jax.Array:
+    """Returns examples by microbatch: number m has `batch[m::count]`, of a rank's part those of the whole batch."""
+    return jnp.swapaxes(jnp.reshape(batch, (-1, count, *batch.shape[1:])), 0, 1)
+
+
+def _constrained(tree: Tree, specs: Tree) -> Tree:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    partitions = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    placed = [lax.with_sharding_constraint(a, NamedSharding(mesh, s)) for a, s in zip(leaves, partitions, strict=True)]
+    return jax.tree.unflatten(structure, placed)
+
+
+def _over_mesh(local: Callable[..., Any], state: TrainState, microbatches: int, out: Any) -> Callable[..., Any]:
+    """Returns `local(params, batch, step)` on every rank's own part; as it is without a mesh."""
+    model_def = state.model_def
+    if state.model_state:
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.model_state)]
+        raise ValueError(
+            f"the model holds variables other than parameters ({', '.join(paths[:3])}), which in `view='local'` every "
+            "rank would write for itself. Take `view='global'`, the default."
+        )
+
+    def run(params: Tree, batch: Tree, step: jax.Array) -> Any:
+        model_def.check_mesh()
+        roles = model_def.roles
+        parts = degrees(roles.batch) * microbatches
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+            if jnp.ndim(leaf) == 0 or leaf.shape[0] % parts:
+                raise ValueError(
+                    f"`batch`{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; its first dimension is the "
+                    f"batch and must be a multiple of {' * '.join(roles.batch)} * microbatches = {parts}."
+                )
+        if jax.sharding.get_abstract_mesh().empty:
+            return local(params, batch, step)
+        into = (model_def.specs, PartitionSpec(roles.batch), PartitionSpec())
+
+        def in_roles(*args: Any) -> Any:
+            with use_roles(roles):
+                return local(*args)
+
+        return jax.shard_map(in_roles, in_specs=into, out_specs=out, check_vma=False)(params, batch, step)
+
+    return run
+
+
+def _over_all_ranks(values: Tree) -> Tree:
+    """Sums over the whole mesh.
+
+    Ranks of an axis that does not shard the batch count the same tokens again; as losses, tokens and gradients are all
+    summed so, every quotient is right.
+    """
+    names = jax.sharding.get_abstract_mesh().axis_names
+    return lax.psum(values, names) if names else values

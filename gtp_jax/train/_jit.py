@@ -1,0 +1,57 @@
+"""`jax.jit` with XLA options that follow from the mesh in scope at the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.core
+
+
+class Jitted:
+    """A jitted function that is compiled with options chosen when it is called, not when it is built.
+
+    Within another trace (an outer `jax.jit`, a `lax.scan` over steps) it is called as it is: options belong to the
+    outermost `jax.jit`.
+
+    Args:
+        function: what is compiled.
+        options: returns XLA options for the mesh in scope.
+        donate_argnums: as in `jax.jit`.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], options: Callable[[], dict[str, Any]], donate_argnums: tuple[int, ...] = ()
+    ) -> None:
+        self.__wrapped__ = function
+        self.__name__ = function.__name__
+        self.__doc__ = function.__doc__
+        self._options = options
+        self._donated = donate_argnums
+        self._by_options: dict[Any, Any] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
+            return self.__wrapped__(*args)
+        return self.jitted()(*args)
+
+    def jitted(self) -> Any:
+        """Returns the `jax.jit` of the function with the options for the mesh in scope."""
+        options = self._options()
+        key = tuple(sorted(options.items()))
+        if key not in self._by_options:
+            self._by_options[key] = jax.jit(self.__wrapped__, donate_argnums=self._donated, compiler_options=options)
+        return self._by_options[key]
+
+    def lower(self, *args: Any) -> Any:
+        """Returns what `jax.jit(...).lower` returns."""
+        return self.jitted().lower(*args)
+
+    def trace(self, *args: Any) -> Any:
+        """Returns what `jax.jit(...).trace` returns."""
+        return self.jitted().trace(*args)
+
+    def eval_shape(self, *args: Any) -> Any:
+        """Returns what `jax.jit(...).eval_shape` returns."""
+        return self.jitted().eval_shape(*args)
