@@ -114,11 +114,12 @@ def in_shard_map(module: Layer, x: jax.Array, into: PartitionSpec, out: Partitio
             layout.check_mesh(f"the weight of shape {layout.shape} of {type(module).__name__}")
 
     def local(values: list[Any], x: jax.Array) -> Any:
-        put = [v.replace(_on_rank(value)) for v, value in zip(variables, values, strict=True)]
+        values = [_on_rank(value) for value in values]
+        put = [v.replace(value) for v, value in zip(variables, values, strict=True)]
         merged = nnx.merge(graph, jax.tree.unflatten(tree, put))
         with use_roles(roles):
             y = merged.to_global(merged(merged.from_global(x)))
-        _refuse_writes(put, merged)
+        _refuse_writes(values, merged)
         return y
 
     specs = [_value_spec(v) for v in variables]
@@ -126,11 +127,10 @@ def in_shard_map(module: Layer, x: jax.Array, into: PartitionSpec, out: Partitio
     return on_ranks(local, (specs, into), out)(values, x)
 
 
-def _refuse_writes(before: list[nnx.Variable], module: nnx.Module) -> None:
+def _refuse_writes(before: list[Any], module: nnx.Module) -> None:
     """Refuses a call that has written variables, which every rank would have written for itself."""
-    values = {id(v.get_raw_value()) for v in before}
     for path, v in nnx.to_flat_state(nnx.split(module)[1]):
-        if not isinstance(v, nnx.Param) and any(id(leaf) not in values for leaf in [v.get_raw_value()]):
+        if not isinstance(v, nnx.Param) and all(v.get_raw_value() is not value for value in before):
             raise ValueError(
                 f"a call of {type(module).__name__} writes {'.'.join(map(str, path))}, a {type(v).__name__}. A "
                 "`gtp_jax.nn.Layer` computes on each rank's own part, where what is written would be one rank's alone. "

@@ -33,10 +33,9 @@ class Stack(StackedLayers):
 
     All variables are stored stacked: one array each, with a leading dimension of `length`.
 
-    Under a mesh in global view, a stack that has shared inputs or variables other than parameters is computed as
-    written, on global arrays: batch statistics are those of the whole batch, and dropout's masks those of the model
-    without a mesh. Its modules then gather their own weights, which XLA may hide or not. Another stack is one
-    `shard_map`, in which each rank sees its own part of the batch.
+    Under a mesh in global view layers compute on global arrays: batch statistics are those of the whole batch, and
+    dropout's masks those of the model without a mesh. Layers that derive from `gtp_jax.nn.Layer`, whose `local` is
+    written for a rank's own part, and have no variables but parameters, are called within one `shard_map`.
 
     Args:
         factory: makes one layer, called as `factory(rngs=...)`. The layer maps activations to activations of the same
@@ -53,7 +52,7 @@ class Stack(StackedLayers):
 
     Raises:
         ValueError: if `length` is less than 1, `remat` is not a known policy, or a layer holds a `Stack` of its own;
-            by a call, if a layer writes a parameter, or, under a mesh in global view, variables that were not there.
+            by a call, if a layer writes a parameter.
         TypeError: by a call, if an NNX object is among the shared inputs.
     """
 
@@ -172,7 +171,7 @@ class Chain(Layer):
             m._part(remat) if isinstance(m, Stack) else Part(m, remat)
             for m, remat in zip(self.modules, self.remat, strict=True)
         ]
-        return run_parts(parts, x, self.schedule, SharedInputs((), {}), declared=True)
+        return run_parts(parts, x, self.schedule, SharedInputs((), {}))
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
         first: Layer = self.modules[0]

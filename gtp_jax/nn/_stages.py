@@ -62,7 +62,6 @@ def run_parts(
         x: the first one's input.
         schedule: when things happen.
         shared: for every layer of the stacked ones.
-        declared: whether a call may write no variables.
     """
     stages: list[Stage] = []
     counts: list[int] = []
@@ -73,20 +72,8 @@ def run_parts(
     y, outputs = run(stages, x, schedule, shared.arrays)
     for part, count in zip(parts, counts, strict=True):
         own, outputs = outputs[:count], outputs[count:]
-        if declared and jax.tree.leaves(own):
-            _refuse_undeclared(part.module, own[0])
         write(part.module, own, stacked=part.length is not None)
     return y
-
-
-def _refuse_undeclared(module: nnx.Module, outputs: Outputs) -> None:
-    states = [state for state in outputs if state]
-    paths = [".".join(map(str, path)) for state in states for path, _ in nnx.to_flat_state(state)]
-    raise ValueError(
-        f"a call of {type(module).__name__} makes the variable {paths[0]}, which it did not have before. Under a mesh "
-        "it must be there when the chain is called: declare it in `__init__`, such as "
-        "`self.loss = gtp_jax.AuxLoss(jnp.zeros(()))`, or capture what is sown with `nnx.capture`."
-    )
 
 
 def _stages(part: Part, shared: SharedInputs) -> list[Stage]:

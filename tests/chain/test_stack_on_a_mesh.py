@@ -1,7 +1,6 @@
 """A `Stack` with state under a mesh, in plain NNX training: what the same layers in a loop do without a mesh."""
 
 import contextlib
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -91,14 +90,25 @@ def test_what_layers_sow_is_captured_without_and_with_a_mesh():
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_a_variable_that_a_layer_makes_under_a_mesh_is_refused():
-    with jax.set_mesh(gtp.make_mesh(gtp=8)), warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # flax's own, of `sow` without `nnx.capture`
-        stack = gtp.init(lambda rngs: gtp.Stack(lambda rngs: Sows(rngs), 3, rngs=rngs), nnx.Rngs(0))
-        with pytest.raises(
-            ValueError, match="a call of Sows makes the variable mean, which it did not .*`nnx.capture`"
-        ):
-            stack(jnp.ones((8, 8)))
+class Counts(gtp.nn.Layer):
+    """Written for local view, where what it writes would be one rank's."""
+
+    def __init__(self, rngs):
+        super().__init__()
+        self.sequence_parallel = False
+        self.dense = gtp.Dense(8, 8, rngs=rngs, dtype=jnp.float32)
+        self.seen = gtp.Metric(jnp.zeros(()))
+
+    def local(self, x):
+        self.seen.set_value(jnp.sum(x))
+        return self.dense(x)
+
+
+def test_what_a_layer_in_local_view_writes_is_refused_under_a_mesh():
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        for make in (Counts, lambda rngs: gtp.Stack(lambda rngs: Counts(rngs), 3, rngs=rngs)):
+            with pytest.raises(ValueError, match="a call of Counts writes seen, a Metric.*each rank's own part"):
+                gtp.init(make, nnx.Rngs(0))(jnp.ones((8, 8)))
 
 
 class Writes(nnx.Module):
@@ -211,5 +221,6 @@ def test_layers_that_gather_their_own_weights_hand_backward_none_of_them(keep_ga
             return y
 
         jax.eval_shape(call, params, others, jax.ShapeDtypeStruct((8, 2, 128), jnp.bfloat16))
-    kernels = [shape[0] if len(shape) == 3 else 1 for shape in saved if shape[-2:] == (128, 128)]
-    assert sum(kernels) == 3 + layers  # the stacked shards, once, and those of layers that keep theirs
+    shards = [shape[0] if len(shape) == 3 else 1 for shape in saved if shape[-2:] == (128, 128)]
+    whole = [shape[0] if len(shape) == 3 else 1 for shape in saved if shape[-2:] == (8 * 128, 128)]
+    assert (sum(shards), sum(whole)) == (3, layers)  # the stacked shards, once; every rank's copy of what is kept

@@ -201,38 +201,62 @@ def test_shard_map_over_some_axes_only_is_refused():
             jax.jit(part)(jnp.ones((8, 32)))
 
 
-def test_state_other_than_parameters_is_refused():
-    class Noisy(nnx.Module):
-        def __init__(self):
-            self.dense = gtp.Dense(8, 8, rngs=rngs())
-            self.mean = nnx.BatchStat(jnp.zeros(8))
-
-    with pytest.raises(ValueError, match=r"the model holds BatchStat at mean; a train step carries parameters"):
-        gtp.TrainState.create(Noisy(), optax.sgd(1))
+class Noisy(nnx.Module):
+    def __init__(self):
+        self.dense = gtp.Dense(8, 8, rngs=rngs())
+        self.mean = nnx.BatchStat(jnp.zeros(8))
 
 
-def step_on(loss, *shape: int, microbatches: int = 1):
+def test_state_other_than_parameters_is_refused_in_local_view():
+    state = gtp.TrainState.create(Noisy(), optax.sgd(1.0))
+    step = gtp.train_step(lambda model, batch: (jnp.sum(model.dense(batch)), 1), optax.sgd(1.0), view="local")
+    with pytest.raises(ValueError, match=r"variables other than parameters \(\['mean'\]\).*Take `view='global'`"):
+        step.lower(state, jnp.ones((8, 8)))
+
+
+def test_views_are_known_and_aux_is_for_global_view():
+    for make in (gtp.eval_step, lambda loss, **options: gtp.train_step(loss, optax.sgd(1.0), **options)):
+        with pytest.raises(ValueError, match=r"`view` is 'ranks'; it must be one of 'global', 'local'"):
+            make(next_token_loss, view="ranks")
+        with pytest.raises(ValueError, match=r"`has_aux` is for `view='global'`"):
+            make(next_token_loss, view="local", has_aux=True)
+
+
+def step_on(loss, *shape: int, microbatches: int = 1, view="global", has_aux=False):
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
         optimizer = optax.sgd(0.1)
         model = gtp.nn.abstract_model(lambda rngs: Llama(dataclasses.replace(TINY), rngs=rngs))
         state = gtp.TrainState.create(model, optimizer)
         batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in ("tokens", "targets")}
-        gtp.train_step(loss, optimizer, microbatches=microbatches).lower(state, batch)
+        step = gtp.train_step(loss, optimizer, microbatches=microbatches, view=view, has_aux=has_aux)
+        step.lower(state, batch)
 
 
 def test_batch_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match=r"`batch`\['targets'\] has shape \(12, 4\); its first dimension is the batch"):
-        step_on(next_token_loss, 12, 4)
+        step_on(next_token_loss, 12, 4, view="local")
     with pytest.raises(ValueError, match=r"`batch`\['targets'\] has shape \(8, 4\); its first dimension"):
-        step_on(next_token_loss, 8, 4, microbatches=2)
+        step_on(next_token_loss, 8, 4, microbatches=2, view="local")
+    with pytest.raises(ValueError, match=r"the input of Chain has shape \(12, 4\); its first dimension is the batch"):
+        step_on(next_token_loss, 12, 4)
+    with pytest.raises(ValueError, match=r"`batch`\['targets'\] has shape \(9, 4\); .* a multiple of microbatches = 2"):
+        step_on(next_token_loss, 9, 4, microbatches=2)
 
 
-def test_loss_returns_two_scalars():
-    message = r"`loss` returns \(sum of token losses, number of tokens\), two scalars; it returned "
-    with pytest.raises(TypeError, match=message + r"\(\)"):
-        step_on(lambda model, batch: jnp.sum(model(batch["tokens"])), 8, 4)
-    with pytest.raises(TypeError, match=message + r"\(\(1, 4\), \(\)\)"):
+def test_loss_returns_a_scalar_or_a_sum_and_a_number():
+    mean = lambda model, batch: jnp.mean(model(batch["tokens"]))  # noqa: E731
+    step_on(mean, 8, 4)
+    with pytest.raises(TypeError, match=r"in `view='local'` a loss returns \(sum of token losses, number of tokens\)"):
+        step_on(mean, 8, 4, view="local")
+    message = r"`loss` returns a scalar, such as a mean; or \(sum of token losses, .* It returned "
+    with pytest.raises(TypeError, match=message + r"ArrayImpl|JitTracer|.* of shapes \(8, 4\)"):
+        step_on(lambda model, batch: jnp.sum(model(batch["tokens"]), -1), 8, 4)
+    with pytest.raises(TypeError, match=message + r"tuple of shapes \(\(8, 4\), \(\)\)"):
         step_on(lambda model, batch: (jnp.sum(model(batch["tokens"]), -1), jnp.ones(())), 8, 4)
+    with pytest.raises(TypeError, match=r"with `has_aux=True`, `loss` returns a pair \(loss, aux\).*of shapes \(\)"):
+        step_on(mean, 8, 4, has_aux=True)
+    with pytest.raises(TypeError, match=r"`loss` returns int32, which has no gradient"):
+        step_on(lambda model, batch: jnp.sum(batch["tokens"]), 8, 4)
 
 
 def test_a_model_built_under_a_mesh_is_refused_without_it():

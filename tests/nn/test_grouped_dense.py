@@ -43,7 +43,7 @@ def run(degrees, experts, recipe=None, **options):
     with jax.set_mesh(gtp.make_mesh(**degrees)) if degrees else contextlib.nullcontext():
         make = lambda rngs: Model(rngs, experts, **options)  # noqa: E731
         state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optax.sgd(1.0))
-        jitted = jax.jit(lambda s, b: gtp.loss_and_gradients(loss, s, b, recipe=recipe))
+        jitted = jax.jit(lambda s, b: gtp.loss_and_gradients(loss, s, b, recipe=recipe, view="local"))
         compiled = jitted.lower(state, batch_of(experts)).compile()
         _, gradient = compiled(state, batch_of(experts))
         host = lambda tree: jax.tree.map(np.asarray, tree)["grouped"]["kernel"]  # noqa: E731
