@@ -129,8 +129,10 @@ def in_shard_map(module: Layer, x: jax.Array, into: PartitionSpec, out: Partitio
 
 def _refuse_writes(before: list[Any], module: nnx.Module) -> None:
     """Refuses a call that has written variables, which every rank would have written for itself."""
+    known = {id(leaf) for leaf in jax.tree.leaves(before)}
     for path, v in nnx.to_flat_state(nnx.split(module)[1]):
-        if not isinstance(v, nnx.Param) and all(v.get_raw_value() is not value for value in before):
+        leaves = jax.tree.leaves(v.get_raw_value())
+        if not isinstance(v, nnx.Param) and any(id(leaf) not in known for leaf in leaves):
             raise ValueError(
                 f"a call of {type(module).__name__} writes {'.'.join(map(str, path))}, a {type(v).__name__}. A "
                 "`gtp_jax.nn.Layer` computes on each rank's own part, where what is written would be one rank's alone. "
