@@ -35,6 +35,7 @@ from .recipes import MXFP8 as MXFP8
 from .recipes import NVFP4 as NVFP4
 from .recipes import use_recipe as use_recipe
 from .train import TrainState as TrainState
+from .train import check as check
 from .train import eval_step as eval_step
 from .train import loss_and_gradients as loss_and_gradients
 from .train import train_step as train_step

@@ -1,5 +1,6 @@
 """Training on plain pytrees: state, step, evaluation."""
 
+from ._check import check as check
 from ._execution import Execution as Execution
 from ._nccl import COLLECTIVE_KERNELS as COLLECTIVE_KERNELS
 from ._nccl import OLDEST_NCCL as OLDEST_NCCL

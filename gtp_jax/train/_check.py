@@ -1,0 +1,108 @@
+"""A step on the mesh in scope, compared with the same step on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from ..nn import init
+from ._gradients import Request, View, gradients
+from ._loss import Loss, mean
+from ._state import TrainState
+
+Tree = Any
+
+
+def check(
+    loss: Loss,
+    factory: Callable[[nnx.Rngs], nnx.Module],
+    batch: Tree,
+    *,
+    rngs: nnx.Rngs | None = None,
+    has_aux: bool = False,
+    microbatches: int = 1,
+    view: View = "global",
+    tolerance: float = 1e-4,
+) -> dict[str, float]:
+    """Computes loss and gradients of a new model on the mesh in scope and on one device, and compares them.
+
+    Use a model in float32 or float64, small enough for one device: in bfloat16 sums in another order differ by up to a
+    few per cent. It finds mistakes in code that is written for a rank's own part (`view="local"`, the `local` of a
+    `gtp_jax.nn.Layer`, a `shard_map` of one's own).
+
+    Args:
+        loss: as in `train_step`; so are `has_aux`, `microbatches` and `view`.
+        factory: makes the model, as in `gtp_jax.init`.
+        batch: pytree of arrays.
+        rngs: as in `gtp_jax.init`; `nnx.Rngs(0)` by default.
+        tolerance: largest difference that is let pass, relative to the largest magnitude in a tensor.
+
+    Returns:
+        The relative difference of each tensor, by name: the loss, what `aux` holds, gradients, and variables that the
+        model has written.
+
+    Raises:
+        ValueError: if there is no mesh in scope, or if a tensor differs; naming the first that does.
+    """
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        raise ValueError(
+            "`check` compares the mesh in scope with one device, and there is none. Call it in "
+            "`with jax.set_mesh(gtp_jax.make_mesh(gtp=...)):`."
+        )
+    alone = Mesh(np.asarray(mesh.devices).reshape(-1)[:1].reshape((1,) * len(mesh.axis_names)), mesh.axis_names)
+    streams, keys = nnx.split(nnx.Rngs(0) if rngs is None else rngs)
+
+    def computed() -> dict[str, np.ndarray]:
+        model = init(factory, nnx.merge(streams, jax.tree.map(jnp.copy, keys)))
+        state = TrainState.create(model, optax.identity())
+        request = Request(loss, view, has_aux, microbatches, None, 0, 0)
+
+        def named(state: TrainState, batch: Tree) -> dict[str, Any]:
+            found = gradients(request, state, batch)
+            grads = jax.tree.map(lambda g: mean(g, found.tokens), found.gradients)
+            parts = {"aux": found.aux, "gradient": grads, "model_state": found.model_state}
+            return {"loss": mean(found.total, found.tokens)} | {
+                f"{part} {_path(path)}": leaf
+                for part, tree in parts.items()
+                for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+            }
+
+        return {name: np.asarray(value) for name, value in jax.jit(named)(state, batch).items()}
+
+    here = computed()
+    with jax.set_mesh(alone):
+        there = computed()
+    errors = {name: _difference(here[name], there[name]) for name in ["loss", *(n for n in here if n != "loss")]}
+    for name, error in errors.items():
+        if not error <= tolerance:
+            sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+            raise ValueError(
+                f"{name} differs between {sizes} and one device: by {error:.2e} of its largest magnitude, where "
+                f"{tolerance:.0e} is let pass; {sum(not e <= tolerance for e in errors.values())} of {len(errors)} "
+                "tensors differ. Look at code that computes on a rank's own part: `view='local'`, the `local` of a "
+                "`gtp_jax.nn.Layer`, and each `shard_map`."
+            )
+    return errors
+
+
+def _path(path: Any) -> str:
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+
+
+def _difference(one: np.ndarray, other: np.ndarray) -> float:
+    """Returns the largest difference, relative to the largest magnitude; NaN differs from all but NaN."""
+    if not np.issubdtype(one.dtype, np.floating):
+        return float(not np.array_equal(one, other))
+    if not np.array_equal(np.isnan(one), np.isnan(other)):
+        return float("inf")
+    one, other = np.nan_to_num(one.astype(np.float64)), np.nan_to_num(other.astype(np.float64))
+    largest = max(float(np.max(np.abs(other), initial=0.0)), float(np.finfo(np.float32).tiny))
+    return float(np.max(np.abs(one - other), initial=0.0)) / largest

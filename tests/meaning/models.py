@@ -1,0 +1,293 @@
+"""Ordinary Flax models with gtp_jax modules in them, small and in float64, each with a loss and a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import gtp_jax as gtp
+
+BATCH, LENGTH, WIDTH, VOCAB = 24, 12, 12, 36
+DTYPES: dict[str, Any] = dict(dtype="float64", param_dtype="float64")
+FLAX: dict[str, Any] = dict(dtype=jnp.float64, param_dtype=jnp.float64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, its loss and its batch."""
+
+    make: Callable[[nnx.Rngs], nnx.Module]
+    loss: Callable[[Any, Any], Any]
+    batch: Callable[[], dict[str, np.ndarray]]
+
+
+def _tokens() -> dict[str, np.ndarray]:
+    tokens = np.random.default_rng(1).integers(0, VOCAB, (BATCH, LENGTH + 1))
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def _token_loss(model: Any, batch: Any) -> Any:
+    return gtp.cross_entropy(model(batch["tokens"]), batch["targets"])
+
+
+class GPT2Block(nnx.Module):
+    """LayerNorm ahead of attention and of a GELU network, with biases; dropout behind both."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        shared = dict(norm="layer", use_bias=True, rngs=rngs, **DTYPES)
+        self.attention = gtp.Attention(WIDTH, heads=6, kv_heads=3, head_dim=2, rope_theta=None, **shared)
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs, **FLAX)
+        self.up = gtp.Dense(WIDTH, 48, parallel="column", use_bias=True, rngs=rngs, **DTYPES)
+        self.down = gtp.Dense(48, WIDTH, parallel="row", use_bias=True, rngs=rngs, **DTYPES)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.dropout(self.attention(x))
+        return x + self.dropout(self.down(jax.nn.gelu(self.up(self.norm(x)))))
+
+
+class GPT2(nnx.Module):
+    """Learned positions are added; the head is tied."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = gtp.Embed(VOCAB, WIDTH, rngs=rngs, **DTYPES)
+        self.positions = nnx.Param(jax.random.normal(rngs.params(), (LENGTH, WIDTH), jnp.float64))
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.blocks = gtp.Stack(lambda rngs: GPT2Block(rngs), 2, rngs=rngs)
+        self.head = gtp.TiedHead(self.embed, param_dtype="float64", rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.dropout(self.embed(tokens) + self.positions[: tokens.shape[1]])
+        return self.head(self.blocks(x))
+
+
+class PlainAttention(nnx.Module):
+    """Attention of plain Flax layers, in float64 throughout, which `nnx.MultiHeadAttention` is not."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.q, self.k, self.v = (nnx.LinearGeneral(WIDTH, (3, 4), rngs=rngs, **FLAX) for _ in range(3))
+        self.out = nnx.LinearGeneral((3, 4), WIDTH, axis=(-2, -1), rngs=rngs, **FLAX)
+
+    def __call__(self, x, memory, keep=None):
+        scores = jnp.einsum("bqhd,bkhd->bhqk", self.q(x), self.k(memory)) / 2
+        scores = scores if keep is None else jnp.where(keep[:, None, None, :], scores, -jnp.inf)
+        return self.out(jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, -1), self.v(memory)))
+
+
+class ViTBlock(nnx.Module):
+    """Attention of plain Flax layers; a softmax over hidden features between a column- and a row-parallel layer."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.attention = PlainAttention(rngs)
+        self.up = gtp.LayerNormDense(WIDTH, 24, norm="layer", sequence_parallel=False, rngs=rngs, **DTYPES)
+        self.down = gtp.Dense(24, WIDTH, parallel="row", sequence_parallel=False, rngs=rngs, **DTYPES)
+
+    def __call__(self, x):
+        x = x + self.attention(x, x)
+        return x + self.down(jax.nn.softmax(self.up(x), axis=-1) * 5)
+
+
+class ViT(nnx.Module):
+    """A convolutional stem, a class token and a head on it; the sequence of 17 is odd."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.stem = nnx.Conv(3, WIDTH, (2, 2), strides=(2, 2), rngs=rngs, **FLAX)
+        self.token = nnx.Param(jax.random.normal(rngs.params(), (WIDTH,), jnp.float64))
+        self.blocks = gtp.Stack(lambda rngs: ViTBlock(rngs), 2, sequence_parallel=False, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, 5, rngs=rngs, **FLAX)
+
+    def __call__(self, images):
+        patches = self.stem(images)
+        x = patches.reshape(images.shape[0], -1, WIDTH)
+        x = jnp.concatenate([jnp.broadcast_to(self.token[...], (x.shape[0], 1, WIDTH)), x], axis=1)
+        return self.head(self.blocks(x)[:, 0])
+
+
+def _images() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(2)
+    return {"images": rng.normal(size=(BATCH, 8, 8, 3)), "labels": rng.integers(0, 5, BATCH)}
+
+
+def _mean_of_labels(model: Any, batch: Any) -> jax.Array:
+    logits = model(batch["images"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+
+class CrossBlock(nnx.Module):
+    """Attends to an encoder's output, which every layer shares."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.attention = PlainAttention(rngs)
+        self.mlp = gtp.MLP(WIDTH, 24, rngs=rngs, **DTYPES)
+
+    def __call__(self, x, memory, keep):
+        x = x + self.attention(x, memory, keep)
+        return x + self.mlp(x)
+
+
+class EncoderDecoder(nnx.Module):
+    """An encoder of `MLP`s, whose output all decoder layers attend to, but for padding."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = gtp.Embed(VOCAB, WIDTH, rngs=rngs, **DTYPES)
+        self.encoder = gtp.Stack(lambda rngs: gtp.MLP(WIDTH, 24, rngs=rngs, **DTYPES), 2, rngs=rngs)
+        self.decoder = gtp.Stack(lambda rngs: CrossBlock(rngs), 2, rngs=rngs)
+        self.head = gtp.LayerNormDense(WIDTH, VOCAB, rngs=rngs, **DTYPES)
+
+    def __call__(self, tokens):
+        keep = tokens % 5 != 0
+        keep = keep.at[:, 0].set(True)
+        memory = self.encoder(self.embed(tokens)).cumsum(1) * 0.1
+        return self.head(self.decoder(self.embed(jnp.flip(tokens, 1)), memory, keep=keep))
+
+
+class Clip(nnx.Module):
+    """Two towers and a loss over all pairs within the batch."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.image = gtp.Dense(20, WIDTH, rngs=rngs, **DTYPES)
+        self.embed = gtp.Embed(VOCAB, WIDTH, rngs=rngs, **DTYPES)
+        self.text = gtp.Stack(lambda rngs: gtp.MLP(WIDTH, 24, rngs=rngs, **DTYPES), 1, rngs=rngs)
+        self.scale = nnx.Param(jnp.asarray(2.0, jnp.float64))
+
+    def __call__(self, images, tokens):
+        normed = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)  # noqa: E731
+        return self.scale * normed(self.image(images)) @ normed(self.text(self.embed(tokens)).mean(1)).T
+
+
+def _pairs() -> dict[str, np.ndarray]:
+    return {"images": np.random.default_rng(3).normal(size=(BATCH, 20)), **_tokens()}
+
+
+def _pairs_loss(model: Any, batch: Any) -> jax.Array:
+    logits = model(batch["images"], batch["tokens"])
+    labels = jnp.arange(len(logits))
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean() / 2 + (
+        optax.softmax_cross_entropy_with_integer_labels(logits.T, labels).mean() / 2
+    )
+
+
+class NormedBlock(nnx.Module):
+    """Batch statistics, of all tokens of the batch."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.dense = gtp.Dense(WIDTH, WIDTH, use_bias=True, rngs=rngs, **DTYPES)
+        self.norm = nnx.BatchNorm(WIDTH, momentum=0.9, rngs=rngs, **FLAX)
+
+    def __call__(self, x):
+        return x + self.norm(jax.nn.relu(self.dense(x)))
+
+
+class BatchNormed(nnx.Module):
+    """Batch norm outside and inside a `Stack`, and its running statistics."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = gtp.Embed(VOCAB, WIDTH, rngs=rngs, **DTYPES)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs, **FLAX)
+        self.blocks = gtp.Stack(lambda rngs: NormedBlock(rngs), 2, rngs=rngs)
+        self.head = gtp.Dense(WIDTH, VOCAB, parallel="column", rngs=rngs, **DTYPES)
+
+    def __call__(self, tokens):
+        return self.head(self.blocks(self.norm(self.embed(tokens))))
+
+
+class RecurrentBlock(nnx.Module):
+    """A gated linear recurrence: a scan over the sequence."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.inputs = gtp.LayerNormDense(WIDTH, {"value": 24, "gate": 24}, rngs=rngs, **DTYPES)
+        self.out = gtp.Dense(24, WIDTH, parallel="row", rngs=rngs, **DTYPES)
+
+    def __call__(self, x):
+        found = self.inputs(x)
+        gate = jax.nn.sigmoid(found["gate"])
+
+        def step(h, one):
+            value, gate = one
+            h = gate * h + (1 - gate) * value
+            return h, h
+
+        by_time = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), (found["value"], gate))
+        _, states = jax.lax.scan(step, jnp.zeros_like(gate[:, 0]), by_time)
+        return x + self.out(jnp.moveaxis(states, 0, 1))
+
+
+class Recurrent(nnx.Module):
+    """Recurrent blocks in a `Stack`."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = gtp.Embed(VOCAB, WIDTH, rngs=rngs, **DTYPES)
+        self.blocks = gtp.Stack(lambda rngs: RecurrentBlock(rngs), 2, rngs=rngs)
+        self.head = gtp.Dense(WIDTH, VOCAB, parallel="column", rngs=rngs, **DTYPES)
+
+    def __call__(self, tokens):
+        return self.head(self.blocks(self.embed(tokens)))
+
+
+class LoRABlock(nnx.Module):
+    """A block whose query projection has a low-rank correction, by `nnx.LoRA`."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.attention = gtp.Attention(WIDTH, heads=6, kv_heads=3, head_dim=2, rngs=rngs, **DTYPES)
+        self.mlp = gtp.MLP(WIDTH, 24, rngs=rngs, **DTYPES)
+        b_init = nnx.initializers.normal(0.5)
+        self.lora = nnx.LoRA(WIDTH, 2, WIDTH, b_initializer=b_init, rngs=rngs, **FLAX)
+
+    def __call__(self, x):
+        x = x + self.attention(x) + self.lora(x)
+        return x + self.mlp(x)
+
+
+class LoRA(nnx.Module):
+    """A Llama of blocks with corrections."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = gtp.Embed(VOCAB, WIDTH, rngs=rngs, **DTYPES)
+        self.blocks = gtp.Stack(lambda rngs: LoRABlock(rngs), 2, rngs=rngs)
+        self.head = gtp.LayerNormDense(WIDTH, VOCAB, rngs=rngs, **DTYPES)
+
+    def __call__(self, tokens):
+        return gtp.run_chain(tokens, self.embed, self.blocks, self.head)
+
+
+class ExpertBlock(nnx.Module):
+    """A mixture of experts on a residual branch."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.moe = gtp.MoE(WIDTH, 18, num_experts=6, aux_loss_coeff=0.0, rngs=rngs, **DTYPES)
+        self.dense = gtp.MLP(WIDTH, 24, rngs=rngs, **DTYPES)
+
+    def __call__(self, x):
+        x = x + self.moe(x)
+        return x + self.dense(x)
+
+
+class Experts(nnx.Module):
+    """Blocks with experts."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = gtp.Embed(VOCAB, WIDTH, rngs=rngs, **DTYPES)
+        self.blocks = gtp.Stack(lambda rngs: ExpertBlock(rngs), 2, rngs=rngs)
+        self.head = gtp.LayerNormDense(WIDTH, VOCAB, rngs=rngs, **DTYPES)
+
+    def __call__(self, tokens):
+        return self.head(self.blocks(self.embed(tokens)))
+
+
+CASES = {
+    "gpt2": Case(GPT2, _token_loss, _tokens),
+    "vit": Case(ViT, _mean_of_labels, _images),
+    "encoder-decoder": Case(EncoderDecoder, _token_loss, _tokens),
+    "clip": Case(Clip, _pairs_loss, _pairs),
+    "batch norm": Case(BatchNormed, _token_loss, _tokens),
+    "recurrent": Case(Recurrent, _token_loss, _tokens),
+    "lora": Case(LoRA, _token_loss, _tokens),
+    "experts": Case(Experts, _token_loss, _tokens),
+}

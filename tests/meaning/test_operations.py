@@ -1,0 +1,103 @@
+"""Operations that mix positions, examples or features mean what they mean without a mesh, outside and inside a
+`Stack`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+
+from .test_models_on_meshes import assert_equal, scope
+
+BATCH, LENGTH, WIDTH = 24, 8, 12
+DTYPES = dict(dtype="float64", param_dtype="float64")
+
+# between layers, on (batch, sequence, features)
+OPERATIONS = {
+    "positions added": lambda x: x + jnp.arange(LENGTH)[:, None] / LENGTH,
+    "mean over the sequence": lambda x: x + x.mean(1, keepdims=True),
+    "softmax over the sequence": lambda x: jax.nn.softmax(x, axis=1) * 3,
+    "cumulative sum": lambda x: jnp.cumsum(x, axis=1) / 3,
+    "sorting": lambda x: jnp.sort(x, axis=1),
+    "convolution over the sequence": lambda x: sum(jnp.roll(x, k, axis=1) * (k + 1) / 4 for k in range(3)),
+    "a slice of the sequence": lambda x: x.at[:, 2:].set(x[:, :-2]),
+    "flip": lambda x: jnp.flip(x, 1),
+    "the first position": lambda x: x + x[:, :1],
+    "statistics over the batch": lambda x: (x - x.mean((0, 1))) / jnp.sqrt(x.var((0, 1)) + 0.1),
+    "a softmax over the batch": lambda x: jax.nn.softmax(x, axis=0) * 9,
+    "pairs within the batch": lambda x: x + jnp.einsum("bsf,csf->bc", x, x)[:, :1, None] / 100,
+    "the batch reversed": lambda x: x[::-1],
+}
+# between a column- and a row-parallel layer
+INSIDE = {
+    "norm over features": lambda h: h / jnp.linalg.norm(h, axis=-1, keepdims=True),
+    "softmax over features": lambda h: jax.nn.softmax(h, axis=-1) * 9,
+    "maximum over features": lambda h: h - h.max(-1, keepdims=True),
+    "features reversed": lambda h: h[..., ::-1] * jnp.arange(h.shape[-1]) / 9,
+    "split in two": lambda h: jnp.concatenate(jnp.split(h, 2, axis=-1)[::-1], axis=-1) * jnp.arange(h.shape[-1]) / 9,
+}
+
+
+class Block(nnx.Module):
+    def __init__(self, between, inside, rngs):
+        self.between, self.inside = between, inside
+        self.up = gtp.Dense(WIDTH, 24, parallel="column", use_bias=True, rngs=rngs, **DTYPES)
+        self.down = gtp.Dense(24, WIDTH, parallel="row", rngs=rngs, **DTYPES)
+        self.plain = nnx.Linear(WIDTH, WIDTH, rngs=rngs, dtype=jnp.float64, param_dtype=jnp.float64)
+        partitioned = nnx.with_partitioning(nnx.initializers.normal(1.0), (None, "tp"))
+        self.parted = nnx.Param(partitioned(rngs.params(), (WIDTH, WIDTH), jnp.float64))
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs, dtype=jnp.float64, param_dtype=jnp.float64)
+
+    def __call__(self, x):
+        x = self.between(self.norm(x)) @ self.parted[...]
+        return x + self.down(self.inside(self.up(self.plain(x))))
+
+
+class Model(nnx.Module):
+    def __init__(self, between, inside, stacked, rngs):
+        make = lambda rngs: Block(between, inside, rngs)  # noqa: E731
+        self.blocks = gtp.Stack(make, 2, rngs=rngs) if stacked else nnx.List([make(rngs), make(rngs)])
+
+    def __call__(self, x):
+        if isinstance(self.blocks, gtp.Stack):
+            return self.blocks(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def gradients(between, inside, stacked, degrees, microbatches):
+    x = np.random.default_rng(0).normal(size=(BATCH, LENGTH, WIDTH))
+    with scope(degrees):
+        model = gtp.init(lambda rngs: Model(between, inside, stacked, rngs), nnx.Rngs(0))
+        graph, params = nnx.split(model)
+
+        @jax.jit
+        def run(params, x):
+            return jax.value_and_grad(lambda p, x: jnp.mean(jnp.sin(nnx.merge(graph, p)(x))), argnums=(0, 1))(params, x)
+
+        loss, (found, to_x) = run(params, jnp.asarray(x))
+        found = {path: np.asarray(v.get_value()) for path, v in nnx.to_flat_state(found)}
+        return np.asarray(loss), found, np.asarray(to_x)
+
+
+def cases():
+    for stacked in (False, True):
+        for number, name in enumerate((*OPERATIONS, *INSIDE)):
+            for mesh in (dict(gtp=4, tp=2), dict(dp=2, gtp=2, tp=2), dict(gtp=8), dict(tp=3)):
+                usual = stacked and mesh == dict(gtp=4, tp=2) and number % 3 == 0
+                where = "inside a Stack" if stacked else "outside"
+                axes = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
+                marks = [] if usual else pytest.mark.slow
+                yield pytest.param(name, stacked, mesh, id=f"{name}, {where}, {axes}", marks=marks)
+
+
+@pytest.mark.filterwarnings("ignore:a weight of shape")
+@pytest.mark.parametrize("name, stacked, mesh", cases())
+def test_an_operation_means_what_it_means_without_a_mesh(name, stacked, mesh, x64):
+    between = OPERATIONS.get(name, lambda x: x)
+    inside = INSIDE.get(name, jnp.tanh)
+    found = gradients(between, inside, stacked, mesh, 1)
+    assert_equal(found, gradients(between, inside, stacked, None, 1))
