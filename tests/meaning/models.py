@@ -14,7 +14,7 @@ from flax import nnx
 
 import gtp_jax as gtp
 
-BATCH, LENGTH, WIDTH, VOCAB = 24, 12, 12, 36
+BATCH, LENGTH, WIDTH, VOCAB = 96, 12, 12, 36
 DTYPES: dict[str, Any] = dict(dtype="float64", param_dtype="float64")
 FLAX: dict[str, Any] = dict(dtype=jnp.float64, param_dtype=jnp.float64)
 
