@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,6 +36,20 @@ def partition_of(variable: nnx.Variable) -> PartitionSpec:
     return PartitionSpec(*(variable.get_metadata().get("out_sharding") or ()))
 
 
+class _Method:
+    """A method that `nnx.tabulate` leaves alone: it would call every public function of a class with arrays."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.__dict__.update(vars(function))  # such as that it is abstract
+        self.__doc__, self.__name__, self.__wrapped__ = function.__doc__, function.__name__, function
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else self.__wrapped__.__get__(instance, owner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__(*args, **kwargs)
+
+
 class Layer(nnx.Module):
     """A module that finds its own way: see `current_view`.
 
@@ -45,6 +61,10 @@ class Layer(nnx.Module):
     """
 
     sequence_parallel: bool
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        _wrap_methods(cls)
 
     def __init__(self) -> None:
         self._roles = current_roles()
@@ -75,6 +95,15 @@ class Layer(nnx.Module):
         if current_view() != "global":
             return self.local(x)
         return in_shard_map(self, x, *self.partitions(jnp.ndim(x)))
+
+
+def _wrap_methods(cls: type) -> None:
+    for name, member in list(vars(cls).items()):
+        if inspect.isfunction(member) and not name.startswith("_"):
+            setattr(cls, name, _Method(member))
+
+
+_wrap_methods(Layer)
 
 
 def between_layers(roles: Roles, sequence_parallel: bool) -> PartitionSpec:

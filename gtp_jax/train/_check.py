@@ -58,10 +58,12 @@ def check(
             "`with jax.set_mesh(gtp_jax.make_mesh(gtp=...)):`."
         )
     alone = Mesh(np.asarray(mesh.devices).reshape(-1)[:1].reshape((1,) * len(mesh.axis_names)), mesh.axis_names)
-    streams, keys = nnx.split(nnx.Rngs(0) if rngs is None else rngs)
+    streams, state = nnx.split(nnx.Rngs(0) if rngs is None else rngs)
+    leaves, tree = jax.tree.flatten(state)
+    copies = [_copied(leaf) for leaf in leaves]
 
     def computed() -> dict[str, np.ndarray]:
-        model = init(factory, nnx.merge(streams, jax.tree.map(jnp.copy, keys)))
+        model = init(factory, nnx.merge(streams, jax.tree.unflatten(tree, [copy() for copy in copies])))
         state = TrainState.create(model, optax.identity())
         request = Request(loss, view, has_aux, microbatches, None, 0, 0)
 
@@ -91,6 +93,15 @@ def check(
                 "`gtp_jax.nn.Layer`, and each `shard_map`."
             )
     return errors
+
+
+def _copied(leaf: jax.Array) -> Callable[[], jax.Array]:
+    """Returns what makes an array anew, on the devices in scope."""
+    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        value = np.asarray(leaf)
+        return lambda: jnp.asarray(value)
+    words, impl = np.asarray(jax.random.key_data(leaf)), str(jax.random.key_impl(leaf))
+    return lambda: jax.random.wrap_key_data(jnp.asarray(words), impl=impl)
 
 
 def _path(path: Any) -> str:

@@ -83,8 +83,16 @@ def test_each_weight_is_gathered_once_a_pass_and_scattered_once(case):
     assert {kind for kind, _ in moved} <= {"all-reduce"}
 
 
-@pytest.mark.parametrize("unroll", ["full", 1])
-@pytest.mark.parametrize("remat", ["nothing", "matmuls", "activations", "everything"])
+@pytest.mark.parametrize(
+    "remat, unroll",
+    [
+        pytest.param(
+            remat, unroll, marks=[] if (remat, unroll) in (("matmuls", "full"), ("nothing", 1)) else pytest.mark.slow
+        )
+        for remat in ("nothing", "matmuls", "activations", "everything")
+        for unroll in ("full", 1)
+    ],
+)
 def test_nothing_moves_over_tp_again_but_the_sequence_and_what_was_not_kept(remat, unroll):
     tp, sizes = 4, {**SIZES, "heads": 8, "kv_heads": 4, "head_dim": 32}
     config = LlamaConfig(**sizes, remat=remat, unroll=unroll)

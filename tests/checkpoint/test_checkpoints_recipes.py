@@ -77,6 +77,7 @@ def test_amaxes_do_not_depend_on_the_mesh_that_restores(tmp_path, scattered, nam
                 assert found == amax_oracle(whole.params), place
 
 
+@pytest.mark.slow
 def test_another_recipe_takes_over(tmp_path):
     before = Run(PLACES["hsdp_tp2"], RECIPES["nvfp4"], OPTIMIZERS["adamw"])
     state = before.begin(seed=secrets.randbits(31))

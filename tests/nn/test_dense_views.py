@@ -69,8 +69,14 @@ def measured(name: str, mesh: str | None):
         return jax.tree.map(np.asarray, (logical(state), value, outputs, logical(of_state), of_x))
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    "name, mesh",  # every module and every mesh by default, each pair in the slow tests
+    [
+        pytest.param(name, mesh, marks=[] if (i + k) % 3 == 0 else pytest.mark.slow)
+        for i, name in enumerate(MODULES)
+        for k, mesh in enumerate(MESHES)
+    ],
+)
 def test_module_in_global_view_equals_itself_without_a_mesh(name, mesh, x64):
     params, *plain = measured(name, None)
     same, *found = measured(name, mesh)

@@ -38,7 +38,7 @@ CASES = {
 }
 
 
-DEFAULT = ("the same with a tied head", "hidden 100, tp 3 x gtp 2", "tp 7")
+DEFAULT = ("the same with a tied head", "hidden 100, tp 3 x gtp 2")
 
 
 @pytest.mark.parametrize("name", some_slow(CASES, [name for name in CASES if name not in DEFAULT]))
@@ -162,9 +162,7 @@ def test_quantized_weights_of_uneven_parts_are_those_of_one_device(recipe, name,
     assert_close(found, expected, 1e-12, "gradient of ")
 
 
-@pytest.mark.parametrize(
-    "name", some_slow(["experts of 49 features", "three experts among two ranks"], ("experts of 49 features",))
-)
+@pytest.mark.parametrize("name", some_slow(names := ["experts of 49 features", "three experts among two ranks"], names))
 def test_experts_of_uneven_parts_are_those_of_one_device(name, x64):
     degrees, config = UNEVEN[name]
     loss, expected = gradients_of(config, dict(gtp=1), None)

@@ -20,6 +20,7 @@ def text(tmp_path_factory):
     return write_text(tmp_path_factory.mktemp("text"))
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one_but_for_the_order_of_sums(text, tmp_path):
     flags = dict(MESH, steps=4, lr=1e-3)
     train(small(text, tmp_path / "one", **flags))
@@ -29,7 +30,7 @@ def test_two_processes_equal_one_but_for_the_order_of_sums(text, tmp_path):
     assert [sorted(r) for r in one] == [sorted(r) for r in two]  # one process logs, once
     for found, expected in zip(two, one, strict=True):
         for name in expected:
-            np.testing.assert_allclose(found[name], expected[name], rtol=2e-5, err_msg=f"{name} of {expected}")
+            np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, err_msg=f"{name} of {expected}")
     assert Checkpoints(tmp_path / "two" / "checkpoints", read_only=True).steps() == [2, 4]
     speaks, silent = ((tmp_path / f"process{i}.txt").read_text() for i in range(2))
     assert "held-out loss" in speaks and "8 virtual CPU devices of 2 processes" in speaks

@@ -62,7 +62,8 @@ def test_killed_and_resumed_equals_never_stopped(step, text, never_stopped, tmp_
     assert_same_run(out, never_stopped)
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_saves_and_says_how_to_resume(number, text, never_stopped, tmp_path):
     out = tmp_path / "run"
     run = start(small(text, out))
@@ -79,6 +80,7 @@ def test_signal_saves_and_says_how_to_resume(number, text, never_stopped, tmp_pa
     assert_same_run(out, never_stopped)
 
 
+@pytest.mark.slow
 def test_one_seed_gives_one_run_and_another_seed_another(text, never_stopped, tmp_path):
     train(small(text, tmp_path / "same"))
     assert_same_run(tmp_path / "same", never_stopped)

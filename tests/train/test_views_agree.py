@@ -1,0 +1,114 @@
+"""Local and global view compute the same: what is decided in one about quantized weights holds in the other."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+from gtp_jax import plan
+from gtp_jax.models import Llama, LlamaConfig, next_token_loss
+from gtp_jax.models.llama import LlamaBlock
+
+CONFIG = LlamaConfig(vocab=128, dim=64, layers=4, heads=4, kv_heads=2, head_dim=16, ffn=96, dtype="float64")
+RECIPES = {
+    "none": None,
+    "NVFP4, ends in high precision": gtp.NVFP4(high_precision_first=1, high_precision_last=1),
+    "MXFP8 matmuls": gtp.MXFP8(matmuls=True),
+    "FP8 matmuls": gtp.FP8(matmuls=True),
+}
+
+
+class UserBlock(nnx.Module):
+    """A Llama's block as a user writes it: not for local view."""
+
+    def __init__(self, config, *, rngs):
+        block = LlamaBlock(config, rngs=rngs)
+        self.attention, self.mlp = block.attention, block.mlp
+
+    def __call__(self, x):
+        x = x + self.attention(x)
+        return x + self.mlp(x)
+
+
+def llama(block, rngs):
+    model = Llama(CONFIG, rngs=rngs)
+    make = lambda rngs: block(CONFIG, rngs=rngs)  # noqa: E731
+    model.blocks = gtp.Stack(make, CONFIG.layers, schedule=CONFIG.schedule, rngs=nnx.Rngs(1))
+    return model
+
+
+def computed(block, view, recipe, degrees, **options):
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab, (16, 9)).astype(np.int32)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    with jax.set_mesh(gtp.make_mesh(**degrees)):
+        state = gtp.TrainState.create(gtp.init(lambda rngs: llama(block, rngs), nnx.Rngs(0)), optax.sgd(1.0))
+        run = jax.jit(
+            lambda state, batch: gtp.loss_and_gradients(
+                next_token_loss, state, batch, view=view, recipe=recipe, microbatches=2, **options
+            )
+        )
+        compiled = run.lower(state, batch).compile()
+        found = [c for c in plan.collectives(compiled.as_text()) if c.axes == ("gtp",)]
+        gathers = sum(c.times for c in found if c.kind == "all-gather")
+        return jax.tree.map(np.asarray, compiled(state, batch)), gathers
+
+
+@pytest.mark.parametrize("block", [LlamaBlock, pytest.param(UserBlock)])
+@pytest.mark.parametrize(
+    "name, degrees, options",
+    [
+        pytest.param("none", dict(dp=2, gtp=2, tp=2), {}, marks=pytest.mark.slow),
+        ("NVFP4, ends in high precision", dict(gtp=4, tp=2), {}),
+        pytest.param(
+            "NVFP4, ends in high precision", dict(gtp=4, tp=2), dict(pregathered_layers=1), marks=pytest.mark.slow
+        ),
+        pytest.param("MXFP8 matmuls", dict(dp=2, gtp=2, tp=2), {}, marks=pytest.mark.slow),
+        pytest.param("FP8 matmuls", dict(gtp=8), dict(pregathered_layers="all"), marks=pytest.mark.slow),
+    ],
+)
+def test_both_views_have_the_same_gradients_and_gather_as_often(block, name, degrees, options, x64):
+    recipe = RECIPES[name]
+    (wanted_loss, wanted), once = computed(LlamaBlock, "local", recipe, degrees, **options)
+    (loss, found), times = computed(block, "global", recipe, degrees, **options)
+    assert times == once
+    assert abs(loss - wanted_loss) <= 1e-12 * abs(wanted_loss)
+    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+        # a sum in another order may round to another code here and there where operands are quantized
+        tolerance = 1e-12 if recipe is None or "matmuls" not in name else 1e-2
+        np.testing.assert_allclose(
+            one, other, rtol=0, atol=tolerance * np.abs(other).max(), err_msg=jax.tree_util.keystr(path)
+        )
+
+
+def test_check_names_the_first_tensor_that_differs():
+    class Wrong(gtp.nn.Layer):
+        """Takes the mean of a rank's own part of the batch."""
+
+        def __init__(self, rngs):
+            super().__init__()
+            self.sequence_parallel = False
+            self.dense = gtp.Dense(8, 8, dtype="float32", rngs=rngs)
+
+        def local(self, x):
+            return self.dense(x) * x.mean()
+
+    class Model(nnx.Module):
+        def __init__(self, layer, rngs):
+            self.layer = layer(rngs)
+
+        def __call__(self, x):
+            return self.layer(x)
+
+    right = lambda rngs: Model(lambda rngs: gtp.Dense(8, 8, dtype="float32", rngs=rngs), rngs)  # noqa: E731
+    wrong = lambda rngs: Model(Wrong, rngs)  # noqa: E731
+    loss = lambda model, x: (model(x) ** 2).mean()  # noqa: E731
+    x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
+        errors = gtp.check(loss, right, x, microbatches=2)
+        assert errors.keys() == {"loss", "gradient layer.kernel"} and max(errors.values()) < 1e-6
+        with pytest.raises(ValueError, match="loss differs between dp 1 x gtp 4 x tp 2 and one device: by"):
+            gtp.check(loss, wrong, x)
+    with pytest.raises(ValueError, match="compares the mesh in scope with one device, and there is none.*set_mesh"):
+        gtp.check(loss, right, x)
