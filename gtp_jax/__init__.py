@@ -22,6 +22,7 @@ from .nn import cross_entropy as cross_entropy
 from .nn import explain as explain
 from .nn import init as init
 from .nn import run_chain as run_chain
+from .ops import check_ids as check_ids
 from .ops import dequantize as dequantize
 from .ops import hadamard as hadamard
 from .ops import hadamard_amax as hadamard_amax

@@ -9,6 +9,9 @@ from ._cross_entropy import token_cross_entropy as token_cross_entropy
 from ._embedding_lookup import embedding_lookup as embedding_lookup
 from ._grouped_matmul import grouped_matmul as grouped_matmul
 from ._grouped_quantized import grouped_quantized as grouped_quantized
+from ._ids import check_concrete_ids as check_concrete_ids
+from ._ids import check_ids as check_ids
+from ._ids import to_index as to_index
 from ._implementation import Implementation as Implementation
 from ._linear import linear as linear
 from ._linear import to_input as to_input

@@ -90,7 +90,8 @@ class Llama(nnx.Module):
 def next_token_loss(model: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Returns the sum of token losses and number of tokens of a batch with `tokens`, `targets` and perhaps
     `weights`."""
-    return cross_entropy(model(batch["tokens"]), batch["targets"], batch.get("weights"))
+    logits = model(batch["tokens"])
+    return cross_entropy(logits, batch["targets"], batch.get("weights"), vocab_size=model.embed.num_embeddings)
 
 
 def _shared(config: LlamaConfig) -> dict[str, Any]:
