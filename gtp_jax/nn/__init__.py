@@ -4,6 +4,7 @@ from ..weights import GRAD_REDUCE as GRAD_REDUCE
 from ..weights import GradReduce as GradReduce
 from ..weights import reduction_of as reduction_of
 from ._attention import Attention as Attention
+from ._attention import CrossAttention as CrossAttention
 from ._attention import check_heads as check_heads
 from ._dense import Dense as Dense
 from ._dense import LayerNormDense as LayerNormDense

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 
 def check_ids(ids: Any, vocab_size: int, *, name: str = "tokens", ignore_negative: bool = False) -> None:
@@ -26,7 +27,7 @@ def check_ids(ids: Any, vocab_size: int, *, name: str = "tokens", ignore_negativ
         ValueError: naming the first id outside the vocabulary, its position and how many there are.
         TypeError: if `ids` are not integers, or are being traced.
     """
-    if isinstance(ids, jax.core.Tracer):
+    if isinstance(ids, Tracer):
         raise TypeError(
             f"`{name}` is traced and has no values yet; call `gtp_jax.check_ids` on the batch outside of `jax.jit`."
         )
@@ -49,7 +50,7 @@ def check_ids(ids: Any, vocab_size: int, *, name: str = "tokens", ignore_negativ
 
 def check_concrete_ids(ids: Any, vocab_size: int, *, name: str, ignore_negative: bool = False) -> None:
     """Calls `check_ids` where ids have values; inside a program does nothing."""
-    if not isinstance(ids, jax.core.Tracer):
+    if not isinstance(ids, Tracer):
         check_ids(ids, vocab_size, name=name, ignore_negative=ignore_negative)
 
 

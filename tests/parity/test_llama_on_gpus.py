@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gtp_jax.ops import causal_attention
+from gtp_jax.ops import attention
 
 from .test_llama_parity import UNALIGNED, assert_close, batches, oracle, train
 
@@ -44,8 +44,8 @@ def test_cudnn_attention_agrees_with_the_written_out_one(key):
     shapes = ((2, 256, 8, 128), (2, 256, 2, 128), (2, 256, 2, 128))
     q, k, v = (jax.random.normal(one, shape) for one, shape in zip(jax.random.split(key, 3), shapes, strict=True))
     half = [t.astype(jnp.bfloat16) for t in (q, k, v)]
-    found = jax.jit(lambda *t: causal_attention(*t, implementation="native"))(*half)
+    found = jax.jit(lambda *t: attention(*t, causal=True, implementation="native"))(*half)
     with jax.default_matmul_precision("highest"):
-        wanted = causal_attention(*(t.astype(jnp.float32) for t in half), implementation="reference")
+        wanted = attention(*(t.astype(jnp.float32) for t in half), causal=True, implementation="reference")
     error = np.linalg.norm(np.asarray(found, np.float32) - np.asarray(wanted)) / np.linalg.norm(np.asarray(wanted))
     assert error < 1e-2
