@@ -10,6 +10,7 @@ from ._dense import Dense as Dense
 from ._dense import LayerNormDense as LayerNormDense
 from ._embed import Embed as Embed
 from ._embed import TiedHead as TiedHead
+from ._explain import AttentionFact as AttentionFact
 from ._explain import Explanation as Explanation
 from ._explain import WireFact as WireFact
 from ._explain import explain as explain
