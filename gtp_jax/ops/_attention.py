@@ -63,12 +63,13 @@ def attention(
     factor: float = head_dim**-0.5 if scale is None else scale
     lacks = cudnn_lacks(q.dtype, head_dim, soft_cap=soft_cap is not None, sinks=sinks is not None, dropout=rate > 0)
     allowed = _allowed(mask, segment_ids)
+    unseeing = mask is not None or isinstance(segment_ids, tuple)  # whether a query may see no key, not even its own
     if not lacks and allowed is not None and (q.shape[1] % 2 or k.shape[1] % 2):
         lacks = f"cuDNN takes a mask over sequences of even length; these are {q.shape[1]} and {k.shape[1]}"
     if runs_native("attention", implementation, lacks):
-        return _by_cudnn(q, k, v, allowed, causal=causal, window=window, scale=factor)
+        return _by_cudnn(q, k, v, allowed, unseeing, causal=causal, window=window, scale=factor)
     in_order = _in_order(q.shape[1], k.shape[1], causal, window)
-    return _written_out(q, k, v, allowed, in_order, factor, soft_cap, sinks, rate, dropout_key)
+    return _written_out(q, k, v, allowed, unseeing, in_order, factor, soft_cap, sinks, rate, dropout_key)
 
 
 def cudnn_lacks(
@@ -99,6 +100,7 @@ def _by_cudnn(
     k: jax.Array,
     v: jax.Array,
     allowed: jax.Array | None,
+    unseeing: bool,
     *,
     causal: bool,
     window: int | None,
@@ -113,11 +115,14 @@ def _by_cudnn(
     if allowed is None:
         return jax.nn.dot_product_attention(q, k, v, **options)
     allowed = jnp.broadcast_to(allowed, (*allowed.shape[:2], q.shape[1], k.shape[1]))
-    mixed = jax.nn.dot_product_attention(q, k, v, mask=allowed, **options)
+    if not unseeing:
+        return jax.nn.dot_product_attention(q, k, v, mask=allowed, **options)
     where = allowed if in_order is None else allowed & in_order
-    # a row without keys would be the mean of all values
-    some = jnp.swapaxes(jnp.any(where, axis=-1), 1, 2)[..., None]
-    return jnp.where(some, mixed, 0)
+    some = jnp.any(where, axis=-1, keepdims=True)
+    # The kernel adds a large negative number to masked scores, which may overflow where a row has no other: such a row
+    # sees all keys, and its output is dropped.
+    mixed = jax.nn.dot_product_attention(q, k, v, mask=allowed | ~some, **options)
+    return jnp.where(jnp.swapaxes(some, 1, 2), mixed, 0)
 
 
 def _written_out(
@@ -125,6 +130,7 @@ def _written_out(
     k: jax.Array,
     v: jax.Array,
     allowed: jax.Array | None,
+    unseeing: bool,
     in_order: jax.Array | None,
     scale: float,
     soft_cap: float | None,
@@ -149,9 +155,7 @@ def _written_out(
     probs = jax.nn.softmax(scores, axis=-1)
     if sinks is not None:
         probs = probs[..., :-1]
-    if (
-        allowed is not None and where is not None
-    ):  # a row without keys is uniform here, and gets no value and no gradient
+    if unseeing and where is not None:  # a row without keys is uniform, and gets no value and no gradient
         probs = jnp.where(where, probs, 0)
     if dropout_rate:
         assert dropout_key is not None
