@@ -10,6 +10,7 @@ from .mesh import use_roles as use_roles
 from .nn import MLP as MLP
 from .nn import Attention as Attention
 from .nn import AuxLoss as AuxLoss
+from .nn import CrossAttention as CrossAttention
 from .nn import Dense as Dense
 from .nn import Embed as Embed
 from .nn import GroupedDense as GroupedDense
@@ -22,11 +23,14 @@ from .nn import cross_entropy as cross_entropy
 from .nn import explain as explain
 from .nn import init as init
 from .nn import run_chain as run_chain
+from .ops import RopeScaling as RopeScaling
+from .ops import check_ids as check_ids
 from .ops import dequantize as dequantize
 from .ops import hadamard as hadamard
 from .ops import hadamard_amax as hadamard_amax
 from .ops import multi_amax as multi_amax
 from .ops import pack as pack
+from .ops import positions_of as positions_of
 from .ops import quantize as quantize
 from .ops import unpack as unpack
 from .recipes import BF16 as BF16

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ..ops import check_ids
+
 # Names that published tokenizers give to the end of a document.
 _END = ("<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "</s>", "<eos>", "[SEP]")
 
@@ -38,10 +40,18 @@ class Tokenizer:
         return np.min_scalar_type(self.vocab - 1)
 
     def stream(self, documents: Iterable[bytes]) -> np.ndarray:
-        """Returns the tokens of documents as one stream, the separator after each."""
+        """Returns the tokens of documents as one stream, the separator after each.
+
+        Raises:
+            ValueError: if a token is outside the vocabulary.
+        """
         end = np.asarray([self.separator], self.dtype)
-        parts = [part for tokens in self.encode(documents) for part in (tokens.astype(self.dtype), end)]
+        parts = [part for tokens in self.encode(documents) for part in (self._checked(tokens), end)]
         return np.concatenate(parts) if parts else np.zeros(0, self.dtype)
+
+    def _checked(self, tokens: np.ndarray) -> np.ndarray:
+        check_ids(tokens, self.vocab, name=f"tokens of a document by {self.name}")
+        return tokens.astype(self.dtype)
 
 
 # Every byte is a token; byte 0 occurs in no text and separates documents.
@@ -75,7 +85,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         ) from error
     loaded.no_truncation()
     loaded.no_padding()
-    size = loaded.get_vocab_size(with_added_tokens=True)
+    size = 1 + max(loaded.get_vocab(with_added_tokens=True).values(), default=-1)  # ids may have gaps
     known = [token for token in map(loaded.token_to_id, _END) if token is not None]
     separator = known[0] if known else size
 

@@ -12,6 +12,7 @@ from ._axes import make_mesh as make_mesh
 from ._devices import choose_devices as choose_devices
 from ._devices import has_gpu as has_gpu
 from ._devices import on_gpu as on_gpu
+from ._hardware import largest_attention_head as largest_attention_head
 from ._hardware import platform as platform
 from ._hardware import runs_kernels as runs_kernels
 from ._hardware import supports_block_scaled_matmul as supports_block_scaled_matmul

@@ -39,6 +39,14 @@ def supports_fp8_matmul() -> bool:
     return platform() == "gpu" and _capability() >= (8, 9)
 
 
+def largest_attention_head() -> int:
+    """Returns the largest head that cuDNN's fused attention takes on these GPUs, as jax 0.12.0 has it: 256 from compute
+    capability 9.0 on, 128 from 8.0, none before. Of GPUs that are not here jax assumes the less."""
+    if _capability() < (8, 0):
+        return 0
+    return 256 if _capability() >= (9, 0) and jax.default_backend() == "gpu" else 128
+
+
 def runs_kernels() -> bool:
     """Returns whether this library's kernels are for these devices: GPUs of compute capability 8.0 and later, A100."""
     return platform() != "gpu" or _capability() >= (8, 0)

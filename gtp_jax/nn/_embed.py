@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from ..collectives import gather_sequence, reduce_scatter_sequence, split_features
 from ..layout import layouts_of_kernels
 from ..mesh import current_view
-from ..ops import SlottedWeight, embedding_lookup, linear, rms_norm
+from ..ops import SlottedWeight, check_concrete_ids, embedding_lookup, linear, rms_norm, to_index
 from ..weights import GradReduce
 from ._layer import Layer, between_layers, inside_layer
 from ._weight import Initializer, WeightOwner, make_vector, make_weight
@@ -23,9 +23,12 @@ default_embedding_init = initializers.normal(0.02)
 
 
 class Embed(WeightOwner):
-    """A table of vectors, its vocabulary sharded over tp, then gtp. Ids outside are taken for the nearest inside.
+    """A table of vectors, its vocabulary sharded over tp, then gtp.
 
-    Where they do not divide the vocabulary, the features are sharded; see `gtp_jax.layout.Layout`.
+    A token outside the vocabulary, a negative one too, is an error where its value is at hand, as in a call outside of
+    `jax.jit`; inside a program its vector is NaN, and with it the loss. `gtp_jax.check_ids` then names it.
+
+    Where tp and gtp do not divide the vocabulary, the features are sharded; see `gtp_jax.layout.Layout`.
 
     Args:
         num_embeddings: number of rows.
@@ -64,10 +67,21 @@ class Embed(WeightOwner):
     def weights(self) -> tuple[nnx.Param, ...]:
         return (self.table,)
 
+    @property
+    def num_embeddings(self) -> int:
+        """Number of rows."""
+        return self.layouts[0].shape[0]
+
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Maps `(batch, sequence)` integers to `(batch, sequence, features)`."""
+        """Maps `(batch, sequence)` integers to `(batch, sequence, features)`.
+
+        Raises:
+            TypeError: if tokens are not integers.
+            ValueError: if a token whose value is at hand is outside the vocabulary.
+        """
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise TypeError(f"Embed takes integer tokens; got {tokens.dtype}.")
+        check_concrete_ids(tokens, self.num_embeddings, name="tokens")
         return super().__call__(tokens)
 
     def local(self, tokens: jax.Array) -> jax.Array:
@@ -93,15 +107,15 @@ class Embed(WeightOwner):
     def _embedding_lookup(self, table: jax.Array | SlottedWeight, tokens: jax.Array) -> jax.Array:
         split = self.layouts[0].split
         assert split is not None
-        tokens = jnp.clip(tokens, 0, split.size - 1)
         if len(split.owners) == 1:
             return embedding_lookup(table, tokens)
+        tokens = to_index(tokens)
         local = tokens - split.start()
         here = (local >= 0) & (local < split.count())
+        outside = (tokens < 0) | (tokens >= split.size)
         rows = embedding_lookup(table, jnp.where(here, local, 0))
-        return reduce_scatter_sequence(
-            jnp.where(here[..., None], rows, 0), self.roles.tensor, sequence_parallel=self.sequence_parallel
-        )
+        rows = jnp.where(here[..., None], rows, jnp.where(outside, jnp.nan, 0)[..., None].astype(rows.dtype))
+        return reduce_scatter_sequence(rows, self.roles.tensor, sequence_parallel=self.sequence_parallel)
 
 
 class TiedHead(Layer):

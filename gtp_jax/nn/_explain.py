@@ -13,6 +13,7 @@ from ..mesh import supports_block_scaled_matmul, supports_fp8_matmul
 from ..plan import columns, quantity
 from ..recipes import BF16, Recipe, check_recipe
 from ..weights import Layers, Path, WeightGroup, resolve
+from ._attention_core import AttentionCore
 from ._dense import Dense
 from ._grouped import GroupedDense
 from ._layer import layout_of
@@ -53,17 +54,34 @@ class WireFact:
 
 
 @dataclasses.dataclass(frozen=True)
+class AttentionFact:
+    """How the attention of one module is computed on the devices of the mesh in scope.
+
+    Attributes:
+        module: its path in the model.
+        implementation: `"cuDNN"`, or `"written out"` in jax.numpy, with an array of scores of `(queries, keys)`.
+        reason: what cuDNN does not compute of it, or what it needs an array of that shape for.
+    """
+
+    module: str
+    implementation: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Explanation:
-    """A line a module, as tables when printed: the wire, and the matmuls where their operands are quantized.
+    """A line a module, as tables when printed: the wire, the matmuls where their operands are quantized, and attention.
 
     Attributes:
         facts: of each module whose weights are gathered.
+        attentions: of each `Attention` and `CrossAttention`.
         untouched: paths of all other parameters, which no recipe touches: norms, biases, routers, and modules that are
             not gtp_jax's.
     """
 
     facts: tuple[WireFact, ...]
     untouched: tuple[str, ...] = ()
+    attentions: tuple[AttentionFact, ...] = ()
 
     def __str__(self) -> str:
         header = ("module", "layers", "kernels", "wire", "a layer", "B/element", "matmul", "gradient")
@@ -84,6 +102,9 @@ class Explanation:
         products = [(f.module, _layers(f), f.forward, f.dgrad, f.wgrad) for f in self.facts if f.forward]
         header = ("module", "layers", "forward: input x weight", "dgrad: gradient x weight", "wgrad: gradient x input")
         parts = [table, *([columns(header, products, right=(1,))] if products else [])]
+        if self.attentions:
+            rows = [(fact.module, fact.implementation, fact.reason) for fact in self.attentions]
+            parts.append(columns(("module", "attention", "why"), rows))
         if self.untouched:
             parts.append(f"neither gathered nor quantized, used as they are: {', '.join(self.untouched)}")
         return "\n\n".join(parts)
@@ -113,7 +134,18 @@ def explain(model: nnx.Module, recipe: Recipe | None) -> Explanation:
     facts = tuple(_fact(path, owners[path], group, layers) for (path, layers), group in groups)
     params = nnx.to_flat_state(nnx.state(model, nnx.Param))
     others = (".".join(map(str, path)) for path, variable in params if layout_of(variable) is None)
-    return Explanation(facts, tuple(others))
+    attentions = tuple(_attention(path, m) for path, m in nnx.iter_modules(model) if isinstance(m, AttentionCore))
+    return Explanation(facts, tuple(others), attentions)
+
+
+def _attention(path: Path, core: AttentionCore) -> AttentionFact:
+    module = ".".join(map(str, path[:-1]))
+    lacks = core.lacks()
+    if lacks:
+        return AttentionFact(module, "written out", lacks)
+    if core.window is not None and not core.causal:
+        return AttentionFact(module, "cuDNN", "reads a window to both sides as an array of (queries, keys)")
+    return AttentionFact(module, "cuDNN", "reads a mask or segments, if there are any, as an array of (queries, keys)")
 
 
 def _fact(path: Path, owner: WeightOwner, group: WeightGroup, layers: Layers) -> WireFact:

@@ -18,6 +18,7 @@ from ..layout import Layout
 from ..mesh import Roles, current_roles, current_view, degree, degrees, stacked_spec, use_roles
 from ..weights import Gathered, Stored
 from ._ranks import on_ranks, ranks_spec
+from ._shared import SharedInputs
 
 
 def layout_of(variable: nnx.Variable) -> Layout | None:
@@ -75,13 +76,24 @@ class Layer(nnx.Module):
         return getattr(self, "_roles", None) or current_roles()
 
     @abc.abstractmethod
-    def local(self, x: Any) -> Any:
+    def local(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Computes the call on this rank's part."""
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
         """Partitions of input and output in global view; `ndim` is the input's. By default those between layers."""
         between = between_layers(self.roles, self.sequence_parallel and ndim > 2)
         return between, between
+
+    def partition_of_input(self, name: int | str, array: Any) -> PartitionSpec:
+        """Returns the partition, in global view, of an array among the inputs behind the first: sharded over the batch
+        in dimension 0, all else whole; a scalar or a key is whole.
+
+        Args:
+            name: of the argument, or its number, from 0, if it is passed by position.
+            array: anything with a shape.
+        """
+        del name
+        return PartitionSpec(self.roles.batch) if jnp.ndim(array) else PartitionSpec()
 
     def from_global(self, x: Any) -> Any:
         """Returns this rank's input, from what `partitions` leaves it of a global array."""
@@ -91,10 +103,10 @@ class Layer(nnx.Module):
         """Returns what `partitions` wants of this rank's output: the inverse of `from_global` behind the layer."""
         return y
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         if current_view() != "global":
-            return self.local(x)
-        return in_shard_map(self, x, *self.partitions(jnp.ndim(x)))
+            return self.local(x, *args, **kwargs)
+        return in_shard_map(self, x, *self.partitions(jnp.ndim(x)), SharedInputs(args, kwargs))
 
 
 def _wrap_methods(cls: type) -> None:
@@ -121,7 +133,9 @@ def inside_layer(roles: Roles, ndim: int, *, even: bool = True) -> PartitionSpec
     return PartitionSpec(roles.batch, *(None,) * (ndim - 2), roles.tensor)
 
 
-def in_shard_map(module: Layer, x: jax.Array, into: PartitionSpec, out: PartitionSpec) -> Any:
+def in_shard_map(
+    module: Layer, x: jax.Array, into: PartitionSpec, out: PartitionSpec, others: SharedInputs | None = None
+) -> Any:
     """Calls a module, in global view, on every rank's own part.
 
     Args:
@@ -129,11 +143,14 @@ def in_shard_map(module: Layer, x: jax.Array, into: PartitionSpec, out: Partitio
         x: `(batch, ...)`.
         into: partition of `x`.
         out: partition of the result, or of each array in it.
+        others: further inputs; `Layer.partition_of_input` says how they are sharded.
 
     Raises:
-        ValueError: if the mesh does not divide the batch or the sequence, or the model was built for another mesh.
+        ValueError: if the mesh does not divide the batch or the sequence, the batch of inputs differs, or the model was
+            built for another mesh.
     """
     roles = module.roles
+    others = SharedInputs((), {}) if others is None else others
     _check_input(x, into, roles, type(module).__name__)
     graph, state = nnx.split(module)
     variables, tree = jax.tree.flatten(state, is_leaf=lambda v: isinstance(v, nnx.Variable))
@@ -142,18 +159,34 @@ def in_shard_map(module: Layer, x: jax.Array, into: PartitionSpec, out: Partitio
         if layout is not None:
             layout.check_mesh(f"the weight of shape {layout.shape} of {type(module).__name__}")
 
-    def local(values: list[Any], x: jax.Array) -> Any:
+    def local(values: list[Any], x: jax.Array, arrays: list[jax.Array]) -> Any:
         values = [_on_rank(value) for value in values]
         put = [v.replace(value) for v, value in zip(variables, values, strict=True)]
         merged = nnx.merge(graph, jax.tree.unflatten(tree, put))
         with use_roles(roles):
-            y = merged.to_global(merged(merged.from_global(x)))
+            args, kwargs = others.arguments(arrays)
+            y = merged.to_global(merged(merged.from_global(x), *args, **kwargs))
         _refuse_writes(values, merged)
         return y
 
     specs = [_value_spec(v) for v in variables]
     values = [_for_view(v.get_raw_value()) for v in variables]
-    return on_ranks(local, (specs, into), out)(values, x)
+    of_others = [
+        _partition_of_other(module, name, array, x) for name, array in zip(others.names, others.arrays, strict=True)
+    ]
+    return on_ranks(local, (specs, into, of_others), out)(values, x, others.arrays)
+
+
+def _partition_of_other(module: Layer, name: int | str, array: Any, x: jax.Array) -> PartitionSpec:
+    spec, owner = module.partition_of_input(name, array), type(module).__name__
+    if len(spec) and spec[0] is not None:
+        if array.shape[0] != x.shape[0]:
+            raise ValueError(
+                f"the input {name!r} of {owner} has shape {array.shape}; under this mesh its first dimension is the "
+                f"batch, which is {x.shape[0]}. Broadcast it, or say by `partition_of_input` how it is sharded."
+            )
+        _check_input(array, spec, module.roles, f"the input {name!r} of {owner}")
+    return spec
 
 
 def _refuse_writes(before: list[Any], module: nnx.Module) -> None:

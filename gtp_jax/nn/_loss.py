@@ -8,24 +8,31 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..mesh import current_roles, current_view, degree
-from ..ops import token_cross_entropy
+from ..ops import check_concrete_ids, to_index, token_cross_entropy
 
 
 def cross_entropy(
-    logits: jax.Array, targets: jax.Array, weights: jax.Array | None = None
+    logits: jax.Array, targets: jax.Array, weights: jax.Array | None = None, *, vocab_size: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the sum of token losses and the number of tokens, whose quotient is the mean loss.
 
-    Inside a `shard_map` both count this rank's sequences; in global view, the whole batch.
+    Inside a `shard_map` both count this rank's sequences; in global view, the whole batch. A token that is left out
+    changes neither the sums nor any gradient, even if its logits are not finite. Second derivatives are `jax.jvp` or
+    `jax.grad` of a gradient; a first derivative exists in reverse mode only.
 
     Args:
-        logits: `(batch, sequence, vocab)`, the vocabulary sharded over tp as a column-parallel head leaves it. Inside a
-            `shard_map` with tp above 1 whole logits, of a head with `parallel=None`, must not be passed.
-        targets: `(batch, sequence)`, integers below vocab. Negative ones are left out, like those of weight 0.
+        logits: `(batch, sequence, vocab)`. Inside a `shard_map`, this rank's part of the vocabulary as a
+            column-parallel head leaves it, or, of a head with `parallel=None`, all of it.
+        targets: `(batch, sequence)`, integers. A negative one leaves its token out, whether it is -1 or -100. One that
+            is not below vocab is an error where its value is at hand, and makes the loss NaN inside a program;
+            `gtp_jax.check_ids(targets, vocab, name="targets", ignore_negative=True)` then names it.
         weights: `(batch, sequence)`: 0 leaves a token out of loss and count, 1 counts it. All count by default.
+        vocab_size: size of the whole vocabulary; the logits' by default. Needed inside a `shard_map` over tp, where it
+            tells logits that are sharded from whole ones.
 
     Raises:
-        ValueError: if shapes do not agree.
+        ValueError: if shapes do not agree; if a target whose value is at hand is not below vocab; inside a `shard_map`
+            over tp without `vocab_size`.
         TypeError: if targets are not integers.
     """
     if targets.shape != logits.shape[:-1] or (weights is not None and weights.shape != targets.shape):
@@ -36,28 +43,57 @@ def cross_entropy(
         )
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise TypeError(f"`targets` are token ids, integers; got {targets.dtype}.")
+    sharded, vocab_size = _vocabulary(logits.shape[-1], vocab_size)
     if weights is None:
         weights = jnp.ones(targets.shape, jnp.float32)
+    # one way to leave a token out: its target is negative
+    targets = jnp.where(weights == 0, -1, to_index(jnp.asarray(targets)))
     weights = jnp.where(targets < 0, 0, weights)
+    check_concrete_ids(targets, vocab_size, name="targets", ignore_negative=True)
     if current_view() != "global":
-        return _sums(logits, targets, weights)
+        return _sums(logits, targets, weights, sharded, vocab_size)
     roles = current_roles()
     batch = PartitionSpec(roles.batch)
-    # a global array is sharded over an axis that divides it, and else whole
-    sharded = logits.shape[-1] % degree(roles.tensor) == 0
 
     def local(logits, targets, weights):
-        return lax.psum(_sums(logits, targets, weights, sharded=sharded), roles.batch)
+        return lax.psum(_sums(logits, targets, weights, sharded, vocab_size), roles.batch)
 
     into = (PartitionSpec(roles.batch, None, roles.tensor if sharded else None), batch, batch)
     mapped = jax.shard_map(local, in_specs=into, out_specs=(PartitionSpec(), PartitionSpec()), check_vma=False)
     return mapped(logits, targets, weights)
 
 
+def _vocabulary(width: int, vocab_size: int | None) -> tuple[bool, int]:
+    """Returns whether the vocabulary of these logits is sharded over tp, and its size.
+
+    Raises:
+        ValueError: if the size does not fit the logits, or is needed.
+    """
+    axis = current_roles().tensor
+    tp = degree(axis)
+    if current_view() != "local" or tp == 1:
+        if vocab_size not in (None, width):
+            raise ValueError(f"`vocab_size` is {vocab_size}, but the logits are of {width} tokens; leave it out.")
+        # a global array is sharded over an axis that divides it, and else whole
+        return tp > 1 and width % tp == 0, width
+    if vocab_size is None:
+        raise ValueError(
+            f"the logits of `cross_entropy` have {width} tokens inside a `shard_map` over {axis} = {tp}, where they "
+            "may be the whole vocabulary or this rank's part of it. Pass `vocab_size=`, the size of the whole."
+        )
+    part = -(-vocab_size // tp)
+    if width not in (vocab_size, part):
+        raise ValueError(
+            f"`vocab_size` is {vocab_size}, but logits of {width} tokens are neither all of it nor one of {tp} parts, "
+            f"of {part} tokens each."
+        )
+    return width != vocab_size, vocab_size
+
+
 def _sums(
-    logits: jax.Array, targets: jax.Array, weights: jax.Array, *, sharded: bool = True
+    logits: jax.Array, targets: jax.Array, weights: jax.Array, sharded: bool, vocab_size: int
 ) -> tuple[jax.Array, jax.Array]:
-    tensor = current_roles().tensor
-    losses: jax.Array = token_cross_entropy(logits, targets, tensor if sharded and degree(tensor) > 1 else None)
+    axis = current_roles().tensor if sharded else None
+    losses: jax.Array = token_cross_entropy(logits, targets, axis, vocab_size)
     weights = weights.astype(losses.dtype)
     return jnp.sum(losses * weights), jnp.sum(weights)

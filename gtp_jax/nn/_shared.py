@@ -15,13 +15,15 @@ class SharedInputs:
     Attributes:
         arrays: the arrays among them, which the chain carries. Others, such as `True`, `"causal"` or `None`, are part
             of the program.
+        names: of the argument that each array is in, or its number if it is passed by position.
 
     Raises:
         TypeError: if there is an NNX object among them.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves, self._tree = jax.tree.flatten((args, kwargs), is_leaf=_is_nnx)
+        paths, self._tree = jax.tree.flatten_with_path((args, kwargs), is_leaf=_is_nnx)
+        leaves = [leaf for _, leaf in paths]
         for leaf in leaves:
             if _is_nnx(leaf):
                 raise TypeError(
@@ -32,6 +34,8 @@ class SharedInputs:
                 )
         self._is_array = [isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves]
         self._others = [None if array else leaf for leaf, array in zip(leaves, self._is_array, strict=True)]
+        arguments = [path[1] for path, leaf in paths if isinstance(leaf, jax.Array | np.ndarray | np.generic)]
+        self.names = [path.key if isinstance(path, jax.tree_util.DictKey) else path.idx for path in arguments]
         self.arrays = [leaf for leaf, array in zip(leaves, self._is_array, strict=True) if array]
 
     @property

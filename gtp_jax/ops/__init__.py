@@ -4,11 +4,17 @@ from ._amax import hadamard as hadamard
 from ._amax import hadamard_amax as hadamard_amax
 from ._amax import multi_amax as multi_amax
 from ._amax import power_of_two_amax as power_of_two_amax
-from ._attention import causal_attention as causal_attention
+from ._attention import attention as attention
+from ._attention import check_choices as check_choices
+from ._attention import check_mask as check_mask
+from ._attention import cudnn_lacks as cudnn_lacks
 from ._cross_entropy import token_cross_entropy as token_cross_entropy
 from ._embedding_lookup import embedding_lookup as embedding_lookup
 from ._grouped_matmul import grouped_matmul as grouped_matmul
 from ._grouped_quantized import grouped_quantized as grouped_quantized
+from ._ids import check_concrete_ids as check_concrete_ids
+from ._ids import check_ids as check_ids
+from ._ids import to_index as to_index
 from ._implementation import Implementation as Implementation
 from ._linear import linear as linear
 from ._linear import to_input as to_input
@@ -23,6 +29,8 @@ from ._pack import unpack as unpack
 from ._permute import permute as permute
 from ._quantize import dequantize as dequantize
 from ._quantize import quantize as quantize
+from ._rope import RopeScaling as RopeScaling
+from ._rope import check_rotary as check_rotary
 from ._rope import rope as rope
 from ._route import route as route
 from ._route import with_aux_loss_gradient as with_aux_loss_gradient
@@ -31,5 +39,6 @@ from ._save import SAVED as SAVED
 from ._save import row_major as row_major
 from ._save import save_activation as save_activation
 from ._save import save_for_backward as save_for_backward
+from ._segments import positions_of as positions_of
 from ._slot import SlottedWeight as SlottedWeight
 from ._slot import values_and_slot as values_and_slot

@@ -9,10 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ._ids import to_index
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def token_cross_entropy(logits: jax.Array, targets: jax.Array, axis: str | None) -> jax.Array:
-    """Returns `-log softmax(logits)[target]` of every token.
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def token_cross_entropy(logits: jax.Array, targets: jax.Array, axis: str | None, vocab_size: int) -> jax.Array:
+    """Returns `-log softmax(logits)[target]` of every token; 0 where the target is negative, whatever the logits.
+
+    A target of `vocab_size` or more has the loss NaN, and no gradient. Second derivatives exist, by `jax.jvp` or
+    `jax.grad` of `jax.grad`; a first one in reverse mode only.
 
     Only the logits, in their own dtype, and one log-sum-exp a token are kept for backward. On GPUs the wide copy of
     the logits lives inside fused reductions and is never an array; XLA's CPU compiler makes one.
@@ -21,35 +26,47 @@ def token_cross_entropy(logits: jax.Array, targets: jax.Array, axis: str | None)
         logits: `(..., vocab_slice)`: this rank's slice of the vocabulary.
         targets: `(...)`, integer ids in the whole vocabulary.
         axis: the manual mesh axis that shards the vocabulary, or `None` if it is whole.
+        vocab_size: of the whole vocabulary; slices may be padded behind it, with logits of -inf.
 
     Returns:
         `(...)` in at least float32; equal on every rank of `axis`.
     """
-    return _forward(logits, targets, axis)[0]
+    return _forward(logits, targets, axis, vocab_size)[0]
 
 
-def _forward(logits: jax.Array, targets: jax.Array, axis: str | None):
-    wide = jnp.promote_types(logits.dtype, jnp.float32)
-    top = jnp.max(logits, axis=-1).astype(wide)
+def _forward(logits: jax.Array, targets: jax.Array, axis: str | None, vocab_size: int):
+    targets = to_index(targets)
+    wide = _wide(logits, targets)
+    # The maximum is a constant shift: its derivatives cancel, and `pmax` has none.
+    top = lax.stop_gradient(jnp.max(wide, axis=-1))
     if axis is not None:
         top = lax.pmax(top, axis)
-    total = jnp.sum(jnp.exp(logits.astype(wide) - top[..., None]), axis=-1)
-    here = _is_target(logits, targets, axis)
-    picked = jnp.sum(jnp.where(here, logits.astype(wide), 0), axis=-1)
+    total = jnp.sum(jnp.exp(wide - top[..., None]), axis=-1)
+    here = _is_target(wide, targets, axis)
+    picked = jnp.sum(jnp.where(here, wide, 0), axis=-1)
     if axis is not None:
         total, picked = lax.psum((total, picked), axis)
     log_sum_exp = jnp.log(total) + top
-    return log_sum_exp - picked, (logits, targets, log_sum_exp)
+    losses = jnp.where(targets < 0, 0, log_sum_exp - picked)
+    return jnp.where(targets < vocab_size, losses, jnp.nan), (logits, targets, log_sum_exp)
 
 
-def _backward(axis: str | None, residuals, cotangent: jax.Array):
+def _backward(axis: str | None, vocab_size: int, residuals, cotangent: jax.Array):
     logits, targets, log_sum_exp = residuals
     if axis is not None:
         # every rank's loss depends on every rank's logits
         cotangent = lax.psum(cotangent, axis)
-    probability = jnp.exp(logits.astype(log_sum_exp.dtype) - log_sum_exp[..., None])
+    probability = jnp.exp(_wide(logits, targets) - log_sum_exp[..., None])
     slope = (probability - _is_target(logits, targets, axis)) * cotangent[..., None]
-    return slope.astype(logits.dtype), np.zeros(targets.shape, jax.dtypes.float0)
+    counts = (targets >= 0) & (targets < vocab_size)
+    slope = jnp.where(counts[..., None], slope, 0).astype(logits.dtype)
+    return slope, np.zeros(targets.shape, jax.dtypes.float0)
+
+
+def _wide(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Returns the logits in at least float32; zeros for a token without a target, whose logits need not be finite."""
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    return jnp.where(targets[..., None] < 0, 0, wide)
 
 
 def _is_target(logits: jax.Array, targets: jax.Array, axis: str | None) -> jax.Array:

@@ -8,11 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._ids import to_index
 from ._slot import SlottedWeight, values_and_slot
 
 
 def embedding_lookup(table: jax.Array | SlottedWeight, ids: jax.Array) -> jax.Array:
     """Returns `table[ids]`; the table's gradient is summed in at least float32.
+
+    An id outside the table, a negative one too, has a row of NaN and adds nothing to the table's gradient.
 
     A token that occurs a thousand times in a batch adds a thousand rows into one. In 16 bits such a sum stagnates:
     additions fall below its last bit. On a GPU, 16-bit atomic additions to one address, which text causes by the
@@ -20,11 +23,12 @@ def embedding_lookup(table: jax.Array | SlottedWeight, ids: jax.Array) -> jax.Ar
 
     Args:
         table: `(rows, features)`.
-        ids: `(...)` integers; one outside is taken for the nearest inside.
+        ids: `(...)` integers.
 
     Returns:
         `(..., features)`, in the table's dtype. A slot's gradient has the slot's dtype.
     """
+    ids = to_index(ids)
     if not isinstance(table, SlottedWeight):
         return _take(table, ids)
     values, slot = values_and_slot(table)
@@ -38,7 +42,8 @@ def _take(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _rows(table: jax.Array, ids: jax.Array) -> jax.Array:
-    return jnp.take(table, ids, axis=0, mode="clip")
+    inside = (ids >= 0) & (ids < table.shape[0])
+    return jnp.where(inside[..., None], jnp.take(table, ids, axis=0, mode="clip"), jnp.nan)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -2,23 +2,105 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from typing import Any, Literal
+
 import jax
 import jax.numpy as jnp
 
 
-def rope(x: jax.Array, *, theta: float) -> jax.Array:
-    """Rotates each head by its position in the sequence.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """A change of rotary frequencies by which a model reads more positions than it was trained on.
+
+    Attributes:
+        kind: `"linear"` divides every frequency by `factor` (Chen et al. 2023, arXiv 2306.15595). `"llama3"` divides
+            those that turn fewer than `low_freq_factor` times in `original_length` positions, leaves those that turn
+            more than `high_freq_factor` times, and interpolates between (Llama 3.1).
+        factor: how many times longer sequences may become.
+        low_freq_factor, high_freq_factor, original_length: of `"llama3"` alone.
+
+    Raises:
+        ValueError: if a value is not allowed.
+    """
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("linear", "llama3"):
+            raise ValueError(f"`kind` of RopeScaling is {self.kind!r}; it must be 'linear' or 'llama3'.")
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_length"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"`{name}` of RopeScaling is {getattr(self, name)}; it must be a number above 0.")
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"`low_freq_factor` of RopeScaling is {self.low_freq_factor}; it must be below `high_freq_factor`, "
+                f"{self.high_freq_factor}."
+            )
+
+    def scaled(self, frequency: jax.Array) -> jax.Array:
+        """Returns the frequencies, in radians a position, that take the place of these."""
+        if self.kind == "linear":
+            return frequency / self.factor
+        turns = self.original_length * frequency / (2 * math.pi)
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = jnp.clip(kept, 0, 1)
+        return kept * frequency + (1 - kept) * frequency / self.factor
+
+
+def rope(
+    x: jax.Array,
+    *,
+    theta: float,
+    positions: jax.Array | None = None,
+    scaling: RopeScaling | None = None,
+    rotary_dim: int | None = None,
+) -> jax.Array:
+    """Rotates each head by its position.
 
     Args:
-        x: `(batch, sequence, heads, head_dim)`, `head_dim` even; the whole sequence, from position 0.
+        x: `(batch, sequence, heads, head_dim)`.
         theta: base of the geometric series of wavelengths.
+        positions: `(sequence,)` or `(batch, sequence)`; 0, 1, ... by default, of the whole sequence.
+        scaling: of the frequencies; none by default.
+        rotary_dim: how many of the first dimensions of a head are rotated, an even number; all by default.
     """
-    half = x.shape[-1] // 2
+    dims = x.shape[-1] if rotary_dim is None else rotary_dim
+    if dims < x.shape[-1]:
+        turned = rope(x[..., :dims], theta=theta, positions=positions, scaling=scaling)
+        return jnp.concatenate([turned, x[..., dims:]], axis=-1)
+    half = dims // 2
     wide = jnp.promote_types(x.dtype, jnp.float32)
     frequency = theta ** (-jnp.arange(half, dtype=wide) / half)
-    angle = jnp.arange(x.shape[1], dtype=wide)[:, None] * frequency
+    if scaling is not None:
+        frequency = scaling.scaled(frequency)
+    if positions is None:
+        positions = jnp.arange(x.shape[1])
+    angle = positions.astype(wide)[..., None] * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     # Halves change places by a flip, which XLA computes with what follows: a concatenation is a kernel of its own.
     halves = jnp.reshape(x, (*x.shape[:-1], 2, half)).astype(wide)
-    rotated = halves * cos[:, None, None] + jnp.flip(halves, -2) * jnp.stack([-sin, sin], axis=1)[:, None]
+    signed = jnp.stack([-sin, sin], axis=-2)
+    rotated = halves * cos[..., None, None, :] + jnp.flip(halves, -2) * signed[..., None, :, :]
     return jnp.reshape(rotated, x.shape).astype(x.dtype)
+
+
+def check_rotary(head_dim: int, rotary_dim: int | None, scaling: Any) -> None:
+    """Refuses a rotation that heads do not fit.
+
+    Raises:
+        ValueError: naming the argument and what is allowed.
+    """
+    dims = head_dim if rotary_dim is None else rotary_dim
+    if rotary_dim is not None and not 0 < rotary_dim <= head_dim:
+        raise ValueError(f"`rotary_dim` is {rotary_dim}; it must be at least 2 and at most `head_dim`, {head_dim}.")
+    if dims < 2 or dims % 2:
+        name = "head_dim" if rotary_dim is None else "rotary_dim"
+        raise ValueError(f"`{name}` is {dims}; rotary embedding needs an even number of at least 2.")
+    if scaling is not None and not isinstance(scaling, RopeScaling):
+        raise ValueError(f"`rope_scaling` is {scaling!r}; it must be a `gtp_jax.RopeScaling` or None.")

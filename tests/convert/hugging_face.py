@@ -118,6 +118,22 @@ def assert_same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> 
         assert found[name].tobytes() == values.tobytes(), name
 
 
+def scaled(frequency: float, scaling: dict | None) -> float:
+    """A rotary frequency as Meta's Llama 3.1 (`apply_scaling` of llama-models) and transformers scale it."""
+    if scaling is None:
+        return frequency
+    if scaling["rope_type"] == "linear":
+        return frequency / scaling["factor"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    length, wavelength = scaling["original_max_position_embeddings"], 2 * np.pi / frequency
+    if wavelength < length / high:
+        return frequency
+    if wavelength > length / low:
+        return frequency / scaling["factor"]
+    smooth = (length / wavelength - low) / (high - low)
+    return (1 - smooth) * frequency / scaling["factor"] + smooth * frequency
+
+
 def logits(tensors: dict[str, np.ndarray], config: dict, tokens: np.ndarray) -> np.ndarray:
     """What transformers' Llama computes, in float64."""
     weights = {name: values.astype(np.float64) for name, values in tensors.items()}
@@ -131,6 +147,7 @@ def logits(tensors: dict[str, np.ndarray], config: dict, tokens: np.ndarray) -> 
         return x @ weights[name].T
 
     frequencies = config["rope_theta"] ** (-np.arange(0, width, 2) / width)
+    frequencies = [scaled(frequency, config.get("rope_scaling")) for frequency in frequencies]
     angles = np.concatenate([np.outer(np.arange(length), frequencies)] * 2, -1)[:, None]
 
     def rotate(x):

@@ -54,9 +54,12 @@ def change_config(source, **fields):
     [
         (dict(model_type="mistral"), "has model_type 'mistral' .* Only Llamas can be imported"),
         (dict(architectures=["LlamaForSequenceClassification"]), "Only Llamas can be imported"),
-        (dict(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "has rope_scaling of the type 'llama3'.*without"),
-        (dict(rope_scaling={"type": "linear", "factor": 2.0}), "has rope_scaling of the type 'linear'"),
-        (dict(rope_parameters={"rope_type": "yarn"}), "has rope_parameters of the type 'yarn'"),
+        (
+            dict(rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": "1"}),
+            "type 'llama3' without numbers for low_freq_factor, high_freq_factor, original_max_position_embeddings",
+        ),
+        (dict(rope_scaling={"type": "linear", "factor": 0}), "`factor` of RopeScaling is 0; it must be a number above"),
+        (dict(rope_parameters={"rope_type": "yarn"}), "has rope_parameters of the type 'yarn', one of linear, llama3"),
         (dict(attention_bias=True), "has attention_bias True, False is expected: .* biases in the attention"),
         (dict(hidden_act="gelu"), "has hidden_act 'gelu'.*another activation"),
         (dict(num_attention_heads=3), "`kv_heads` 2 does not divide `heads` 3"),

@@ -17,10 +17,19 @@ from gtp_jax.nn import abstract_model
 
 from .hugging_face import CONFIG, logits, random_tensors, write_model
 
+# of so short a sequence every kind of frequency must turn
+LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+CHANGES = {
+    "as it is": {},
+    "tied": {"tie_word_embeddings": True},
+    "linear scaling": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "Llama 3.1's scaling": {"rope_theta": 100.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+}
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_logits_of_an_imported_llama_are_those_of_its_tensors(tied, tmp_path):
-    config = {**CONFIG, "tie_word_embeddings": tied}
+
+@pytest.mark.parametrize("changes", CHANGES)
+def test_logits_of_an_imported_llama_are_those_of_its_tensors(changes, tmp_path):
+    config = {**CONFIG, **CHANGES[changes]}
     tensors = random_tensors(config)
     done = import_llama(write_model(tmp_path / "hf", tensors, config), tmp_path / "imported")
     model = dataclasses.replace(done.config, dtype="float32")
@@ -32,4 +41,7 @@ def test_logits_of_an_imported_llama_are_those_of_its_tensors(tied, tmp_path):
         placed = jax.device_put(tokens, NamedSharding(mesh, P(("dp", "gtp"))))
         found = jax.jit(lambda params, tokens: like.model_def.model(params)(tokens))(params, placed)
     wanted = logits(tensors, config, tokens)
+    if "rope_scaling" in config:
+        plain = logits(tensors, {**config, "rope_scaling": None}, tokens)
+        assert np.abs(plain - wanted).max() > 1e-2 * np.abs(wanted).max()  # so that the scaling is seen
     np.testing.assert_allclose(np.asarray(found), wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())

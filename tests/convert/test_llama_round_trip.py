@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.convert import export_llama, import_llama
 
@@ -91,6 +92,18 @@ def test_config_comes_back_with_what_it_said_of_other_things(source, tmp_path):
     assert found["torch_dtype"] == "bfloat16" and "quantization_config" not in found
     export_llama(source[2], tmp_path / "longer", max_positions=8192)
     assert json.loads((tmp_path / "longer/config.json").read_text())["max_position_embeddings"] == 8192
+
+
+@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
+def test_scaled_frequencies_are_read_from_either_place_and_written_back(tmp_path, place):
+    scaling = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+    scaling["original_max_position_embeddings"] = 8192
+    given = {place: {**scaling, "rope_theta": 500000.0} if place == "rope_parameters" else scaling}
+    write_model(tmp_path / "hf", random_tensors(CONFIG), {**CONFIG, **given})
+    found = import_llama(tmp_path / "hf", tmp_path / "imported").config.rope_scaling
+    assert found == gtp.RopeScaling(kind="llama3", factor=8.0, original_length=8192)
+    export_llama(tmp_path / "imported", tmp_path / "out")
+    assert json.loads((tmp_path / "out/config.json").read_text())["rope_scaling"] == scaling
 
 
 def test_sizes_that_transformers_leaves_out_have_its_defaults(source, tmp_path):

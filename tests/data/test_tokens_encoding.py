@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -58,3 +60,19 @@ def test_bad_files_are_named(tmp_path):
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(ValueError, match=r"`tokenizer` .*bad\.json cannot be read as a Hugging Face tokenizer\.json"):
         load_tokenizer(tmp_path / "bad.json")
+
+
+def test_ids_with_gaps_are_all_within_the_vocabulary(tmp_path):
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 300, "[SEP]": 7}, unk_token="a"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path / "tokenizer.json")
+    assert (loaded.vocab, loaded.separator) == (301, 7)
+    assert loaded.stream([b"b a b"]).tolist() == [300, 0, 300, 7]
+
+
+def test_a_token_outside_the_vocabulary_is_refused_by_name_and_position():
+    broken = dataclasses.replace(BYTES, vocab=100, name="broken")
+    message = r"`tokens of a document by broken` has the id 122 at position \(2,\): outside the vocabulary of 100"
+    with pytest.raises(ValueError, match=message):
+        broken.stream([b"ABz"])

@@ -8,7 +8,7 @@ import pytest
 
 import gtp_jax as gtp
 from gtp_jax.formats import MXFP8, Operands
-from gtp_jax.ops import causal_attention, grouped_matmul, grouped_quantized
+from gtp_jax.ops import attention, grouped_matmul, grouped_quantized
 
 X = jnp.ones((2, 8, 4, 16), jnp.bfloat16)
 ROWS, KERNELS, SIZES = jnp.ones((32, 32), jnp.bfloat16), jnp.ones((1, 2, 32, 32), jnp.bfloat16), jnp.array([20, 12])
@@ -18,7 +18,7 @@ KEY = jnp.zeros(2, jnp.uint32)
 CALLS = {
     "quantize": lambda how: gtp.quantize(ROWS, MXFP8, implementation=how).codes,
     "multi_amax": lambda how: gtp.multi_amax([ROWS], implementation=how),
-    "causal_attention": lambda how: causal_attention(X, X, X, implementation=how),
+    "attention": lambda how: attention(X, X, X, implementation=how),
     "grouped_matmul": lambda how: grouped_matmul(ROWS, KERNELS, SIZES, implementation=how),
     "grouped_quantized": lambda how: grouped_quantized(ROWS, KERNELS, SIZES, KEY, OPERANDS, implementation=how),
 }
@@ -30,7 +30,7 @@ def test_another_word_is_refused(operation):
         CALLS[operation]("triton")
 
 
-@pytest.mark.parametrize("operation", ["causal_attention", "grouped_matmul", "grouped_quantized"])
+@pytest.mark.parametrize("operation", ["attention", "grouped_matmul", "grouped_quantized"])
 def test_native_is_refused_where_there_is_no_kernel_and_the_best_at_hand_is_then_the_reference(operation):
     if jax.default_backend() != "cpu":
         pytest.skip("GPUs have these kernels")

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from ...chain import Remat, Schedule
 from ...nn import ExpertParallel, GradReduce, check_heads, check_moe, reduction_of
+from ...ops import RopeScaling, check_rotary
 
 _ARCHITECTURE = ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "tied", "rope_theta", "eps")
 _OF_EXPERTS = ("experts", "top_k")
@@ -31,6 +32,7 @@ class LlamaConfig:
         expert_axes: mesh axes over which experts are gathered, those of dense layers by default; see `GroupedDense`.
         tied: whether the head uses the embedding's table.
         rope_theta: base of the rotary wavelengths.
+        rope_scaling: of the rotary frequencies, as Llama 3.1 has it; a `RopeScaling`, or a dict of its fields.
         eps: of the norms.
         dtype: compute dtype, by name.
         grad_reduce: how weight gradients are summed over gtp: `"float32"`, `"bf16-wire"` or `"bf16"`; see
@@ -54,6 +56,7 @@ class LlamaConfig:
     expert_axes: tuple[str, ...] | None = None
     tied: bool = False
     rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
     eps: float = 1e-5
     dtype: str = "bfloat16"
     grad_reduce: GradReduce = "float32"
@@ -64,11 +67,12 @@ class LlamaConfig:
     keep_gathered: int | Literal["all"] = 1
 
     def __post_init__(self) -> None:
+        if isinstance(self.rope_scaling, dict):  # as checkpoints have it
+            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
         for field in ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn"):
             if getattr(self, field) < 1:
                 raise ValueError(f"`{field}` is {getattr(self, field)}; it must be a whole number of at least 1.")
-        if self.head_dim % 2:
-            raise ValueError(f"`head_dim` is {self.head_dim}; rotary embedding needs an even number.")
+        check_rotary(self.head_dim, None, self.rope_scaling)
         check_heads(self.heads, self.kv_heads, 1)
         if self.experts < 0:
             raise ValueError(f"`experts` is {self.experts}; it must be a whole number, 0 for an MLP.")
@@ -94,7 +98,9 @@ class LlamaConfig:
 
     def architecture(self) -> dict[str, Any]:
         """Returns the fields that say which model the weights are of; the others say how it is computed."""
-        return {name: getattr(self, name) for name in (*_ARCHITECTURE, *(_OF_EXPERTS if self.experts else ()))}
+        fields = {name: getattr(self, name) for name in (*_ARCHITECTURE, *(_OF_EXPERTS if self.experts else ()))}
+        scaling = self.rope_scaling
+        return fields if scaling is None else {**fields, "rope_scaling": dataclasses.asdict(scaling)}
 
     def matmul_params(self) -> int:
         """Parameters that a token is multiplied with: not the norms', an untied embedding's, or other experts'."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ...ops import RopeScaling
 from ._config import LlamaConfig
 
 ARCHITECTURE, MODEL_TYPE = "LlamaForCausalLM", "llama"
@@ -39,7 +40,7 @@ def to_json(config: LlamaConfig) -> dict[str, Any]:
     """Returns the fields of config.json that the model decides."""
     return {
         **{theirs: getattr(config, ours) for theirs, ours in _FIELDS},
-        "rope_scaling": None,
+        "rope_scaling": _scaling_json(config.rope_scaling),
         **{name: value for name, (value, _) in _FIXED.items() if value is not None},
     }
 
@@ -75,9 +76,10 @@ def from_json(content: dict[str, Any], file: str) -> LlamaConfig:
     missing = [theirs for theirs, _ in _FIELDS if fields.get(theirs) is None]
     if missing:
         raise ValueError(f"{file} lacks {', '.join(missing)}. Take the config.json that belongs to the weights.")
+    scaling = _scaling(file, content)
     try:
         sizes: dict[str, Any] = {ours: fields[theirs] for theirs, ours in _FIELDS}
-        return LlamaConfig(**sizes)
+        return LlamaConfig(**sizes, rope_scaling=None if scaling is None else RopeScaling(**scaling))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{file}: {error}") from error
 
@@ -86,7 +88,7 @@ def _rotary(file: str, content: dict[str, Any]) -> dict[str, Any]:
     """Returns the base of the rotary wavelengths, from either place where transformers writes it.
 
     Raises:
-        ValueError: if the wavelengths are scaled, of a part of a head, or not the same in all layers.
+        ValueError: if the wavelengths are of a part of a head, or not the same in all layers.
     """
     for name in ("rope_scaling", "rope_parameters"):
         fields = content.get(name) or {}
@@ -99,14 +101,50 @@ def _rotary(file: str, content: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"{file} has partial_rotary_factor {part!r}, 1 or none is expected: gtp_jax turns whole heads."
             )
-        kind = fields.get("rope_type", fields.get("type", "default"))
-        if kind != "default":
-            raise ValueError(
-                f"{file} has {name} of the type {kind!r}, 'default' or none is expected: gtp_jax computes the rotary "
-                "embedding without scaling, and the model would not be the same."
-            )
     theta = (content.get("rope_parameters") or {}).get("rope_theta")
     return {} if theta is None else {"rope_theta": theta}
+
+
+# Fields of a scaling in theirs and ours, by its type.
+_SCALINGS = {
+    "linear": (("factor", "factor"),),
+    "llama3": (
+        ("factor", "factor"),
+        ("low_freq_factor", "low_freq_factor"),
+        ("high_freq_factor", "high_freq_factor"),
+        ("original_max_position_embeddings", "original_length"),
+    ),
+}
+
+
+def _scaling(file: str, content: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the fields of the scaling of the rotary frequencies, from either place where transformers writes it.
+
+    Raises:
+        ValueError: if it is of another type, or lacks a field.
+    """
+    for name in ("rope_parameters", "rope_scaling"):
+        fields = content.get(name) or {}
+        kind = fields.get("rope_type", fields.get("type", "default"))
+        if kind == "default":
+            continue
+        if not isinstance(kind, str) or kind not in _SCALINGS:
+            raise ValueError(
+                f"{file} has {name} of the type {kind!r}, one of {', '.join(_SCALINGS)} or none is expected: gtp_jax "
+                "computes no other scaling of the rotary embedding, and the model would not be the same."
+            )
+        lacking = [theirs for theirs, _ in _SCALINGS[kind] if not _is_of(fields.get(theirs), (int, float))]
+        if lacking:
+            raise ValueError(f"{file} has {name} of the type {kind!r} without numbers for {', '.join(lacking)}.")
+        return {"kind": kind, **{ours: fields[theirs] for theirs, ours in _SCALINGS[kind]}}
+    return None
+
+
+def _scaling_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    fields = {theirs: getattr(scaling, ours) for theirs, ours in _SCALINGS[scaling.kind]}
+    return {"rope_type": scaling.kind, **fields}
 
 
 def _is_of(value: Any, types: tuple[type, ...]) -> bool:

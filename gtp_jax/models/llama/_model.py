@@ -24,6 +24,7 @@ from ...nn import (
     cross_entropy,
     run_chain,
 )
+from ...ops import positions_of
 from ._config import LlamaConfig
 
 
@@ -40,6 +41,7 @@ class LlamaBlock(Layer):
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
             rope_theta=config.rope_theta,
+            rope_scaling=config.rope_scaling,
             eps=config.eps,
             rngs=rngs,
             **shared,
@@ -60,8 +62,10 @@ class LlamaBlock(Layer):
         else:
             self.mlp = MLP(config.dim, config.ffn, eps=config.eps, rngs=rngs, **shared)
 
-    def local(self, x: jax.Array) -> jax.Array:
-        x = x + self.attention(x)
+    def local(
+        self, x: jax.Array, *, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
+    ) -> jax.Array:
+        x = x + self.attention(x, positions=positions, segment_ids=segment_ids)
         return x + self.mlp(x)
 
 
@@ -85,15 +89,31 @@ class Llama(nnx.Module):
             else LayerNormDense(config.dim, config.vocab, eps=config.eps, rngs=rngs, **shared)
         )
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Maps `(batch, sequence)` tokens to `(batch, sequence, vocab)` logits."""
-        return run_chain(tokens, self.embed, self.blocks, self.head)
+    def __call__(
+        self, tokens: jax.Array, *, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
+    ) -> jax.Array:
+        """Maps `(batch, sequence)` tokens to `(batch, sequence, vocab)` logits.
+
+        Args:
+            tokens: ids.
+            positions: `(batch, sequence)`; by default 0, 1, ... in each document.
+            segment_ids: `(batch, sequence)`, which tell documents packed into one row apart; one document by default.
+        """
+        if positions is None and segment_ids is not None:
+            positions = positions_of(segment_ids)
+        shared = {"positions": positions, "segment_ids": segment_ids}
+        given = {name: array for name, array in shared.items() if array is not None}
+        return run_chain(tokens, self.embed, self.blocks, self.head, shared=given)
 
 
 def next_token_loss(model: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Returns the sum of token losses and number of tokens of a batch with `tokens`, `targets` and perhaps
-    `weights`."""
-    return cross_entropy(model(batch["tokens"]), batch["targets"], batch.get("weights"))
+    """Returns the sum of token losses and number of tokens of a batch with `tokens` and `targets`, and perhaps
+    `weights`, `positions` and `segment_ids`.
+
+    Of packed documents, leave out the targets of their last tokens, which are the first tokens of others: -1.
+    """
+    logits = model(batch["tokens"], positions=batch.get("positions"), segment_ids=batch.get("segment_ids"))
+    return cross_entropy(logits, batch["targets"], batch.get("weights"), vocab_size=model.embed.num_embeddings)
 
 
 def _shared(config: LlamaConfig) -> dict[str, Any]:

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+from ...ops import RopeScaling
 from ._config import LlamaConfig
+
+# (arXiv 2407.21783, table 3)
+_8B = LlamaConfig(
+    vocab=128256, dim=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn=14336, rope_theta=500_000.0
+)
+_70B = dataclasses.replace(_8B, dim=8192, layers=80, heads=64, ffn=28672)
+# config.json of meta-llama/Llama-3.1-8B and Llama-3.1-70B
+_LLAMA_3_1 = RopeScaling(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=8192)
 
 PRESETS: dict[str, LlamaConfig] = {
     # trains on a laptop's CPU in minutes
@@ -28,13 +39,11 @@ PRESETS: dict[str, LlamaConfig] = {
     ),
     # the step that the benchmarks time: 3.6 B parameters in matmuls
     "reference": LlamaConfig(vocab=32768, dim=4096, layers=16, heads=32, kv_heads=8, head_dim=128, ffn=14336),
-    # Llama 3 (arXiv 2407.21783, table 3)
-    "8b": LlamaConfig(
-        vocab=128256, dim=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn=14336, rope_theta=500_000.0
-    ),
-    "70b": LlamaConfig(
-        vocab=128256, dim=8192, layers=80, heads=64, kv_heads=8, head_dim=128, ffn=28672, rope_theta=500_000.0
-    ),
+    # Llama 3 and 3.1
+    "8b": _8B,
+    "8b-3.1": dataclasses.replace(_8B, rope_scaling=_LLAMA_3_1),
+    "70b": _70B,
+    "70b-3.1": dataclasses.replace(_70B, rope_scaling=_LLAMA_3_1),
     "405b": LlamaConfig(
         vocab=128256, dim=16384, layers=126, heads=128, kv_heads=8, head_dim=128, ffn=53248, rope_theta=500_000.0
     ),

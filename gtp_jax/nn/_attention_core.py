@@ -1,0 +1,158 @@
+"""What attention does between its projections: norms of heads, rotation, softmax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.nn import initializers
+
+from ..layout import Layout, Split
+from ..mesh import Roles, current_view, degree
+from ..ops import (
+    RopeScaling,
+    attention,
+    check_choices,
+    check_rotary,
+    cudnn_lacks,
+    rms_norm,
+    rope,
+    save_for_backward,
+)
+from ._weight import make_vector
+
+
+class AttentionCore(nnx.Module):
+    """Maps queries, keys and values of a rank's heads to its output heads.
+
+    Its arguments are those of `Attention`, and:
+
+    Args:
+        heads, kv_heads, head_dim: of all ranks.
+        queries: layout of the kernel that makes the queries: sinks are divided among tp ranks like its heads.
+        roles: of mesh axes.
+        dtype: of queries, keys and values.
+
+    Attributes:
+        deterministic: whether dropout is off; `nnx.Module.eval` and `nnx.Module.train` set it.
+    """
+
+    def __init__(
+        self,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        queries: Layout,
+        roles: Roles,
+        dtype: Any,
+        param_dtype: Any,
+        eps: float,
+        causal: bool,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        scale: float | None = None,
+        qk_norm: bool,
+        sinks: bool,
+        dropout_rate: float,
+        rope_theta: float | None,
+        rope_scaling: RopeScaling | None = None,
+        rotary_dim: int | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        check_choices(window=window, soft_cap=soft_cap, dropout_rate=dropout_rate)
+        if rope_theta is not None:
+            check_rotary(head_dim, rotary_dim, rope_scaling)
+        elif rope_scaling is not None or rotary_dim is not None:
+            raise ValueError("`rope_scaling` and `rotary_dim` are of a rotary embedding, and `rope_theta` is None.")
+        self.head_dim, self.dtype, self.eps, self.causal = head_dim, jnp.dtype(dtype), eps, causal
+        self.window, self.soft_cap, self.scale, self.dropout_rate = window, soft_cap, scale, dropout_rate
+        self.rope_theta, self.rope_scaling, self.rotary_dim = rope_theta, rope_scaling, rotary_dim
+        self.roles = roles
+        self.deterministic = False
+
+        def scale_of_heads() -> Any:
+            return make_vector(head_dim, initializers.ones, rngs.params(), param_dtype) if qk_norm else nnx.data(None)
+
+        self.query_scale, self.key_scale = scale_of_heads(), scale_of_heads()
+        split = queries.split
+        assert split is not None
+        # where storage is whole on every tp rank, each takes its heads in the call
+        self.split = Split(heads, heads // kv_heads, split.owners, split.axis) if queries.takes_part else None
+        self.sinks: Any = nnx.data(None)
+        if sinks:
+            self.sinks = make_vector(heads, initializers.zeros, rngs.params(), param_dtype, behind=queries)
+        self.rngs: Any = rngs["dropout"].fork() if dropout_rate else nnx.data(None)
+
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """Sets whether dropout is off, for `nnx.view`."""
+        if deterministic is not None:
+            self.deterministic = deterministic
+
+    def dropout_key(self, deterministic: bool | None, key: jax.Array | None) -> jax.Array | None:
+        """Returns the key of a call's dropout: the one that is given, or the next of the module's own; `None` where
+        nothing is dropped."""
+        if not self.dropout_rate or (self.deterministic if deterministic is None else deterministic):
+            return None
+        return self.rngs() if key is None else key
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        segment_ids: Any = None,
+        mask: jax.Array | None = None,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Maps `(batch, sequence, heads, head_dim)` of queries, and likewise keys and values, to that of queries."""
+        if mask is not None and mask.ndim == 4 and mask.shape[1] != 1:
+            raise ValueError(f"`mask` has the shape {mask.shape}; one mask serves all heads, so dimension 1 must be 1.")
+        if self.query_scale is not None:
+            q = rms_norm(q, self.query_scale.get_value(), eps=self.eps)
+            k = rms_norm(k, self.key_scale.get_value(), eps=self.eps)
+        if self.rope_theta is not None:
+            turn: dict[str, Any] = {"positions": positions, "scaling": self.rope_scaling, "rotary_dim": self.rotary_dim}
+            q, k = (rope(x, theta=self.rope_theta, **turn) for x in (q, k))
+        return attention(
+            save_for_backward(q),
+            save_for_backward(k),
+            save_for_backward(v),
+            causal=self.causal,
+            window=self.window,
+            mask=mask,
+            segment_ids=segment_ids,
+            scale=self.scale,
+            soft_cap=self.soft_cap,
+            sinks=self._sinks(),
+            dropout_rate=0.0 if dropout_key is None else self.dropout_rate,
+            dropout_key=self._of_rank(dropout_key),
+        )
+
+    def lacks(self) -> str:
+        """Says why cuDNN does not compute it on the devices at hand; nothing if it does. See `ops.cudnn_lacks`."""
+        return cudnn_lacks(
+            self.dtype,
+            self.head_dim,
+            soft_cap=self.soft_cap is not None,
+            sinks=self.sinks is not None,
+            dropout=self.dropout_rate > 0,
+        )
+
+    def _sinks(self) -> jax.Array | None:
+        if self.sinks is None:
+            return None
+        sinks = self.sinks.get_value()
+        return sinks if self.split is None else self.split.take(sinks, 0)
+
+    def _of_rank(self, key: jax.Array | None) -> jax.Array | None:
+        """Returns a key that differs on ranks with other examples or heads."""
+        axes = [axis for axis in (*self.roles.batch, self.roles.tensor) if axis is not None and degree(axis) > 1]
+        if key is None or current_view() != "local" or not axes:
+            return key
+        return jax.random.fold_in(key, lax.axis_index(tuple(axes)))

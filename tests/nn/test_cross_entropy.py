@@ -1,0 +1,131 @@
+"""The loss and its first two derivatives against NumPy, in every view, and tokens that are left out."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gtp_jax as gtp
+
+P = jax.sharding.PartitionSpec
+MESHES = {"no mesh": None, "gtp 8": dict(gtp=8), "tp 2": dict(gtp=4, tp=2), "tp 4": dict(dp=2, tp=4)}
+BATCH = P(("dp", "gtp"))
+
+
+def under(degrees):
+    return jax.set_mesh(gtp.make_mesh(**degrees)) if degrees else contextlib.nullcontext()
+
+
+def expected(logits, targets, tangent):
+    """Sum of losses, count, gradient, and Hessian times tangent, of tokens with a target."""
+    counts = targets >= 0
+    shifted = logits - np.where(counts, logits.max(-1), 0)[..., None]
+    probability = np.exp(shifted) / np.exp(shifted).sum(-1, keepdims=True)
+    one_hot = np.eye(logits.shape[-1])[np.maximum(targets, 0)]
+    loss = -np.log((probability * one_hot).sum(-1))
+    product = probability * (tangent - (probability * tangent).sum(-1, keepdims=True))
+    of_counted = lambda a: np.where(counts.reshape(counts.shape + (1,) * (a.ndim - 2)), a, 0)  # noqa: E731
+    return of_counted(loss).sum(), counts.sum(), of_counted(probability - one_hot), of_counted(product)
+
+
+def example(rng, vocab):
+    logits, tangent = 5 * rng.normal(size=(2, 8, 6, vocab))
+    targets = rng.integers(0, vocab, (8, 6))
+    targets[2, 1], targets[4, 4], targets[0] = -1, -100, -1
+    return logits, targets, tangent
+
+
+def close(found, wanted):
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12 * max(1.0, np.abs(wanted).max()))
+
+
+@pytest.mark.parametrize("left_out", ["nan", "inf", "-inf", "finite"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_derivatives_in_global_view_are_those_of_the_formula_and_tokens_left_out_take_no_part(mesh, left_out, x64):
+    rng = np.random.default_rng(0)
+    logits, targets, tangent = example(rng, 24)
+    wanted = expected(logits, targets, tangent)
+    given = logits.copy()
+    if left_out != "finite":
+        given[targets < 0, :3] = float(left_out)
+        given[2, 1] = float(left_out)
+    with under(MESHES[mesh]):
+        total = lambda logits: gtp.cross_entropy(logits, jnp.asarray(targets))  # noqa: E731
+        gradient = jax.grad(lambda logits: total(logits)[0])
+        close(total(given)[0], wanted[0])
+        assert total(given)[1] == wanted[1]
+        given, tangent = jnp.asarray(given), jnp.asarray(tangent)
+        close(jax.jit(gradient)(given), wanted[2])
+        forward_over_reverse = jax.jit(lambda x, t: jax.jvp(gradient, (x,), (t,))[1])
+        close(forward_over_reverse(given, tangent), wanted[3])
+        reverse_over_reverse = jax.jit(jax.grad(lambda x: jnp.vdot(jnp.where(tangent == 0, 0, gradient(x)), tangent)))
+        close(reverse_over_reverse(given), wanted[3])
+
+
+def test_a_weight_of_zero_leaves_a_token_out_even_if_its_logits_are_not_finite(x64):
+    logits, targets, tangent = example(np.random.default_rng(1), 10)
+    wanted = expected(logits, targets, tangent)
+    weights = (targets >= 0).astype(np.float32)
+    logits[targets < 0] = np.nan
+    value = jax.jit(jax.value_and_grad(lambda x, w: gtp.cross_entropy(x, np.maximum(targets, 0), w), has_aux=True))
+    (total, count), gradient = value(jnp.asarray(logits), jnp.asarray(weights))
+    close(total, wanted[0])
+    assert count == wanted[1]
+    close(gradient, wanted[2])
+
+
+@pytest.mark.parametrize("vocab", [24, 25])  # the last part of 25 is padded with -inf, as a head does
+@pytest.mark.parametrize("sharded", [True, False])
+def test_inside_a_shard_map_sharded_and_whole_logits_give_the_same(sharded, vocab, x64):
+    logits, targets, tangent = example(np.random.default_rng(2), vocab)
+    wanted = expected(logits, targets, tangent)
+    padding = [(0, 0), (0, 0), (0, -vocab % 2)]
+    own, along = logits, tangent
+    if sharded:
+        own, along = np.pad(logits, padding, constant_values=-np.inf), np.pad(tangent, padding)
+
+    def local(x, t, targets):
+        loss = lambda x: gtp.cross_entropy(x, targets, vocab_size=vocab)  # noqa: E731
+        gradient = jax.grad(lambda x: loss(x)[0])
+        # the convention of a shard_map: gradients are those of the sum of all ranks' losses
+        copies = 2 if sharded else 1
+        product = jax.jvp(gradient, (x,), (t,))[1]
+        return *(v[None] for v in loss(x)), gradient(x) / copies, product / copies
+
+    with under(dict(gtp=4, tp=2)):
+        of_logits = P(("dp", "gtp"), None, "tp" if sharded else None)
+        run = jax.shard_map(
+            local,
+            in_specs=(of_logits, of_logits, BATCH),
+            out_specs=(BATCH, BATCH, of_logits, of_logits),
+            check_vma=False,
+        )
+        total, count, gradient, product = jax.jit(run)(own, along, targets)
+        close(total.sum(), wanted[0])
+        assert count.sum() == wanted[1]
+        close(gradient[..., :vocab], wanted[2])
+        close(product[..., :vocab], wanted[3])
+
+
+@pytest.mark.parametrize(
+    ("width", "vocab_size", "message"),
+    [
+        (24, None, r"have 24 tokens inside a `shard_map` over tp = 2, where they may .* Pass `vocab_size="),
+        (24, 50, r"`vocab_size` is 50, but logits of 24 tokens are neither all of it nor one of 2 parts, of 25 tokens"),
+    ],
+)
+def test_logits_of_unknown_extent_are_refused_inside_a_shard_map(width, vocab_size, message):
+    def local(x, targets):
+        return gtp.cross_entropy(x, targets, vocab_size=vocab_size)[0][None]
+
+    with under(dict(gtp=4, tp=2)):
+        run = jax.shard_map(local, in_specs=(BATCH, BATCH), out_specs=BATCH, check_vma=False)
+        with pytest.raises(ValueError, match=message):
+            jax.jit(run)(jnp.zeros((8, 6, width)), jnp.zeros((8, 6), jnp.int32))
+
+
+def test_a_vocabulary_of_another_size_than_the_logits_is_refused():
+    with pytest.raises(ValueError, match="`vocab_size` is 12, but the logits are of 24 tokens; leave it out"):
+        gtp.cross_entropy(jnp.zeros((2, 3, 24)), jnp.zeros((2, 3), jnp.int32), vocab_size=12)

@@ -1,0 +1,151 @@
+"""Attention against one query at a time, over the keys that it may see and no others."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gtp_jax as gtp
+from gtp_jax.ops import attention, cudnn_lacks, rope
+
+from .one_by_one import one_by_one
+
+BATCH, LENGTH, HEADS, WIDTH = 2, 7, 4, 8
+
+
+def some_mask(*shape):
+    mask = np.random.default_rng(5).random(shape) < 0.5
+    mask[..., 0, 0], mask[..., 3, :] = True, False  # a query that sees no key
+    return jnp.asarray(mask)
+
+
+SEGMENTS = jnp.asarray([[0, 0, 0, 1, 1, 2, 2], [3, 3, 5, 5, 5, 5, 5]])
+OTHER = jnp.asarray([[0, 0, 2, 2, 9], [9, 9, 9, 9, 9]])  # none of segment 1, 3 or 5
+CASES = {
+    "bidirectional": {},
+    "causal": dict(causal=True),
+    "causal window": dict(causal=True, window=3),
+    "window": dict(window=2),
+    "mask": dict(mask=some_mask(LENGTH, LENGTH)),
+    "mask by example": dict(mask=some_mask(BATCH, LENGTH, LENGTH)),
+    "causal mask": dict(causal=True, mask=some_mask(BATCH, LENGTH, LENGTH)),
+    "segments": dict(causal=True, segment_ids=SEGMENTS),
+    "segments, mask and window": dict(window=3, segment_ids=SEGMENTS, mask=some_mask(LENGTH, LENGTH)),
+    "soft cap": dict(causal=True, soft_cap=1.5),
+    "sinks": dict(causal=True, sinks=jnp.asarray([0.5, -1.0, 2.0, 0.0])),
+    "sinks and nothing seen": dict(sinks=jnp.ones(HEADS), mask=some_mask(LENGTH, LENGTH)),
+    "scale": dict(scale=0.3),
+    "everything": dict(causal=True, window=4, soft_cap=2.0, scale=0.7, sinks=jnp.ones(HEADS), segment_ids=SEGMENTS),
+    "another sequence": dict(keys=5),
+    "another sequence, mask": dict(keys=5, mask=some_mask(BATCH, LENGTH, 5)),
+    "another sequence, segments": dict(keys=5, segment_ids=(SEGMENTS, OTHER)),
+}
+
+
+# every case with groups; one head for all, and as many as queries, with some
+OTHERS = [(name, kv) for name in ("causal", "everything", "another sequence, mask") for kv in (4, 1)]
+
+
+@pytest.mark.parametrize(("name", "kv_heads"), [*((name, 2) for name in CASES), *OTHERS])
+def test_output_and_gradients_are_those_of_one_query_at_a_time(name, kv_heads, x64):
+    options = dict(CASES[name])
+    keys, rng = options.pop("keys", LENGTH), np.random.default_rng(1)
+    q, of_output = (jnp.asarray(rng.normal(size=(BATCH, LENGTH, HEADS, WIDTH))) for _ in range(2))
+    k, v = (jnp.asarray(rng.normal(size=(BATCH, keys, kv_heads, WIDTH))) for _ in range(2))
+    learned = {name: value.astype(float) for name, value in options.items() if name == "sinks"}
+    fixed = {name: value for name, value in options.items() if name != "sinks"}
+    results = []
+    for how in (attention, one_by_one):
+        call = functools.partial(how, **fixed)
+        run = jax.jit if how is attention else lambda f: f
+        y, back = jax.vjp(run(lambda q, k, v, extra, call=call: call(q, k, v, **extra)), q, k, v, learned)
+        results.append((y, *back(of_output)))
+    assert results[0][0].dtype == np.float64
+    for found, wanted in zip(jax.tree.leaves(results[0]), jax.tree.leaves(results[1]), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12 * max(1.0, np.abs(wanted).max()))
+
+
+def test_half_precision_is_near_to_what_jax_computes():
+    rng = np.random.default_rng(2)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 64, heads, 16)), jnp.bfloat16) for heads in (4, 2, 2))
+    found = attention(q, k, v, causal=True, window=9, implementation="reference")
+    wanted = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(8, 0), implementation="xla")
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(found.astype(float), wanted.astype(float), rtol=0, atol=2e-2)
+
+
+def test_dropout_drops_weights_at_its_rate_and_keeps_their_mean(key):
+    q = k = jnp.zeros((1, 400, 2, 8))
+    v = jnp.ones((1, 400, 2, 8))
+    call = lambda rate, key: attention(q, k, v, dropout_rate=rate, dropout_key=key)  # noqa: E731
+    y = np.asarray(jax.jit(call, static_argnums=0)(0.25, key))
+    kept = y[..., 0] * 0.75 * 400  # how many of 400 equal weights each query keeps
+    np.testing.assert_allclose(kept, np.round(kept), atol=1e-2)
+    assert abs(kept.mean() - 300) < 3 and kept.std() == pytest.approx(np.sqrt(400 * 0.25 * 0.75), rel=0.2)
+    assert not (y == call(0.25, jax.random.fold_in(key, 1))).all()
+    np.testing.assert_allclose(call(0.0, None), 1, rtol=1e-6)
+
+
+ZEROS = jnp.zeros((2, 6, 4, 8))
+MASK = jnp.ones((6, 6), bool)
+REFUSED = {
+    "heads": (lambda: attention(ZEROS, ZEROS[:, :, :3], ZEROS[:, :, :3]), "their number of heads divides that of `q`"),
+    "rank": (lambda: attention(ZEROS[0], ZEROS, ZEROS), r"`q` \(6, 4, 8\) and .* must be \(batch, sequence, heads"),
+    "causal": (lambda: attention(ZEROS, ZEROS[:, :5], ZEROS[:, :5], causal=True), "6 queries have 5 keys"),
+    "window": (lambda: attention(ZEROS, ZEROS, ZEROS, window=0), "`window` is 0; it must be a number of keys, at leas"),
+    "cap": (lambda: attention(ZEROS, ZEROS, ZEROS, soft_cap=0.0), "`soft_cap` is 0.0; it must be a number above 0"),
+    "rate": (lambda: attention(ZEROS, ZEROS, ZEROS, dropout_rate=1.0), "`dropout_rate` is 1.0; it must be at least 0"),
+    "key": (lambda: attention(ZEROS, ZEROS, ZEROS, dropout_rate=0.5), "0.5, which needs a `dropout_key`"),
+    "sinks": (lambda: attention(ZEROS, ZEROS, ZEROS, sinks=jnp.ones(2)), r"`sinks` has the shape \(2,\); it must be"),
+    "mask": (
+        lambda: attention(ZEROS, ZEROS, ZEROS, mask=MASK[:5]),
+        r"`mask` has the shape \(5, 6\); it must be \(6, 6",
+    ),
+    "bias": (lambda: attention(ZEROS, ZEROS, ZEROS, mask=MASK * -1e9), "`mask` is of float32; it must be boolean"),
+    "segments": (
+        lambda: attention(ZEROS, ZEROS, ZEROS, segment_ids=jnp.zeros((2, 5), int)),
+        r"`segment_ids` has the shape \(2, 5\); ids of queries are \(2, 6\)",
+    ),
+    "scaling": (lambda: gtp.RopeScaling(kind="yarn", factor=2), "`kind` of RopeScaling is 'yarn'; it must be 'linear'"),
+    "factor": (lambda: gtp.RopeScaling(kind="linear", factor=-1), "`factor` of RopeScaling is -1; it must be a number"),
+    "factors": (
+        lambda: gtp.RopeScaling(kind="llama3", factor=8, low_freq_factor=4),
+        "`low_freq_factor` of RopeScaling is 4; it must be below `high_freq_factor`, 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_argument_is_named(name):
+    call, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_what_cudnn_does_not_compute_is_said():
+    said = cudnn_lacks(jnp.bfloat16, 128, soft_cap=True, sinks=True)
+    assert said == "jax.nn has no soft cap and no sinks in cuDNN's attention"
+    if jax.default_backend() == "cpu":
+        assert cudnn_lacks(jnp.bfloat16, 128) == "cuDNN runs on GPUs"
+
+
+def test_positions_begin_again_with_each_document():
+    ids = jnp.asarray([[7, 7, 7, 2, 2, 7], [0, 1, 2, 2, 2, 2]])
+    np.testing.assert_array_equal(jax.jit(gtp.positions_of)(ids), [[0, 1, 2, 0, 1, 0], [0, 0, 0, 1, 2, 3]])
+
+
+@pytest.mark.parametrize("rotary_dim", [None, 4])
+@pytest.mark.parametrize("scaling", [None, gtp.RopeScaling(kind="linear", factor=4.0)])
+def test_rotation_is_a_complex_product_by_position(rotary_dim, scaling, x64):
+    rng = np.random.default_rng(0)
+    x, positions = rng.normal(size=(2, 5, 3, 8)), rng.integers(0, 1000, (2, 5))
+    half = (rotary_dim or 8) // 2
+    angle = positions[..., None] * 100.0 ** (-np.arange(half) / half) / (4 if scaling else 1)
+    turned = (x[..., :half] + 1j * x[..., half : 2 * half]) * np.exp(1j * angle)[:, :, None]
+    wanted = np.concatenate([turned.real, turned.imag, x[..., 2 * half :]], -1)
+    found = rope(jnp.asarray(x), theta=100.0, positions=jnp.asarray(positions), scaling=scaling, rotary_dim=rotary_dim)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
+    alike = rope(jnp.asarray(x), theta=100.0, positions=jnp.asarray(positions[0]), rotary_dim=rotary_dim)
+    np.testing.assert_array_equal(alike[0], rope(x[:1], theta=100.0, positions=positions[:1], rotary_dim=rotary_dim)[0])
