@@ -14,7 +14,12 @@ else:
     os.environ["XLA_FLAGS"] = f"{QUICK_COMPILE} {os.environ.get('XLA_FLAGS', '')}"
 
 import jax  # noqa: E402
+import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
+
+# Checks the annotated types and shapes of every call in these packages; before anything imports them.
+CHECKED = ("gtp_jax.ops",)
+jaxtyping.install_import_hook(CHECKED, "beartype.beartype")
 
 if ON_GPU:
     from gtp_jax.train import all_reduce_with_nccl
@@ -22,6 +27,12 @@ if ON_GPU:
     all_reduce_with_nccl()  # as the command line does
 else:
     jax.config.update("jax_num_cpu_devices", 8)
+
+
+@pytest.fixture(autouse=True)
+def annotations(request: pytest.FixtureRequest):
+    """Leaves annotations unchecked where a test gives what they forbid."""
+    jaxtyping.config.update("jaxtyping_disable", request.node.get_closest_marker("bad_input") is not None)
 
 
 @pytest.fixture
