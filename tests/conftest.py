@@ -18,8 +18,8 @@ import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
 # Checks the annotated types and shapes of every call in these packages; before anything imports them.
-CHECKED = ("gtp_jax.ops",)
-jaxtyping.install_import_hook(CHECKED, "beartype.beartype")
+CHECKED = ("gtp_jax.ops", "gtp_jax.collectives", "gtp_jax.weights", "gtp_jax.chain")
+jaxtyping.install_import_hook(CHECKED, "annotations.checked")
 
 if ON_GPU:
     from gtp_jax.train import all_reduce_with_nccl
