@@ -17,15 +17,16 @@ import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
-# Checks the annotated types and shapes of every call in these packages; before anything imports them.
+# Packages whose annotated types and shapes are checked at every call.
 CHECKED = ("gtp_jax.ops", "gtp_jax.collectives", "gtp_jax.weights", "gtp_jax.chain")
-jaxtyping.install_import_hook(CHECKED, "annotations.checked")
 
 if ON_GPU:
     from gtp_jax.train import all_reduce_with_nccl
 
     all_reduce_with_nccl()  # as the command line does
 else:
+    # before anything imports them; shapes are the same on GPUs, whose machines may lack beartype
+    jaxtyping.install_import_hook(CHECKED, "annotations.checked")
     jax.config.update("jax_num_cpu_devices", 8)
 
 
