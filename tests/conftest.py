@@ -14,14 +14,26 @@ else:
     os.environ["XLA_FLAGS"] = f"{QUICK_COMPILE} {os.environ.get('XLA_FLAGS', '')}"
 
 import jax  # noqa: E402
+import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
+
+# Packages whose annotated types and shapes are checked at every call.
+CHECKED = ("gtp_jax.ops", "gtp_jax.collectives", "gtp_jax.weights", "gtp_jax.chain")
 
 if ON_GPU:
     from gtp_jax.train import all_reduce_with_nccl
 
     all_reduce_with_nccl()  # as the command line does
 else:
+    # before anything imports them; shapes are the same on GPUs, whose machines may lack beartype
+    jaxtyping.install_import_hook(CHECKED, "annotations.checked")
     jax.config.update("jax_num_cpu_devices", 8)
+
+
+@pytest.fixture(autouse=True)
+def annotations(request: pytest.FixtureRequest):
+    """Leaves annotations unchecked where a test gives what they forbid."""
+    jaxtyping.config.update("jaxtyping_disable", request.node.get_closest_marker("bad_input") is not None)
 
 
 @pytest.fixture

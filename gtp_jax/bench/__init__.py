@@ -53,6 +53,11 @@ from ._movements import Movement as Movement
 from ._movements import measure_links as measure_links
 from ._movements import measure_movements as measure_movements
 from ._picture import draw_ratios as draw_ratios
+from ._sequence import WAYS as WAYS
+from ._sequence import Rate as Rate
+from ._sequence import SequenceMatmul as SequenceMatmul
+from ._sequence import measure_rates as measure_rates
+from ._sequence import measure_sequence as measure_sequence
 from ._step import Row as Row
 from ._step import measure_step as measure_step
 from ._step import measure_steps as measure_steps

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import PyTree, Shaped
 
 from ._collect import Piece, collect
 from ._events import Barrier, Compute, Event, Gather, Loop, Plan, Reduce
@@ -30,7 +31,7 @@ class Forward(NamedTuple):
     residuals: ByLayer
 
 
-def forward(stages: Sequence[Stage], x: Tree, plan: Plan, shared: Tree = ()) -> Forward:
+def forward(stages: Sequence[Stage], x: PyTree[Shaped[jax.Array, " ..."]], plan: Plan, shared: Tree = ()) -> Forward:
     """Runs `x` through the stages.
 
     A pure function: several passes may be under way at once, and each one's `backward` may follow at any time.

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jaxtyping import PyTree, Shaped
 
 from ._backward import backward
 from ._forward import forward
@@ -33,7 +34,9 @@ from ._stage import Outputs, Stage
 Tree = Any
 
 
-def run(stages: Sequence[Stage], x: Tree, schedule: Schedule, shared: Tree = ()) -> tuple[Tree, list[Outputs]]:
+def run(
+    stages: Sequence[Stage], x: PyTree[Shaped[jax.Array, " ..."]], schedule: Schedule, shared: Tree = ()
+) -> tuple[Tree, list[Outputs]]:
     """Runs `x` through the stages in order.
 
     Args:

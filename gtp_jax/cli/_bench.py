@@ -11,6 +11,7 @@ from . import (
     _bench_growth,
     _bench_kernels,
     _bench_recipes,
+    _bench_sequence,
     _bench_step,
 )
 
@@ -27,6 +28,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         _bench_step,
         _bench_growth,
         _bench_collectives,
+        _bench_sequence,
         _bench_recipes,
         _bench_kernels,
         _bench_checkpoint,

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Float
 
 from ..formats import Format, PackPlan, Piece
 from ..layout import Layout
@@ -35,7 +36,7 @@ _Send = Callable[[jax.Array], jax.Array]
 
 
 def exchange_gradients(
-    gradients: Sequence[jax.Array],
+    gradients: Sequence[Float[jax.Array, "... _ _"]],
     fused: Sequence[Sequence[Layout]],
     wire: Format | np.dtype,
     out: Sequence[Sequence[jax.typing.DTypeLike]],

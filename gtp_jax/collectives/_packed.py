@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Float
 
 from ..formats import SECTION_BYTES, Format, PackPlan, Piece, QuantizedArray
 from ..layout import Layout, axes_in_use
@@ -175,7 +176,7 @@ def _over_shards(vector: jax.Array, bundles: Sequence[Bundle]) -> jax.Array:
     return vector.at[~own].set(shared).at[own].set(jnp.reshape(divided, (ranks, -1))[rank])
 
 
-def gather_packed(packed: Packed, fused: Fused, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, ...]:
+def gather_packed(packed: Packed, fused: Fused, dtype: jax.typing.DTypeLike) -> tuple[Float[jax.Array, "... _ _"], ...]:
     """Returns the fused weights of one layer, each as `gather_weight` gives it, from one gather of bytes.
 
     Args:

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Float, Shaped
 
 from ..mesh import degree
 from ..ops import SlottedWeight, linear, to_input, to_weight, values_and_slot
@@ -27,7 +28,11 @@ from ..ops import SlottedWeight, linear, to_input, to_weight, values_and_slot
 Parts = tuple[jax.Array, ...]
 
 
-def gather_linear(x: jax.Array, weight: jax.Array | SlottedWeight, axis: str) -> Parts:
+def gather_linear(
+    x: Float[jax.Array, "batch part features_in"],
+    weight: Float[jax.Array, "features_out features_in"] | SlottedWeight,
+    axis: str,
+) -> tuple[Float[jax.Array, "batch part features_out"], ...]:
     """Returns `linear` of every rank's part of the sequence, of which `x` is this rank's.
 
     Backward gathers the sequence again for the weight's gradient (Korthikanti et al. 2022, arXiv 2205.05198). That of
@@ -63,7 +68,11 @@ def _gather_linear_backward(axis: str, dtype: np.dtype, saved: tuple[jax.Array, 
 _gather_linear.defvjp(_gather_linear_forward, _gather_linear_backward)
 
 
-def linear_scatter(parts: Parts, weight: jax.Array | SlottedWeight, axis: str) -> jax.Array:
+def linear_scatter(
+    parts: tuple[Float[jax.Array, "batch part features_in"], ...],
+    weight: Float[jax.Array, "features_out features_in"] | SlottedWeight,
+    axis: str,
+) -> Float[jax.Array, "batch part features_out"]:
     """Returns the sum over ranks of `linear` of every rank's part, of which each rank gets its own.
 
     Sums are in the dtype of the product, as those of a reduce-scatter are; the weight's gradient as in `gather_linear`.
@@ -102,7 +111,9 @@ _linear_scatter.defvjp(_linear_scatter_forward, _linear_scatter_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def join_parts(parts: Parts, axis: str) -> jax.Array:
+def join_parts(
+    parts: tuple[Shaped[jax.Array, "batch part *features"], ...], axis: str
+) -> Shaped[jax.Array, "batch sequence *features"]:
     """Returns the sequence in its order, whole, from its parts `(batch, sequence / ranks, ...)`."""
     length = parts[0].shape[1]
     whole = jnp.zeros((parts[0].shape[0], length * len(parts), *parts[0].shape[2:]), parts[0].dtype)
@@ -112,7 +123,9 @@ def join_parts(parts: Parts, axis: str) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def split_parts(x: jax.Array, axis: str) -> Parts:
+def split_parts(
+    x: Shaped[jax.Array, "batch sequence *features"], axis: str
+) -> tuple[Shaped[jax.Array, "batch part *features"], ...]:
     """Returns the parts of a sequence, of which this rank has the whole.
 
     Raises:

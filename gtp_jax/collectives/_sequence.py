@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import jax
 from jax import lax
+from jaxtyping import Float
 
 from ..mesh import degree
 
 
-def gather_sequence(x: jax.Array, axis: str | None, *, sequence_parallel: bool) -> jax.Array:
+def gather_sequence(
+    x: Float[jax.Array, "batch *part features"], axis: str | None, *, sequence_parallel: bool
+) -> Float[jax.Array, "batch *sequence features"]:
     """Maps `(batch, sequence / ranks, features)` to `(batch, sequence, features)`, ahead of a column-parallel
     matmul."""
     if axis is None or degree(axis) == 1 or not sequence_parallel:
@@ -22,7 +25,9 @@ def gather_sequence(x: jax.Array, axis: str | None, *, sequence_parallel: bool) 
     return lax.all_gather(x, axis, axis=1, tiled=True)
 
 
-def reduce_scatter_sequence(y: jax.Array, axis: str | None, *, sequence_parallel: bool) -> jax.Array:
+def reduce_scatter_sequence(
+    y: Float[jax.Array, "batch *sequence features"], axis: str | None, *, sequence_parallel: bool
+) -> Float[jax.Array, "batch *part features"]:
     """Sums the partial products behind a row-parallel matmul, and shards the sequence again if it was sharded.
 
     Raises:

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Float
 
 from ..layout import BLOCK, Layout
 from ..ops import row_major
@@ -35,7 +36,9 @@ Shards = tuple[jax.Array, ...]
 WIRE = {np.dtype(jnp.bfloat16): jnp.uint16, np.dtype(jnp.float16): jnp.uint16}
 
 
-def gather_weight(shards: Shards, layouts: Sequence[Layout], dtype: jax.typing.DTypeLike) -> jax.Array:
+def gather_weight(
+    shards: Shards, layouts: Sequence[Layout], dtype: jax.typing.DTypeLike
+) -> Float[jax.Array, "*fused rows features_in"]:
     """Returns the fused weight of a layer, from this rank's shards.
 
     Args:
@@ -103,7 +106,10 @@ def use_rows(layouts: Sequence[Layout]) -> tuple[int, ...]:
 
 
 def scatter_gradient(
-    gradient: jax.Array, layouts: Sequence[Layout], dtype: jax.typing.DTypeLike, out: Sequence[jax.typing.DTypeLike]
+    gradient: Float[jax.Array, "*fused rows features_in"],
+    layouts: Sequence[Layout],
+    dtype: jax.typing.DTypeLike,
+    out: Sequence[jax.typing.DTypeLike],
 ) -> Shards:
     """Sums a fused weight's gradient over its ranks and returns this rank's shards: `gather_weight`, transposed.
 
@@ -135,7 +141,9 @@ def as_shards(part: jax.Array, layouts: Sequence[Layout], out: Sequence[jax.typi
     )
 
 
-def split_features(y: jax.Array, layouts: Sequence[Layout]) -> Shards:
+def split_features(
+    y: Float[jax.Array, "*tokens rows"], layouts: Sequence[Layout]
+) -> tuple[Float[jax.Array, "*tokens _"], ...]:
     """Returns the kernels' outputs, each `(..., rows)`, from the product with a fused weight."""
     if len(layouts) == 1:
         return (y,)
@@ -146,29 +154,29 @@ def split_features(y: jax.Array, layouts: Sequence[Layout]) -> Shards:
     return tuple(jnp.reshape(piece, (*y.shape[:-1], size)) for piece, size in zip(pieces, sizes, strict=True))
 
 
-def gathered(
+def gathered[Gathered](
     shards: Shards,
     sent: Any,
-    gather: Callable[[Any], jax.Array],
-    scatter: Callable[[jax.Array], Shards],
-) -> jax.Array:
+    gather: Callable[[Any], Gathered],
+    scatter: Callable[[Any], Shards],
+) -> Gathered:
     """Gathers, with a scatter as the gradient, for a layer that stands outside a chain.
 
     Args:
         shards: what the gradient belongs to.
         sent: what is gathered: the shards, or what they were quantized to.
-        gather: `sent` to the fused weight.
+        gather: `sent` to the fused weight, with or without a slot.
         scatter: its gradient to that of the shards.
     """
 
     @jax.custom_vjp
-    def apply(shards: Shards, sent: Any) -> jax.Array:
+    def apply(shards: Shards, sent: Any) -> Any:
         return gather(sent)
 
-    def fwd(shards: Shards, sent: Any) -> tuple[jax.Array, None]:
+    def fwd(shards: Shards, sent: Any) -> tuple[Any, None]:
         return gather(sent), None
 
-    def bwd(residuals: None, gradient: jax.Array) -> tuple[Shards, None]:
+    def bwd(residuals: None, gradient: Any) -> tuple[Shards, None]:
         del residuals
         return scatter(gradient), None
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from ..collectives import Packed, Shards, gathered, use_rows
 from ..formats import Operands
 from ..layout import Layout
-from ..mesh import current_view, supports_block_scaled_matmul
+from ..mesh import current_view
 from ..ops import SlottedWeight, linear, linear_blocks, linear_fp8
 from ..recipes import Recipe, current_recipe
 from ..weights import (
@@ -242,10 +242,7 @@ class WeightOwner(Layer):
             return linear(x, weight)
         if self.operands.weight.block is None:
             return linear_fp8(x, weight, self.operands.gradient)
-        return self.in_blocks(
-            weight,
-            lambda weight, key, operands: linear_blocks(x, weight, key, operands, supports_block_scaled_matmul()),
-        )
+        return self.in_blocks(weight, lambda weight, key, operands: linear_blocks(x, weight, key, operands))
 
     def in_blocks(self, weight: Any, multiply: Callable[[Any, jax.Array, Operands], jax.Array]) -> jax.Array:
         """Returns `multiply(weight, key, operands)`, with each kernel's rows as `WeightGroup.rows_in_blocks` has

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import BFloat16, Float, Float32
 
 from ..formats import Format
 from ._checks import as_matrix, as_values
@@ -14,8 +15,8 @@ from .reference import hadamard as _transform
 
 
 def multi_amax(
-    arrays: Sequence[jax.Array], *, stacked: bool = False, implementation: Implementation | None = None
-) -> jax.Array:
+    arrays: Sequence[Float[jax.Array, " ..."]], *, stacked: bool = False, implementation: Implementation | None = None
+) -> Float32[jax.Array, " amaxes"]:
     """Returns the largest finite magnitude of each of many arrays, in one launch.
 
     NaN and Inf are left out, so that they spoil their own block and not the scale of the whole tensor.
@@ -41,7 +42,9 @@ def multi_amax(
     return call("multi_amax", implementation, values, stacked=stacked)
 
 
-def hadamard_amax(x: jax.Array, *, implementation: Implementation | None = None) -> jax.Array:
+def hadamard_amax(
+    x: Float[jax.Array, "... columns"], *, implementation: Implementation | None = None
+) -> Float32[jax.Array, ""]:
     """Returns the largest finite magnitude of `hadamard(x)`, without making it; a float32 scalar.
 
     Args:
@@ -65,7 +68,7 @@ def _inverse(x: jax.Array) -> jax.Array:
     return _transform(x, inverse=True)
 
 
-def hadamard(x: jax.Array, *, inverse: bool = False) -> jax.Array:
+def hadamard(x: Float[jax.Array, "... columns"], *, inverse: bool = False) -> BFloat16[jax.Array, "*lead rows columns"]:
     """Returns the 16 x 16 random Hadamard transform along the rows, as the column-wise copy of `NVFP4_1D` may use it.
 
     Every run of 16 rows becomes `H (d * x)`, H orthogonal with entries +-1/4, d fixed signs. A matmul that contracts
@@ -85,7 +88,7 @@ def hadamard(x: jax.Array, *, inverse: bool = False) -> jax.Array:
     return (_inverse if inverse else _forward)(as_matrix("x", x))
 
 
-def power_of_two_amax(amax: jax.Array, format: Format) -> jax.Array:
+def power_of_two_amax(amax: Float32[jax.Array, "*shape"], format: Format) -> Float32[jax.Array, "*shape"]:
     """Returns the next amax up that makes the tensor's scale a power of two; as it is where there is none."""
     least = amax / format.largest
     mantissa, exponent = jnp.frexp(least)

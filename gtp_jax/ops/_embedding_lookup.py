@@ -12,7 +12,7 @@ from ._ids import to_index
 from ._slot import SlottedWeight, values_and_slot
 
 
-def embedding_lookup(table: jax.Array | SlottedWeight, ids: jax.Array) -> jax.Array:
+def embedding_lookup(table: jax.Array | SlottedWeight, ids: jax.Array | np.ndarray) -> jax.Array:
     """Returns `table[ids]`; the table's gradient is summed in at least float32.
 
     An id outside the table, a negative one too, has a row of NaN and adds nothing to the table's gradient.

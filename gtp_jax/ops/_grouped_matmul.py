@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Int32
 
 from ..mesh import platform
 from . import _grouped_blocked as blocked
@@ -22,12 +23,12 @@ from ._slot import SlottedWeight, values_and_slot
 
 
 def grouped_matmul(
-    x: jax.Array,
-    weight: jax.Array | SlottedWeight,
-    group_sizes: jax.Array,
+    x: Float[jax.Array, "rows features_in"],
+    weight: Float[jax.Array, "shards groups part features_in"] | SlottedWeight,
+    group_sizes: Int32[jax.Array, " groups"],
     *,
     implementation: Implementation | None = None,
-) -> jax.Array:
+) -> Float[jax.Array, "rows features_out"]:
     """Returns `y[row] = x[row] @ kernel[group of row].T`, of rows that are sorted by group.
 
     Operations are spent on each row's own group alone, but for groups' last tiles. Sums are taken in float32 at least.
@@ -103,7 +104,7 @@ def _bwd(native: bool, dtype: np.dtype, saved: tuple[jax.Array, jax.Array, jax.A
 _grouped_matmul.defvjp(_fwd, _bwd)
 
 
-def by_group(weight: jax.Array) -> jax.Array:
+def by_group(weight: Float[jax.Array, "shards groups part features_in"]) -> Float[jax.Array, "groups rows features_in"]:
     """Maps `(shards, groups, part, in)` to `(groups, shards * part, in)`."""
     shards, groups, part, features = weight.shape
     return jnp.reshape(jnp.swapaxes(weight, 0, 1), (groups, shards * part, features))

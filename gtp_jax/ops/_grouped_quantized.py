@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Int32, UInt32
 
 from ..formats import Format, Operands, QuantizedArray
 from ._amax import hadamard_amax, multi_amax
@@ -20,14 +21,14 @@ from ._tiles import in_whole_blocks
 
 
 def grouped_quantized(
-    x: jax.Array,
-    weight: jax.Array | SlottedWeight,
-    group_sizes: jax.Array,
-    key: jax.Array,
+    x: Float[jax.Array, "rows features_in"],
+    weight: Float[jax.Array, "shards groups part features_in"] | SlottedWeight,
+    group_sizes: Int32[jax.Array, " groups"],
+    key: UInt32[jax.Array, " 2"],
     operands: Operands,
     *,
     implementation: Implementation | None = None,
-) -> jax.Array:
+) -> Float[jax.Array, "rows features_out"]:
     """Returns `grouped_matmul` of operands rounded as `linear_blocks` or `linear_fp8` round a dense layer's.
 
     | product | operands, and along what their blocks run |

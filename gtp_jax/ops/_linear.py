@@ -7,11 +7,15 @@ import functools
 import jax
 import numpy as np
 from jax import lax
+from jaxtyping import Float
 
 from ._slot import SlottedWeight, values_and_slot
 
 
-def linear(x: jax.Array, weight: jax.Array | SlottedWeight) -> jax.Array:
+def linear(
+    x: Float[jax.Array, "*rows features_in"],
+    weight: Float[jax.Array, "features_out features_in"] | SlottedWeight,
+) -> Float[jax.Array, "*rows features_out"]:
     """Returns `x @ weight.T`: `(..., features_in)` and `(features_out, features_in)` to `(..., features_out)`.
 
     Output features come first because that is how shards lie after a gather: rank after rank, with no copy. A slot's
@@ -23,12 +27,16 @@ def linear(x: jax.Array, weight: jax.Array | SlottedWeight) -> jax.Array:
     return _linear(x, values, slot, slot.dtype)
 
 
-def to_input(gradient: jax.Array, weight: jax.Array) -> jax.Array:
+def to_input(
+    gradient: Float[jax.Array, "*rows features_out"], weight: Float[jax.Array, "features_out features_in"]
+) -> Float[jax.Array, "*rows features_in"]:
     """Returns the gradient of `x`, from that of `linear(x, weight)`."""
     return lax.dot_general(gradient, weight, (((gradient.ndim - 1,), (0,)), ((), ())))
 
 
-def to_weight(gradient: jax.Array, x: jax.Array, dtype: np.dtype) -> jax.Array:
+def to_weight(
+    gradient: Float[jax.Array, "*rows features_out"], x: Float[jax.Array, "*rows features_in"], dtype: np.dtype
+) -> Float[jax.Array, "features_out features_in"]:
     """Returns the gradient of `weight`, from that of `linear(x, weight)`, in this dtype."""
     rows = tuple(range(x.ndim - 1))
     return lax.dot_general(gradient, x, ((rows, rows), ((), ())), preferred_element_type=dtype)

@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Float, UInt32
 
 from ..formats import Format, Operands, QuantizedArray
+from ..mesh import supports_block_scaled_matmul
 from ._amax import hadamard_amax, multi_amax
+from ._implementation import Implementation, runs_native
 from ._operand import operand_amax, rounded_weight, rows_of, values_of
 from ._quantize import quantize
 from ._scaled import fits, scaled_product
@@ -18,8 +21,13 @@ from ._slot import SlottedWeight, values_and_slot
 
 
 def linear_blocks(
-    x: jax.Array, weight: jax.Array | SlottedWeight, key: jax.Array, operands: Operands, scaled: bool = False
-) -> jax.Array:
+    x: Float[jax.Array, "*rows features_in"],
+    weight: Float[jax.Array, "features_out features_in"] | SlottedWeight,
+    key: UInt32[jax.Array, " 2"],
+    operands: Operands,
+    *,
+    implementation: Implementation | None = None,
+) -> Float[jax.Array, "*rows features_out"]:
     """Returns `x @ weight.T` of operands rounded to block formats, in blocks along each product's contraction.
 
     | product | operands, and along what their blocks run |
@@ -43,12 +51,18 @@ def linear_blocks(
         weight: `(features_out, features_in)`, of the same dtype, rounded to `operands.weight` already, as it travelled.
         key: uint32 `(2,)`, for stochastic rounding.
         operands: the formats.
-        scaled: multiply codes and scales by `jax.nn.scaled_matmul`, for hardware that does; else their values.
+        implementation: `"native"` multiplies codes and scales by `jax.nn.scaled_matmul`, on GPUs that do; `"reference"`
+            multiplies their values; `None` takes the best at hand.
 
     Returns:
         `(..., features_out)`, of the same dtype. Backward keeps the codes of `x`.
+
+    Raises:
+        NotImplementedError: if `implementation` is `"native"`, and the GPUs do not multiply codes and scales.
     """
     values, slot = values_and_slot(weight)
+    missing = "" if supports_block_scaled_matmul() else "GPUs multiply codes and block scales from B200 on"
+    scaled = runs_native("linear_blocks", implementation, missing)
     return _linear(x, values, slot, key, operands, scaled, slot.dtype)
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Float
 
 from ..formats import FP8_E4M3, Format, QuantizedArray
 from ._amax import multi_amax, power_of_two_amax
@@ -18,7 +19,11 @@ from ._slot import SlottedWeight
 _DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
 
-def linear_fp8(x: jax.Array, weight: jax.Array | SlottedWeight, gradients: Format) -> jax.Array:
+def linear_fp8(
+    x: Float[jax.Array, "*rows features_in"],
+    weight: Float[jax.Array, "features_out features_in"] | SlottedWeight,
+    gradients: Format,
+) -> Float[jax.Array, "*rows features_out"]:
     """Returns `x @ weight.T` of operands rounded to FP8, each scaled by its own amax; sums in float32.
 
     Forward multiplies E4M3 by E4M3; backward multiplies the incoming gradient, in `gradients`, by weight and by input

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jaxtyping import Float
 
 from ._save import row_major_in_training, save_for_backward
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float = 1e-6) -> jax.Array:
+def rms_norm(
+    x: Float[jax.Array | np.ndarray, "*rows features"],
+    scale: Float[jax.Array | np.ndarray, " features"],
+    *,
+    eps: float = 1e-6,
+) -> Float[jax.Array, "*rows features"]:
     """Returns `x / sqrt(mean(x**2) + eps) * scale` (Zhang and Sennrich 2019, arXiv 1910.07467).
 
     Args:
@@ -25,7 +32,13 @@ def rms_norm(x: jax.Array, scale: jax.Array, *, eps: float = 1e-6) -> jax.Array:
     return (normed * scale.astype(wide.dtype)).astype(x.dtype)
 
 
-def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, *, eps: float = 1e-6) -> jax.Array:
+def layer_norm(
+    x: Float[jax.Array | np.ndarray, "*rows features"],
+    scale: Float[jax.Array | np.ndarray, " features"],
+    bias: Float[jax.Array | np.ndarray, " features"],
+    *,
+    eps: float = 1e-6,
+) -> Float[jax.Array, "*rows features"]:
     """Returns `(x - mean) / sqrt(var + eps) * scale + bias` (Ba et al. 2016, arXiv 1607.06450)."""
     wide = _wide(x)
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
@@ -33,6 +46,6 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, *, eps: float = 
     return (normed * scale.astype(wide.dtype) + bias.astype(wide.dtype)).astype(x.dtype)
 
 
-def _wide(x: jax.Array) -> jax.Array:
+def _wide(x: jax.Array | np.ndarray) -> jax.Array:
     # Backward needs the input, a residual stream that else is added up again from what went into it.
-    return save_for_backward(row_major_in_training(x)).astype(jnp.promote_types(x.dtype, jnp.float32))
+    return save_for_backward(row_major_in_training(jnp.asarray(x))).astype(jnp.promote_types(x.dtype, jnp.float32))

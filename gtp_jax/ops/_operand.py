@@ -6,6 +6,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from ..formats import Format, Operands, QuantizedArray
 from ._amax import multi_amax, power_of_two_amax
@@ -13,12 +14,12 @@ from ._quantize import dequantize, quantize
 from ._save import save_for_backward
 
 
-def quantizable(x: jax.Array) -> jax.Array:
+def quantizable(x: Float[jax.Array, "*shape"]) -> Float[jax.Array, "*shape"]:
     """Returns the array in a dtype that can be quantized: float64 is rounded to float32."""
     return x.astype(jnp.float32) if x.dtype == jnp.float64 else x
 
 
-def rows_of(x: jax.Array) -> jax.Array:
+def rows_of(x: Float[jax.Array, "*rows features"]) -> Float[jax.Array, "tokens features"]:
     """Returns `(..., features)` as a matrix that can be quantized, a row a token."""
     return quantizable(jnp.reshape(x, (-1, x.shape[-1])))
 

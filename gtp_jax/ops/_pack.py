@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Float32, UInt8
 
 from ..formats import Format, PackPlan
 from ._checks import as_values, check_dtype, check_format
@@ -14,13 +15,13 @@ from ._implementation import Implementation, call
 
 
 def pack(
-    shards: Sequence[jax.Array],
+    shards: Sequence[Float[jax.Array, "*lead _ _"]],
     format: Format,
-    amax: jax.Array | None,
+    amax: Float32[jax.Array, "*lead pieces"] | None,
     plan: PackPlan,
     *,
     implementation: Implementation | None = None,
-) -> jax.Array:
+) -> UInt8[jax.Array, "*lead bytes"]:
     """Quantizes this rank's shards of a layer's weights into one contiguous buffer, in one launch a dtype.
 
     Args:
@@ -57,14 +58,14 @@ def pack(
 
 
 def unpack(
-    buffer: jax.Array,
+    buffer: UInt8[jax.Array, "shards bytes"],
     format: Format,
-    amax: jax.Array | None,
+    amax: Float32[jax.Array, " pieces"] | None,
     plan: PackPlan,
     dtype: Any = jnp.bfloat16,
     *,
     implementation: Implementation | None = None,
-) -> tuple[jax.Array, ...]:
+) -> tuple[Float[jax.Array, " ..."], ...]:
     """Dequantizes the gathered buffers of all shards into the layer's weights, in one launch a dtype.
 
     Args:

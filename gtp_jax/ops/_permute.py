@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import jax
+from jaxtyping import Int, Shaped
 
 
 @jax.custom_vjp
-def permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+def permute(
+    x: Shaped[jax.Array, "rows ..."], order: Int[jax.Array, " rows"], inverse: Int[jax.Array, " rows"]
+) -> Shaped[jax.Array, "rows ..."]:
     """Returns `x[order]`, whose gradient is `gradient[inverse]`: a gather too, where autodiff would scatter row by row.
 
     Args:

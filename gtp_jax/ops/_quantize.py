@@ -6,41 +6,52 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Key, UInt32
 
 from ..formats import NVFP4, NVFP4_1D, RUN, Format, QuantizedArray, validate
 from ._checks import as_amax, as_matrix, check_dtype, check_format
 from ._implementation import Implementation, call
 
 _AXES = ("row", "column", "both")
+_Key = Key[jax.Array, ""] | UInt32[jax.Array, " 2"]
 
 
 @overload
 def quantize(
-    x: jax.Array,
+    x: Float[jax.Array, "... columns"],
     format: Format,
     *,
     amax: Any = None,
     axis: Literal["row", "column"] = "row",
     hadamard: bool = False,
-    key: jax.Array | None = None,
+    key: _Key | None = None,
     implementation: Implementation | None = None,
 ) -> QuantizedArray: ...
 
 
 @overload
 def quantize(
-    x: jax.Array,
+    x: Float[jax.Array, "... columns"],
     format: Format,
     *,
     amax: Any = None,
     axis: Literal["both"],
     hadamard: bool = False,
-    key: jax.Array | None = None,
+    key: _Key | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[QuantizedArray, QuantizedArray]: ...
 
 
-def quantize(x, format, *, amax=None, axis="row", hadamard=False, key=None, implementation=None):
+def quantize(
+    x: Float[jax.Array, "... columns"],
+    format: Format,
+    *,
+    amax: Any = None,
+    axis: Literal["row", "column", "both"] = "row",
+    hadamard: bool = False,
+    key: _Key | None = None,
+    implementation: Implementation | None = None,
+) -> Any:
     """Writes an array in one of `gtp_jax.formats`, row-wise, column-wise, or both in one pass over it.
 
     The formulas are TransformerEngine's, bit for bit on finite input (`gtp_jax/formats/README.md`). Unlike there, a
@@ -114,7 +125,7 @@ def quantize(x, format, *, amax=None, axis="row", hadamard=False, key=None, impl
 
 def dequantize(
     q: QuantizedArray, dtype: Any = jnp.bfloat16, *, implementation: Implementation | None = None
-) -> jax.Array:
+) -> Float[jax.Array, "*lead rows columns"]:
     """Returns the values of a quantized array, in logical orientation.
 
     `code * scale` in float32, then rounded to `dtype`; exact in bfloat16 for MXFP8. A Hadamard transform is not undone.

@@ -7,9 +7,12 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Float, Int32
 
 
-def route(probs: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+def route(
+    probs: Float[jax.Array, "*tokens experts"], count: int
+) -> tuple[Int32[jax.Array, "*tokens {count}"], Float[jax.Array, "*tokens {count}"]]:
     """Returns the likeliest experts of each token, and their combine weights, which sum to 1.
 
     Args:
@@ -24,7 +27,9 @@ def route(probs: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def with_aux_loss_gradient(probs: jax.Array, load: jax.Array, weight: float) -> jax.Array:
+def with_aux_loss_gradient(
+    probs: Float[jax.Array, "batch sequence experts"], load: Float[jax.Array, "batch experts"], weight: float
+) -> Float[jax.Array, "batch sequence experts"]:
     """Returns `probs` as it is; in backward the gradient of a balance term is added, as if the loss had it.
 
     The term is `weight * sum(load * probs)`, which is least where every expert has as much to do: the sequence-wise

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
+from jaxtyping import Shaped
 
 SAVED = "gtp_saved"
 ACTIVATION = "gtp_activation"
@@ -29,7 +30,7 @@ def save_activation(x: Any) -> Any:
     return checkpoint_name(x, ACTIVATION)
 
 
-def row_major(x: jax.Array) -> jax.Array:
+def row_major(x: Shaped[jax.Array, "*shape"]) -> Shaped[jax.Array, "*shape"]:
     """Returns the same array, whose last dimension lies in memory without gaps.
 
     Left to itself, XLA may transpose an array for a matmul that can read either order. Its other readers, above all

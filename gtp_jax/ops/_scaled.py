@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Float32
 
 from ..formats import QuantizedArray
 from ._operand import tensor_unit
@@ -19,7 +20,7 @@ _DTYPES: dict[str | None, Any] = {
 }
 
 
-def scaled_product(a: QuantizedArray, b: QuantizedArray) -> jax.Array:
+def scaled_product(a: QuantizedArray, b: QuantizedArray) -> Float32[jax.Array, "rows columns"]:
     """Returns the float32 product of two matrices along their blocks: rows by rows, `(M, N)`.
 
     `jax.nn.scaled_matmul`, which is cuDNN's on SM100, and what XLA makes of it elsewhere.

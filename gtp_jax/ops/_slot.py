@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
+from jaxtyping import Float
 
 from ..formats import QuantizedArray
 
@@ -25,7 +26,9 @@ class SlottedWeight(NamedTuple):
     slot: jax.Array
 
 
-def values_and_slot(weight: jax.Array | SlottedWeight) -> tuple[jax.Array, jax.Array]:
+def values_and_slot(
+    weight: Float[jax.Array, "*shape"] | SlottedWeight,
+) -> tuple[Float[jax.Array, "*shape"], Float[jax.Array, "*shape"]]:
     """Returns the array that is multiplied, and what has the gradient: of a weight without a slot itself.
 
     Raises:

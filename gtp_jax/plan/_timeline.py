@@ -1,9 +1,10 @@
 """Modelled times of a scheduled program: two streams, a compute and a communication one.
 
 A matmul takes its operations over the chip's ceiling, a collective the bytes that leave a device over the link's
-rate. Each stream does one thing at a time; the compute stream waits where the schedule says so. Launches, elementwise
-work, what the streams take from one another and slower links between hosts are left out, so the result ranks schedules
-and predicts no step time.
+rate, whichever neighbours they go to: a GPU behind an NVLink switch has one rate for all it sends. Each stream does one
+thing at a time, because XLA runs collectives on one stream (openxla/xla#17749), even if several are in flight in its
+schedule; the compute stream waits where the schedule says so. Launches, elementwise work, what the streams take from
+one another and slower links between hosts are left out, so the result ranks schedules and predicts no step time.
 """
 
 from __future__ import annotations

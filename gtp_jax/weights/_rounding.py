@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import UInt32
 
 
-def key_for(key: jax.Array, path: tuple[Any, ...]) -> jax.Array:
+def key_for(key: UInt32[jax.Array, " 2"], path: tuple[Any, ...]) -> UInt32[jax.Array, " 2"]:
     """Returns the key of a module: that of the whole model, told apart by the module's path."""
     return key ^ jnp.array([0, zlib.crc32(".".join(map(str, path)).encode())], jnp.uint32)
 
@@ -31,11 +32,11 @@ class CallKeys:
         words: uint32 `(2,)`, the key of the first call.
     """
 
-    def __init__(self, words: jax.Array) -> None:
+    def __init__(self, words: Any) -> None:
         self._words = words
         self._calls = 0
 
-    def next(self, *, link: bool = False) -> jax.Array:
+    def next(self, *, link: bool = False) -> UInt32[jax.Array, " 2"]:
         """Returns uint32 `(2,)` for the call made now; or for a chain's `link`, whose own calls are counted in turn."""
         number, self._calls = self._calls, self._calls + 1
         words = _folded(self._words, number) if number else self._words

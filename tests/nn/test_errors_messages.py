@@ -124,6 +124,7 @@ WITHOUT_A_MESH = {
 }
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize("name", WITHOUT_A_MESH)
 def test_bad_argument_is_named(name):
     call, message = WITHOUT_A_MESH[name]

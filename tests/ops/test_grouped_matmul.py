@@ -142,6 +142,7 @@ def test_on_h200_a_pass_is_one_kernel_a_product_without_a_dense_copy(grad, launc
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * ROWS * FEATURES
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize(
     "change, error, message",
     [

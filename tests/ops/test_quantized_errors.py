@@ -173,6 +173,7 @@ WRONG = {
 }
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize("name", WRONG)
 def test_bad_argument_is_named(name):
     call, error, message = WRONG[name]
