@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -104,9 +104,14 @@ def _stages(part: Part, shared: SharedInputs, gathers: bool) -> list[Stage]:
     buffers = [one for owner in template.owners.values() for one in owner.packed]
     bundled = {path for one in buffers for path in one.members}
 
-    def unbundled(shards: Any) -> Any:
-        return shards if not bundled else {path: own for path, own in shards.items() if path not in bundled}
+    def sent(own: Any, start: int, stop: int, but: Collection[Any] = ()) -> Any:
+        """Returns what is gathered of these layers: `own`, or what takes its place, but for some paths."""
+        if not gathers:
+            return own
+        joined = {path: owner.joined(start, stop) for path, owner in template.owners.items() if path not in but}
+        return {path: own[path] if shards is None else shards for path, shards in joined.items()}
 
+    some_joined = any(owner.joined() is not None for owner in template.owners.values())
     pregathered = tuple(one for one in buffers if one.gathered)
     packed = tuple(one for one in buffers if not one.gathered)
     quantized = [layers for groups in by_layers.values() for layers, group in groups if group.wire is not None]
@@ -126,11 +131,11 @@ def _stages(part: Part, shared: SharedInputs, gathers: bool) -> list[Stage]:
     for start, stop, (own, params, constants) in zip(bounds, bounds[1:], pieces, strict=False):
         groups = {path: _of_layer(start, groups) for path, groups in by_layers.items()}
         if not first <= start < last:
-            inputs, at = ((), template.shards), start
+            inputs, at = (((), sent(own, start, stop)), 0) if some_joined else (((), template.shards), start)
         elif start < ahead:
-            inputs, at = (pregathered, unbundled(own)), 0
+            inputs, at = (pregathered, sent(own, start, stop, bundled)), 0
         else:
-            inputs, at = (packed, unbundled(template.shards)), start
+            inputs, at = (packed, sent(template.shards, 0, length, bundled)), start
         kept = recipe is not None and not first <= start < last
         stage = template.stage(groups, own, inputs, params, constants, part.remat, shared, kept)
         stages.append(dataclasses.replace(stage, length=stop - start, stacked=True, first=at))

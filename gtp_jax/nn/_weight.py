@@ -164,7 +164,7 @@ class WeightOwner(Layer):
         return self.weights()[0].get_raw_value()  # `get_value` would copy keys, which count their calls
 
     def shards(self) -> Shards:
-        """Returns this rank's shard of each kernel."""
+        """Returns what this rank stores of each kernel, of which gradients are taken."""
         values = (w.get_value() for w in self.weights())
         return tuple(value.shard if isinstance(value, Stored) else value for value in values)
 
@@ -225,10 +225,22 @@ class WeightOwner(Layer):
         value = self.value
         return value.packed if isinstance(value, Stored) else ()
 
+    def joined(self, start: int = 0, stop: int | None = None) -> Shards | None:
+        """Returns shards that are gathered in place of `shards`, of layers `start` to `stop` of a stack; `None` if there
+        are none."""
+        values = [w.get_raw_value() for w in self.weights()]
+        if not isinstance(values[0], Stored) or not values[0].joined:
+            return None
+        return tuple(value.joined[0] if stop is None else value.joined_layers(start, stop) for value in values)
+
     def sent(self) -> Shards | Packed:
-        """Returns what this rank sends in a gather; quantized here if a recipe is in scope."""
+        """Returns what this rank sends in a gather, or what it stores, to be joined to that; quantized here if a recipe
+        is in scope."""
         if self.packed:
             return self.packed[0]
+        joined = self.joined()
+        if joined is not None:
+            return joined
         group, shards = self.group, self.shards()
         if group.wire is None:
             return shards
@@ -270,6 +282,7 @@ class WeightOwner(Layer):
         if isinstance(self.value, Gathered):
             return function(self.value.weight, *operands)
         group, sent = self.group, self.sent()
+        ahead = isinstance(sent, Packed) or self.joined() is not None
 
         def gather_one(sent: Shards | Packed) -> Any:
             weight = gather(group, sent)
@@ -281,9 +294,9 @@ class WeightOwner(Layer):
             return scatter({(): group}, {(): array})[()]
 
         def gather_and_apply(shards: Shards, *operands: Any) -> Any:
-            inputs = sent if isinstance(sent, Packed) else shards
+            inputs = sent if ahead else shards
             return function(gathered(shards, inputs, gather_one, to_shards), *operands)
 
-        if group.ranks > 1:
+        if group.ranks > 1 or group.divided:
             gather_and_apply = jax.checkpoint(gather_and_apply)  # else backward would keep the gathered weight
         return gather_and_apply(self.shards(), *operands)

@@ -16,10 +16,11 @@ from ..collectives import sum_over_replicas
 from ..mesh import Roles, current_roles, degree, degrees, platform, use_roles
 from ..nn import ModelDef, shards_of, structure_of, with_groups
 from ..recipes import Recipe, check_recipe, current_recipe
-from ..weights import quantize, resolve
+from ..weights import join_stored, of_shards, quantize, resolve
 from ._options import compile_options
 from ._rounding import rounding_key
 from ._state import TrainState, state_specs
+from ._zero import ReduceOverDp, as_shards, check_reduce_over_dp, sum_shards
 
 Tree = Any
 Loss = Callable[[Any, Tree], tuple[jax.Array, jax.Array]]
@@ -33,6 +34,7 @@ def train_step(
     max_grad_norm: float | None = None,
     recipe: Recipe | None = None,
     pregathered_layers: int | Literal["all"] = 0,
+    reduce_over_dp: ReduceOverDp = "each",
     compiler_options: dict[str, Any] | None = None,
 ) -> Callable[[TrainState, Tree], tuple[TrainState, dict[str, jax.Array]]]:
     """Returns a jitted optimizer step. The state is donated.
@@ -55,6 +57,10 @@ def train_step(
             microbatches, and reused in all their passes; the others gather in each. They are counted from the first
             that travels as codes, behind a recipe's `high_precision_first`. On every device that takes the bytes of
             these layers' codes whole, 0.504 an element in NVFP4. No number changes.
+        reduce_over_dp: when gradients are summed over dp, or whichever axes the role `optimizer` names: `"each"`
+            reduce-scatters those of every microbatch, under backward, and accumulates what this rank stores; `"last"`
+            accumulates whole shards, and reduce-scatters the sum of all microbatches once, behind them. With one
+            microbatch both are the same program.
         compiler_options: XLA options, which win over those of `compile_options` for the mesh in scope.
 
     Returns:
@@ -62,7 +68,7 @@ def train_step(
         of dp * gtp * microbatches. Metrics are device scalars: `loss` (mean over tokens), `tokens`, `grad_norm`.
 
     Raises:
-        ValueError: if `microbatches` is less than 1; by `step`, if it does not divide the batch, or if codes are to be
+        ValueError: if `microbatches` is less than 1 or `reduce_over_dp` is another name; by `step`, if it does not divide the batch, or if codes are to be
             gathered ahead of a model that has none.
         TypeError: by `step`, if `loss` returns anything but two scalars.
     """
@@ -72,10 +78,13 @@ def train_step(
         raise ValueError(f"`max_grad_norm` is {max_grad_norm}; it must be a number above 0, or `None` for no limit.")
     check_recipe(recipe)
     _check_pregathered_layers(pregathered_layers, recipe)
+    check_reduce_over_dp(reduce_over_dp)
 
     def step(state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
         _check_state(state)
-        total, tokens, gradients = _gradients(loss, state, batch, microbatches, recipe, pregathered_layers)
+        total, tokens, gradients = _gradients(
+            loss, state, batch, microbatches, recipe, pregathered_layers, reduce_over_dp
+        )
         gradients = jax.tree.map(lambda g: _mean(g, tokens), gradients)
         norm = optax.tree.norm(gradients)
         if max_grad_norm is not None:
@@ -126,6 +135,7 @@ def loss_and_gradients(
     microbatches: int = 1,
     recipe: Recipe | None = None,
     pregathered_layers: int | Literal["all"] = 0,
+    reduce_over_dp: ReduceOverDp = "each",
 ) -> tuple[jax.Array, Tree]:
     """Returns the mean loss over the batch's tokens and its gradient with respect to `state.params`, for a step of
     one's own.
@@ -136,7 +146,8 @@ def loss_and_gradients(
     _check_state(state)
     check_recipe(recipe)
     _check_pregathered_layers(pregathered_layers, recipe)
-    total, tokens, gradients = _gradients(loss, state, batch, microbatches, recipe, pregathered_layers)
+    check_reduce_over_dp(reduce_over_dp)
+    total, tokens, gradients = _gradients(loss, state, batch, microbatches, recipe, pregathered_layers, reduce_over_dp)
     return _mean(total, tokens), jax.tree.map(lambda g: _mean(g, tokens), gradients)
 
 
@@ -147,13 +158,17 @@ def _gradients(
     microbatches: int,
     recipe: Recipe | None,
     pregathered_layers: int | Literal["all"],
+    reduce_over_dp: ReduceOverDp,
 ):
     """Sums over all ranks and sequences: of losses, of tokens, and of gradients."""
     model_def, recipe = state.model_def, current_recipe() if recipe is None else recipe
     stochastic = recipe is not None and any(k.operands is not None and k.operands.stochastic for k in recipe.kinds)
 
+    last = reduce_over_dp == "last" and microbatches > 1
+
     def local(params: Tree, batch: Tree, step: jax.Array):
-        model_of = _model_of(model_def, params, recipe, pregathered_layers)
+        model_of = _model_of(model_def, params, recipe, pregathered_layers, whole_gradients=last)
+        params = as_shards(params, model_def.layouts) if last else params
 
         def one(params: Tree, part: Tree, number: jax.Array | int):
             key = rounding_key(step, number) if stochastic else None
@@ -173,6 +188,7 @@ def _gradients(
             shapes = jax.eval_shape(lambda: value_and_grad(params, jax.tree.map(lambda a: a[0], parts), 0))
             (total, tokens), gradients = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
             (total, tokens, gradients), _ = lax.scan(add, (total, tokens, gradients), (parts, jnp.arange(microbatches)))
+        gradients = sum_shards(gradients, model_def.layouts) if last else gradients
         return *_over_all_ranks((total, tokens)), sum_over_replicas(gradients, model_def.specs)
 
     whole = PartitionSpec()
@@ -181,18 +197,34 @@ def _gradients(
 
 
 def _model_of(
-    model_def: ModelDef, params: Tree, recipe: Recipe | None, pregathered_layers: int | Literal["all"] = 0
+    model_def: ModelDef,
+    params: Tree,
+    recipe: Recipe | None,
+    pregathered_layers: int | Literal["all"] = 0,
+    *,
+    whole_gradients: bool = False,
 ) -> Callable[..., Any]:
-    """Returns `(params, key) -> model`, whose weights are quantized here, once, for all its calls. Called in local
-    view."""
-    if recipe is None:
-        return lambda params, key=None: model_def.model(params)
+    """Returns `(params, key) -> model`, whose weights are quantized, and gathered over the optimizer's axes, here, once,
+    for all its calls. Called in local view.
+
+    Args:
+        model_def: of the model.
+        params: what this rank stores.
+        recipe: what is quantized.
+        pregathered_layers: as in `train_step`.
+        whole_gradients: leave out the sum over the optimizer's axes, as for `as_shards`.
+    """
     model = model_def.model(params)
     groups = resolve(structure_of(model), recipe)
-    quantized = quantize(groups, shards_of(model), pregathered_layers)
+    if recipe is None and not any(group.divided for group in groups.values()):
+        return lambda params, key=None: model_def.model(params)
+    stored = shards_of(model)
+    joined = join_stored(groups, stored)
+    quantized = quantize(groups, stored, pregathered_layers)
+    decided = of_shards(groups) if whole_gradients else groups
 
     def model_of(params: Tree, key: jax.Array | None = None) -> Any:
-        return with_groups(model_def.model(params), groups, quantized, key)
+        return with_groups(model_def.model(params), decided, quantized, key, joined)
 
     return model_of
 

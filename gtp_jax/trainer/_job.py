@@ -106,6 +106,7 @@ def prepare(
         max_grad_norm=config.max_grad_norm,
         recipe=recipe,
         pregathered_layers=config.quantization.pregathered_layers,
+        reduce_over_dp=config.execution.reduce_over_dp,
     )
     lowered = step.lower(state, train.at(0))  # pyright: ignore[reportFunctionMemberAccess]
     began = time.perf_counter()

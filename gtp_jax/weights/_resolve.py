@@ -45,18 +45,22 @@ class Structure:
 Groups = dict[tuple[Path, Layers], WeightGroup]
 
 
-def resolve(structure: Structure, recipe: Recipe) -> Groups:
-    """Returns what a recipe decides about every weight of a model.
+def resolve(structure: Structure, recipe: Recipe | None) -> Groups:
+    """Returns what a recipe decides about every weight of a model; without one all stay in high precision.
 
     Raises:
         ValueError: if the recipe names modules or layers that the model does not have, if patterns ahead of one leave
             nothing to it, or if the model has no weights for a recipe that quantizes; naming what there is.
     """
-    _check_names(structure, recipe)
+    if recipe is not None:
+        _check_names(structure, recipe)
     found: Groups = {}
     for path, group in structure.weights.items():
         stack = next((at for at in structure.stacks if path[: len(at)] == at), None)
         length = None if stack is None else structure.stacks[stack]
+        if recipe is None:
+            found[path, Layers(0, length or 1, stack)] = group
+            continue
         for layers, decided in of_layers(group, path, recipe, length, stack):
             found[path, layers] = decided
     return found

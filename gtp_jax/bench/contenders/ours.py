@@ -45,6 +45,7 @@ def main() -> None:
             microbatches=execution.microbatches,
             recipe=recipe.to_recipe(),
             pregathered_layers=recipe.pregathered_layers,
+            reduce_over_dp=execution.reduce_over_dp,
         )
         placed = NamedSharding(mesh, PartitionSpec(("dp", "gtp")))
         if args.target:
