@@ -42,7 +42,8 @@ def scatter_stored(
     dtype: jax.typing.DTypeLike,
     out: Sequence[jax.typing.DTypeLike],
 ) -> tuple[jax.Array, ...]:
-    """Sums gradients of shards over the optimizer's axes and returns what this rank stores: `gather_stored`, transposed.
+    """Sums gradients of shards over the optimizer's axes and returns those of what this rank stores: `gather_stored`,
+    transposed.
 
     Args:
         gradients: one array a kernel, of its layout's `shard_shape`.

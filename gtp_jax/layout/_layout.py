@@ -27,8 +27,9 @@ class Layout:
 
     *Storage* is what users, optimizers and checkpoints see: an array of the logical shape, each dimension divided
     evenly by the mesh axes that shard it. A *shard* is what a rank sends when the weight is gathered: what it stores,
-    or that gathered over `optimizer_axes`, where these divide storage further. *Use* is what a rank multiplies with: the weight gathered over `axes`; where
-    ranks of the tensor axis own unequal parts of it (`split`), this rank's part, padded to the longest.
+    or that gathered over `optimizer_axes`, where these divide storage further. *Use* is what a rank multiplies with:
+    the weight gathered over `axes`; where ranks of the tensor axis own unequal parts of it (`split`), this rank's part,
+    padded to the longest.
 
     Attributes:
         shape: logical shape: a matrix, or matrices behind leading dimensions (experts).
@@ -200,9 +201,10 @@ def layouts_of_kernels(
 
     All get the same axes, and are sharded along rows or all along columns: rows if every shard then has whole blocks,
     else columns if every shard has, else whichever dimension divides. What is stored is divided further over the
-    optimizer's axes, by the same rule, and stays whole over those that divide neither dimension. Where the tensor axis does not divide the
-    units of a kernel evenly, storage is sharded over that axis too, and gathered over it. Kernels of which the axes
-    divide no dimension are gathered over fewer axes, as many ranks as can be, with a warning.
+    optimizer's axes, by the same rule, and stays whole over those that divide neither dimension, with a warning unless
+    it is small. Where the tensor axis does not divide the units of a kernel evenly, storage is sharded over that axis
+    too, and gathered over it. Kernels of which the axes divide no dimension are gathered over fewer axes, as many ranks
+    as can be, with a warning.
 
     Args:
         shapes: logical shapes, equal but for the rows.

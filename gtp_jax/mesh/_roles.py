@@ -51,8 +51,8 @@ class Roles:
         wrong = [axis for axis in self.optimizer or () if axis in self.weights or axis not in self.batch]
         if wrong:
             raise ValueError(
-                f"`optimizer` is {self.optimizer!r}, of which {', '.join(wrong)} shards weights already or does not shard "
-                f"the batch; allowed are {self._replicas!r}. Leave it out, or pass `()` for replicas."
+                f"`optimizer` is {self.optimizer!r}, of which {', '.join(wrong)} shards weights already or does not "
+                f"shard the batch; allowed are {self._replicas!r}. Leave it out, or pass `()` for replicas."
             )
         if self.tensor is not None and not isinstance(self.tensor, str):
             raise ValueError(f"`tensor` is {self.tensor!r}; it must be the name of one mesh axis, or `None`.")

@@ -104,7 +104,7 @@ def _stages(part: Part, shared: SharedInputs, gathers: bool) -> list[Stage]:
     buffers = [one for owner in template.owners.values() for one in owner.packed]
     bundled = {path for one in buffers for path in one.members}
 
-    def sent(own: Any, start: int, stop: int, but: Collection[Any] = ()) -> Any:
+    def gathered(own: Any, start: int, stop: int, but: Collection[Any] = ()) -> Any:
         """Returns what is gathered of these layers: `own`, or what takes its place, but for some paths."""
         if not gathers:
             return own
@@ -131,11 +131,11 @@ def _stages(part: Part, shared: SharedInputs, gathers: bool) -> list[Stage]:
     for start, stop, (own, params, constants) in zip(bounds, bounds[1:], pieces, strict=False):
         groups = {path: _of_layer(start, groups) for path, groups in by_layers.items()}
         if not first <= start < last:
-            inputs, at = (((), sent(own, start, stop)), 0) if some_joined else (((), template.shards), start)
+            inputs, at = (((), gathered(own, start, stop)), 0) if some_joined else (((), template.shards), start)
         elif start < ahead:
-            inputs, at = (pregathered, sent(own, start, stop, bundled)), 0
+            inputs, at = (pregathered, gathered(own, start, stop, bundled)), 0
         else:
-            inputs, at = (packed, sent(template.shards, 0, length, bundled)), start
+            inputs, at = (packed, gathered(template.shards, 0, length, bundled)), start
         kept = recipe is not None and not first <= start < last
         stage = template.stage(groups, own, inputs, params, constants, part.remat, shared, kept)
         stages.append(dataclasses.replace(stage, length=stop - start, stacked=True, first=at))

@@ -226,8 +226,8 @@ class WeightOwner(Layer):
         return value.packed if isinstance(value, Stored) else ()
 
     def joined(self, start: int = 0, stop: int | None = None) -> Shards | None:
-        """Returns shards that are gathered in place of `shards`, of layers `start` to `stop` of a stack; `None` if there
-        are none."""
+        """Returns shards that are gathered in place of `shards`, of layers `start` to `stop` of a stack; `None` if
+        there are none."""
         values = [w.get_raw_value() for w in self.weights()]
         if not isinstance(values[0], Stored) or not values[0].joined:
             return None

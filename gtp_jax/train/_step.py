@@ -68,8 +68,8 @@ def train_step(
         of dp * gtp * microbatches. Metrics are device scalars: `loss` (mean over tokens), `tokens`, `grad_norm`.
 
     Raises:
-        ValueError: if `microbatches` is less than 1 or `reduce_over_dp` is another name; by `step`, if it does not divide the batch, or if codes are to be
-            gathered ahead of a model that has none.
+        ValueError: if `microbatches` is less than 1 or `reduce_over_dp` is another name; by `step`, if `microbatches`
+            does not divide the batch, or if codes are to be gathered ahead of a model that has none.
         TypeError: by `step`, if `loss` returns anything but two scalars.
     """
     if not isinstance(microbatches, int) or microbatches < 1:
@@ -204,7 +204,7 @@ def _model_of(
     *,
     whole_gradients: bool = False,
 ) -> Callable[..., Any]:
-    """Returns `(params, key) -> model`, whose weights are quantized, and gathered over the optimizer's axes, here, once,
+    """Returns `(params, key) -> model`, whose weights are quantized here, and gathered over the optimizer's axes, once
     for all its calls. Called in local view.
 
     Args:

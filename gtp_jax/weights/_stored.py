@@ -40,7 +40,8 @@ def join_stored(groups: Groups, stored: Mapping[Path, Shards]) -> Joined:
 
 
 def of_shards(groups: Groups) -> Groups:
-    """Returns the same groups, of weights stored as shards: their gradients are not summed over the optimizer's axes."""
+    """Returns the same groups of weights stored as shards: their gradients are not summed over the optimizer's
+    axes."""
     return {key: _of_shards(group) for key, group in groups.items()}
 
 
