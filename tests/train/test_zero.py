@@ -42,7 +42,8 @@ def batches(rows: int = 32):
     rng = np.random.default_rng(5)
     for _ in range(STEPS):
         tokens = rng.integers(0, CONFIG.vocab, (rows, 9)).astype(np.int32)
-        yield {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+        weights = (rng.random((rows, 8)) > np.linspace(0, 0.8, rows)[:, None]).astype(np.float32)  # some are masked
+        yield {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
 
 
 def host(tree):
