@@ -119,6 +119,7 @@ def _stages(part: Part, shared: SharedInputs, gathers: bool) -> list[Stage]:
     last = max((layers.stop for layers in quantized), default=0)
     ahead = first + (pregathered[0].buffer.shape[0] if pregathered else 0)
     ends = {end for groups in by_layers.values() for layers, _ in groups for end in layers[:2]}
+    ends |= {start for owner in template.owners.values() for start in owner.starts}
     recipe = None if gathers else current_recipe()
     if recipe is not None:  # modules that gather their own follow it by themselves, but do not know their layer
         check_ends({"one": length}, recipe)

@@ -225,6 +225,12 @@ class WeightOwner(Layer):
         value = self.value
         return value.packed if isinstance(value, Stored) else ()
 
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first layers of the stretches of a stack whose shards have been joined already."""
+        value = self.value
+        return value.starts if isinstance(value, Stored) else ()
+
     def joined(self, start: int = 0, stop: int | None = None) -> Shards | None:
         """Returns shards that are gathered in place of `shards`, of layers `start` to `stop` of a stack; `None` if
         there are none."""

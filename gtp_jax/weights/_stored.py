@@ -16,26 +16,41 @@ from ._resolve import Groups, Path
 Joined = dict[Path, dict[int, Shards]]
 
 
+# Layers of a stack that are joined ahead of the rest: as many as have been gathered when the first has been computed.
+_AHEAD = 2
+
+
 def join_stored(groups: Groups, stored: Mapping[Path, Shards]) -> Joined:
     """Gathers over the optimizer's axes what ranks store of shards, in the dtype in which the shards travel.
 
     Of weights that travel in a format `quantize` gathers the codes. Weights that ranks store as whole shards are left
-    out.
+    out. In a model without codes the first two layers of each stack, and what is in no stack, come first: the rest may
+    arrive while the first layer computes.
 
     Args:
         groups: as `resolve` returns them.
         stored: by path of the module.
     """
     found: Joined = {}
+    rest: dict[Path, Shards] = {}
     coded = {path for (path, _), group in groups.items() if group.wire is not None}
+    kinds = {path: group for (path, _), group in groups.items() if group.wire is None and group.divided}
     for (path, layers), group in groups.items():
-        if group.wire is not None or not group.divided or (path not in coded and path in found):
+        if path not in kinds or group.wire is not None or (path not in coded and path in found):
             continue
-        mine = stored[path]
+        mine = tuple(lax.stop_gradient(x) for x in stored[path])
+        start = 0
         if path in coded:  # only the layers at its ends are in high precision
-            mine = tuple(x[layers.start : layers.stop] for x in mine)
-        shards = gather_stored([lax.stop_gradient(x) for x in mine], group.layouts, group.dtype)
-        found.setdefault(path, {})[layers.start] = shards
+            start = layers.start
+            mine = tuple(x[start : layers.stop] for x in mine)
+        elif not coded and layers.stack is not None and len(mine[0]) > _AHEAD:
+            rest[path] = tuple(x[_AHEAD:] for x in mine)
+            mine = tuple(x[:_AHEAD] for x in mine)
+        found.setdefault(path, {})[start] = gather_stored(mine, group.layouts, group.dtype)
+    if rest:
+        rest, _ = lax.optimization_barrier((rest, found))  # else XLA would join both in one launch
+    for path, mine in rest.items():
+        found[path][_AHEAD] = gather_stored(mine, kinds[path].layouts, kinds[path].dtype)
     return found
 
 
