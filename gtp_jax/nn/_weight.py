@@ -13,6 +13,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from ..chain import Schedule
 from ..collectives import Packed, Shards, gathered, use_rows
 from ..formats import Operands
 from ..layout import Layout
@@ -67,9 +68,13 @@ def weight_owners(module: nnx.Module) -> dict[Path, WeightOwner]:
 
 def structure_of(model: nnx.Module) -> Structure:
     """Returns what recipes need to know of a model."""
-    stacks = {(*path, "layers"): m.length for path, m in nnx.iter_modules(model) if isinstance(m, StackedLayers)}
-    owners = weight_owners(model).items()
-    return Structure(type(model).__name__, {path: owner.built_group for path, owner in owners}, stacks)
+    stacks = {(*path, "layers"): m for path, m in nnx.iter_modules(model) if isinstance(m, StackedLayers)}
+    return Structure(
+        type(model).__name__,
+        {path: owner.built_group for path, owner in weight_owners(model).items()},
+        {path: m.length for path, m in stacks.items()},
+        frozenset(path for path, m in stacks.items() if m.schedule.unroll == "full"),
+    )
 
 
 def name_weights(model: nnx.Module) -> None:
@@ -126,9 +131,11 @@ class StackedLayers(Layer):
 
     Attributes:
         length: how many.
+        schedule: when things happen.
     """
 
     length: int
+    schedule: Schedule
 
 
 class WeightOwner(Layer):

@@ -215,11 +215,12 @@ def _model_of(
         whole_gradients: leave out the sum over the optimizer's axes, as for `as_shards`.
     """
     model = model_def.model(params)
-    groups = resolve(structure_of(model), recipe)
+    structure = structure_of(model)
+    groups = resolve(structure, recipe)
     if recipe is None and not any(group.divided for group in groups.values()):
         return lambda params, key=None: model_def.model(params)
     stored = shards_of(model)
-    joined = join_stored(groups, stored)
+    joined = join_stored(groups, stored, structure.written_out)
     quantized = quantize(groups, stored, pregathered_layers)
     decided = of_shards(groups) if whole_gradients else groups
 

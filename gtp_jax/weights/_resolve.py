@@ -34,11 +34,13 @@ class Structure:
         name: of the model's type.
         weights: by path of each module that owns kernels, its group in high precision.
         stacks: lengths of stacks, by path of their layers.
+        written_out: stacks that run without a loop, by path of their layers.
     """
 
     name: str
     weights: Mapping[Path, WeightGroup]
     stacks: Mapping[Path, int]
+    written_out: frozenset[Path] = frozenset()
 
 
 # What is decided about the weights of each module, for each stretch of layers, in the model's order.

@@ -216,6 +216,37 @@ def test_every_device_stores_its_part_of_masters_and_moments():
         assert parts == 8 or a.size <= 2 * 96
 
 
+class Deep(nnx.Module):
+    """Ten layers: joined two first, then six, then two."""
+
+    def __init__(self, rngs):
+        make = functools.partial(gtp.Dense, 48, 48, dtype="float64", param_dtype="float64")
+        self.stack = gtp.Stack(make, 10, rngs=rngs)
+
+    def __call__(self, x):
+        return self.stack(x)
+
+
+def cubes(model, batch):
+    return jnp.sum(model(batch["x"]) ** 3), jnp.float64(batch["x"].shape[0])
+
+
+def test_layers_that_arrive_in_parts_are_those_of_one_array(x64):
+    found = []
+    x = np.random.default_rng(0).normal(size=(8, 4, 48))
+    for degrees in (None, CUBE):
+        with place(degrees):
+            optimizer = optax.adam(1e-2)
+            state = gtp.TrainState.create(gtp.init(Deep, nnx.Rngs(0)), optimizer)
+            step = gtp.train_step(cubes, optimizer)
+            program = step.lower(state, {"x": x}).compile()
+            state, metrics = program(state, {"x": x})
+            found.append(host((metrics["loss"], state.params)))
+    assert_close(found[1], found[0], 1e-11, "")
+    joined = [c for c in plan.collectives(program.as_text()) if c.axes == ("dp",) and c.kind == "all-gather"]
+    assert sorted(c.operands[0].dims[1] for c in joined) == [2, 2, 6]
+
+
 def test_a_model_outside_a_train_step_gathers_for_itself(x64):
     """`nnx.value_and_grad` under `nnx.jit`, in global view."""
 
