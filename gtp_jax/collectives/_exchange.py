@@ -30,7 +30,8 @@ from jaxtyping import Float
 from ..formats import Format, PackPlan, Piece
 from ..layout import Layout
 from ..ops import multi_amax, pack, power_of_two_amax, quantizable, unpack
-from ._weight import WIRE, Shards, as_shards, unfuse
+from ._stored import WIRE
+from ._weight import Shards, as_shards, unfuse
 
 _Send = Callable[[jax.Array], jax.Array]
 

@@ -8,6 +8,11 @@ a format.
 Where shards would cut a format's blocks in two (7 rows of blocks of 16), a layer's masters are gathered once a step,
 layer by layer, and quantized whole on every rank; each rank keeps an equal part of the bytes, and that is what travels
 in every pass. So the blocks are those of the whole weight on every mesh.
+
+[Note: stored]
+Where the optimizer's axes divide shards in storage, each rank quantizes what it stores, and the codes are gathered over
+these axes, once. Where that would cut blocks in two, the masters are gathered and the shards quantized, as they would
+be if each rank stored them. Either way the bytes are the same.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from ..formats import SECTION_BYTES, Format, PackPlan, Piece, QuantizedArray
 from ..layout import Layout, axes_in_use
 from ..mesh import degrees
 from ..ops import multi_amax, pack, power_of_two_amax, quantizable, unpack
+from ._stored import gather_stored, is_divided
 from ._weight import Shards, fuse, fuse_kernels, whole_kernels
 
 # The layouts of each fused weight's kernels.
@@ -61,8 +67,8 @@ class Bundle:
     """Weights that are to travel in one buffer.
 
     Attributes:
-        shards: by name of the fused weight, this rank's shards of its kernels, with the leading dimension of a stack or
-            without.
+        shards: by name of the fused weight, this rank's shards of its kernels, or what it stores of them, with the
+            leading dimension of a stack or without.
         fused: the layouts of each one's kernels.
         format: of the codes.
         powers_of_two: whether a tensor's scale is rounded to one.
@@ -77,7 +83,7 @@ class Bundle:
 
     @property
     def kernels(self) -> list[jax.Array]:
-        """All shards, in the order in which they travel: matrices, an expert's each by itself."""
+        """What is here of all kernels, in the order in which they travel: matrices, an expert's each by itself."""
         weights = zip(self.shards.values(), self.fused, strict=True)
         return [quantizable(x) for shards, layouts in weights for x in _matrices(shards, layouts)]
 
@@ -97,7 +103,8 @@ class Bundle:
 def pack_all(bundles: Sequence[Bundle]) -> list[Packed]:
     """Quantizes shards: one amax kernel and one reduction of one vector for all bundles, one launch for each.
 
-    The amax of a weight is taken over the axes that shard it, and not over replicas, which agree already.
+    The amax of a weight is taken over the axes that shard it, and not over replicas, which agree already. What is
+    stored of shards is joined to shards; see [Note: stored].
     """
     scaled = [x for bundle in bundles if bundle.format.has_amax for x in bundle.kernels]
     stacks = [x[None] if x.ndim == 2 else x for x in scaled]
@@ -119,11 +126,61 @@ def pack_all(bundles: Sequence[Bundle]) -> list[Packed]:
             if bundle.powers_of_two:
                 amax = power_of_two_amax(amax, bundle.format)
         if fits_blocks(bundle.fused, bundle.format):
-            buffer = pack(bundle.kernels, bundle.format, amax, plan_of(bundle.fused, bundle.format))
+            buffer = _pack_shards(bundle, amax)
         else:
             buffer = _pack_whole(bundle, amax)
         found.append(Packed(buffer, amax, bundle.format, tuple(bundle.shards)))
     return found
+
+
+def _pack_shards(bundle: Bundle, amax: jax.Array | None) -> jax.Array:
+    """Returns the bytes of this rank's shards; see [Note: stored]."""
+    form, fused, plan = bundle.format, bundle.fused, plan_of(bundle.fused, bundle.format)
+    first = fused[0][0]
+    if not is_divided(next(iter(bundle.shards.values()))[0], first):
+        return pack(bundle.kernels, form, amax, plan)
+    if not _stored_fits_blocks(fused, form):
+        kernels = {
+            name: gather_stored(stored, layouts)
+            for (name, stored), layouts in zip(bundle.shards.items(), fused, strict=True)
+        }
+        return pack(dataclasses.replace(bundle, shards=kernels).kernels, form, amax, plan)
+    stored_plan = _plan(tuple(map(tuple, fused)), form, stored=True)
+    parts = lax.all_gather(pack(bundle.kernels, form, amax, stored_plan), first.optimizer_axes, axis=0)
+    by_rows = [
+        one.optimizer_dim == one.rows for layouts in fused for _ in range(layouts[0].matrices) for one in layouts
+    ]
+    return _joined(parts, by_rows, form, stored_plan, plan)
+
+
+def _joined(parts: jax.Array, by_rows: Sequence[bool], form: Format, stored: PackPlan, plan: PackPlan) -> jax.Array:
+    """Returns the buffer of shards, joined from those of what ranks store.
+
+    Args:
+        parts: `(ranks, *stack, bytes)`.
+        by_rows: whether ranks divide the rows of a piece, instead of its columns.
+        form: of the codes.
+        stored: where each piece of a part lies.
+        plan: where each piece of the result lies.
+    """
+    pairs = []
+    for rows, (codes, scales), (whole, whole_scales) in zip(
+        by_rows, stored.sections(form), plan.sections(form), strict=True
+    ):
+        pairs.append((rows, codes, whole))
+        if scales is not None and whole_scales is not None:
+            pairs.append((rows, scales, whole_scales))
+    pieces = []
+    end = 0
+    for rows, part, whole in sorted(pairs, key=lambda pair: pair[2].start):
+        lead = parts.shape[1:-1]
+        matrices = jnp.reshape(parts[..., part.start : part.start + part.bytes], (len(parts), *lead, *part.shape))
+        matrix = jnp.concatenate([matrices[rank] for rank in range(len(parts))], axis=-2 if rows else -1)
+        flat = jnp.reshape(matrix, (*lead, whole.bytes))
+        pieces.append(jnp.pad(flat, (*((0, 0),) * len(lead), (whole.start - end, 0))))
+        end = whole.start + whole.bytes
+    joined = jnp.concatenate(pieces, axis=-1)
+    return jnp.pad(joined, (*((0, 0),) * (joined.ndim - 1), (0, plan.bytes(form) - end)))
 
 
 def _pack_whole(bundle: Bundle, amax: jax.Array | None) -> jax.Array:
@@ -136,6 +193,7 @@ def _pack_whole(bundle: Bundle, amax: jax.Array | None) -> jax.Array:
         shards, amax = layer
         kernels = []
         for mine, layouts in zip(shards, bundle.fused, strict=True):
+            mine = gather_stored(mine, layouts)
             rows = [jnp.moveaxis(x, layout.rows, -2) for x, layout in zip(mine, layouts, strict=True)]
             parts = lax.all_gather(jnp.concatenate(rows, axis=-2), first.axes, axis=0)
             kernels += _matrices(whole_kernels(parts, layouts), layouts)
@@ -250,6 +308,15 @@ def fits_blocks(fused: Fused, form: Format) -> bool:
     return fused[0][0].ranks == 1 or all(fits(layout) for layouts in fused for layout in layouts)
 
 
+def _stored_fits_blocks(fused: Fused, form: Format) -> bool:
+    """Says whether what ranks store holds whole blocks of a format; see [Note: stored]."""
+    block_rows, block_cols = form.block or (1, 1)
+    # codes of 4 bits lie in pairs
+    block_cols = max(block_cols, 8 // form.element_bits)
+    sizes = [layout.matrix_of(layout.stored_shape) for layouts in fused for layout in layouts]
+    return all(rows % block_rows == 0 and cols % block_cols == 0 for rows, cols in sizes)
+
+
 def _bytes_sent(fused: Fused, form: Format) -> int:
     """Returns the bytes that each rank sends in a gather."""
     size = plan_of(fused, form).bytes(form)
@@ -275,14 +342,16 @@ def plan_of(fused: Fused, form: Format) -> PackPlan:
 
 
 @functools.cache
-def _plan(fused: tuple[tuple[Layout, ...], ...], form: Format) -> PackPlan:
+def _plan(fused: tuple[tuple[Layout, ...], ...], form: Format, stored: bool = False) -> PackPlan:
+    """Returns the plan of shards or whole kernels, or of what ranks store of shards."""
     block_cols = form.block[1] if form.block else 1
     by_shard = fits_blocks(fused, form)
     pieces = []
     for out, layouts in enumerate(fused):
         row = 0
         for layout in [one for _ in range(layouts[0].matrices) for one in layouts]:
-            rows, cols = layout.matrix_of(layout.shard_shape if by_shard else layout.whole_shape)
+            here = layout.stored_shape if stored else layout.shard_shape
+            rows, cols = layout.matrix_of(here if by_shard else layout.whole_shape)
             length = layout.matrix_of(layout.whole_shape)[1]
             if length < block_cols:
                 raise ValueError(

@@ -29,11 +29,9 @@ from jaxtyping import Float
 
 from ..layout import BLOCK, Layout
 from ..ops import row_major
+from ._stored import WIRE, gather_stored
 
 Shards = tuple[jax.Array, ...]
-
-# XLA's CPU backend widens 16-bit floats in collectives; as integers they keep their true size on every backend.
-WIRE = {np.dtype(jnp.bfloat16): jnp.uint16, np.dtype(jnp.float16): jnp.uint16}
 
 
 def gather_weight(
@@ -42,7 +40,8 @@ def gather_weight(
     """Returns the fused weight of a layer, from this rank's shards.
 
     Args:
-        shards: one array a kernel, each of its layout's `shard_shape`.
+        shards: one array a kernel, each of its layout's `shard_shape`; or of its `stored_shape`, which is first joined
+            to a shard.
         layouts: the kernels' layouts; see `layouts_of_kernels`.
         dtype: the dtype on the wire and in the matmul.
 
@@ -50,7 +49,8 @@ def gather_weight(
         `(rows, features_in)`, or of experts `(ranks, experts, rows, features_in)`; see [Note: the fused weight]. With
         one rank no collective is issued.
     """
-    rows = [jnp.moveaxis(s.astype(dtype), layout.rows, -2) for s, layout in zip(shards, layouts, strict=True)]
+    shards = gather_stored(shards, layouts, dtype)
+    rows = [jnp.moveaxis(s, layout.rows, -2) for s, layout in zip(shards, layouts, strict=True)]
     part = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=-2)
     ranks, axes, wire = layouts[0].ranks, layouts[0].axes, WIRE.get(part.dtype)
     flat = jnp.reshape(part, (-1, part.shape[-1]))

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .. import plan
 from .._flags import check_knobs, knob, piece
 from ..layout import Layout
-from ..mesh import Parallelism, Roles, make_mesh
+from ..mesh import Parallelism, Roles, make_mesh, use_roles
 from ..models import PRESETS, build, family_of, preset_of
 from ..nn import Explanation, abstract_model, explain
 from ..recipes import Quantization
@@ -127,7 +127,8 @@ def inspect(options: InspectOptions) -> Inspection:
     host = _cpu_devices(1 if target else math.prod(degrees.values()))
     mesh = make_mesh(**degrees, devices=plan.topology_devices(target) if target else host)
     optimizer = optax.adamw(1e-3)
-    with jax.set_mesh(mesh):  # which also decides for what platform's compiler the step has options
+    # the mesh also decides for what platform's compiler the step has options
+    with jax.set_mesh(mesh), use_roles(options.parallelism.roles):
         step = train_step(
             family_of(config).loss,
             optimizer,
@@ -136,6 +137,7 @@ def inspect(options: InspectOptions) -> Inspection:
             recipe=recipe,
             pregathered_layers=options.quantization.pregathered_layers,
             view="local",
+            reduce_over_dp=execution.reduce_over_dp,
         )
         model = abstract_model(lambda rngs: build(config, rngs=rngs))
         state = TrainState.create(model, optimizer)
@@ -217,6 +219,8 @@ def _note(layout: Layout, degrees: dict[str, int]) -> str:
     whole = [axis for axis in layout.roles.weights if degrees[axis] > 1 and axis not in layout.axes]
     if layout.takes_part and split is not None and split.axis is not None and split.axis not in layout.axes:
         whole.insert(0, split.axis)
+    replicas = [axis for axis in layout.roles.over_optimizer if axis not in (*layout.axes, *layout.optimizer_axes)]
+    whole += [axis for axis in replicas if degrees[axis] > 1]
     if whole:
         notes.append(f"stored whole on every rank of {', '.join(whole)}")
     if layout.takes_part and split is not None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from typing import Any
 
 from .. import plan
 from .._flags import settings_of
-from ..plan import columns, quantity
+from ..plan import COMPUTE, columns, quantity
 from ._inspection import Inspection
 from ._timeline import seconds
 
@@ -22,7 +23,8 @@ def as_text(inspection: Inspection) -> str:
         "collectives of one step\n\n" + plan.table(inspection.collectives),
     ]
     if inspection.schedule is not None:
-        sections += ["order of launches\n\n" + plan.render(inspection.schedule), _overlap(inspection)]
+        sections += ["order of launches\n\n" + plan.render(inspection.schedule), _over_dp(inspection)]
+        sections.append(_overlap(inspection))
     return "\n\n".join(sections)
 
 
@@ -83,6 +85,28 @@ def _capacity(inspection: Inspection) -> str:
     return f"\n{share:.0%} of the {quantity(memory_bytes, 'B')} of an {chip}, by XLA's forecast"
 
 
+def _over_dp(inspection: Inspection) -> str:
+    """Says what runs under each collective over dp, those alike in one line."""
+    assert inspection.schedule is not None and inspection.timeline is not None
+    groups: dict[tuple[Any, ...], list[tuple[int, float, float]]] = defaultdict(list)
+    for span in inspection.timeline.spans:
+        event, own = span.event, span.event.collective
+        if own is None or "dp" not in own.axes:
+            continue
+        under = [e.kind for e in inspection.schedule.under(event)]
+        words = ", ".join(f"{under.count(kind)} {kind}" for kind in COMPUTE if kind in under)
+        alike = (event.kind, event.direction, own.axes, own.dtype, own.wire_bytes, words or "nothing")
+        groups[alike].append((event.times, span.end_us - span.start_us, span.exposed_us))
+    rows = []
+    for (kind, direction, axes, dtype, sent, words), found in groups.items():
+        times, lasts, exposed = (sum(column) for column in zip(*found, strict=True))
+        cells = (times, kind, direction, ",".join(axes), dtype, quantity(sent, "B"), words)
+        rows.append((*cells, seconds(lasts), seconds(exposed)))
+    header = ("count", "kind", "pass", "over", "dtype", "sent each", "computed meanwhile", "modelled", "exposed")
+    title = "collectives over dp, and what hides them"
+    return f"{title}\n\n{columns(header, rows, right=(0, 5, 7, 8)) if rows else 'none'}"
+
+
 def _overlap(inspection: Inspection) -> str:
     assert inspection.schedule is not None and inspection.timeline is not None
     rows = []
@@ -134,5 +158,6 @@ def _collective(c: plan.Collective) -> dict[str, Any]:
 
 def _event(e: plan.Event, exposed: bool) -> dict[str, Any]:
     kept = ("kind", "name", "start", "end", "times", "depth", "direction", "flops")
-    size = {} if e.collective is None else {"wire_bytes": e.collective.wire_bytes, "exposed": exposed}
+    own = e.collective
+    size = {} if own is None else {"axes": own.axes, "wire_bytes": own.wire_bytes, "exposed": exposed}
     return {**{name: getattr(e, name) for name in kept}, "result": [str(s) for s in e.shapes], **size}

@@ -17,14 +17,19 @@ from ._split import Split
 # shard has whole blocks, so that each rank can quantize its own.
 BLOCK_ROWS, BLOCK = 16, 32
 
+# Elements of a shard up to which no word is lost about a replica of it on each rank of the optimizer's axes.
+SMALL = 1 << 16
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """A weight's storage and its use.
 
     *Storage* is what users, optimizers and checkpoints see: an array of the logical shape, each dimension divided
-    evenly by the mesh axes that shard it. *Use* is what a rank multiplies with: the weight gathered over `axes`; where
-    ranks of the tensor axis own unequal parts of it (`split`), this rank's part, padded to the longest.
+    evenly by the mesh axes that shard it. A *shard* is what a rank sends when the weight is gathered: what it stores,
+    or that gathered over `optimizer_axes`, where these divide storage further. *Use* is what a rank multiplies with:
+    the weight gathered over `axes`; where ranks of the tensor axis own unequal parts of it (`split`), this rank's part,
+    padded to the longest.
 
     Attributes:
         shape: logical shape: a matrix, or matrices behind leading dimensions (experts).
@@ -37,6 +42,9 @@ class Layout:
         takes_part: whether storage is not sharded over the tensor axis, so that each rank takes its part of what was
             gathered. So it is where the split of any kernel of a gather is uneven.
         roles: of the mesh axes.
+        optimizer_axes: the mesh axes that divide a shard in storage, outermost first.
+        optimizer_degrees: sizes of `optimizer_axes`.
+        optimizer_dim: the dimension that they divide, or `None`.
 
     Raises:
         ValueError: if the axes that shard a dimension do not divide it.
@@ -51,6 +59,9 @@ class Layout:
     degrees: tuple[int, ...] = ()
     takes_part: bool = False
     roles: Roles = Roles()
+    optimizer_axes: tuple[str, ...] = ()
+    optimizer_degrees: tuple[int, ...] = ()
+    optimizer_dim: int | None = None
 
     def __post_init__(self) -> None:
         if self.shard_dim is None:
@@ -61,9 +72,7 @@ class Layout:
                 f"{self.split.owners} units a rank, so storage cannot be sharded over it. Pass `takes_part=True`."
             )
         for dim, size in enumerate(self.shape):
-            parts = (self.tensor_degree if dim == self._stored_split else 1) * (
-                self.ranks if dim == self.shard_dim else 1
-            )
+            parts = self._parts(dim) * (self.copies if dim == self.optimizer_dim else 1)
             if size % parts:
                 raise ValueError(
                     f"dimension {dim} of a weight of shape {self.shape} is sharded {parts} ways, which do not divide "
@@ -74,6 +83,11 @@ class Layout:
     def ranks(self) -> int:
         """Returns how many shards a gather joins."""
         return math.prod(self.degrees)
+
+    @property
+    def copies(self) -> int:
+        """Returns how many ranks divide a shard in storage among them: 1 if each stores it whole."""
+        return math.prod(self.optimizer_degrees)
 
     @property
     def tensor_degree(self) -> int:
@@ -103,20 +117,30 @@ class Layout:
         if self._stored_split is not None and self.split is not None and self.split.axis is not None:
             entries[self._stored_split].append(self.split.axis)
         entries[self.shard_dim or 0] += self.axes
+        entries[self.optimizer_dim or 0] += self.optimizer_axes  # innermost, so that they join to a shard
         return PartitionSpec(*(None if not e else e[0] if len(e) == 1 else tuple(e) for e in entries))
 
     @property
     def shards(self) -> int:
-        """Returns how many different shards storage has, over all axes."""
+        """Returns how many different shards a weight has."""
         return self.ranks * (1 if self._stored_split is None else self.tensor_degree)
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
+        """Shape of what one rank sends in a gather."""
+        return tuple(size // self._parts(d) for d, size in enumerate(self.shape))
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
         """Shape of what one rank stores."""
         return tuple(
-            size // (self.tensor_degree if d == self._stored_split else 1) // (self.ranks if d == self.shard_dim else 1)
-            for d, size in enumerate(self.shape)
+            size // self.copies if d == self.optimizer_dim else size for d, size in enumerate(self.shard_shape)
         )
+
+    @property
+    def of_shards(self) -> Layout:
+        """The layout of the same weight, stored as shards."""
+        return dataclasses.replace(self, optimizer_axes=(), optimizer_degrees=(), optimizer_dim=None)
 
     @property
     def use_shape(self) -> tuple[int, ...]:
@@ -135,7 +159,7 @@ class Layout:
 
     @property
     def matrices(self) -> int:
-        """Returns how many matrices one rank stores: its experts; 1 of a weight that is a matrix itself."""
+        """Returns how many matrices one rank has: its experts; 1 of a weight that is a matrix itself."""
         return math.prod(self.shard_shape[:-2])
 
     def check_mesh(self, name: str) -> None:
@@ -147,12 +171,17 @@ class Layout:
         built = dict(zip(self.axes, self.degrees, strict=True))
         if self.split is not None and self.split.axis is not None:
             built[self.split.axis] = self.tensor_degree
+        built |= dict(zip(self.optimizer_axes, self.optimizer_degrees, strict=True))
         here = {axis: degree(axis) for axis in built}
         if built != here:
             raise ValueError(
                 f"{name} was built for a mesh with {_listed(built)}; the mesh in scope has {_listed(here)}. Build the "
                 "model under that mesh: `with jax.set_mesh(mesh): model = gtp_jax.init(...)`."
             )
+
+    def _parts(self, dim: int) -> int:
+        """Returns how many shards divide a dimension."""
+        return (self.tensor_degree if dim == self._stored_split else 1) * (self.ranks if dim == self.shard_dim else 1)
 
     @property
     def _stored_split(self) -> int | None:
@@ -171,9 +200,11 @@ def layouts_of_kernels(
     """Lays out kernels that meet the same input, and travel in one gather, on the mesh in scope.
 
     All get the same axes, and are sharded along rows or all along columns: rows if every shard then has whole blocks,
-    else columns if every shard has, else whichever dimension divides. Where the tensor axis does not divide the
-    units of a kernel evenly, storage is sharded over that axis too, and gathered over it. Kernels of which the axes
-    divide no dimension are gathered over fewer axes, as many ranks as can be, with a warning.
+    else columns if every shard has, else whichever dimension divides. What is stored is divided further over the
+    optimizer's axes, by the same rule, and stays whole over those that divide neither dimension, with a warning unless
+    it is small. Where the tensor axis does not divide the units of a kernel evenly, storage is sharded over that axis
+    too, and gathered over it. Kernels of which the axes divide no dimension are gathered over fewer axes, as many ranks
+    as can be, with a warning.
 
     Args:
         shapes: logical shapes, equal but for the rows.
@@ -206,14 +237,39 @@ def layouts_of_kernels(
     cols = 2 * len(shapes[0]) - 3 - rows
     for chosen in _choices(axes, None if even else roles.tensor):
         ranks = degrees(chosen)
-        for dim, multiple in ((rows, BLOCK_ROWS), (cols, BLOCK), (rows, 1), (cols, 1)):
-            if ranks == 1 or all(shape[dim] % (ranks * multiple) == 0 for shape in local):
-                _warn_of_whole(shapes[0], [axis for axis in axes if axis not in chosen])
-                sizes = tuple(map(degree, chosen))
-                return tuple(
-                    Layout(shape, rows, split_dim, split, dim if ranks > 1 else rows, chosen, sizes, not even, roles)
-                    for shape, split in zip(shapes, splits, strict=True)
-                )
+        dim = _dim_divided(local, ranks, rows, cols)
+        if dim is not None:
+            _warn_of_whole(shapes[0], [axis for axis in axes if axis not in chosen])
+            sizes = tuple(map(degree, chosen))
+            layouts = tuple(
+                Layout(shape, rows, split_dim, split, dim, chosen, sizes, not even, roles)
+                for shape, split in zip(shapes, splits, strict=True)
+            )
+            return _divided_further(layouts)
+    raise AssertionError("a choice of no axes divides everything")
+
+
+def _dim_divided(shapes: Sequence[tuple[int, ...]], ranks: int, rows: int, cols: int) -> int | None:
+    """Returns the dimension of all these shapes that so many ranks divide, if any: in whole blocks if they can."""
+    for dim, multiple in ((rows, BLOCK_ROWS), (cols, BLOCK), (rows, 1), (cols, 1)):
+        if ranks == 1 or all(shape[dim] % (ranks * multiple) == 0 for shape in shapes):
+            return dim if ranks > 1 else rows
+    return None
+
+
+def _divided_further(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
+    """Returns the layouts, their shards divided over the optimizer's axes, as many ranks as can be."""
+    first = layouts[0]
+    axes = tuple(axis for axis in first.roles.over_optimizer if axis not in first.axes and degree(axis) > 1)
+    shapes = [layout.shard_shape for layout in layouts]
+    for chosen in _choices(axes, None):
+        dim = _dim_divided(shapes, degrees(chosen), first.rows, first.cols)
+        if dim is not None:
+            if sum(map(math.prod, shapes)) > SMALL:
+                _warn_of_whole(first.shape, [axis for axis in axes if axis not in chosen])
+            further = {"optimizer_axes": chosen, "optimizer_degrees": tuple(map(degree, chosen))}
+            dims = {"optimizer_dim": dim if chosen else None}
+            return tuple(dataclasses.replace(layout, **further, **dims) for layout in layouts)
     raise AssertionError("a choice of no axes divides everything")
 
 

@@ -9,6 +9,8 @@ from ._axes import current_view as current_view
 from ._axes import degree as degree
 from ._axes import degrees as degrees
 from ._axes import make_mesh as make_mesh
+from ._degrees import check_degrees as check_degrees
+from ._degrees import fill_degrees as fill_degrees
 from ._devices import choose_devices as choose_devices
 from ._devices import has_gpu as has_gpu
 from ._devices import on_gpu as on_gpu
@@ -18,8 +20,6 @@ from ._hardware import runs_kernels as runs_kernels
 from ._hardware import supports_block_scaled_matmul as supports_block_scaled_matmul
 from ._hardware import supports_fp8_matmul as supports_fp8_matmul
 from ._parallelism import Parallelism as Parallelism
-from ._parallelism import check_degrees as check_degrees
-from ._parallelism import fill_degrees as fill_degrees
 from ._paths import Path as Path
 from ._paths import of_parameter as of_parameter
 from ._paths import with_paths as with_paths

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from ._parallelism import check_degrees, fill_degrees
+from ._degrees import check_degrees, fill_degrees
 
 DP, GTP, TP = "dp", "gtp", "tp"
 

@@ -1,49 +1,13 @@
-"""Degrees of the mesh axes: what a user gives, and what that leaves over."""
+"""Degrees of the mesh axes and what they do, as a user gives them."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 
 from .._flags import check_knobs, knob
-
-
-def fill_degrees(degrees: Mapping[str, int | None], devices: int) -> dict[str, int]:
-    """Returns the degrees with the one that is `None` set to what the others leave over, at least 1.
-
-    Args:
-        degrees: by axis, `None` for at most one.
-        devices: how many there are.
-
-    Raises:
-        ValueError: if a degree is not a whole number of at least 1.
-    """
-    for name, degree in degrees.items():
-        if degree is not None and (not isinstance(degree, int) or degree < 1):
-            raise ValueError(f"`{name}` is {degree!r}; a degree is a whole number of at least 1.")
-    given = math.prod(degree for degree in degrees.values() if degree is not None)
-    return {name: max(1, devices // given) if degree is None else degree for name, degree in degrees.items()}
-
-
-def check_degrees(degrees: Mapping[str, int], devices: int, *, remedy: str = "") -> None:
-    """Checks that degrees multiply to the number of devices.
-
-    Args:
-        degrees: by axis.
-        devices: how many there are.
-        remedy: what else may be done, beside choosing other degrees.
-
-    Raises:
-        ValueError: if they do not.
-    """
-    product = math.prod(degrees.values())
-    if product != devices:
-        words = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
-        raise ValueError(
-            f"{words} = {product}, but there are {devices} devices. Choose degrees whose product is the number of "
-            f"devices{remedy}."
-        )
+from ._degrees import fill_degrees
+from ._roles import Roles
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +18,7 @@ class Parallelism:
         ValueError: if a degree is not a whole number of at least 1.
     """
 
-    dp: int = knob(1, "mesh", "replicas of the sharded weights", metavar="N")
+    dp: int = knob(1, "mesh", "groups of ranks that gather weights among themselves", metavar="N")
     gtp: int | None = knob(None, "mesh", "shards of a weight (default: what dp and tp leave over)", metavar="N")
     tp: int | None = knob(
         None,
@@ -64,8 +28,17 @@ class Parallelism:
         metavar="N",
     )
 
+    shard_optimizer: bool = knob(
+        True, "mesh", "divide master weights and optimizer state over dp too (ZeRO)", kind=bool
+    )
+
     def __post_init__(self) -> None:
         check_knobs(self)
+
+    @property
+    def roles(self) -> Roles:
+        """The roles of the axes."""
+        return Roles() if self.shard_optimizer else Roles(optimizer=())
 
     def degrees(self, devices: int) -> dict[str, int]:
         """Returns the degrees on this many devices, of which some may be left over."""

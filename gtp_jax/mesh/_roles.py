@@ -19,19 +19,26 @@ class Roles:
     Attributes:
         batch: axes that shard the batch, outermost first.
         weights: axes that shard weights in storage, outermost first; weights are gathered over them just before use.
+        optimizer: axes that divide what is stored of a weight further, master and optimizer state (ZeRO), outermost
+            first; a train step gathers over them once. By default those of `batch` that `weights` does not name; `()`
+            keeps a replica on each of their ranks.
         tensor: the axis of tensor parallelism, which also shards the sequence between parallel layers; `None` for none.
 
     Raises:
-        ValueError: if an axis is named twice in a role, or `tensor` has another role too.
+        ValueError: if an axis is named twice in a role, `tensor` has another role too, or `optimizer` names an axis
+            that shards weights, or one that does not shard the batch.
     """
 
     batch: tuple[str, ...] = (DP, GTP)
     weights: tuple[str, ...] = (GTP,)
+    optimizer: tuple[str, ...] | None = None
     tensor: str | None = TP
 
     def __post_init__(self) -> None:
-        for name in ("batch", "weights"):
+        for name in ("batch", "weights", "optimizer"):
             axes = getattr(self, name)
+            if name == "optimizer" and axes is None:
+                continue
             if not isinstance(axes, tuple) or not all(isinstance(axis, str) for axis in axes):
                 raise ValueError(f"`{name}` is {axes!r}; it must be a tuple of mesh axes, such as ('gtp',).")
             if len(set(axes)) < len(axes):
@@ -41,8 +48,23 @@ class Roles:
                     f"`tensor` is {self.tensor!r}, which `{name}` {axes!r} names too: ranks of the tensor axis work on "
                     "the same examples with their own parts of a weight. Take it out of one of them."
                 )
+        wrong = [axis for axis in self.optimizer or () if axis in self.weights or axis not in self.batch]
+        if wrong:
+            raise ValueError(
+                f"`optimizer` is {self.optimizer!r}, of which {', '.join(wrong)} shards weights already or does not "
+                f"shard the batch; allowed are {self._replicas!r}. Leave it out, or pass `()` for replicas."
+            )
         if self.tensor is not None and not isinstance(self.tensor, str):
             raise ValueError(f"`tensor` is {self.tensor!r}; it must be the name of one mesh axis, or `None`.")
+
+    @property
+    def over_optimizer(self) -> tuple[str, ...]:
+        """The axes of `optimizer`, also where they are those by default."""
+        return self._replicas if self.optimizer is None else self.optimizer
+
+    @property
+    def _replicas(self) -> tuple[str, ...]:
+        return tuple(axis for axis in self.batch if axis not in self.weights)
 
 
 _scope = jax.make_user_context(default_value=Roles())
@@ -77,5 +99,6 @@ def loss_copies(roles: Roles) -> int:
 
 
 def current_roles() -> Roles:
-    """Returns the roles in scope: batch over dp and gtp, weights over gtp, tensor parallelism over tp by default."""
+    """Returns the roles in scope. By default: batch over dp and gtp, weights over gtp, what is stored of them over dp
+    too, tensor parallelism over tp."""
     return _scope.value

@@ -210,7 +210,9 @@ def _value_spec(variable: nnx.Variable) -> Any:
         assert layout is not None
         shard = stacked_spec(layout.spec, value.shard.ndim)
         stacked = value.groups[0][0].stack is not None
-        return Stored(shard, value.groups, ranks_spec(stacked=stacked), PartitionSpec())  # pyright: ignore[reportArgumentType]
+        joined = stacked_spec(layout.of_shards.spec, value.shard.ndim)
+        specs: dict[str, Any] = {"packed": ranks_spec(stacked=stacked), "keys": PartitionSpec(), "joined": joined}
+        return Stored(shard, value.groups, starts=value.starts, **specs)  # pyright: ignore[reportArgumentType]
     if isinstance(value, Gathered):
         return Gathered(ranks_spec(), value.group, PartitionSpec())  # pyright: ignore[reportArgumentType]
     return PartitionSpec() if value is None else partition_of(variable)

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 from flax import nnx
 from jax import lax
 
-from ..collectives import Shards
+from ..collectives import Shards, gather_stored
+from ..layout import Layout
 from ..mesh import current_view, stacked_spec
 from ..recipes import Recipe, current_recipe
 from ..weights import (
     CallKeys,
     Groups,
+    Joined,
     Layers,
     Path,
     Quantized,
     Stored,
     WeightGroup,
     check_ends,
+    join_stored,
     key_for,
     quantize,
     resolve,
@@ -40,30 +43,37 @@ def quantize_weights(model: nnx.Module, recipe: Recipe, pregathered_layers: int 
 
 
 def shards_of(model: nnx.Module) -> dict[Path, Shards]:
-    """Returns this rank's shards of all weights, by path of the module that owns them. Called in local view."""
+    """Returns what this rank stores of all weights, by path of the module that owns them. Called in local view."""
     return {path: owner.shards() for path, owner in weight_owners(model).items()}
 
 
-def with_groups(model: nnx.Module, groups: Groups, quantized: Quantized, key: jax.Array | None = None) -> Any:
-    """Returns a copy of the model that gathers these codes, and multiplies and sums gradients as its weight groups say.
-    Gradients still go to its own parameters.
+def with_groups(
+    model: nnx.Module, groups: Groups, quantized: Quantized, key: jax.Array | None = None, joined: Joined | None = None
+) -> Any:
+    """Returns a copy of the model that gathers these codes and shards, and multiplies and sums gradients as its weight
+    groups say. Gradients still go to its own parameters.
 
     Args:
         model: in local view.
         groups: as `gtp_jax.weights.resolve` returns them.
         quantized: what `gtp_jax.weights.quantize` made of them.
         key: uint32 `(2,)`, for stochastic rounding: of this step, microbatch and rank; without gradients none.
+        joined: what `gtp_jax.weights.join_stored` made of what ranks store; each module joins its own by default.
     """
+    joined = joined or {}
     by_path: dict[Path, list[tuple[Layers, WeightGroup]]] = {}
     for (path, layers), group in groups.items():
         by_path.setdefault(path, []).append((layers, group))
-    values = {}
+    values: dict[Path, list[Stored]] = {}
     for path, shards in shards_of(model).items():
         decided = tuple(by_path[path])
-        stored = [Stored(shard, decided) for shard in shards]
         keys = None if key is None else _keys_of(key, path, decided)
-        stored[0] = Stored(shards[0], decided, quantized.get(path, ()), keys)
-        values[path] = stored
+        ahead = joined.get(path, {})
+        values[path] = []
+        for i, shard in enumerate(shards):
+            first = {"packed": quantized.get(path, ()), "keys": keys} if i == 0 else {}
+            own = tuple(kernels[i] for kernels in ahead.values())
+            values[path].append(Stored(shard, decided, joined=own, starts=tuple(ahead), **first))
     return with_weights(model, values)
 
 
@@ -98,6 +108,20 @@ def quantize_in_view(
 
     of_stacks, others = on_ranks(local, (specs,), (ranks_spec(stacked=True), ranks_spec()))(shards)
     return {**of_stacks, **others}
+
+
+def join_in_view(groups: Groups, stored: Mapping[Path, Shards], written_out: Collection[Path]) -> Joined:
+    """Returns `gtp_jax.weights.join_stored(...)`; in global view of global arrays, which are then sharded as a gather
+    wants them."""
+    if current_view() != "global":
+        return join_stored(groups, stored, written_out)
+
+    def gather(stored: Shards, layouts: Sequence[Layout], dtype: Any) -> Shards:
+        into = tuple(stacked_spec(layout.spec, x.ndim) for layout, x in zip(layouts, stored, strict=True))
+        out = tuple(stacked_spec(layout.of_shards.spec, x.ndim) for layout, x in zip(layouts, stored, strict=True))
+        return on_ranks(lambda stored: gather_stored(stored, layouts, dtype), (into,), out)(stored)
+
+    return join_stored(groups, stored, written_out, gather)
 
 
 def _keys_of(key: jax.Array, path: Path, groups: tuple[tuple[Layers, WeightGroup], ...]) -> CallKeys | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -93,9 +93,12 @@ def _stages(part: Part, shared: SharedInputs) -> list[Stage]:
     buffers = [one for owner in template.owners.values() for one in owner.packed]
     bundled = {path for one in buffers for path in one.members}
 
-    def unbundled(shards: Any) -> Any:
-        return shards if not bundled else {path: own for path, own in shards.items() if path not in bundled}
+    def gathered(own: Any, start: int, stop: int, but: Collection[Any] = ()) -> Any:
+        """Returns what is gathered of these layers: `own`, or what takes its place, but for some paths."""
+        joined = {path: owner.joined(start, stop) for path, owner in template.owners.items() if path not in but}
+        return {path: own[path] if shards is None else shards for path, shards in joined.items()}
 
+    some_joined = any(owner.joined() is not None for owner in template.owners.values())
     pregathered = tuple(one for one in buffers if one.gathered)
     packed = tuple(one for one in buffers if not one.gathered)
     quantized = [layers for groups in by_layers.values() for layers, group in groups if group.wire is not None]
@@ -103,6 +106,7 @@ def _stages(part: Part, shared: SharedInputs) -> list[Stage]:
     last = max((layers.stop for layers in quantized), default=0)
     ahead = first + (pregathered[0].buffer.shape[0] if pregathered else 0)
     ends = {end for groups in by_layers.values() for layers, _ in groups for end in layers[:2]}
+    ends |= {start for owner in template.owners.values() for start in owner.starts}
     bounds = sorted({0, *ends, ahead, length})
     keys = _layer_keys(template.owners, length)
     pieces = _split((template.shards, template.params, (keys, template.constants)), bounds[1:-1])
@@ -110,11 +114,11 @@ def _stages(part: Part, shared: SharedInputs) -> list[Stage]:
     for start, stop, (own, params, constants) in zip(bounds, bounds[1:], pieces, strict=False):
         groups = {path: _of_layer(start, groups) for path, groups in by_layers.items()}
         if not first <= start < last:
-            inputs, at = ((), template.shards), start
+            inputs, at = (((), gathered(own, start, stop)), 0) if some_joined else (((), template.shards), start)
         elif start < ahead:
-            inputs, at = (pregathered, unbundled(own)), 0
+            inputs, at = (pregathered, gathered(own, start, stop, bundled)), 0
         else:
-            inputs, at = (packed, unbundled(template.shards)), start
+            inputs, at = (packed, gathered(template.shards, 0, length, bundled)), start
         stage = template.stage(groups, own, inputs, params, constants, part.remat, shared)
         stages.append(dataclasses.replace(stage, length=stop - start, stacked=True, first=at))
     return stages
@@ -184,7 +188,8 @@ class _Template:
 
         gather = functools.partial(_gather, groups)
         if current_view() == "global":
-            gather, slots, to_shards = _in_global_view(groups, gather, slots, to_shards)
+            joined = {path for path, owner in self.owners.items() if owner.joined() is not None}
+            gather, slots, to_shards = _in_global_view(groups, joined, gather, slots, to_shards)
         return Stage(
             shards,
             gather_inputs,
@@ -231,14 +236,30 @@ def _gather(groups: Groups, inputs: tuple[tuple[Packed, ...], Any]) -> Weights:
 
 
 def _in_global_view(
-    groups: Groups, gather: Callable[..., Weights], slots: Callable[..., Slots], to_shards: Callable[..., Any]
+    groups: Groups,
+    joined: Collection[Any],
+    gather: Callable[..., Weights],
+    slots: Callable[..., Slots],
+    to_shards: Callable[..., Any],
 ) -> tuple[Callable[..., Weights], Callable[..., Slots], Callable[..., Any]]:
-    """Returns the three, on global arrays: weights, slots and their gradients are every rank's own."""
+    """Returns the three, on global arrays: weights, slots and their gradients are every rank's own.
+
+    Args:
+        groups: by path.
+        joined: paths of which shards are gathered, joined from what ranks store.
+        gather: in local view, and so are the others.
+        slots: of gathered weights.
+        to_shards: from gradients of gathered weights.
+    """
     ranks = ranks_spec()
     specs = {path: tuple(layout.spec for layout in group.layouts) for path, group in groups.items()}
+    sent = {
+        path: tuple(one.of_shards.spec for one in group.layouts) if path in joined else specs[path]
+        for path, group in groups.items()
+    }
 
     def gather_globally(inputs: tuple[tuple[Packed, ...], Any]) -> Weights:
-        into = {path: ranks if isinstance(own, Packed) else specs[path] for path, own in inputs[1].items()}
+        into = {path: ranks if isinstance(own, Packed) else sent[path] for path, own in inputs[1].items()}
         return on_ranks(lambda inputs: by_rank(gather(inputs)), ((ranks, into),), ranks)(inputs)
 
     def to_global_shards(gradients: tuple[Any, Slots]) -> dict[Any, Any]:
@@ -249,7 +270,7 @@ def _in_global_view(
 
 def _sent(owner: WeightOwner) -> Any:
     """Returns what a rank sends in a gather of a module's weight."""
-    if current_view() != "global" or owner.group.wire is None or owner.packed:
+    if current_view() != "global" or owner.group.wire is None or owner.packed or owner.joined() is not None:
         return owner.sent()
     specs = tuple(layout.spec for layout in owner.layouts)
     return on_ranks(owner.sent_of, (specs,), ranks_spec())(owner.shards())

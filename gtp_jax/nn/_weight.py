@@ -13,6 +13,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from ..chain import Schedule
 from ..collectives import Packed, Shards, gathered, use_rows
 from ..formats import Operands
 from ..layout import Layout
@@ -67,9 +68,13 @@ def weight_owners(module: nnx.Module) -> dict[Path, WeightOwner]:
 
 def structure_of(model: nnx.Module) -> Structure:
     """Returns what recipes need to know of a model."""
-    stacks = {(*path, "layers"): m.length for path, m in nnx.iter_modules(model) if isinstance(m, StackedLayers)}
-    owners = weight_owners(model).items()
-    return Structure(type(model).__name__, {path: owner.built_group for path, owner in owners}, stacks)
+    stacks = {(*path, "layers"): m for path, m in nnx.iter_modules(model) if isinstance(m, StackedLayers)}
+    return Structure(
+        type(model).__name__,
+        {path: owner.built_group for path, owner in weight_owners(model).items()},
+        {path: m.length for path, m in stacks.items()},
+        frozenset(path for path, m in stacks.items() if m.schedule.unroll == "full"),
+    )
 
 
 def name_weights(model: nnx.Module) -> None:
@@ -126,9 +131,11 @@ class StackedLayers(Layer):
 
     Attributes:
         length: how many.
+        schedule: when things happen.
     """
 
     length: int
+    schedule: Schedule
 
 
 class WeightOwner(Layer):
@@ -164,7 +171,7 @@ class WeightOwner(Layer):
         return self.weights()[0].get_raw_value()  # `get_value` would copy keys, which count their calls
 
     def shards(self) -> Shards:
-        """Returns this rank's shard of each kernel."""
+        """Returns what this rank stores of each kernel, of which gradients are taken."""
         values = (w.get_value() for w in self.weights())
         return tuple(value.shard if isinstance(value, Stored) else value for value in values)
 
@@ -225,9 +232,26 @@ class WeightOwner(Layer):
         value = self.value
         return value.packed if isinstance(value, Stored) else ()
 
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first layers of the stretches of a stack whose shards have been joined already."""
+        value = self.value
+        return value.starts if isinstance(value, Stored) else ()
+
+    def joined(self, start: int = 0, stop: int | None = None) -> Shards | None:
+        """Returns shards that are gathered in place of `shards`, of layers `start` to `stop` of a stack; `None` if
+        there are none."""
+        values = [w.get_raw_value() for w in self.weights()]
+        if not isinstance(values[0], Stored) or not values[0].joined:
+            return None
+        return tuple(value.joined[0] if stop is None else value.joined_layers(start, stop) for value in values)
+
     def sent(self) -> Shards | Packed:
-        """Returns what this rank sends in a gather; quantized here if a recipe is in scope."""
-        return self.packed[0] if self.packed else self.sent_of(self.shards())
+        """Returns what this rank sends in a gather, or what it stores, to be joined to that; quantized here if a recipe
+        is in scope."""
+        if self.packed:
+            return self.packed[0]
+        return self.joined() or self.sent_of(self.shards())
 
     def sent_of(self, shards: Shards) -> Shards | Packed:
         """Returns what this rank sends of these shards. Called in local view."""
@@ -269,6 +293,7 @@ class WeightOwner(Layer):
         if isinstance(self.value, Gathered):
             return function(self.value.weight, *operands)
         group, sent = self.group, self.sent()
+        ahead = isinstance(sent, Packed) or self.joined() is not None
 
         def gather_one(sent: Shards | Packed) -> Any:
             weight = gather(group, sent)
@@ -280,9 +305,9 @@ class WeightOwner(Layer):
             return scatter({(): group}, {(): array})[()]
 
         def gather_and_apply(shards: Shards, *operands: Any) -> Any:
-            inputs = sent if isinstance(sent, Packed) else shards
+            inputs = sent if ahead else shards
             return function(gathered(shards, inputs, gather_one, to_shards), *operands)
 
-        if group.ranks > 1:
+        if group.ranks > 1 or group.divided:
             gather_and_apply = jax.checkpoint(gather_and_apply)  # else backward would keep the gathered weight
         return gather_and_apply(self.shards(), *operands)

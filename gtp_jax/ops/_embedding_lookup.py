@@ -28,7 +28,7 @@ def embedding_lookup(table: jax.Array | SlottedWeight, ids: jax.Array | np.ndarr
     Returns:
         `(..., features)`, in the table's dtype. A slot's gradient has the slot's dtype.
     """
-    ids = to_index(ids)
+    ids = to_index(jnp.asarray(ids))
     if not isinstance(table, SlottedWeight):
         return _take(table, ids)
     values, slot = values_and_slot(table)

@@ -15,6 +15,7 @@ from ._hlo import parse as parse
 from ._memory import Memory as Memory
 from ._memory import bytes_per_device as bytes_per_device
 from ._memory import memory as memory
+from ._schedule import COMPUTE as COMPUTE
 from ._schedule import Event as Event
 from ._schedule import Schedule as Schedule
 from ._schedule import render as render

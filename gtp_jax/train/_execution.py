@@ -8,6 +8,7 @@ from typing import Any, Literal
 from .._flags import check_knobs, count_or, knob
 from ..chain import REMAT, Remat, Schedule
 from ..nn import GRAD_REDUCE, GradReduce
+from ._zero import REDUCE_OVER_DP, ReduceOverDp
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,14 @@ class Execution:
         "once, summed in float32; or reduce-scatter in bf16, every partial sum rounded",
         kind=str,
         choices=GRAD_REDUCE,
+    )
+    reduce_over_dp: ReduceOverDp = knob(
+        "each",
+        "execution",
+        "when gradients are summed over dp, if it divides the optimizer's state: with each microbatch, or once, behind "
+        "the last",
+        kind=str,
+        choices=REDUCE_OVER_DP,
     )
     remat: Remat = knob("matmuls", "execution", "what a layer keeps for backward", kind=str, choices=REMAT)
 

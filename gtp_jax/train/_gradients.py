@@ -12,12 +12,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..collectives import sum_over_replicas
 from ..mesh import Roles, degrees, use_roles
-from ..nn import quantize_in_view, shards_of, structure_of, with_groups
+from ..nn import join_in_view, quantize_in_view, shards_of, structure_of, with_groups
 from ..recipes import Recipe
-from ..weights import resolve
+from ..weights import of_shards, resolve
 from ._loss import Loss, Returned, evaluate
 from ._rounding import rounding_key
 from ._state import TrainState
+from ._zero import ReduceOverDp, as_shards, sum_shards
 
 Tree = Any
 View = Literal["global", "local"]
@@ -34,6 +35,7 @@ class Request(NamedTuple):
     recipe: Recipe | None
     pregathered_layers: int | Literal["all"]
     seed: int
+    reduce_over_dp: ReduceOverDp = "each"
 
 
 class Computed(NamedTuple):
@@ -118,9 +120,11 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Compu
 def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
     """Differentiates the sum of every rank's loss of its own part of the batch, in one `shard_map`."""
     model_def, microbatches = state.model_def, request.microbatches
+    last = request.reduce_over_dp == "last" and microbatches > 1
 
     def local(params: Tree, batch: Tree, step: jax.Array):
-        model_of = _model_of(request, state, params)
+        model_of = _model_of(request, state, params, whole_gradients=last)
+        params = as_shards(params, model_def.layouts) if last else params
 
         def one(params: Tree, part: Tree, number: jax.Array | int):
             key = rounding_key(request.seed, step, number, of_rank=True) if _rounds(request.recipe) else None
@@ -140,6 +144,7 @@ def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
             shapes = jax.eval_shape(lambda: value_and_grad(params, jax.tree.map(lambda a: a[0], parts), 0))
             (total, tokens), found = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
             (total, tokens, found), _ = lax.scan(add, (total, tokens, found), (parts, jnp.arange(microbatches)))
+        found = sum_shards(found, model_def.layouts) if last else found
         return *_over_all_ranks((total, tokens)), sum_over_replicas(found, model_def.specs)
 
     whole = PartitionSpec()
@@ -153,24 +158,32 @@ def _rounds(recipe: Recipe | None) -> bool:
     return recipe is not None and any(k.operands is not None and k.operands.stochastic for k in recipe.kinds)
 
 
-def _model_of(request: Request, state: TrainState, params: Tree | None = None) -> Callable[..., Any]:
-    """Returns `(params, model_state, key) -> model`, whose weights are quantized here, once, for all its calls.
+def _model_of(
+    request: Request, state: TrainState, params: Tree | None = None, *, whole_gradients: bool = False
+) -> Callable[..., Any]:
+    """Returns `(params, model_state, key) -> model`, whose weights are quantized here, and gathered over the
+    optimizer's axes, once for all its calls.
 
     Args:
         request: with a recipe or without.
         state: of the model.
-        params: in local view, each rank's own.
+        params: in local view, what this rank stores.
+        whole_gradients: leave out the sum over the optimizer's axes, as for `as_shards`.
     """
     model_def = state.model_def
-    if request.recipe is None:
-        return lambda params, model_state, key=None: model_def.model(params, model_state)
     params = state.params if params is None else params
     model = model_def.model(params, state.model_state)
-    groups = resolve(structure_of(model), request.recipe)
-    quantized = quantize_in_view(groups, lax.stop_gradient(shards_of(model)), request.pregathered_layers)
+    structure = structure_of(model)
+    groups = resolve(structure, request.recipe)
+    if request.recipe is None and not any(group.divided for group in groups.values()):
+        return lambda params, model_state, key=None: model_def.model(params, model_state)
+    stored = lax.stop_gradient(shards_of(model))
+    joined = join_in_view(groups, stored, structure.written_out)
+    quantized = quantize_in_view(groups, stored, request.pregathered_layers)
+    decided = of_shards(groups) if whole_gradients else groups
 
     def model_of(params: Tree, model_state: Tree, key: jax.Array | None = None) -> Any:
-        return with_groups(model_def.model(params, model_state), groups, quantized, key)
+        return with_groups(model_def.model(params, model_state), decided, quantized, key, joined)
 
     return model_of
 

@@ -19,6 +19,7 @@ from ._jit import Jitted
 from ._loss import Loss, mean
 from ._options import compile_options
 from ._state import TrainState, state_specs
+from ._zero import ReduceOverDp, check_reduce_over_dp
 
 Tree = Any
 
@@ -32,6 +33,7 @@ def train_step(
     max_grad_norm: float | None = None,
     recipe: Recipe | None = None,
     pregathered_layers: int | Literal["all"] = 0,
+    reduce_over_dp: ReduceOverDp = "each",
     view: View = "global",
     seed: int = 0,
     compiler_options: dict[str, Any] | None = None,
@@ -62,6 +64,10 @@ def train_step(
             microbatches, and reused in all their passes; the others gather in each. They are counted from the first
             that travels as codes, behind a recipe's `high_precision_first`. On every device that takes the bytes of
             these layers' codes whole, 0.504 an element in NVFP4. No number changes.
+        reduce_over_dp: when gradients are summed over dp, or whichever axes the role `optimizer` names: `"each"`
+            reduce-scatters those of every microbatch, under backward, and accumulates what this rank stores; `"last"`,
+            in local view, accumulates whole shards, and reduce-scatters the sum of all microbatches once, behind them.
+            With one microbatch both are the same program.
         view: `"global"` or `"local"`, see above.
         seed: of stochastic rounding, of which every step, microbatch and rank has its own bits.
         compiler_options: XLA options, which win over those of `compile_options` for the mesh in scope.
@@ -73,9 +79,9 @@ def train_step(
         those for the mesh in scope at the call.
 
     Raises:
-        ValueError: if `microbatches` is less than 1, or `view` is another; by `step`, if `microbatches` do not divide
-            the batch, if codes are to be gathered ahead of a model that has none, or if in local view the model has
-            variables other than parameters.
+        ValueError: if `microbatches` is less than 1, `view` or `reduce_over_dp` is another name, or the latter is
+            `"last"` in global view; by `step`, if `microbatches` do not divide the batch, if codes are to be gathered
+            ahead of a model that has none, or if in local view the model has variables other than parameters.
         TypeError: by `step`, if `loss` returns something else.
     """
     if not isinstance(microbatches, int) or microbatches < 1:
@@ -85,11 +91,12 @@ def train_step(
     check_recipe(recipe)
     _check_pregathered_layers(pregathered_layers, recipe)
     _check_view(view, has_aux)
+    check_reduce_over_dp(reduce_over_dp, view, microbatches)
 
     def step(state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
         _check_state(state)
         chosen = current_recipe() if recipe is None else recipe
-        request = Request(loss, view, has_aux, microbatches, chosen, pregathered_layers, seed)
+        request = Request(loss, view, has_aux, microbatches, chosen, pregathered_layers, seed, reduce_over_dp)
         computed = gradients(request, state, batch)
         grads = jax.tree.map(lambda g: mean(g, computed.tokens), computed.gradients)
         norm = optax.tree.norm(grads)
@@ -138,6 +145,7 @@ def loss_and_gradients(
     microbatches: int = 1,
     recipe: Recipe | None = None,
     pregathered_layers: int | Literal["all"] = 0,
+    reduce_over_dp: ReduceOverDp = "each",
     view: View = "global",
     seed: int = 0,
 ) -> tuple[jax.Array, Tree]:
@@ -152,8 +160,10 @@ def loss_and_gradients(
     check_recipe(recipe)
     _check_pregathered_layers(pregathered_layers, recipe)
     _check_view(view, has_aux=False)
+    check_reduce_over_dp(reduce_over_dp, view, microbatches)
     chosen = current_recipe() if recipe is None else recipe
-    computed = gradients(Request(loss, view, False, microbatches, chosen, pregathered_layers, seed), state, batch)
+    request = Request(loss, view, False, microbatches, chosen, pregathered_layers, seed, reduce_over_dp)
+    computed = gradients(request, state, batch)
     grads = jax.tree.map(lambda g: mean(g, computed.tokens), computed.gradients)
     return mean(computed.total, computed.tokens), grads
 

@@ -108,6 +108,7 @@ def prepare(
         pregathered_layers=config.quantization.pregathered_layers,
         view="local",
         seed=config.seed,
+        reduce_over_dp=config.execution.reduce_over_dp,
     )
     lowered = step.lower(state, train.at(0))  # pyright: ignore[reportFunctionMemberAccess]
     began = time.perf_counter()

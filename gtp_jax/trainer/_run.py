@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from .._flags import from_settings, settings_of
 from ..checkpoint import Checkpoints
 from ..data import BYTES, Corpus, load_corpus, load_tokenizer, read_text, unigram_entropy
-from ..mesh import choose_devices, make_mesh, on_gpu
+from ..mesh import choose_devices, make_mesh, on_gpu, use_roles
 from ._config import TrainConfig
 from ._curve import draw_curve
 from ._directory import RunDirectory
@@ -66,7 +66,8 @@ def start(settings: Mapping[str, Any], options: LaunchOptions, *, resume: bool =
     if jax.process_index() == 0:
         directory.prepare(config, keep=resume)
     barrier("the run directory is ready")
-    with jax.set_mesh(mesh), Watch(directory, launch) as watch:
+    roles = use_roles(config.parallelism.roles)
+    with jax.set_mesh(mesh), roles, Watch(directory, launch) as watch:
         try:
             return _train(config, mesh, corpus, directory, watch, resume=resume, changes=changes)
         except Exception as error:

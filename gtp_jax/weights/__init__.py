@@ -23,5 +23,8 @@ from ._resolve import of_layers as of_layers
 from ._resolve import resolve as resolve
 from ._rounding import CallKeys as CallKeys
 from ._rounding import key_for as key_for
+from ._stored import Joined as Joined
+from ._stored import join_stored as join_stored
+from ._stored import of_shards as of_shards
 from ._value import Gathered as Gathered
 from ._value import Stored as Stored

@@ -20,6 +20,7 @@ from ..collectives import (
     gather_weight,
     in_order,
     scatter_gradient,
+    scatter_stored,
     use_rows,
 )
 from ..formats import Format, Operands, QuantizedArray
@@ -56,6 +57,11 @@ class WeightGroup:
     def ranks(self) -> int:
         """Returns how many shards a gather joins."""
         return self.layouts[0].ranks
+
+    @property
+    def divided(self) -> bool:
+        """Returns whether the optimizer's axes divide its shards in storage."""
+        return self.layouts[0].copies > 1
 
     @property
     def as_codes(self) -> bool:
@@ -99,7 +105,7 @@ def gather(group: WeightGroup, sent: Shards | Packed) -> jax.Array | QuantizedAr
 
     Args:
         group: what is gathered.
-        sent: this rank's shards, or their codes.
+        sent: this rank's shards, what it stores of them, or their codes.
     """
     if not isinstance(sent, Packed):
         return gather_weight(sent, group.layouts, group.dtype)
@@ -118,7 +124,8 @@ def gather_members(groups: Mapping[Any, WeightGroup], packed: Packed) -> dict[An
 
 
 def scatter(groups: Mapping[Any, WeightGroup], gradients: Mapping[Any, jax.Array]) -> dict[Any, Shards]:
-    """Returns the gradients of shards, from those of fused weights. What is exchanged alike travels together.
+    """Returns the gradients of what ranks store, from those of fused weights: summed over the ranks of a gather, then
+    over the optimizer's axes, which span more nodes. What is exchanged alike travels together.
 
     Args:
         groups: by name.
@@ -130,11 +137,23 @@ def scatter(groups: Mapping[Any, WeightGroup], gradients: Mapping[Any, jax.Array
         if group.exchanged is not None and group.ranks > 1:
             together[group.exchanged, group.layouts[0].axes].append(name)
         else:
-            sums = group.grad_reduce.sums
-            found[name] = scatter_gradient(gradients[name], group.layouts, sums, group.param_dtypes)
+            found[name] = scatter_gradient(gradients[name], group.layouts, group.grad_reduce.sums, _dtypes(group))
     for (wire, _), names in together.items():
         members = [groups[name] for name in names]
-        layouts, kinds = [one.layouts for one in members], [one.param_dtypes for one in members]
+        layouts, kinds = [one.layouts for one in members], [_dtypes(one) for one in members]
         shards = exchange_gradients([gradients[name] for name in names], layouts, wire, kinds)
         found.update(zip(names, shards, strict=True))
-    return found
+    divided = {name: group for name, group in groups.items() if group.divided}
+    return found | {
+        name: scatter_stored(found[name], group.layouts, _dtypes(group)[0], group.param_dtypes)
+        for name, group in divided.items()
+    }
+
+
+def _dtypes(group: WeightGroup) -> tuple[np.dtype, ...]:
+    """Returns the dtypes of shards' gradients: the parameters', or that of the sums where these go on."""
+    if not group.divided:
+        return group.param_dtypes
+    sums = group.grad_reduce.sums
+    exchanged = group.exchanged is not None and group.ranks > 1  # which sums in float32
+    return (np.dtype(jnp.promote_types(sums, jnp.float32)) if exchanged else sums,) * len(group.layouts)

@@ -23,7 +23,7 @@ def quantize(groups: Groups, shards: Mapping[Path, Shards], pregathered_layers: 
 
     Args:
         groups: as `resolve` returns them.
-        shards: this rank's, by path of the module.
+        shards: this rank's, or what it stores of them, by path of the module.
         pregathered_layers: of each stack so many layers, from the first that is quantized, are gathered here, so that
             no pass need gather them.
 
@@ -95,6 +95,7 @@ def _buffers(groups: Groups) -> list[tuple[Layers, dict[Path, WeightGroup]]]:
         alone = path if layers.stack is None or group.as_codes else None
         fits = fits_blocks([group.layouts], group.wire)
         exact = group.operands is not None
-        kind = (layers, group.wire, exact, alone, group.dtype, group.layouts[0].axes, fits)
+        first = group.layouts[0]
+        kind = (layers, group.wire, exact, alone, group.dtype, first.axes, first.optimizer_axes, fits)
         found.setdefault(kind, (layers, {}))[1][path] = group
     return list(found.values())

@@ -34,29 +34,35 @@ class Structure:
         name: of the model's type.
         weights: by path of each module that owns kernels, its group in high precision.
         stacks: lengths of stacks, by path of their layers.
+        written_out: stacks that run without a loop, by path of their layers.
     """
 
     name: str
     weights: Mapping[Path, WeightGroup]
     stacks: Mapping[Path, int]
+    written_out: frozenset[Path] = frozenset()
 
 
 # What is decided about the weights of each module, for each stretch of layers, in the model's order.
 Groups = dict[tuple[Path, Layers], WeightGroup]
 
 
-def resolve(structure: Structure, recipe: Recipe) -> Groups:
-    """Returns what a recipe decides about every weight of a model.
+def resolve(structure: Structure, recipe: Recipe | None) -> Groups:
+    """Returns what a recipe decides about every weight of a model; without one all stay in high precision.
 
     Raises:
         ValueError: if the recipe names modules or layers that the model does not have, if patterns ahead of one leave
             nothing to it, or if the model has no weights for a recipe that quantizes; naming what there is.
     """
-    _check_names(structure, recipe)
+    if recipe is not None:
+        _check_names(structure, recipe)
     found: Groups = {}
     for path, group in structure.weights.items():
         stack = next((at for at in structure.stacks if path[: len(at)] == at), None)
         length = None if stack is None else structure.stacks[stack]
+        if recipe is None:
+            found[path, Layers(0, length or 1, stack)] = group
+            continue
         for layers, decided in of_layers(group, path, recipe, length, stack):
             found[path, layers] = decided
     return found

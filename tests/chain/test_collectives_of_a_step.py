@@ -29,6 +29,7 @@ CASES = {
     "gtp 8, all kept": (dict(gtp=8), dict(keep_gathered="all"), 1),
     "gtp 4 x tp 2": (dict(gtp=4, tp=2), {}, 1),
     "dp 2 x gtp 4": (dict(dp=2, gtp=4), {}, 1),
+    "dp 2 x gtp 4, replicas": (dict(dp=2, gtp=4), {}, 1),
 }
 
 
@@ -36,7 +37,9 @@ CASES = {
 def test_each_weight_is_gathered_once_a_pass_and_scattered_once(case):
     degrees, fields, parts = CASES[case]
     mesh, tp = gtp.make_mesh(**degrees), degrees.get("tp", 1)
-    step = lowered_step(LlamaConfig(**SIZES, **fields), mesh, batch=8 * parts, seq=16, microbatches=parts)
+    replicas = "replicas" in case
+    with gtp.use_roles(gtp.Roles(optimizer=()) if replicas else gtp.Roles()):
+        step = lowered_step(LlamaConfig(**SIZES, **fields), mesh, batch=8 * parts, seq=16, microbatches=parts)
     found = plan.collectives(step.compile().as_text())
     assert all(c.exact for c in found)
     over_gtp = [c for c in found if c.axes == ("gtp",)]
@@ -61,13 +64,20 @@ def test_each_weight_is_gathered_once_a_pass_and_scattered_once(case):
         assert c.operand_bytes == gtp_degree * c.result_bytes
 
     over_dp = [c for c in found if c.axes == ("dp",)]
+    elements = (LAYERS * sum(a * b for a, b in weights(tp)) + 2 * 640 * 128) // gtp_degree
     if degrees.get("dp", 1) == 1:
         assert not over_dp
-    else:  # shards only, all in one, after the last microbatch
+    elif replicas:  # shards only, all in one, after the last microbatch
         (total,) = over_dp
         assert (total.kind, total.times, len(total.operands)) == ("all-reduce", 1, 9)
-        elements = LAYERS * sum(a * b for a, b in weights(tp)) + 2 * 640 * 128
-        assert sum(s.elements for s in total.operands) == elements // gtp_degree
+        assert sum(s.elements for s in total.operands) == elements
+    else:  # shards are joined once, and their gradients divided again
+        joined = [(c.times, c.dtype, c.result_bytes) for c in over_dp if c.kind == "all-gather"]
+        assert {(times, dtype) for times, dtype, _ in joined} == {(1, "u16")}
+        assert sum(size for _, _, size in joined) == 2 * elements
+        divided = [(c.times, c.operand_bytes) for c in over_dp if c.kind == "reduce-scatter"]
+        assert len(joined) + len(divided) == len(over_dp)
+        assert sum(times * size for times, size in divided) == 4 * elements
     # activations: sequence gathered ahead of qkv, up and head, summed and sharded behind out and down, a hop for every
     # further rank each; at once only behind the embedding
     moved = Counter()

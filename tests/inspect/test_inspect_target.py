@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -49,6 +50,20 @@ def test_text_shows_the_order_and_what_is_exposed(found):
 
 def _asynchronous(events):
     return sum(e.end > e.start for e in events)
+
+
+def test_text_lists_every_collective_over_dp_with_what_hides_it():
+    options = InspectOptions(target="h200:8", parallelism=Parallelism(dp=2), seq=128)
+    found = inspect(options)
+    text = as_text(found)
+    lines = text.split("collectives over dp, and what hides them\n\n")[1].split("\n\n")[0].splitlines()[2:]
+    events = [e for e in found.schedule.collectives() if "dp" in e.collective.axes]
+    assert sum(int(line.split()[0]) for line in lines) == sum(e.times for e in events) > 8
+    kinds = {line.split()[1] for line in lines}
+    assert kinds == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert any("matmul" in line for line in lines if "reduce-scatter" in line)
+    replicas = dataclasses.replace(options, parallelism=Parallelism(dp=2, shard_optimizer=False))
+    assert {e.kind for e in inspect(replicas).schedule.collectives() if "dp" in e.collective.axes} == {"all-reduce"}
 
 
 def test_json_marks_what_is_exposed(found):

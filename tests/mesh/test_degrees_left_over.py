@@ -7,7 +7,7 @@ import pytest
 
 import gtp_jax as gtp
 from gtp_jax.bench import StepOptions
-from gtp_jax.mesh import Parallelism, check_degrees, fill_degrees
+from gtp_jax.mesh import Parallelism, Roles, check_degrees, fill_degrees
 from gtp_jax.trainer import TrainConfig
 
 
@@ -54,3 +54,9 @@ def test_virtual_devices_are_the_usual_number_or_what_the_degrees_need():
     assert Parallelism(tp=3).virtual_devices(8) == 6
     assert Parallelism(dp=3, gtp=4).virtual_devices(8) == 12
     assert Parallelism(dp=16).virtual_devices(8) == 16
+
+
+def test_the_flag_for_replicas_is_a_role_of_no_axes():
+    assert Parallelism(dp=2).roles == Roles() and Roles().over_optimizer == ("dp",)
+    assert Parallelism(dp=2, shard_optimizer=False).roles.over_optimizer == ()
+    assert Roles(batch=("pod", "shard"), weights=("shard",)).over_optimizer == ("pod",)

@@ -145,7 +145,11 @@ def test_a_call_quantizes_once_and_both_passes_gather_its_codes():
     maxima = [c for c in calls if c.kind == "all-reduce" and sum(s.elements for s in c.operands) == 1]
     gathers = [c for c in calls if c.kind == "all-gather"]
     assert sum(c.times for c in maxima) == 1
-    assert sum(c.times for c in gathers) == 2 and all(s.dtype == "u8" for c in gathers for s in c.operands)
+    assert {axes: sum(c.times for c in gathers if c.axes == axes) for axes in (("gtp",), ("dp",))} == {
+        ("gtp",): 2,
+        ("dp",): 1,  # what ranks store, joined once
+    }
+    assert len(gathers) == 3 and all(s.dtype == "u8" for c in gathers for s in c.operands)
 
 
 def test_what_cannot_be_done_is_refused():

@@ -46,6 +46,7 @@ def main() -> None:
             recipe=recipe.to_recipe(),
             pregathered_layers=recipe.pregathered_layers,
             view="local",
+            reduce_over_dp=execution.reduce_over_dp,
         )
         placed = NamedSharding(mesh, PartitionSpec(("dp", "gtp")))
         if args.target:

@@ -1,0 +1,80 @@
+"""What ranks store of a weight to its shards, and gradients of shards back (ZeRO). Called inside a `shard_map`.
+
+The optimizer's axes divide a shard in storage; see `gtp_jax.layout.Layout`. Arrays may have the leading dimension of a
+stack of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..layout import Layout
+from ..ops import row_major
+
+# XLA's CPU backend widens 16-bit floats in collectives; as integers they keep their true size on every backend.
+WIRE = {np.dtype(jnp.bfloat16): jnp.uint16, np.dtype(jnp.float16): jnp.uint16}
+
+
+def gather_stored(
+    stored: Sequence[jax.Array], layouts: Sequence[Layout], dtype: jax.typing.DTypeLike | None = None
+) -> tuple[jax.Array, ...]:
+    """Returns shards, joined from what the ranks of the optimizer's axes store of them.
+
+    Arrays that are shards already are returned as they are, but for their dtype.
+
+    Args:
+        stored: one array a kernel, of its layout's `stored_shape` or `shard_shape`.
+        layouts: the kernels'.
+        dtype: on the wire and of the result; that of the arrays by default.
+    """
+    cast = [x if dtype is None else x.astype(dtype) for x in stored]
+    return tuple(_gather(x, layout) if is_divided(x, layout) else x for x, layout in zip(cast, layouts, strict=True))
+
+
+def scatter_stored(
+    gradients: Sequence[jax.Array],
+    layouts: Sequence[Layout],
+    dtype: jax.typing.DTypeLike,
+    out: Sequence[jax.typing.DTypeLike],
+) -> tuple[jax.Array, ...]:
+    """Sums gradients of shards over the optimizer's axes and returns those of what this rank stores: `gather_stored`,
+    transposed.
+
+    Args:
+        gradients: one array a kernel, of its layout's `shard_shape`.
+        layouts: the kernels'.
+        dtype: on the wire and of the sums.
+        out: dtype of each returned array.
+    """
+    return tuple(
+        _scatter(x.astype(dtype), layout).astype(kind) if layout.copies > 1 else x.astype(kind)
+        for x, layout, kind in zip(gradients, layouts, out, strict=True)
+    )
+
+
+def is_divided(array: jax.Array, layout: Layout) -> bool:
+    """Says whether an array is what one rank stores of a shard, and not the shard."""
+    return layout.copies > 1 and array.shape[array.ndim - len(layout.shape) :] == layout.stored_shape
+
+
+def _gather(x: jax.Array, layout: Layout) -> jax.Array:
+    assert layout.optimizer_dim is not None
+    dim = x.ndim - len(layout.shape) + layout.optimizer_dim
+    wire = WIRE.get(x.dtype)
+    # along a dimension of their own, whichever is divided: so XLA joins all gathers of a step in one launch
+    parts = lax.all_gather(x if wire is None else lax.bitcast_convert_type(x, wire), layout.optimizer_axes, axis=0)
+    parts = parts if wire is None else lax.bitcast_convert_type(parts, x.dtype)
+    return jnp.reshape(jnp.moveaxis(parts, 0, dim), (*x.shape[:dim], -1, *x.shape[dim + 1 :]))
+
+
+def _scatter(x: jax.Array, layout: Layout) -> jax.Array:
+    assert layout.optimizer_dim is not None
+    dim = x.ndim - len(layout.shape) + layout.optimizer_dim
+    parts = jnp.reshape(x, (*x.shape[:dim], layout.copies, x.shape[dim] // layout.copies, *x.shape[dim + 1 :]))
+    own = lax.psum_scatter(jnp.moveaxis(parts, dim, 0), layout.optimizer_axes, scatter_dimension=0, tiled=False)
+    return row_major(own)

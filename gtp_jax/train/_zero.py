@@ -1,0 +1,63 @@
+"""When gradients are summed over the axes that divide only what is stored of a weight (ZeRO)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from ..collectives import scatter_stored
+from ..layout import Layout
+
+Tree = Any
+
+ReduceOverDp = Literal["each", "last"]
+REDUCE_OVER_DP: tuple[ReduceOverDp, ...] = get_args(ReduceOverDp)
+
+
+def check_reduce_over_dp(name: Any, view: str, microbatches: int) -> None:
+    """Refuses another name, and in global view what it has not.
+
+    Raises:
+        ValueError: naming what there is.
+    """
+    if name not in REDUCE_OVER_DP:
+        raise ValueError(
+            f"`reduce_over_dp` is {name!r}; it must be one of {', '.join(map(repr, REDUCE_OVER_DP))}. Take 'each' for "
+            "gradients that take the least memory, 'last' for the fewest bytes between nodes."
+        )
+    if name == "last" and view == "global" and microbatches > 1:
+        raise ValueError(
+            "`reduce_over_dp` is 'last', which is for `view='local'`: in global view gradients are summed over dp in "
+            "each microbatch. Take 'each', or `view='local'` if every operation of model and loss is written for it."
+        )
+
+
+def as_shards(params: Tree, layouts: Tree) -> Tree:
+    """Returns parameters of which gradients can be taken that are not yet summed over the optimizer's axes.
+
+    In place of what this rank stores of a weight are zeros of its whole shard's shape. Their values are never read, as
+    what is gathered has been joined already, so that XLA makes no array of them.
+
+    Args:
+        params: this rank's.
+        layouts: same structure, `Layout` or `None` leaves.
+    """
+
+    def one(x: jax.Array, layout: Layout | None) -> jax.Array:
+        if layout is None or layout.copies == 1:
+            return x
+        return jnp.zeros((*x.shape[: x.ndim - len(layout.shape)], *layout.shard_shape), x.dtype)
+
+    return jax.tree.map(one, params, layouts)
+
+
+def sum_shards(gradients: Tree, layouts: Tree) -> Tree:
+    """Sums gradients of `as_shards` over the optimizer's axes, in their own dtype, and returns those of what this rank
+    stores."""
+
+    def one(g: jax.Array, layout: Layout | None) -> jax.Array:
+        return g if layout is None else scatter_stored([g], [layout], g.dtype, [g.dtype])[0]
+
+    return jax.tree.map(one, gradients, layouts)
