@@ -204,11 +204,11 @@ def layouts_of_kernels(
     parts = degree(roles.tensor) if split_dim is not None and even else 1
     local = [tuple(size // parts if d == split_dim else size for d, size in enumerate(shape)) for shape in shapes]
     cols = 2 * len(shapes[0]) - 3 - rows
-    for chosen in _choices(axes, None if even else roles.tensor):
+    for chosen in axes_choices(axes, None if even else roles.tensor):
         ranks = degrees(chosen)
         for dim, multiple in ((rows, BLOCK_ROWS), (cols, BLOCK), (rows, 1), (cols, 1)):
             if ranks == 1 or all(shape[dim] % (ranks * multiple) == 0 for shape in local):
-                _warn_of_whole(shapes[0], [axis for axis in axes if axis not in chosen])
+                warn_of_whole(shapes[0], [axis for axis in axes if axis not in chosen])
                 sizes = tuple(map(degree, chosen))
                 return tuple(
                     Layout(shape, rows, split_dim, split, dim if ranks > 1 else rows, chosen, sizes, not even, roles)
@@ -217,7 +217,7 @@ def layouts_of_kernels(
     raise AssertionError("a choice of no axes divides everything")
 
 
-def _choices(axes: tuple[str, ...], tensor: str | None) -> list[tuple[str, ...]]:
+def axes_choices(axes: tuple[str, ...], tensor: str | None) -> list[tuple[str, ...]]:
     """Returns the axes that a gather may run over: those of most ranks first, down to none.
 
     Args:
@@ -230,7 +230,7 @@ def _choices(axes: tuple[str, ...], tensor: str | None) -> list[tuple[str, ...]]
     return sorted(some, key=lambda chosen: (-degrees(chosen), -len(chosen)))
 
 
-def _warn_of_whole(shape: tuple[int, ...], axes: Sequence[str]) -> None:
+def warn_of_whole(shape: tuple[int, ...], axes: Sequence[str]) -> None:
     """Warns of a weight that stays whole over axes of more than one rank."""
     sizes = {axis: degree(axis) for axis in axes if degree(axis) > 1}
     if sizes:

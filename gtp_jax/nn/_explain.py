@@ -16,7 +16,7 @@ from ..weights import Layers, Path, WeightGroup, resolve
 from ._dense import Dense
 from ._grouped import GroupedDense
 from ._layer import layout_of
-from ._weight import WeightOwner, structure_of, weight_owners
+from ._weight import Weight, structure_of, weight_owners
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,13 +116,13 @@ def explain(model: nnx.Module, recipe: Recipe | None) -> Explanation:
     return Explanation(facts, tuple(others))
 
 
-def _fact(path: Path, owner: WeightOwner, group: WeightGroup, layers: Layers) -> WireFact:
+def _fact(path: Path, owner: Weight, group: WeightGroup, layers: Layers) -> WireFact:
     layouts, form = group.layouts, group.wire
     total = bytes_of(layouts, group.dtype.itemsize) if form is None else wire_bytes([layouts], form)
     operands = group.operands if isinstance(owner, Dense | GroupedDense) else None
     return WireFact(
         module=".".join(map(str, path)),
-        shapes=tuple(layout.shape for layout in layouts),
+        shapes=owner.shapes,
         layers=layers.stop - layers.start,
         first=layers.start,
         wire=group.dtype.name if form is None else form.name,
@@ -135,6 +135,8 @@ def _fact(path: Path, owner: WeightOwner, group: WeightGroup, layers: Layers) ->
 
 
 def _matmul(group: WeightGroup, grouped: bool, operands: Operands | None) -> str:
+    if group.high_precision:
+        return f"{group.dtype.name}, as no recipe quantizes arrays of any shape"
     if operands is None:
         return group.dtype.name if group.wire is None else f"{group.dtype.name}, of dequantized weights"
     names = list(dict.fromkeys((operands.activation.name, operands.gradient.name)))

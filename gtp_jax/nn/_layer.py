@@ -28,7 +28,7 @@ def layout_of(variable: nnx.Variable) -> Layout | None:
 
 def partition_of(variable: nnx.Variable) -> PartitionSpec:
     """Returns the partition of a variable's array, with the leading dimensions of a stack; whole if it names none."""
-    layout = layout_of(variable)
+    layout = variable.get_metadata().get("array") or layout_of(variable)  # an array of any shape has both
     if layout is not None:
         return stacked_spec(layout.spec, variable.get_value().ndim)
     return PartitionSpec(*(variable.get_metadata().get("out_sharding") or ()))

@@ -58,8 +58,11 @@ def with_groups(model: nnx.Module, groups: Groups, quantized: Quantized, key: ja
     for (path, layers), group in groups.items():
         by_path.setdefault(path, []).append((layers, group))
     values = {}
-    for path, shards in shards_of(model).items():
-        decided = tuple(by_path[path])
+    for path, owner in weight_owners(model).items():
+        if owner.built_group.high_precision:
+            values[path] = (owner.value,)
+            continue
+        decided, shards = tuple(by_path[path]), owner.shards()
         stored = [Stored(shard, decided) for shard in shards]
         keys = None if key is None else _keys_of(key, path, decided)
         stored[0] = Stored(shards[0], decided, quantized.get(path, ()), keys)
@@ -71,6 +74,7 @@ def quantized_in_scope(layers: nnx.Module, length: int) -> nnx.Module:
     """Returns the layers of a stack, quantized here, as the recipe in scope says; as they are if there is none, or they
     have been quantized already. Called in local view."""
     owners, recipe = weight_owners(layers), current_recipe()
+    owners = {path: owner for path, owner in owners.items() if not owner.built_group.high_precision}
     if recipe is None or not owners or any(isinstance(owner.value, Stored) for owner in owners.values()):
         return layers
     check_ends({"one": length}, recipe)

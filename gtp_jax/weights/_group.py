@@ -41,6 +41,8 @@ class WeightGroup:
         operands: formats in which the module multiplies; `None`: `dtype`.
         reduction: in what a recipe has each rank's gradient sent, to be summed in float32; `None`: as `grad_reduce`
             says.
+        high_precision: whether no recipe says anything about it: an array of any shape, which is not known to be
+            multiplied.
     """
 
     layouts: tuple[Layout, ...]
@@ -51,6 +53,7 @@ class WeightGroup:
     wire: Format | None = None
     operands: Operands | None = None
     reduction: Format | np.dtype | None = None
+    high_precision: bool = False
 
     @property
     def ranks(self) -> int:
