@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -54,8 +55,8 @@ class Param(nnx.Param):
         given = [name for name in ("out_sharding", "sharding_names", "sharding") if name in metadata]
         if given:
             raise ValueError(
-                f"`{given[0]}` is given to a gtp_jax.Param, which is sharded as the mesh in scope has it. Leave it out, "
-                "and say with `tensor_dim` which dimension tp divides; or take `nnx.Param` for a sharding of your own."
+                f"`{given[0]}` is given to a gtp_jax.Param, which is sharded as the mesh in scope has it. Leave it "
+                "out, and say with `tensor_dim` which dimension tp divides; or take `nnx.Param` for your own sharding."
             )
         found = array_metadata(value, tensor_dim, dtype, grad_reduce)
         super().__init__(_placed(value, found["array"]), **found, **metadata)
@@ -108,10 +109,13 @@ def gather_array(variable: nnx.Param) -> jax.Array:
         return _gathered_by_xla(value, array, owner.dtype, owner.grad_reduce)
     group = owner.group
 
+    def gather_one(sent: Shards) -> Any:
+        return gather(group, sent)
+
     def to_shards(gradient: jax.Array) -> Shards:
         return scatter({(): group}, {(): gradient})[()]
 
-    return array.from_fused(gathered(owner.shards(), owner.shards(), lambda sent: gather(group, sent), to_shards))
+    return array.from_fused(gathered(owner.shards(), owner.shards(), gather_one, to_shards))
 
 
 def _placed(value: Any, array: ArrayLayout) -> Any:

@@ -21,8 +21,8 @@ LAYERS = {
         lambda m, **o: m.Conv(8, 16, (3, 2), 2, padding=((1, 2), 0), kernel_dilation=2, feature_group_count=4, **o),
         (9, 7, 8),
     ),
-    "causal, without bias": (lambda m, **o: m.Conv(8, 8, (3,), padding="CAUSAL", use_bias=False, **o), (7, 8)),
-    "depthwise, circular": (lambda m, **o: m.Conv(8, 8, (3,), padding="CIRCULAR", feature_group_count=8, **o), (7, 8)),
+    "causal, no bias": (lambda m, **o: m.Conv(8, 8, (3,), padding="CAUSAL", use_bias=False, **o), (7, 8)),
+    "grouped, circular": (lambda m, **o: m.Conv(8, 8, (3,), padding="CIRCULAR", feature_group_count=4, **o), (7, 8)),
     "three dimensions, transposed": (
         lambda m, **o: m.Conv(2, 5, (2, 2, 2), padding=1, input_dilation=2, **o),
         (3, 4, 5, 2),
@@ -143,9 +143,7 @@ def test_in_linen_a_kernel_is_a_parameter():
 
 def test_errors_name_the_argument_and_the_remedy():
     rngs = nnx.Rngs(0)
-    with pytest.raises(
-        ValueError, match=r"Conv\(8, 0, 3\), feature_group_count 1: sizes are whole numbers of at least"
-    ):
+    with pytest.raises(ValueError, match=r"Conv\(8, 0, 3\), feature_group_count 1: sizes are whole numbers"):
         gtp.Conv(8, 0, 3, rngs=rngs)
     with pytest.raises(ValueError, match="`feature_group_count` is 3; it must divide the features .* 8 and 9"):
         gtp.Conv(8, 9, 3, feature_group_count=3, rngs=rngs)
@@ -153,13 +151,9 @@ def test_errors_name_the_argument_and_the_remedy():
         gtp.Conv(8, 8, 3, mask=jnp.ones((3, 8, 8)), rngs=rngs)
     with pytest.raises(ValueError, match="`kernel_metadata` is given to gtp_jax.Einsum"):
         gtp.Einsum("be,ef->bf", (8, 8), kernel_metadata={"out_sharding": ("tp", None)}, rngs=rngs)
-    with pytest.raises(
-        ValueError, match=r"Conv takes \(\*batch, 1 spatial dimensions, 8 features\); got shape \(2, 7, 9"
-    ):
+    with pytest.raises(ValueError, match=r"Conv takes \(\*batch, 1 spatial dimensions, 8 features\); got shape"):
         gtp.Conv(8, 8, 3, rngs=rngs)(jnp.ones((2, 7, 9)))
-    with pytest.raises(
-        ValueError, match="`einsum_str` is 'be,ef'; it must have two operands, .* and an output, such as"
-    ):
+    with pytest.raises(ValueError, match="`einsum_str` is 'be,ef'; it must have two operands, .* and an output"):
         gtp.Einsum("be,ef", (8, 8), rngs=rngs)
     with pytest.raises(ValueError, match=r"whose kernel 'efg' has 3 dimensions; `kernel_shape` is \(8, 8\)"):
         gtp.Einsum("be,efg->bfg", (8, 8), rngs=rngs)
