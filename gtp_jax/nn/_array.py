@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..collectives import Shards, gathered
 from ..layout import ArrayLayout, layout_of_array
-from ..mesh import current_view, degrees
+from ..mesh import check_mesh_in_scope, current_view, degrees
 from ..weights import Gathered, GradReduce, Reduction, gather, reduction_of, scatter
 from ._layer import partition_of
 from ._ranks import on_ranks, ranks_spec
@@ -95,6 +95,7 @@ def array_metadata(value: Any, tensor_dim: int | None, dtype: Any, grad_reduce: 
 
 def gather_array(variable: nnx.Param) -> jax.Array:
     """Returns what `Param.gather` does, of any variable with `array_metadata`."""
+    check_mesh_in_scope()
     owner = ArrayWeight(variable)
     array, value, view = owner.array, owner.value, current_view()
     if isinstance(value, Gathered):
@@ -159,6 +160,7 @@ def over_batch(
         batched: whether the first dimension of `x` and of the result is the batch, of which every example is computed
             alone.
     """
+    check_mesh_in_scope()
     graph, state = nnx.split(module)
     kernel = state.pop("kernel")
     owner = ArrayWeight(kernel)

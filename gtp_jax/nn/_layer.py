@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..layout import Layout
-from ..mesh import Roles, current_roles, current_view, degree, degrees, stacked_spec, use_roles
+from ..mesh import Roles, check_mesh_in_scope, current_roles, current_view, degree, degrees, stacked_spec, use_roles
 from ..weights import Gathered, Stored
 from ._ranks import on_ranks, ranks_spec
 
@@ -72,6 +72,7 @@ class Layer(nnx.Module):
         return y
 
     def __call__(self, x: Any) -> Any:
+        check_mesh_in_scope()
         if current_view() != "global":
             return self.local(x)
         return in_shard_map(self, x, *self.partitions(jnp.ndim(x)))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..layout import Layout
-from ..mesh import Roles, current_roles
+from ..mesh import Roles, check_mesh_in_scope, current_roles
 from ._layer import layout_of, partition_of
 
 Tree = Any
@@ -42,8 +42,9 @@ class ModelDef:
         """Refuses a mesh in scope that the model was not built for.
 
         Raises:
-            ValueError: naming both.
+            ValueError: naming both; or as `check_mesh_in_scope`.
         """
+        check_mesh_in_scope()
         for layout in set(jax.tree.leaves(self.layouts, is_leaf=_is_layout)):
             layout.check_mesh("the model")
 
