@@ -19,7 +19,7 @@ from ..mesh import check_mesh_in_scope, current_view, degrees
 from ..weights import Gathered, GradReduce, Reduction, gather, reduction_of, scatter
 from ._layer import partition_of
 from ._ranks import on_ranks, ranks_spec
-from ._weight import ArrayWeight
+from ._weight import ArrayWeight, placed_once
 
 
 class Param(nnx.Param):
@@ -60,6 +60,7 @@ class Param(nnx.Param):
             )
         found = array_metadata(value, tensor_dim, dtype, grad_reduce)
         super().__init__(_placed(value, found["array"]), **found, **metadata)
+        placed_once(self)
 
     def gather(self) -> jax.Array:
         """Returns the array to compute with, in `dtype`.
@@ -133,7 +134,7 @@ def array_weight(kernel: nnx.Param, dtype: Any, grad_reduce: GradReduce) -> nnx.
     A plain `nnx.Param`, so that Flax, its Linen bridge above all, treats it as one.
     """
     value = kernel.get_value()
-    return nnx.Param(value, **array_metadata(value, None, dtype, grad_reduce))
+    return placed_once(nnx.Param(value, **array_metadata(value, None, dtype, grad_reduce)))
 
 
 def refuse_options(name: str, options: Mapping[str, Any], *refused: str) -> None:

@@ -34,6 +34,28 @@ def partition_of(variable: nnx.Variable) -> PartitionSpec:
     return PartitionSpec(*(variable.get_metadata().get("out_sharding") or ()))
 
 
+def check_shape(variable: nnx.Variable, owner: str) -> None:
+    """Refuses a weight that holds an array of another shape than its own: on a rank that is not seen.
+
+    Args:
+        variable: perhaps of all layers of a stack.
+        owner: names what it belongs to.
+
+    Raises:
+        ValueError: naming both shapes.
+    """
+    metadata = variable.get_metadata()
+    layout, shape = metadata.get("array") or metadata.get("layout"), getattr(variable.get_raw_value(), "shape", None)
+    if layout is None or shape is None or current_view() == "local":
+        return
+    ahead = len(shape) - len(layout.shape)
+    if ahead not in (0, 1) or tuple(shape[ahead:]) != layout.shape:
+        raise ValueError(
+            f"the weight of shape {layout.shape} of {owner} holds an array of shape {tuple(shape)}. Put an array of "
+            "its own shape there, the logical one on every mesh: `kernel[...] = array`, which also keeps it sharded."
+        )
+
+
 class Layer(nnx.Module):
     """A module that finds its own way: see `current_view`.
 
@@ -113,6 +135,7 @@ def in_shard_map(module: Layer, x: jax.Array, into: PartitionSpec, out: Partitio
         layout = layout_of(variable)
         if layout is not None:
             layout.check_mesh(f"the weight of shape {layout.shape} of {type(module).__name__}")
+            check_shape(variable, type(module).__name__)
 
     def local(values: list[Any], x: jax.Array) -> Any:
         put = [v.replace(_on_rank(value)) for v, value in zip(variables, values, strict=True)]

@@ -11,7 +11,7 @@ from flax import nnx
 
 from ..layout import Layout
 from ..mesh import Roles, check_mesh_in_scope, current_roles
-from ._layer import layout_of, partition_of
+from ._layer import check_shape, layout_of, partition_of
 
 Tree = Any
 
@@ -71,9 +71,11 @@ def split_model(model: nnx.Module) -> tuple[ModelDef, dict[str, Any], dict[str, 
     both as nested dicts of arrays.
 
     Raises:
-        ValueError: if its modules were built under different roles.
+        ValueError: if its modules were built under different roles, or a weight holds an array of another shape.
     """
     graph, variables = nnx.split(model)
+    for path, variable in nnx.to_flat_state(variables):
+        check_shape(variable, ".".join(map(str, path)))
     others = _others(variables)
     params = nnx.from_flat_state([(p, v) for p, v in nnx.to_flat_state(variables) if isinstance(v, nnx.Param)])
     specs = jax.tree.map(partition_of, params, is_leaf=_is_variable)

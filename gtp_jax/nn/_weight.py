@@ -35,14 +35,14 @@ from ..weights import (
     reduction_of,
     scatter,
 )
-from ._layer import Layer
+from ._layer import Layer, check_shape
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
 
 def make_weight(layout: Layout, init: Initializer, key: jax.Array, dtype: Any) -> nnx.Param:
     """Makes a weight, of the values that `init` gives to the logical array, whatever the mesh."""
-    return nnx.Param(init(key, layout.shape, dtype), layout=layout, **_partition(layout.spec))
+    return _sharded(init(key, layout.shape, dtype), layout.spec, layout=layout)
 
 
 def make_vector(size: int, init: Initializer, key: jax.Array, dtype: Any, *, behind: Layout | None = None) -> nnx.Param:
@@ -53,12 +53,12 @@ def make_vector(size: int, init: Initializer, key: jax.Array, dtype: Any, *, beh
     """
     split = None if behind is None or behind.takes_part else behind.split
     axis = None if split is None else split.axis
-    return nnx.Param(init(key, (size,), dtype), **_partition(PartitionSpec(axis)))
+    return _sharded(init(key, (size,), dtype), PartitionSpec(axis))
 
 
 def make_whole(shape: tuple[int, ...], init: Initializer, key: jax.Array, dtype: Any) -> nnx.Param:
     """Makes a matrix that is whole on every rank: a router."""
-    return nnx.Param(init(key, shape, dtype), **_partition(PartitionSpec(*(None,) * len(shape))))
+    return _sharded(init(key, shape, dtype), PartitionSpec(*(None,) * len(shape)))
 
 
 def weight_owners(module: nnx.Module) -> dict[Path, Weight]:
@@ -125,8 +125,19 @@ def _resized(x: jax.Array, sizes: tuple[int, ...], wanted: tuple[int, ...], axis
     return jnp.moveaxis(jnp.concatenate(fitted), 0, axis)
 
 
-def _partition(spec: PartitionSpec) -> dict[str, Any]:
-    return {"out_sharding": tuple(spec), "eager_sharding": current_view() == "global"}
+def _sharded(value: jax.Array, spec: PartitionSpec, **metadata: Any) -> nnx.Param:
+    eager = current_view() == "global"
+    return placed_once(nnx.Param(value, out_sharding=tuple(spec), eager_sharding=eager, **metadata))
+
+
+def placed_once[P: nnx.Param](variable: P) -> P:
+    """Returns a variable that has been placed as its metadata say, such that what optimizers make of it is not.
+
+    `nnx.Optimizer` gives its own variables a parameter's metadata, and would shard Adafactor's factors, which have
+    fewer dimensions, like the parameter. Moments are sharded like it all the same, as `zeros_like` is.
+    """
+    variable.set_metadata(eager_sharding=False)
+    return variable
 
 
 class StackedLayers(Layer):
@@ -272,11 +283,13 @@ class Weight(abc.ABC):
         return _resized(multiply(weight, key, self.operands), padded, rows, -1)
 
     def check_mesh(self) -> None:
-        """Refuses a mesh in scope of other degrees than its kernels were laid out for.
+        """Refuses a mesh in scope of other degrees than its kernels were laid out for, and arrays of other shapes.
 
         Raises:
             ValueError: naming both, and the remedy.
         """
+        for variable in self.weights():
+            check_shape(variable, self.name)
         for shape, layout in zip(self.shapes, self.layouts, strict=True):
             layout.check_mesh(f"the weight of shape {shape} of {self.name}")
 
