@@ -78,6 +78,16 @@ class Param(nnx.Param):
         """
         return gather_array(self)
 
+    def get_value(self, **index: Any) -> Any:
+        """Returns what it holds; in a layer of a `Stack`, where that is what was gathered, what `gather` returns.
+
+        So `param[...]`, `param * x` and other readings mean there what they mean elsewhere.
+        """
+        if not isinstance(self.get_raw_value(), Gathered):
+            return super().get_value(**index)
+        array, at = self.gather(), index.get("index", ...)
+        return array if at is ... else array[at]
+
 
 def array_metadata(value: Any, tensor_dim: int | None, dtype: Any, grad_reduce: GradReduce) -> dict[str, Any]:
     """Returns what tells `weight_owners` that a variable is a weight of any shape."""
