@@ -32,7 +32,7 @@ class Param(nnx.Param):
     the longest that it divides evenly; see `gtp_jax.layout.layout_of_array`. No recipe quantizes it.
 
     Args:
-        value: the logical array; or `jax.ShapeDtypeStruct`.
+        value: the logical array, of floating-point numbers.
         tensor_dim: a dimension that tp shards too, as in a parallel layer; negative ones count from the end.
         dtype: of the gathered array, on the wire too; that of `value` by default.
         grad_reduce: how its gradient is summed over gtp: `"float32"`, `"bf16-wire"` or `"bf16"`; see `reduction_of`.
@@ -40,7 +40,8 @@ class Param(nnx.Param):
         metadata: as of any `nnx.Variable`; but not `out_sharding`, which follows from the mesh.
 
     Raises:
-        ValueError: if `value` has no dimension `tensor_dim`, or `out_sharding` is given.
+        TypeError: if `value` is no array of floating-point numbers.
+        ValueError: if it is empty or has no dimension `tensor_dim`, or `out_sharding` is given.
     """
 
     def __init__(
@@ -52,6 +53,12 @@ class Param(nnx.Param):
         grad_reduce: GradReduce = "float32",
         **metadata: Any,
     ) -> None:
+        if not isinstance(value, np.ndarray | jax.Array) or not jnp.issubdtype(value.dtype, jnp.floating):
+            kind = f"an array of {value.dtype}" if hasattr(value, "dtype") else f"a {type(value).__name__}"
+            raise TypeError(
+                f"`value` is {kind}; it must be an array of floating-point numbers, as an initializer makes: "
+                "`gtp_jax.Param(init(rngs.params(), shape))`. What has no gradient is an `nnx.Variable`."
+            )
         given = [name for name in ("out_sharding", "sharding_names", "sharding") if name in metadata]
         if given:
             raise ValueError(
@@ -130,11 +137,11 @@ def gather_array(variable: nnx.Param) -> jax.Array:
     return array.from_fused(gathered(owner.shards(), owner.shards(), gather_one, to_shards))
 
 
-def _placed(value: Any, array: ArrayLayout) -> Any:
+def _placed(value: Any, array: ArrayLayout) -> jax.Array:
     """Returns an array made without the mesh in scope, such as a pretrained one, on its devices."""
     traced = isinstance(jnp.zeros(()), jax.core.Tracer)  # where an array is placed by the program that makes it
-    if traced or current_view() != "global" or not isinstance(value, np.ndarray | jax.Array):
-        return value
+    if traced or current_view() != "global":
+        return jnp.asarray(value)
     return jax.device_put(value, NamedSharding(jax.sharding.get_mesh(), array.spec))
 
 

@@ -210,6 +210,10 @@ def test_errors_name_the_argument_and_the_remedy():
         gtp.Param(jnp.ones((4, 4)), tensor_dim=2)
     with pytest.raises(ValueError, match=r"a weight has shape \(4, 0\); every dimension must be at least 1"):
         gtp.Param(jnp.ones((4, 0)))
+    with pytest.raises(TypeError, match=r"`value` is a list; it must be an array of floating-point numbers.*init\("):
+        gtp.Param([[1.0, 2.0]])
+    with pytest.raises(TypeError, match="`value` is an array of int32; it must be an array of floating-point numbers"):
+        gtp.Param(jnp.arange(3, dtype=jnp.int32))
     with pytest.raises(ValueError, match="`out_sharding` is given to a gtp_jax.Param.*`tensor_dim`.*`nnx.Param`"):
         gtp.Param(jnp.ones((4, 4)), out_sharding=("tp", None))
     with pytest.raises(ValueError, match="`grad_reduce` is 'half'; it must be one of 'float32'"):
