@@ -52,6 +52,12 @@ class ArrayLayout:
             entries[dim] = split.axis
         return PartitionSpec(*entries)
 
+    @property
+    def use_shape(self) -> tuple[int, ...]:
+        """Shape of the array in use on a rank, padding included."""
+        split = self.matrix.split
+        return tuple(split.width if split and d == self.tensor_dim else size for d, size in enumerate(self.shape))
+
     def to_matrix(self, array: jax.Array) -> jax.Array:
         """Returns an array, whole or a shard, perhaps behind a dimension of layers, in the matrix's form."""
         ahead = array.ndim - len(self.shape)

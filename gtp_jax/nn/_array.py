@@ -119,7 +119,7 @@ def gather_array(variable: nnx.Param) -> jax.Array:
     if isinstance(value, Gathered):
         if view == "global":
             return on_ranks(lambda weight: _joined(weight, array), (ranks_spec(),), array.use_spec)(value.weight)
-        return array.from_fused(value.weight)
+        return jnp.reshape(value.weight, array.use_shape)  # a scalar has a dimension in global view
     _check_not_stacked(owner)
     owner.check_mesh()
     if view == "plain":
@@ -134,7 +134,7 @@ def gather_array(variable: nnx.Param) -> jax.Array:
     def to_shards(gradient: jax.Array) -> Shards:
         return scatter({(): group}, {(): gradient})[()]
 
-    return array.from_fused(gathered(owner.shards(), owner.shards(), gather_one, to_shards))
+    return gathered(owner.shards(), owner.shards(), gather_one, to_shards)
 
 
 def _placed(value: Any, array: ArrayLayout) -> jax.Array:
@@ -192,7 +192,7 @@ def over_batch(
         own = ArrayWeight(kernel.replace(value))
 
         def with_array(weight: jax.Array, others: Any, x: jax.Array) -> jax.Array:
-            put = nnx.State({**others, "kernel": kernel.replace(own.array.from_fused(weight))})
+            put = nnx.State({**others, "kernel": kernel.replace(weight)})
             return function(nnx.merge(graph, put), x)
 
         return own.with_weight(with_array, others, x)
@@ -227,7 +227,7 @@ def _gathered_by_xla(value: jax.Array, array: ArrayLayout, dtype: Any, reduction
 
 def _joined(weight: jax.Array, array: ArrayLayout) -> jax.Array:
     """Returns the array in use as a rank's part of the global array of partition `use_spec`."""
-    part, split = array.from_fused(weight), array.matrix.split
+    part, split = jnp.reshape(weight, array.use_shape), array.matrix.split
     return part if split is None or not array.matrix.takes_part else split.join(part, array.tensor_dim or 0)
 
 

@@ -360,7 +360,7 @@ class ArrayWeight(Weight):
             param_dtypes=(np.dtype(self.value.dtype),),
             dtype=self.dtype,
             grad_reduce=self.grad_reduce,
-            high_precision=True,
+            array=self.array,
         )
 
     def groups(self, length: int | None = None) -> tuple[tuple[Layers, WeightGroup], ...]:

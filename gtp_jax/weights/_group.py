@@ -23,7 +23,7 @@ from ..collectives import (
     use_rows,
 )
 from ..formats import Format, Operands, QuantizedArray
-from ..layout import Layout
+from ..layout import ArrayLayout, Layout
 from ._grad_reduce import Reduction
 
 
@@ -41,7 +41,8 @@ class WeightGroup:
         operands: formats in which the module multiplies; `None`: `dtype`.
         reduction: in what a recipe has each rank's gradient sent, to be summed in float32; `None`: as `grad_reduce`
             says.
-        high_precision: whether no recipe says anything about it: an array of any shape, which is not known to be
+        array: of an array of any shape, which is gathered as such: what takes it apart is outside of what backward
+            differentiates, which else would save a copy. No recipe says anything about it, as it is not known to be
             multiplied.
     """
 
@@ -53,12 +54,17 @@ class WeightGroup:
     wire: Format | None = None
     operands: Operands | None = None
     reduction: Format | np.dtype | None = None
-    high_precision: bool = False
+    array: ArrayLayout | None = None
 
     @property
     def ranks(self) -> int:
         """Returns how many shards a gather joins."""
         return self.layouts[0].ranks
+
+    @property
+    def high_precision(self) -> bool:
+        """Returns whether no recipe applies."""
+        return self.array is not None
 
     @property
     def as_codes(self) -> bool:
@@ -98,14 +104,16 @@ class WeightGroup:
 
 
 def gather(group: WeightGroup, sent: Shards | Packed) -> jax.Array | QuantizedArray:
-    """Returns the fused weight, or its codes where those are multiplied. Called inside a `shard_map`.
+    """Returns the fused weight, or its codes where those are multiplied; an array of any shape as such. Called inside a
+    `shard_map`.
 
     Args:
         group: what is gathered.
         sent: this rank's shards, or their codes.
     """
     if not isinstance(sent, Packed):
-        return gather_weight(sent, group.layouts, group.dtype)
+        weight = gather_weight(sent, group.layouts, group.dtype)
+        return weight if group.array is None else group.array.from_fused(weight)
     if group.as_codes:
         return gather_codes(sent, group.layouts)
     return gather_packed(sent, [group.layouts], group.dtype)[0]
@@ -127,6 +135,7 @@ def scatter(groups: Mapping[Any, WeightGroup], gradients: Mapping[Any, jax.Array
         groups: by name.
         gradients: this rank's, by the same names.
     """
+    gradients = {name: _fused(group, gradients[name]) for name, group in groups.items()}
     found: dict[Any, Shards] = {}
     together: dict[Any, list[Any]] = defaultdict(list)
     for name, group in groups.items():
@@ -141,3 +150,15 @@ def scatter(groups: Mapping[Any, WeightGroup], gradients: Mapping[Any, jax.Array
         shards = exchange_gradients([gradients[name] for name in names], layouts, wire, kinds)
         found.update(zip(names, shards, strict=True))
     return found
+
+
+def _fused(group: WeightGroup, gradient: jax.Array) -> jax.Array:
+    """Returns the gradient of a fused weight, from that of what `gather` returns."""
+    if group.array is None:
+        return gradient
+    matrix = group.array.matrix
+    *ahead, rows, cols = matrix.use_shape
+    ranks = matrix.ranks if in_order(group.layouts) else 1
+    shape = (ranks, *ahead, rows // ranks, cols) if ahead else (rows, cols)
+    take = jax.linear_transpose(group.array.from_fused, jax.ShapeDtypeStruct(shape, gradient.dtype))
+    return take(jnp.reshape(gradient, group.array.use_shape))[0]

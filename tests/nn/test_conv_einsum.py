@@ -110,6 +110,21 @@ def test_a_kernel_is_gathered_again_in_backward_and_its_gradient_scattered_once(
     assert kinds.count("all-gather") == 2 and kinds.count("reduce-scatter") == 1
 
 
+def test_a_stack_saves_no_gathered_kernel_for_backward():
+    """Not with `remat="everything"` either: memory grows with depth by less than a gathered kernel a layer."""
+
+    def temporary(length):
+        conv = lambda rngs: gtp.Conv(512, 512, (1,), use_bias=False, rngs=rngs)  # noqa: E731
+        options = dict(remat="everything", schedule=gtp.Schedule(keep_gathered=0))
+        graph, state = nnx.split(gtp.init(lambda rngs: gtp.Stack(conv, length, **options, rngs=rngs), nnx.Rngs(0)))
+        grad = jax.grad(lambda state, x: jnp.sum(jnp.sin(nnx.merge(graph, state)(x))))
+        compiled = jax.jit(grad).lower(state, jnp.ones((8, 4, 512))).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    with mesh_in_scope("gtp 8"):
+        assert temporary(12) - temporary(4) < 8 * 512 * 512 * 4 / 2
+
+
 def test_bfloat16_is_computed_as_flax_computes_it():
     make = lambda m, rngs: m.Conv(8, 16, (3,), dtype=jnp.bfloat16, rngs=rngs)  # noqa: E731
     x = jax.random.normal(jax.random.key(1), (8, 7, 8))
