@@ -26,6 +26,7 @@ _RENAMED = {
     "keep_first": "high_precision_first",
     "keep_last": "high_precision_last",
     "held": "pregathered_layers",
+    "reduce": "grad_wire",
 }
 
 _VOCAB_MULTIPLE = 128

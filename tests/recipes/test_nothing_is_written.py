@@ -21,7 +21,7 @@ EVERY = {
     **{name: make() for name, make in RECIPES.items()},
     "of layers": gtp.NVFP4(matmuls=True, high_precision_first=1, high_precision_last=1),
     "of modules": gtp.MXFP8(exclude=(), override={"mlp.down": gtp.FP8(matmuls=True), "head": gtp.NVFP4()}),
-    "of gradients": gtp.NVFP4(reduce="fp8"),
+    "of gradients": gtp.NVFP4(grad_wire="fp8"),
 }
 UNSTOCHASTIC = [n for n, r in EVERY.items() if not any(k.operands and k.operands.stochastic for k in r.kinds)]
 FLAX = str(Path(flax.__file__).parent)

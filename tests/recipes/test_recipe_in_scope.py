@@ -20,7 +20,7 @@ CASES = {
         dict(gtp=2, tp=2),
     ),
     "matmuls": (gtp.FP8(matmuls=True), dict(gtp=4)),
-    "gradients": (gtp.MXFP8(reduce="bf16"), dict(gtp=4)),
+    "gradients": (gtp.MXFP8(grad_wire="bf16"), dict(gtp=4)),
 }
 
 

@@ -67,7 +67,9 @@ def main() -> None:
             loss_of=lambda metrics: metrics["loss"],
             trace=args.trace,
             parameters=config.param_count(),
-            reduce_dtype=f"{recipe.reduce}, sums float32" if recipe.reduce else _REDUCE_DTYPES[execution.grad_reduce],
+            reduce_dtype=f"{recipe.grad_wire}, sums float32"
+            if recipe.grad_wire
+            else _REDUCE_DTYPES[execution.grad_reduce],
         )
 
 
