@@ -193,6 +193,6 @@ GTP_DEFINE_HANDLERS(unpack, unpack,
                         .RemainingRets()
                         .Attr<int32_t>("format")
                         .Attr<ffi::Span<const int64_t>>("table")
-                        .Attr<bool>("by_slice"));
+                        .Attr<bool>("by_shard"));
 
 }  // namespace gtp

@@ -28,7 +28,7 @@ TABLE = np.array([32, 64, 0, 32, 0, 0], np.int64)
 PARTS = {"parts": np.array([1], np.int64)}
 PACK = dict(format=np.int32(NVFP4.code), table=TABLE)
 
-UNPACK = {**PACK, "by_slice": False}
+UNPACK = {**PACK, "by_shard": False}
 
 CASES = {
     "dtype": (
