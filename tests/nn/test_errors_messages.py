@@ -187,6 +187,13 @@ def test_model_built_for_another_mesh_is_refused():
             model(jnp.ones((8, 32)))
 
 
+def test_an_nnx_object_as_a_layers_further_input_is_refused():
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        layer = gtp.Attention(16, heads=2, rngs=rngs())
+        with pytest.raises(TypeError, match="a further input of a layer or a `Stack` is a Rngs; it must be an array"):
+            layer(jnp.ones((8, 4, 16)), mask=rngs())
+
+
 def test_mesh_without_an_axis_is_refused():
     with jax.set_mesh(Mesh(jax.devices(), ("data",))):
         with pytest.raises(ValueError, match=r"the mesh in scope has the axes \('data',\), and none named 'gtp'"):
