@@ -13,7 +13,7 @@ import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.models.llama._hf_names import tensors
 
-TINY = LlamaConfig(vocab=32, dim=16, layers=1, heads=2, kv_heads=2, head_dim=8, ffn=16)
+TINY = LlamaConfig(vocab_size=32, dim=16, layers=1, heads=2, kv_heads=2, head_dim=8, ffn=16)
 
 
 def rngs() -> nnx.Rngs:

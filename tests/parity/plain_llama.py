@@ -42,10 +42,10 @@ class PlainBlock(nnx.Module):
 
 class PlainLlama(nnx.Module):
     def __init__(self, c, rngs):
-        self.embed = nnx.Embed(c.vocab, c.dim, rngs=rngs, param_dtype=c.dtype, dtype=c.dtype)
+        self.embed = nnx.Embed(c.vocab_size, c.dim, rngs=rngs, param_dtype=c.dtype, dtype=c.dtype)
         self.blocks = nnx.List([PlainBlock(c, rngs) for _ in range(c.layers)])
         self.norm = nnx.RMSNorm(c.dim, epsilon=c.eps, rngs=rngs, param_dtype=c.dtype, dtype=c.dtype)
-        self.head = nnx.Linear(c.dim, c.vocab, use_bias=False, rngs=rngs, param_dtype=c.dtype, dtype=c.dtype)
+        self.head = nnx.Linear(c.dim, c.vocab_size, use_bias=False, rngs=rngs, param_dtype=c.dtype, dtype=c.dtype)
 
     def __call__(self, tokens, head_kernel, experts=None):
         x, aux_loss = self.embed(tokens), 0.0

@@ -23,7 +23,16 @@ from .test_llama_parity import assert_close, batches, check, oracle, train
 
 # Nothing divides evenly, but experts by tp.
 MOE = LlamaConfig(
-    vocab=64, dim=56, layers=2, heads=4, kv_heads=2, head_dim=14, ffn=24, experts=4, aux_loss_coeff=0.1, dtype="float64"
+    vocab_size=64,
+    dim=56,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=14,
+    ffn=24,
+    experts=4,
+    aux_loss_coeff=0.1,
+    dtype="float64",
 )
 CASES = {
     "gtp 8": (dict(gtp=8), {}, 1),

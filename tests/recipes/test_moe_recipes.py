@@ -17,7 +17,7 @@ from .test_recipe_collectives import buffer_bytes
 from .test_recipe_parity import assert_close, batch_of, check, host, neighbours_together, scope, start
 
 LAYERS, EXPERTS = 2, 4
-SIZES = dict(vocab=640, dim=128, layers=LAYERS, heads=4, kv_heads=2, head_dim=64, ffn=256, experts=EXPERTS)
+SIZES = dict(vocab_size=640, dim=128, layers=LAYERS, heads=4, kv_heads=2, head_dim=64, ffn=256, experts=EXPERTS)
 
 
 @pytest.mark.parametrize(

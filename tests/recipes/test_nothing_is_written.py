@@ -16,7 +16,7 @@ from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.nn import abstract_model
 from gtp_jax.recipes import RECIPES
 
-CONFIG = LlamaConfig(vocab=128, dim=64, layers=3, heads=4, kv_heads=2, head_dim=16, ffn=128)
+CONFIG = LlamaConfig(vocab_size=128, dim=64, layers=3, heads=4, kv_heads=2, head_dim=16, ffn=128)
 EVERY = {
     **{name: make() for name, make in RECIPES.items()},
     "of layers": gtp.NVFP4(matmuls=True, high_precision_first=1, high_precision_last=1),

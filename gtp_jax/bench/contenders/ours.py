@@ -55,7 +55,7 @@ def main() -> None:
             lowered = step.lower(state, {"tokens": like, "targets": like})  # pyright: ignore[reportFunctionMemberAccess]
             return compile_only(lowered, args.target, parameters=config.param_count())
         state = gtp.TrainState.create(gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(0)), optimizer)
-        tokens = jax.random.randint(jax.random.key(1), (work.sequences, work.seq), 0, work.vocab)
+        tokens = jax.random.randint(jax.random.key(1), (work.sequences, work.seq), 0, work.vocab_size)
         batch: Any = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
         batch = jax.device_put(batch, placed)
         lowered = step.lower(state, batch)  # pyright: ignore[reportFunctionMemberAccess]

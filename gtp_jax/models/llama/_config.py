@@ -9,7 +9,7 @@ from ...chain import Remat, Schedule
 from ...nn import ExpertParallel, GradReduce, check_heads, check_moe, reduction_of
 from ...ops import RopeScaling, check_rotary
 
-_ARCHITECTURE = ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "tied", "rope_theta", "eps")
+_ARCHITECTURE = ("vocab_size", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "tied", "rope_theta", "eps")
 _OF_EXPERTS = ("experts", "top_k")
 
 
@@ -18,7 +18,7 @@ class LlamaConfig:
     """Sizes and choices of a Llama.
 
     Attributes:
-        vocab: number of tokens.
+        vocab_size: number of tokens.
         dim: width of the residual stream.
         layers: number of blocks.
         heads: query heads.
@@ -42,7 +42,7 @@ class LlamaConfig:
         prefetch, unroll, keep_gathered: the chain's schedule; see `Schedule`.
     """
 
-    vocab: int
+    vocab_size: int
     dim: int
     layers: int
     heads: int
@@ -69,7 +69,7 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         if isinstance(self.rope_scaling, dict):  # as checkpoints have it
             object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
-        for field in ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn"):
+        for field in ("vocab_size", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn"):
             if getattr(self, field) < 1:
                 raise ValueError(f"`{field}` is {getattr(self, field)}; it must be a whole number of at least 1.")
         check_rotary(self.head_dim, None, self.rope_scaling)
@@ -108,10 +108,10 @@ class LlamaConfig:
         mlp = 3 * self.dim * self.ffn
         if self.experts:
             mlp = self.top_k * mlp + self.dim * self.experts  # and the router's
-        return self.layers * (attention + mlp) + self.vocab * self.dim
+        return self.layers * (attention + mlp) + self.vocab_size * self.dim
 
     def param_count(self) -> int:
         """Returns all parameters."""
-        embedding = 0 if self.tied else self.vocab * self.dim
+        embedding = 0 if self.tied else self.vocab_size * self.dim
         idle = self.layers * (self.experts - self.top_k) * 3 * self.dim * self.ffn if self.experts else 0
         return self.matmul_params() + idle + embedding + (2 * self.layers + 1) * self.dim
