@@ -19,7 +19,16 @@ if not jax.config.jax_platforms:
 
 STEPS = 50
 CONFIG = LlamaConfig(
-    vocab_size=128, dim=128, layers=2, heads=4, kv_heads=2, head_dim=64, ffn=128, experts=8, top_k=2, dtype="float32"
+    vocab_size=128,
+    dim=128,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    ffn=128,
+    num_experts=8,
+    top_k=2,
+    dtype="float32",
 )
 
 with jax.set_mesh(gtp.make_mesh(gtp=jax.device_count())):

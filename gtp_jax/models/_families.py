@@ -18,7 +18,7 @@ PRESETS: dict[str, ModelConfig] = {name: config for family in FAMILIES for name,
 
 
 # Fields in checkpoints before they were renamed.
-_RENAMED = {"vocab": "vocab_size"}
+_RENAMED = {"vocab": "vocab_size", "experts": "num_experts"}
 
 
 def family_of(config: ModelConfig) -> Family:

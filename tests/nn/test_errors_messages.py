@@ -109,15 +109,15 @@ WITHOUT_A_MESH = {
         "`max_grad_norm` is 0; it must be a number above 0, or `None` for no limit",
     ),
     "experts": (
-        lambda: dataclasses.replace(TINY, experts=-1),
-        "`experts` is -1; it must be a whole number, 0 for an MLP",
+        lambda: dataclasses.replace(TINY, num_experts=-1),
+        "`num_experts` is -1; it must be a whole number, 0 for an MLP",
     ),
     "experts a token": (
-        lambda: dataclasses.replace(TINY, experts=4, top_k=5),
+        lambda: dataclasses.replace(TINY, num_experts=4, top_k=5),
         "`top_k` is 5 of 4 experts; it must be at",
     ),
     "conversion": (
-        lambda: tensors(dataclasses.replace(TINY, experts=4)),
+        lambda: tensors(dataclasses.replace(TINY, num_experts=4)),
         "the model has 4 experts in a layer; only Lla",
     ),
     "degree": (lambda: gtp.make_mesh(gtp=8.0), "`gtp` is 8.0; a degree is a whole number of at least 1"),

@@ -131,7 +131,7 @@ def test_logits_of_padding_are_left_out_by_softmax_maximum_and_loss(x64):
 RECIPES = {"FP8": gtp.FP8(), "MXFP8": gtp.MXFP8(), "NVFP4": gtp.NVFP4(), "NVFP4 1x16": gtp.NVFP4(block=(1, 16))}
 # Every contraction is at least a block long, and tp 2 divides nothing evenly: three groups of heads, 97 features.
 WIDE = dataclasses.replace(ODD, dim=38, head_dim=12, ffn=97)
-EXPERTS = dataclasses.replace(WIDE, experts=3, top_k=2, ffn=49)
+EXPERTS = dataclasses.replace(WIDE, num_experts=3, top_k=2, ffn=49)
 UNEVEN = {
     "dense": (dict(gtp=2, tp=2), WIDE),
     "experts of 49 features": (dict(gtp=2, tp=2), EXPERTS),

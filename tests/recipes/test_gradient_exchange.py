@@ -154,7 +154,7 @@ MODELS = {
         4,
     ),
     "gtp 2 x tp 2, waited for": (dataclasses.replace(ALIGNED, prefetch=False), dict(gtp=2, tp=2), 1),
-    "gtp 2 x tp 2, experts": (dataclasses.replace(ALIGNED, experts=4), dict(gtp=2, tp=2), 1),
+    "gtp 2 x tp 2, experts": (dataclasses.replace(ALIGNED, num_experts=4), dict(gtp=2, tp=2), 1),
 }
 
 
@@ -196,7 +196,7 @@ def sent_bytes(ranks, kernels, grad_wire):
 @pytest.mark.parametrize("grad_wire, experts, parts", [("mxfp8", 0, 2), ("fp8", 4, 1), ("bf16", 0, 1)])
 def test_a_layer_is_one_exchange_of_bytes_and_no_reduce_scatter(grad_wire, experts, parts):
     degree, tp = 4, 2
-    config = LlamaConfig(**{**(MOE_SIZES if experts else SIZES), "experts": experts, "layers": LAYERS})
+    config = LlamaConfig(**{**(MOE_SIZES if experts else SIZES), "num_experts": experts, "layers": LAYERS})
     step = lowered_step(
         config,
         gtp.make_mesh(gtp=degree, tp=tp),

@@ -65,9 +65,9 @@ def test_the_record_sees_writes_to_a_model_and_to_merged_copies(written):
 CASES = [
     *((name, {}) for name in EVERY),
     ("of modules", dict(tied=True)),
-    *((name, dict(experts=4)) for name in ("fp8-matmuls", "nvfp4-matmuls", "of modules", "of gradients")),
+    *((name, dict(num_experts=4)) for name in ("fp8-matmuls", "nvfp4-matmuls", "of modules", "of gradients")),
 ]
-DEFAULT = [("nvfp4-matmuls", {}), ("of modules", {}), ("of gradients", {}), ("fp8-matmuls", dict(experts=4))]
+DEFAULT = [("nvfp4-matmuls", {}), ("of modules", {}), ("of gradients", {}), ("fp8-matmuls", dict(num_experts=4))]
 
 
 def slow_but(default, cases):

@@ -100,7 +100,7 @@ def test_pregathered_layers_take_the_codes_bytes_on_every_device():
 
 CASES = {
     "gtp 4, three microbatches": (ALIGNED, dict(gtp=4), 3, gtp.NVFP4()),
-    "gtp 2 x tp 2, experts": (dataclasses.replace(ALIGNED, experts=4), dict(gtp=2, tp=2), 2, gtp.FP8()),
+    "gtp 2 x tp 2, experts": (dataclasses.replace(ALIGNED, num_experts=4), dict(gtp=2, tp=2), 2, gtp.FP8()),
     "gtp 8, unaligned, looped": (dataclasses.replace(UNALIGNED, unroll=1, layers=4), dict(gtp=8), 2, gtp.MXFP8()),
     "gtp 2 x tp 2, ends in high precision": (
         dataclasses.replace(ALIGNED, layers=4),

@@ -32,9 +32,9 @@ def tensors(config: LlamaConfig) -> list[Tensor]:
     Raises:
         ValueError: if the model has experts, whose tensors have other names.
     """
-    if config.experts:
+    if config.num_experts:
         raise ValueError(
-            f"the model has {config.experts} experts in a layer; only Llamas without are converted. Take its "
+            f"the model has {config.num_experts} experts in a layer; only Llamas without are converted. Take its "
             "parameters from the checkpoint with `gtp_jax.checkpoint.Checkpoints.restore_params`."
         )
     sizes = {

@@ -46,11 +46,11 @@ class LlamaBlock(Layer):
             rngs=rngs,
             **shared,
         )
-        if config.experts:
+        if config.num_experts:
             self.mlp = MoE(
                 config.dim,
                 config.ffn,
-                num_experts=config.experts,
+                num_experts=config.num_experts,
                 top_k=config.top_k,
                 parallel=config.expert_parallel,
                 aux_loss_coeff=config.aux_loss_coeff,

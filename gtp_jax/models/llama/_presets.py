@@ -22,7 +22,7 @@ PRESETS: dict[str, LlamaConfig] = {
     "1b": LlamaConfig(vocab_size=256, dim=2048, layers=20, heads=16, kv_heads=8, head_dim=128, ffn=7168),
     # Mixtral in small: 2 of 8 experts a token
     "tiny-moe": LlamaConfig(
-        vocab_size=256, dim=128, layers=4, heads=8, kv_heads=4, head_dim=32, ffn=256, experts=8, top_k=2
+        vocab_size=256, dim=128, layers=4, heads=8, kv_heads=4, head_dim=32, ffn=256, num_experts=8, top_k=2
     ),
     # Mixtral 8x7B (arXiv 2401.04088, table 1)
     "mixtral": LlamaConfig(
@@ -33,7 +33,7 @@ PRESETS: dict[str, LlamaConfig] = {
         kv_heads=8,
         head_dim=128,
         ffn=14336,
-        experts=8,
+        num_experts=8,
         top_k=2,
         rope_theta=1_000_000.0,
     ),
