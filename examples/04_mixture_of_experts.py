@@ -19,7 +19,16 @@ if not jax.config.jax_platforms:
 
 STEPS = 50
 CONFIG = LlamaConfig(
-    vocab=128, dim=128, layers=2, heads=4, kv_heads=2, head_dim=64, ffn=128, experts=8, top_k=2, dtype="float32"
+    vocab_size=128,
+    dim=128,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    ffn=128,
+    num_experts=8,
+    top_k=2,
+    dtype="float32",
 )
 
 with jax.set_mesh(gtp.make_mesh(gtp=jax.device_count())):
@@ -29,8 +38,8 @@ with jax.set_mesh(gtp.make_mesh(gtp=jax.device_count())):
     state = gtp.TrainState.create(model, optimizer)
     step = gtp.train_step(next_token_loss, optimizer, recipe=recipe, max_grad_norm=1.0)
     for number in range(STEPS):
-        first = jax.random.randint(jax.random.key(number), (2 * jax.device_count(), 1), 0, CONFIG.vocab)
-        tokens = (first + 5 * jnp.arange(17)) % CONFIG.vocab
+        first = jax.random.randint(jax.random.key(number), (2 * jax.device_count(), 1), 0, CONFIG.vocab_size)
+        tokens = (first + 5 * jnp.arange(17)) % CONFIG.vocab_size
         state, metrics = step(state, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
         if number % 10 == 9:
             print(f"step {number + 1}: loss {float(metrics['loss']):.3f}")

@@ -9,7 +9,7 @@ template <class B>
 ffi::Error multi_amax(typename B::Context context, ffi::RemainingArgs arrays, ffi::Result<ffi::AnyBuffer> amax,
                       ffi::Span<const int64_t> parts) {
   return guarded([&]() -> ffi::Error {
-    if (parts.size() != arrays.size()) return invalid("there is not one number of parts an array");
+    if (parts.size() != arrays.size()) return invalid("parts must be one number per array");
     std::vector<Array> found;
     for (size_t i = 0; i < arrays.size(); ++i) {
       const auto array = arrays.get<ffi::AnyBuffer>(i);
@@ -18,7 +18,8 @@ ffi::Error multi_amax(typename B::Context context, ffi::RemainingArgs arrays, ff
       GTP_CHECK(check_values("array " + std::to_string(i), *array, dtype));
       const int64_t size = static_cast<int64_t>(array->element_count());
       if (parts[i] < 0 || (parts[i] == 0 ? size : size % parts[i]) != 0) {
-        return invalid("array " + std::to_string(i) + " has not " + std::to_string(parts[i]) + " equal parts");
+        return invalid("array " + std::to_string(i) + " cannot be divided into " + std::to_string(parts[i]) +
+                       " equal parts");
       }
       const auto* data = static_cast<const uint8_t*>(array->untyped_data());
       for (int64_t part = 0; part < parts[i]; ++part) {
@@ -27,7 +28,7 @@ ffi::Error multi_amax(typename B::Context context, ffi::RemainingArgs arrays, ff
       }
     }
     GTP_CHECK(check_f32("amax", *amax));
-    if (amax->element_count() != found.size()) return invalid("amax has not one element a part");
+    if (amax->element_count() != found.size()) return invalid("amax does not have one element per part");
     return B::run(context, B::multi_amax, found, static_cast<float*>(amax->untyped_data()));
   });
 }

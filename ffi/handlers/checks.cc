@@ -26,7 +26,7 @@ ffi::Error invalid(const std::string& message) { return ffi::Error::InvalidArgum
 ffi::Error split_matrix(const char* name, const ffi::AnyBuffer& buffer, Dims& lead, int64_t& rows, int64_t& cols) {
   lead = dims_of(buffer);
   if (lead.size() < 2) {
-    return invalid(std::string(name) + " has shape " + to_string(lead) + "; it has two dimensions or more");
+    return invalid(std::string(name) + " has shape " + to_string(lead) + "; it must have at least two dimensions");
   }
   cols = lead.back();
   lead.pop_back();
@@ -37,7 +37,7 @@ ffi::Error split_matrix(const char* name, const ffi::AnyBuffer& buffer, Dims& le
 
 ffi::Error check_format(int32_t format) {
   if (format >= 0 && format < kFormatCount) return ffi::Error::Success();
-  return invalid("format is " + std::to_string(format) + "; it is from 0 to " + std::to_string(kFormatCount - 1));
+  return invalid("format is " + std::to_string(format) + "; it must be from 0 to " + std::to_string(kFormatCount - 1));
 }
 
 ffi::Error check_values(const std::string& name, const ffi::AnyBuffer& buffer, DType& dtype) {
@@ -53,7 +53,7 @@ ffi::Error check_values(const std::string& name, const ffi::AnyBuffer& buffer, D
       break;
     default:
       return invalid(name + " has XLA's element type " + std::to_string(static_cast<int>(buffer.element_type())) +
-                     "; it is float32, bfloat16 or float16");
+                     "; it must be float32, bfloat16 or float16");
   }
   if (reinterpret_cast<uintptr_t>(buffer.untyped_data()) % dtype_bytes(dtype)) {
     return invalid(name + " is not aligned to the size of its elements");
@@ -67,7 +67,8 @@ ffi::Error check_bytes(const char* name, const ffi::AnyBuffer& buffer, const Dim
   Dims expected = lead;
   expected.insert(expected.end(), matrix);
   if (dims_of(buffer) == expected) return ffi::Error::Success();
-  return invalid(std::string(name) + " has shape " + to_string(dims_of(buffer)) + "; it is " + to_string(expected));
+  return invalid(std::string(name) + " has shape " + to_string(dims_of(buffer)) + "; it must be " +
+                 to_string(expected));
 }
 
 ffi::Error check_f32(const char* name, const ffi::AnyBuffer& buffer) {
@@ -81,7 +82,7 @@ ffi::Error check_amax(const char* name, const ffi::AnyBuffer& amax, const Dims& 
   const Dims dims = dims_of(amax);
   if (dims.size() > lead.size() || !std::equal(dims.begin(), dims.end(), lead.begin())) {
     return invalid(std::string(name) + " has shape " + to_string(dims) +
-                   "; it is the first of the leading dimensions " + to_string(lead));
+                   "; it must be the first of the leading dimensions " + to_string(lead));
   }
   count_per_amax = std::max<int64_t>(1, product(Dims(lead.begin() + dims.size(), lead.end())));
   return ffi::Error::Success();

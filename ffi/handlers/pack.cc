@@ -27,7 +27,7 @@ constexpr size_t kMostPieces = size_t{1} << 20;
 // then all pieces' scales, each section at a multiple of kSectionBytes.
 ffi::Error read_plan(const Format& format, ffi::Span<const int64_t> table, Plan& plan) {
   constexpr size_t kFields = 6;
-  if (table.size() % kFields) return invalid("the plan has not six numbers a piece");
+  if (table.size() % kFields) return invalid("the plan does not have six numbers per piece");
   if (table.size() / kFields > kMostPieces) return invalid("the plan has more than 2**20 pieces");
   for (size_t i = 0; i < table.size(); i += kFields) {
     for (size_t field = 0; field < kFields; ++field) {
@@ -54,10 +54,10 @@ ffi::Error read_plan(const Format& format, ffi::Span<const int64_t> table, Plan&
   return ffi::Error::Success();
 }
 
-// amax: float32 (*lead, pieces). slices: one a piece, (*lead, rows, cols), or (*lead, cols, rows) if it is transposed.
+// amax: float32 (*lead, pieces). shards: one a piece, (*lead, rows, cols), or (*lead, cols, rows) if it is transposed.
 // buffer: uint8 (*lead, bytes).
 template <class B>
-ffi::Error pack(typename B::Context context, ffi::AnyBuffer amax, ffi::RemainingArgs slices,
+ffi::Error pack(typename B::Context context, ffi::AnyBuffer amax, ffi::RemainingArgs shards,
                 ffi::Result<ffi::AnyBuffer> buffer, int32_t format_code, ffi::Span<const int64_t> table) {
   return guarded([&]() -> ffi::Error {
     GTP_CHECK(check_format(format_code));
@@ -65,10 +65,10 @@ ffi::Error pack(typename B::Context context, ffi::AnyBuffer amax, ffi::Remaining
     Plan plan;
     GTP_CHECK(read_plan(format, table, plan));
     const int64_t count = static_cast<int64_t>(plan.pieces.size());
-    if (static_cast<int64_t>(slices.size()) != count) return invalid("there is not one slice a piece");
+    if (static_cast<int64_t>(shards.size()) != count) return invalid("shards must be one per piece");
     GTP_CHECK(check_f32("amax", amax));
     Dims lead = dims_of(amax);
-    if (lead.empty() || lead.back() != count) return invalid("amax has not one element a piece");
+    if (lead.empty() || lead.back() != count) return invalid("amax does not have one element per piece");
     lead.pop_back();
     GTP_CHECK(check_bytes("buffer", *buffer, lead, {plan.bytes}));
 
@@ -76,19 +76,19 @@ ffi::Error pack(typename B::Context context, ffi::AnyBuffer amax, ffi::Remaining
     std::vector<QuantizeJob> jobs;
     for (int64_t i = 0; i < count; ++i) {
       const Piece& piece = plan.pieces[i];
-      const auto slice = slices.get<ffi::AnyBuffer>(i);
-      if (!slice.has_value()) return slice.error();
-      const std::string name = "slice " + std::to_string(i);
+      const auto shard = shards.get<ffi::AnyBuffer>(i);
+      if (!shard.has_value()) return shard.error();
+      const std::string name = "shard " + std::to_string(i);
       QuantizeJob job{};
-      GTP_CHECK(check_values(name, *slice, job.dtype));
+      GTP_CHECK(check_values(name, *shard, job.dtype));
       job.rows = piece.transposed ? piece.cols : piece.rows;
       job.cols = piece.transposed ? piece.rows : piece.cols;
       Dims expected = lead;
       expected.insert(expected.end(), {job.rows, job.cols});
-      if (dims_of(*slice) != expected) {
-        return invalid(name + " has shape " + to_string(dims_of(*slice)) + "; it is " + to_string(expected));
+      if (dims_of(*shard) != expected) {
+        return invalid(name + " has shape " + to_string(dims_of(*shard)) + "; it must be " + to_string(expected));
       }
-      job.x = slice->untyped_data();
+      job.x = shard->untyped_data();
       job.count = product(lead);
       job.count_per_amax = 1;
       job.amax_stride = count;
@@ -103,33 +103,33 @@ ffi::Error pack(typename B::Context context, ffi::AnyBuffer amax, ffi::Remaining
       copy.scales_bytes = shape.scales_bytes();
       copy.codes_gap = static_cast<int32_t>(round_up(copy.codes_bytes, kSectionBytes) - copy.codes_bytes);
       copy.scales_gap = static_cast<int32_t>(round_up(copy.scales_bytes, kSectionBytes) - copy.scales_bytes);
-      if (slice->element_count() > 0) jobs.push_back(job);
+      if (shard->element_count() > 0) jobs.push_back(job);
     }
     return B::run(context, B::quantize, jobs, QuantizeOptions{format_code, false, nullptr});
   });
 }
 
-// buffer: uint8 (slices, bytes). amax: float32 (pieces,). weights: (rows, cols) each; by slice, slices x the rows of all
-// pieces of an output.
+// buffer: uint8 (shards, bytes). amax: float32 (pieces,). weights: (rows, cols) each; by shard, shards x the rows of
+// all pieces of an output.
 template <class B>
 ffi::Error unpack(typename B::Context context, ffi::AnyBuffer buffer, ffi::AnyBuffer amax, ffi::RemainingRets weights,
-                  int32_t format_code, ffi::Span<const int64_t> table, bool by_slice) {
+                  int32_t format_code, ffi::Span<const int64_t> table, bool by_shard) {
   return guarded([&]() -> ffi::Error {
     GTP_CHECK(check_format(format_code));
     const Format& format = kFormats[format_code];
     Plan plan;
     GTP_CHECK(read_plan(format, table, plan));
-    std::map<int64_t, int64_t> slice_rows, total_rows;  // of each output
+    std::map<int64_t, int64_t> shard_rows, total_rows;  // of each output
     for (const Piece& piece : plan.pieces) {
-      slice_rows[piece.out] += piece.rows;
+      shard_rows[piece.out] += piece.rows;
       total_rows[piece.out] += piece.total_rows;
     }
     const Dims buffer_dims = dims_of(buffer);
-    if (buffer_dims.size() != 2) return invalid("buffer has not two dimensions");
-    const int64_t slices = buffer_dims[0], count = static_cast<int64_t>(plan.pieces.size());
-    GTP_CHECK(check_bytes("buffer", buffer, {slices}, {plan.bytes}));
+    if (buffer_dims.size() != 2) return invalid("buffer does not have two dimensions");
+    const int64_t shards = buffer_dims[0], count = static_cast<int64_t>(plan.pieces.size());
+    GTP_CHECK(check_bytes("buffer", buffer, {shards}, {plan.bytes}));
     GTP_CHECK(check_f32("amax", amax));
-    if (dims_of(amax) != Dims{count}) return invalid("amax has not one element a piece");
+    if (dims_of(amax) != Dims{count}) return invalid("amax does not have one element per piece");
 
     const auto* bytes = static_cast<const uint8_t*>(buffer.untyped_data());
     std::vector<DequantizeJob> jobs;
@@ -141,23 +141,25 @@ ffi::Error unpack(typename B::Context context, ffi::AnyBuffer buffer, ffi::AnyBu
       DequantizeJob job{};
       GTP_CHECK(check_values(name, **weight, job.dtype));
       const Dims dims = dims_of(**weight);
-      const int64_t before = by_slice ? (slices - 1) * slice_rows[piece.out] : 0;
-      const int64_t rows = by_slice ? piece.rows : piece.total_rows;
+      const int64_t before = by_shard ? (shards - 1) * shard_rows[piece.out] : 0;
+      const int64_t rows = by_shard ? piece.rows : piece.total_rows;
       if (dims.size() != 2 || dims[1] != piece.cols || dims[0] < before + piece.out_row + rows) {
-        return invalid(name + " has shape " + to_string(dims) + ", which does not hold piece " + std::to_string(i));
+        return invalid(name + " has shape " + to_string(dims) + ", which does not fit piece " + std::to_string(i));
       }
-      if (!by_slice && piece.total_rows > slices * piece.rows) return invalid("the slices hold fewer rows than their total");
+      if (!by_shard && piece.total_rows > shards * piece.rows) {
+        return invalid("the shards have fewer rows in all than total_rows of piece " + std::to_string(i));
+      }
       job.codes = bytes + piece.codes_start;
       job.scales = bytes + piece.scales_start;
       job.amax = static_cast<const float*>(amax.untyped_data()) + i;
       job.x = static_cast<uint8_t*>((*weight)->untyped_data()) + piece.out_row * piece.cols * dtype_bytes(job.dtype);
-      job.count = slices;
+      job.count = shards;
       job.rows = piece.rows;
       job.cols = piece.cols;
-      job.rows_kept = by_slice ? slices * piece.rows : piece.total_rows;
-      job.x_stride = (by_slice ? slice_rows[piece.out] : piece.rows) * piece.cols;
+      job.rows_kept = by_shard ? shards * piece.rows : piece.total_rows;
+      job.x_stride = (by_shard ? shard_rows[piece.out] : piece.rows) * piece.cols;
       job.codes_stride = job.scales_stride = plan.bytes;
-      job.count_per_amax = slices;
+      job.count_per_amax = shards;
       job.amax_stride = 0;
       job.layout = Layout::kRows;
       if (job.rows_kept * piece.cols > 0) jobs.push_back(job);
@@ -167,7 +169,7 @@ ffi::Error unpack(typename B::Context context, ffi::AnyBuffer buffer, ffi::AnyBu
       if (!weight.has_value()) return weight.error();
       const Dims dims = dims_of(**weight);
       const auto out = static_cast<int64_t>(i);
-      const int64_t rows = by_slice ? slices * slice_rows[out] : total_rows[out];
+      const int64_t rows = by_shard ? shards * shard_rows[out] : total_rows[out];
       if (dims.empty() || dims[0] != rows) {
         return invalid("output " + std::to_string(i) + " has shape " + to_string(dims) + ", but its pieces have " +
                        std::to_string(rows) + " rows");
@@ -191,6 +193,6 @@ GTP_DEFINE_HANDLERS(unpack, unpack,
                         .RemainingRets()
                         .Attr<int32_t>("format")
                         .Attr<ffi::Span<const int64_t>>("table")
-                        .Attr<bool>("by_slice"));
+                        .Attr<bool>("by_shard"));
 
 }  // namespace gtp

@@ -27,13 +27,13 @@ ffi::Error quantize(typename B::Context context, ffi::AnyBuffer x, ffi::AnyBuffe
     GTP_CHECK(check_format(format_code));
     const Format& format = kFormats[format_code];
     if (hadamard && format.block_rows * format.block_cols != kRun) {
-      return invalid(std::string("the Hadamard transform does not go with ") + format.name);
+      return invalid(std::string("the Hadamard transform cannot be used with ") + format.name);
     }
     if (stochastic && format.element != Element::kE2M1) {
-      return invalid(std::string("stochastic rounding does not go with ") + format.name);
+      return invalid(std::string("stochastic rounding cannot be used with ") + format.name);
     }
     if (stochastic && (key.element_type() != ffi::DataType::U32 || key.element_count() != 2)) {
-      return invalid("key is not two words of uint32");
+      return invalid("key must be two words of uint32");
     }
     QuantizeJob job{};
     Dims lead;

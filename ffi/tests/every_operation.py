@@ -16,7 +16,7 @@ PLAN = PackPlan(
         Piece(rows=64, cols=100, transposed=True, total_rows=64, out=0, out_row=0),
         Piece(rows=32, cols=100, transposed=False, total_rows=32, out=0, out_row=64),
     ),
-    by_slice=True,
+    by_shard=True,
 )
 
 

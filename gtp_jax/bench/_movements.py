@@ -23,7 +23,7 @@ from ..collectives import Bundle, Packed, Shards, pack_all
 from ..mesh import AXES, GTP, TP, degree, platform
 from ..models import ModelConfig, family_of
 from ..nn import init, shards_of, split_model, structure_of
-from ..recipes import REDUCTIONS, Recipe
+from ..recipes import GRAD_WIRES, Recipe
 from ..train import compile_options
 from ..weights import WeightGroup, gather, gather_members, scatter
 from ._timing import seconds_a_call
@@ -128,7 +128,7 @@ def measure_movements(config: ModelConfig, recipes: Mapping[str, Recipe], links:
 
 def _reductions(block: _Block, links: Links) -> Iterator[Movement]:
     """Yields the sum of a block's gradient, by a reduce-scatter of bfloat16 and by an exchange in each of
-    `REDUCTIONS`."""
+    `GRAD_WIRES`."""
 
     def random(shards: Mapping[Any, Shards]) -> Tree:
         key = jax.random.fold_in(jax.random.key(0), lax.axis_index(AXES))  # another gradient on every rank
@@ -146,7 +146,7 @@ def _reductions(block: _Block, links: Links) -> Iterator[Movement]:
 
     gradients = block.run(random, cut_out=True)(block.params)
     exact = jax.device_get(summed(None, np.float32)(block.params, gradients))
-    for name, reduction in {"scatter": None, **REDUCTIONS}.items():
+    for name, reduction in {"scatter": None, **GRAD_WIRES}.items():
         program = summed(reduction)
         numbers = jax.device_get(program(block.params, gradients))
         pairs = list(zip(jax.tree.leaves(numbers), jax.tree.leaves(exact), strict=True))

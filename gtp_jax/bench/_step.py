@@ -54,7 +54,7 @@ class Row:
 def workload_flops(work: Workload) -> int:
     """Operations of a step over all devices, as `gtp_jax.plan.step_flops` counts them."""
     attention = work.dim * work.head_dim * (2 * work.heads + 2 * work.kv_heads)
-    parameters = work.layers * (attention + 3 * work.dim * work.ffn) + work.vocab * work.dim
+    parameters = work.layers * (attention + 3 * work.dim * work.ffn) + work.vocab_size * work.dim
     return step_flops(
         matmul_params=parameters,
         tokens=work.tokens,

@@ -18,7 +18,7 @@ from .._flags import add_flags, given
 from ..mesh import Parallelism, choose_devices, make_mesh, on_gpu
 from ..models import PRESETS
 from ..plan import columns, quantity
-from ..recipes import RECIPES, REDUCTIONS
+from ..recipes import GRAD_WIRES, RECIPES
 from ._arguments import check_files, positive
 
 _EXAMPLES = """\
@@ -63,7 +63,7 @@ def _run(args: argparse.Namespace) -> int:
         links = bench.measure_links(args.mebibytes or _MEBIBYTES[fast])
         measured = bench.measure_movements(PRESETS[preset], recipes, links)
         movements = list(
-            tqdm(measured, total=len(recipes) + 1 + len(REDUCTIONS), unit="collective", file=sys.stderr, disable=None)
+            tqdm(measured, total=len(recipes) + 1 + len(GRAD_WIRES), unit="collective", file=sys.stderr, disable=None)
         )
     device, gtp, tp = some[0].device_kind, degrees["gtp"], degrees["tp"]
     print(f"{len(some)} x {device}, gtp {gtp}, tp {tp}: one layer of {preset}; {native.describe()}")

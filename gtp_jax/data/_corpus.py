@@ -19,7 +19,7 @@ class Corpus:
     Attributes:
         name: of the text.
         tokenizer: name of the tokenizer.
-        vocab: number of different tokens.
+        vocab_size: number of different tokens.
         train: token stream, documents separated, in the smallest unsigned integer type.
         held_out: the same, of documents that are not in `train`.
         documents: number of documents of each.
@@ -29,7 +29,7 @@ class Corpus:
 
     name: str
     tokenizer: str
-    vocab: int
+    vocab_size: int
     train: np.ndarray
     held_out: np.ndarray
     documents: tuple[int, int]
@@ -77,7 +77,7 @@ def load_corpus(text: Text, tokenizer: Tokenizer = BYTES, *, held_out: float = 0
     return Corpus(
         name=text.name,
         tokenizer=tokenizer.name,
-        vocab=tokenizer.vocab,
+        vocab_size=tokenizer.vocab_size,
         train=streams[0],
         held_out=streams[1],
         documents=(len(kept), len(apart)),

@@ -9,22 +9,22 @@ import numpy as np
 _PIECE = 1 << 20
 
 
-def unigram_entropy(train: np.ndarray, held_out: np.ndarray, vocab: int) -> float:
+def unigram_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> float:
     """Returns the mean loss, in nats a token, on `held_out` of a model that knows how often each token occurs in
     `train`.
 
     It is the loss of the best guess that ignores context. Every token is counted once more than it occurs, so that one
     that is new in `held_out` costs a finite amount.
     """
-    counts = _counts(train, vocab) + 1
+    counts = _counts(train, vocab_size) + 1
     costs = math.log(counts.sum()) - np.log(counts)
-    return float(_counts(held_out, vocab) @ costs / len(held_out))
+    return float(_counts(held_out, vocab_size) @ costs / len(held_out))
 
 
-def _counts(tokens: np.ndarray, vocab: int) -> np.ndarray:
+def _counts(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
     # in pieces, because bincount converts its whole input to 64-bit integers
     pieces = (tokens[start : start + _PIECE] for start in range(0, len(tokens), _PIECE))
-    return sum((np.bincount(piece, minlength=vocab) for piece in pieces), np.zeros(vocab, np.int64))
+    return sum((np.bincount(piece, minlength=vocab_size) for piece in pieces), np.zeros(vocab_size, np.int64))
 
 
 def bits_per_byte(loss: float, bytes_per_token: float = 1.0) -> float:

@@ -24,20 +24,20 @@ class Tokenizer:
 
     Attributes:
         name: for people.
-        vocab: number of tokens, the separator included.
+        vocab_size: number of tokens, the separator included.
         separator: the token that stands after each document.
         encode: `documents -> tokens of each document`, without separators.
     """
 
     name: str
-    vocab: int
+    vocab_size: int
     separator: int
     encode: Callable[[Iterable[bytes]], Iterable[np.ndarray]]
 
     @property
     def dtype(self) -> np.dtype:
         """The smallest integer type that holds every token."""
-        return np.min_scalar_type(self.vocab - 1)
+        return np.min_scalar_type(self.vocab_size - 1)
 
     def stream(self, documents: Iterable[bytes]) -> np.ndarray:
         """Returns the tokens of documents as one stream, the separator after each.
@@ -50,7 +50,7 @@ class Tokenizer:
         return np.concatenate(parts) if parts else np.zeros(0, self.dtype)
 
     def _checked(self, tokens: np.ndarray) -> np.ndarray:
-        check_ids(tokens, self.vocab, name=f"tokens of a document by {self.name}")
+        check_ids(tokens, self.vocab_size, name=f"tokens of a document by {self.name}")
         return tokens.astype(self.dtype)
 
 

@@ -6,6 +6,7 @@ from ._families import build as build
 from ._families import family_of as family_of
 from ._families import preset_of as preset_of
 from ._families import saved as saved
+from ._families import saved_architecture as saved_architecture
 from ._families import saved_config as saved_config
 from ._family import Family as Family
 from ._family import HuggingFace as HuggingFace

@@ -17,6 +17,10 @@ FAMILIES: tuple[Family, ...] = (LLAMA,)
 PRESETS: dict[str, ModelConfig] = {name: config for family in FAMILIES for name, config in family.presets.items()}
 
 
+# Fields in checkpoints before they were renamed.
+_RENAMED = {"vocab": "vocab_size", "experts": "num_experts"}
+
+
 def family_of(config: ModelConfig) -> Family:
     """Returns the family that a configuration is of.
 
@@ -35,6 +39,19 @@ def saved(config: ModelConfig) -> dict[str, Any]:
     return {"family": family_of(config).name, "model": config.architecture()}
 
 
+def saved_architecture(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what `architecture` said of a checkpoint's model, under the names that its fields have now.
+
+    Raises:
+        KeyError: if nothing is said of it.
+        TypeError: if what is said is not a dict.
+    """
+    fields = extra["model"]
+    if not isinstance(fields, Mapping):
+        raise TypeError(f"its model is {fields!r}; it must be a dict of sizes")
+    return {_RENAMED[name] if name in _RENAMED else name: value for name, value in fields.items()}
+
+
 def saved_config(extra: Mapping[str, Any]) -> ModelConfig:
     """Returns the configuration of a checkpoint's model, from what `saved` wrote.
 
@@ -46,7 +63,7 @@ def saved_config(extra: Mapping[str, Any]) -> ModelConfig:
     families = {family.name: family for family in FAMILIES}
     if name not in families:
         raise TypeError(f"its family is {name!r}; known are {', '.join(families)}")
-    return families[name].config(**extra["model"])
+    return families[name].config(**saved_architecture(extra))
 
 
 def build(config: ModelConfig, *, rngs: nnx.Rngs) -> nnx.Module:

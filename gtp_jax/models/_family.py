@@ -18,7 +18,7 @@ class ModelConfig(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
-    def vocab(self) -> int:
+    def vocab_size(self) -> int:
         """Number of tokens."""
         ...
 

@@ -102,7 +102,7 @@ def unpack(
 ) -> tuple[jax.Array, ...]:
     """See `reference.unpack`."""
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape in plan.outputs(buffer.shape[0])]
-    attributes = {**_plan(format, plan), "by_slice": plan.by_shard}
+    attributes = {**_plan(format, plan), "by_shard": plan.by_shard}
     return tuple(_call("gtp_unpack", results, [buffer, amax], "sequential", **attributes))
 
 

@@ -1,4 +1,4 @@
-"""Inputs that every layer of a stack is given."""
+"""Inputs of a call behind the activation: a layer's own, or those that all layers of a stack share."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from flax import nnx
 
 
 class SharedInputs:
-    """The arguments of a `Stack`'s call behind the activation, split into arrays and the rest.
+    """The arguments of a layer's or a `Stack`'s call behind the activation, split into arrays and the rest.
 
     Attributes:
-        arrays: the arrays among them, which the chain carries. Others, such as `True`, `"causal"` or `None`, are part
-            of the program.
+        arrays: the arrays among them, which a chain carries and a `shard_map` shards. Others, such as `True`,
+            `"causal"` or `None`, are part of the program.
         names: of the argument that each array is in, or its number if it is passed by position.
 
     Raises:
@@ -27,10 +27,10 @@ class SharedInputs:
         for leaf in leaves:
             if _is_nnx(leaf):
                 raise TypeError(
-                    f"an input that a `Stack` shares among its layers is a {type(leaf).__name__}; it must be an array, "
-                    "or a plain value such as `True`, because a layer's changes to it would be lost. Give modules and "
-                    "`nnx.Rngs` to the layers when they are made (`Stack(lambda rngs: Block(rngs=rngs), ...)`), and "
-                    "of a variable pass its value."
+                    f"a further input of a layer or a `Stack` is a {type(leaf).__name__}; it must be an array, or a "
+                    "plain value such as `True`, because a layer's changes to it would be lost. Give modules and "
+                    "`nnx.Rngs` to layers when they are made (`Block(rngs=rngs)`, `Stack(lambda rngs: "
+                    "Block(rngs=rngs), ...)`), and pass a variable's value."
                 )
         self._is_array = [isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves]
         self._others = [None if array else leaf for leaf, array in zip(leaves, self._is_array, strict=True)]

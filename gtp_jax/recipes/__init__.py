@@ -4,10 +4,10 @@ from ._quantization import Quantization as Quantization
 from ._recipe import BF16 as BF16
 from ._recipe import EXCLUDED as EXCLUDED
 from ._recipe import FP8 as FP8
+from ._recipe import GRAD_WIRES as GRAD_WIRES
 from ._recipe import MXFP8 as MXFP8
 from ._recipe import NVFP4 as NVFP4
 from ._recipe import RECIPES as RECIPES
-from ._recipe import REDUCTIONS as REDUCTIONS
 from ._recipe import Recipe as Recipe
 from ._recipe import check_recipe as check_recipe
 from ._recipe import matches as matches

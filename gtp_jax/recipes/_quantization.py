@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 from .._flags import count_or, flag_of, knob
-from ._recipe import RECIPES, REDUCTIONS, Recipe
+from ._recipe import GRAD_WIRES, RECIPES, Recipe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,12 +38,12 @@ class Quantization:
         metavar="PATTERN=RECIPE",
         nargs="+",
     )
-    reduce: str | None = knob(
+    grad_wire: str | None = knob(
         None,
         "recipe",
         "exchange weight gradients in this format and sum them in float32 (default: as --grad-reduce says)",
         kind=str,
-        choices=tuple(REDUCTIONS),
+        choices=tuple(GRAD_WIRES),
     )
     pregathered_layers: int | Literal["all"] = knob(
         0,
@@ -73,7 +73,7 @@ class Quantization:
             high_precision_first=self.high_precision_first,
             high_precision_last=self.high_precision_last,
             override=tuple(_override(text) for text in self.override),
-            reduce=self.reduce,
+            grad_wire=self.grad_wire,
         )
 
     @property
@@ -86,7 +86,7 @@ class Quantization:
             self.recipe,
             *([f"{' and '.join(layers)} layers in high precision"] if layers else []),
             *self.override,
-            *([f"gradients exchanged in {self.reduce}"] if self.reduce else []),
+            *([f"gradients exchanged in {self.grad_wire}"] if self.grad_wire else []),
             *([f"codes of {self.pregathered_layers} layers gathered once a step"] if self.pregathered_layers else []),
         ]
         return ", ".join(parts)

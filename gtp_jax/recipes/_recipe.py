@@ -14,7 +14,7 @@ from .. import formats
 from ..formats import Format, Operands
 
 # What a gradient may be exchanged in, to be summed in float32.
-REDUCTIONS: dict[str, Format | np.dtype] = {
+GRAD_WIRES: dict[str, Format | np.dtype] = {
     "bf16": np.dtype(jnp.bfloat16),
     "fp8": formats.FP8_E4M3,
     "mxfp8": formats.MXFP8,
@@ -45,9 +45,9 @@ class Recipe:
             becomes of them).
         high_precision_first: layers of a `Stack` that stay in high precision, from its first.
         high_precision_last: likewise, up to its last.
-        override: pattern to the recipe of what matches, a mapping or pairs; of these recipes the formats and `reduce`
-            count.
-        reduce: `"bf16"`, `"fp8"` or `"mxfp8"`, in which each rank sends the others their shares of a layer's weight
+        override: pattern to the recipe of what matches, a mapping or pairs; of these recipes the formats and
+            `grad_wire` count.
+        grad_wire: `"bf16"`, `"fp8"` or `"mxfp8"`, in which each rank sends the others their shares of a layer's weight
             gradient, which they then add up in float32; see `gtp_jax.collectives.exchange_gradients`. By default, and
             of what stays in high precision, as the modules' `grad_reduce` says.
     """
@@ -56,7 +56,7 @@ class Recipe:
     high_precision_first: int = 0
     high_precision_last: int = 0
     override: Mapping[str, Recipe] | tuple[tuple[str, Recipe], ...] = ()
-    reduce: str | None = None
+    grad_wire: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.exclude, tuple | list) or not all(isinstance(name, str) for name in self.exclude):
@@ -89,10 +89,10 @@ class Recipe:
         if pairs and len(pairs) < len(self.override):
             raise ValueError(f"`override` is {self.override!r}, which has a pattern twice; write each once.")
         object.__setattr__(self, "override", pairs)
-        if self.reduce is not None and self.reduce not in REDUCTIONS:
+        if self.grad_wire is not None and self.grad_wire not in GRAD_WIRES:
             raise ValueError(
-                f"`reduce` is {self.reduce!r}; it must be one of {', '.join(map(repr, REDUCTIONS))}, or `None` for "
-                "what the modules' `grad_reduce` says."
+                f"`grad_wire` is {self.grad_wire!r}; it must be one of {', '.join(map(repr, GRAD_WIRES))}, or `None` "
+                "for what the modules' `grad_reduce` says."
             )
 
     @property
@@ -108,7 +108,7 @@ class Recipe:
     @property
     def reduction(self) -> Format | np.dtype | None:
         """In what weight gradients are exchanged, to be summed in float32; `None`: as modules' `grad_reduce` says."""
-        return None if self.reduce is None else REDUCTIONS[self.reduce]
+        return None if self.grad_wire is None else GRAD_WIRES[self.grad_wire]
 
     @property
     def rules(self) -> tuple[tuple[str, Recipe], ...]:

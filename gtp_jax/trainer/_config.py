@@ -26,6 +26,7 @@ _RENAMED = {
     "keep_first": "high_precision_first",
     "keep_last": "high_precision_last",
     "held": "pregathered_layers",
+    "reduce": "grad_wire",
 }
 
 _VOCAB_MULTIPLE = 128
@@ -143,17 +144,17 @@ class TrainConfig:
         self.execution.check_batch(self.batch, dp=degrees["dp"], gtp=degrees["gtp"])
         return degrees
 
-    def model(self, vocab: int, *, dtype: str) -> ModelConfig:
+    def model(self, vocab_size: int, *, dtype: str) -> ModelConfig:
         """Returns the preset, computing in `dtype` by default; with a larger vocabulary if the text needs it.
 
         Args:
-            vocab: number of different tokens; rounded up, so that every tp degree divides the model's.
+            vocab_size: number of different tokens; rounded up, so that every tp degree divides the model's.
             dtype: compute dtype.
         """
         preset = preset_of(self.preset)
-        vocab = -(-vocab // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+        vocab_size = -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
         return dataclasses.replace(
-            preset, vocab=max(vocab, preset.vocab), dtype=self.dtype or dtype, **self.execution.of_model
+            preset, vocab_size=max(vocab_size, preset.vocab_size), dtype=self.dtype or dtype, **self.execution.of_model
         )
 
     @property

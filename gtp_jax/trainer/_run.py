@@ -60,9 +60,9 @@ def start(settings: Mapping[str, Any], options: LaunchOptions, *, resume: bool =
     together(lambda: check_same(corpus.fingerprint))
     if config.from_ is not None and not resume:
         source = Path(config.from_)
-        together(lambda: check_start(source, config.model(corpus.vocab, dtype="float32")))
+        together(lambda: check_start(source, config.model(corpus.vocab_size, dtype="float32")))
     mesh = make_mesh(**degrees)
-    together(lambda: check_recipe_fits(config.quantization, config.model(corpus.vocab, dtype="float32"), mesh))
+    together(lambda: check_recipe_fits(config.quantization, config.model(corpus.vocab_size, dtype="float32"), mesh))
     if jax.process_index() == 0:
         directory.prepare(config, keep=resume)
     barrier("the run directory is ready")
@@ -97,8 +97,8 @@ def _train(
     resume: bool,
     changes: list[str],
 ) -> int:
-    model = config.model(corpus.vocab, dtype="bfloat16" if on_gpu() else "float32")
-    unigram = unigram_entropy(corpus.train, corpus.held_out, corpus.vocab)
+    model = config.model(corpus.vocab_size, dtype="bfloat16" if on_gpu() else "float32")
+    unigram = unigram_entropy(corpus.train, corpus.held_out, corpus.vocab_size)
     speaks = jax.process_index() == 0
     say = print if speaks else lambda *_, **__: None
     say(heading(config, model, mesh, corpus, unigram), flush=True)

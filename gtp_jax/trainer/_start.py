@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from ..checkpoint import Checkpoints
-from ..models import ModelConfig, build
+from ..models import ModelConfig, build, saved_architecture
 from ..nn import abstract_model, explain
 from ..recipes import Quantization
 from ._directory import checkpoints_in
@@ -22,12 +22,13 @@ def check_start(directory: Path, model: ModelConfig) -> None:
         FileNotFoundError: if there is no checkpoint.
         ValueError: if it is of another model, naming what differs, or does not say of which.
     """
-    theirs = _open(directory).manifest()["extra"].get("model")
-    if not isinstance(theirs, dict):
+    try:
+        theirs = saved_architecture(_open(directory).manifest()["extra"])
+    except (KeyError, TypeError):
         raise ValueError(
             f"the checkpoint in {directory} does not say of which model it is, so that a run cannot start from it. "
             "Take one that `gtp-jax train` or `gtp-jax convert import` of this version has written."
-        )
+        ) from None
     ours = model.architecture()
     lines = [
         f"  {name}: {theirs.get(name)} there, {ours.get(name)} here"

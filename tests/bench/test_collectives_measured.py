@@ -7,9 +7,9 @@ import gtp_jax as gtp
 from gtp_jax import bench
 from gtp_jax.cli import main
 from gtp_jax.models import LlamaConfig
-from gtp_jax.recipes import RECIPES, REDUCTIONS
+from gtp_jax.recipes import GRAD_WIRES, RECIPES
 
-CONFIG = LlamaConfig(vocab=64, dim=64, layers=1, heads=4, kv_heads=4, head_dim=16, ffn=128)
+CONFIG = LlamaConfig(vocab_size=64, dim=64, layers=1, heads=4, kv_heads=4, head_dim=16, ffn=128)
 ELEMENTS = CONFIG.matmul_params() - 64 * 64
 
 
@@ -42,7 +42,7 @@ def test_the_command_prints_every_format(capsys):
     assert main(["bench", "collectives", "--gtp", "2"]) == 0
     printed = capsys.readouterr().out
     assert all(f"gather {name}" in printed for name in RECIPES) and "scatter gradient" in printed
-    assert all(f"exchange gradient {name}" in printed for name in REDUCTIONS)
+    assert all(f"exchange gradient {name}" in printed for name in GRAD_WIRES)
 
 
 def test_one_rank_is_refused(capsys):

@@ -10,7 +10,7 @@ from gtp_jax import bench
 from gtp_jax.cli import main
 from gtp_jax.models import LlamaConfig
 
-CONFIG = LlamaConfig(vocab=64, dim=64, layers=1, heads=8, kv_heads=4, head_dim=16, ffn=128)
+CONFIG = LlamaConfig(vocab_size=64, dim=64, layers=1, heads=8, kv_heads=4, head_dim=16, ffn=128)
 
 
 def on_two(function):

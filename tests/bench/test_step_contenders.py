@@ -22,7 +22,7 @@ from gtp_jax.recipes import Quantization
 
 from ..parity.plain_llama import Oracle
 
-SIZES = dict(vocab=96, dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=96)
+SIZES = dict(vocab_size=96, dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=96)
 CHAIN = {"regather": 2, "keep": 1}  # gathers of a block's weight in a step
 
 
@@ -134,7 +134,7 @@ def test_the_partitioner_has_the_same_loss_as_the_oracle(partitioner, key, tp, u
         "head": head["kernel"],
     }
     work = bench.Workload(**SIZES, seq=32, sequences=2, gtp=2, tp=tp)
-    tokens = jax.random.randint(key, (2, 32), 0, config.vocab)
+    tokens = jax.random.randint(key, (2, 32), 0, config.vocab_size)
     targets = jnp.roll(tokens, -1, axis=1)
     with jax.set_mesh(mesh_of(2, tp)):
         loss = jax.jit(
@@ -170,8 +170,8 @@ def test_the_partitioner_gathers_as_often_as_its_policy_says(partitioner, policy
         if shape.elements >= 4096
     )
     model = LlamaConfig(**SIZES)
-    blocks = model.matmul_params() - model.vocab * model.dim
-    assert elements == CHAIN[policy] * blocks + 2 * model.vocab * model.dim
+    blocks = model.matmul_params() - model.vocab_size * model.dim
+    assert elements == CHAIN[policy] * blocks + 2 * model.vocab_size * model.dim
 
 
 needs_target = pytest.mark.skipif(bool(plan.missing_packages()), reason="compiling for H200 needs gtp_jax[target]")
@@ -228,7 +228,7 @@ def test_the_command_reports_what_ran_and_why_the_rest_did_not(tmp_path, capsys)
     ours, theirs, bound = json.loads(saved.read_text())["contenders"]
     config = PRESETS["tiny"]
     assert ours["steps"] == 2 and 0 < ours["low_s"] <= ours["median_s"] <= ours["high_s"]
-    assert abs(ours["loss"] - np.log(config.vocab)) < 1 and ours["peak_bytes"] > 0
+    assert abs(ours["loss"] - np.log(config.vocab_size)) < 1 and ours["peak_bytes"] > 0
     assert (ours["matmuls"], ours["reduce_dtype"]) == ("bf16", "bfloat16")
     assert ours["ratio_to_fsdp2"] is None and theirs["failure"]
     assert bound["median_s"] < ours["median_s"]  # without norms, loss, optimizer and collectives
@@ -285,4 +285,4 @@ def test_every_contender_runs_the_step(degrees, tmp_path, capsys):
     steps = [row for row in run if row["family"] != "bound"]
     config = gtp.models.PRESETS["tiny"]
     assert len({row["parameters"] for row in steps}) == 1 and {row["reduce_dtype"] for row in steps} == {"bfloat16"}
-    assert all(abs(row["loss"] - np.log(config.vocab)) < 1 and row["last_loss"] < row["loss"] for row in steps)
+    assert all(abs(row["loss"] - np.log(config.vocab_size)) < 1 and row["last_loss"] < row["loss"] for row in steps)

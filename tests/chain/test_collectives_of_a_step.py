@@ -13,7 +13,7 @@ from .programs import counted, lowered_step
 
 LAYERS = 3
 # every size a multiple of gtp * 16, so nothing is padded; every weight of a shape of its own
-SIZES = dict(vocab=640, dim=128, layers=LAYERS, heads=4, kv_heads=2, head_dim=64, ffn=384, grad_reduce="bf16")
+SIZES = dict(vocab_size=640, dim=128, layers=LAYERS, heads=4, kv_heads=2, head_dim=64, ffn=384, grad_reduce="bf16")
 
 
 def weights(tp: int) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ from ..plan.programs import needs_target
 from .programs import lowered_step
 
 LAYERS = 3
-SIZES = dict(vocab=32768, dim=2048, layers=LAYERS, heads=16, kv_heads=8, head_dim=128, ffn=4096, experts=8)
+SIZES = dict(vocab_size=32768, dim=2048, layers=LAYERS, heads=16, kv_heads=8, head_dim=128, ffn=4096, num_experts=8)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from gtp_jax.train import compile_options
 from .programs import lowered_step
 
 LAYERS = 3
-SIZES = dict(vocab=32768, dim=4096, layers=LAYERS, heads=32, kv_heads=8, head_dim=128, ffn=14336)
+SIZES = dict(vocab_size=32768, dim=4096, layers=LAYERS, heads=32, kv_heads=8, head_dim=128, ffn=14336)
 
 missing = plan.missing_packages()
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"compiling for H200 needs {', '.join(missing)}")

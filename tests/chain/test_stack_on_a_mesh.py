@@ -133,12 +133,12 @@ REFUSED = {
     "rngs shared": (
         lambda: stack_of(Sows)(jnp.ones((2, 8)), rngs=nnx.Rngs(0)),
         TypeError,
-        "a `Stack` shares among its layers is a Rngs; it must be an array.*when they are made",
+        "a further input of a layer or a `Stack` is a Rngs; it must be an array.*when they are made",
     ),
     "a variable shared": (
         lambda: stack_of(Sows)(jnp.ones((2, 8)), nnx.Variable(jnp.ones(8))),
         TypeError,
-        "a `Stack` shares among its layers is a Variable; it must be an array.*of a variable pass its value",
+        "a further input of a layer or a `Stack` is a Variable; it must be an array.*pass a variable's value",
     ),
     "shared without a stack": (
         lambda: gtp.run_chain(jnp.ones((2, 8)), gtp.Dense(8, 8, rngs=nnx.Rngs(0)), shared=(jnp.ones(8),)),

@@ -76,5 +76,5 @@ class Run:
 
 def batch(step: int) -> dict[str, jax.Array]:
     """Tokens of a step, 24 sequences: enough for 1, 2, 3, 4 and 8 ranks."""
-    tokens = jnp.asarray(np.random.default_rng(step + 1).integers(0, SIZES["vocab"], (24, 9)))
+    tokens = jnp.asarray(np.random.default_rng(step + 1).integers(0, SIZES["vocab_size"], (24, 9)))
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}

@@ -93,7 +93,7 @@ def test_a_model_of_another_size_is_refused_by_its_shapes(tmp_path, make_state, 
         checkpoints.save(1, filled(make_state({"gtp": 8})))
         message = r"params/embed/table: the checkpoint has float32\[1002,128\], the model float32\[1000,128\]"
         with pytest.raises(ValueError, match=message):
-            checkpoints.restore(make_state({"gtp": 8}, vocab=1000))
+            checkpoints.restore(make_state({"gtp": 8}, vocab_size=1000))
 
 
 def test_no_checkpoint_is_an_error_that_says_where(tmp_path, plain):

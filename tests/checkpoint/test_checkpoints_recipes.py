@@ -84,7 +84,7 @@ def test_another_recipe_takes_over(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state, recipe=before.recipe)
         found = checkpoints.manifest()["recipe"]
-        wanted = {"name": "NVFP4", "exclude": list(EXCLUDED), "reduce": None, "block": [16, 16]}
+        wanted = {"name": "NVFP4", "exclude": list(EXCLUDED), "grad_wire": None, "block": [16, 16]}
         assert wanted.items() <= found.items()
         losses = {}
         for name in ("nvfp4", "mxfp8"):
@@ -111,5 +111,5 @@ def test_a_recipe_that_is_none_is_refused(tmp_path, plain):
             "high_precision_first": 0,
             "high_precision_last": 0,
             "override": {},
-            "reduce": None,
+            "grad_wire": None,
         }

@@ -35,6 +35,8 @@ def test_a_tied_table_is_saved_once(tmp_path, filled, logical, assert_same_bits)
         shapes = [
             leaf["shape"] for name, leaf in checkpoints.manifest()["leaves"].items() if name.startswith("params/")
         ]
-        assert shapes.count([SIZES["vocab"], SIZES["dim"]]) == 1 and [SIZES["dim"], SIZES["vocab"]] not in shapes
+        assert (
+            shapes.count([SIZES["vocab_size"], SIZES["dim"]]) == 1 and [SIZES["dim"], SIZES["vocab_size"]] not in shapes
+        )
         restored, _ = checkpoints.restore(Place({"gtp": 1}).state(OPTIMIZERS["adamw"], tied=True))
     assert_same_bits(logical(restored), logical(state))

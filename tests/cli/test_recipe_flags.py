@@ -21,7 +21,7 @@ jax.devices()  # fixes the number of devices to what the suite runs with
 FLAGS = {
     "": gtp.BF16(),
     "--recipe nvfp4-matmuls --high-precision-last 2": gtp.NVFP4(matmuls=True, high_precision_last=2),
-    "--recipe mxfp8 --high-precision-first 1 --reduce fp8": gtp.MXFP8(high_precision_first=1, reduce="fp8"),
+    "--recipe mxfp8 --high-precision-first 1 --grad-wire fp8": gtp.MXFP8(high_precision_first=1, grad_wire="fp8"),
     "--override mlp.down=mxfp8-matmuls attention=bf16 --recipe nvfp4": gtp.NVFP4(
         override={"mlp.down": gtp.MXFP8(matmuls=True), "attention": gtp.BF16()}
     ),
@@ -97,15 +97,15 @@ def test_inspect_shows_the_last_layers_in_high_precision_and_the_modules_overrid
 
 
 def test_what_is_said_of_recipes_goes_for_our_contenders_alone_and_bf16_has_no_codes_to_hold():
-    options = Quantization(high_precision_last=2, pregathered_layers="all", reduce="mxfp8")
+    options = Quantization(high_precision_last=2, pregathered_layers="all", grad_wire="mxfp8")
     chosen = bench.with_recipe(bench.chosen_contenders(["regather"]), options)
     flags = {one.name: one.flags for one in chosen}
     assert flags["gtp_jax nvfp4 regather"][2:] == (
         "--high-precision-last=2",
-        "--reduce=mxfp8",
+        "--grad-wire=mxfp8",
         "--pregathered-layers=all",
     )
-    assert flags["gtp_jax bf16 regather"][2:] == ("--high-precision-last=2", "--reduce=mxfp8")
+    assert flags["gtp_jax bf16 regather"][2:] == ("--high-precision-last=2", "--grad-wire=mxfp8")
     assert flags["fsdp2 bf16 regather"] == ()
     assert bench.with_recipe(bench.CONTENDERS, Quantization()) == list(bench.CONTENDERS)
 
@@ -165,9 +165,9 @@ def test_a_step_is_measured_with_codes_held_and_gradients_exchanged(tmp_path, ca
         "2",
         *which,
     ]
-    asked = ["--pregathered-layers", "all", "--reduce", "bf16", "--override", "mlp.down=fp8"]
+    asked = ["--pregathered-layers", "all", "--grad-wire", "bf16", "--override", "mlp.down=fp8"]
     assert main([*flags, *asked, "--json", str(saved)]) == 0
-    assert "gtp_jax with --override mlp.down=fp8 --reduce=bf16 --pregathered-layers=all" in capsys.readouterr().out
+    assert "gtp_jax with --override mlp.down=fp8 --grad-wire=bf16 --pregathered-layers=all" in capsys.readouterr().out
     assert all("median_s" in row for row in json.loads(saved.read_text())["contenders"])
     assert main([*flags, "--compare", str(saved)]) == 2
     assert "Repeat it as it was" in capsys.readouterr().err

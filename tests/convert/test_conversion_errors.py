@@ -18,7 +18,7 @@ from gtp_jax.models.llama._hf_names import tensors as wanted_tensors
 
 from .hugging_face import CONFIG, assert_same, random_tensors, read_model, write_model
 
-SIZES = dict(vocab=102, dim=64, layers=1, heads=4, kv_heads=2, head_dim=32, ffn=160)
+SIZES = dict(vocab_size=102, dim=64, layers=1, heads=4, kv_heads=2, head_dim=32, ffn=160)
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ def test_round_trip_with_separators(tokenizer_file):
     tokenizer = load_tokenizer(tokenizer_file)
     documents = [document(i) for i in range(3)]
     stream = tokenizer.stream(d.encode() for d in documents)
-    assert stream.dtype == np.uint16 and stream.max() < tokenizer.vocab
+    assert stream.dtype == np.uint16 and stream.max() < tokenizer.vocab_size
     ends = np.flatnonzero(stream == tokenizer.separator)
     assert len(ends) == 3 and ends[-1] == len(stream) - 1
     plain = tokenizers.Tokenizer.from_file(str(tokenizer_file))
@@ -44,7 +44,7 @@ def test_separator_is_the_tokenizers_own_end_or_one_token_more(tokenizer_file):
     plain = tokenizers.Tokenizer.from_file(str(tokenizer_file))
     own = plain.token_to_id("<|endoftext|>")
     size = plain.get_vocab_size()
-    assert (tokenizer.separator, tokenizer.vocab) == ((own, size) if own is not None else (size, size + 1))
+    assert (tokenizer.separator, tokenizer.vocab_size) == ((own, size) if own is not None else (size, size + 1))
 
 
 def test_corpus_counts_bytes_a_token(tokenizer_file):
@@ -67,12 +67,12 @@ def test_ids_with_gaps_are_all_within_the_vocabulary(tmp_path):
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
     loaded = load_tokenizer(tmp_path / "tokenizer.json")
-    assert (loaded.vocab, loaded.separator) == (301, 7)
+    assert (loaded.vocab_size, loaded.separator) == (301, 7)
     assert loaded.stream([b"b a b"]).tolist() == [300, 0, 300, 7]
 
 
 def test_a_token_outside_the_vocabulary_is_refused_by_name_and_position():
-    broken = dataclasses.replace(BYTES, vocab=100, name="broken")
+    broken = dataclasses.replace(BYTES, vocab_size=100, name="broken")
     message = r"`tokens of a document by broken` has the id 122 at position \(2,\): outside the vocabulary of 100"
     with pytest.raises(ValueError, match=message):
         broken.stream([b"ABz"])

@@ -7,7 +7,17 @@ import math
 import jax
 import pytest
 
-from gtp_jax.models import FAMILIES, PRESETS, array_shapes, build, family_of, preset_of, saved, saved_config
+from gtp_jax.models import (
+    FAMILIES,
+    PRESETS,
+    LlamaConfig,
+    array_shapes,
+    build,
+    family_of,
+    preset_of,
+    saved,
+    saved_config,
+)
 from gtp_jax.nn import abstract_model
 
 
@@ -24,6 +34,15 @@ def test_a_checkpoint_that_names_no_family_is_of_a_llama():
     assert saved_config({"model": config.architecture()}).architecture() == config.architecture()
     with pytest.raises(TypeError, match="its family is 'Bert'; known are Llama"):
         saved_config({"family": "Bert", "model": {}})
+
+
+def test_a_checkpoint_written_before_fields_were_renamed_is_of_the_same_model():
+    sizes = dict(dim=16, layers=1, heads=2, kv_heads=2, head_dim=8, ffn=16)
+    assert saved_config({"model": {"vocab": 97, **sizes}}) == LlamaConfig(vocab_size=97, **sizes)
+    old = {"vocab": 97, "experts": 4, "top_k": 2, **sizes}
+    assert saved_config({"model": old}) == LlamaConfig(vocab_size=97, num_experts=4, top_k=2, **sizes)
+    with pytest.raises(TypeError, match="its model is 'tiny'; it must be a dict of sizes"):
+        saved_config({"model": "tiny"})
 
 
 def test_what_is_no_configuration_is_refused():

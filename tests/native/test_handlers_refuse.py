@@ -28,7 +28,7 @@ TABLE = np.array([32, 64, 0, 32, 0, 0], np.int64)
 PARTS = {"parts": np.array([1], np.int64)}
 PACK = dict(format=np.int32(NVFP4.code), table=TABLE)
 
-UNPACK = {**PACK, "by_slice": False}
+UNPACK = {**PACK, "by_shard": False}
 
 CASES = {
     "dtype": (
@@ -36,7 +36,7 @@ CASES = {
         GOOD,
         [X.astype(jnp.int32), ONE, ONE, KEY],
         QUANTIZE,
-        "it is float32, bfloat16 or float16",
+        "it must be float32, bfloat16 or float16",
     ),
     "one dimension": ("gtp_quantize", GOOD, [X[0], ONE, ONE, KEY], QUANTIZE, r"x has shape \(64\)"),
     "codes": (
@@ -44,7 +44,7 @@ CASES = {
         [shape(32, 31), *GOOD[1:]],
         [X, ONE, ONE, KEY],
         QUANTIZE,
-        r"row codes has .*it is \(32, 32\)",
+        r"row codes has .*it must be \(32, 32\)",
     ),
     "scales": ("gtp_quantize", [GOOD[0], shape(32, 4), NO, NO], [X, ONE, ONE, KEY], QUANTIZE, r"row scales .*\(2, 4\)"),
     "signed codes": (
@@ -56,15 +56,15 @@ CASES = {
     ),
     "amax": ("gtp_quantize", GOOD, [X, jnp.ones(3), ONE, KEY], QUANTIZE, r"amax has shape \(3\)"),
     "amax dtype": ("gtp_quantize", GOOD, [X, jnp.ones((), jnp.int32), ONE, KEY], QUANTIZE, "amax is not float32"),
-    "key": ("gtp_quantize", GOOD, [X, ONE, ONE, KEY[:1]], {**QUANTIZE, "stochastic": True}, "key is not two words"),
+    "key": ("gtp_quantize", GOOD, [X, ONE, ONE, KEY[:1]], {**QUANTIZE, "stochastic": True}, "key must be two words"),
     "format": ("gtp_quantize", GOOD, [X, ONE, ONE, KEY], {**QUANTIZE, "format": np.int32(6)}, "format is 6"),
-    "hadamard": ("gtp_quantize", GOOD, [X, ONE, ONE, KEY], {**QUANTIZE, "hadamard": True}, "does not go with NVFP4"),
+    "hadamard": ("gtp_quantize", GOOD, [X, ONE, ONE, KEY], {**QUANTIZE, "hadamard": True}, "cannot be used with NVFP4"),
     "stochastic": (
         "gtp_quantize",
         GOOD,
         [X, ONE, ONE, KEY],
         {**QUANTIZE, "format": np.int32(MXFP8.code), "stochastic": True},
-        "stochastic rounding does not go with MXFP8",
+        "stochastic rounding cannot be used with MXFP8",
     ),
     "column codes": (
         "gtp_quantize",
@@ -78,7 +78,7 @@ CASES = {
         shape(32, 64, dtype=jnp.float32),
         [jnp.zeros((32, 32), U8), jnp.zeros((32, 4), U8), ONE],
         DEQUANTIZE,
-        r"scales has shape \(32, 4\); it is \(2, 4\)",
+        r"scales has shape \(32, 4\); it must be \(2, 4\)",
     ),
     "double": (
         "gtp_dequantize",
@@ -92,27 +92,39 @@ CASES = {
         shape(32, 64, dtype=jnp.float32),
         [jnp.zeros((32, 32), U8), jnp.zeros(0, U8), ONE],
         {**DEQUANTIZE, "format": np.int32(FP8_E4M3.code)},
-        r"codes has shape \(32, 32\); it is \(32, 64\)",
+        r"codes has shape \(32, 32\); it must be \(32, 64\)",
     ),
-    "slices": ("gtp_pack", shape(1040), [jnp.ones(1)], PACK, "not one slice a piece"),
-    "slice": ("gtp_pack", shape(1040), [jnp.ones(1), X.T], PACK, r"slice 0 has shape \(64, 32\); it is \(32, 64\)"),
-    "buffer": ("gtp_pack", shape(1041), [jnp.ones(1), X], PACK, r"buffer has shape \(1041\); it is \(1040\)"),
-    "pieces": ("gtp_pack", shape(1040), [jnp.ones(2), X], PACK, "amax has not one element a piece"),
-    "table": ("gtp_pack", shape(1040), [jnp.ones(1), X], {**PACK, "table": TABLE[:5]}, "not six numbers a piece"),
+    "shards": ("gtp_pack", shape(1040), [jnp.ones(1)], PACK, "shards must be one per piece"),
+    "shard": (
+        "gtp_pack",
+        shape(1040),
+        [jnp.ones(1), X.T],
+        PACK,
+        r"shard 0 has shape \(64, 32\); it must be \(32, 64\)",
+    ),
+    "buffer": ("gtp_pack", shape(1041), [jnp.ones(1), X], PACK, r"buffer has shape \(1041\); it must be \(1040\)"),
+    "pieces": ("gtp_pack", shape(1040), [jnp.ones(2), X], PACK, "amax does not have one element per piece"),
+    "table": (
+        "gtp_pack",
+        shape(1040),
+        [jnp.ones(1), X],
+        {**PACK, "table": TABLE[:5]},
+        "not have six numbers per piece",
+    ),
     "negative": ("gtp_pack", shape(1040), [jnp.ones(1), X], {**PACK, "table": -TABLE}, "negative number"),
     "weights": (
         "gtp_unpack",
         [shape(31, 64, dtype=jnp.float32)],
         [jnp.zeros((1, 1040), U8), jnp.ones(1)],
         UNPACK,
-        r"output 0 has shape \(31, 64\), which does not hold piece 0",
+        r"output 0 has shape \(31, 64\), which does not fit piece 0",
     ),
     "too few rows": (
         "gtp_unpack",
         [shape(64, 64, dtype=jnp.float32)],
         [jnp.zeros((1, 1040), U8), jnp.ones(1)],
         {**UNPACK, "table": np.array([32, 64, 0, 64, 0, 0], np.int64)},
-        "hold fewer rows",
+        "the shards have fewer rows in all than total_rows of piece 0",
     ),
     "a row that wraps": (
         "gtp_unpack",
@@ -149,14 +161,14 @@ CASES = {
         {**UNPACK, "table": np.array([32, 64, 0, 32, 5, 0], np.int64)},
         "Index out of range",
     ),
-    "amax size": ("gtp_multi_amax", shape(2, dtype=jnp.float32), [X], PARTS, "not one element a part"),
-    "no parts": ("gtp_multi_amax", shape(1, dtype=jnp.float32), [X, X], PARTS, "not one number of parts an array"),
+    "amax size": ("gtp_multi_amax", shape(2, dtype=jnp.float32), [X], PARTS, "not have one element per part"),
+    "no parts": ("gtp_multi_amax", shape(1, dtype=jnp.float32), [X, X], PARTS, "parts must be one number per array"),
     "uneven parts": (
         "gtp_multi_amax",
         shape(3, dtype=jnp.float32),
         [X],
         {"parts": np.array([3], np.int64)},
-        "array 0 has not 3 equal parts",
+        "array 0 cannot be divided into 3 equal parts",
     ),
 }
 

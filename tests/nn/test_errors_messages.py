@@ -13,7 +13,7 @@ import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.models.llama._hf_names import tensors
 
-TINY = LlamaConfig(vocab=32, dim=16, layers=1, heads=2, kv_heads=2, head_dim=8, ffn=16)
+TINY = LlamaConfig(vocab_size=32, dim=16, layers=1, heads=2, kv_heads=2, head_dim=8, ffn=16)
 
 
 def rngs() -> nnx.Rngs:
@@ -109,15 +109,15 @@ WITHOUT_A_MESH = {
         "`max_grad_norm` is 0; it must be a number above 0, or `None` for no limit",
     ),
     "experts": (
-        lambda: dataclasses.replace(TINY, experts=-1),
-        "`experts` is -1; it must be a whole number, 0 for an MLP",
+        lambda: dataclasses.replace(TINY, num_experts=-1),
+        "`num_experts` is -1; it must be a whole number, 0 for an MLP",
     ),
     "experts a token": (
-        lambda: dataclasses.replace(TINY, experts=4, top_k=5),
+        lambda: dataclasses.replace(TINY, num_experts=4, top_k=5),
         "`top_k` is 5 of 4 experts; it must be at",
     ),
     "conversion": (
-        lambda: tensors(dataclasses.replace(TINY, experts=4)),
+        lambda: tensors(dataclasses.replace(TINY, num_experts=4)),
         "the model has 4 experts in a layer; only Lla",
     ),
     "degree": (lambda: gtp.make_mesh(gtp=8.0), "`gtp` is 8.0; a degree is a whole number of at least 1"),
@@ -185,6 +185,13 @@ def test_model_built_for_another_mesh_is_refused():
             ValueError, match=r"\(32, 32\) of Dense was built for a mesh with gtp 8; the mesh in scope has gtp 4. Build"
         ):
             model(jnp.ones((8, 32)))
+
+
+def test_an_nnx_object_as_a_layers_further_input_is_refused():
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        layer = gtp.Attention(16, heads=2, rngs=rngs())
+        with pytest.raises(TypeError, match="a further input of a layer or a `Stack` is a Rngs; it must be an array"):
+            layer(jnp.ones((8, 4, 16)), mask=rngs())
 
 
 def test_mesh_without_an_axis_is_refused():

@@ -16,7 +16,7 @@ from gtp_jax.nn import GRAD_REDUCE, Embed, reduction_of
 
 from ..chain.programs import lowered_step
 
-SIZES = dict(vocab=640, dim=128, layers=2, heads=4, kv_heads=2, head_dim=64, ffn=384)
+SIZES = dict(vocab_size=640, dim=128, layers=2, heads=4, kv_heads=2, head_dim=64, ffn=384)
 MATMULS = {"fp8": gtp.FP8, "mxfp8": gtp.MXFP8, "nvfp4": gtp.NVFP4}
 
 STEPS = {
@@ -24,9 +24,9 @@ STEPS = {
     "a ring over tp": (dict(gtp=4, tp=2), {}, {}),
     "a longer ring, looped": (dict(gtp=2, tp=4), dict(heads=8, kv_heads=4, head_dim=32, unroll=1), {}),
     "a tied head": (dict(gtp=4, tp=2), dict(tied=True), {}),
-    "experts": (dict(gtp=4, tp=2), dict(experts=4), {}),
-    "experts in nvfp4": (dict(gtp=8), dict(experts=4, layers=1), dict(recipe=gtp.NVFP4(matmuls=True, exclude=()))),
-    "uneven parts": (dict(gtp=2, tp=2), dict(vocab=97), {}),
+    "experts": (dict(gtp=4, tp=2), dict(num_experts=4), {}),
+    "experts in nvfp4": (dict(gtp=8), dict(num_experts=4, layers=1), dict(recipe=gtp.NVFP4(matmuls=True, exclude=()))),
+    "uneven parts": (dict(gtp=2, tp=2), dict(vocab_size=97), {}),
     **{
         name: (dict(gtp=4, tp=2), dict(layers=1), dict(recipe=kind(matmuls=True, exclude=())))
         for name, kind in MATMULS.items()

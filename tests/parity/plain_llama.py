@@ -42,10 +42,10 @@ class PlainBlock(nnx.Module):
 
 class PlainLlama(nnx.Module):
     def __init__(self, c, rngs):
-        self.embed = nnx.Embed(c.vocab, c.dim, rngs=rngs, param_dtype=c.dtype, dtype=c.dtype)
+        self.embed = nnx.Embed(c.vocab_size, c.dim, rngs=rngs, param_dtype=c.dtype, dtype=c.dtype)
         self.blocks = nnx.List([PlainBlock(c, rngs) for _ in range(c.layers)])
         self.norm = nnx.RMSNorm(c.dim, epsilon=c.eps, rngs=rngs, param_dtype=c.dtype, dtype=c.dtype)
-        self.head = nnx.Linear(c.dim, c.vocab, use_bias=False, rngs=rngs, param_dtype=c.dtype, dtype=c.dtype)
+        self.head = nnx.Linear(c.dim, c.vocab_size, use_bias=False, rngs=rngs, param_dtype=c.dtype, dtype=c.dtype)
 
     def __call__(self, tokens, head_kernel, experts=None):
         x, aux_loss = self.embed(tokens), 0.0
@@ -82,14 +82,14 @@ class Oracle:
             for mine, theirs in (("q", "query"), ("k", "key"), ("v", "value")):
                 put(("blocks", i, mine, "kernel"), attention["qkv"]["kernel"][theirs][i])
             put(("blocks", i, "o", "kernel"), attention["out"]["kernel"][i])
-            if c.experts:
+            if c.num_experts:
                 continue
             put(("blocks", i, "norm2", "scale"), mlp["up"]["scale"][i])
             put(("blocks", i, "gate", "kernel"), mlp["up"]["kernel"]["gate"][i])
             put(("blocks", i, "up", "kernel"), mlp["up"]["kernel"]["up"][i])
             put(("blocks", i, "down", "kernel"), mlp["down"]["kernel"][i])
         head = params["embed"]["table"].T if c.tied else params["head"]["kernel"]
-        experts = layers["mlp"] if c.experts else None
+        experts = layers["mlp"] if c.num_experts else None
         logits, aux_loss = nnx.merge(self.graph, state)(batch["tokens"], head, experts)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
         unseen = c.aux_loss_coeff * aux_loss  # in the gradient, and not in the loss

@@ -15,7 +15,7 @@ from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from .test_llama_parity import assert_close, batches, oracle, some_slow, train
 
 # Six query heads of three groups, 97 tokens, 100 hidden features; the width is prime times two.
-ODD = LlamaConfig(vocab=97, dim=26, layers=2, heads=6, kv_heads=3, head_dim=6, ffn=100, dtype="float64")
+ODD = LlamaConfig(vocab_size=97, dim=26, layers=2, heads=6, kv_heads=3, head_dim=6, ffn=100, dtype="float64")
 SEVEN = dataclasses.replace(ODD, heads=14, kv_heads=7)
 CASES = {
     # degrees, changes of the model, sequence length
@@ -32,7 +32,7 @@ CASES = {
         dataclasses.replace(ODD, heads=5, kv_heads=5),
         8,
     ),
-    "gtp 7": (dict(gtp=7), dataclasses.replace(ODD, vocab=98, dim=28), 4),
+    "gtp 7": (dict(gtp=7), dataclasses.replace(ODD, vocab_size=98, dim=28), 4),
     "gtp 5, dp 1": (dict(gtp=5), ODD, 4),
     "two dp, gtp 2, tp 2": (dict(dp=2, gtp=2, tp=2), dataclasses.replace(ODD, tied=True), 8),
 }
@@ -55,7 +55,7 @@ def test_losses_gradients_and_steps_are_those_without_a_mesh(name, x64):
 
 @pytest.mark.slow
 def test_the_vocabulary_of_gpt2_over_two_ranks(x64):
-    config = dataclasses.replace(ODD, vocab=50257, layers=1)
+    config = dataclasses.replace(ODD, vocab_size=50257, layers=1)
     data = batches(config, 4, 4)[:3]
     start, gradient, losses, _ = train(config, dict(gtp=4, tp=2), data)
     expected_gradient, expected_losses, _ = oracle(config, start, data)
@@ -131,7 +131,7 @@ def test_logits_of_padding_are_left_out_by_softmax_maximum_and_loss(x64):
 RECIPES = {"FP8": gtp.FP8(), "MXFP8": gtp.MXFP8(), "NVFP4": gtp.NVFP4(), "NVFP4 1x16": gtp.NVFP4(block=(1, 16))}
 # Every contraction is at least a block long, and tp 2 divides nothing evenly: three groups of heads, 97 features.
 WIDE = dataclasses.replace(ODD, dim=38, head_dim=12, ffn=97)
-EXPERTS = dataclasses.replace(WIDE, experts=3, top_k=2, ffn=49)
+EXPERTS = dataclasses.replace(WIDE, num_experts=3, top_k=2, ffn=49)
 UNEVEN = {
     "dense": (dict(gtp=2, tp=2), WIDE),
     "experts of 49 features": (dict(gtp=2, tp=2), EXPERTS),

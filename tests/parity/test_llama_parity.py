@@ -39,7 +39,7 @@ from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from .plain_llama import Oracle
 
 # Nothing divides evenly: features of 56, a hidden size of 120, 1000 tokens.
-UNALIGNED = LlamaConfig(vocab=1000, dim=56, layers=2, heads=4, kv_heads=2, head_dim=14, ffn=120, dtype="float64")
+UNALIGNED = LlamaConfig(vocab_size=1000, dim=56, layers=2, heads=4, kv_heads=2, head_dim=14, ffn=120, dtype="float64")
 STEPS = 5
 
 
@@ -72,7 +72,7 @@ def batches(config: LlamaConfig, size: int, length: int) -> list[dict[str, jax.A
     rng = np.random.default_rng(list(map(ord, config.dtype)) + [size, length])
     found = []
     for _ in range(STEPS):
-        tokens = rng.integers(0, config.vocab, (size, length + 1))
+        tokens = rng.integers(0, config.vocab_size, (size, length + 1))
         weights = (rng.random((size, length)) > np.linspace(0, 0.8, size)[:, None]).astype(np.float32)
         found.append({"tokens": tokens[:, :-1].astype(np.int32), "targets": tokens[:, 1:].astype(np.int32)})
         found[-1]["weights"] = weights

@@ -23,15 +23,24 @@ from .test_llama_parity import assert_close, batches, check, oracle, train
 
 # Nothing divides evenly, but experts by tp.
 MOE = LlamaConfig(
-    vocab=64, dim=56, layers=2, heads=4, kv_heads=2, head_dim=14, ffn=24, experts=4, aux_loss_coeff=0.1, dtype="float64"
+    vocab_size=64,
+    dim=56,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=14,
+    ffn=24,
+    num_experts=4,
+    aux_loss_coeff=0.1,
+    dtype="float64",
 )
 CASES = {
     "gtp 8": (dict(gtp=8), {}, 1),
     "gtp 4 x tp 2": (dict(gtp=4, tp=2), {}, 1),
-    "dp 2 x gtp 2, four microbatches, 2 experts": (dict(dp=2, gtp=2), dict(experts=2, top_k=1), 4),
+    "dp 2 x gtp 2, four microbatches, 2 experts": (dict(dp=2, gtp=2), dict(num_experts=2, top_k=1), 4),
     "gtp 2 x tp 2, 64 experts divided over tp": (
         dict(gtp=2, tp=2),
-        dict(experts=64, top_k=3, expert_parallel="expert"),
+        dict(num_experts=64, top_k=3, expert_parallel="expert"),
         1,
     ),
     "dp 2 x gtp 2 x tp 2, experts sharded over all of it": (

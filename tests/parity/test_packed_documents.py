@@ -47,8 +47,8 @@ class Windowed(nnx.Module):
 
 def llama(sequence_parallel, rngs):
     config = LlamaConfig(
-        vocab=VOCAB, dim=16, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=24, dtype="float64", rope_scaling=SCALING,
-        rope_theta=50.0, sequence_parallel=sequence_parallel,
+        vocab_size=VOCAB, dim=16, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=24, dtype="float64",
+        rope_scaling=SCALING, rope_theta=50.0, sequence_parallel=sequence_parallel,
     )  # fmt: skip
     return Llama(config, rngs=rngs)
 

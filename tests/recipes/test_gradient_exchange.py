@@ -18,7 +18,7 @@ from gtp_jax.layout import layouts_of_kernels
 from gtp_jax.mesh import AXES
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.nn import abstract_model
-from gtp_jax.recipes import REDUCTIONS
+from gtp_jax.recipes import GRAD_WIRES
 
 from ..chain.programs import lowered_step
 from .test_moe_recipes import SIZES as MOE_SIZES
@@ -67,7 +67,7 @@ def exchanged(name, wire, spoil=None):
             mapped = jax.shard_map(local, in_specs=P(AXES), out_specs=P(AXES), check_vma=False)
             return host(jax.jit(mapped)(whole))
 
-        found = run(lambda g: exchange_gradients(g, fused, REDUCTIONS[wire], kinds))
+        found = run(lambda g: exchange_gradients(g, fused, GRAD_WIRES[wire], kinds))
         return found, run(exact), run(lambda g: exact([jnp.abs(x) for x in g]))
 
 
@@ -79,7 +79,7 @@ NORM = {"bf16": 2.5e-3, "fp8": 0.035, "mxfp8": 0.035}
 SMALLEST = 8 * 2 / 448 * 2.0**-10
 
 
-OTHER_PAIRS = [pair for pair in itertools.product(REDUCTIONS, CUTS) if pair not in zip(REDUCTIONS, CUTS, strict=True)]
+OTHER_PAIRS = [pair for pair in itertools.product(GRAD_WIRES, CUTS) if pair not in zip(GRAD_WIRES, CUTS, strict=True)]
 
 
 def smallest(wire, magnitudes):
@@ -95,7 +95,7 @@ def smallest(wire, magnitudes):
 @pytest.mark.parametrize(
     "wire, name",
     [
-        *zip(REDUCTIONS, CUTS, strict=True),
+        *zip(GRAD_WIRES, CUTS, strict=True),
         *(pytest.param(wire, name, marks=pytest.mark.slow) for wire, name in OTHER_PAIRS),
     ],
 )
@@ -114,7 +114,7 @@ def test_normal_gradients_are_hardly_smaller_in_the_mean(wire, shrinks):
         (layout,) = layouts_of_kernels([(256, 1024)], rows=1)
         gradients = rng.normal(size=(8, 1024, 256)).astype(np.float32)
         mapped = jax.shard_map(
-            lambda g: exchange_gradients([g], [[layout]], REDUCTIONS[wire], [[jnp.float32]])[0][0],
+            lambda g: exchange_gradients([g], [[layout]], GRAD_WIRES[wire], [[jnp.float32]])[0][0],
             in_specs=P("gtp"),
             out_specs=layout.spec,
             check_vma=False,
@@ -126,7 +126,7 @@ def test_normal_gradients_are_hardly_smaller_in_the_mean(wire, shrinks):
     assert -shrinks - 4 * noise < bias < 4 * noise
 
 
-@pytest.mark.parametrize("wire", REDUCTIONS)
+@pytest.mark.parametrize("wire", GRAD_WIRES)
 @pytest.mark.parametrize("spoil", [np.nan, np.inf])
 def test_what_is_not_finite_arrives_so_and_spoils_its_own_block_alone(wire, spoil):
     found, wanted, _ = exchanged("gtp 4 x tp 2", wire, spoil)
@@ -136,10 +136,10 @@ def test_what_is_not_finite_arrives_so_and_spoils_its_own_block_alone(wire, spoi
     assert np.all(np.isfinite(found[1][0]))
 
 
-def gradients(config, degrees, microbatches, reduce):
+def gradients(config, degrees, microbatches, grad_wire):
     with scope(degrees):
         state = start(config, optax.sgd(1.0))
-        recipe = gtp.NVFP4(reduce=reduce)
+        recipe = gtp.NVFP4(grad_wire=grad_wire)
         run = jax.jit(
             lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, microbatches=microbatches, recipe=recipe)
         )
@@ -154,21 +154,21 @@ MODELS = {
         4,
     ),
     "gtp 2 x tp 2, waited for": (dataclasses.replace(ALIGNED, prefetch=False), dict(gtp=2, tp=2), 1),
-    "gtp 2 x tp 2, experts": (dataclasses.replace(ALIGNED, experts=4), dict(gtp=2, tp=2), 1),
+    "gtp 2 x tp 2, experts": (dataclasses.replace(ALIGNED, num_experts=4), dict(gtp=2, tp=2), 1),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("reduce", REDUCTIONS)
-def test_a_models_gradients_are_those_of_a_reduce_scatter_but_for_that_rounding(name, reduce):
+@pytest.mark.parametrize("grad_wire", GRAD_WIRES)
+def test_a_models_gradients_are_those_of_a_reduce_scatter_but_for_that_rounding(name, grad_wire):
     config, degrees, microbatches = MODELS[name]
     config = dataclasses.replace(config, dtype="float32")
-    wanted, found = (gradients(config, degrees, microbatches, how) for how in (None, reduce))
+    wanted, found = (gradients(config, degrees, microbatches, how) for how in (None, grad_wire))
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
         names, error = jax.tree_util.keystr(path), np.linalg.norm(a - b) / np.linalg.norm(b)
         if "kernel" in names and "layers" in names:
-            assert 0 < error < NORM[reduce], f"{names}: {error}"
+            assert 0 < error < NORM[grad_wire], f"{names}: {error}"
         else:  # norms, router, embedding and head
             assert error < 1e-6, f"{names}: {error}"
 
@@ -182,38 +182,38 @@ def test_a_reduce_scatter_sums_in_the_dtype_asked_for(name, found):
     assert len(sums) == 4 * LAYERS + 2 and set(sums) == {found}
 
 
-def sent_bytes(ranks, kernels, reduce):
+def sent_bytes(ranks, kernels, grad_wire):
     """What one rank sends, by the documented layout, of `(rows on all ranks, columns)` of each matrix."""
     shares = [(rows // ranks, cols) for rows, cols in kernels]
-    if reduce == "bf16":
+    if grad_wire == "bf16":
         return ranks * sum(2 * rows * cols for rows, cols in shares)
-    if reduce == "fp8":
+    if grad_wire == "fp8":
         return ranks * (section(*shares) + 4 * len(shares))
     return ranks * section(*shares, *((rows, -(-cols // 32)) for rows, cols in shares))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reduce, experts, parts", [("mxfp8", 0, 2), ("fp8", 4, 1), ("bf16", 0, 1)])
-def test_a_layer_is_one_exchange_of_bytes_and_no_reduce_scatter(reduce, experts, parts):
+@pytest.mark.parametrize("grad_wire, experts, parts", [("mxfp8", 0, 2), ("fp8", 4, 1), ("bf16", 0, 1)])
+def test_a_layer_is_one_exchange_of_bytes_and_no_reduce_scatter(grad_wire, experts, parts):
     degree, tp = 4, 2
-    config = LlamaConfig(**{**(MOE_SIZES if experts else SIZES), "experts": experts, "layers": LAYERS})
+    config = LlamaConfig(**{**(MOE_SIZES if experts else SIZES), "num_experts": experts, "layers": LAYERS})
     step = lowered_step(
         config,
         gtp.make_mesh(gtp=degree, tp=tp),
         batch=4 * parts,
         seq=16,
         microbatches=parts,
-        recipe=gtp.BF16(reduce=reduce),
+        recipe=gtp.BF16(grad_wire=grad_wire),
     )
     over_gtp = [c for c in plan.collectives(step.compile().as_text()) if c.axes == ("gtp",)]
     # on one tp rank, (query, key and value), out, (gate and up), down: what is fused is one matrix
     kernels = [(512 // tp, 128), (128, 256 // tp)]
     kernels += [(2 * config.ffn // tp, 128)] * max(1, experts) + [(128, config.ffn // tp)] * max(1, experts)
     exchanges = [c for c in over_gtp if c.kind == "all-to-all"]
-    assert {c.dtype for c in exchanges} == {"u16" if reduce == "bf16" else "u8"}
+    assert {c.dtype for c in exchanges} == {"u16" if grad_wire == "bf16" else "u8"}
     assert {c.direction for c in exchanges} == {"backward"}
     assert [c.operand_bytes for c in exchanges for _ in range(c.times)] == LAYERS * parts * [
-        sent_bytes(degree, kernels, reduce)
+        sent_bytes(degree, kernels, grad_wire)
     ]
     # the embedding and the head stay as they were
     scatters = [c for c in over_gtp if c.kind == "reduce-scatter"]
@@ -222,7 +222,7 @@ def test_a_layer_is_one_exchange_of_bytes_and_no_reduce_scatter(reduce, experts,
 
 def test_what_stays_in_high_precision_is_reduce_scattered_and_explain_says_so():
     recipe = gtp.NVFP4(
-        reduce="mxfp8", high_precision_first=1, override={"mlp": gtp.MXFP8(reduce="bf16"), "qkv": gtp.BF16()}
+        grad_wire="mxfp8", high_precision_first=1, override={"mlp": gtp.MXFP8(grad_wire="bf16"), "qkv": gtp.BF16()}
     )
     mesh = gtp.make_mesh(gtp=8)
     with jax.set_mesh(mesh):
@@ -245,5 +245,5 @@ def test_what_stays_in_high_precision_is_reduce_scattered_and_explain_says_so():
 
 
 def test_an_unknown_reduction_is_refused():
-    with pytest.raises(ValueError, match="`reduce` is 'int4'; it must be one of 'bf16', 'fp8', 'mxfp8', or `None`"):
-        gtp.NVFP4(reduce="int4")
+    with pytest.raises(ValueError, match="`grad_wire` is 'int4'; it must be one of 'bf16', 'fp8', 'mxfp8', or `None`"):
+        gtp.NVFP4(grad_wire="int4")

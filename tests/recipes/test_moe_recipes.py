@@ -17,7 +17,7 @@ from .test_recipe_collectives import buffer_bytes
 from .test_recipe_parity import assert_close, batch_of, check, host, neighbours_together, scope, start
 
 LAYERS, EXPERTS = 2, 4
-SIZES = dict(vocab=640, dim=128, layers=LAYERS, heads=4, kv_heads=2, head_dim=64, ffn=256, experts=EXPERTS)
+SIZES = dict(vocab_size=640, dim=128, layers=LAYERS, heads=4, kv_heads=2, head_dim=64, ffn=256, num_experts=EXPERTS)
 
 
 @pytest.mark.parametrize(
@@ -70,20 +70,20 @@ CASES = {
     "gtp 2 x tp 2, MXFP8": (dict(gtp=2, tp=2), dict(**BY_TP), 1, gtp.MXFP8()),
     "gtp 2 x tp 2, experts divided, microbatches": (
         dict(gtp=2, tp=2),
-        dict(**BY_TP, experts=8, expert_parallel="expert"),
+        dict(**BY_TP, num_experts=8, expert_parallel="expert"),
         2,
         gtp.NVFP4(),
     ),
     "dp 2 x gtp 2, experts sharded over both": (dict(dp=2, gtp=2), dict(expert_axes=("dp", "gtp")), 1, gtp.NVFP4()),
-    "gtp 4, 2 experts, NVFP4": (dict(gtp=4), dict(experts=2, top_k=1), 1, gtp.NVFP4()),
+    "gtp 4, 2 experts, NVFP4": (dict(gtp=4), dict(num_experts=2, top_k=1), 1, gtp.NVFP4()),
     "gtp 2 x tp 2, 64 experts, MXFP8": (
         dict(gtp=2, tp=2),
-        dict(**BY_TP, experts=64, expert_parallel="expert"),
+        dict(**BY_TP, num_experts=64, expert_parallel="expert"),
         1,
         gtp.MXFP8(),
     ),
-    "gtp 8, NVFP4, 64 experts": (dict(gtp=8), dict(experts=64), 1, gtp.NVFP4()),
-    "gtp 8, FP8, 64 experts": (dict(gtp=8), dict(experts=64), 1, gtp.FP8()),
+    "gtp 8, NVFP4, 64 experts": (dict(gtp=8), dict(num_experts=64), 1, gtp.NVFP4()),
+    "gtp 8, FP8, 64 experts": (dict(gtp=8), dict(num_experts=64), 1, gtp.FP8()),
 }
 
 
@@ -122,9 +122,9 @@ def gradients(config, degrees, recipe, parts):
 SHARDED = {
     "gtp 4": (dict(gtp=4), 1, {}),
     "gtp 2 x tp 2, two microbatches": (dict(gtp=2, tp=2), 2, {}),
-    "gtp 2 x tp 2, 8 experts divided": (dict(gtp=2, tp=2), 2, dict(experts=8, expert_parallel="expert")),
-    "gtp 4, 2 experts": (dict(gtp=4), 1, dict(experts=2, top_k=1)),
-    "gtp 4, 64 experts": (dict(gtp=4), 1, dict(experts=64)),
+    "gtp 2 x tp 2, 8 experts divided": (dict(gtp=2, tp=2), 2, dict(num_experts=8, expert_parallel="expert")),
+    "gtp 4, 2 experts": (dict(gtp=4), 1, dict(num_experts=2, top_k=1)),
+    "gtp 4, 64 experts": (dict(gtp=4), 1, dict(num_experts=64)),
 }
 
 
@@ -151,7 +151,7 @@ def test_with_quantized_operands_a_mesh_has_the_gradients_of_one_device(name, me
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPERANDS)
 def test_experts_multiply_rounded_operands(name, x64):
-    config, recipe = dataclasses.replace(ROUNDED, experts=2, top_k=1), OPERANDS[name]
+    config, recipe = dataclasses.replace(ROUNDED, num_experts=2, top_k=1), OPERANDS[name]
     weights_alone = {"attention": recipe, "mlp": dataclasses.replace(recipe, matmuls=False)}
     (_, found), (_, wanted) = (
         gradients(config, dict(gtp=1), one, 1) for one in (recipe, gtp.BF16(override=weights_alone))

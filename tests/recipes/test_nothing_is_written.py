@@ -16,12 +16,12 @@ from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.nn import abstract_model
 from gtp_jax.recipes import RECIPES
 
-CONFIG = LlamaConfig(vocab=128, dim=64, layers=3, heads=4, kv_heads=2, head_dim=16, ffn=128)
+CONFIG = LlamaConfig(vocab_size=128, dim=64, layers=3, heads=4, kv_heads=2, head_dim=16, ffn=128)
 EVERY = {
     **{name: make() for name, make in RECIPES.items()},
     "of layers": gtp.NVFP4(matmuls=True, high_precision_first=1, high_precision_last=1),
     "of modules": gtp.MXFP8(exclude=(), override={"mlp.down": gtp.FP8(matmuls=True), "head": gtp.NVFP4()}),
-    "of gradients": gtp.NVFP4(reduce="fp8"),
+    "of gradients": gtp.NVFP4(grad_wire="fp8"),
 }
 UNSTOCHASTIC = [n for n, r in EVERY.items() if not any(k.operands and k.operands.stochastic for k in r.kinds)]
 FLAX = str(Path(flax.__file__).parent)
@@ -65,7 +65,7 @@ def test_the_record_sees_writes_to_a_model_and_to_merged_copies(written):
 CASES = [
     *((name, {}) for name in EVERY),
     ("of modules", dict(tied=True)),
-    *((name, dict(experts=4)) for name in ("fp8-matmuls", "nvfp4-matmuls", "of modules", "of gradients")),
+    *((name, dict(num_experts=4)) for name in ("fp8-matmuls", "nvfp4-matmuls", "of modules", "of gradients")),
 ]
 DEFAULT = [("nvfp4-matmuls", {}), ("of modules", {}), ("of gradients", {})]
 

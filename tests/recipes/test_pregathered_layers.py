@@ -64,9 +64,10 @@ def cubes(model, batch):
     return (model(batch["x"]) ** 3).sum(), np.float32(batch["x"].shape[0])
 
 
-@pytest.mark.parametrize("reduce", [None, pytest.param("mxfp8", marks=pytest.mark.slow)])
-def test_pregathered_layers_are_counted_from_the_first_that_travels_as_codes(reduce):
-    recipe, parts, found, gathers = gtp.NVFP4(high_precision_first=1, high_precision_last=1, reduce=reduce), 2, [], []
+@pytest.mark.parametrize("grad_wire", [None, pytest.param("mxfp8", marks=pytest.mark.slow)])
+def test_pregathered_layers_are_counted_from_the_first_that_travels_as_codes(grad_wire):
+    recipe = gtp.NVFP4(high_precision_first=1, high_precision_last=1, grad_wire=grad_wire)
+    parts, found, gathers = 2, [], []
     x = np.random.default_rng().normal(size=(16, 4, 64)).astype(np.float32)
     with scope(dict(gtp=4)):
         state = gtp.TrainState.create(gtp.init(Layers, nnx.Rngs(0)), optax.sgd(1.0))
@@ -99,7 +100,7 @@ def test_pregathered_layers_take_the_codes_bytes_on_every_device():
 
 CASES = {
     "gtp 4, three microbatches": (ALIGNED, dict(gtp=4), 3, gtp.NVFP4()),
-    "gtp 2 x tp 2, experts": (dataclasses.replace(ALIGNED, experts=4), dict(gtp=2, tp=2), 2, gtp.FP8()),
+    "gtp 2 x tp 2, experts": (dataclasses.replace(ALIGNED, num_experts=4), dict(gtp=2, tp=2), 2, gtp.FP8()),
     "gtp 8, unaligned, looped": (dataclasses.replace(UNALIGNED, unroll=1, layers=4), dict(gtp=8), 2, gtp.MXFP8()),
     "gtp 2 x tp 2, ends in high precision": (
         dataclasses.replace(ALIGNED, layers=4),

@@ -16,7 +16,7 @@ from gtp_jax.nn import abstract_model
 from ..chain.programs import lowered_step
 
 LAYERS = 3
-SIZES = dict(vocab=640, dim=128, layers=LAYERS, heads=4, kv_heads=2, head_dim=64, ffn=384, grad_reduce="bf16")
+SIZES = dict(vocab_size=640, dim=128, layers=LAYERS, heads=4, kv_heads=2, head_dim=64, ffn=384, grad_reduce="bf16")
 
 
 def section(*shapes) -> int:
@@ -86,7 +86,7 @@ def test_bytes_an_element_are_those_of_the_formats(recipe, numerator, denominato
 
 
 def test_dequantized_weights_are_no_residual():
-    sizes = dict(vocab=256, dim=512, heads=8, kv_heads=4, head_dim=64, ffn=1024)
+    sizes = dict(vocab_size=256, dim=512, heads=8, kv_heads=4, head_dim=64, ffn=1024)
     layer = jnp.dtype(jnp.bfloat16).itemsize * (512 * 1024 + 512 * 512 + 3 * 512 * 1024)
 
     def temporary(layers):

@@ -13,14 +13,14 @@ from gtp_jax.plan import collectives
 
 from .oracles import matrix
 
-CONFIG = LlamaConfig(vocab=128, dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=128, dtype="float32")
+CONFIG = LlamaConfig(vocab_size=128, dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=128, dtype="float32")
 CASES = {
     "layers and modules": (
         gtp.NVFP4(high_precision_first=1, override={"mlp.down": gtp.MXFP8(), "head": gtp.FP8()}),
         dict(gtp=2, tp=2),
     ),
     "matmuls": (gtp.FP8(matmuls=True), dict(gtp=4)),
-    "gradients": (gtp.MXFP8(reduce="bf16"), dict(gtp=4)),
+    "gradients": (gtp.MXFP8(grad_wire="bf16"), dict(gtp=4)),
 }
 
 

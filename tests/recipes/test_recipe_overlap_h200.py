@@ -11,7 +11,7 @@ from ..chain.programs import lowered_step
 from ..plan.programs import needs_target
 
 LAYERS = 3
-SIZES = dict(vocab=32768, dim=4096, layers=LAYERS, heads=32, kv_heads=8, head_dim=128, ffn=14336)
+SIZES = dict(vocab_size=32768, dim=4096, layers=LAYERS, heads=32, kv_heads=8, head_dim=128, ffn=14336)
 
 
 @needs_target
@@ -52,11 +52,11 @@ def test_codes_that_fp8_matmuls_take_as_they_are_travel_in_one_launch_a_layer_to
 @pytest.mark.slow
 @needs_target
 @pytest.mark.skipif(not native.has("gtp_pack", "CUDA"), reason=native.describe())
-@pytest.mark.parametrize("reduce", ["bf16", "mxfp8"])
-def test_a_layers_gradient_is_exchanged_under_the_layer_before(reduce):
+@pytest.mark.parametrize("grad_wire", ["bf16", "mxfp8"])
+def test_a_layers_gradient_is_exchanged_under_the_layer_before(grad_wire):
     mesh = gtp.make_mesh(gtp=8, devices=plan.topology_devices(plan.parse_target("h200:8")))
     options = {**plan.COMPILE_OPTIONS, **compile_options("gpu", tp=1)}
-    recipe = gtp.NVFP4(reduce=reduce)
+    recipe = gtp.NVFP4(grad_wire=grad_wire)
     step = lowered_step(LlamaConfig(**SIZES), mesh, batch=8, seq=8192, compiler_options=options, recipe=recipe)
     found = plan.schedule(step.compile().as_text())
     exchanges = found.collectives("all-to-all")

@@ -50,8 +50,8 @@ from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from ..parity.plain_llama import Oracle
 from .oracles import dequantized
 
-ALIGNED = LlamaConfig(vocab=128, dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=128, dtype="float64")
-UNALIGNED = LlamaConfig(vocab=128, dim=56, layers=2, heads=4, kv_heads=2, head_dim=14, ffn=120, dtype="float64")
+ALIGNED = LlamaConfig(vocab_size=128, dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=128, dtype="float64")
+UNALIGNED = LlamaConfig(vocab_size=128, dim=56, layers=2, heads=4, kv_heads=2, head_dim=14, ffn=120, dtype="float64")
 RECIPES = {"FP8": gtp.FP8(), "MXFP8": gtp.MXFP8(), "NVFP4": gtp.NVFP4(), "NVFP4 1x16": gtp.NVFP4(block=(1, 16))}
 MESHES = {
     "gtp 4": (ALIGNED, dict(gtp=4), 1),
@@ -64,7 +64,7 @@ MESHES = {
 
 def batch_of(config, size=16, length=8):
     rng = np.random.default_rng(size)
-    tokens = rng.integers(0, config.vocab, (size, length + 1)).astype(np.int32)
+    tokens = rng.integers(0, config.vocab_size, (size, length + 1)).astype(np.int32)
     weights = (rng.random((size, length)) > 0.3).astype(np.float32)
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
 

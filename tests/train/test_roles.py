@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 
-CONFIG = LlamaConfig(vocab=97, dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=96, dtype="float64")
+CONFIG = LlamaConfig(vocab_size=97, dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=96, dtype="float64")
 
 
 def mesh_of(**degrees: int) -> Mesh:
@@ -33,7 +33,7 @@ def begin(mesh, roles):
 
 
 def batch(seed: int):
-    tokens = np.random.default_rng(seed).integers(0, CONFIG.vocab, (8, 9)).astype(np.int32)
+    tokens = np.random.default_rng(seed).integers(0, CONFIG.vocab_size, (8, 9)).astype(np.int32)
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 

@@ -11,7 +11,7 @@ from gtp_jax import plan
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.models.llama import LlamaBlock
 
-CONFIG = LlamaConfig(vocab=128, dim=64, layers=4, heads=4, kv_heads=2, head_dim=16, ffn=96, dtype="float64")
+CONFIG = LlamaConfig(vocab_size=128, dim=64, layers=4, heads=4, kv_heads=2, head_dim=16, ffn=96, dtype="float64")
 RECIPES = {
     "none": None,
     "NVFP4, ends in high precision": gtp.NVFP4(high_precision_first=1, high_precision_last=1),
@@ -40,7 +40,7 @@ def llama(block, rngs):
 
 
 def computed(block, view, recipe, degrees, **options):
-    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab, (16, 9)).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (16, 9)).astype(np.int32)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     with jax.set_mesh(gtp.make_mesh(**degrees)):
         state = gtp.TrainState.create(gtp.init(lambda rngs: llama(block, rngs), nnx.Rngs(0)), optax.sgd(1.0))

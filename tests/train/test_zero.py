@@ -23,7 +23,7 @@ from gtp_jax.nn import abstract_model
 from ..parity.plain_llama import Oracle
 
 # 96 features and 1000 tokens were filled up with padding once, which the optimizer's arrays had to be rid of.
-SIZES = {"vocab": 1000, "dim": 96, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 24, "ffn": 192}
+SIZES = {"vocab_size": 1000, "dim": 96, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 24, "ffn": 192}
 CONFIG = LlamaConfig(**SIZES, dtype="float64", tied=True)
 REPLICAS = gtp.Roles(optimizer=())
 STEPS, MICROBATCHES = 3, 4
@@ -41,7 +41,7 @@ def place(degrees, roles=None):
 def batches(rows: int = 32):
     rng = np.random.default_rng(5)
     for _ in range(STEPS):
-        tokens = rng.integers(0, CONFIG.vocab, (rows, 9)).astype(np.int32)
+        tokens = rng.integers(0, CONFIG.vocab_size, (rows, 9)).astype(np.int32)
         weights = (rng.random((rows, 8)) > np.linspace(0, 0.8, rows)[:, None]).astype(np.float32)  # some are masked
         yield {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
 
@@ -123,7 +123,7 @@ RECIPES = {
 def test_what_travels_is_that_of_replicas_bit_for_bit(name):
     """Codes of stored parts, joined, are those of whole shards, and what is in no format is rounded alike."""
     options, dim = RECIPES[name]
-    config = LlamaConfig(vocab=512, dim=dim, layers=3, heads=4, kv_heads=2, head_dim=32, ffn=128, dtype="bfloat16")
+    config = LlamaConfig(vocab_size=512, dim=dim, layers=3, heads=4, kv_heads=2, head_dim=32, ffn=128, dtype="bfloat16")
     tokens = np.random.default_rng(0).integers(0, 512, (16, 33)).astype(np.int32)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     found = []

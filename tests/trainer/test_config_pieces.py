@@ -38,10 +38,12 @@ def test_a_saved_configuration_is_flat_and_loads_as_it_was(tmp_path):
 
 def test_a_configuration_saved_before_fields_were_renamed_loads(tmp_path):
     path = tmp_path / "config.json"
-    old = {"kept": "all", "keep_first": 1, "keep_last": 2, "held": 3}
+    old = {"kept": "all", "keep_first": 1, "keep_last": 2, "held": 3, "reduce": "fp8"}
     path.write_text(json.dumps({"gtp_jax": "0.1.0", "recipe": "nvfp4", **old}))
     execution = Execution(keep_gathered="all")
-    quantization = Quantization(recipe="nvfp4", high_precision_first=1, high_precision_last=2, pregathered_layers=3)
+    quantization = Quantization(
+        recipe="nvfp4", high_precision_first=1, high_precision_last=2, pregathered_layers=3, grad_wire="fp8"
+    )
     assert TrainConfig.load(path) == TrainConfig(execution=execution, quantization=quantization)
 
 

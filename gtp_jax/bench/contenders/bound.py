@@ -62,7 +62,7 @@ def main() -> None:
     side = args.side or (8192 if jax.default_backend() == "gpu" else 512)
     rate, one_layer = ceiling(side, PRECISION[args.precision]), attention(work)
     attention_parameters = work.dim * work.head_dim * (2 * work.heads + 2 * work.kv_heads)
-    parameters = work.layers * (attention_parameters + 3 * work.dim * work.ffn) + work.vocab * work.dim
+    parameters = work.layers * (attention_parameters + 3 * work.dim * work.ffn) + work.vocab_size * work.dim
     operations = PER_PARAMETER * parameters * work.tokens / work.devices
     rounds = [(rate(), one_layer()) for _ in range(work.steps)]
     times = [operations / flops + work.layers * work.microbatches * seconds for flops, seconds in rounds]

@@ -85,10 +85,10 @@ class Block(nn.Module):
 class Llama(nn.Module):
     def __init__(self, work: Workload) -> None:
         super().__init__()
-        self.embed = nn.Embedding(work.vocab, work.dim)
+        self.embed = nn.Embedding(work.vocab_size, work.dim)
         self.blocks = nn.ModuleList(Block(work) for _ in range(work.layers))
         self.norm = nn.RMSNorm(work.dim, eps=work.eps)
-        self.head = nn.Linear(work.dim, work.vocab, bias=False)
+        self.head = nn.Linear(work.dim, work.vocab_size, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
@@ -179,7 +179,7 @@ def main() -> None:
     rows = work.sequences // work.microbatches // work.gtp
     # ranks of a gtp group have sequences of their own, those of a tp group share them
     source = torch.Generator().manual_seed(1 + mesh["gtp"].get_local_rank())
-    tokens = torch.randint(0, work.vocab, (work.microbatches, rows, work.seq), generator=source).to(device)
+    tokens = torch.randint(0, work.vocab_size, (work.microbatches, rows, work.seq), generator=source).to(device)
     targets = tokens.roll(-1, -1)
     cut_loss = loss_parallel if work.tp > 1 else contextlib.nullcontext
 

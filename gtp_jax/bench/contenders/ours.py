@@ -55,7 +55,7 @@ def main() -> None:
             lowered = step.lower(state, {"tokens": like, "targets": like})  # pyright: ignore[reportFunctionMemberAccess]
             return compile_only(lowered, args.target, parameters=config.param_count())
         state = gtp.TrainState.create(gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(0)), optimizer)
-        tokens = jax.random.randint(jax.random.key(1), (work.sequences, work.seq), 0, work.vocab)
+        tokens = jax.random.randint(jax.random.key(1), (work.sequences, work.seq), 0, work.vocab_size)
         batch: Any = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
         batch = jax.device_put(batch, placed)
         lowered = step.lower(state, batch)  # pyright: ignore[reportFunctionMemberAccess]
@@ -67,7 +67,9 @@ def main() -> None:
             loss_of=lambda metrics: metrics["loss"],
             trace=args.trace,
             parameters=config.param_count(),
-            reduce_dtype=f"{recipe.reduce}, sums float32" if recipe.reduce else _REDUCE_DTYPES[execution.grad_reduce],
+            reduce_dtype=f"{recipe.grad_wire}, sums float32"
+            if recipe.grad_wire
+            else _REDUCE_DTYPES[execution.grad_reduce],
         )
 
 

@@ -50,7 +50,12 @@ def shapes(work: Workload) -> Tree:
         "norm2": (work.dim,),
     }
     stacked = {name: (work.layers, *shape) for name, shape in layer.items()}
-    return {"layers": stacked, "embed": (work.vocab, work.dim), "norm": (work.dim,), "head": (work.dim, work.vocab)}
+    return {
+        "layers": stacked,
+        "embed": (work.vocab_size, work.dim),
+        "norm": (work.dim,),
+        "head": (work.dim, work.vocab_size),
+    }
 
 
 def specs() -> Tree:
@@ -270,7 +275,7 @@ def main() -> None:
             like = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, BATCH))
             return compile_only(step.lower(sharded, like, like), args.target)  # pyright: ignore[reportFunctionMemberAccess]
         state = make_state(jax.random.key(0))
-        tokens = jax.random.randint(jax.random.key(1), shape, 0, work.vocab)
+        tokens = jax.random.randint(jax.random.key(1), shape, 0, work.vocab_size)
         tokens = jax.device_put(tokens, NamedSharding(mesh, BATCH))
         targets = jax.device_put(jnp.roll(tokens, -1, axis=-1), NamedSharding(mesh, BATCH))
         lowered = step.lower(state, tokens, targets)  # pyright: ignore[reportFunctionMemberAccess]

@@ -28,7 +28,7 @@ class Workload:
     """One training step of a Llama: float32 masters and moments, bfloat16 compute and gradient reduction, AdamW.
 
     Attributes:
-        vocab, dim, layers, heads, kv_heads, head_dim, ffn, rope_theta, eps: the model, as in `LlamaConfig`.
+        vocab_size, dim, layers, heads, kv_heads, head_dim, ffn, rope_theta, eps: the model, as in `LlamaConfig`.
         seq: tokens of a sequence.
         sequences: of a step, over all devices.
         microbatches: parts that a step's sequences are divided into, one after the other.
@@ -38,7 +38,7 @@ class Workload:
         steps: steps timed.
     """
 
-    vocab: int = 32768
+    vocab_size: int = 32768
     dim: int = 4096
     layers: int = 16
     heads: int = 32
@@ -82,7 +82,7 @@ class Workload:
         return [f"--{name.replace('_', '-')}={value}" for name, value in dataclasses.asdict(self).items()]
 
 
-_OF_MODEL = ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "rope_theta", "eps")
+_OF_MODEL = ("vocab_size", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "rope_theta", "eps")
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

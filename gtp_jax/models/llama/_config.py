@@ -9,8 +9,8 @@ from ...chain import Remat, Schedule
 from ...nn import ExpertParallel, GradReduce, check_heads, check_moe, reduction_of
 from ...ops import RopeScaling, check_rotary
 
-_ARCHITECTURE = ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "tied", "rope_theta", "eps")
-_OF_EXPERTS = ("experts", "top_k")
+_ARCHITECTURE = ("vocab_size", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "tied", "rope_theta", "eps")
+_OF_EXPERTS = ("num_experts", "top_k")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,14 +18,14 @@ class LlamaConfig:
     """Sizes and choices of a Llama.
 
     Attributes:
-        vocab: number of tokens.
+        vocab_size: number of tokens.
         dim: width of the residual stream.
         layers: number of blocks.
         heads: query heads.
         kv_heads: key-value heads.
         head_dim: width of a head.
         ffn: hidden width of the MLP, or of each expert.
-        experts: how many stand in place of each MLP; 0 for an MLP.
+        num_experts: how many stand in place of each MLP; 0 for an MLP.
         top_k: experts a token.
         aux_loss_coeff: weight of the term that keeps experts evenly loaded; see `MoE`.
         expert_parallel: what tp does to experts; see `MoE`.
@@ -42,14 +42,14 @@ class LlamaConfig:
         prefetch, unroll, keep_gathered: the chain's schedule; see `Schedule`.
     """
 
-    vocab: int
+    vocab_size: int
     dim: int
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
     ffn: int
-    experts: int = 0
+    num_experts: int = 0
     top_k: int = 2
     aux_loss_coeff: float = 0.01
     expert_parallel: ExpertParallel = "features"
@@ -69,15 +69,15 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         if isinstance(self.rope_scaling, dict):  # as checkpoints have it
             object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
-        for field in ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn"):
+        for field in ("vocab_size", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn"):
             if getattr(self, field) < 1:
                 raise ValueError(f"`{field}` is {getattr(self, field)}; it must be a whole number of at least 1.")
         check_rotary(self.head_dim, None, self.rope_scaling)
         check_heads(self.heads, self.kv_heads, 1)
-        if self.experts < 0:
-            raise ValueError(f"`experts` is {self.experts}; it must be a whole number, 0 for an MLP.")
-        if self.experts:
-            check_moe(self.experts, self.top_k, self.aux_loss_coeff)
+        if self.num_experts < 0:
+            raise ValueError(f"`num_experts` is {self.num_experts}; it must be a whole number, 0 for an MLP.")
+        if self.num_experts:
+            check_moe(self.num_experts, self.top_k, self.aux_loss_coeff)
         reduction_of(self.grad_reduce, self.dtype)
         self.schedule  # noqa: B018  validates its three fields
 
@@ -98,7 +98,7 @@ class LlamaConfig:
 
     def architecture(self) -> dict[str, Any]:
         """Returns the fields that say which model the weights are of; the others say how it is computed."""
-        fields = {name: getattr(self, name) for name in (*_ARCHITECTURE, *(_OF_EXPERTS if self.experts else ()))}
+        fields = {name: getattr(self, name) for name in (*_ARCHITECTURE, *(_OF_EXPERTS if self.num_experts else ()))}
         scaling = self.rope_scaling
         return fields if scaling is None else {**fields, "rope_scaling": dataclasses.asdict(scaling)}
 
@@ -106,12 +106,12 @@ class LlamaConfig:
         """Parameters that a token is multiplied with: not the norms', an untied embedding's, or other experts'."""
         attention = self.dim * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         mlp = 3 * self.dim * self.ffn
-        if self.experts:
-            mlp = self.top_k * mlp + self.dim * self.experts  # and the router's
-        return self.layers * (attention + mlp) + self.vocab * self.dim
+        if self.num_experts:
+            mlp = self.top_k * mlp + self.dim * self.num_experts  # and the router's
+        return self.layers * (attention + mlp) + self.vocab_size * self.dim
 
     def param_count(self) -> int:
         """Returns all parameters."""
-        embedding = 0 if self.tied else self.vocab * self.dim
-        idle = self.layers * (self.experts - self.top_k) * 3 * self.dim * self.ffn if self.experts else 0
+        embedding = 0 if self.tied else self.vocab_size * self.dim
+        idle = self.layers * (self.num_experts - self.top_k) * 3 * self.dim * self.ffn if self.num_experts else 0
         return self.matmul_params() + idle + embedding + (2 * self.layers + 1) * self.dim

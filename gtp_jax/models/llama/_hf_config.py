@@ -12,7 +12,7 @@ ARCHITECTURE, MODEL_TYPE = "LlamaForCausalLM", "llama"
 
 # Theirs, ours.
 _FIELDS = (
-    ("vocab_size", "vocab"),
+    ("vocab_size", "vocab_size"),
     ("hidden_size", "dim"),
     ("num_hidden_layers", "layers"),
     ("num_attention_heads", "heads"),

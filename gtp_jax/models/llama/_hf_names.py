@@ -9,7 +9,7 @@ from .._tensor import Tensor
 from ._config import LlamaConfig
 
 # Theirs, ours, shape of theirs. A norm and the layers it feeds are one module here.
-_BEFORE = (("model.embed_tokens.weight", "embed/table", ("vocab", "dim")),)
+_BEFORE = (("model.embed_tokens.weight", "embed/table", ("vocab_size", "dim")),)
 _LAYER = (
     ("input_layernorm.weight", "attention/qkv/scale", ("dim",)),
     ("self_attn.q_proj.weight", "attention/qkv/kernel/query", ("query", "dim")),
@@ -23,7 +23,7 @@ _LAYER = (
 )
 _AFTER = (("model.norm.weight", "head/scale", ("dim",)),)
 # A tied head has no weight of its own.
-_HEAD = (("lm_head.weight", "head/kernel", ("vocab", "dim")),)
+_HEAD = (("lm_head.weight", "head/kernel", ("vocab_size", "dim")),)
 
 
 def tensors(config: LlamaConfig) -> list[Tensor]:
@@ -32,13 +32,13 @@ def tensors(config: LlamaConfig) -> list[Tensor]:
     Raises:
         ValueError: if the model has experts, whose tensors have other names.
     """
-    if config.experts:
+    if config.num_experts:
         raise ValueError(
-            f"the model has {config.experts} experts in a layer; only Llamas without are converted. Take its "
+            f"the model has {config.num_experts} experts in a layer; only Llamas without are converted. Take its "
             "parameters from the checkpoint with `gtp_jax.checkpoint.Checkpoints.restore_params`."
         )
     sizes = {
-        "vocab": config.vocab,
+        "vocab_size": config.vocab_size,
         "dim": config.dim,
         "ffn": config.ffn,
         "query": config.heads * config.head_dim,

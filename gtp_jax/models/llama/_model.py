@@ -46,11 +46,11 @@ class LlamaBlock(Layer):
             rngs=rngs,
             **shared,
         )
-        if config.experts:
+        if config.num_experts:
             self.mlp = MoE(
                 config.dim,
                 config.ffn,
-                num_experts=config.experts,
+                num_experts=config.num_experts,
                 top_k=config.top_k,
                 parallel=config.expert_parallel,
                 aux_loss_coeff=config.aux_loss_coeff,
@@ -74,7 +74,7 @@ class Llama(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
         shared = _shared(config)
-        self.embed = Embed(config.vocab, config.dim, rngs=rngs, **shared)
+        self.embed = Embed(config.vocab_size, config.dim, rngs=rngs, **shared)
         self.blocks = Stack(
             lambda rngs: LlamaBlock(config, rngs=rngs),
             config.layers,
@@ -86,7 +86,7 @@ class Llama(nnx.Module):
         self.head = (
             TiedHead(self.embed, eps=config.eps, param_dtype=shared["param_dtype"], rngs=rngs)
             if config.tied
-            else LayerNormDense(config.dim, config.vocab, eps=config.eps, rngs=rngs, **shared)
+            else LayerNormDense(config.dim, config.vocab_size, eps=config.eps, rngs=rngs, **shared)
         )
 
     def __call__(

@@ -1,0 +1,38 @@
+"""A run starts from the parameters of a checkpoint whose model is named by the fields of an earlier version."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.models import LlamaConfig
+from gtp_jax.trainer._start import check_start
+
+MODEL = LlamaConfig(vocab_size=97, dim=16, layers=1, heads=2, kv_heads=2, head_dim=8, ffn=16)
+OLD = {
+    "vocab": 97, "dim": 16, "layers": 1, "heads": 2, "kv_heads": 2, "head_dim": 8, "ffn": 16,
+    "tied": False, "rope_theta": 10_000.0, "eps": 1e-5,
+}  # fmt: skip
+
+
+def test_the_older_names_are_of_the_same_model_and_differences_are_told_by_todays(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        model = gtp.init(lambda rngs: gtp.Dense(2, 2, rngs=rngs), nnx.Rngs(0))
+        checkpoints.save(1, gtp.TrainState.create(model, optax.sgd(1.0)), extra={"model": OLD})
+    check_start(tmp_path, MODEL)
+    with pytest.raises(ValueError, match="another model than this run's:\n  vocab_size: 97 there, 128 here\nChoose"):
+        check_start(tmp_path, dataclasses.replace(MODEL, vocab_size=128))
+
+
+@pytest.mark.parametrize("extra", [{}, {"model": "tiny"}])
+def test_a_checkpoint_that_does_not_name_its_model_is_refused(tmp_path, extra):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": jnp.ones(2)}, extra=extra)
+    with pytest.raises(ValueError, match="does not say of which model it is, so that a run cannot start from it"):
+        check_start(tmp_path, MODEL)
