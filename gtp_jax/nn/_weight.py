@@ -201,7 +201,7 @@ class WeightOwner(Layer):
             patterns = ", ".join(repr(pattern) for pattern, _ in recipe.rules)
             raise ValueError(
                 f"the recipe in scope has patterns ({patterns}), and a {type(self).__name__} is called that does not "
-                "know its path in the model. Build the model with `gtp_jax.init`; or pass `keep=()` and no `override`, "
+                "know its path in the model. Build the model with `gtp_jax.init`; or pass `exclude=()` and no `override`, "
                 "and enter `gtp_jax.use_recipe(None)` around what stays in high precision."
             )
         return path or ()
