@@ -10,13 +10,16 @@ from .mesh import use_roles as use_roles
 from .nn import MLP as MLP
 from .nn import Attention as Attention
 from .nn import AuxLoss as AuxLoss
+from .nn import Conv as Conv
 from .nn import CrossAttention as CrossAttention
 from .nn import Dense as Dense
+from .nn import Einsum as Einsum
 from .nn import Embed as Embed
 from .nn import GroupedDense as GroupedDense
 from .nn import LayerNormDense as LayerNormDense
 from .nn import Metric as Metric
 from .nn import MoE as MoE
+from .nn import Param as Param
 from .nn import Stack as Stack
 from .nn import TiedHead as TiedHead
 from .nn import cross_entropy as cross_entropy

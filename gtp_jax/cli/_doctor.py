@@ -35,6 +35,7 @@ NEEDED = {
     "jaxlib": "0.11.2",
     "flax": "0.12.10",
     "optax": "0.2.8",
+    "jaxtyping": "0.3.11",
     "orbax-checkpoint": "0.12.4",
     "tqdm": "4.66",
     "matplotlib": "3.9",

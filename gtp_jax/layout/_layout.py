@@ -235,11 +235,11 @@ def layouts_of_kernels(
     parts = degree(roles.tensor) if split_dim is not None and even else 1
     local = [tuple(size // parts if d == split_dim else size for d, size in enumerate(shape)) for shape in shapes]
     cols = 2 * len(shapes[0]) - 3 - rows
-    for chosen in _choices(axes, None if even else roles.tensor):
+    for chosen in axes_choices(axes, None if even else roles.tensor):
         ranks = degrees(chosen)
         dim = _dim_divided(local, ranks, rows, cols)
         if dim is not None:
-            _warn_of_whole(shapes[0], [axis for axis in axes if axis not in chosen])
+            warn_of_whole(shapes[0], [axis for axis in axes if axis not in chosen])
             sizes = tuple(map(degree, chosen))
             layouts = tuple(
                 Layout(shape, rows, split_dim, split, dim, chosen, sizes, not even, roles)
@@ -262,18 +262,18 @@ def _divided_further(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
     first = layouts[0]
     axes = tuple(axis for axis in first.roles.over_optimizer if axis not in first.axes and degree(axis) > 1)
     shapes = [layout.shard_shape for layout in layouts]
-    for chosen in _choices(axes, None):
+    for chosen in axes_choices(axes, None):
         dim = _dim_divided(shapes, degrees(chosen), first.rows, first.cols)
         if dim is not None:
             if sum(map(math.prod, shapes)) > SMALL:
-                _warn_of_whole(first.shape, [axis for axis in axes if axis not in chosen])
+                warn_of_whole(first.shape, [axis for axis in axes if axis not in chosen])
             further = {"optimizer_axes": chosen, "optimizer_degrees": tuple(map(degree, chosen))}
             dims = {"optimizer_dim": dim if chosen else None}
             return tuple(dataclasses.replace(layout, **further, **dims) for layout in layouts)
     raise AssertionError("a choice of no axes divides everything")
 
 
-def _choices(axes: tuple[str, ...], tensor: str | None) -> list[tuple[str, ...]]:
+def axes_choices(axes: tuple[str, ...], tensor: str | None) -> list[tuple[str, ...]]:
     """Returns the axes that a gather may run over: those of most ranks first, down to none.
 
     Args:
@@ -286,7 +286,7 @@ def _choices(axes: tuple[str, ...], tensor: str | None) -> list[tuple[str, ...]]
     return sorted(some, key=lambda chosen: (-degrees(chosen), -len(chosen)))
 
 
-def _warn_of_whole(shape: tuple[int, ...], axes: Sequence[str]) -> None:
+def warn_of_whole(shape: tuple[int, ...], axes: Sequence[str]) -> None:
     """Warns of a weight that stays whole over axes of more than one rank."""
     sizes = {axis: degree(axis) for axis in axes if degree(axis) > 1}
     if sizes:

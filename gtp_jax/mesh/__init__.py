@@ -28,5 +28,6 @@ from ._roles import current_roles as current_roles
 from ._roles import loss_copies as loss_copies
 from ._roles import use_loss_counted_once as use_loss_counted_once
 from ._roles import use_roles as use_roles
+from ._scope import check_mesh_in_scope as check_mesh_in_scope
 from ._specs import axes_of as axes_of
 from ._specs import stacked_spec as stacked_spec

@@ -3,11 +3,14 @@
 from ..weights import GRAD_REDUCE as GRAD_REDUCE
 from ..weights import GradReduce as GradReduce
 from ..weights import reduction_of as reduction_of
+from ._array import Param as Param
 from ._attention import Attention as Attention
 from ._attention import CrossAttention as CrossAttention
 from ._attention import check_heads as check_heads
+from ._conv import Conv as Conv
 from ._dense import Dense as Dense
 from ._dense import LayerNormDense as LayerNormDense
+from ._einsum import Einsum as Einsum
 from ._embed import Embed as Embed
 from ._embed import TiedHead as TiedHead
 from ._explain import AttentionFact as AttentionFact

@@ -253,6 +253,17 @@ def _checked_units(units: int | Mapping[str, int], sizes: Mapping[str, int]) -> 
     return [by_name[name] for name in sizes]
 
 
+def check_norm(norm: Any) -> Norm:
+    """Returns the name of a norm.
+
+    Raises:
+        ValueError: if it is another.
+    """
+    if norm not in ("rms", "layer", None):
+        raise ValueError(f"`norm` is {norm!r}; it must be 'rms', 'layer' or None.")
+    return norm
+
+
 class LayerNormDense(Dense):
     """A column-parallel `Dense` behind a normalisation of its input.
 
@@ -283,9 +294,7 @@ class LayerNormDense(Dense):
                 "Take `Dense`, and normalise ahead of the column-parallel layer."
             )
         super().__init__(in_features, out_features, parallel=parallel, param_dtype=param_dtype, rngs=rngs, **options)
-        if norm not in ("rms", "layer", None):
-            raise ValueError(f"`norm` is {norm!r}; it must be 'rms', 'layer' or None.")
-        self.norm = norm
+        self.norm = check_norm(norm)
         self.eps = eps
         ones, zeros = initializers.ones, initializers.zeros
         self.scale: Any = make_vector(in_features, ones, rngs.params(), param_dtype) if norm else nnx.data(None)

@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec
 from ..collectives import gather_sequence, reduce_scatter_sequence, split_features
 from ..layout import layouts_of_kernels
 from ..mesh import current_view
-from ..ops import SlottedWeight, check_concrete_ids, embedding_lookup, linear, rms_norm, to_index
+from ..ops import SlottedWeight, check_concrete_ids, embedding_lookup, layer_norm, linear, rms_norm, to_index
 from ..weights import GradReduce
+from ._dense import Norm, check_norm
 from ._layer import Layer, between_layers, inside_layer
 from ._weight import Initializer, WeightOwner, make_vector, make_weight
 
@@ -119,26 +120,45 @@ class Embed(WeightOwner):
 
 
 class TiedHead(Layer):
-    """Final RMSNorm and projection to the vocabulary by an embedding's own table. Untied: a `LayerNormDense`.
+    """Final norm and projection to the vocabulary by an embedding's own table. Untied: a `LayerNormDense`.
 
     The table is gathered for each of its two uses, and its gradient scattered for each.
 
     Args:
         embed: whose table is used.
+        norm: `rms` (RMSNorm), `layer` (LayerNorm with bias) or `None` for none.
         eps: of the norm.
         rngs: the `params` stream is used.
+
+    Raises:
+        ValueError: if `norm` is another.
     """
 
-    def __init__(self, embed: Embed, *, eps: float = 1e-6, param_dtype: Any = jnp.float32, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self,
+        embed: Embed,
+        *,
+        norm: Norm = "rms",
+        eps: float = 1e-6,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ) -> None:
         super().__init__()
         self.embed = embed
-        self.scale = make_vector(embed.layouts[0].shape[1], initializers.ones, rngs.params(), param_dtype)
-        self.eps = eps
+        self.norm, self.eps = check_norm(norm), eps
+        size, ones, zeros = embed.layouts[0].shape[1], initializers.ones, initializers.zeros
+        self.scale: Any = make_vector(size, ones, rngs.params(), param_dtype) if norm else nnx.data(None)
+        shift = norm == "layer"
+        self.shift: Any = make_vector(size, zeros, rngs.params(), param_dtype) if shift else nnx.data(None)
         self.sequence_parallel = embed.sequence_parallel
 
     def local(self, x: jax.Array) -> jax.Array:
         """Maps `(batch, sequence, features)` to logits `(batch, sequence, vocab)`, this rank's part."""
-        return self.embed.attend(rms_norm(x, self.scale.get_value(), eps=self.eps))
+        if self.norm == "rms":
+            x = rms_norm(x, self.scale.get_value(), eps=self.eps)
+        elif self.norm == "layer":
+            x = layer_norm(x, self.scale.get_value(), self.shift.get_value(), eps=self.eps)
+        return self.embed.attend(x)
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
         even = not self.embed.layouts[0].takes_part

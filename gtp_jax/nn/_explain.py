@@ -17,7 +17,7 @@ from ._attention_core import AttentionCore
 from ._dense import Dense
 from ._grouped import GroupedDense
 from ._layer import layout_of
-from ._weight import WeightOwner, structure_of, weight_owners
+from ._weight import Weight, structure_of, weight_owners
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,13 +148,13 @@ def _attention(path: Path, core: AttentionCore) -> AttentionFact:
     return AttentionFact(module, "cuDNN", "reads a mask or segments, if there are any, as an array of (queries, keys)")
 
 
-def _fact(path: Path, owner: WeightOwner, group: WeightGroup, layers: Layers) -> WireFact:
+def _fact(path: Path, owner: Weight, group: WeightGroup, layers: Layers) -> WireFact:
     layouts, form = group.layouts, group.wire
     total = bytes_of(layouts, group.dtype.itemsize) if form is None else wire_bytes([layouts], form)
     operands = group.operands if isinstance(owner, Dense | GroupedDense) else None
     return WireFact(
         module=".".join(map(str, path)),
-        shapes=tuple(layout.shape for layout in layouts),
+        shapes=owner.shapes,
         layers=layers.stop - layers.start,
         first=layers.start,
         wire=group.dtype.name if form is None else form.name,
@@ -167,6 +167,8 @@ def _fact(path: Path, owner: WeightOwner, group: WeightGroup, layers: Layers) ->
 
 
 def _matmul(group: WeightGroup, grouped: bool, operands: Operands | None) -> str:
+    if group.high_precision:
+        return f"{group.dtype.name}, as no recipe quantizes arrays of any shape"
     if operands is None:
         return group.dtype.name if group.wire is None else f"{group.dtype.name}, of dequantized weights"
     names = list(dict.fromkeys((operands.activation.name, operands.gradient.name)))

@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from ..mesh import check_mesh_in_scope
 from ._layer import partition_of
 from ._weight import name_weights
 
@@ -25,7 +26,12 @@ def init[M: nnx.Module](factory: Callable[[nnx.Rngs], M], rngs: nnx.Rngs) -> M:
 
     Returns:
         The model, its arrays sharded. Its weights know their paths, which recipes match; see `gtp_jax.use_recipe`.
+        Without a mesh it is whole, on one device, with a warning if there are several.
+
+    Raises:
+        ValueError: if the mesh in scope has Explicit axes, or was put there by `with mesh:`.
     """
+    check_mesh_in_scope(creates=True)
     graph, make, keys = _birth(factory, rngs)
     model = nnx.merge(graph, make(keys))
     name_weights(model)
@@ -54,7 +60,11 @@ def abstract_model[M: nnx.Module](factory: Callable[[nnx.Rngs], M]) -> M:
     """Returns the model with `jax.ShapeDtypeStruct`s, sharded for the mesh in scope, in place of arrays.
 
     Allocates nothing, so the mesh may consist of devices that are not there.
+
+    Raises:
+        ValueError: if the mesh in scope has Explicit axes, or was put there by `with mesh:`.
     """
+    check_mesh_in_scope()
     model = nnx.eval_shape(lambda: factory(nnx.Rngs(0)))
     mesh = jax.sharding.get_mesh()
     graph, state = nnx.split(model)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..layout import Layout
-from ..mesh import Roles, current_roles, current_view, degree, degrees, stacked_spec, use_roles
+from ..mesh import Roles, check_mesh_in_scope, current_roles, current_view, degree, degrees, stacked_spec, use_roles
 from ..weights import Gathered, Stored
 from ._ranks import on_ranks, ranks_spec
 from ._shared import SharedInputs
@@ -31,7 +31,7 @@ def layout_of(variable: nnx.Variable) -> Layout | None:
 
 def partition_of(variable: nnx.Variable) -> PartitionSpec:
     """Returns the partition of a variable's array, with the leading dimensions of a stack; whole if it names none."""
-    layout = layout_of(variable)
+    layout = variable.get_metadata().get("array") or layout_of(variable)  # an array of any shape has both
     if layout is not None:
         return stacked_spec(layout.spec, variable.get_value().ndim)
     return PartitionSpec(*(variable.get_metadata().get("out_sharding") or ()))
@@ -49,6 +49,28 @@ class _Method:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__wrapped__(*args, **kwargs)
+
+
+def check_shape(variable: nnx.Variable, owner: str) -> None:
+    """Refuses a weight that holds an array of another shape than its own: on a rank that is not seen.
+
+    Args:
+        variable: perhaps of all layers of a stack.
+        owner: names what it belongs to.
+
+    Raises:
+        ValueError: naming both shapes.
+    """
+    metadata = variable.get_metadata()
+    layout, shape = metadata.get("array") or metadata.get("layout"), getattr(variable.get_raw_value(), "shape", None)
+    if layout is None or shape is None or current_view() == "local":
+        return
+    ahead = len(shape) - len(layout.shape)
+    if ahead not in (0, 1) or tuple(shape[ahead:]) != layout.shape:
+        raise ValueError(
+            f"the weight of shape {layout.shape} of {owner} holds an array of shape {tuple(shape)}. Put an array of "
+            "its own shape there, the logical one on every mesh: `kernel[...] = array`, which also keeps it sharded."
+        )
 
 
 class Layer(nnx.Module):
@@ -104,6 +126,7 @@ class Layer(nnx.Module):
         return y
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        check_mesh_in_scope()
         if current_view() != "global":
             return self.local(x, *args, **kwargs)
         return in_shard_map(self, x, *self.partitions(jnp.ndim(x)), SharedInputs(args, kwargs))
@@ -158,6 +181,7 @@ def in_shard_map(
         layout = layout_of(variable)
         if layout is not None:
             layout.check_mesh(f"the weight of shape {layout.shape} of {type(module).__name__}")
+            check_shape(variable, type(module).__name__)
 
     def local(values: list[Any], x: jax.Array, arrays: list[jax.Array]) -> Any:
         values = [_on_rank(value) for value in values]

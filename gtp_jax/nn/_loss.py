@@ -94,6 +94,6 @@ def _sums(
     logits: jax.Array, targets: jax.Array, weights: jax.Array, sharded: bool, vocab_size: int
 ) -> tuple[jax.Array, jax.Array]:
     axis = current_roles().tensor if sharded else None
-    losses: jax.Array = token_cross_entropy(logits, targets, axis, vocab_size)
+    losses: jax.Array = token_cross_entropy(jnp.asarray(logits), targets, axis, vocab_size)
     weights = weights.astype(losses.dtype)
     return jnp.sum(losses * weights), jnp.sum(weights)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..layout import Layout
-from ..mesh import Roles, current_roles
-from ._layer import layout_of, partition_of
+from ..mesh import Roles, check_mesh_in_scope, current_roles
+from ._layer import check_shape, layout_of, partition_of
 
 Tree = Any
 
@@ -42,8 +42,9 @@ class ModelDef:
         """Refuses a mesh in scope that the model was not built for.
 
         Raises:
-            ValueError: naming both.
+            ValueError: naming both; or as `check_mesh_in_scope`.
         """
+        check_mesh_in_scope()
         for layout in set(jax.tree.leaves(self.layouts, is_leaf=_is_layout)):
             layout.check_mesh("the model")
 
@@ -70,9 +71,11 @@ def split_model(model: nnx.Module) -> tuple[ModelDef, dict[str, Any], dict[str, 
     both as nested dicts of arrays.
 
     Raises:
-        ValueError: if its modules were built under different roles.
+        ValueError: if its modules were built under different roles, or a weight holds an array of another shape.
     """
     graph, variables = nnx.split(model)
+    for path, variable in nnx.to_flat_state(variables):
+        check_shape(variable, ".".join(map(str, path)))
     others = _others(variables)
     params = nnx.from_flat_state([(p, v) for p, v in nnx.to_flat_state(variables) if isinstance(v, nnx.Param)])
     specs = jax.tree.map(partition_of, params, is_leaf=_is_variable)

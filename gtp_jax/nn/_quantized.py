@@ -64,16 +64,20 @@ def with_groups(
     by_path: dict[Path, list[tuple[Layers, WeightGroup]]] = {}
     for (path, layers), group in groups.items():
         by_path.setdefault(path, []).append((layers, group))
-    values: dict[Path, list[Stored]] = {}
-    for path, shards in shards_of(model).items():
-        decided = tuple(by_path[path])
+    values: dict[Path, Sequence[Any]] = {}
+    for path, owner in weight_owners(model).items():
+        if owner.built_group.high_precision:
+            values[path] = (owner.value,)
+            continue
+        decided, shards = tuple(by_path[path]), owner.shards()
         keys = None if key is None else _keys_of(key, path, decided)
         ahead = joined.get(path, {})
-        values[path] = []
+        stored = []
         for i, shard in enumerate(shards):
             first = {"packed": quantized.get(path, ()), "keys": keys} if i == 0 else {}
             own = tuple(kernels[i] for kernels in ahead.values())
-            values[path].append(Stored(shard, decided, joined=own, starts=tuple(ahead), **first))
+            stored.append(Stored(shard, decided, joined=own, starts=tuple(ahead), **first))
+        values[path] = stored
     return with_weights(model, values)
 
 
@@ -81,6 +85,7 @@ def quantized_in_scope(layers: nnx.Module, length: int) -> nnx.Module:
     """Returns the layers of a stack, quantized here, as the recipe in scope says; as they are if there is none, or they
     have been quantized already. Called in local view."""
     owners, recipe = weight_owners(layers), current_recipe()
+    owners = {path: owner for path, owner in owners.items() if not owner.built_group.high_precision}
     if recipe is None or not owners or any(isinstance(owner.value, Stored) for owner in owners.values()):
         return layers
     check_ends({"one": length}, recipe)

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ..chain import Remat, Schedule, with_remat
-from ..mesh import current_view
+from ..mesh import check_mesh_in_scope, current_view
 from ._layer import Layer, in_shard_map
 from ._shared import SharedInputs
 from ._stages import Part, run_parts
@@ -149,6 +149,7 @@ def run_chain(
 def _call(parts: tuple[Part, ...], modules: tuple[Layer, ...], x: Any, schedule: Schedule, shared: SharedInputs) -> Any:
     """Calls a chain as the view in scope requires: in global view within one `shard_map` only if all of its modules are
     written for local view."""
+    check_mesh_in_scope()
     if current_view() != "global" or not shared.empty or not all(_is_local(part.module) for part in parts):
         return run_parts(parts, x, schedule, shared)
     chain = Chain(modules, schedule, tuple(part.remat for part in parts))

@@ -21,7 +21,7 @@ from ._outputs import is_float, outputs_of, values_of, variables_of, write
 from ._quantized import quantized_in_scope
 from ._ranks import by_rank, on_ranks, ranks_spec
 from ._shared import SharedInputs
-from ._weight import WeightOwner, kernel_places, weight_owners
+from ._weight import Weight, kernel_places, weight_owners
 
 # One layer's gathered weights by path, arrays or codes; and the arrays that receive the gradients of some of them.
 Weights = dict[Any, Any]
@@ -268,7 +268,7 @@ def _in_global_view(
     return gather_globally, on_ranks(slots, (ranks,), ranks), to_global_shards
 
 
-def _sent(owner: WeightOwner) -> Any:
+def _sent(owner: Weight) -> Any:
     """Returns what a rank sends in a gather of a module's weight."""
     if current_view() != "global" or owner.group.wire is None or owner.packed or owner.joined() is not None:
         return owner.sent()
@@ -282,7 +282,7 @@ def _of_one_layer(variable: nnx.Variable) -> dict[str, Any]:
     return {"out_sharding": tuple(sharding)[1:]} if sharding else {}
 
 
-def _layer_keys(owners: dict[Any, WeightOwner], length: int) -> dict[Any, jax.Array]:
+def _layer_keys(owners: dict[Any, Weight], length: int) -> dict[Any, jax.Array]:
     """Returns a key for each layer, by path of each module that rounds stochastically: the first word counts layers."""
     found = {}
     for path, owner in owners.items():

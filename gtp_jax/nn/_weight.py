@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from ..chain import Schedule
 from ..collectives import Packed, Shards, gathered, use_rows
 from ..formats import Operands
-from ..layout import Layout
+from ..layout import ArrayLayout, Layout
 from ..mesh import current_view
 from ..ops import SlottedWeight, linear, linear_blocks, linear_fp8
 from ..recipes import Recipe, current_recipe
@@ -26,6 +26,7 @@ from ..weights import (
     GradReduce,
     Layers,
     Path,
+    Reduction,
     Stored,
     Structure,
     WeightGroup,
@@ -35,14 +36,14 @@ from ..weights import (
     reduction_of,
     scatter,
 )
-from ._layer import Layer
+from ._layer import Layer, check_shape
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
 
 def make_weight(layout: Layout, init: Initializer, key: jax.Array, dtype: Any) -> nnx.Param:
     """Makes a weight, of the values that `init` gives to the logical array, whatever the mesh."""
-    return nnx.Param(init(key, layout.shape, dtype), layout=layout, **_partition(layout.spec))
+    return _sharded(init(key, layout.shape, dtype), layout.spec, layout=layout)
 
 
 def make_vector(size: int, init: Initializer, key: jax.Array, dtype: Any, *, behind: Layout | None = None) -> nnx.Param:
@@ -53,17 +54,24 @@ def make_vector(size: int, init: Initializer, key: jax.Array, dtype: Any, *, beh
     """
     split = None if behind is None or behind.takes_part else behind.split
     axis = None if split is None else split.axis
-    return nnx.Param(init(key, (size,), dtype), **_partition(PartitionSpec(axis)))
+    return _sharded(init(key, (size,), dtype), PartitionSpec(axis))
 
 
 def make_whole(shape: tuple[int, ...], init: Initializer, key: jax.Array, dtype: Any) -> nnx.Param:
     """Makes a matrix that is whole on every rank: a router."""
-    return nnx.Param(init(key, shape, dtype), **_partition(PartitionSpec(*(None,) * len(shape))))
+    return _sharded(init(key, shape, dtype), PartitionSpec(*(None,) * len(shape)))
 
 
-def weight_owners(module: nnx.Module) -> dict[Path, WeightOwner]:
-    """Returns the modules within one, itself included, that own weights, by path."""
-    return {path: m for path, m in nnx.iter_modules(module) if isinstance(m, WeightOwner)}
+def weight_owners(module: nnx.Module) -> dict[Path, Weight]:
+    """Returns the weights within a module: of the modules that own any, itself included, by the module's path, and
+    arrays of any shape by their own."""
+    found: dict[Path, Weight] = {}
+    for path, node in nnx.iter_graph(module):
+        if isinstance(node, WeightOwner):
+            found[path] = node
+        elif isinstance(node, nnx.Param) and "array" in node.get_metadata():
+            found[path] = ArrayWeight(node)
+    return found
 
 
 def structure_of(model: nnx.Module) -> Structure:
@@ -122,8 +130,19 @@ def _resized(x: jax.Array, sizes: tuple[int, ...], wanted: tuple[int, ...], axis
     return jnp.moveaxis(jnp.concatenate(fitted), 0, axis)
 
 
-def _partition(spec: PartitionSpec) -> dict[str, Any]:
-    return {"out_sharding": tuple(spec), "eager_sharding": current_view() == "global"}
+def _sharded(value: jax.Array, spec: PartitionSpec, **metadata: Any) -> nnx.Param:
+    eager = current_view() == "global"
+    return placed_once(nnx.Param(value, out_sharding=tuple(spec), eager_sharding=eager, **metadata))
+
+
+def placed_once[P: nnx.Param](variable: P) -> P:
+    """Returns a variable that has been placed as its metadata say, such that what optimizers make of it is not.
+
+    `nnx.Optimizer` gives its own variables a parameter's metadata, and would shard Adafactor's factors, which have
+    fewer dimensions, like the parameter. Moments are sharded like it all the same, as `zeros_like` is.
+    """
+    variable.set_metadata(eager_sharding=False)
+    return variable
 
 
 class StackedLayers(Layer):
@@ -138,27 +157,34 @@ class StackedLayers(Layer):
     schedule: Schedule
 
 
-class WeightOwner(Layer):
-    """A module with kernels that are gathered together into one fused weight.
+class Weight(abc.ABC):
+    """Arrays that are gathered together into one fused weight.
 
-    Its kernels' variables hold arrays, or what a recipe or a chain has put in their place: `Stored`, `Gathered`.
+    Their variables hold arrays, or what a recipe or a chain has put in their place: `Stored`, `Gathered`.
 
     Attributes:
-        dtype: of the weight on the wire and in the matmul.
+        dtype: of the weight on the wire and in use.
         grad_reduce: how its gradient is summed over the ranks, unless a recipe says otherwise.
-        codes_multiply: whether it can multiply codes of one scale as they travel.
+        codes_multiply: whether codes of one scale can be multiplied as they travel.
     """
 
     codes_multiply: ClassVar[bool] = False
-
-    def __init__(self, *, dtype: Any, grad_reduce: GradReduce) -> None:
-        super().__init__()
-        self.dtype = np.dtype(dtype)
-        self.grad_reduce = reduction_of(grad_reduce, dtype)
+    dtype: np.dtype
+    grad_reduce: Reduction
 
     @abc.abstractmethod
     def weights(self) -> tuple[nnx.Param, ...]:
-        """Returns the kernels, in the order in which their rows are laid out."""
+        """Returns the variables, in the order in which their rows are laid out."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return type(self).__name__
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Logical shapes of the arrays."""
+        return tuple(layout.shape for layout in self.layouts)
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -200,7 +226,7 @@ class WeightOwner(Layer):
         if path is None and recipe.rules:
             patterns = ", ".join(repr(pattern) for pattern, _ in recipe.rules)
             raise ValueError(
-                f"the recipe in scope has patterns ({patterns}), and a {type(self).__name__} is called that does not "
+                f"the recipe in scope has patterns ({patterns}), and a {self.name} is called that does not "
                 "know its path in the model. Build the model with `gtp_jax.init`; or pass `exclude=()` and no `override`, "
                 "and enter `gtp_jax.use_recipe(None)` around what stays in high precision."
             )
@@ -278,13 +304,15 @@ class WeightOwner(Layer):
         return _resized(multiply(weight, key, self.operands), padded, rows, -1)
 
     def check_mesh(self) -> None:
-        """Refuses a mesh in scope of other degrees than its kernels were laid out for.
+        """Refuses a mesh in scope of other degrees than its kernels were laid out for, and arrays of other shapes.
 
         Raises:
             ValueError: naming both, and the remedy.
         """
-        for layout in self.layouts:
-            layout.check_mesh(f"the weight of shape {layout.shape} of {type(self).__name__}")
+        for variable in self.weights():
+            check_shape(variable, self.name)
+        for shape, layout in zip(self.shapes, self.layouts, strict=True):
+            layout.check_mesh(f"the weight of shape {shape} of {self.name}")
 
     def with_weight(self, function: Callable[..., Any], *operands: Any) -> Any:
         """Returns `function(weight, *operands)`, the weight gathered for it here, and again in backward, unless a chain
@@ -311,3 +339,51 @@ class WeightOwner(Layer):
         if group.ranks > 1 or group.divided:
             gather_and_apply = jax.checkpoint(gather_and_apply)  # else backward would keep the gathered weight
         return gather_and_apply(self.shards(), *operands)
+
+
+class WeightOwner(Weight, Layer):
+    """A module with kernels that are gathered together into one fused weight."""
+
+    def __init__(self, *, dtype: Any, grad_reduce: GradReduce) -> None:
+        super().__init__()
+        self.dtype = np.dtype(dtype)
+        self.grad_reduce = reduction_of(grad_reduce, dtype)
+
+
+class ArrayWeight(Weight):
+    """A weight of any shape, which its variable describes; see `gtp_jax.Param`."""
+
+    def __init__(self, variable: nnx.Param) -> None:
+        metadata = variable.get_metadata()
+        self.variable = variable
+        self.array: ArrayLayout = metadata["array"]
+        self.dtype = metadata["gathered_dtype"]
+        # no product of gtp_jax's own takes the gradient: it has the dtype of the array
+        self.grad_reduce = reduction_of(metadata["grad_reduce"], self.dtype)._replace(slot=self.dtype)
+
+    def weights(self) -> tuple[nnx.Param, ...]:
+        return (self.variable,)
+
+    @property
+    def name(self) -> str:
+        return type(self.variable).__name__
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return (self.array.shape,)
+
+    def shards(self) -> Shards:
+        return (self.array.to_matrix(self.value),)
+
+    @property
+    def built_group(self) -> WeightGroup:
+        return WeightGroup(
+            layouts=self.layouts,
+            param_dtypes=(np.dtype(self.value.dtype),),
+            dtype=self.dtype,
+            grad_reduce=self.grad_reduce,
+            array=self.array,
+        )
+
+    def groups(self, length: int | None = None) -> tuple[tuple[Layers, WeightGroup], ...]:
+        return ((Layers(0, length or 1), self.built_group),)

@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..mesh import Path, of_parameter, with_paths
+from ..mesh import Path, check_mesh_in_scope, of_parameter, with_paths
 from ..nn import ModelDef, split_model
 
 Tree = Any
@@ -39,11 +39,17 @@ class TrainState:
 
     @classmethod
     def create(cls, model: nnx.Module, optimizer: optax.GradientTransformation) -> TrainState:
-        """Returns the state at step 0. Allocates nothing if the model is abstract (see `abstract_model`)."""
+        """Returns the state at step 0. Allocates nothing if the model is abstract (see `abstract_model`).
+
+        Raises:
+            ValueError: if the mesh in scope has Explicit axes, or was put there by `with mesh:`; if modules were built
+                under different roles.
+        """
+        abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model)))
+        check_mesh_in_scope(creates=not abstract)
         model_def, params, model_state = split_model(model)
         specs = state_specs(model_def, optimizer, params)
-        leaves = jax.tree.leaves(params)
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        if abstract:
             shapes = jax.eval_shape(optimizer.init, params)
             opt_state = jax.tree.map(_abstract, shapes, specs.opt_state)
             step: Any = _abstract(jax.ShapeDtypeStruct((), jnp.int32), PartitionSpec())

@@ -24,7 +24,7 @@ from ..collectives import (
     use_rows,
 )
 from ..formats import Format, Operands, QuantizedArray
-from ..layout import Layout
+from ..layout import ArrayLayout, Layout
 from ._grad_reduce import Reduction
 
 
@@ -42,6 +42,9 @@ class WeightGroup:
         operands: formats in which the module multiplies; `None`: `dtype`.
         reduction: in what a recipe has each rank's gradient sent, to be summed in float32; `None`: as `grad_reduce`
             says.
+        array: of an array of any shape, which is gathered as such: what takes it apart is outside of what backward
+            differentiates, which else would save a copy. No recipe says anything about it, as it is not known to be
+            multiplied.
     """
 
     layouts: tuple[Layout, ...]
@@ -52,6 +55,7 @@ class WeightGroup:
     wire: Format | None = None
     operands: Operands | None = None
     reduction: Format | np.dtype | None = None
+    array: ArrayLayout | None = None
 
     @property
     def ranks(self) -> int:
@@ -62,6 +66,11 @@ class WeightGroup:
     def divided(self) -> bool:
         """Returns whether the optimizer's axes divide its shards in storage."""
         return self.layouts[0].copies > 1
+
+    @property
+    def high_precision(self) -> bool:
+        """Returns whether no recipe applies."""
+        return self.array is not None
 
     @property
     def as_codes(self) -> bool:
@@ -101,14 +110,16 @@ class WeightGroup:
 
 
 def gather(group: WeightGroup, sent: Shards | Packed) -> jax.Array | QuantizedArray:
-    """Returns the fused weight, or its codes where those are multiplied. Called inside a `shard_map`.
+    """Returns the fused weight, or its codes where those are multiplied; an array of any shape as such. Called inside a
+    `shard_map`.
 
     Args:
         group: what is gathered.
         sent: this rank's shards, what it stores of them, or their codes.
     """
     if not isinstance(sent, Packed):
-        return gather_weight(sent, group.layouts, group.dtype)
+        weight = gather_weight(sent, group.layouts, group.dtype)
+        return weight if group.array is None else group.array.from_fused(weight)
     if group.as_codes:
         return gather_codes(sent, group.layouts)
     return gather_packed(sent, [group.layouts], group.dtype)[0]
@@ -131,6 +142,7 @@ def scatter(groups: Mapping[Any, WeightGroup], gradients: Mapping[Any, jax.Array
         groups: by name.
         gradients: this rank's, by the same names.
     """
+    gradients = {name: _fused(group, gradients[name]) for name, group in groups.items()}
     found: dict[Any, Shards] = {}
     together: dict[Any, list[Any]] = defaultdict(list)
     for name, group in groups.items():
@@ -157,3 +169,15 @@ def _dtypes(group: WeightGroup) -> tuple[np.dtype, ...]:
     sums = group.grad_reduce.sums
     exchanged = group.exchanged is not None and group.ranks > 1  # which sums in float32
     return (np.dtype(jnp.promote_types(sums, jnp.float32)) if exchanged else sums,) * len(group.layouts)
+
+
+def _fused(group: WeightGroup, gradient: jax.Array) -> jax.Array:
+    """Returns the gradient of a fused weight, from that of what `gather` returns."""
+    if group.array is None:
+        return gradient
+    matrix = group.array.matrix
+    *ahead, rows, cols = matrix.use_shape
+    ranks = matrix.ranks if in_order(group.layouts) else 1
+    shape = (ranks, *ahead, rows // ranks, cols) if ahead else (rows, cols)
+    take = jax.linear_transpose(group.array.from_fused, jax.ShapeDtypeStruct(shape, gradient.dtype))
+    return take(jnp.reshape(gradient, group.array.use_shape))[0]

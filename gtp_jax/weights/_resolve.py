@@ -80,6 +80,8 @@ def of_layers(
         length: of the stack that it is in, if any.
         stack: path of that stack's layers.
     """
+    if group.high_precision:
+        return ((Layers(0, length or 1, stack), group),)
     chosen = recipe.of(path)
     resolved = dataclasses.replace(group, wire=chosen.wire, operands=chosen.operands, reduction=chosen.reduction)
     if length is None:
@@ -90,7 +92,7 @@ def of_layers(
 
 
 def _check_names(structure: Structure, recipe: Recipe) -> None:
-    paths = [tuple(map(str, path)) for path in structure.weights]
+    paths = [tuple(map(str, path)) for path, group in structure.weights.items() if not group.high_precision]
     if not paths and recipe.wire is not None:
         raise ValueError(
             f"`recipe` quantizes to {recipe.wire.name}, but {structure.name} has no weights that are gathered, "

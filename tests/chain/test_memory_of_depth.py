@@ -28,7 +28,8 @@ def test_gathered_weights_pile_up_with_depth_only_if_all_are_kept(keep_gathered,
     assert least < growth < most
 
 
-@pytest.mark.parametrize("unroll", [pytest.param("full", marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("unroll", ["full", 1])
 def test_each_recomputation_policy_keeps_less_than_the_next(unroll):
     sizes = dict(vocab=256, dim=128, layers=6, heads=4, kv_heads=2, head_dim=64, ffn=384)
 

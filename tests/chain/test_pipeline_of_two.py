@@ -63,7 +63,7 @@ def pipeline(weights, params, constants, x, shared, schedule):
     [
         pytest.param(Schedule(), marks=pytest.mark.slow),
         Schedule(unroll=1),
-        Schedule(prefetch=False, keep_gathered=0),
+        pytest.param(Schedule(prefetch=False, keep_gathered=0), marks=pytest.mark.slow),
         pytest.param(Schedule(unroll=1, keep_gathered="all"), marks=pytest.mark.slow),
     ],
     ids=str,

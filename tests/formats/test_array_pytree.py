@@ -133,6 +133,7 @@ def replace(q: QuantizedArray, **changes) -> QuantizedArray:
     return dataclasses.replace(q, **changes)
 
 
+@pytest.mark.bad_input
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_one_is_refused_by_name(name):
     make, error, message = BROKEN[name]

@@ -25,7 +25,7 @@ def found() -> Inspection:
     inspection = inspect(
         InspectOptions(parallelism=Parallelism(gtp=4, tp=2), execution=Execution(microbatches=2), seq=64, batch=8)
     )
-    assert len(jax.live_arrays()) == before, "the model was allocated"
+    assert len(jax.live_arrays()) <= before, "the model was allocated"
     return inspection
 
 

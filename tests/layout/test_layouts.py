@@ -65,7 +65,7 @@ def test_gathered_weights_and_scattered_gradients_are_those_of_numpy(name, x64):
         gradients = rng.normal(size=(gtp_degree, tp, *width))
 
         def local(shards, gradient):
-            weight = gather_weight(shards, layouts, "float64")
+            weight = gather_weight(tuple(shards), layouts, "float64")
             back = scatter_gradient(gradient[0, 0], layouts, "float64", ["float64"] * len(layouts))
             missing = [
                 axis for axis in ("gtp", "tp") if axis not in axes_of(spec)

@@ -101,6 +101,7 @@ def test_steps_in_a_scan_are_steps_in_a_loop(mesh):
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_ensemble_is_a_vmap_over_parameters(mesh):
     graph, state = nnx.split(gtp.init(Model, nnx.Rngs(0)))
     states = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), state)
@@ -137,6 +138,7 @@ def test_groups_of_parameters_have_optimizers_of_their_own(mesh):
     assert not np.array_equal(state.params["head"]["kernel"], before["head"]["kernel"])
 
 
+@pytest.mark.slow
 def test_a_teacher_stands_beside_its_student_in_one_step():
     def distilled(student, batch):
         teacher = nnx.merge(*batch["teacher"])

@@ -148,4 +148,6 @@ def test_rotation_is_a_complex_product_by_position(rotary_dim, scaling, x64):
     found = rope(jnp.asarray(x), theta=100.0, positions=jnp.asarray(positions), scaling=scaling, rotary_dim=rotary_dim)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
     alike = rope(jnp.asarray(x), theta=100.0, positions=jnp.asarray(positions[0]), rotary_dim=rotary_dim)
-    np.testing.assert_array_equal(alike[0], rope(x[:1], theta=100.0, positions=positions[:1], rotary_dim=rotary_dim)[0])
+    np.testing.assert_array_equal(
+        alike[0], rope(jnp.asarray(x[:1]), theta=100.0, positions=jnp.asarray(positions[:1]), rotary_dim=rotary_dim)[0]
+    )

@@ -212,7 +212,7 @@ def test_two_runs_with_one_seed_are_equal():
 MAKERS = {"adafactor": lambda: optax.adafactor(1e-2), "muon": lambda: optax.contrib.muon(1e-2)}
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", some_slow(MAKERS, ("muon",)))
 def test_optimizers_with_statistics_of_whole_weights_agree_with_one_device(name, x64):
     make = MAKERS[name]
     data = batches(UNALIGNED, 8, 8)

@@ -92,7 +92,7 @@ def measured(name, mesh, batches):
         return total, gradients
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "llama")) for n in MODELS])
 def test_packed_documents_have_the_losses_and_gradients_that_they_have_alone(name, x64):
     rows = documents()
     by_length = {n: np.stack([d for row in rows for d in row if len(d) == n]) for n in (2, 4, 6)}

@@ -90,7 +90,7 @@ def written_out():
 @pytest.mark.parametrize(
     "changes, pregathered_layers",
     [
-        (dict(unroll=1), 0),
+        pytest.param(dict(unroll=1), 0, marks=pytest.mark.slow),
         pytest.param(dict(keep_gathered="all"), 2, marks=pytest.mark.slow),
         pytest.param(dict(prefetch=False), 0, marks=pytest.mark.slow),
         pytest.param(dict(unroll=1, keep_gathered=0), 1, marks=pytest.mark.slow),

@@ -92,7 +92,7 @@ RUNS = {
     "plane, each, in global view": (PLANE, None, "each"),
     "cube, each, in global view": (CUBE, None, "each"),
 }
-USUAL = ("cube, each", "cube, last", "cube, each, in global view")
+USUAL = ("cube, last", "cube, each, in global view")
 
 
 @pytest.mark.parametrize("name", [n if n in USUAL else pytest.param(n, marks=pytest.mark.slow) for n in RUNS])
@@ -298,6 +298,7 @@ def test_names_and_axes_are_checked():
         gtp.Roles(optimizer=["dp"])
 
 
+@pytest.mark.slow
 def test_checkpoints_move_between_dp_degrees_and_replicas(tmp_path):
     optimizer = optax.adamw(1e-2)
     with place(CUBE), Checkpoints(tmp_path) as checkpoints:

@@ -62,7 +62,8 @@ def test_a_dead_or_hanging_process_ends_the_other_with_the_last_checkpoint(victi
     assert f"gtp-jax train --resume --out {out}" in output
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_one_process_stops_both_after_the_same_step(number, text, tmp_path):
     out = tmp_path / "run"
     with processes(2, small(text, out, **MESH, steps=100_000, eval_every=100_000, save_every=99_000), tmp_path) as runs:

@@ -1,0 +1,139 @@
+"""The layout of an array of any shape, seen as a matrix whose rows the mesh axes shard."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from ..mesh import current_roles, degree, degrees
+from ._layout import Layout, axes_choices, warn_of_whole
+from ._split import Split
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayLayout:
+    """A weight of any shape: an array for its users, rows of a matrix on the wire.
+
+    Attributes:
+        shape: logical shape.
+        order: its dimensions, in the order in which `matrix` has them: that of the tensor axis, unless the others shard
+            it too; that which the others shard, the rows; the rest, joined into columns.
+        matrix: layout of the array in that form.
+    """
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    matrix: Layout
+
+    @property
+    def tensor_dim(self) -> int | None:
+        """The dimension that the tensor axis divides, or `None`."""
+        return None if self.matrix.split_dim is None else self.order[self.matrix.split_dim]
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """Partition of the stored array."""
+        entries: list[object] = [None] * len(self.shape)
+        for dim, entry in zip(self.order, tuple(self.matrix.spec)[:-1], strict=False):
+            entries[dim] = entry
+        return PartitionSpec(*entries)
+
+    @property
+    def use_spec(self) -> PartitionSpec:
+        """Partition of the gathered array in global view: over the tensor axis, if that divides it evenly."""
+        split, dim = self.matrix.split, self.tensor_dim
+        entries: list[object] = [None] * len(self.shape)
+        if split is not None and dim is not None and not self.matrix.takes_part:
+            entries[dim] = split.axis
+        return PartitionSpec(*entries)
+
+    @property
+    def use_shape(self) -> tuple[int, ...]:
+        """Shape of the array in use on a rank, padding included."""
+        split = self.matrix.split
+        return tuple(split.width if split and d == self.tensor_dim else size for d, size in enumerate(self.shape))
+
+    def to_matrix(self, array: jax.Array) -> jax.Array:
+        """Returns an array, whole or a shard, perhaps behind a dimension of layers, in the matrix's form."""
+        ahead = array.ndim - len(self.shape)
+        moved = jnp.transpose(array, (*range(ahead), *(ahead + dim for dim in self.order)))
+        sizes, lead = moved.shape[ahead:], len(self.matrix.shape) - 1
+        return jnp.reshape(moved, (*moved.shape[:ahead], *(sizes[:lead] or (1,)), math.prod(sizes[lead:])))
+
+    def from_fused(self, weight: jax.Array) -> jax.Array:
+        """Returns the array in use, from the fused weight that a gather gives; see [Note: the fused weight]."""
+        if weight.ndim == 4:  # rank after rank: (ranks, tensor dimension, rows, columns)
+            weight = jnp.moveaxis(weight, 0, 1)
+        lead = self.matrix.use_shape[:-1]
+        rest = [self.shape[dim] for dim in self.order[len(lead) :]]
+        moved = jnp.reshape(weight, (*lead, *rest)[: len(self.shape)])
+        return jnp.transpose(moved, [self.order.index(dim) for dim in range(len(self.shape))])
+
+
+def layout_of_array(shape: Sequence[int], *, tensor_dim: int | None = None) -> ArrayLayout:
+    """Lays out an array of any shape on the mesh in scope.
+
+    Of its dimensions other than `tensor_dim` the longest that all ranks divide evenly is sharded, else `tensor_dim`.
+    Where none is, the array is gathered over fewer axes, as many ranks as can be, with a warning.
+
+    Args:
+        shape: logical shape.
+        tensor_dim: the dimension that the tensor axis divides, if any; negative ones count from the end.
+
+    Raises:
+        ValueError: if the array is empty, or has no such dimension.
+    """
+    shape, roles = tuple(shape), current_roles()
+    if 0 in shape:
+        raise ValueError(f"a weight has shape {shape}; every dimension must be at least 1.")
+    if tensor_dim is not None and not -len(shape) <= tensor_dim < len(shape):
+        raise ValueError(
+            f"`tensor_dim` is {tensor_dim} of a weight of shape {shape}; it must be one of its {len(shape)} "
+            "dimensions, which the tensor axis divides, or `None`."
+        )
+    split = None
+    if tensor_dim is not None:
+        tensor_dim %= len(shape)
+        split = Split.in_blocks(shape[tensor_dim], 1, roles.tensor)
+    even = split is None or split.even
+    local = [size // degree(roles.tensor) if even and d == tensor_dim else size for d, size in enumerate(shape)]
+    others = [dim for dim in range(len(shape)) if dim != tensor_dim]
+    dims = [*sorted(others, key=lambda dim: (-shape[dim], -dim)), *([] if tensor_dim is None else [tensor_dim])]
+    for chosen in axes_choices(roles.weights, None if even else roles.tensor):
+        ranks = degrees(chosen)
+        for dim in dims:
+            if local[dim] % ranks == 0:
+                warn_of_whole(shape, [axis for axis in roles.weights if axis not in chosen])
+                return _laid_out(shape, dim, tensor_dim, split, chosen, takes_part=not even)
+    whole = Layout((1, 1), 0, roles=roles)  # of a scalar
+    return ArrayLayout(shape, (), whole)
+
+
+def _laid_out(
+    shape: tuple[int, ...],
+    rows: int,
+    tensor_dim: int | None,
+    split: Split | None,
+    axes: tuple[str, ...],
+    *,
+    takes_part: bool,
+) -> ArrayLayout:
+    ahead = [tensor_dim] if tensor_dim is not None and tensor_dim != rows else []
+    rest = [dim for dim in range(len(shape)) if dim not in (*ahead, rows)]
+    matrix = Layout(
+        shape=(*(shape[dim] for dim in ahead), shape[rows], math.prod(shape[dim] for dim in rest)),
+        rows=len(ahead),
+        split_dim=None if split is None else 0,
+        split=split,
+        shard_dim=len(ahead),
+        axes=axes,
+        degrees=tuple(map(degree, axes)),
+        takes_part=takes_part,
+        roles=current_roles(),
+    )
+    return ArrayLayout(shape, (*ahead, rows, *rest), matrix)

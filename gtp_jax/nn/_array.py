@@ -1,0 +1,240 @@
+"""Weights of any shape, gathered where they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..collectives import Shards, gathered
+from ..layout import ArrayLayout, layout_of_array
+from ..mesh import check_mesh_in_scope, current_view, degrees
+from ..weights import Gathered, GradReduce, Reduction, gather, reduction_of, scatter
+from ._layer import partition_of
+from ._ranks import on_ranks, ranks_spec
+from ._weight import ArrayWeight, placed_once
+
+
+class Param(nnx.Param):
+    """A parameter of any shape, sharded over gtp in storage, and gathered where it is used.
+
+        self.queries = gtp_jax.Param(nnx.initializers.normal(0.02)(rngs.params(), (16, 4, 64)))    # in `__init__`
+        scores = jnp.einsum("bshd,qhd->bqhs", x, self.queries.gather())                            # in `__call__`
+
+    It is an `nnx.Param`: optimizers, checkpoints and `param[...]` see the logical array. Of its dimensions gtp shards
+    the longest that it divides evenly; see `gtp_jax.layout.layout_of_array`. No recipe quantizes it.
+
+    Args:
+        value: the logical array, of floating-point numbers.
+        tensor_dim: a dimension that tp shards too, as in a parallel layer; negative ones count from the end.
+        dtype: of the gathered array, on the wire too; that of `value` by default.
+        grad_reduce: how its gradient is summed over gtp: `"float32"`, `"bf16-wire"` or `"bf16"`; see `reduction_of`.
+            It leaves your code in `dtype`. In global view outside a `Stack` XLA takes the sum, in `dtype`.
+        metadata: as of any `nnx.Variable`; but not `out_sharding`, which follows from the mesh.
+
+    Raises:
+        TypeError: if `value` is no array of floating-point numbers.
+        ValueError: if it is empty or has no dimension `tensor_dim`, or `out_sharding` is given.
+    """
+
+    def __init__(
+        self,
+        value: Any,
+        *,
+        tensor_dim: int | None = None,
+        dtype: Any = None,
+        grad_reduce: GradReduce = "float32",
+        **metadata: Any,
+    ) -> None:
+        if not isinstance(value, np.ndarray | jax.Array) or not jnp.issubdtype(value.dtype, jnp.floating):
+            kind = f"an array of {value.dtype}" if hasattr(value, "dtype") else f"a {type(value).__name__}"
+            raise TypeError(
+                f"`value` is {kind}; it must be an array of floating-point numbers, as an initializer makes: "
+                "`gtp_jax.Param(init(rngs.params(), shape))`. What has no gradient is an `nnx.Variable`."
+            )
+        given = [name for name in ("out_sharding", "sharding_names", "sharding") if name in metadata]
+        if given:
+            raise ValueError(
+                f"`{given[0]}` is given to a gtp_jax.Param, which is sharded as the mesh in scope has it. Leave it "
+                "out, and say with `tensor_dim` which dimension tp divides; or take `nnx.Param` for your own sharding."
+            )
+        found = array_metadata(value, tensor_dim, dtype, grad_reduce)
+        super().__init__(_placed(value, found["array"]), **found, **metadata)
+        placed_once(self)
+
+    def gather(self) -> jax.Array:
+        """Returns the array to compute with, in `dtype`.
+
+        Without a mesh and in global view that is the logical array, in global view perhaps sharded over tp along
+        `tensor_dim`. In local view it is the array gathered over gtp; along `tensor_dim` this tp rank's part, with
+        zeros behind it where tp divides the dimension unevenly.
+
+        In a layer of a `Stack` it has been gathered under the layer before. Elsewhere the gathered array is saved for
+        backward if what you compute with it needs it: `nnx.remat` around your code gathers it again instead.
+
+        Raises:
+            ValueError: if it holds the arrays of all layers of a `Stack`, or the mesh in scope has other degrees than
+                it was built for.
+        """
+        return gather_array(self)
+
+    def get_value(self, **index: Any) -> Any:
+        """Returns what it holds; in a layer of a `Stack`, where that is what was gathered, what `gather` returns.
+
+        So `param[...]`, `param * x` and other readings mean there what they mean elsewhere.
+        """
+        if not isinstance(self.get_raw_value(), Gathered):
+            return super().get_value(**index)
+        array, at = self.gather(), index.get("index", ...)
+        return array if at is ... else array[at]
+
+
+def array_metadata(value: Any, tensor_dim: int | None, dtype: Any, grad_reduce: GradReduce) -> dict[str, Any]:
+    """Returns what tells `weight_owners` that a variable is a weight of any shape."""
+    array = layout_of_array(jnp.shape(value), tensor_dim=tensor_dim)
+    dtype = np.dtype(jnp.result_type(value) if dtype is None else dtype)
+    reduction_of(grad_reduce, dtype)
+    return {
+        "layout": array.matrix,
+        "array": array,
+        "gathered_dtype": dtype,
+        "grad_reduce": grad_reduce,
+        "out_sharding": tuple(array.spec),
+        "eager_sharding": current_view() == "global",
+    }
+
+
+def gather_array(variable: nnx.Param) -> jax.Array:
+    """Returns what `Param.gather` does, of any variable with `array_metadata`."""
+    check_mesh_in_scope()
+    owner = ArrayWeight(variable)
+    array, value, view = owner.array, owner.value, current_view()
+    if isinstance(value, Gathered):
+        if view == "global":
+            return on_ranks(lambda weight: _joined(weight, array), (ranks_spec(),), array.use_spec)(value.weight)
+        return jnp.reshape(value.weight, array.use_shape)  # a scalar has a dimension in global view
+    _check_not_stacked(owner)
+    owner.check_mesh()
+    if view == "plain":
+        return value.astype(owner.dtype)
+    if view == "global":
+        return _gathered_by_xla(value, array, owner.dtype, owner.grad_reduce)
+    group = owner.group
+
+    def gather_one(sent: Shards) -> Any:
+        return gather(group, sent)
+
+    def to_shards(gradient: jax.Array) -> Shards:
+        return scatter({(): group}, {(): gradient})[()]
+
+    return gathered(owner.shards(), owner.shards(), gather_one, to_shards)
+
+
+def _placed(value: Any, array: ArrayLayout) -> jax.Array:
+    """Returns an array made without the mesh in scope, such as a pretrained one, on its devices."""
+    traced = isinstance(jnp.zeros(()), jax.core.Tracer)  # where an array is placed by the program that makes it
+    if traced or current_view() != "global":
+        return jnp.asarray(value)
+    return jax.device_put(value, NamedSharding(jax.sharding.get_mesh(), array.spec))
+
+
+def array_weight(kernel: nnx.Param, dtype: Any, grad_reduce: GradReduce) -> nnx.Param:
+    """Returns a kernel of a module of Flax's as a weight that is gathered.
+
+    A plain `nnx.Param`, so that Flax, its Linen bridge above all, treats it as one.
+    """
+    value = kernel.get_value()
+    return placed_once(nnx.Param(value, **array_metadata(value, None, dtype, grad_reduce)))
+
+
+def refuse_options(name: str, options: Mapping[str, Any], *refused: str) -> None:
+    """Refuses options of a module of Flax's that mean nothing here."""
+    for option in refused:
+        if options.get(option) is not None:
+            raise ValueError(
+                f"`{option}` is given to gtp_jax.{name}, whose kernel is sharded as the mesh in scope has it, and "
+                f"gathered as it is. Leave it out, or write the layer with `gtp_jax.Param`."
+            )
+
+
+def over_batch(
+    module: Any, function: Callable[[Any, jax.Array], jax.Array], x: jax.Array, *, batched: bool
+) -> jax.Array:
+    """Returns `function(module, x)`, with the module's `kernel` gathered for it, and again in backward.
+
+    In global view it is called on each rank's own examples, so that each rank reduces the gradient of its own.
+
+    Args:
+        module: with a `kernel` that has `array_metadata`; its other parameters are whole on every rank.
+        function: written for one rank's examples.
+        x: perhaps with the batch first.
+        batched: whether the first dimension of `x` and of the result is the batch, of which every example is computed
+            alone.
+    """
+    check_mesh_in_scope()
+    graph, state = nnx.split(module)
+    kernel = state.pop("kernel")
+    owner = ArrayWeight(kernel)
+    if not isinstance(owner.value, Gathered):
+        _check_not_stacked(owner)
+        owner.check_mesh()
+        if current_view() == "plain":
+            return function(module, x)
+
+    def call(value: Any, others: Any, x: jax.Array) -> jax.Array:
+        own = ArrayWeight(kernel.replace(value))
+
+        def with_array(weight: jax.Array, others: Any, x: jax.Array) -> jax.Array:
+            put = nnx.State({**others, "kernel": kernel.replace(weight)})
+            return function(nnx.merge(graph, put), x)
+
+        return own.with_weight(with_array, others, x)
+
+    if current_view() != "global":
+        return call(owner.value, state, x)
+    batch = owner.layouts[0].roles.batch
+    sharded = PartitionSpec(batch) if batched and x.shape[0] % degrees(batch) == 0 else PartitionSpec()
+    into = ranks_spec() if isinstance(owner.value, Gathered) else partition_of(kernel)
+    return on_ranks(call, (into, PartitionSpec(), sharded), sharded)(owner.value, state, x)
+
+
+def _gathered_by_xla(value: jax.Array, array: ArrayLayout, dtype: Any, reduction: Reduction) -> jax.Array:
+    """Returns a stored global array as `Param.gather` has it; its gradient goes straight to the stored partition."""
+    mesh = jax.sharding.get_abstract_mesh()
+    stored, used = NamedSharding(mesh, array.spec), NamedSharding(mesh, array.use_spec)
+
+    @jax.custom_vjp
+    def apply(value: jax.Array) -> jax.Array:
+        return lax.with_sharding_constraint(value.astype(dtype), used)
+
+    def fwd(value: jax.Array) -> tuple[jax.Array, None]:
+        return apply(value), None
+
+    def bwd(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+        sums = lax.with_sharding_constraint(gradient.astype(reduction.sums), stored)
+        return (sums.astype(value.dtype),)
+
+    apply.defvjp(fwd, bwd)
+    return apply(value)
+
+
+def _joined(weight: jax.Array, array: ArrayLayout) -> jax.Array:
+    """Returns the array in use as a rank's part of the global array of partition `use_spec`."""
+    part, split = jnp.reshape(weight, array.use_shape), array.matrix.split
+    return part if split is None or not array.matrix.takes_part else split.join(part, array.tensor_dim or 0)
+
+
+def _check_not_stacked(owner: ArrayWeight) -> None:
+    if owner.value.ndim != len(owner.array.shape):
+        raise ValueError(
+            f"a {owner.name} of shape {owner.array.shape} is gathered that holds an array of shape "
+            f"{owner.value.shape}: those of all layers of a `Stack`. Gather it inside a layer's call; or read "
+            "`param[...]`, the logical arrays, one after another."
+        )

@@ -1,0 +1,119 @@
+"""Meshes that gtp_jax cannot use are refused by name, and a missing one is told; steps follow the mesh of the call."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+from gtp_jax.nn import abstract_model
+from gtp_jax.train import compile_options
+
+X = np.ones((8, 4, 16), np.float32)
+
+
+def dense(rngs):
+    return gtp.Dense(16, 32, dtype=jnp.float32, rngs=rngs)
+
+
+@functools.cache
+def modules():
+    """Each kind of call that reads a mesh, of models made without one."""
+    rngs = nnx.Rngs(0)
+    layer, stack = dense(rngs), gtp.Stack(lambda rngs: gtp.MLP(16, 32, rngs=rngs), 2, rngs=rngs)
+    conv, param = gtp.Conv(16, 16, 3, rngs=rngs), gtp.Param(jnp.ones((16, 16)))
+    state = gtp.TrainState.create(layer, optax.sgd(0.1))
+    return {
+        "init": lambda: gtp.init(dense, nnx.Rngs(0)),
+        "abstract_model": lambda: abstract_model(dense),
+        "TrainState.create": lambda: gtp.TrainState.create(layer, optax.sgd(0.1)),
+        "a layer": lambda: layer(X),
+        "a stack": lambda: stack(X),
+        "run_chain": lambda: gtp.run_chain(X, stack),
+        "Conv": lambda: conv(X),
+        "Param": param.gather,
+        "eval_step": lambda: gtp.eval_step(lambda model, x: jnp.mean(model(x)))(state, X),
+    }
+
+
+CALLS = ["init", "abstract_model", "TrainState.create", "a layer", "a stack", "run_chain", "Conv", "Param", "eval_step"]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_explicit_axes_are_refused(call):
+    call = modules()[call]
+    mesh = jax.make_mesh((1, 8, 1), ("dp", "gtp", "tp"), axis_types=(jax.sharding.AxisType.Explicit,) * 3)
+    expected = (
+        r"has the Explicit axes 'dp', 'gtp', 'tp', .*`gtp_jax.make_mesh\(.*AxisType.Auto,\) \* 3\)`.*`jax.set_mesh"
+    )
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=expected):
+        call()
+
+
+@pytest.mark.filterwarnings("ignore:.with mesh:DeprecationWarning")
+@pytest.mark.parametrize("call", CALLS)
+def test_a_mesh_that_set_mesh_did_not_put_there_is_refused(call):
+    call = modules()[call]
+    expected = r"by `with mesh:`, with the axes \('dp', 'gtp', 'tp'\).*`with jax.set_mesh\(mesh\):`.*`gtp_jax.make_mesh"
+    with gtp.make_mesh(gtp=8), pytest.raises(ValueError, match=expected):
+        call()
+
+
+def test_a_model_that_is_made_without_a_mesh_on_several_devices_is_told():
+    expected = r"no mesh is in scope, and there are 8 devices.*`with jax.set_mesh\(gtp_jax.make_mesh\(gtp=...\)\):`"
+    with pytest.warns(UserWarning, match=expected) as told:
+        model = gtp.init(dense, nnx.Rngs(0))
+    assert told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with jax.set_mesh(gtp.make_mesh(gtp=8)):
+            gtp.init(dense, nnx.Rngs(0))
+        model(X)  # a warning once, where it is made
+
+
+def test_inside_a_shard_map_axes_are_neither(key):
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        model = gtp.init(dense, nnx.Rngs(0))
+        graph, state = nnx.split(model)
+        spec = jax.P(None, "gtp")
+        local = jax.shard_map(
+            lambda w, x: nnx.merge(graph, nnx.State({"kernel": state["kernel"].replace(w)}))(x),
+            in_specs=(spec, jax.P("gtp")),
+            out_specs=jax.P("gtp"),
+            check_vma=False,
+        )
+        np.testing.assert_allclose(local(model.kernel.get_value(), X), model(X), rtol=1e-6)
+
+
+@pytest.mark.parametrize("view", ["global", "local"])
+def test_a_step_that_was_built_without_a_mesh_runs_on_that_of_each_call(view):
+    loss = lambda model, x: (jnp.sum(model(x) ** 2), x.shape[0])  # noqa: E731
+    make = lambda rngs: gtp.MLP(16, 32, dtype=jnp.float32, rngs=rngs)  # noqa: E731
+    optimizer = optax.sgd(0.1)
+    step, found = gtp.train_step(loss, optimizer, view=view), []
+    for degrees in (dict(gtp=8), dict(gtp=4, tp=2), dict(dp=2, gtp=2, tp=2)):
+        with jax.set_mesh(gtp.make_mesh(**degrees)):
+            first = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optimizer)
+            state, metrics = step(jax.tree.map(jnp.copy, first), X)
+            _, built_here = gtp.train_step(loss, optimizer, view=view)(first, X)
+            assert metrics["loss"] == built_here["loss"] and metrics["grad_norm"] == built_here["grad_norm"]
+            kernel = state.params["up"]["kernel"]["gate"]
+            assert kernel.addressable_shards[0].data.size * degrees["gtp"] * degrees.get("tp", 1) == kernel.size
+            found.append(float(metrics["loss"]))
+    np.testing.assert_allclose(found, found[0], rtol=1e-6)
+
+
+def test_a_step_that_was_built_without_a_mesh_has_the_options_of_each_call(monkeypatch):
+    given = []
+    monkeypatch.setattr("gtp_jax.train._step.platform", lambda: "gpu")
+    monkeypatch.setattr("jax.jit", lambda f, **options: given.append(options["compiler_options"]))
+    step = gtp.train_step(lambda model, x: 0.0, optax.sgd(0.1), compiler_options={"xla_own": 1})
+    for degrees in (dict(gtp=8), dict(gtp=4, tp=2), dict(gtp=8)):
+        with jax.set_mesh(gtp.make_mesh(**degrees)):
+            step.jitted()
+    assert given == [compile_options("gpu", {"xla_own": 1}, tp=tp) for tp in (1, 2)] and given[0] != given[1]

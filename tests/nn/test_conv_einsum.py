@@ -1,0 +1,176 @@
+"""`Conv` and `Einsum` are `nnx.Conv` and `nnx.Einsum`: bit for bit without a mesh, to 1e-12 on every mesh."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+from gtp_jax.plan import collectives
+
+from .arrays import MESHES, assert_close, mesh_in_scope
+
+# how each is made, and the shape of an example
+LAYERS = {
+    "one dimension": (lambda m, **o: m.Conv(8, 24, 3, **o), (7, 8)),
+    "strides, padding, dilation and groups": (
+        lambda m, **o: m.Conv(8, 16, (3, 2), 2, padding=((1, 2), 0), kernel_dilation=2, feature_group_count=4, **o),
+        (9, 7, 8),
+    ),
+    "causal, no bias": (lambda m, **o: m.Conv(8, 8, (3,), padding="CAUSAL", use_bias=False, **o), (7, 8)),
+    "grouped, circular": (lambda m, **o: m.Conv(8, 8, (3,), padding="CIRCULAR", feature_group_count=4, **o), (7, 8)),
+    "three dimensions, transposed": (
+        lambda m, **o: m.Conv(2, 5, (2, 2, 2), padding=1, input_dilation=2, **o),
+        (3, 4, 5, 2),
+    ),
+    "patches": (lambda m, **o: m.Conv(3, 16, (4, 4), (4, 4), padding="VALID", **o), (8, 8, 3)),
+    "heads": (lambda m, **o: m.Einsum("bte,ehd->bthd", (8, 6, 4), (6, 4), **o), (5, 8)),
+    "ellipsis": (lambda m, **o: m.Einsum("...e,ef->...f", (8, 7), (7,), **o), (5, 8)),
+    "of each position its own": (lambda m, **o: m.Einsum("bte,tef->btf", (5, 8, 3), **o), (5, 8)),
+    "without a batch ahead": (lambda m, **o: m.Einsum("tbe,ef->bf", (8, 7), (7,), **o), (5, 8)),
+}
+
+
+class Stacked(nnx.Module):
+    """A stack of residual blocks; or in a loop the same blocks of Flax's."""
+
+    def __init__(self, module, rngs):
+        self.stack = gtp.Stack(lambda rngs: Block(module, rngs), 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.stack(x)
+
+
+class Block(nnx.Module):
+    def __init__(self, module, rngs):
+        options = dict(rngs=rngs, param_dtype=jnp.float64)
+        self.conv = module.Conv(8, 16, (3,), feature_group_count=2, **options)
+        self.mix = module.Einsum("btc,cd->btd", (16, 8), (8,), **options)
+
+    def __call__(self, x):
+        return x + self.mix(jax.nn.silu(self.conv(x)))
+
+
+@functools.cache
+def measured(name, ours, mesh, batch=24):
+    """Outputs, loss, and gradients of parameters and input."""
+    module = gtp if ours else nnx
+    options = dict(param_dtype=jnp.float64)
+    make, shape = LAYERS.get(name, (None, (5, 8)))
+    with mesh_in_scope(mesh):
+        factory = (lambda rngs: make(module, rngs=rngs, **options)) if make else (lambda rngs: Stacked(module, rngs))
+        graph, state = nnx.split(gtp.init(factory, nnx.Rngs(0)))
+        x = jax.random.normal(jax.random.key(1), (batch, *shape), jnp.float64)
+
+        def loss(state, x):
+            y = nnx.merge(graph, state)(x)
+            return jnp.mean(jnp.sin(y)), y
+
+        return jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(state, x))
+
+
+@pytest.mark.parametrize("name", [*LAYERS, "a stack"])
+def test_without_a_mesh_bit_for_bit(name, x64):
+    for found, wanted in zip(*(jax.tree.leaves(measured(name, ours, None)) for ours in (True, False)), strict=True):
+        assert found.tobytes() == wanted.tobytes() and found.dtype == np.float64
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", [*LAYERS, "a stack"])
+def test_on_a_mesh_as_without_one(name, mesh, x64):
+    assert_close(measured(name, True, mesh), measured(name, False, None))
+
+
+@pytest.mark.parametrize("name", ["patches", "heads", "a stack"])
+def test_a_batch_that_ranks_do_not_divide(name, x64):
+    assert_close(measured(name, True, "gtp 4 x tp 2", batch=5), measured(name, False, None, batch=5))
+
+
+def test_one_example_without_a_batch(x64):
+    make = lambda m: m.Conv(8, 16, (3,), param_dtype=jnp.float64, rngs=nnx.Rngs(0))  # noqa: E731
+    x = jax.random.normal(jax.random.key(1), (8, 8), jnp.float64)
+    with mesh_in_scope("gtp 8"):
+        model = gtp.init(lambda _: make(gtp), nnx.Rngs(0))
+        found = jax.jit(lambda x: model(x))(x)
+    assert_close(found, make(nnx)(x))
+
+
+def test_a_kernel_is_gathered_again_in_backward_and_its_gradient_scattered_once():
+    with mesh_in_scope("gtp 8"):
+        make = lambda rngs: gtp.Conv(8, 64, (3, 3), dtype=jnp.bfloat16, rngs=rngs)  # noqa: E731
+        graph, state = nnx.split(gtp.init(make, nnx.Rngs(0)))
+        assert state["kernel"].get_value().sharding.spec == jax.P(None, None, None, "gtp")
+        grad = jax.grad(lambda state, x: jnp.sum(jnp.sin(nnx.merge(graph, state)(x))), (0, 1))
+        compiled = jax.jit(grad).lower(state, jnp.ones((8, 9, 9, 8))).compile()
+    kinds = [one.kind for one in collectives(compiled.as_text())]
+    assert kinds.count("all-gather") == 2 and kinds.count("reduce-scatter") == 1
+
+
+def test_a_stack_saves_no_gathered_kernel_for_backward():
+    """Not with `remat="everything"` either: memory grows with depth by less than a gathered kernel a layer."""
+
+    def temporary(length):
+        conv = lambda rngs: gtp.Conv(512, 512, (1,), use_bias=False, rngs=rngs)  # noqa: E731
+        options = dict(remat="everything", schedule=gtp.Schedule(keep_gathered=0))
+        graph, state = nnx.split(gtp.init(lambda rngs: gtp.Stack(conv, length, **options, rngs=rngs), nnx.Rngs(0)))
+        grad = jax.grad(lambda state, x: jnp.sum(jnp.sin(nnx.merge(graph, state)(x))))
+        compiled = jax.jit(grad).lower(state, jnp.ones((8, 4, 512))).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    with mesh_in_scope("gtp 8"):
+        assert temporary(12) - temporary(4) < 8 * 512 * 512 * 4 / 2
+
+
+def test_bfloat16_is_computed_as_flax_computes_it():
+    make = lambda m, rngs: m.Conv(8, 16, (3,), dtype=jnp.bfloat16, rngs=rngs)  # noqa: E731
+    x = jax.random.normal(jax.random.key(1), (8, 7, 8))
+    plain = jax.jit(make(nnx, nnx.Rngs(0)))(x)
+    with mesh_in_scope("gtp 4 x tp 2"):
+        model = gtp.init(lambda rngs: make(gtp, rngs), nnx.Rngs(0))
+        found = jax.jit(lambda x: model(x))(x)
+    assert found.dtype == jnp.bfloat16 and np.asarray(found).tobytes() == np.asarray(plain).tobytes()
+
+
+def test_a_step_trains_it_as_flax_does(x64):
+    def losses(module, mesh):
+        loss = lambda model, x: jnp.mean((model(x) - jnp.roll(x, 1, 1)) ** 2)  # noqa: E731
+        with mesh_in_scope(mesh):
+            optimizer = optax.adamw(1e-2)
+            state = gtp.TrainState.create(gtp.init(lambda rngs: Stacked(module, rngs), nnx.Rngs(0)), optimizer)
+            step = gtp.train_step(loss, optimizer, microbatches=2)
+            found = []
+            for number in range(3):
+                state, metrics = step(state, jax.random.normal(jax.random.key(number), (16, 5, 8), jnp.float64))
+                found.append(metrics["loss"])
+        return found
+
+    assert_close(losses(gtp, "dp 2 x gtp 2 x tp 2"), losses(nnx, None))
+
+
+def test_in_linen_a_kernel_is_a_parameter():
+    variables = nnx.bridge.to_linen(gtp.Conv, 8, 16, (3,)).init(jax.random.key(0), jnp.ones((2, 7, 8)))
+    assert set(variables["params"]) == {"kernel", "bias"}
+
+
+def test_errors_name_the_argument_and_the_remedy():
+    rngs = nnx.Rngs(0)
+    with pytest.raises(ValueError, match=r"Conv\(8, 0, 3\), feature_group_count 1: sizes are whole numbers"):
+        gtp.Conv(8, 0, 3, rngs=rngs)
+    with pytest.raises(ValueError, match="`feature_group_count` is 3; it must divide the features .* 8 and 9"):
+        gtp.Conv(8, 9, 3, feature_group_count=3, rngs=rngs)
+    with pytest.raises(ValueError, match="`mask` is given to gtp_jax.Conv.*Leave it out.*`gtp_jax.Param`"):
+        gtp.Conv(8, 8, 3, mask=jnp.ones((3, 8, 8)), rngs=rngs)
+    with pytest.raises(ValueError, match="`kernel_metadata` is given to gtp_jax.Einsum"):
+        gtp.Einsum("be,ef->bf", (8, 8), kernel_metadata={"out_sharding": ("tp", None)}, rngs=rngs)
+    with pytest.raises(ValueError, match=r"Conv takes \(\*batch, 1 spatial dimensions, 8 features\); got shape"):
+        gtp.Conv(8, 8, 3, rngs=rngs)(jnp.ones((2, 7, 9)))
+    with pytest.raises(ValueError, match="`einsum_str` is 'be,ef'; it must have two operands, .* and an output"):
+        gtp.Einsum("be,ef", (8, 8), rngs=rngs)
+    with pytest.raises(ValueError, match=r"whose kernel 'efg' has 3 dimensions; `kernel_shape` is \(8, 8\)"):
+        gtp.Einsum("be,efg->bfg", (8, 8), rngs=rngs)
+    with pytest.raises(ValueError, match="`grad_reduce` is 'half'; it must be one of 'float32'"):
+        gtp.Conv(8, 8, 3, grad_reduce="half", rngs=rngs)

@@ -1,0 +1,227 @@
+"""`gtp_jax.Param` is the logical array wherever it is gathered, with gradients reduce-scattered to its shards."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import gtp_jax as gtp
+from gtp_jax.nn import abstract_model
+from gtp_jax.plan import collectives
+
+from .arrays import MESHES, assert_close, mesh_in_scope
+
+normal = nnx.initializers.normal(1.0)
+
+
+class Tensors(nnx.Module):
+    """Weights of every rank up to 4, of sizes that degrees divide and that they do not."""
+
+    def __init__(self, rngs, tensor_dim=None):
+        def make(*shape, **options):
+            return gtp.Param(normal(rngs.params(), shape, jnp.float64), **options)
+
+        self.four = make(3, 8, 5, 16, tensor_dim=tensor_dim)
+        self.one, self.none, self.odd = make(48), make(), make(8, 5, 7)
+
+    def __call__(self, x):
+        y = jnp.einsum("bi,jikl->bl", x, self.four.gather()) + self.one.gather()[:16] * self.none.gather()
+        return jnp.tanh(y[:, :8] + jnp.einsum("bi,ijk->b", x, self.odd.gather())[:, None])
+
+
+class Stacked(nnx.Module):
+    def __init__(self, rngs, tensor_dim=None):
+        self.stack = gtp.Stack(lambda rngs: Tensors(rngs, tensor_dim), 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.stack(x)
+
+
+@functools.cache
+def measured(mesh, kind, tensor_dim):
+    with mesh_in_scope(mesh):
+        graph, state = nnx.split(gtp.init(lambda rngs: kind(rngs, tensor_dim), nnx.Rngs(0)))
+        x = jax.random.normal(jax.random.key(1), (24, 8), jnp.float64)
+
+        def loss(state, x):
+            return jnp.sum(jnp.sin(nnx.merge(graph, state)(x)))
+
+        return jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(loss, (0, 1)))(state, x))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("kind", [Tensors, Stacked])
+@pytest.mark.parametrize("tensor_dim", [None, 1, -2])  # tp divides dimension 1 of 8 on some meshes, 2 of 5 on none
+def test_value_and_gradients_are_those_without_a_mesh(mesh, kind, tensor_dim, x64):
+    assert_close(measured(mesh, kind, tensor_dim), measured(None, kind, None))
+
+
+@pytest.mark.parametrize("mesh", ["gtp 8", "gtp 4 x tp 2", "tp 3"])
+def test_in_local_view_gradients_of_shards_are_those_of_the_array(mesh, x64):
+    def loss(model, x):
+        return jnp.sum(jnp.sin(model(x))), x.shape[0]
+
+    def trained(view):
+        state = gtp.TrainState.create(gtp.init(Tensors, nnx.Rngs(0)), optax.sgd(0.1))
+        x = jax.random.normal(jax.random.key(1), (24, 8), jnp.float64)
+        return jax.tree.map(np.asarray, jax.jit(lambda s: gtp.loss_and_gradients(loss, s, x, view=view))(state))
+
+    with mesh_in_scope(mesh):
+        found = trained("local")
+    assert_close(found, trained("global"))
+
+
+def test_in_local_view_a_rank_gathers_its_part_along_the_tensor_dimension(x64):
+    value = jnp.arange(8.0 * 5 * 4).reshape(8, 5, 4)
+    with mesh_in_scope("gtp 4 x tp 2"):
+        param = gtp.Param(value, tensor_dim=1)  # 5 over 2: parts of 3 and 2, padded to 3
+        assert param.get_metadata()["array"].spec == P(("tp", "gtp"), None, None)
+        parts = jax.shard_map(
+            lambda v: param.replace(v).gather(),
+            in_specs=P(("tp", "gtp")),
+            out_specs=P(None, "tp"),
+            check_vma=False,
+        )(value)
+    np.testing.assert_array_equal(parts[:, :5], value)
+    np.testing.assert_array_equal(parts[:, 5:], 0)
+
+
+@pytest.mark.parametrize(
+    "shape, tensor_dim, spec",
+    [
+        ((3, 8, 5, 16), None, P(None, None, None, "gtp")),
+        ((3, 8, 5, 16), 1, P(None, "tp", None, "gtp")),
+        ((3, 8, 5, 16), 3, P(None, "gtp", None, "tp")),
+        ((3, 5, 16), 2, P(None, None, ("tp", "gtp"))),
+        ((16,), 0, P(("tp", "gtp"))),
+        ((16, 16), None, P(None, "gtp")),
+    ],
+)
+def test_the_longest_dimension_that_the_degrees_divide_is_sharded(shape, tensor_dim, spec):
+    with mesh_in_scope("gtp 4 x tp 2"):
+        model = gtp.init(lambda rngs: Holder(normal(rngs.params(), shape), tensor_dim=tensor_dim), nnx.Rngs(0))
+    assert model.w.get_value().sharding.spec == spec and model.w[...].shape == shape
+
+
+class Holder(nnx.Module):
+    def __init__(self, value, **options):
+        self.w = gtp.Param(value, **options)
+
+    def __call__(self, x):
+        return x + jnp.sum(self.w.gather() ** 2)
+
+
+def test_a_size_that_no_degree_divides_stays_whole_with_a_warning():
+    with mesh_in_scope("gtp 8"), pytest.warns(UserWarning, match=r"shape \(7, 5\) stays whole on every rank of gtp 8"):
+        gtp.Param(jnp.ones((7, 5)))
+
+
+@pytest.mark.parametrize("mesh", ["gtp 4 x tp 2", None])
+def test_reading_it_is_the_logical_array_everywhere(mesh, x64):
+    class Plain(nnx.Module):
+        def __init__(self, make, rngs):
+            self.w = make(normal(rngs.params(), (16, 8), jnp.float64))
+
+        def __call__(self, x):
+            return x + self.w[3] + (2 * self.w)[-1] + jnp.sum(self.w[...], 0) + self.w.shape[0]
+
+    def measured(make, stacked):
+        factory = lambda rngs: Plain(make, rngs)  # noqa: E731
+        model = gtp.init((lambda rngs: gtp.Stack(factory, 2, rngs=rngs)) if stacked else factory, nnx.Rngs(0))
+        graph, state = nnx.split(model)
+        return jax.jit(jax.value_and_grad(lambda s: jnp.sum(jnp.sin(nnx.merge(graph, s)(jnp.ones((8, 8)))))))(state)
+
+    for stacked in (False, True):
+        with mesh_in_scope(mesh):
+            found = measured(gtp.Param, stacked)
+        assert_close(found, measured(nnx.Param, stacked))
+
+
+@pytest.mark.parametrize(
+    "grad_reduce, kind, dtype",
+    [
+        ("float32", "reduce-scatter", "f32"),
+        ("bf16-wire", "all-to-all", "u16"),
+    ],
+)
+@pytest.mark.parametrize("view", ["a stack", "local"])
+def test_the_gradient_is_reduced_as_its_name_says(grad_reduce, kind, dtype, view):
+    options = dict(dtype=jnp.bfloat16, grad_reduce=grad_reduce)
+    factory = lambda rngs: Holder(normal(rngs.params(), (16, 8, 32)), **options)  # noqa: E731
+    make = factory if view == "local" else lambda rngs: gtp.Stack(factory, 2, rngs=rngs)
+    loss = lambda model, x: (jnp.sum(model(x)), x.shape[0])  # noqa: E731
+    with mesh_in_scope("gtp 8"):
+        state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optax.sgd(0.1))
+        step = gtp.train_step(loss, optax.sgd(0.1), view="local" if view == "local" else "global")
+        program = step.lower(state, jnp.ones((8, 4))).compile().as_text()
+    found = [one for one in collectives(program) if one.kind == kind]
+    assert {one.dtype for one in found} == {dtype} and sum(one.times for one in found) == (1 if view == "local" else 2)
+
+
+def test_a_pretrained_array_and_its_gradient_are_sharded():
+    with mesh_in_scope("gtp 8"):
+        graph, state = nnx.split(Holder(np.ones((16, 8, 32), np.float32)))
+        assert state["w"].get_value().sharding.spec == P(None, None, "gtp")
+        grad = jax.jit(jax.grad(lambda state, x: jnp.sum(nnx.merge(graph, state)(x))))(state, jnp.ones((8, 4)))
+    assert grad["w"].get_value().sharding.spec == P(None, None, "gtp")
+
+
+def test_recipes_leave_it_in_high_precision_and_explain_says_so():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.up = gtp.Dense(128, 256, dtype=jnp.float32, rngs=rngs)
+            self.w = gtp.Param(normal(rngs.params(), (256, 128)), dtype=jnp.float32)
+
+        def __call__(self, x):
+            return x + self.up(x) @ self.w.gather()
+
+    loss = lambda model, x: jnp.mean(model(x) ** 2)  # noqa: E731
+    x = jax.random.normal(jax.random.key(0), (8, 16, 128))
+    with mesh_in_scope("gtp 4 x tp 2"):
+        for stacked in (False, True):
+            make = (lambda rngs: gtp.Stack(Model, 2, rngs=rngs)) if stacked else Model
+            state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optax.sgd(0.1))
+            losses = {}
+            for recipe in (None, gtp.NVFP4()):
+                step = gtp.train_step(loss, optax.sgd(0.1), recipe=recipe)
+                losses[recipe] = float(step(jax.tree.map(jnp.copy, state), x)[1]["loss"])
+            with gtp.use_recipe(gtp.NVFP4()):
+                in_scope = float(gtp.eval_step(loss)(state, x)["loss"])
+            assert losses[None] != losses[gtp.NVFP4()] == pytest.approx(in_scope, rel=1e-6)
+            explained = gtp.explain(abstract_model(make), gtp.NVFP4())
+            wires = {fact.module.split(".")[-1]: (fact.wire, fact.shapes, fact.matmul) for fact in explained.facts}
+            assert wires["up"][0] == "NVFP4"
+            assert wires["w"] == ("float32", ((256, 128),), "float32, as no recipe quantizes arrays of any shape")
+
+
+def test_a_model_of_such_weights_alone_has_nothing_to_quantize():
+    model = Holder(jnp.ones((16, 16)))
+    with pytest.raises(ValueError, match="Holder has no weights that are gathered, which are those it can quantize"):
+        gtp.explain(model, gtp.NVFP4())
+
+
+def test_errors_name_the_argument_and_the_remedy():
+    with pytest.raises(ValueError, match=r"`tensor_dim` is 2 of a weight of shape \(4, 4\); it must be one of its 2"):
+        gtp.Param(jnp.ones((4, 4)), tensor_dim=2)
+    with pytest.raises(ValueError, match=r"a weight has shape \(4, 0\); every dimension must be at least 1"):
+        gtp.Param(jnp.ones((4, 0)))
+    with pytest.raises(TypeError, match=r"`value` is a list; it must be an array of floating-point numbers.*init\("):
+        gtp.Param([[1.0, 2.0]])
+    with pytest.raises(TypeError, match="`value` is an array of int32; it must be an array of floating-point numbers"):
+        gtp.Param(jnp.arange(3, dtype=jnp.int32))
+    with pytest.raises(ValueError, match="`out_sharding` is given to a gtp_jax.Param.*`tensor_dim`.*`nnx.Param`"):
+        gtp.Param(jnp.ones((4, 4)), out_sharding=("tp", None))
+    with pytest.raises(ValueError, match="`grad_reduce` is 'half'; it must be one of 'float32'"):
+        gtp.Param(jnp.ones((4, 4)), grad_reduce="half")
+    stack = gtp.Stack(lambda rngs: Holder(jnp.ones((4, 4))), 3, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"a Param of shape \(4, 4\) .* of shape \(3, 4, 4\): those of all layers"):
+        stack.layers.w.gather()
+    with mesh_in_scope("gtp 8"):
+        param = gtp.Param(jnp.ones((16, 16)))
+    with mesh_in_scope("gtp 3"), pytest.raises(ValueError, match=r"shape \(16, 16\) of Param was built .* gtp 8; the"):
+        param.gather()
