@@ -21,8 +21,7 @@ def use_recipe(recipe: Recipe | None) -> contextlib.AbstractContextManager[None]
     Every call of a module quantizes its shards anew: once in forward, and backward gathers the same codes again. So a
     step quantizes a module as often as it calls it: in every microbatch, and a tied table for each of its uses, unless
     XLA finds that two calls in one program do the same. A `Stack` quantizes all its layers at once, at each call of its
-    own; or each layer at its call, under a mesh in global view where the stack has shared inputs or state.
-    `train_step(recipe=...)` quantizes once a step.
+    own. `train_step(recipe=...)` quantizes once a step.
 
     Patterns are matched with paths in the model that `gtp_jax.init` built. That a pattern matches something is checked
     by `gtp_jax.explain(model, recipe)`, not here.

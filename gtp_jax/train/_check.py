@@ -59,11 +59,12 @@ def check(
         )
     alone = Mesh(np.asarray(mesh.devices).reshape(-1)[:1].reshape((1,) * len(mesh.axis_names)), mesh.axis_names)
     streams, state = nnx.split(nnx.Rngs(0) if rngs is None else rngs)
-    leaves, tree = jax.tree.flatten(state)
-    copies = [_copied(leaf) for leaf in leaves]
+    leaves, tree = jax.tree.flatten((state, batch))
+    copies = [_copied(leaf) for leaf in leaves]  # those at hand may be on the whole mesh
 
     def computed() -> dict[str, np.ndarray]:
-        model = init(factory, nnx.merge(streams, jax.tree.unflatten(tree, [copy() for copy in copies])))
+        keys, batch = jax.tree.unflatten(tree, [copy() for copy in copies])
+        model = init(factory, nnx.merge(streams, keys))
         state = TrainState.create(model, optax.identity())
         request = Request(loss, view, has_aux, microbatches, None, 0, 0)
 
@@ -95,8 +96,10 @@ def check(
     return errors
 
 
-def _copied(leaf: jax.Array) -> Callable[[], jax.Array]:
-    """Returns what makes an array anew, on the devices in scope."""
+def _copied(leaf: Any) -> Callable[[], Any]:
+    """Returns what makes an array anew, on the devices in scope; a plain number stays as it is."""
+    if not hasattr(leaf, "dtype"):
+        return lambda: leaf
     if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         value = np.asarray(leaf)
         return lambda: jnp.asarray(value)

@@ -158,7 +158,7 @@ def test_what_cannot_be_done_is_refused():
     with pytest.raises(TypeError, match="Write it with parentheses"):
         gtp.use_recipe(gtp.NVFP4)
     unnamed = gtp.Dense(64, 64, rngs=nnx.Rngs(0))
-    with gtp.use_recipe(gtp.NVFP4()), pytest.raises(ValueError, match=r"know its path.*gtp_jax.init.*keep=\(\)"):
+    with gtp.use_recipe(gtp.NVFP4()), pytest.raises(ValueError, match=r"know its path.*gtp_jax.init.*exclude=\(\)"):
         unnamed(jnp.ones((8, 64)))
     short = gtp.init(lambda rngs: gtp.Stack(lambda rngs: gtp.Dense(64, 64, rngs=rngs), 2, rngs=rngs), nnx.Rngs(0))
     with gtp.use_recipe(gtp.NVFP4(high_precision_first=3)), pytest.raises(ValueError, match="ask for 3 layers"):

@@ -108,6 +108,8 @@ def test_check_names_the_first_tensor_that_differs():
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
         errors = gtp.check(loss, right, x, microbatches=2)
         assert errors.keys() == {"loss", "gradient layer.kernel"} and max(errors.values()) < 1e-6
+        made_here = jax.random.normal(jax.random.key(0), (8, 8))  # on all devices of the mesh
+        assert max(gtp.check(loss, right, made_here).values()) < 1e-6
         with pytest.raises(ValueError, match="loss differs between dp 1 x gtp 4 x tp 2 and one device: by"):
             gtp.check(loss, wrong, x)
     with pytest.raises(ValueError, match="compares the mesh in scope with one device, and there is none.*set_mesh"):
