@@ -28,6 +28,7 @@ from ._moe import check_moe as check_moe
 from ._outputs import AuxLoss as AuxLoss
 from ._outputs import Metric as Metric
 from ._quantized import join_in_view as join_in_view
+from ._quantized import keys_of as keys_of
 from ._quantized import quantize_in_view as quantize_in_view
 from ._quantized import quantize_weights as quantize_weights
 from ._quantized import shards_of as shards_of

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from ..layout import Layout
 from ..mesh import Roles, current_roles, current_view, degree, degrees, stacked_spec, use_roles
-from ..weights import Gathered, Stored
+from ..weights import Beside, Gathered, Stored
 from ._ranks import on_ranks, ranks_spec
 from ._shared import SharedInputs
 
@@ -35,6 +35,19 @@ def partition_of(variable: nnx.Variable) -> PartitionSpec:
     if layout is not None:
         return stacked_spec(layout.spec, variable.get_value().ndim)
     return PartitionSpec(*(variable.get_metadata().get("out_sharding") or ()))
+
+
+def value_of(variable: nnx.Variable) -> Any:
+    """Returns what a variable holds: an array; of a weight of which more is known `Stored`, in a chain `Gathered`."""
+    value, beside = variable.get_raw_value(), variable.get_metadata().get("beside")
+    return value if beside is None or value is None or isinstance(value, Gathered) else beside.of(value)
+
+
+def with_value(variable: nnx.Variable, value: Any) -> Any:
+    """Returns the variable with this for `value_of`."""
+    if not isinstance(value, Stored):
+        return variable.replace(value)
+    return variable.replace(value.shard, beside=Beside(value))
 
 
 class _Method:
@@ -161,7 +174,7 @@ def in_shard_map(
 
     def local(values: list[Any], x: jax.Array, arrays: list[jax.Array]) -> Any:
         values = [_on_rank(value) for value in values]
-        put = [v.replace(value) for v, value in zip(variables, values, strict=True)]
+        put = [with_value(v, value) for v, value in zip(variables, values, strict=True)]
         merged = nnx.merge(graph, jax.tree.unflatten(tree, put))
         with use_roles(roles):
             args, kwargs = others.arguments(arrays)
@@ -170,7 +183,7 @@ def in_shard_map(
         return y
 
     specs = [_value_spec(v) for v in variables]
-    values = [_for_view(v.get_raw_value()) for v in variables]
+    values = [_for_view(value_of(v)) for v in variables]
     of_others = [
         _partition_of_other(module, name, array, x) for name, array in zip(others.names, others.arrays, strict=True)
     ]
@@ -204,7 +217,7 @@ def _refuse_writes(before: list[Any], module: nnx.Module) -> None:
 
 def _value_spec(variable: nnx.Variable) -> Any:
     """Returns the partition of what a variable holds, in global view: a pytree prefix."""
-    value = variable.get_raw_value()
+    value = value_of(variable)
     if isinstance(value, Stored):
         layout = layout_of(variable)
         assert layout is not None
@@ -212,7 +225,7 @@ def _value_spec(variable: nnx.Variable) -> Any:
         stacked = value.groups[0][0].stack is not None
         joined = stacked_spec(layout.of_shards.spec, value.shard.ndim)
         specs: dict[str, Any] = {"packed": ranks_spec(stacked=stacked), "keys": PartitionSpec(), "joined": joined}
-        return Stored(shard, value.groups, starts=value.starts, **specs)  # pyright: ignore[reportArgumentType]
+        return dataclasses.replace(value, shard=shard, **specs)  # pyright: ignore[reportArgumentType]
     if isinstance(value, Gathered):
         return Gathered(ranks_spec(), value.group, PartitionSpec())  # pyright: ignore[reportArgumentType]
     return PartitionSpec() if value is None else partition_of(variable)

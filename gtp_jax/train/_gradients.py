@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..collectives import sum_over_replicas
 from ..mesh import Roles, degrees, use_roles
-from ..nn import join_in_view, quantize_in_view, shards_of, structure_of, with_groups
+from ..nn import join_in_view, keys_of, quantize_in_view, shards_of, structure_of, with_groups
 from ..recipes import Recipe
 from ..weights import of_shards, resolve
 from ._loss import Loss, Returned, evaluate
@@ -183,7 +183,9 @@ def _model_of(
     decided = of_shards(groups) if whole_gradients else groups
 
     def model_of(params: Tree, model_state: Tree, key: jax.Array | None = None) -> Any:
-        return with_groups(model_def.model(params, model_state), decided, quantized, key, joined)
+        keys = None if key is None else keys_of(key, groups)
+        model = model_def.model(params, model_state)
+        return with_groups(model, decided, quantized, keys, joined, stands_in=whole_gradients)
 
     return model_of
 
