@@ -11,9 +11,12 @@ from flax import nnx
 
 from ..layout import Layout
 from ..mesh import Roles, current_roles
-from ._layer import layout_of, partition_of
+from ._layer import Leaf, layout_of, partition_of, value_of, with_value
 
 Tree = Any
+
+# Stands in a definition for an array that is a module's attribute.
+_ARRAY = object()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -22,7 +25,7 @@ class ModelDef:
 
     Attributes:
         graph: the modules.
-        variables: the model's variables, without values: an NNX state.
+        variables: the model's variables and arrays, without values: an NNX state.
         specs: nested dict of the parameters' partitions.
         layouts: nested dict of `Layout`, or `None` for a parameter that is not gathered.
         state_specs: nested dict of the partitions of other variables.
@@ -54,7 +57,7 @@ class ModelDef:
         put = []
         for path, v in zip(paths, leaves, strict=True):
             value = _at(params if isinstance(v, nnx.Param) else model_state, path)
-            put.append(v.replace(_as_key(value, self.key_impls[path]) if path in self.key_impls else value))
+            put.append(with_value(v, _as_key(value, self.key_impls[path]) if path in self.key_impls else value))
         return nnx.merge(self.graph, jax.tree.unflatten(tree, put))
 
     def state_of(self, model: nnx.Module) -> dict[str, Any]:
@@ -76,26 +79,26 @@ def split_model(model: nnx.Module) -> tuple[ModelDef, dict[str, Any], dict[str, 
     others = _others(variables)
     params = nnx.from_flat_state([(p, v) for p, v in nnx.to_flat_state(variables) if isinstance(v, nnx.Param)])
     specs = jax.tree.map(partition_of, params, is_leaf=_is_variable)
-    bare = jax.tree.map(lambda v: v.replace(None), variables, is_leaf=_is_variable)
+    bare = jax.tree.map(lambda v: v.replace(None) if _is_variable(v) else _ARRAY, variables, is_leaf=_is_variable)
     layouts = jax.tree.map(layout_of, params, is_leaf=_is_variable)
     model_def = ModelDef(
         graph,
         bare,
         _dicts(specs),
         _dicts(layouts),
-        _dicts(nnx.from_flat_state([(path, partition_of(v)) for path, v in others])) if others else {},
-        {path: str(jax.random.key_impl(v.get_raw_value())) for path, v in others if _is_key(v.get_raw_value())},
+        _nested([(path, jax.tree.map(lambda _, v=v: partition_of(v), value_of(v))) for path, v in others]),
+        {path: str(jax.random.key_impl(value_of(v))) for path, v in others if _is_key(value_of(v))},
         _roles_of(layouts),
     )
     return model_def, _dicts(jax.tree.map(lambda v: v.get_value(), params, is_leaf=_is_variable)), _nested(others)
 
 
-def _others(variables: Any) -> list[tuple[Any, nnx.Variable]]:
-    """Returns the variables of a state that are no parameters, by path."""
+def _others(variables: Any) -> list[tuple[Any, Leaf]]:
+    """Returns the variables of a state that are no parameters, and arrays that are attributes, by path."""
     return [(path, v) for path, v in nnx.to_flat_state(variables) if not isinstance(v, nnx.Param)]
 
 
-def _nested(variables: list[tuple[Any, nnx.Variable]]) -> dict[str, Any]:
+def _nested(variables: list[tuple[Any, Leaf]]) -> dict[str, Any]:
     """Returns variables' values as nested dicts, with the words of random keys in their place."""
     found: dict[str, Any] = {}
     for path, variable in variables:
@@ -103,7 +106,7 @@ def _nested(variables: list[tuple[Any, nnx.Variable]]) -> dict[str, Any]:
         node = found
         for key in ahead:
             node = node.setdefault(key, {})
-        value = variable.get_raw_value()
+        value = value_of(variable)
         node[last] = _words(value) if _is_key(value) else value
     return found
 

@@ -81,6 +81,13 @@ class Beside:
         return Stored(shard, stored.groups, keys=stored.keys, changed=True)
 
 
+_GATHERED = (
+    "the array of a weight is read or written by a layer of a `Stack`, or of `run_chain`, where the weight is gathered "
+    "and fused with others that meet the same input. Call its module, or make it an `nnx.Param`, which is whole on "
+    "every rank."
+)
+
+
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("weight", "keys"), meta_fields=("group",))
 @dataclasses.dataclass(frozen=True)
 class Gathered:
@@ -95,3 +102,9 @@ class Gathered:
     weight: Any
     group: WeightGroup
     keys: CallKeys | None = None
+
+    def __getitem__(self, _: Any) -> Any:
+        raise TypeError(_GATHERED)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{_GATHERED} (asked for `{name}`)")
