@@ -24,6 +24,7 @@ from ._model_def import ModelDef as ModelDef
 from ._model_def import split_model as split_model
 from ._moe import ExpertParallel as ExpertParallel
 from ._moe import MoE as MoE
+from ._moe import check_loss_reduction as check_loss_reduction
 from ._moe import check_moe as check_moe
 from ._outputs import AuxLoss as AuxLoss
 from ._outputs import Metric as Metric

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..collectives import sum_over_replicas
 from ..mesh import Roles, degrees, use_roles
-from ..nn import join_in_view, keys_of, quantize_in_view, shards_of, structure_of, with_groups
+from ..nn import check_loss_reduction, join_in_view, keys_of, quantize_in_view, shards_of, structure_of, with_groups
 from ..recipes import Recipe
 from ..weights import of_shards, resolve
 from ._loss import Loss, Returned, evaluate
@@ -90,6 +90,7 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Compu
             key = rounding_key(request.seed, state.step, number) if _rounds(request.recipe) else None
             model = model_of(params, model_state, key)
             returned = evaluate(request.loss, model, part, has_aux=request.has_aux)
+            check_loss_reduction(model, "mean" if returned.tokens is None else "sum")
             return returned.total, (returned.tokens, model_def.state_of(model), returned.aux)
 
         value_and_grad = jax.value_and_grad(one, has_aux=True)
@@ -128,7 +129,9 @@ def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
 
         def one(params: Tree, part: Tree, number: jax.Array | int):
             key = rounding_key(request.seed, step, number, of_rank=True) if _rounds(request.recipe) else None
-            returned = _sums(evaluate(request.loss, model_of(params, {}, key), part, has_aux=False))
+            model = model_of(params, {}, key)
+            returned = _sums(evaluate(request.loss, model, part, has_aux=False))
+            check_loss_reduction(model, "sum")
             return returned.total, returned.tokens
 
         value_and_grad = jax.value_and_grad(one, has_aux=True)
