@@ -44,8 +44,8 @@ def variables_of(module: nnx.Module) -> Written:
 
 
 def values_of(variables: Written) -> dict[tuple[Any, ...], Any]:
-    """Returns the variables' present values, which a call may replace."""
-    return {path: value_of(variable) for path, variable in variables.items()}
+    """Returns the variables' present values, which a call may replace, or write to: `sow` adds to a dict in place."""
+    return {path: jax.tree.map(lambda a: a, value_of(variable)) for path, variable in variables.items()}
 
 
 def outputs_of(before: dict[tuple[Any, ...], Any], after: Written, name: str) -> Outputs:
