@@ -50,13 +50,21 @@ class ModelDef:
         for layout in set(jax.tree.leaves(self.layouts, is_leaf=_is_layout)):
             layout.check_mesh("the model")
 
-    def model(self, params: Tree, model_state: Tree | None = None) -> Any:
-        """Returns the model with these arrays for its parameters and its other variables, if it has any."""
+    def model(self, params: Tree, model_state: Tree | None = None, *, read_only: bool = False) -> Any:
+        """Returns the model with these arrays for its parameters and its other variables, if it has any.
+
+        Args:
+            params: nested dict.
+            model_state: nested dict.
+            read_only: refuse code that sets a parameter, which a step would drop.
+        """
         leaves, tree = jax.tree.flatten(self.variables, is_leaf=_is_variable)
         paths = [path for path, _ in nnx.to_flat_state(self.variables)]
         put = []
         for path, v in zip(paths, leaves, strict=True):
             value = _at(params if isinstance(v, nnx.Param) else model_state, path)
+            if read_only and isinstance(v, nnx.Param):
+                v = v.replace(on_set_value=(*_hooks(v), _refuse_write))
             put.append(with_value(v, _as_key(value, self.key_impls[path]) if path in self.key_impls else value))
         return nnx.merge(self.graph, jax.tree.unflatten(tree, put))
 
@@ -136,6 +144,21 @@ def _roles_of(layouts: Any) -> Roles:
             "one `gtp_jax.use_roles(...)`."
         )
     return roles.pop() if roles else current_roles()
+
+
+def _hooks(variable: nnx.Variable) -> tuple[Any, ...]:
+    hooks = variable.get_metadata().get("on_set_value", ())
+    return hooks if isinstance(hooks, tuple) else (hooks,)
+
+
+def _refuse_write(variable: nnx.Variable, value: Any) -> Any:
+    path = ".".join(map(str, variable.get_metadata().get("path", ())))
+    raise ValueError(
+        f"a loss, or a call in it, sets the {type(variable).__name__} {path or 'of shape ' + str(jnp.shape(value))}. A "
+        "step updates the parameters that it was given, so that what is set would be lost. Make it another "
+        "`nnx.Variable`, which a step keeps; or for this loss alone change a copy: "
+        "`graph, state = nnx.split(model)`, `nnx.merge(graph, jax.tree.map(..., state))`."
+    )
 
 
 def _is_layout(node: Any) -> bool:

@@ -179,7 +179,7 @@ def _model_of(
     structure = structure_of(model)
     groups = resolve(structure, request.recipe)
     if request.recipe is None and not any(group.divided for group in groups.values()):
-        return lambda params, model_state, key=None: model_def.model(params, model_state)
+        return lambda params, model_state, key=None: model_def.model(params, model_state, read_only=True)
     stored = lax.stop_gradient(shards_of(model))
     joined = join_in_view(groups, stored, structure.written_out)
     quantized = quantize_in_view(groups, stored, request.pregathered_layers)
@@ -187,7 +187,7 @@ def _model_of(
 
     def model_of(params: Tree, model_state: Tree, key: jax.Array | None = None) -> Any:
         keys = None if key is None else keys_of(key, groups)
-        model = model_def.model(params, model_state)
+        model = model_def.model(params, model_state, read_only=True)
         return with_groups(model, decided, quantized, keys, joined, stands_in=whole_gradients)
 
     return model_of

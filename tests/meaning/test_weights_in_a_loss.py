@@ -44,15 +44,16 @@ def scaled(model, batch):
 
 
 def one_of_a_layer_replaced(model, batch):
-    kernel = model.first.kernel["b"]
-    kernel.set_value(0.5 * kernel[...])
-    return mean_of(model, batch)
+    graph, params = nnx.split(model)
+    params["first"]["kernel"]["b"] = jax.tree.map(lambda p: 0.5 * p, params["first"]["kernel"]["b"])
+    return mean_of(nnx.merge(graph, params), batch)
 
 
 def one_of_a_stack_replaced(model, batch):
-    kernel = model.blocks.layers.down.kernel
-    kernel.set_value(0.5 * kernel[...])
-    return mean_of(model, batch)
+    graph, params = nnx.split(model)
+    down = params["blocks"]["layers"]["down"]
+    down["kernel"] = jax.tree.map(lambda p: 0.5 * p, down["kernel"])
+    return mean_of(nnx.merge(graph, params), batch)
 
 
 def rematerialized(model, batch):
@@ -102,3 +103,15 @@ def test_under_a_recipe_what_a_loss_computes_with_is_quantized(loss, degrees, x6
     wanted = computed(mean_of, degrees, recipe, lambda params: halved(params, loss))[0]
     np.testing.assert_allclose(found, wanted, rtol=1e-12)
     assert abs(found - computed(loss, degrees)[0]) > 1e-9  # codes travelled
+
+
+def doubles(model, batch):
+    kernel = model.first.kernel["b"]
+    kernel[...] = 2 * kernel[...]
+    return mean_of(model, batch)
+
+
+@pytest.mark.parametrize("degrees", [None, DP], ids=str)
+def test_a_loss_that_sets_a_parameter_is_refused(degrees, x64):
+    with pytest.raises(ValueError, match=r"sets the Param first\. A step.* would be lost.*nnx\.Variable.*nnx\.merge"):
+        computed(doubles, degrees)
