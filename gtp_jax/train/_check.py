@@ -59,11 +59,12 @@ def check(
         )
     alone = Mesh(np.asarray(mesh.devices).reshape(-1)[:1].reshape((1,) * len(mesh.axis_names)), mesh.axis_names)
     streams, state = nnx.split(nnx.Rngs(0) if rngs is None else rngs)
-    leaves, tree = jax.tree.flatten(state)
-    copies = [_copied(leaf) for leaf in leaves]
+    leaves, tree = jax.tree.flatten((state, batch))
+    copies = [_copied(jnp.asarray(leaf)) for leaf in leaves]  # arrays may lie on the devices of the mesh
 
     def computed() -> dict[str, np.ndarray]:
-        model = init(factory, nnx.merge(streams, jax.tree.unflatten(tree, [copy() for copy in copies])))
+        state, batch = jax.tree.unflatten(tree, [copy() for copy in copies])
+        model = init(factory, nnx.merge(streams, state))
         state = TrainState.create(model, optax.identity())
         request = Request(loss, view, has_aux, microbatches, None, 0, 0)
 
