@@ -49,7 +49,8 @@ def check(
         model has written.
 
     Raises:
-        ValueError: if there is no mesh in scope, or if a tensor differs; naming the first that does.
+        ValueError: if there is no mesh in scope, if the loss is not finite, or if a tensor differs; naming the first
+            that does.
     """
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
@@ -81,6 +82,10 @@ def check(
         return {name: np.asarray(value) for name, value in jax.jit(named)(state, batch).items()}
 
     here = computed()
+    if not np.isfinite(here["loss"]):
+        raise ValueError(
+            f"the loss is {here['loss']} on the mesh, so that there is nothing to compare; see `check_ids`."
+        )
     with jax.set_mesh(alone):
         there = computed()
     errors = {name: _difference(here[name], there[name]) for name in ["loss", *(n for n in here if n != "loss")]}

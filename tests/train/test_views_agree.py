@@ -1,6 +1,7 @@
 """Local and global view compute the same: what is decided in one about quantized weights holds in the other."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -112,5 +113,7 @@ def test_check_names_the_first_tensor_that_differs():
         assert gtp.check(loss, right, on_mesh, microbatches=2) == errors
         with pytest.raises(ValueError, match="loss differs between dp 1 x gtp 4 x tp 2 and one device: by"):
             gtp.check(loss, wrong, x)
+        with pytest.raises(ValueError, match="the loss is nan on the mesh, so that there is nothing to compare"):
+            gtp.check(lambda model, x: loss(model, x) * jnp.nan, right, x)
     with pytest.raises(ValueError, match="compares the mesh in scope with one device, and there is none.*set_mesh"):
         gtp.check(loss, right, x)
