@@ -27,10 +27,12 @@ from ._model_def import ModelDef as ModelDef
 from ._model_def import split_model as split_model
 from ._moe import ExpertParallel as ExpertParallel
 from ._moe import MoE as MoE
+from ._moe import check_loss_reduction as check_loss_reduction
 from ._moe import check_moe as check_moe
 from ._outputs import AuxLoss as AuxLoss
 from ._outputs import Metric as Metric
 from ._quantized import join_in_view as join_in_view
+from ._quantized import keys_of as keys_of
 from ._quantized import quantize_in_view as quantize_in_view
 from ._quantized import quantize_weights as quantize_weights
 from ._quantized import shards_of as shards_of

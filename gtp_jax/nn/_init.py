@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from ..mesh import check_mesh_in_scope
-from ._layer import partition_of
+from ._layer import partition_of, value_of, with_value
 from ._weight import name_weights
 
 
@@ -48,7 +49,7 @@ def _birth(factory: Callable[[nnx.Rngs], Any], rngs: nnx.Rngs) -> tuple[Any, Any
     shardings = None
     if not mesh.empty:
         shardings = jax.tree.map(
-            lambda v: v.replace(NamedSharding(mesh, partition_of(v))),
+            lambda v: with_value(v, NamedSharding(mesh, partition_of(v))),
             state,
             is_leaf=lambda v: isinstance(v, nnx.Variable),
         )
@@ -66,12 +67,30 @@ def abstract_model[M: nnx.Module](factory: Callable[[nnx.Rngs], M]) -> M:
     """
     check_mesh_in_scope()
     model = nnx.eval_shape(lambda: factory(nnx.Rngs(0)))
+    _refuse_tracers(model)
     mesh = jax.sharding.get_mesh()
     graph, state = nnx.split(model)
 
-    def place(variable: Any) -> Any:
-        value = variable.get_value()
-        sharding = None if mesh.empty else NamedSharding(mesh, partition_of(variable))
-        return variable.replace(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
+    def place(leaf: Any) -> Any:
+        sharding = None if mesh.empty else NamedSharding(mesh, partition_of(leaf))
+        abstract = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)  # noqa: E731
+        return with_value(leaf, jax.tree.map(abstract, value_of(leaf)))
 
     return nnx.merge(graph, jax.tree.map(place, state, is_leaf=lambda v: isinstance(v, nnx.Variable)))
+
+
+def _refuse_tracers(model: nnx.Module) -> None:
+    """Refuses arrays that Flax has not recognized as data, as it does not recognize those made under a trace.
+
+    Raises:
+        TypeError: naming the module and its attribute.
+    """
+    for path, module in nnx.iter_modules(model):
+        for name, value in vars(module).items():
+            if isinstance(value, Tracer):
+                raise TypeError(
+                    f"{type(module).__name__} at {'.'.join(map(str, path)) or 'the top'} keeps an array in its "
+                    f"attribute `{name}`, which Flax takes for a part of the program while a model is built under a "
+                    f"trace, as `gtp_jax.init` and `Stack` do. Write `self.{name} = nnx.Variable(...)`, or `nnx.Param` "
+                    "if it is trained."
+                )

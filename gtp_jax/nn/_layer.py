@@ -16,25 +16,49 @@ from jax.sharding import PartitionSpec
 
 from ..layout import Layout
 from ..mesh import Roles, check_mesh_in_scope, current_roles, current_view, degree, degrees, stacked_spec, use_roles
-from ..weights import Gathered, Stored
+from ..weights import Beside, Gathered, Stored
 from ._ranks import on_ranks, ranks_spec
 from ._shared import SharedInputs
 
+# A leaf of a module's state: a variable, or an array that is a module's attribute.
+Leaf = Any
 
-def layout_of(variable: nnx.Variable) -> Layout | None:
-    """Returns the layout of a weight that is gathered, from its metadata; `None` for any other variable.
+
+def layout_of(leaf: Leaf) -> Layout | None:
+    """Returns the layout of a weight that is gathered, from its metadata; `None` for any other leaf.
 
     A weight is a plain `nnx.Param`, so that Flax, its Linen bridge above all, treats it as one.
     """
-    return variable.get_metadata().get("layout")
+    return leaf.get_metadata().get("layout") if isinstance(leaf, nnx.Variable) else None
 
 
-def partition_of(variable: nnx.Variable) -> PartitionSpec:
+def partition_of(leaf: Leaf) -> PartitionSpec:
     """Returns the partition of a variable's array, with the leading dimensions of a stack; whole if it names none."""
-    layout = variable.get_metadata().get("array") or layout_of(variable)  # an array of any shape has both
+    layout = layout_of(leaf)
+    if layout is not None and isinstance(leaf, nnx.Variable):
+        layout = leaf.get_metadata().get("array") or layout  # an array of any shape has both
     if layout is not None:
-        return stacked_spec(layout.spec, variable.get_value().ndim)
-    return PartitionSpec(*(variable.get_metadata().get("out_sharding") or ()))
+        return stacked_spec(layout.spec, leaf.get_value().ndim)
+    named = leaf.get_metadata().get("out_sharding") if isinstance(leaf, nnx.Variable) else None
+    return PartitionSpec(*(named or ()))
+
+
+def value_of(leaf: Leaf) -> Any:
+    """Returns what a variable holds: an array; of a weight of which more is known `Stored`, in a chain `Gathered`. An
+    array is its own value."""
+    if not isinstance(leaf, nnx.Variable):
+        return leaf
+    value, beside = leaf.get_raw_value(), leaf.get_metadata().get("beside")
+    return value if beside is None or value is None or isinstance(value, Gathered) else beside.of(value)
+
+
+def with_value(variable: Leaf, value: Any) -> Leaf:
+    """Returns the variable with this for `value_of`; in place of an array this itself."""
+    if not isinstance(variable, nnx.Variable):
+        return value
+    if not isinstance(value, Stored):
+        return variable.replace(value)
+    return variable.replace(value.shard, beside=Beside(value))
 
 
 class _Method:
@@ -185,7 +209,7 @@ def in_shard_map(
 
     def local(values: list[Any], x: jax.Array, arrays: list[jax.Array]) -> Any:
         values = [_on_rank(value) for value in values]
-        put = [v.replace(value) for v, value in zip(variables, values, strict=True)]
+        put = [with_value(v, value) for v, value in zip(variables, values, strict=True)]
         merged = nnx.merge(graph, jax.tree.unflatten(tree, put))
         with use_roles(roles):
             args, kwargs = others.arguments(arrays)
@@ -194,7 +218,7 @@ def in_shard_map(
         return y
 
     specs = [_value_spec(v) for v in variables]
-    values = [_for_view(v.get_raw_value()) for v in variables]
+    values = [_for_view(value_of(v)) for v in variables]
     of_others = [
         _partition_of_other(module, name, array, x) for name, array in zip(others.names, others.arrays, strict=True)
     ]
@@ -217,7 +241,7 @@ def _refuse_writes(before: list[Any], module: nnx.Module) -> None:
     """Refuses a call that has written variables, which every rank would have written for itself."""
     known = {id(leaf) for leaf in jax.tree.leaves(before)}
     for path, v in nnx.to_flat_state(nnx.split(module)[1]):
-        leaves = jax.tree.leaves(v.get_raw_value())
+        leaves = jax.tree.leaves(value_of(v))
         if not isinstance(v, nnx.Param) and any(id(leaf) not in known for leaf in leaves):
             raise ValueError(
                 f"a call of {type(module).__name__} writes {'.'.join(map(str, path))}, a {type(v).__name__}. A "
@@ -226,9 +250,9 @@ def _refuse_writes(before: list[Any], module: nnx.Module) -> None:
             )
 
 
-def _value_spec(variable: nnx.Variable) -> Any:
+def _value_spec(variable: Leaf) -> Any:
     """Returns the partition of what a variable holds, in global view: a pytree prefix."""
-    value = variable.get_raw_value()
+    value = value_of(variable)
     if isinstance(value, Stored):
         layout = layout_of(variable)
         assert layout is not None
@@ -236,7 +260,7 @@ def _value_spec(variable: nnx.Variable) -> Any:
         stacked = value.groups[0][0].stack is not None
         joined = stacked_spec(layout.of_shards.spec, value.shard.ndim)
         specs: dict[str, Any] = {"packed": ranks_spec(stacked=stacked), "keys": PartitionSpec(), "joined": joined}
-        return Stored(shard, value.groups, starts=value.starts, **specs)  # pyright: ignore[reportArgumentType]
+        return dataclasses.replace(value, shard=shard, **specs)  # pyright: ignore[reportArgumentType]
     if isinstance(value, Gathered):
         return Gathered(ranks_spec(), value.group, PartitionSpec())  # pyright: ignore[reportArgumentType]
     return PartitionSpec() if value is None else partition_of(variable)

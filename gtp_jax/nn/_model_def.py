@@ -11,9 +11,12 @@ from flax import nnx
 
 from ..layout import Layout
 from ..mesh import Roles, check_mesh_in_scope, current_roles
-from ._layer import check_shape, layout_of, partition_of
+from ._layer import Leaf, check_shape, layout_of, partition_of, value_of, with_value
 
 Tree = Any
+
+# Stands in a definition for an array that is a module's attribute.
+_ARRAY = object()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -22,7 +25,7 @@ class ModelDef:
 
     Attributes:
         graph: the modules.
-        variables: the model's variables, without values: an NNX state.
+        variables: the model's variables and arrays, without values: an NNX state.
         specs: nested dict of the parameters' partitions.
         layouts: nested dict of `Layout`, or `None` for a parameter that is not gathered.
         state_specs: nested dict of the partitions of other variables.
@@ -48,14 +51,22 @@ class ModelDef:
         for layout in set(jax.tree.leaves(self.layouts, is_leaf=_is_layout)):
             layout.check_mesh("the model")
 
-    def model(self, params: Tree, model_state: Tree | None = None) -> Any:
-        """Returns the model with these arrays for its parameters and its other variables, if it has any."""
+    def model(self, params: Tree, model_state: Tree | None = None, *, read_only: bool = False) -> Any:
+        """Returns the model with these arrays for its parameters and its other variables, if it has any.
+
+        Args:
+            params: nested dict.
+            model_state: nested dict.
+            read_only: refuse code that sets a parameter, which a step would drop.
+        """
         leaves, tree = jax.tree.flatten(self.variables, is_leaf=_is_variable)
         paths = [path for path, _ in nnx.to_flat_state(self.variables)]
         put = []
         for path, v in zip(paths, leaves, strict=True):
             value = _at(params if isinstance(v, nnx.Param) else model_state, path)
-            put.append(v.replace(_as_key(value, self.key_impls[path]) if path in self.key_impls else value))
+            if read_only and isinstance(v, nnx.Param):
+                v = v.replace(on_set_value=(*_hooks(v), _refuse_write))
+            put.append(with_value(v, _as_key(value, self.key_impls[path]) if path in self.key_impls else value))
         return nnx.merge(self.graph, jax.tree.unflatten(tree, put))
 
     def state_of(self, model: nnx.Module) -> dict[str, Any]:
@@ -79,26 +90,26 @@ def split_model(model: nnx.Module) -> tuple[ModelDef, dict[str, Any], dict[str, 
     others = _others(variables)
     params = nnx.from_flat_state([(p, v) for p, v in nnx.to_flat_state(variables) if isinstance(v, nnx.Param)])
     specs = jax.tree.map(partition_of, params, is_leaf=_is_variable)
-    bare = jax.tree.map(lambda v: v.replace(None), variables, is_leaf=_is_variable)
+    bare = jax.tree.map(lambda v: v.replace(None) if _is_variable(v) else _ARRAY, variables, is_leaf=_is_variable)
     layouts = jax.tree.map(layout_of, params, is_leaf=_is_variable)
     model_def = ModelDef(
         graph,
         bare,
         _dicts(specs),
         _dicts(layouts),
-        _dicts(nnx.from_flat_state([(path, partition_of(v)) for path, v in others])) if others else {},
-        {path: str(jax.random.key_impl(v.get_raw_value())) for path, v in others if _is_key(v.get_raw_value())},
+        _nested([(path, jax.tree.map(lambda _, v=v: partition_of(v), value_of(v))) for path, v in others]),
+        {path: str(jax.random.key_impl(value_of(v))) for path, v in others if _is_key(value_of(v))},
         _roles_of(layouts),
     )
     return model_def, _dicts(jax.tree.map(lambda v: v.get_value(), params, is_leaf=_is_variable)), _nested(others)
 
 
-def _others(variables: Any) -> list[tuple[Any, nnx.Variable]]:
-    """Returns the variables of a state that are no parameters, by path."""
+def _others(variables: Any) -> list[tuple[Any, Leaf]]:
+    """Returns the variables of a state that are no parameters, and arrays that are attributes, by path."""
     return [(path, v) for path, v in nnx.to_flat_state(variables) if not isinstance(v, nnx.Param)]
 
 
-def _nested(variables: list[tuple[Any, nnx.Variable]]) -> dict[str, Any]:
+def _nested(variables: list[tuple[Any, Leaf]]) -> dict[str, Any]:
     """Returns variables' values as nested dicts, with the words of random keys in their place."""
     found: dict[str, Any] = {}
     for path, variable in variables:
@@ -106,7 +117,7 @@ def _nested(variables: list[tuple[Any, nnx.Variable]]) -> dict[str, Any]:
         node = found
         for key in ahead:
             node = node.setdefault(key, {})
-        value = variable.get_raw_value()
+        value = value_of(variable)
         node[last] = _words(value) if _is_key(value) else value
     return found
 
@@ -136,6 +147,21 @@ def _roles_of(layouts: Any) -> Roles:
             "one `gtp_jax.use_roles(...)`."
         )
     return roles.pop() if roles else current_roles()
+
+
+def _hooks(variable: nnx.Variable) -> tuple[Any, ...]:
+    hooks = variable.get_metadata().get("on_set_value", ())
+    return hooks if isinstance(hooks, tuple) else (hooks,)
+
+
+def _refuse_write(variable: nnx.Variable, value: Any) -> Any:
+    path = ".".join(map(str, variable.get_metadata().get("path", ())))
+    raise ValueError(
+        f"a loss, or a call in it, sets the {type(variable).__name__} {path or 'of shape ' + str(jnp.shape(value))}. A "
+        "step updates the parameters that it was given, so that what is set would be lost. Make it another "
+        "`nnx.Variable`, which a step keeps; or for this loss alone change a copy: "
+        "`graph, state = nnx.split(model)`, `nnx.merge(graph, jax.tree.map(..., state))`."
+    )
 
 
 def _is_layout(node: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,14 @@ from jax import lax
 from jax.nn import initializers
 
 from ..collectives import gather_sequence, reduce_scatter_sequence
-from ..mesh import degree, loss_copies
+from ..mesh import degree, degrees, loss_copies
 from ..ops import permute, rms_norm, route, save_activation, with_aux_loss_gradient
 from ._grouped import GroupedDense
 from ._layer import Layer
 from ._weight import make_vector, make_whole
 
 ExpertParallel = Literal["features", "expert"] | None
+LossReduction = Literal["sum", "mean"]
 
 # How tp divides the first and the second layer of every expert.
 _PARALLEL = {"features": ("column", "row"), "expert": ("expert", "expert"), None: (None, None)}
@@ -40,8 +41,10 @@ class MoE(Layer):
         parallel: what tp does: `features` divides every expert's hidden features, `expert` divides the experts among
             the ranks, `None` leaves a rank its own part of the sequence.
         aux_loss_coeff: weight of the term that keeps experts evenly loaded; see `gtp_jax.ops.with_aux_loss_gradient`.
-            It is added to the gradient and not to the loss that is reported, and supposes a loss that is a sum over
-            tokens, as `train_step` does.
+            It is added to the gradient and not to the loss that is reported.
+        loss_reduction: `"sum"` if the loss that is differentiated is a sum over tokens, as `cross_entropy` returns it;
+            `"mean"` if it is a mean, where each token's share of the term is that much smaller. A train step refuses
+            the other one; a step of one's own cannot tell.
         activation: elementwise, on the gate.
         eps: of the norm.
         sequence_parallel: whether input and output are sharded along the sequence over tp.
@@ -62,6 +65,7 @@ class MoE(Layer):
         top_k: int = 2,
         parallel: ExpertParallel = "features",
         aux_loss_coeff: float = 0.01,
+        loss_reduction: LossReduction = "sum",
         activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
         eps: float = 1e-6,
         sequence_parallel: bool = True,
@@ -74,6 +78,8 @@ class MoE(Layer):
         check_moe(num_experts, top_k, aux_loss_coeff)
         if parallel not in _PARALLEL:
             raise ValueError(f"`parallel` is {parallel!r}; it must be 'features', 'expert' or None.")
+        if loss_reduction not in get_args(LossReduction):
+            raise ValueError(f"`loss_reduction` is {loss_reduction!r}; it must be 'sum' or 'mean'.")
         first, second = _PARALLEL[parallel]
         shared: dict[str, Any] = {"axes": axes, "param_dtype": param_dtype, "summed": False, "rngs": rngs, **options}
         self.scale = make_vector(features, initializers.ones, rngs.params(), param_dtype)
@@ -84,6 +90,7 @@ class MoE(Layer):
         self.top_k = top_k
         self.parallel = parallel
         self.aux_loss_coeff = aux_loss_coeff
+        self.loss_reduction = loss_reduction
         self.activation = activation
         self.eps = eps
         self.sequence_parallel = sequence_parallel
@@ -119,8 +126,30 @@ class MoE(Layer):
             # A rank sees a part of the sequence; but all see every token's loss, so that it counts tp times.
             here, length, weight = lax.psum(here, tensor), length * degree(tensor), weight * degree(tensor)
         weight /= loss_copies(self.roles)
+        if self.loss_reduction == "mean":
+            weight /= x.shape[0] * degrees(self.roles.batch) * length
         load = here * (self.num_experts / (self.top_k * length))
         return route(with_aux_loss_gradient(probs, load, weight), self.top_k)
+
+
+def check_loss_reduction(model: nnx.Module, reduction: LossReduction) -> None:
+    """Refuses mixtures of experts that were built for another kind of loss.
+
+    Args:
+        model: in which they are.
+        reduction: of the loss that is differentiated.
+
+    Raises:
+        ValueError: naming the first one and the remedy.
+    """
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, MoE) and module.aux_loss_coeff and module.loss_reduction != reduction:
+            returned = {"sum": "(sum of token losses, number of tokens)", "mean": "a scalar, which is taken for a mean"}
+            raise ValueError(
+                f"the loss returns {returned[reduction]}, and the MoE at {'.'.join(map(str, path)) or 'the top'} adds "
+                f"the gradient of its balance term as if it were a {module.loss_reduction}. Build it with "
+                f"`loss_reduction={reduction!r}`, or `aux_loss_coeff=0`."
+            )
 
 
 def check_moe(num_experts: int, top_k: int, aux_loss_coeff: float) -> None:

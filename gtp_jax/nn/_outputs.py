@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..chain import Outputs
-from ._layer import layout_of
+from ._layer import Leaf, layout_of, value_of
 
-# Variables of one layer, or the stacked ones of all layers of a stack, by path.
-Written = dict[tuple[Any, ...], nnx.Variable]
+# Variables of one layer, or the stacked ones of all layers of a stack, and arrays that are attributes, by path.
+Written = dict[tuple[Any, ...], Leaf]
 
 
 class AuxLoss(nnx.Variable):
@@ -38,14 +38,14 @@ _WITHOUT_GRADIENT = (nnx.BatchStat, nnx.RngState)
 
 
 def variables_of(module: nnx.Module) -> Written:
-    """Returns the module's variables by path, weights that are gathered excepted."""
+    """Returns the module's variables and arrays by path, weights that are gathered excepted."""
     flat = nnx.to_flat_state(nnx.split(module)[1])
-    return {path: v for path, v in flat if isinstance(v, nnx.Variable) and layout_of(v) is None}
+    return {path: v for path, v in flat if layout_of(v) is None}
 
 
 def values_of(variables: Written) -> dict[tuple[Any, ...], Any]:
-    """Returns the variables' present values, which a call may replace."""
-    return {path: variable.get_value() for path, variable in variables.items()}
+    """Returns the variables' present values, which a call may replace, or write to: `sow` adds to a dict in place."""
+    return {path: jax.tree.map(lambda a: a, value_of(variable)) for path, variable in variables.items()}
 
 
 def outputs_of(before: dict[tuple[Any, ...], Any], after: Written, name: str) -> Outputs:
@@ -57,12 +57,17 @@ def outputs_of(before: dict[tuple[Any, ...], Any], after: Written, name: str) ->
         name: of the module.
 
     Raises:
-        ValueError: if the call has written a parameter.
+        ValueError: if the call has written a parameter, or an attribute that is an array.
     """
     kinds: dict[str, list[tuple[Any, nnx.Variable]]] = {"state": [], "scalars": [], "metrics": []}
     for path, variable in after.items():
-        if path in before and _is_same(before[path], variable.get_value()):
+        if path in before and _is_same(before[path], value_of(variable)):
             continue
+        if not isinstance(variable, nnx.Variable):
+            raise ValueError(
+                f"a call of {name} writes {'.'.join(map(str, path))}, an array that is an attribute. A layer of a "
+                "chain may write variables: make it an `nnx.Variable`."
+            )
         if isinstance(variable, nnx.Param):
             raise ValueError(
                 f"a call of {name} writes the parameter {'.'.join(map(str, path))}. A layer of a chain may write other "

@@ -48,7 +48,13 @@ def shards_of(model: nnx.Module) -> dict[Path, Shards]:
 
 
 def with_groups(
-    model: nnx.Module, groups: Groups, quantized: Quantized, key: jax.Array | None = None, joined: Joined | None = None
+    model: nnx.Module,
+    groups: Groups,
+    quantized: Quantized,
+    keys: Mapping[Path, CallKeys] | None = None,
+    joined: Joined | None = None,
+    *,
+    stands_in: bool = False,
 ) -> Any:
     """Returns a copy of the model that gathers these codes and shards, and multiplies and sums gradients as its weight
     groups say. Gradients still go to its own parameters.
@@ -57,10 +63,11 @@ def with_groups(
         model: in local view.
         groups: as `gtp_jax.weights.resolve` returns them.
         quantized: what `gtp_jax.weights.quantize` made of them.
-        key: uint32 `(2,)`, for stochastic rounding: of this step, microbatch and rank; without gradients none.
+        keys: of stochastic rounding, by path, see `keys_of`; without gradients none.
         joined: what `gtp_jax.weights.join_stored` made of what ranks store; each module joins its own by default.
+        stands_in: whether the model's weights are placeholders, as `as_shards` makes them.
     """
-    joined = joined or {}
+    keys, joined = keys or {}, joined or {}
     by_path: dict[Path, list[tuple[Layers, WeightGroup]]] = {}
     for (path, layers), group in groups.items():
         by_path.setdefault(path, []).append((layers, group))
@@ -70,27 +77,33 @@ def with_groups(
             values[path] = (owner.value,)
             continue
         decided, shards = tuple(by_path[path]), owner.shards()
-        keys = None if key is None else _keys_of(key, path, decided)
         ahead = joined.get(path, {})
         stored = []
         for i, shard in enumerate(shards):
-            first = {"packed": quantized.get(path, ()), "keys": keys} if i == 0 else {}
+            first = {"packed": quantized.get(path, ()), "keys": keys.get(path)} if i == 0 else {}
             own = tuple(kernels[i] for kernels in ahead.values())
-            stored.append(Stored(shard, decided, joined=own, starts=tuple(ahead), **first))
+            stored.append(Stored(shard, decided, joined=own, starts=tuple(ahead), stands_in=stands_in, **first))
         values[path] = stored
     return with_weights(model, values)
 
 
 def quantized_in_scope(layers: nnx.Module, length: int) -> nnx.Module:
     """Returns the layers of a stack, quantized here, as the recipe in scope says; as they are if there is none, or they
-    have been quantized already. Called in local view."""
+    have been quantized already, and are still the same. Called in local view."""
     owners, recipe = weight_owners(layers), current_recipe()
     owners = {path: owner for path, owner in owners.items() if not owner.built_group.high_precision}
-    if recipe is None or not owners or any(isinstance(owner.value, Stored) for owner in owners.values()):
+    if any(isinstance(owner.value, Stored) for owner in owners.values()):
+        if not any(owner.changed for owner in owners.values()):
+            return layers
+    elif recipe is None or not owners:
         return layers
-    check_ends({"one": length}, recipe)
-    groups = {(path, at): group for path, owner in owners.items() for at, group in owner.groups(length)}
-    return with_groups(layers, groups, quantize_in_view(groups, lax.stop_gradient(shards_of(layers))))
+    else:
+        check_ends({"one": length}, recipe)
+    groups = {
+        (path, at._replace(stack=())): group for path, owner in owners.items() for at, group in owner.groups(length)
+    }
+    keys = {path: owner.keys for path, owner in owners.items() if owner.keys is not None}
+    return with_groups(layers, groups, quantize_in_view(groups, lax.stop_gradient(shards_of(layers))), keys)
 
 
 def quantize_in_view(
@@ -129,10 +142,17 @@ def join_in_view(groups: Groups, stored: Mapping[Path, Shards], written_out: Col
     return join_stored(groups, stored, written_out, gather)
 
 
-def _keys_of(key: jax.Array, path: Path, groups: tuple[tuple[Layers, WeightGroup], ...]) -> CallKeys | None:
-    if not any(group.stochastic for _, group in groups):
-        return None
-    stack = groups[0][0].stack
-    if stack is None:
-        return CallKeys(key_for(key, path))
-    return CallKeys(key_for(key_for(key, stack[:-1]), path[len(stack) :]))
+def keys_of(key: jax.Array, groups: Groups) -> dict[Path, CallKeys]:
+    """Returns keys of the modules that round stochastically, by path.
+
+    Args:
+        key: uint32 `(2,)`: of this step, microbatch and rank.
+        groups: as `gtp_jax.weights.resolve` returns them.
+    """
+    found = {}
+    for (path, layers), group in groups.items():
+        if group.stochastic and path not in found:
+            stack = layers.stack
+            own = key_for(key, path) if stack is None else key_for(key_for(key, stack[:-1]), path[len(stack) :])
+            found[path] = CallKeys(own)
+    return found

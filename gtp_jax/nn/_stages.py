@@ -16,7 +16,7 @@ from ..collectives import Packed, sum_over_replicas
 from ..mesh import current_view
 from ..ops import SlottedWeight
 from ..weights import CallKeys, Gathered, Layers, WeightGroup, gather, gather_members, scatter
-from ._layer import layout_of
+from ._layer import Leaf, layout_of, value_of
 from ._outputs import is_float, outputs_of, values_of, variables_of, write
 from ._quantized import quantized_in_scope
 from ._ranks import by_rank, on_ranks, ranks_spec
@@ -147,10 +147,10 @@ class _Template:
         self.graph, state = nnx.split(layer)
         self.leaves, self.tree = jax.tree.flatten(state, is_leaf=lambda v: isinstance(v, nnx.Variable))
         self.places = kernel_places(self.graph, self.leaves, self.tree)
-        self.is_put = [isinstance(v, nnx.Variable) and layout_of(v) is None for v in self.leaves]
-        self.metadata = [_of_one_layer(v) if stacked and isinstance(v, nnx.Variable) else {} for v in self.leaves]
+        self.is_put = [layout_of(v) is None for v in self.leaves]
+        self.metadata = [_of_one_layer(v) if stacked else {} for v in self.leaves]
         self.shards = {path: owner.shards() for path, owner in self.owners.items()}
-        values = [v.get_value() for v, put in zip(self.leaves, self.is_put, strict=True) if put]
+        values = [value_of(v) for v, put in zip(self.leaves, self.is_put, strict=True) if put]
         arrays, self.values = jax.tree.flatten(values)
         self.is_float = [is_float(a) for a in arrays]
         self.params = [a for a, chosen in zip(arrays, self.is_float, strict=True) if chosen]
@@ -210,7 +210,8 @@ class _Template:
         put = []
         for place, (v, is_put, metadata) in enumerate(zip(self.leaves, self.is_put, self.metadata, strict=True)):
             if is_put:
-                v = v.replace(next(values), **metadata)
+                value = next(values)
+                v = v.replace(value, **metadata) if isinstance(v, nnx.Variable) else value
             elif place in weights:
                 v = v.replace(weights[place], **metadata)
             put.append(v)
@@ -276,9 +277,9 @@ def _sent(owner: Weight) -> Any:
     return on_ranks(owner.sent_of, (specs,), ranks_spec())(owner.shards())
 
 
-def _of_one_layer(variable: nnx.Variable) -> dict[str, Any]:
+def _of_one_layer(leaf: Leaf) -> dict[str, Any]:
     """Returns the metadata of one layer's variable that differ from the stacked one's."""
-    sharding = variable.get_metadata().get("out_sharding")
+    sharding = leaf.get_metadata().get("out_sharding") if isinstance(leaf, nnx.Variable) else None
     return {"out_sharding": tuple(sharding)[1:]} if sharding else {}
 
 

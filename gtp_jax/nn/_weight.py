@@ -36,7 +36,7 @@ from ..weights import (
     reduction_of,
     scatter,
 )
-from ._layer import Layer, check_shape
+from ._layer import Layer, check_shape, value_of, with_value
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
@@ -103,7 +103,7 @@ def with_weights(module: nnx.Module, values: Mapping[Path, Sequence[Any]]) -> An
     leaves, tree = jax.tree.flatten(state, is_leaf=_is_variable)
     for path, places in kernel_places(graph, leaves, tree).items():
         for place, value in zip(places, values[path], strict=True):
-            leaves[place] = leaves[place].replace(value)
+            leaves[place] = with_value(leaves[place], value)
     return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
 
 
@@ -160,7 +160,7 @@ class StackedLayers(Layer):
 class Weight(abc.ABC):
     """Arrays that are gathered together into one fused weight.
 
-    Their variables hold arrays, or what a recipe or a chain has put in their place: `Stored`, `Gathered`.
+    Their variables hold arrays, beside which more may be known (`Stored`); or in a chain `Gathered`.
 
     Attributes:
         dtype: of the weight on the wire and in use.
@@ -194,12 +194,17 @@ class Weight(abc.ABC):
     @property
     def value(self) -> Any:
         """Returns what the first kernel's variable holds."""
-        return self.weights()[0].get_raw_value()  # `get_value` would copy keys, which count their calls
+        return value_of(self.weights()[0])
+
+    @property
+    def changed(self) -> bool:
+        """Says whether a kernel is another array than the one of which codes or shards were gathered ahead."""
+        values = [value_of(w) for w in self.weights()]
+        return any(isinstance(value, Stored) and value.changed for value in values)
 
     def shards(self) -> Shards:
         """Returns what this rank stores of each kernel, of which gradients are taken."""
-        values = (w.get_value() for w in self.weights())
-        return tuple(value.shard if isinstance(value, Stored) else value for value in values)
+        return tuple(w.get_raw_value() for w in self.weights())
 
     @property
     def built_group(self) -> WeightGroup:
@@ -256,19 +261,19 @@ class Weight(abc.ABC):
     def packed(self) -> tuple[Packed, ...]:
         """Buffers of codes that are gathered in place of shards, its own and other modules'."""
         value = self.value
-        return value.packed if isinstance(value, Stored) else ()
+        return value.packed if isinstance(value, Stored) and not self.changed else ()
 
     @property
     def starts(self) -> tuple[int, ...]:
         """The first layers of the stretches of a stack whose shards have been joined already."""
         value = self.value
-        return value.starts if isinstance(value, Stored) else ()
+        return value.starts if isinstance(value, Stored) and not self.changed else ()
 
     def joined(self, start: int = 0, stop: int | None = None) -> Shards | None:
         """Returns shards that are gathered in place of `shards`, of layers `start` to `stop` of a stack; `None` if
         there are none."""
-        values = [w.get_raw_value() for w in self.weights()]
-        if not isinstance(values[0], Stored) or not values[0].joined:
+        values = [value_of(w) for w in self.weights()]
+        if not isinstance(values[0], Stored) or not values[0].joined or self.changed:
             return None
         return tuple(value.joined[0] if stop is None else value.joined_layers(start, stop) for value in values)
 

@@ -49,7 +49,8 @@ def check(
         model has written.
 
     Raises:
-        ValueError: if there is no mesh in scope, or if a tensor differs; naming the first that does.
+        ValueError: if there is no mesh in scope, if the loss is not finite, or if a tensor differs; naming the first
+            that does.
     """
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
@@ -60,11 +61,11 @@ def check(
     alone = Mesh(np.asarray(mesh.devices).reshape(-1)[:1].reshape((1,) * len(mesh.axis_names)), mesh.axis_names)
     streams, state = nnx.split(nnx.Rngs(0) if rngs is None else rngs)
     leaves, tree = jax.tree.flatten((state, batch))
-    copies = [_copied(leaf) for leaf in leaves]  # those at hand may be on the whole mesh
+    copies = [_copied(jnp.asarray(leaf)) for leaf in leaves]  # arrays may lie on the devices of the mesh
 
     def computed() -> dict[str, np.ndarray]:
-        keys, batch = jax.tree.unflatten(tree, [copy() for copy in copies])
-        model = init(factory, nnx.merge(streams, keys))
+        state, batch = jax.tree.unflatten(tree, [copy() for copy in copies])
+        model = init(factory, nnx.merge(streams, state))
         state = TrainState.create(model, optax.identity())
         request = Request(loss, view, has_aux, microbatches, None, 0, 0)
 
@@ -81,6 +82,10 @@ def check(
         return {name: np.asarray(value) for name, value in jax.jit(named)(state, batch).items()}
 
     here = computed()
+    if not np.isfinite(here["loss"]):
+        raise ValueError(
+            f"the loss is {here['loss']} on the mesh, so that there is nothing to compare; see `check_ids`."
+        )
     with jax.set_mesh(alone):
         there = computed()
     errors = {name: _difference(here[name], there[name]) for name in ["loss", *(n for n in here if n != "loss")]}

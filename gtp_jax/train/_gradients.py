@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..collectives import sum_over_replicas
 from ..mesh import Roles, degrees, use_roles
-from ..nn import join_in_view, quantize_in_view, shards_of, structure_of, with_groups
+from ..nn import check_loss_reduction, join_in_view, keys_of, quantize_in_view, shards_of, structure_of, with_groups
 from ..recipes import Recipe
 from ..weights import of_shards, resolve
 from ._loss import Loss, Returned, evaluate
@@ -90,6 +90,7 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Compu
             key = rounding_key(request.seed, state.step, number) if _rounds(request.recipe) else None
             model = model_of(params, model_state, key)
             returned = evaluate(request.loss, model, part, has_aux=request.has_aux)
+            check_loss_reduction(model, "mean" if returned.tokens is None else "sum")
             return returned.total, (returned.tokens, model_def.state_of(model), returned.aux)
 
         value_and_grad = jax.value_and_grad(one, has_aux=True)
@@ -128,7 +129,9 @@ def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
 
         def one(params: Tree, part: Tree, number: jax.Array | int):
             key = rounding_key(request.seed, step, number, of_rank=True) if _rounds(request.recipe) else None
-            returned = _sums(evaluate(request.loss, model_of(params, {}, key), part, has_aux=False))
+            model = model_of(params, {}, key)
+            returned = _sums(evaluate(request.loss, model, part, has_aux=False))
+            check_loss_reduction(model, "sum")
             return returned.total, returned.tokens
 
         value_and_grad = jax.value_and_grad(one, has_aux=True)
@@ -176,14 +179,16 @@ def _model_of(
     structure = structure_of(model)
     groups = resolve(structure, request.recipe)
     if request.recipe is None and not any(group.divided for group in groups.values()):
-        return lambda params, model_state, key=None: model_def.model(params, model_state)
+        return lambda params, model_state, key=None: model_def.model(params, model_state, read_only=True)
     stored = lax.stop_gradient(shards_of(model))
     joined = join_in_view(groups, stored, structure.written_out)
     quantized = quantize_in_view(groups, stored, request.pregathered_layers)
     decided = of_shards(groups) if whole_gradients else groups
 
     def model_of(params: Tree, model_state: Tree, key: jax.Array | None = None) -> Any:
-        return with_groups(model_def.model(params, model_state), decided, quantized, key, joined)
+        keys = None if key is None else keys_of(key, groups)
+        model = model_def.model(params, model_state, read_only=True)
+        return with_groups(model, decided, quantized, keys, joined, stands_in=whole_gradients)
 
     return model_of
 

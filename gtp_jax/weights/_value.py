@@ -1,4 +1,4 @@
-"""What a weight's variable holds in place of an array: pytrees whose static part are weight groups."""
+"""What is known of a weight beside its array, and what a chain puts in its place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._rounding import CallKeys
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("shard", "packed", "keys", "joined"),
-    meta_fields=("groups", "starts"),
+    meta_fields=("groups", "starts", "changed", "stands_in"),
 )
 @dataclasses.dataclass(frozen=True)
 class Stored:
@@ -31,6 +31,8 @@ class Stored:
         keys: of stochastic rounding; `None` where nothing is rounded so.
         joined: shards that are gathered in place of `shard`, each of some layers of a stack.
         starts: the first layer of each of `joined`.
+        changed: whether the array is another than the one of which codes and shards were gathered ahead.
+        stands_in: whether `shard` is a placeholder, whose values mean nothing.
     """
 
     shard: jax.Array
@@ -39,12 +41,51 @@ class Stored:
     keys: CallKeys | None = None
     joined: tuple[jax.Array, ...] = ()
     starts: tuple[int, ...] = ()
+    changed: bool = False
+    stands_in: bool = False
 
     def joined_layers(self, start: int, stop: int) -> jax.Array:
         """Returns `joined` of layers `start` to `stop` (exclusive) of a stack."""
         first, own = max((first, i) for i, first in enumerate(self.starts) if first <= start)
         whole = self.joined[own]
         return whole if stop - start == len(whole) else whole[start - first : stop - first]
+
+
+class Beside:
+    """A `Stored` as metadata of its kernel's variable, whose value stays the array: a model's code sees weights alone.
+
+    Compared by identity, as metadata are static. What was gathered or quantized belongs to one array. Code that puts
+    another in its place (a noisy weight, or the same one inside `nnx.remat`) has that one gathered and quantized anew.
+
+    Args:
+        stored: of the array that the variable holds.
+    """
+
+    def __init__(self, stored: Stored) -> None:
+        self._stored = stored
+
+    def of(self, shard: Any) -> Stored:
+        """Returns what is known of this array.
+
+        Raises:
+            ValueError: if it is another than what stands in for a weight.
+        """
+        stored = self._stored
+        if stored.shard is shard:
+            return stored
+        if stored.stands_in:
+            raise ValueError(
+                "a weight is replaced by another, or passed through a transformation such as `nnx.remat`, in a step "
+                "with `reduce_over_dp='last'`, where its array is a placeholder. Take `reduce_over_dp='each'`."
+            )
+        return Stored(shard, stored.groups, keys=stored.keys, changed=True)
+
+
+_GATHERED = (
+    "the array of a weight is read or written by a layer of a `Stack`, or of `run_chain`, where the weight is gathered "
+    "and fused with others that meet the same input. Call its module, or make it an `nnx.Param`, which is whole on "
+    "every rank."
+)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("weight", "keys"), meta_fields=("group",))
@@ -61,3 +102,9 @@ class Gathered:
     weight: Any
     group: WeightGroup
     keys: CallKeys | None = None
+
+    def __getitem__(self, _: Any) -> Any:
+        raise TypeError(_GATHERED)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{_GATHERED} (asked for `{name}`)")

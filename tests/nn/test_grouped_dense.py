@@ -153,6 +153,11 @@ REFUSED = {
         ValueError,
         "`parallel` is 'column'; it must be 'features', 'expert' or None",
     ),
+    "moe loss": (
+        lambda: gtp.MoE(8, 8, num_experts=2, loss_reduction="none", rngs=nnx.Rngs(0)),
+        ValueError,
+        "`loss_reduction` is 'none'; it must be 'sum' or 'mean'",
+    ),
 }
 REFUSED_ON_A_MESH = {
     "tp twice": (

@@ -1,6 +1,7 @@
 """Local and global view compute the same: what is decided in one about quantized weights holds in the other."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -108,9 +109,11 @@ def test_check_names_the_first_tensor_that_differs():
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
         errors = gtp.check(loss, right, x, microbatches=2)
         assert errors.keys() == {"loss", "gradient layer.kernel"} and max(errors.values()) < 1e-6
-        made_here = jax.random.normal(jax.random.key(0), (8, 8))  # on all devices of the mesh
-        assert max(gtp.check(loss, right, made_here).values()) < 1e-6
+        on_mesh = jax.device_put(x, jax.NamedSharding(jax.sharding.get_mesh(), jax.P("gtp")))
+        assert gtp.check(loss, right, on_mesh, microbatches=2) == errors
         with pytest.raises(ValueError, match="loss differs between dp 1 x gtp 4 x tp 2 and one device: by"):
             gtp.check(loss, wrong, x)
+        with pytest.raises(ValueError, match="the loss is nan on the mesh, so that there is nothing to compare"):
+            gtp.check(lambda model, x: loss(model, x) * jnp.nan, right, x)
     with pytest.raises(ValueError, match="compares the mesh in scope with one device, and there is none.*set_mesh"):
         gtp.check(loss, right, x)

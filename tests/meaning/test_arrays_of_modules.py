@@ -1,0 +1,113 @@
+"""Arrays that modules keep as attributes, not in variables: right, or refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+
+from .test_models_on_meshes import assert_equal, scope
+
+BATCH, LENGTH, WIDTH, LAYERS = 8, 4, 12, 2
+DTYPES = dict(dtype="float64", param_dtype="float64")
+MESH = dict(gtp=4, tp=2)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.mlp = gtp.MLP(WIDTH, 24, rngs=rngs, **DTYPES)
+        self.scale = np.linspace(0.5, 1.0, WIDTH)
+        # as many rows as there are layers: an array of the whole stack would broadcast
+        self.shift = nnx.data(jax.random.normal(rngs.params(), (LAYERS, 1, 1, WIDTH), jnp.float64))
+        self.key = nnx.data(jax.random.key(1))
+
+    def __call__(self, x):
+        noise = jax.random.normal(self.key, x.shape, x.dtype)
+        return self.mlp(x) * self.scale + self.shift.sum(0) + 0.1 * noise
+
+
+class Counting(nnx.Module):
+    def __init__(self, rngs):
+        self.mlp = gtp.MLP(WIDTH, 24, rngs=rngs, **DTYPES)
+        self.calls = nnx.data(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.calls = self.calls + 1
+        return self.mlp(x) * self.calls
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.first = Block(rngs)
+        self.count = Counting(rngs)
+        self.blocks = gtp.Stack(lambda rngs: Block(rngs), LAYERS, rngs=rngs)
+
+    def __call__(self, x):
+        return self.blocks(self.count(self.first(x)))
+
+
+def loss(model, batch):
+    return jnp.mean(jnp.sin(model(batch["x"])))
+
+
+def inputs():
+    return jnp.asarray(np.random.default_rng(0).normal(size=(BATCH, LENGTH, WIDTH)))
+
+
+def trained(degrees):
+    with scope(degrees):
+        optimizer = optax.sgd(0.1)
+        state = gtp.TrainState.create(gtp.init(Model, nnx.Rngs(0)), optimizer)
+        step = gtp.train_step(loss, optimizer, microbatches=2)
+        for _ in range(2):
+            state, metrics = step(state, {"x": inputs()})
+        return jax.tree.map(np.asarray, (metrics, state.params, state.model_state))
+
+
+def test_they_are_part_of_the_state_and_mean_what_they_mean_without_a_mesh(x64):
+    found = trained(MESH)
+    assert_equal(found, trained(None))
+    assert found[2]["count"]["calls"] == 4
+
+
+def test_every_layer_of_a_stack_has_its_own(x64):
+    stack = gtp.Stack(lambda rngs: Block(rngs), LAYERS, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(stack.layers)
+    x = inputs()
+    for layer in range(LAYERS):
+        x = nnx.merge(graph, jax.tree.map(lambda a, layer=layer: a[layer], state))(x)
+    np.testing.assert_array_equal(stack(inputs()), x)
+
+
+def test_a_layer_of_a_stack_that_writes_one_is_refused(x64):
+    stack = gtp.Stack(lambda rngs: Counting(rngs), LAYERS, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"Counting writes calls, an array that is an attribute.*nnx\.Variable"):
+        stack(inputs())
+
+
+class Traced(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = gtp.Dense(WIDTH, WIDTH, rngs=rngs)
+        self.mask = jnp.tril(jnp.ones((LENGTH, LENGTH)))
+
+
+def test_one_that_flax_does_not_see_under_a_trace_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"Traced at inner keeps an array in its attribute `mask`.*nnx\.Variable"):
+        gtp.init(lambda rngs: nnx.Dict(inner=Traced(rngs)), nnx.Rngs(0))
+
+
+class Reading(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = gtp.Dense(WIDTH, WIDTH, rngs=rngs, **DTYPES)
+
+    def __call__(self, x):
+        return self.dense(x) + jnp.sum(self.dense.kernel[...] ** 2)
+
+
+def test_a_weight_that_a_layer_of_a_stack_reads_is_refused(x64):
+    stack = gtp.Stack(lambda rngs: Reading(rngs), LAYERS, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"read or written by a layer of a `Stack`.*Call its module"):
+        stack(inputs())

@@ -1,0 +1,117 @@
+"""A loss may read, change and pass on a model's weights, whatever a step has gathered or quantized of them ahead."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+
+from .test_models_on_meshes import assert_equal, scope
+
+BATCH, LENGTH, WIDTH = 8, 4, 32
+DTYPES = dict(dtype="float64", param_dtype="float64")
+DP = dict(dp=2, gtp=2, tp=2)  # dp divides what is stored of a weight
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.first = gtp.Dense(WIDTH, {"a": WIDTH, "b": WIDTH}, rngs=rngs, **DTYPES)
+        self.blocks = gtp.Stack(lambda rngs: gtp.MLP(WIDTH, 64, rngs=rngs, **DTYPES), 2, rngs=rngs)
+
+    def __call__(self, x):
+        found = self.first(x)
+        return self.blocks(found["a"] + jnp.tanh(found["b"]))
+
+
+def mean_of(model, batch):
+    return jnp.mean(jnp.sin(model(batch["x"])))
+
+
+def penalized(model, batch):
+    return mean_of(model, batch) + 0.01 * sum(jnp.sum(p**2) for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+def read(model, batch):
+    return mean_of(model, batch) + 0.01 * jnp.sum(model.first.kernel["b"][...] ** 2)
+
+
+def scaled(model, batch):
+    graph, params = nnx.split(model)
+    return mean_of(nnx.merge(graph, jax.tree.map(lambda p: 0.5 * p, params)), batch)
+
+
+def one_of_a_layer_replaced(model, batch):
+    graph, params = nnx.split(model)
+    params["first"]["kernel"]["b"] = jax.tree.map(lambda p: 0.5 * p, params["first"]["kernel"]["b"])
+    return mean_of(nnx.merge(graph, params), batch)
+
+
+def one_of_a_stack_replaced(model, batch):
+    graph, params = nnx.split(model)
+    down = params["blocks"]["layers"]["down"]
+    down["kernel"] = jax.tree.map(lambda p: 0.5 * p, down["kernel"])
+    return mean_of(nnx.merge(graph, params), batch)
+
+
+def rematerialized(model, batch):
+    call = nnx.remat(lambda module, x: module(x))
+    found = call(model.first, batch["x"])
+    return jnp.mean(jnp.sin(call(model.blocks, found["a"] + jnp.tanh(found["b"]))))
+
+
+LOSSES = [penalized, read, scaled, one_of_a_layer_replaced, one_of_a_stack_replaced, rematerialized]
+
+
+def halved(params, loss):
+    """The parameters that a loss computes with, where it replaces some."""
+    half = lambda a: 0.5 * a  # noqa: E731
+    if loss is scaled:
+        return jax.tree.map(half, params)
+    if loss is one_of_a_layer_replaced:
+        kernels = params["first"]["kernel"]
+        return params | {"first": {"kernel": kernels | {"b": half(kernels["b"])}}}
+    if loss is one_of_a_stack_replaced:
+        layers = params["blocks"]["layers"]
+        return params | {"blocks": {"layers": layers | {"down": {"kernel": half(layers["down"]["kernel"])}}}}
+    return params
+
+
+def computed(loss, degrees, recipe=None, before=lambda params: params, **options):
+    x = np.random.default_rng(0).normal(size=(BATCH, LENGTH, WIDTH))
+    with scope(degrees):
+        model = gtp.init(Model, nnx.Rngs(0))
+        state = gtp.TrainState.create(model, optax.identity())
+        run = jax.jit(lambda s, b: gtp.loss_and_gradients(loss, s, b, recipe=recipe, **options))
+        state = gtp.TrainState(before(state.params), state.opt_state, state.step, state.model_def, state.model_state)
+        return jax.tree.map(np.asarray, run(state, {"x": jnp.asarray(x)}))
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_over_dp_it_means_what_it_means_without_a_mesh(loss, microbatches, x64):
+    assert_equal(computed(loss, DP, microbatches=microbatches), computed(loss, None, microbatches=microbatches))
+
+
+@pytest.mark.parametrize("degrees", [DP, pytest.param(dict(gtp=4), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("loss", LOSSES[2:], ids=lambda loss: loss.__name__)
+def test_under_a_recipe_what_a_loss_computes_with_is_quantized(loss, degrees, x64):
+    recipe = gtp.MXFP8(exclude=(), high_precision_first=1)
+    found = computed(loss, degrees, recipe)[0]
+    wanted = computed(mean_of, degrees, recipe, lambda params: halved(params, loss))[0]
+    np.testing.assert_allclose(found, wanted, rtol=1e-12)
+    assert abs(found - computed(loss, degrees)[0]) > 1e-9  # codes travelled
+
+
+def doubles(model, batch):
+    kernel = model.first.kernel["b"]
+    kernel[...] = 2 * kernel[...]
+    return mean_of(model, batch)
+
+
+@pytest.mark.parametrize("degrees", [None, DP], ids=str)
+def test_a_loss_that_sets_a_parameter_is_refused(degrees, x64):
+    with pytest.raises(ValueError, match=r"sets the Param first\. A step.* would be lost.*nnx\.Variable.*nnx\.merge"):
+        computed(doubles, degrees)
