@@ -75,7 +75,7 @@ class _Method:
         return self.__wrapped__(*args, **kwargs)
 
 
-def check_shape(variable: nnx.Variable, owner: str) -> None:
+def check_shape(variable: Leaf, owner: str) -> None:
     """Refuses a weight that holds an array of another shape than its own: on a rank that is not seen.
 
     Args:
@@ -85,6 +85,8 @@ def check_shape(variable: nnx.Variable, owner: str) -> None:
     Raises:
         ValueError: naming both shapes.
     """
+    if not isinstance(variable, nnx.Variable):
+        return
     metadata = variable.get_metadata()
     layout, shape = metadata.get("array") or metadata.get("layout"), getattr(variable.get_raw_value(), "shape", None)
     if layout is None or shape is None or current_view() == "local":
@@ -111,7 +113,7 @@ class Layer(nnx.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        _wrap_methods(cls)
+        wrap_methods(cls)
 
     def __init__(self) -> None:
         self._roles = current_roles()
@@ -156,13 +158,15 @@ class Layer(nnx.Module):
         return in_shard_map(self, x, *self.partitions(jnp.ndim(x)), SharedInputs(args, kwargs))
 
 
-def _wrap_methods(cls: type) -> None:
+def wrap_methods[T: type](cls: T) -> T:
+    """Makes methods of a class, those of its public functions, that `nnx.tabulate` leaves alone."""
     for name, member in list(vars(cls).items()):
         if inspect.isfunction(member) and not name.startswith("_"):
             setattr(cls, name, _Method(member))
+    return cls
 
 
-_wrap_methods(Layer)
+wrap_methods(Layer)
 
 
 def between_layers(roles: Roles, sequence_parallel: bool) -> PartitionSpec:

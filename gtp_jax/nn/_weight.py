@@ -36,7 +36,7 @@ from ..weights import (
     reduction_of,
     scatter,
 )
-from ._layer import Layer, check_shape, value_of, with_value
+from ._layer import Layer, check_shape, value_of, with_value, wrap_methods
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
@@ -157,6 +157,7 @@ class StackedLayers(Layer):
     schedule: Schedule
 
 
+@wrap_methods
 class Weight(abc.ABC):
     """Arrays that are gathered together into one fused weight.
 
