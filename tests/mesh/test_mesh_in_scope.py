@@ -73,7 +73,7 @@ def test_a_model_that_is_made_without_a_mesh_on_several_devices_is_told():
         warnings.simplefilter("error")
         with jax.set_mesh(gtp.make_mesh(gtp=8)):
             gtp.init(dense, nnx.Rngs(0))
-        model(X)  # a warning once, where it is made
+        model(jnp.asarray(X))  # a warning once, where it is made
 
 
 def test_inside_a_shard_map_axes_are_neither(key):
@@ -103,7 +103,7 @@ def test_a_step_that_was_built_without_a_mesh_runs_on_that_of_each_call(view):
             _, built_here = gtp.train_step(loss, optimizer, view=view)(first, X)
             assert metrics["loss"] == built_here["loss"] and metrics["grad_norm"] == built_here["grad_norm"]
             kernel = state.params["up"]["kernel"]["gate"]
-            assert kernel.addressable_shards[0].data.size * degrees["gtp"] * degrees.get("tp", 1) == kernel.size
+            assert kernel.addressable_shards[0].data.size * 8 == kernel.size  # dp divides what is stored, too
             found.append(float(metrics["loss"]))
     np.testing.assert_allclose(found, found[0], rtol=1e-6)
 
