@@ -43,7 +43,7 @@ def quantize_weights(model: nnx.Module, recipe: Recipe, pregathered_layers: int 
 
 
 def shards_of(model: nnx.Module) -> dict[Path, Shards]:
-    """Returns what this rank stores of all weights, by path of the module that owns them. Called in local view."""
+    """Returns what this rank stores of all weights, by path of the module that owns them; in global view whole arrays."""
     return {path: owner.shards() for path, owner in weight_owners(model).items()}
 
 
@@ -60,7 +60,7 @@ def with_groups(
     groups say. Gradients still go to its own parameters.
 
     Args:
-        model: in local view.
+        model: is left as it is.
         groups: as `gtp_jax.weights.resolve` returns them.
         quantized: what `gtp_jax.weights.quantize` made of them.
         keys: of stochastic rounding, by path, see `keys_of`; without gradients none.
@@ -89,7 +89,7 @@ def with_groups(
 
 def quantized_in_scope(layers: nnx.Module, length: int) -> nnx.Module:
     """Returns the layers of a stack, quantized here, as the recipe in scope says; as they are if there is none, or they
-    have been quantized already, and are still the same. Called in local view."""
+    have been quantized already, and are still the same."""
     owners, recipe = weight_owners(layers), current_recipe()
     owners = {path: owner for path, owner in owners.items() if not owner.built_group.high_precision}
     if any(isinstance(owner.value, Stored) for owner in owners.values()):

@@ -17,7 +17,7 @@ from ..recipes import Recipe
 from ..weights import of_shards, resolve
 from ._loss import Loss, Returned, evaluate
 from ._rounding import rounding_key
-from ._state import TrainState
+from ._state import TrainState, constrained
 from ._zero import ReduceOverDp, as_shards, sum_shards
 
 Tree = Any
@@ -104,13 +104,13 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Compu
         def add(carry: Tree, numbered: Tree) -> tuple[Tree, None]:
             sums, before = carry
             (total, (tokens, after, aux)), found = value_and_grad(state.params, before, *numbered)
-            found = _constrained(jax.tree.map(jnp.add, sums[3], found), model_def.specs)
+            found = constrained(jax.tree.map(jnp.add, sums[3], found), model_def.specs)
             return ((*jax.tree.map(jnp.add, sums[:3], (total, tokens, aux)), found), after), None
 
         first = jax.tree.map(lambda a: a[0], parts)
         shapes = jax.eval_shape(value_and_grad, state.params, state.model_state, first, 0)
         (total, (tokens, _, aux)), found = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        sums = (total, tokens, aux, _constrained(found, model_def.specs))
+        sums = (total, tokens, aux, constrained(found, model_def.specs))
         ((total, tokens, aux, found), after), _ = lax.scan(add, (sums, state.model_state), (parts, jnp.arange(count)))
     aux = jax.tree.map(lambda a: a / count if jnp.issubdtype(a.dtype, jnp.inexact) else a, aux)
     if tokens is None:
@@ -230,16 +230,6 @@ def _divided(batch: jax.Array, roles: Roles, dim: int) -> jax.Array:
 def _of_microbatches(batch: jax.Array, count: int) -> jax.Array:
     """Returns examples by microbatch: number m has `batch[m::count]`, of a rank's part those of the whole batch."""
     return jnp.swapaxes(jnp.reshape(batch, (-1, count, *batch.shape[1:])), 0, 1)
-
-
-def _constrained(tree: Tree, specs: Tree) -> Tree:
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return tree
-    leaves, structure = jax.tree.flatten(tree)
-    partitions = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
-    placed = [lax.with_sharding_constraint(a, NamedSharding(mesh, s)) for a, s in zip(leaves, partitions, strict=True)]
-    return jax.tree.unflatten(structure, placed)
 
 
 def _over_mesh(local: Callable[..., Any], state: TrainState, microbatches: int, out: Any) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..mesh import Path, check_mesh_in_scope, of_parameter, with_paths
@@ -84,6 +85,17 @@ def state_specs(model_def: ModelDef, optimizer: optax.GradientTransformation, pa
     leaf_specs = [spec_of(path, leaf) for path, leaf in with_paths(shapes)]
     opt_specs = jax.tree.unflatten(jax.tree.structure(shapes), leaf_specs)
     return TrainState(model_def.specs, opt_specs, PartitionSpec(), model_def, model_def.state_specs)  # pyright: ignore
+
+
+def constrained(tree: Tree, specs: Tree) -> Tree:
+    """Holds the arrays of a traced pytree to partitions, of the same structure; without a mesh as they are."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    partitions = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    placed = [lax.with_sharding_constraint(a, NamedSharding(mesh, s)) for a, s in zip(leaves, partitions, strict=True)]
+    return jax.tree.unflatten(structure, placed)
 
 
 def _shardings(specs: Any) -> Any:

@@ -9,8 +9,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from ..mesh import Roles, current_roles, degree, degrees, platform
 from ..recipes import Recipe, check_recipe, current_recipe
@@ -18,7 +16,7 @@ from ._gradients import VIEWS, Computed, Request, View, gradients, losses
 from ._jit import Jitted
 from ._loss import Loss, mean
 from ._options import compile_options
-from ._state import TrainState, state_specs
+from ._state import TrainState, constrained, state_specs
 from ._zero import ReduceOverDp, check_reduce_over_dp
 
 Tree = Any
@@ -107,7 +105,8 @@ def train_step(
         params = optax.apply_updates(state.params, updates)
         after = TrainState(params, opt_state, state.step + 1, state.model_def, computed.model_state)  # pyright: ignore[reportArgumentType]
         specs = state_specs(state.model_def, optimizer, state.params)
-        return _place(after, specs), {**_metrics(computed, state, view, has_aux), "grad_norm": norm}
+        # so that the state can be donated, and its partition never drifts
+        return constrained(after, specs), {**_metrics(computed, state, view, has_aux), "grad_norm": norm}
 
     return Jitted(step, lambda: _options(compiler_options, recipe), donate_argnums=(0,))
 
@@ -220,14 +219,3 @@ def _token_count(tokens: jax.Array, roles: Roles) -> jax.Array:
     again."""
     names = jax.sharding.get_abstract_mesh().axis_names
     return tokens / degrees(tuple(axis for axis in names if axis not in roles.batch))
-
-
-def _place(tree: Tree, specs: Tree) -> Tree:
-    """Holds the new state to the partition of the old one, so that it can be donated and never drifts."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return tree
-    leaves, structure = jax.tree.flatten(tree)
-    partitions = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
-    placed = [lax.with_sharding_constraint(a, NamedSharding(mesh, s)) for a, s in zip(leaves, partitions, strict=True)]
-    return jax.tree.unflatten(structure, placed)
