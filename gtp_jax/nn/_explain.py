@@ -167,7 +167,7 @@ def _fact(path: Path, owner: Weight, group: WeightGroup, layers: Layers) -> Wire
 
 
 def _matmul(group: WeightGroup, grouped: bool, operands: Operands | None) -> str:
-    if group.high_precision:
+    if group.array is not None:
         return f"{group.dtype.name}, as no recipe quantizes arrays of any shape"
     if operands is None:
         return group.dtype.name if group.wire is None else f"{group.dtype.name}, of dequantized weights"
@@ -196,6 +196,8 @@ def _scaled(group: WeightGroup, operands: Operands, values: str) -> str:
 
 
 def _reduction(group: WeightGroup) -> str:
+    if group.frozen:
+        return "none: frozen"
     if group.ranks == 1:
         return ""
     if group.exchanged is None:

@@ -14,6 +14,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from ..collectives import codes_specs
+from ..formats import QuantizedArray
 from ..layout import Layout
 from ..mesh import Roles, check_mesh_in_scope, current_roles, current_view, degree, degrees, stacked_spec, use_roles
 from ..weights import Beside, Gathered, Stored
@@ -32,9 +34,13 @@ def layout_of(leaf: Leaf) -> Layout | None:
     return leaf.get_metadata().get("layout") if isinstance(leaf, nnx.Variable) else None
 
 
-def partition_of(leaf: Leaf) -> PartitionSpec:
-    """Returns the partition of a variable's array, with the leading dimensions of a stack; whole if it names none."""
+def partition_of(leaf: Leaf) -> Any:
+    """Returns the partition of a variable's array, with the leading dimensions of a stack; whole if it names none. Of
+    codes, those of their arrays."""
     layout = layout_of(leaf)
+    value = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+    if layout is not None and isinstance(value, QuantizedArray):
+        return codes_specs(layout, value.format, value.codes.ndim - len(layout.shape))
     if layout is not None and isinstance(leaf, nnx.Variable):
         layout = leaf.get_metadata().get("array") or layout  # an array of any shape has both
     if layout is not None:
