@@ -113,6 +113,7 @@ def quantize_in_view(
 ) -> Quantized:
     """Returns `gtp_jax.weights.quantize(...)` of shards, or in global view of whole weights, where codes are every
     rank's own."""
+    groups = {at: group for at, group in groups.items() if not group.frozen}
     if current_view() != "global":
         return quantize(groups, shards, pregathered_layers)
     by_module = {path: (layers, group) for (path, layers), group in groups.items()}
@@ -126,7 +127,8 @@ def quantize_in_view(
         of_stacks = {path: packed for path, packed in found.items() if by_module[path][0].stack is not None}
         return of_stacks, {path: packed for path, packed in found.items() if path not in of_stacks}
 
-    of_stacks, others = on_ranks(local, (specs,), (ranks_spec(stacked=True), ranks_spec()))(shards)
+    own = {path: shards[path] for path in by_module}
+    of_stacks, others = on_ranks(local, (specs,), (ranks_spec(stacked=True), ranks_spec()))(own)
     return {**of_stacks, **others}
 
 
