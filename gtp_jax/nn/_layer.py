@@ -91,8 +91,8 @@ def check_shape(variable: Leaf, owner: str) -> None:
     Raises:
         ValueError: naming both shapes.
     """
-    if not isinstance(variable, nnx.Variable):
-        return
+    if not isinstance(variable, nnx.Variable) or isinstance(variable.get_raw_value(), QuantizedArray):
+        return  # codes are of the matrix, and nothing sets them
     metadata = variable.get_metadata()
     layout, shape = metadata.get("array") or metadata.get("layout"), getattr(variable.get_raw_value(), "shape", None)
     if layout is None or shape is None or current_view() == "local":

@@ -161,9 +161,9 @@ class _Template:
         self.is_put = [layout_of(v) is None for v in self.leaves]
         self.metadata = [_of_one_layer(v) if stacked else {} for v in self.leaves]
         self.shards = {path: owner.shards() for path, owner in self.owners.items() if not owner.frozen}
-        frozen = {path: owner for path, owner in self.owners.items() if owner.frozen}
+        frozen = {path: owner for path, owner in self.owners.items() if stacked and owner.frozen}
         groups = {path: owner.built_group for path, owner in frozen.items()}
-        self.kept = bundle_frozen(groups, {path: owner.stored() for path, owner in frozen.items()} if stacked else {})
+        self.kept = bundle_frozen(groups, {path: owner.stored() for path, owner in frozen.items()})
         put = [v for v, is_put in zip(self.leaves, self.is_put, strict=True) if is_put]
         arrays, self.values = jax.tree.flatten([value_of(v) for v in put])
         trained = [not isinstance(v, Frozen) for v in put for _ in jax.tree.leaves(value_of(v))]

@@ -87,9 +87,7 @@ def test_no_recipe_is_refused():
 
 def test_shards_that_cut_blocks_are_refused():
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
-        with pytest.raises(
-            ValueError, match=r"shape \(64, 64\) of pair has shards .*cut blocks of NVFP4 in two.*FP8"
-        ):
+        with pytest.raises(ValueError, match=r"shape \(64, 64\) of pair has shards .*cut blocks of NVFP4 in two.*FP8"):
             frozen(gtp.NVFP4(exclude=("blocks",)))
         assert frozen(gtp.FP8()).pair.kernel["a"].get_value().codes.dtype == np.uint8
 
