@@ -64,7 +64,17 @@ def with_value(variable: Leaf, value: Any) -> Leaf:
         return value
     if not isinstance(value, Stored):
         return variable.replace(value)
-    return variable.replace(value.shard, beside=Beside(value))
+    read = {"on_get_value": _refuse_read} if value.stands_in else {}
+    return variable.replace(value.shard, beside=Beside(value), **read)
+
+
+def _refuse_read(variable: nnx.Variable, value: Any) -> Any:
+    layout = variable.get_metadata()["layout"]
+    raise ValueError(
+        f"a loss reads the array of a weight of shape {layout.shape}, in a step with `reduce_over_dp='last'`, where it "
+        "is a placeholder: gradients are taken of whole shards, of which this rank stores a part. Take "
+        "`reduce_over_dp='each'`."
+    )
 
 
 class _Method:
@@ -103,6 +113,37 @@ def check_shape(variable: Leaf, owner: str) -> None:
             f"the weight of shape {layout.shape} of {owner} holds an array of shape {tuple(shape)}. Put an array of "
             "its own shape there, the logical one on every mesh: `kernel[...] = array`, which also keeps it sharded."
         )
+
+
+class _RefuseBroadcast:
+    """Refuses an array that would fill a weight by being repeated: an `on_set_value` of its variable. A scalar may.
+
+    A weight is a plain `nnx.Param`, so that it cannot have a `set_value` of its own. A hook is not told the index, so
+    that `kernel[0] = row` is refused with `kernel[...] = row`. It is false, as an optimizer's variables are given a
+    parameter's metadata, and NNX warns of every true hook that a new variable is given.
+
+    Raises:
+        ValueError: naming both shapes.
+    """
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __call__(self, variable: nnx.Variable, value: Any) -> Any:
+        held, given = (getattr(one, "shape", None) for one in (variable.get_raw_value(), value))
+        if held is None or not given or given == held:
+            return value
+        ahead = (1,) * (len(held) - len(given))
+        if len(given) <= len(held) and all(a in (1, b) for a, b in zip((*ahead, *given), held, strict=True)):
+            raise ValueError(
+                f"an array of shape {tuple(given)} is assigned to a weight of shape {tuple(held)}, and would be "
+                "repeated to fill it. Put an array of its own shape there: `kernel[...] = array`; for a part of it, "
+                "`kernel[...] = kernel[...].at[index].set(array)`."
+            )
+        return value
+
+
+refuse_broadcast = _RefuseBroadcast()
 
 
 class Layer(nnx.Module):

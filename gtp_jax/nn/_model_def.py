@@ -106,8 +106,10 @@ def split_model(model: nnx.Module) -> Split:
     """Takes a model apart.
 
     Raises:
-        ValueError: if its modules were built under different roles, or a weight holds an array of another shape.
+        ValueError: if its modules were built under different roles, a weight holds an array of another shape, or a
+            module writes parameters when it is called.
     """
+    _refuse_writers(model)
     graph, variables = nnx.split(model)
     for path, variable in nnx.to_flat_state(variables):
         check_shape(variable, ".".join(map(str, path)))
@@ -181,6 +183,19 @@ def _roles_of(layouts: Any) -> Roles:
             "one `gtp_jax.use_roles(...)`."
         )
     return roles.pop() if roles else current_roles()
+
+
+def _refuse_writers(model: nnx.Module) -> None:
+    """Refuses Flax's modules that put other values into a layer's parameters, which a step, as it updates those that it
+    was given, would drop."""
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.WeightNorm | nnx.SpectralNorm):
+            raise ValueError(
+                f"{'.'.join(map(str, path)) or 'the model'} is an `nnx.{type(module).__name__}`, which sets the "
+                "parameters of its layer in every call. A step updates the parameters that it was given, so that what "
+                "is set would be lost. Train with `nnx.Optimizer` under `nnx.jit`, where it stays; or write a layer "
+                "that normalizes what it multiplies by, a `gtp_jax.Param`, and leaves the parameter as it is."
+            )
 
 
 def _hooks(variable: nnx.Variable) -> tuple[Any, ...]:

@@ -39,7 +39,7 @@ from ..weights import (
     scatter,
     sent_of_frozen,
 )
-from ._layer import Layer, check_shape, value_of, with_value, wrap_methods
+from ._layer import Layer, check_shape, refuse_broadcast, value_of, with_value, wrap_methods
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
@@ -139,12 +139,15 @@ def _sharded(value: jax.Array, spec: PartitionSpec, **metadata: Any) -> nnx.Para
 
 
 def placed_once[P: nnx.Param](variable: P) -> P:
-    """Returns a variable that has been placed as its metadata say, such that what optimizers make of it is not.
+    """Returns a variable that has been placed as its metadata say, such that what optimizers make of it is not; a
+    weight also refuses arrays that would be repeated to fill it.
 
     `nnx.Optimizer` gives its own variables a parameter's metadata, and would shard Adafactor's factors, which have
     fewer dimensions, like the parameter. Moments are sharded like it all the same, as `zeros_like` is.
     """
     variable.set_metadata(eager_sharding=False)
+    if "layout" in variable.get_metadata():
+        variable.set_metadata(on_set_value=refuse_broadcast)
     return variable
 
 

@@ -94,7 +94,7 @@ def of_layers(
 def _check_names(structure: Structure, recipe: Recipe) -> None:
     paths = [tuple(map(str, path)) for path, group in structure.weights.items() if group.follows_recipes]
     if not paths and recipe.wire is not None:
-        frozen = ", but frozen ones" if structure.weights else ""
+        frozen = ", but frozen ones" if any(group.frozen for group in structure.weights.values()) else ""
         raise ValueError(
             f"`recipe` quantizes to {recipe.wire.name}, but {structure.name} has no weights that are gathered{frozen}, "
             "which are those it can quantize. Build the model of gtp_jax's modules, such as `gtp_jax.Dense`, or leave "
