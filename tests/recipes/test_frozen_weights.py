@@ -253,5 +253,6 @@ def test_codes_are_multiplied_as_a_recipe_has_it(recipe, x64):
             value, gradients = jax.tree.map(np.asarray, run(state, batch_of()))
             lora = gradients["blocks"]["layers"]["lora"]
             found.append((value, lora, gradients["adapter"]))
-    assert_close(found[1], found[0])
-    assert_close(found[2], found[0])
+    for one, other in zip(jax.tree.leaves(found[2]), jax.tree.leaves(found[0]), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert_close(found[1], found[0], 1e-5)  # the amax of an activation is a rank's own
