@@ -256,3 +256,38 @@ def test_codes_are_multiplied_as_a_recipe_has_it(recipe, x64):
     for one, other in zip(jax.tree.leaves(found[2]), jax.tree.leaves(found[0]), strict=True):
         np.testing.assert_array_equal(one, other)
     assert_close(found[1], found[0], 1e-5)  # the amax of an activation is a rank's own
+
+
+class ExpertBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.moe = gtp.MoE(WIDTH, WIDTH, num_experts=4, aux_loss_coeff=0.0, rngs=rngs, **DTYPES)
+        self.lora = nnx.LoRA(WIDTH, 2, WIDTH, b_initializer=B_INIT, param_dtype=jnp.float64, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.moe(x) + self.lora(x)
+
+
+class Experts(nnx.Module):
+    """Experts, whose codes have amaxes of their own, behind weights of any shape."""
+
+    def __init__(self, rngs):
+        start = nnx.initializers.normal(1.0)(rngs.params(), (1, LENGTH, WIDTH), jnp.float64)
+        self.positions = gtp.Param(start)
+        self.conv = gtp.Conv(WIDTH, WIDTH, (3,), param_dtype=jnp.float64, rngs=rngs)
+        self.blocks = gtp.Stack(lambda rngs: ExpertBlock(rngs), 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.blocks(self.conv(x + self.positions.gather()))
+
+
+@pytest.mark.parametrize("recipe", [gtp.FP8(), pytest.param(gtp.MXFP8(), marks=pytest.mark.slow)], ids=["fp8", "mxfp8"])
+def test_experts_and_weights_of_any_shape_are_those_of_a_step_of_masters(recipe, hsdp):
+    x = np.random.default_rng(0).normal(size=(BATCH, LENGTH, WIDTH))
+    found = []
+    for make, own in ((lambda rngs: gtp.freeze(Experts(rngs), recipe), None), (Experts, recipe)):
+        state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optax.identity())
+        mean = lambda model, x: jnp.mean(jnp.sin(model(x)))  # noqa: E731
+        run = jax.jit(lambda s, x, own=own: gtp.loss_and_gradients(mean, s, x, recipe=own))
+        value, gradients = jax.tree.map(np.asarray, run(state, x))
+        found.append((value, gradients["blocks"]["layers"]["lora"]))
+    assert_close(*found)
