@@ -283,10 +283,10 @@ class Experts(nnx.Module):
 @pytest.mark.parametrize("recipe", [gtp.FP8(), pytest.param(gtp.MXFP8(), marks=pytest.mark.slow)], ids=["fp8", "mxfp8"])
 def test_experts_and_weights_of_any_shape_are_those_of_a_step_of_masters(recipe, hsdp):
     x = np.random.default_rng(0).normal(size=(BATCH, LENGTH, WIDTH))
+    mean = lambda model, x: jnp.mean(jnp.sin(model(x)))  # noqa: E731
     found = []
     for make, own in ((lambda rngs: gtp.freeze(Experts(rngs), recipe), None), (Experts, recipe)):
         state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optax.identity())
-        mean = lambda model, x: jnp.mean(jnp.sin(model(x)))  # noqa: E731
         run = jax.jit(lambda s, x, own=own: gtp.loss_and_gradients(mean, s, x, recipe=own))
         value, gradients = jax.tree.map(np.asarray, run(state, x))
         found.append((value, gradients["blocks"]["layers"]["lora"]))
