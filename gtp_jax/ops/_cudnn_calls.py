@@ -5,9 +5,9 @@ openxla/xla, `xla/backends/gpu/transforms/cudnn_custom_call_compiler.cc` and `Cu
 `xla/service/gpu/backend_configs.proto`. Attention without documents is the very call that jax.nn emits, which a test
 compares.
 
-In cuDNN's packed layout (ragged offsets) tokens of all documents follow one another in memory, and each document is an
-example of its own: `(documents, heads, sequence, head_dim)` with a length and an offset for each. The number of
-documents is a constant of the program; those that are not there have the length 0.
+In cuDNN's packed layout (ragged offsets) each document is an example of its own, with a length and an offset; what lies
+between documents is neither read nor written. The number of documents is a constant of the program, a multiple of the
+batch; those that are not there have the length 0.
 """
 
 from __future__ import annotations
@@ -37,6 +37,18 @@ _BACKWARD_DOTS = {
 }
 
 
+class Ragged(NamedTuple):
+    """Where documents are, in tokens of all rows behind one another.
+
+    Attributes:
+        starts: `(documents + 1,)` int32, ascending. Those behind the last document are the number of tokens.
+        lengths: `(documents,)` int32, none above the sequence of `q`, which a document may lie across rows of.
+    """
+
+    starts: jax.Array
+    lengths: jax.Array
+
+
 class Options(NamedTuple):
     """What a program of attention is specialised to.
 
@@ -52,7 +64,7 @@ class Options(NamedTuple):
 
 
 def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None, starts: jax.Array | None, options: Options
+    q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None, documents: Ragged | None, options: Options
 ) -> tuple[jax.Array, jax.Array]:
     """Computes attention, and what backward needs of the softmax.
 
@@ -61,8 +73,7 @@ def forward(
         k: `(batch, sequence, kv_heads, head_dim)`.
         v: like `k`.
         bias: `(batch, 1, sequence, sequence)`, added to the scores.
-        starts: `(documents + 1,)` int32, ascending: where each document begins, in tokens of all rows behind one
-            another, and where the last one ends. The number of documents is a multiple of the batch.
+        documents: whose tokens attend to one another; by default every row is one.
         options: of the program.
 
     Returns:
@@ -70,10 +81,10 @@ def forward(
         `(batch, heads, sequence)`, or `(documents, heads, sequence)` by places of each document.
     """
     batch, sequence, heads, _ = q.shape
-    documents = batch if starts is None else starts.size - 1
-    stats = jax.ShapeDtypeStruct((documents, heads, sequence), jnp.float32)
-    operands = [q, k, v, *([] if bias is None else [bias]), *_ragged(q, k, starts)]
-    config = _config(q, documents // batch, options, _FORWARD_DOTS)
+    count = batch if documents is None else documents.lengths.size
+    stats = jax.ShapeDtypeStruct((count, heads, sequence), jnp.float32)
+    operands = [q, k, v, *([] if bias is None else [bias]), *_ragged(q, k, documents)]
+    config = _config(q, count // batch, options, _FORWARD_DOTS)
     out, stats = _call(_FORWARD[bias is not None], [_heads_first(q)], [stats], operands, config)
     return out, stats
 
@@ -83,7 +94,7 @@ def backward(
     k: jax.Array,
     v: jax.Array,
     bias: jax.Array | None,
-    starts: jax.Array | None,
+    documents: Ragged | None,
     stats: jax.Array,
     out: jax.Array,
     of_out: jax.Array,
@@ -92,13 +103,13 @@ def backward(
     """Computes the gradients of `q`, `k` and `v` from that of the output; the bias has none.
 
     Args:
-        q, k, v, bias, starts, options: as in `forward`.
+        q, k, v, bias, documents, options: as in `forward`.
         stats, out: what `forward` returned.
         of_out: the gradient of `out`.
     """
-    documents = q.shape[0] if starts is None else starts.size - 1
-    operands = [q, k, v, stats, of_out, *([] if bias is None else [bias]), out, *_ragged(q, k, starts)]
-    config = _config(q, documents // q.shape[0], options, _BACKWARD_DOTS)
+    count = q.shape[0] if documents is None else documents.lengths.size
+    operands = [q, k, v, stats, of_out, *([] if bias is None else [bias]), out, *_ragged(q, k, documents)]
+    config = _config(q, count // q.shape[0], options, _BACKWARD_DOTS)
     dq, dk, dv = _call(_BACKWARD[bias is not None], [_heads_first(x) for x in (q, k, v)], [], operands, config)
     return dq, dk, dv
 
@@ -125,11 +136,11 @@ def _heads_first(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((batch, heads, sequence, head_dim), x.dtype)
 
 
-def _ragged(q: jax.Array, k: jax.Array, starts: jax.Array | None) -> list[jax.Array]:
+def _ragged(q: jax.Array, k: jax.Array, documents: Ragged | None) -> list[jax.Array]:
     """Returns the documents' lengths in queries and keys, and their offsets in elements; nothing without documents."""
-    if starts is None:
+    if documents is None:
         return []
-    lengths = jnp.diff(starts)
+    starts, lengths = documents
     return [lengths, lengths, *(starts * (x.shape[2] * x.shape[3]) for x in (q, k))]
 
 

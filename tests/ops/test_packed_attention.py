@@ -20,39 +20,43 @@ from ..plan.programs import array, needs_target
 from . import cudnn_by_hand
 
 P = jax.sharding.PartitionSpec
-LENGTH, HEADS, WIDTH = 16, 4, 8
-ROOM = (1, 4)
+LENGTH, HEADS, WIDTH = 64, 4, 8
 
 
 def runs(*lengths):
     return np.repeat(np.arange(len(lengths)), lengths)
 
 
-ONE = runs(16)
-CASES = {  # ids of two rows, which way is taken: alone, room for 4 a row, the mask
+ONE = runs(64)
+SHORT = runs(*[4] * 16)
+CASES = {  # ids of two rows, which way is taken: alone, room for 4 documents a row and for 16, the mask
     "one document": ([ONE, ONE + 3], 0),
-    "two": ([ONE, runs(9, 7)], 1),
-    "the same ids in both rows": ([runs(9, 7), runs(3, 13)], 1),
-    "one-token documents": ([runs(1, 1, 13, 1), ONE], 1),
-    "one row with more than four": ([runs(2, 2, 2, 2, 2, 3, 3), ONE], 1),
-    "as many as there is room for": ([runs(1, 3, 5, 7), runs(4, 4, 4, 4)], 1),
-    "one too many": ([runs(1, 3, 5, 7), runs(4, 4, 4, 3, 1)], 2),
-    "a document a token": ([np.arange(16), np.arange(16)], 2),
-    "padding": ([runs(5, 4, 7) % 2 - 1, runs(9, 7)], 2),  # both ends of a row have the id -1, so they see each other
-    "descending ids": ([3 - runs(5, 4, 7), ONE], 1),
-    "an id comes back": ([np.array([0] * 5 + [1] * 5 + [0] * 6), ONE], 2),
+    "two": ([ONE, runs(35, 29)], 1),
+    "the same ids in both rows": ([runs(35, 29), runs(13, 51)], 1),
+    "one-token documents": ([runs(1, 1, 61, 1), ONE], 1),
+    "one row with more than four": ([runs(8, 8, 8, 8, 8, 11, 13), ONE], 1),
+    "as many as there is room for": ([runs(1, 13, 15, 35), runs(16, 16, 16, 16)], 1),
+    "one too many": ([runs(1, 13, 15, 35), runs(16, 16, 16, 3, 13)], 2),
+    "a quarter of a row, and one token more": ([runs(16, 17, 15, 1, 15), runs(17, 17, 17, 13)], 2),
+    "a long one among many short": ([runs(1, 3, 40, *[2] * 10), ONE], 2),
+    "as many short ones as there is room for": ([SHORT, SHORT], 2),
+    "one short one too many": ([SHORT, runs(*[4] * 15, 3, 1)], 3),
+    "a document a token": ([np.arange(64), np.arange(64)], 3),
+    "padding": ([runs(15, 14, 35) % 2 - 1, runs(39, 25)], 3),  # both ends of a row have the id -1, and see each other
+    "descending ids": ([3 - runs(15, 14, 35), ONE], 1),
+    "an id comes back": ([np.array([0] * 25 + [1] * 15 + [0] * 24), ONE], 3),
 }
-OPTIONS = {"causal": (True, None), "bidirectional": (False, None), "window": (True, 3)}
+OPTIONS = {"causal": (True, None), "bidirectional": (False, None), "window": (True, 9)}
 
 
 @pytest.fixture
 def by_hand(monkeypatch, x64):
-    """cuDNN written out, in float64, and rows of 16 tokens with room for four documents."""
+    """cuDNN written out, in float64, and rows of 64 tokens with room for 16 documents."""
     monkeypatch.setattr(jax.ffi, "ffi_call", cudnn_by_hand.call)
     monkeypatch.setitem(_cudnn_calls._ELEMENTS, "float64", "F64")
     monkeypatch.setitem(_packed._UNSEEN, "float64", -1e30)
-    monkeypatch.setattr(_packed, "_TOKENS", 4)
-    assert _packed.room_of(LENGTH) == ROOM
+    monkeypatch.setattr(_packed, "_TILE", 16)
+    assert _packed.calls_for(LENGTH) == 2
 
 
 def operands(kv_heads, batch=2):
@@ -75,36 +79,59 @@ def assert_equal(found, wanted):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", CASES)
+EVERY_WAY = ("one document", "two", "a long one among many short", "an id comes back")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, "causal") for name in CASES), *((name, o) for name in EVERY_WAY for o in ("bidirectional", "window"))],
+)
 def test_every_way_is_right_for_the_ids_that_take_it(name, options, by_hand):
     rows, way = CASES[name]
     ids, (causal, window) = jnp.asarray(np.stack(rows)), OPTIONS[options]
-    assert _packed.documents_of(ids, ROOM).way == way
+    assert _packed.documents_of(ids).way == way
     reference = functools.partial(attention, causal=causal, window=window, segment_ids=ids, scale=0.3)
     given = operands(2)
     wanted = with_gradients(functools.partial(reference, implementation="reference"), *given)
     assert_equal(jax.jit(lambda *t: with_gradients(packed(ids, causal, window), *t))(*given), wanted)
 
 
-def test_documents_are_found_in_random_rows():
+@pytest.mark.parametrize(("length", "calls"), [(1024, 2), (2048, 3), (4096, 3), (8192, 3), (1030, 1), (1028, 2)])
+def test_calls_are_for_documents_of_a_tile_and_more(length, calls):
+    assert _packed.calls_for(length) == calls
+
+
+def test_documents_are_found_and_divided_in_random_rows(monkeypatch):
+    monkeypatch.setattr(_packed, "_TILE", 4)
     rng = np.random.default_rng(3)
-    find = jax.jit(lambda ids: _packed.documents_of(ids, (1, 4, 16)))
-    for _ in range(50):
-        ids = np.stack([np.repeat(rng.permutation(64), rng.integers(1, 30, 64))[:64] for _ in range(3)])
-        found = find(jnp.asarray(ids))
+    find = jax.jit(lambda ids: (found := _packed.documents_of(ids), _packed.calls_of(found, 3)))
+    ways = set()
+    for longest in (2, 6, 30, 60) * 10:
+        ids = np.stack([np.repeat(rng.permutation(64), rng.integers(1, longest + 1, 64))[:64] for _ in range(3)])
+        found, calls = find(jnp.asarray(ids))
         places = [(row, at) for row in range(3) for at in range(64) if at == 0 or ids[row, at] != ids[row, at - 1]]
         starts = np.array([row * 64 + at for row, at in places])
-        np.testing.assert_array_equal(found.starts[: len(starts)], starts)
-        np.testing.assert_array_equal(found.starts[len(starts) :], 3 * 64)
+        room = 3 * 64
+        np.testing.assert_array_equal(found.starts, [*starts, *[192] * (room + 1 - len(starts))])
         np.testing.assert_array_equal(found.number.reshape(-1), np.searchsorted(starts, np.arange(192), "right") - 1)
-        assert found.way == sum(len(starts) > 3 * room for room in (1, 4, 16))
+        assert found.way == sum(len(starts) > 3 * n for n in (1, 4, 16, 64))
+        ways.add(int(found.way))
+        lengths = np.diff([*starts, 192])
+        for call, (least, most) in zip(calls, ((17, 64), (5, 16), (1, 4)), strict=True):
+            chosen = (lengths >= least) & (lengths <= most)
+            size = 4 * 192 // most
+            assert call.length == most and chosen.sum() <= size
+            rest = size - chosen.sum()
+            np.testing.assert_array_equal(call.documents.starts, [*starts[chosen], *[192] * (rest + 1)])
+            np.testing.assert_array_equal(call.documents.lengths, [*lengths[chosen], *[0] * rest])
+            np.testing.assert_array_equal(call.mine, chosen[np.asarray(found.number)])
+    assert ways == {1, 2, 3}
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_vmap_joins_the_batch_and_still_chooses_one_way(shared, by_hand):
     given = [jnp.stack([x, 2 * x, x - 1]) for x in operands(2)]
-    rows = [runs(9, 7), runs(3, 13), ONE]
+    rows = [runs(39, 25), runs(3, 61), ONE]
     ids = jnp.asarray(np.stack([rows[0], rows[1]])) if shared else jnp.asarray([[a, b] for a in rows[:1] for b in rows])
 
     def one(ids, *given):
@@ -119,7 +146,7 @@ def test_vmap_joins_the_batch_and_still_chooses_one_way(shared, by_hand):
 
 def test_ranks_choose_for_themselves_over_batch_and_heads(by_hand):
     given = operands(2, batch=8)
-    rows = [ONE, ONE, runs(9, 7), ONE, np.arange(16), ONE, runs(4, 4, 8), runs(1, 15)]
+    rows = [ONE, ONE, runs(39, 25), ONE, np.arange(64), ONE, SHORT, runs(1, 63)]
     ids = jnp.asarray(np.stack(rows))
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
         spec = P("gtp", None, "tp")
@@ -136,7 +163,7 @@ def test_ranks_choose_for_themselves_over_batch_and_heads(by_hand):
 
 def test_it_works_under_remat_and_scan(by_hand):
     q, k, v, of_out = operands(2)
-    ids = jnp.asarray(np.stack([runs(9, 7), ONE]))
+    ids = jnp.asarray(np.stack([runs(39, 25), ONE]))
 
     def twice(attend, q, k, v):
         body = jax.checkpoint(lambda q, _: (attend(q, k, v), None))
@@ -212,13 +239,13 @@ def test_calls_with_documents_say_how_many_and_where(causal, mask):
 
     def run(starts):
         def ours(q, k, v, of_out, *given):
-            y, stats = _cudnn_calls.forward(q, k, v, None, *given, options)
-            return _cudnn_calls.backward(q, k, v, None, *given, stats, y, of_out, options)
+            ragged = _cudnn_calls.Ragged(*given) if given else None
+            y, stats = _cudnn_calls.forward(q, k, v, None, ragged, options)
+            return _cudnn_calls.backward(q, k, v, None, ragged, stats, y, of_out, options)
 
-        one = lambda q, k, v, d: ours(q, k, v, d, None)  # noqa: E731
-        return calls(ours if starts else one, HALF[8], HALF[2], HALF[2], HALF[8], *starts)
+        return calls(ours, HALF[8], HALF[2], HALF[2], HALF[8], *starts)
 
-    found = run([jax.ShapeDtypeStruct((2 * 16 + 1,), jnp.int32)])
+    found = run([jax.ShapeDtypeStruct((2 * 16 + n,), jnp.int32) for n in (1, 0)])
     for (target, config, text), (wanted, alone, _) in zip(found, run([]), strict=True):
         assert target == wanted
         differs = {"mask_type": mask, "max_seg_per_batch": 16}
@@ -292,4 +319,4 @@ def test_program_for_h200s_has_every_way_and_no_more():
         compiled = jax.jit(mapped).lower(ids, *shapes).compile(compiler_options=dict(plan.COMPILE_OPTIONS))
     text = compiled.as_text()
     assert len(re.findall(r"\bconditional\(", text)) == 2
-    assert sorted(re.findall(r'"max_seg_per_batch":(\d+)', text), key=int) == ["1"] * 4 + ["4"] * 2 + ["16"] * 2
+    assert sorted(re.findall(r'"max_seg_per_batch": ?(\d+)', text), key=int) == ["1"] * 4 + ["4"] * 12
