@@ -69,9 +69,9 @@ def attention(
     if not lacks and allowed is not None and (q.shape[1] % 2 or k.shape[1] % 2):
         lacks = f"cuDNN takes a mask over sequences of even length; these are {q.shape[1]} and {k.shape[1]}"
     if runs_native("attention", implementation, lacks):
-        own = segment_ids is not None and mask is None and not isinstance(segment_ids, tuple)
-        if own and not packed_lacks(q, causal=causal, window=window):
-            return packed_attention(q, k, v, segment_ids, causal=causal, window=window, scale=factor)
+        options: dict[str, Any] = {"causal": causal, "window": window}
+        if not unseeing and segment_ids is not None and not packed_lacks(q, **options):
+            return packed_attention(q, k, v, jnp.asarray(segment_ids), scale=factor, **options)
         return _by_cudnn(q, k, v, allowed, unseeing, causal=causal, window=window, scale=factor)
     ordered = in_order(q.shape[1], k.shape[1], causal, window)
     return _written_out(q, k, v, allowed, unseeing, ordered, factor, soft_cap, sinks, rate, dropout_key)

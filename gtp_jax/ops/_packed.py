@@ -177,8 +177,8 @@ def _forward(options: Options) -> Callable[..., Any]:
         def packed(way: int) -> tuple[jax.Array, jax.Array]:
             results = []
             for call in (calls := calls_of(documents, way)):
-                rows = [_rows_of(x, call.length) for x in (q, k, v)]
-                out, stats = cudnn.forward(*rows, None, call.documents, options)
+                rows = (_rows_of(x, call.length) for x in (q, k, v))
+                out, stats = cudnn.forward(*rows, bias=None, documents=call.documents, options=options)
                 results.append((out.reshape(q.shape), _by_row(stats, documents, call)))
             return _merge(calls, results)
 
@@ -209,8 +209,9 @@ def _backward(options: Options) -> Callable[..., Any]:
         def packed(way: int) -> tuple[jax.Array, jax.Array, jax.Array]:
             results = []
             for call in (calls := calls_of(documents, way)):
-                *rows, y, dy = (_rows_of(x, call.length) for x in (q, k, v, out, of_out))
-                gradients = cudnn.backward(*rows, None, call.documents, _by_document(stats, call), y, dy, options)
+                rq, rk, rv, ry, rdy = (_rows_of(x, call.length) for x in (q, k, v, out, of_out))
+                by_document = _by_document(stats, call)
+                gradients = cudnn.backward(rq, rk, rv, None, call.documents, by_document, ry, rdy, options)
                 results.append(tuple(g.reshape(x.shape) for g, x in zip(gradients, (q, k, v), strict=True)))
             return _merge(calls, results)
 
@@ -277,6 +278,7 @@ def _bias(q: jax.Array, segment_ids: jax.Array, options: Options) -> jax.Array:
     sequence = q.shape[1]
     near = None if options.window is None else in_order(sequence, sequence, options.causal, options.window)
     seen = both(allowed_by(None, segment_ids), near)
+    assert seen is not None
     return jnp.where(seen, 0, jnp.asarray(_UNSEEN[q.dtype.name], q.dtype))
 
 
