@@ -20,12 +20,12 @@ if not jax.config.jax_platforms:
 STEPS = 50
 CONFIG = LlamaConfig(
     vocab_size=128,
-    dim=128,
-    layers=2,
-    heads=4,
-    kv_heads=2,
+    hidden_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
     head_dim=64,
-    ffn=128,
+    intermediate_size=128,
     num_experts=8,
     top_k=2,
     dtype="float32",

@@ -18,7 +18,16 @@ import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 
-CONFIG = LlamaConfig(vocab_size=30, dim=12, layers=2, heads=2, kv_heads=2, head_dim=6, ffn=20, dtype="float32")
+CONFIG = LlamaConfig(
+    vocab_size=30,
+    hidden_size=12,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=6,
+    intermediate_size=20,
+    dtype="float32",
+)
 # What that version printed: the loss after the step, and sums of magnitudes.
 LOSS = 3.131493330001831
 SUMS = {"query": 59.30337905883789, "down": 84.76166534423828, "table": 6.455008029937744, "head": 85.75787353515625}

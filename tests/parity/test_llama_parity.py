@@ -39,7 +39,16 @@ from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from .plain_llama import Oracle
 
 # Nothing divides evenly: features of 56, a hidden size of 120, 1000 tokens.
-UNALIGNED = LlamaConfig(vocab_size=1000, dim=56, layers=2, heads=4, kv_heads=2, head_dim=14, ffn=120, dtype="float64")
+UNALIGNED = LlamaConfig(
+    vocab_size=1000,
+    hidden_size=56,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=14,
+    intermediate_size=120,
+    dtype="float64",
+)
 STEPS = 5
 
 
@@ -53,7 +62,7 @@ MESHES = {
     "gtp 4 x tp 2": (dict(gtp=4, tp=2), {}, 1),
     "gtp 4 x tp 2, whole sequence": (dict(gtp=4, tp=2), dict(sequence_parallel=False), 1),
     "dp 2 x gtp 2 x tp 2": (dict(dp=2, gtp=2, tp=2), {}, 1),
-    "dp 2 x gtp 2 x tp 2, tied": (dict(dp=2, gtp=2, tp=2), dict(tied=True), 1),
+    "dp 2 x gtp 2 x tp 2, tied": (dict(dp=2, gtp=2, tp=2), dict(tie_embeddings=True), 1),
     "dp 2 x gtp 2, four microbatches": (dict(dp=2, gtp=2), {}, 4),
 }
 SCHEDULES = {
@@ -172,7 +181,7 @@ def test_meshes_agree_with_the_plain_model_in_float32(name):
 def test_schedules_agree_with_the_plain_model(name, x64):
     fields = SCHEDULES[name]
     layers = 4 if fields.get("unroll") == 2 else 3  # the fewest that leave a loop in the middle
-    check(dataclasses.replace(UNALIGNED, layers=layers, **fields), dict(gtp=2, tp=2), 1e-12)
+    check(dataclasses.replace(UNALIGNED, num_layers=layers, **fields), dict(gtp=2, tp=2), 1e-12)
 
 
 @pytest.mark.parametrize("remat", some_slow(["nothing", "activations", "everything"], ("nothing", "everything")))

@@ -23,7 +23,15 @@ class Block(nnx.Module):
     def __init__(self, sequence_parallel, rngs):
         options = dict(sequence_parallel=sequence_parallel, rngs=rngs, **F64)
         self.attention = gtp.Attention(
-            16, heads=4, kv_heads=2, window=4, soft_cap=2.0, qk_norm=True, sinks=True, rope_theta=50.0, **options
+            16,
+            num_heads=4,
+            num_kv_heads=2,
+            window=4,
+            soft_cap=2.0,
+            qk_norm=True,
+            sinks=True,
+            rope_theta=50.0,
+            **options,
         )
         self.mlp = gtp.MLP(16, 24, **options)
 
@@ -47,8 +55,8 @@ class Windowed(nnx.Module):
 
 def llama(sequence_parallel, rngs):
     config = LlamaConfig(
-        vocab_size=VOCAB, dim=16, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=24, dtype="float64",
-        rope_scaling=SCALING, rope_theta=50.0, sequence_parallel=sequence_parallel,
+        vocab_size=VOCAB, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=24,
+        dtype="float64", rope_scaling=SCALING, rope_theta=50.0, sequence_parallel=sequence_parallel,
     )  # fmt: skip
     return Llama(config, rngs=rngs)
 

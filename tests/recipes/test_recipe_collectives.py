@@ -16,7 +16,16 @@ from gtp_jax.nn import abstract_model
 from ..chain.programs import lowered_step
 
 LAYERS = 3
-SIZES = dict(vocab_size=640, dim=128, layers=LAYERS, heads=4, kv_heads=2, head_dim=64, ffn=384, grad_reduce="bf16")
+SIZES = dict(
+    vocab_size=640,
+    hidden_size=128,
+    num_layers=LAYERS,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    intermediate_size=384,
+    grad_reduce="bf16",
+)
 
 
 def section(*shapes) -> int:
@@ -86,12 +95,12 @@ def test_bytes_an_element_are_those_of_the_formats(recipe, numerator, denominato
 
 
 def test_dequantized_weights_are_no_residual():
-    sizes = dict(vocab_size=256, dim=512, heads=8, kv_heads=4, head_dim=64, ffn=1024)
+    sizes = dict(vocab_size=256, hidden_size=512, num_heads=8, num_kv_heads=4, head_dim=64, intermediate_size=1024)
     layer = jnp.dtype(jnp.bfloat16).itemsize * (512 * 1024 + 512 * 512 + 3 * 512 * 1024)
 
     def temporary(layers):
         step = lowered_step(
-            LlamaConfig(**sizes, layers=layers), gtp.make_mesh(gtp=8), batch=8, seq=8, recipe=gtp.NVFP4()
+            LlamaConfig(**sizes, num_layers=layers), gtp.make_mesh(gtp=8), batch=8, seq=8, recipe=gtp.NVFP4()
         )
         return step.compile().memory_analysis().temp_size_in_bytes
 

@@ -50,8 +50,26 @@ from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from ..parity.plain_llama import Oracle
 from .oracles import dequantized
 
-ALIGNED = LlamaConfig(vocab_size=128, dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=128, dtype="float64")
-UNALIGNED = LlamaConfig(vocab_size=128, dim=56, layers=2, heads=4, kv_heads=2, head_dim=14, ffn=120, dtype="float64")
+ALIGNED = LlamaConfig(
+    vocab_size=128,
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=128,
+    dtype="float64",
+)
+UNALIGNED = LlamaConfig(
+    vocab_size=128,
+    hidden_size=56,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=14,
+    intermediate_size=120,
+    dtype="float64",
+)
 RECIPES = {"FP8": gtp.FP8(), "MXFP8": gtp.MXFP8(), "NVFP4": gtp.NVFP4(), "NVFP4 1x16": gtp.NVFP4(block=(1, 16))}
 MESHES = {
     "gtp 4": (ALIGNED, dict(gtp=4), 1),
@@ -169,7 +187,7 @@ def test_steps_update_the_master_and_quantize_it_anew(x64):
 
 @pytest.mark.slow
 def test_no_schedule_changes_the_numbers():
-    base = dataclasses.replace(ALIGNED, layers=3, dtype="float32")
+    base = dataclasses.replace(ALIGNED, num_layers=3, dtype="float32")
     found = []
     for schedule in ({}, dict(prefetch=False), dict(unroll=1, keep_gathered=0)):
         with scope(dict(gtp=4)):
