@@ -42,7 +42,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("gtp 8", "gtp 8, looped", "gtp 8, waited for", "dp 2 x gtp 4, replicas")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c in SLOW)) for c in CASES])
 def test_each_weight_is_gathered_once_a_pass_and_scattered_once(case):
     degrees, fields, parts = CASES[case]
     mesh, tp = gtp.make_mesh(**degrees), degrees.get("tp", 1)
@@ -105,9 +108,7 @@ def test_each_weight_is_gathered_once_a_pass_and_scattered_once(case):
 @pytest.mark.parametrize(
     "remat, unroll",
     [
-        pytest.param(
-            remat, unroll, marks=[] if (remat, unroll) in (("matmuls", "full"), ("nothing", 1)) else pytest.mark.slow
-        )
+        pytest.param(remat, unroll, marks=[] if (remat, unroll) == ("nothing", 1) else pytest.mark.slow)
         for remat in ("nothing", "matmuls", "activations", "everything")
         for unroll in ("full", 1)
     ],

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from selection import diagonal
 
 import gtp_jax as gtp
 
@@ -107,6 +108,7 @@ def formula(name, params, x, memory):
     if "mask" in inputs:
         where["mask"] = inputs["mask"] if inputs["mask"].ndim < 4 else inputs["mask"][0, 0]
     causal = kind is gtp.Attention and options.get("causal", True)
+    q, k, v = map(np.asarray, (q, k, v))
     mixed = one_by_one(q, k, v, causal=causal, sinks=params.get(("core", "sinks")), **where)
     y = mixed.reshape(*x.shape[:2], -1) @ value("out", "kernel")
     return y + value("out", "bias") if options.get("use_bias") else y
@@ -130,16 +132,7 @@ def test_module_without_a_mesh_is_its_formula(name, x64):
     close(y, formula(name, params, x, memory))
 
 
-FIRST = next(iter(MESHES))
-# every case on one mesh by default, and two cases on all of them
-PAIRS = [
-    pytest.param(name, mesh, marks=() if mesh == FIRST or name in ("everything", "cross") else pytest.mark.slow)
-    for name in CASES
-    for mesh in MESHES
-]
-
-
-@pytest.mark.parametrize(("name", "mesh"), PAIRS)
+@pytest.mark.parametrize(("name", "mesh"), diagonal(CASES, MESHES))
 def test_module_in_global_view_equals_itself_without_a_mesh(name, mesh, x64):
     params, _, plain = measured(name, None)
     same, _, found = measured(name, mesh)
@@ -154,7 +147,7 @@ def test_sinks_are_divided_like_the_heads():
         assert even.core.sinks.get_value().sharding.spec == jax.sharding.PartitionSpec("tp")
 
 
-@pytest.mark.parametrize("degrees", [None, dict(gtp=4, tp=2)])
+@pytest.mark.parametrize("degrees", [pytest.param(None, marks=pytest.mark.slow), dict(gtp=4, tp=2)])
 def test_dropout_is_drawn_anew_in_each_call_and_is_off_in_evaluation(degrees):
     with jax.set_mesh(gtp.make_mesh(**degrees)) if degrees else contextlib.nullcontext():
         make = lambda rngs: gtp.Attention(16, num_heads=4, dropout_rate=0.5, dtype=jnp.float32, rngs=rngs)  # noqa: E731

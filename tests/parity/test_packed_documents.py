@@ -126,7 +126,7 @@ def test_packed_documents_under_plain_jit_have_the_loss_of_a_step(x64):
     assert float(found) == pytest.approx(wanted, rel=1e-13)
 
 
-@pytest.mark.parametrize("mesh", ["no mesh", "gtp 4 x tp 2"])
+@pytest.mark.parametrize("mesh", [pytest.param("no mesh", marks=pytest.mark.slow), "gtp 4 x tp 2"])
 def test_given_positions_take_the_place_of_those_of_the_segments(mesh, x64):
     degrees, sequence_parallel = MESHES[mesh]
     batch = packed(documents())

@@ -134,7 +134,7 @@ class Again(nnx.Module):
         return self.inner(x)
 
 
-@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("stacked", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_two_calls_of_a_module_are_not_rounded_alike(stacked):
     rng = np.random.default_rng(0)
     batch = {"x": rng.normal(size=(2, 32, 32)), "g": rng.normal(size=(2, 32, 32))}

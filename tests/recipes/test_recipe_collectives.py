@@ -6,6 +6,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from selection import diagonal
 
 import gtp_jax as gtp
 from gtp_jax import plan
@@ -39,10 +40,13 @@ def buffer_bytes(form, gtp_degree, kernels) -> int:
     return section(*(codes_shape(form, m, False) for m in matrices), *(s for s in scales if s))
 
 
-@pytest.mark.parametrize("recipe", [gtp.FP8(), gtp.MXFP8(), gtp.NVFP4()], ids=lambda r: type(r).__name__)
-@pytest.mark.parametrize("tp, parts", [(1, 3), (2, 1)])
-def test_each_layer_is_one_gather_of_bytes_a_pass_and_the_model_one_amax_a_step(recipe, tp, parts):
-    degree = 4
+@pytest.mark.parametrize(
+    "recipe, tp_and_parts",
+    diagonal([gtp.NVFP4(), gtp.MXFP8(), gtp.FP8()], [(2, 1), (1, 3)]),
+    ids=lambda value: value if isinstance(value, tuple) else type(value).__name__,
+)
+def test_each_layer_is_one_gather_of_bytes_a_pass_and_the_model_one_amax_a_step(recipe, tp_and_parts):
+    degree, (tp, parts) = 4, tp_and_parts
     config = LlamaConfig(**SIZES)
     mesh = gtp.make_mesh(gtp=degree, tp=tp, dp=2 // tp)
     step = lowered_step(config, mesh, batch=8 * parts, seq=16, microbatches=parts, recipe=recipe)

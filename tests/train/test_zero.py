@@ -100,7 +100,7 @@ RUNS = {
     "plane, each, in global view": (PLANE, None, "each"),
     "cube, each, in global view": (CUBE, None, "each"),
 }
-USUAL = ("cube, last", "cube, each, in global view")
+USUAL = ("cube, last",)  # tests/parity has the other, with a model that is not tied
 
 
 @pytest.mark.parametrize("name", [n if n in USUAL else pytest.param(n, marks=pytest.mark.slow) for n in RUNS])
