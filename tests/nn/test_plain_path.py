@@ -191,7 +191,7 @@ def test_a_weight_takes_the_logical_array(mesh, x64):
 def test_an_array_of_another_shape_is_refused(make, mesh):
     with mesh_in_scope(mesh):
         model = gtp.init(make, nnx.Rngs(0))
-        kernel = model.num_layers.kernel if isinstance(model, gtp.Stack) else model.kernel
+        kernel = model.layers.kernel if isinstance(model, gtp.Stack) else model.kernel
         kernel.set_value(jnp.ones((*kernel.get_value().shape[:-1], 8)))
         expected = (
             r"the weight of shape \(.*, (16|24)\) of \w+ holds an array of shape \(.*, 8\).*`kernel\[\.\.\.\] = array`"
