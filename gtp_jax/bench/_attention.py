@@ -49,7 +49,9 @@ def measure_packed_rows(config: Any, *, seq: int, documents: Sequence[int], batc
         raise ValueError(
             f"`documents` has {too_many[0]}; a row of {seq} tokens has less than {seq // _short(seq) + 1}."
         )
-    shapes = [(batch, seq, heads, config.head_dim) for heads in (config.heads, config.kv_heads, config.kv_heads)]
+    shapes = [
+        (batch, seq, heads, config.head_dim) for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    ]
     keys = jax.random.split(jax.random.key(0), 4)
     operands = [jax.random.normal(key, s, jnp.bfloat16) for key, s in zip(keys, [*shapes, shapes[0]], strict=True)]
     alone = jax.jit(lambda *given: _step(None, *given))
