@@ -24,6 +24,7 @@ from ..mesh import supports_packed_attention
 from . import _cudnn_calls as cudnn
 from ._cudnn_calls import Options, Ragged
 from ._masks import allowed_by, both, in_order
+from ._save import save_for_backward
 
 SHORTEST = 1024  # tokens of a row from which on it is worth choosing, which costs the host a wait for the device
 _SHARE = 4  # documents that a call has room for in each stretch of the length that it is for
@@ -155,7 +156,8 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array,
 
 
 def _attention_forward(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, options: Options) -> Any:
-    out, stats = _forward(options)(q, k, v, segment_ids)
+    # as policies of recomputation save what `jax.nn.dot_product_attention` makes, they save this
+    out, stats = map(save_for_backward, _forward(options)(q, k, v, segment_ids))
     return out, (q, k, v, segment_ids, stats, out)
 
 

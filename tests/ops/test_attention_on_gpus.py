@@ -104,13 +104,13 @@ PACKED = {  # ids of two rows, which way they take, other options
     "a long one among short": ([runs(*[8] * 10, 1968), runs(600, *[3] * 5, 1433)], 2, {}),
     "padding at the end": ([runs(900, 700, 300, 100, 48), runs(600, 600, 600, 200, 48)], 2, {}),
     "fifty": ([runs(*[40] * 49, 88), runs(700, *[20] * 49, 368)], 3, {}),
-    "of all lengths": ([runs(600, 513, 130, 129, 128, 127, *[1] * 20, 401), ONE], 3, {}),
+    "of all lengths": ([runs(600, 513, 130, 129, 128, 127, *[1] * 20, 401), ONE], 2, {}),
     "more than there is room for": ([runs(*[10] * 200, 48), runs(*[10] * 200, 48)], 4, {}),
     "an id comes back": ([runs(1000, 500, 548) % 2, ONE], 4, {}),
-    "bidirectional": ([runs(600, *[30] * 30, 548), ONE], 2, dict(causal=False)),
-    "window": ([runs(600, *[30] * 30, 548), ONE], 2, dict(window=200)),
+    "bidirectional": ([runs(600, *[30] * 30, 548), ONE], 3, dict(causal=False)),
+    "window": ([runs(600, *[30] * 30, 548), ONE], 3, dict(window=200)),
     "window in the mask": ([runs(1000, 500, 548) % 2, ONE], 4, dict(window=200)),
-    "float16": ([runs(600, *[30] * 30, 548), ONE], 2, dict(dtype=jnp.float16)),
+    "float16": ([runs(600, *[30] * 30, 548), ONE], 3, dict(dtype=jnp.float16)),
     "float16 in the mask": ([runs(1000, 500, 548) % 2, ONE], 4, dict(dtype=jnp.float16)),
 }
 

@@ -14,6 +14,7 @@ import pytest
 
 import gtp_jax as gtp
 from gtp_jax import plan
+from gtp_jax.chain._policy import with_remat
 from gtp_jax.ops import _cudnn_calls, _packed, attention, packed_lacks
 
 from ..plan.programs import array, needs_target
@@ -172,6 +173,30 @@ def test_it_works_under_remat_and_scan(by_hand):
     reference = functools.partial(attention, causal=True, segment_ids=ids, scale=0.3, implementation="reference")
     wanted = with_gradients(functools.partial(twice, reference), q, k, v, of_out)
     assert_equal(with_gradients(functools.partial(twice, packed(ids, True, None)), q, k, v, of_out), wanted)
+
+
+def equations(jaxpr):
+    """All equations, those of what is called too, as often as it is called."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+@pytest.mark.parametrize("remat", ["matmuls", "activations"])
+def test_recomputation_does_not_run_it_again(by_hand, remat):
+    q, k, v, of_out = operands(2)
+    ids = jnp.asarray(np.stack([runs(39, 25), ONE]))
+
+    def choices(remat):
+        attend = with_remat(packed(ids, True, None), remat)
+        made = jax.make_jaxpr(functools.partial(with_gradients, attend))(q, k, v, of_out)
+        return sum(equation.primitive.name == "cond" for equation in equations(made.jaxpr))
+
+    assert choices("nothing") == 3  # forward, again, backward
+    assert choices(remat) == choices("everything") == 2
 
 
 # What is emitted for GPUs ---------------------------------------------------------------------------------------------
