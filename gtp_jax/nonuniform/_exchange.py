@@ -10,7 +10,6 @@ nothing before, or after, would need buffers as large as those that do.
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ._boxes import Box, intersect, shape_of, within
 from ._moves import Moves
@@ -51,9 +50,12 @@ class Exchange:
             for number, device in enumerate(self._devices)
             if device.process_index == jax.process_index()
         ]
-        self._pack = {number: _on(device, functools.partial(_packed, moves, number)) for number, device in self._here}
+        self._pack = {
+            number: _on(device, lambda own, number=number: _packed(moves, number, own)) for number, device in self._here
+        }
         self._assemble = {
-            number: _on(device, functools.partial(_assembled, moves, number)) for number, device in self._here
+            number: _on(device, lambda own, received, number=number: _assembled(moves, number, own, received))
+            for number, device in self._here
         }
         self.permute = jax.jit(self._permuted())
 
@@ -67,7 +69,9 @@ class Exchange:
         if self.moves.rounds:
             buffers = [self._pack[number](self._own(parts, number)) for number, _ in self._here]
             together = [self._global(one, [b[i] for b in buffers]) for i, one in enumerate(self.moves.rounds)]
-            for buffer in self.permute(together):
+            with jax.set_mesh(self._mesh):
+                together = self.permute(together)
+            for buffer in together:
                 shards = {shard.device: shard.data for shard in buffer.addressable_shards}
                 for number, device in self._here:
                     received[number].append(shards[device])
@@ -109,8 +113,15 @@ class Exchange:
 
 
 def _on(device: Device, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function, compiled for a device, even if it is given no array there."""
-    return jax.jit(function, out_shardings=SingleDeviceSharding(device))
+    """Returns a function, compiled for a device, whatever mesh is in scope and even if it is given no array there."""
+    mesh = Mesh(np.array([device]), (_AXIS,))
+    compiled = jax.jit(function, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+    def call(*args: Any) -> Any:
+        with jax.set_mesh(mesh):
+            return compiled(*args)
+
+    return call
 
 
 def _packed(moves: Moves, number: int, own: dict[int, jax.Array]) -> list[jax.Array]:

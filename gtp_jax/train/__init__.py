@@ -17,6 +17,8 @@ from ._options import GPU_OPTIONS_WITH_TP as GPU_OPTIONS_WITH_TP
 from ._options import Option as Option
 from ._options import accepts as accepts
 from ._options import compile_options as compile_options
+from ._replicas import Batches as Batches
+from ._replicas import Replicas as Replicas
 from ._state import TrainState as TrainState
 from ._step import eval_step as eval_step
 from ._step import loss_and_gradients as loss_and_gradients

@@ -1,0 +1,239 @@
+"""One optimizer step over replicas of unequal degree.
+
+[Note: a step of replicas] The state is on the core, as on any mesh. A step
+1. gathers the master weights over replicas, if these divide them (ZeRO);
+2. for each replica moves them to its own layout, at its own degree (`unfold`); computes the sums of loss, tokens and
+   gradients over its own rows, in a program of its own; and moves the gradients to the core's layout (`fold`);
+3. on the core adds up what the replicas found, divides by all tokens, clips and updates.
+Nothing is copied between these programs: a device's part of an array on one mesh becomes its part of one on the other.
+Replicas cannot drift apart, as their weights are functions of the masters.
+
+The result is that of one mesh because the loss of local view is a sum over sequences, each counted by one rank: such a
+sum may be divided among ranks and replicas in any way. What is not such a sum is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..mesh import DP, GTP, TP, axes_of, degree, use_roles
+from ..nonuniform import Parts
+from ..recipes import Recipe
+from ._gradients import Request, check_model_state
+from ._jit import Jitted
+from ._loss import mean
+from ._replica_step import ReplicaStep, parts_of, settled
+from ._replicas import Batches, Replicas, is_here, without_replicas
+from ._state import TrainState, constrained
+from ._update import updated
+
+Tree = Any
+
+
+class NonuniformStep:
+    """A step, as `train_step` returns it, over the replicas of a plan. The state is donated.
+
+    Args:
+        request: what is computed.
+        optimizer: any optax optimizer.
+        max_grad_norm: scales gradients down to this norm.
+        replicas: the meshes.
+        options: returns XLA options for the mesh in scope.
+        recipe: returns the recipe to take.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        optimizer: optax.GradientTransformation,
+        max_grad_norm: float | None,
+        replicas: Replicas,
+        *,
+        options: Callable[[], dict[str, Any]],
+        recipe: Callable[[], Recipe | None],
+    ) -> None:
+        self._request, self._replicas, self._recipe, self._options = request, replicas, recipe, options
+        self._optimizer, self._max_grad_norm = optimizer, max_grad_norm
+        self._gather = Jitted(_gathered, options)
+        self._update = Jitted(self._updated, options, donate_argnums=(0, 1))
+        self._steps: dict[Recipe | None, list[ReplicaStep]] = {}
+
+    def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
+        """Returns the state after the step, and metrics.
+
+        Args:
+            state: on the core.
+            batch: rows of all replicas; or divided among them already, by `Replicas.place`.
+
+        Raises:
+            ValueError: if the state is not of this core, or the batch of another size than the plan's.
+        """
+        self._check(state)
+        batches = batch if isinstance(batch, Batches) else self._replicas.place(batch)
+        stored = self.stored(state)
+        gradients: Parts = [{} for _ in jax.tree.leaves(state.params)]
+        sums: dict[Any, jax.Array] = {}
+        for step, mesh, part in zip(self.replica_steps(state), self._replicas.meshes, batches.parts, strict=True):
+            if is_here(mesh):
+                found, total = step(stored, part)
+                for kept, one in zip(gradients, found, strict=True):
+                    kept.update(one)
+                sums.update(parts_of(total))
+        del stored
+        if not is_here(self._replicas.core):
+            return state, {}
+        with jax.set_mesh(self._replicas.core), use_roles(state.model_def.roles):
+            return self._update(state, *self._on_core(state, gradients, sums))
+
+    def weights(self, state: TrainState) -> list[Tree]:
+        """Returns the parameters on the mesh of each replica, as the next step computes with them; `None` for one that
+        this process has no device of."""
+        stored, replicas = self.stored(state), self._replicas
+        return [
+            step.weights(stored)[0] if is_here(mesh) else None
+            for step, mesh in zip(self.replica_steps(state), replicas.meshes, strict=True)
+        ]
+
+    def replica_steps(self, state: TrainState) -> list[ReplicaStep]:
+        """Returns each replica's part of the step, with the recipe in scope."""
+        recipe = self._recipe()
+        if recipe not in self._steps:
+            replicas, divided = self._replicas, _is_divided(state)
+            self._steps[recipe] = [
+                ReplicaStep(
+                    self._request._replace(recipe=recipe, replica=replica.number),
+                    replica,
+                    mesh,
+                    model_def,
+                    state,
+                    options=self._options,
+                    donates=divided,
+                )
+                for replica, mesh, model_def in zip(
+                    replicas.plan.replicas, replicas.meshes, replicas.model_defs, strict=True
+                )
+            ]
+        return self._steps[recipe]
+
+    def stored(self, state: TrainState) -> Parts:
+        """Returns what the core's devices store of every parameter, whole over replicas, and of the number of updates
+        made."""
+        params = state.params
+        if _is_divided(state) and is_here(self._replicas.core):
+            with jax.set_mesh(self._replicas.core):
+                params = self._gather(params, state)
+                settled(params)
+        return [parts_of(x) for x in (*jax.tree.leaves(params), state.step)]
+
+    def _on_core(self, state: TrainState, gradients: Parts, sums: dict[Any, jax.Array]) -> tuple[Tree, jax.Array]:
+        """Returns what the replicas found as arrays on the core, one replica's behind the other along the first
+        dimension."""
+        core, count = self._replicas.core, len(self._replicas.meshes)
+        leaves, structure = jax.tree.flatten(state.params)
+        specs = jax.tree.leaves(state.model_def.specs, is_leaf=_is_spec)
+        arrays = []
+        for x, spec, parts in zip(leaves, specs, gradients, strict=True):
+            rows, *rest = x.shape or (1,)
+            sharding = NamedSharding(core, _by_replica(spec, x.ndim))
+            mine = [_with_rows(parts[device], device) for device in _here(core)]
+            arrays.append(
+                jax.make_array_from_single_device_arrays((count * rows, *rest), sharding, mine, dtype=x.dtype)
+            )
+        total = jax.make_array_from_single_device_arrays(
+            (2 * count,), NamedSharding(core, PartitionSpec(DP)), [sums[device] for device in _here(core)]
+        )
+        return jax.tree.unflatten(structure, arrays), total
+
+    def _updated(self, state: TrainState, found: Tree, sums: jax.Array) -> tuple[TrainState, dict[str, Any]]:
+        specs = state.model_def.specs
+        into = jax.tree.map(lambda spec, x: _by_replica(spec, x.ndim), specs, state.params, is_leaf=_is_spec)
+
+        def add_up(found: Tree, sums: jax.Array) -> tuple[Tree, jax.Array]:
+            each = jax.tree.map(_sum_over_replicas, specs, found, state.params, is_leaf=_is_spec)
+            return each, lax.psum(sums, DP)
+
+        out = (specs, PartitionSpec())
+        over_core = jax.shard_map(add_up, in_specs=(into, PartitionSpec(DP)), out_specs=out, check_vma=False)
+        found, (total, tokens) = over_core(found, sums)
+        grads = jax.tree.map(lambda g: mean(g, tokens), found)
+        after, norm = updated(state, grads, self._optimizer, self._max_grad_norm, {})
+        return after, {"loss": mean(total, tokens), "tokens": tokens, "grad_norm": norm}
+
+    def _check(self, state: TrainState) -> None:
+        check_model_state(state)
+        core = self._replicas.core
+        if not isinstance(state.step, jax.Array):
+            raise TypeError("a step over replicas is run as it is; call it outside of `jax.jit`, which cannot hold it.")
+        if state.step.sharding.device_set != set(core.devices.flat):
+            raise ValueError(
+                "the state is on other devices than the core of `replicas`. Make it under "
+                "`with jax.set_mesh(replicas.core):`."
+            )
+        with jax.set_mesh(core):
+            state.model_def.check_mesh()
+        ours = jax.tree.structure(state.params)
+        theirs = jax.tree.structure(self._replicas.model_defs[0].specs, is_leaf=_is_spec)
+        if ours != theirs:
+            raise ValueError(
+                "the state has other parameters than the model that `replicas` was made for. Pass the `factory` of the "
+                f"model: it has {theirs.num_leaves} parameters, the state {ours.num_leaves}."
+            )
+
+
+def _sum_over_replicas(spec: PartitionSpec, found: jax.Array, param: Any) -> jax.Array:
+    """Returns the sum over replicas of what this rank has of a gradient; of it what this rank stores.
+
+    Ranks that store the same part get the same bits: those of the first one. Each sums over replicas in a group of its
+    own, and of more than two the sums may be taken in another order there.
+    """
+    dims = [d for d, e in enumerate(spec) if e is not None and DP in ((e,) if isinstance(e, str) else e)]
+    if dims:
+        total = lax.psum_scatter(found, DP, scatter_dimension=dims[0], tiled=True)
+    else:
+        total = lax.psum(found, DP)
+    alike = tuple(axis for axis in (GTP, TP) if axis not in axes_of(spec) and degree(axis) > 1)
+    if alike:
+        total = lax.psum(jnp.where(lax.axis_index(alike) == 0, total, 0), alike)
+    return total if param.shape else total[0]
+
+
+def _gathered(params: Tree, state: TrainState) -> Tree:
+    specs = jax.tree.map(without_replicas, state.model_def.specs, is_leaf=_is_spec)
+    return constrained(params, specs)
+
+
+def _is_divided(state: TrainState) -> bool:
+    return any(DP in axes_of(spec) for spec in jax.tree.leaves(state.model_def.specs, is_leaf=_is_spec))
+
+
+def _by_replica(spec: PartitionSpec, ndim: int) -> PartitionSpec:
+    """Returns the partition of arrays of all replicas, one behind the other along the first dimension."""
+    if not ndim:
+        return PartitionSpec(DP)
+    first, *rest = (*without_replicas(spec), *(None,) * (ndim - len(spec)))
+    axes = () if first is None else (first,) if isinstance(first, str) else first
+    return PartitionSpec((DP, *axes), *rest)
+
+
+def _with_rows(part: jax.Array, device: Any) -> jax.Array:
+    """Returns a scalar as an array of one row, so that those of several replicas can be one behind the other."""
+    if part.ndim:
+        return part
+    with jax.set_mesh(Mesh(np.array([device]), (DP,))):
+        return jnp.reshape(part, (1,))
+
+
+def _here(mesh: Any) -> list[Any]:
+    return [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, PartitionSpec)

@@ -1,0 +1,135 @@
+"""One replica's part of a step: from what the core stores to the sums of this replica's gradients, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..mesh import AXES, DP, GTP, TP
+from ..nn import ModelDef
+from ..nonuniform import Box, Exchange, LeafBoxes, Parts, Replica, box_of, plan_moves
+from ._gradients import Request, gradients
+from ._jit import Jitted
+from ._replicas import without_replicas
+from ._state import TrainState
+
+Tree = Any
+
+
+class ReplicaStep:
+    """Weights out of the core, gradients of this replica's rows, and these back to the core.
+
+    Args:
+        request: what is computed.
+        replica: of the plan.
+        mesh: of the replica's devices.
+        model_def: of the model on that mesh.
+        state: on the core; arrays, or their shapes and dtypes.
+        options: XLA options for the mesh in scope.
+        donates: whether the weights may be overwritten, as the core holds others.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        replica: Replica,
+        mesh: Mesh,
+        model_def: ModelDef,
+        state: TrainState,
+        *,
+        options: Callable[[], dict[str, Any]],
+        donates: bool,
+    ) -> None:
+        self._request, self._mesh, self._model_def = request, mesh, model_def
+        leaves, self._structure = jax.tree.flatten(state.params)
+        specs, core = _specs(model_def), [without_replicas(spec) for spec in _specs(state.model_def)]
+        counted = [*leaves, state.step]  # the number of updates made goes with the weights
+        ranks = [replica.slots[0].index(slot) for slot in replica.core[0]]
+        gtp, tp = len(replica.slots), replica.tp
+        unfold = []
+        for x, spec, core_spec in zip(counted, [*specs, PartitionSpec()], [*core, PartitionSpec()], strict=True):
+            there, here = _boxes(x.shape, core_spec, gtp, tp, ranks), _boxes(x.shape, spec, gtp, tp, range(tp))
+            unfold.append(LeafBoxes(np.dtype(x.dtype), there, here))
+        fold = [LeafBoxes(leaf.dtype, leaf.after, leaf.before) for leaf in unfold[:-1]]
+        devices = list(mesh.devices.flat)
+        self.unfold = Exchange(plan_moves(unfold), devices)
+        self.fold = Exchange(plan_moves(fold), devices)
+        self._shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in counted]
+        self._shardings = [NamedSharding(mesh, spec) for spec in (*specs, PartitionSpec())]
+        self.program = Jitted(self._program, options, donate_argnums=(0,) if donates else ())
+
+    def __call__(self, stored: Parts, batch: Tree) -> tuple[Parts, jax.Array]:
+        """Returns what the core's devices of this process store of the sums of gradients; and the sums of loss and
+        tokens, of shape `(2,)`, on all devices.
+
+        Args:
+            stored: for each parameter, and behind them for the number of updates made, what the core's devices of this
+                process store.
+            batch: this replica's rows.
+        """
+        params, number = self.weights(stored)
+        with jax.set_mesh(self._mesh):
+            found, sums = self.program(params, number, batch)
+        settled(found)
+        folded = self.fold([parts_of(g) for g in jax.tree.leaves(found)])
+        settled([one for part in folded for one in part.values()])
+        return folded, sums
+
+    def weights(self, stored: Parts) -> tuple[Tree, jax.Array]:
+        """Returns the parameters and the number of updates made on this replica's mesh, see `__call__`."""
+        arrays = [
+            jax.make_array_from_single_device_arrays(x.shape, sharding, list(part.values()), dtype=x.dtype)
+            for x, sharding, part in zip(self._shapes, self._shardings, self.unfold(stored), strict=True)
+        ]
+        settled(arrays)
+        return jax.tree.unflatten(self._structure, arrays[:-1]), arrays[-1]
+
+    def _program(self, params: Tree, number: jax.Array, batch: Tree) -> tuple[Tree, jax.Array]:
+        computed = gradients(self._request, TrainState(params, (), number, self._model_def), batch)
+        assert computed.tokens is not None
+        # in local view every rank of tp counts the same tokens again: loss, tokens and gradients are that much larger
+        copies = self._mesh.shape[TP]
+        found = jax.tree.map(lambda g: g / copies, computed.gradients)
+        sums = jnp.stack([computed.total, computed.tokens.astype(computed.total.dtype)]) / copies
+        held = [lax.with_sharding_constraint(g, s) for g, s in zip(jax.tree.leaves(found), self._shardings)]
+        return jax.tree.unflatten(self._structure, held), sums
+
+
+def parts_of(array: jax.Array) -> dict[Any, jax.Array]:
+    """Returns what each device of this process stores of an array."""
+    return {shard.device: shard.data for shard in array.addressable_shards}
+
+
+def settled(tree: Tree) -> None:
+    """Waits for arrays on virtual CPU devices, which share a pool of threads, where programs over different devices
+    could wait for each other."""
+    if jax.default_backend() == "cpu":
+        jax.block_until_ready(tree)
+
+
+def _specs(model_def: ModelDef) -> list[PartitionSpec]:
+    return jax.tree.leaves(model_def.specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+
+
+def _boxes(shape: tuple[int, ...], spec: PartitionSpec, gtp: int, tp: int, ranks: Any) -> Mapping[int, Box]:
+    """Returns the part that each device of a replica stores, by its number, row by row.
+
+    Args:
+        shape: of the array.
+        spec: its partition, over as many ranks of tp as `ranks` names.
+        gtp: rows of the replica's grid.
+        tp: devices in a row of it.
+        ranks: which of these store.
+    """
+    sizes = dict(zip(AXES, (1, gtp, len(ranks)), strict=True))
+    return {
+        g * tp + rank: box_of(shape, spec, sizes, {DP: 0, GTP: g, TP: place})
+        for g in range(gtp)
+        for place, rank in enumerate(ranks)
+    }

@@ -1,0 +1,149 @@
+"""The meshes of replicas of unequal degree, and the model laid out for each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ..mesh import AXES, DP, GTP, TP, Roles, current_roles, make_mesh
+from ..nn import ModelDef, abstract_model, split_model
+from ..nonuniform import FaultPlan, Grid
+
+Tree = Any
+
+
+class Replicas:
+    """The devices of a plan after failures: a mesh for each replica, and one over all of them, the core.
+
+        replicas = gtp_jax.Replicas(factory, gtp_jax.plan_faults(dp=2, tp=4, failed=[5], batch=14))
+        with jax.set_mesh(replicas.core):
+            state = gtp_jax.TrainState.create(gtp_jax.init(factory, nnx.Rngs(0)), optimizer)
+            step = gtp_jax.train_step(loss, optimizer, view="local", replicas=replicas)
+            state, metrics = step(state, batch)
+
+    The core holds master weights and optimizer state, as an ordinary mesh of dp replicas at the lowest degree does: so
+    a state is made, saved and restored there as on any mesh. Each replica computes on a mesh of its own, of its own
+    degree, with the model laid out for that.
+
+    Args:
+        factory: makes the model, as in `gtp_jax.init`.
+        plan: which devices go on.
+        devices: of all slots of the plan, of the healthy ones, or of the active ones, in the order of slots;
+            `jax.devices()` by default.
+
+    Attributes:
+        plan: as given.
+        core: the mesh to put in scope.
+        meshes: one for each replica of the plan.
+        model_defs: of the model on each of `meshes`.
+
+    Raises:
+        ValueError: if there are more or fewer devices, or the roles in scope name other axes than dp, gtp and tp.
+    """
+
+    def __init__(
+        self, factory: Callable[[nnx.Rngs], nnx.Module], plan: FaultPlan, devices: Sequence[Any] | None = None
+    ) -> None:
+        roles = current_roles()
+        _check_roles(roles)
+        self.plan = plan
+        by_slot = plan.devices_of(jax.devices() if devices is None else devices)
+        self.meshes = tuple(_mesh([replica.slots], by_slot) for replica in plan.replicas)
+        if plan.uniform and devices is None:
+            self.core = make_mesh(dp=plan.dp, gtp=plan.gtp, tp=plan.tp)  # may reorder for the topology
+        else:
+            self.core = _mesh([replica.core for replica in plan.replicas], by_slot)
+        self.model_defs = tuple(_model_def(factory, mesh) for mesh in self.meshes)
+
+    def place(self, batch: Tree) -> Batches:
+        """Returns the rows of a batch, on the devices that train on them.
+
+        Args:
+            batch: pytree of arrays with the batch first. Several processes all pass the whole batch, as numpy arrays,
+                of which each copies only its own rows to its devices.
+
+        Raises:
+            ValueError: if an array has another number of rows than the plan, or is spread over several processes.
+        """
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+            _check_rows(f"`batch`{jax.tree_util.keystr(path)}", leaf, self.plan.batch)
+        parts = []
+        for replica, mesh in zip(self.plan.replicas, self.meshes, strict=True):
+            sharding = NamedSharding(mesh, PartitionSpec((DP, GTP)))
+            rows = slice(*replica.rows)
+            parts.append(jax.tree.map(lambda a: _placed(a[rows], sharding), batch) if is_here(mesh) else None)  # noqa: B023
+        return Batches(tuple(parts))
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """A batch, divided among replicas.
+
+    Attributes:
+        parts: for each replica a pytree of arrays on its mesh; `None` where this process has none of its devices.
+    """
+
+    parts: tuple[Tree, ...]
+
+
+def is_here(mesh: Mesh) -> bool:
+    """Says whether this process has devices of a mesh."""
+    return any(device.process_index == jax.process_index() for device in mesh.devices.flat)
+
+
+def without_replicas(spec: PartitionSpec) -> PartitionSpec:
+    """Returns a partition without the replicas' axis, which divides only what the optimizer stores."""
+    entries = []
+    for entry in spec:
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        left = tuple(axis for axis in axes if axis != DP)
+        entries.append(None if not left else left[0] if len(left) == 1 else left)
+    return PartitionSpec(*entries)
+
+
+def _mesh(grids: Sequence[Grid], by_slot: Mapping[int, Any]) -> Mesh:
+    devices = np.array([[[by_slot[slot] for slot in row] for row in grid] for grid in grids], dtype=object)
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _model_def(factory: Callable[[nnx.Rngs], nnx.Module], mesh: Mesh) -> ModelDef:
+    # abstract, as this process may have none of the devices
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return split_model(abstract_model(factory))[0]
+
+
+def _check_roles(roles: Roles) -> None:
+    wanted = {"batch": (DP, GTP), "weights": (GTP,), "tensor": TP}
+    for name, axes in wanted.items():
+        if getattr(roles, name) != axes:
+            raise ValueError(
+                f"the roles in scope have `{name}` {getattr(roles, name)!r}; replicas of unequal degree have {axes!r}, "
+                "as each is a mesh of its own. Leave `use_roles` out, or choose only `optimizer` with it."
+            )
+
+
+def _check_rows(name: str, leaf: Any, rows: int) -> None:
+    shape = np.shape(leaf)
+    if not shape or shape[0] != rows:
+        raise ValueError(
+            f"{name} has shape {shape}, but the plan is for batches of {rows} rows, over all replicas. Pass such a "
+            f"batch, or plan for another with `plan_faults(batch=...)`."
+        )
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        raise ValueError(
+            f"{name} is an array spread over several processes, which cannot be divided into unequal parts without "
+            "moving it. Pass the whole batch as numpy arrays in every process, or rows with `Batches`."
+        )
+
+
+def _placed(rows: Any, sharding: NamedSharding) -> jax.Array:
+    if isinstance(rows, jax.Array):
+        return jax.device_put(rows, sharding)
+    rows = np.asarray(rows)
+    return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
