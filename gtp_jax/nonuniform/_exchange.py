@@ -57,7 +57,7 @@ class Exchange:
             number: _on(device, lambda own, received, number=number: _assembled(moves, number, own, received))
             for number, device in self._here
         }
-        self.permute = jax.jit(self._permuted())
+        self._permute: Any = jax.jit(self._permuted())
 
     def __call__(self, parts: Sequence[Mapping[Device, jax.Array]]) -> Parts:
         """Returns what each device of this process stores of each array afterwards.
@@ -70,7 +70,7 @@ class Exchange:
             buffers = [self._pack[number](self._own(parts, number)) for number, _ in self._here]
             together = [self._global(one, [b[i] for b in buffers]) for i, one in enumerate(self.moves.rounds)]
             with jax.set_mesh(self._mesh):
-                together = self.permute(together)
+                together = self._permute(together)
             for buffer in together:
                 shards = {shard.device: shard.data for shard in buffer.addressable_shards}
                 for number, device in self._here:
@@ -85,11 +85,15 @@ class Exchange:
                     found[leaf][device] = own[leaf] if _stays(self.moves, leaf, number) else made[leaf]
         return found
 
-    def abstract_buffers(self) -> list[jax.ShapeDtypeStruct]:
-        """Returns the arguments of `permute`, to lower it."""
+    def compile(self) -> jax.stages.Compiled:
+        """Compiles the program of the rounds, which is taken from now on, and returns it."""
         sharding = NamedSharding(self._mesh, PartitionSpec(_AXIS))
         sizes = [(len(self._devices) * one.elements, one.dtype) for one in self.moves.rounds]
-        return [jax.ShapeDtypeStruct((size,), dtype, sharding=sharding) for size, dtype in sizes]
+        buffers = [jax.ShapeDtypeStruct((size,), dtype, sharding=sharding) for size, dtype in sizes]
+        if not isinstance(self._permute, jax.stages.Compiled):
+            with jax.set_mesh(self._mesh):
+                self._permute = self._permute.lower(buffers).compile()
+        return self._permute
 
     def _own(self, parts: Sequence[Mapping[Device, jax.Array]], number: int) -> dict[int, jax.Array]:
         device = self._devices[number]

@@ -83,9 +83,9 @@ class FaultPlan:
 
     @property
     def uniform(self) -> bool:
-        """Whether the plan is the healthy run itself: every device in its place, every replica with as many rows."""
-        sizes = {replica.batch for replica in self.replicas}
-        return len(self.active) == self.slots and len(sizes) == 1 and self.core_tp == self.tp
+        """Whether all replicas are alike, in degree and rows, so that they are one ordinary mesh, perhaps of fewer
+        devices than the healthy one."""
+        return len({replica.batch for replica in self.replicas}) == 1 and all(r.core == r.slots for r in self.replicas)
 
     @property
     def throughput(self) -> Fraction:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -25,7 +26,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..mesh import DP, GTP, TP, axes_of, degree, use_roles
-from ..nonuniform import Parts
+from ..nonuniform import Exchange, Parts
 from ..recipes import Recipe
 from ._gradients import Request, check_model_state
 from ._jit import Jitted
@@ -62,8 +63,8 @@ class NonuniformStep:
     ) -> None:
         self._request, self._replicas, self._recipe, self._options = request, replicas, recipe, options
         self._optimizer, self._max_grad_norm = optimizer, max_grad_norm
-        self._gather = Jitted(_gathered, options)
-        self._update = Jitted(self._updated, options, donate_argnums=(0, 1))
+        self._gather: Any = Jitted(_gathered, options)
+        self._update: Any = Jitted(self._updated, options, donate_argnums=(0, 1))
         self._steps: dict[Recipe | None, list[ReplicaStep]] = {}
 
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
@@ -78,16 +79,14 @@ class NonuniformStep:
         """
         self._check(state)
         batches = batch if isinstance(batch, Batches) else self._replicas.place(batch)
-        stored = self.stored(state)
+        stored = self._stored(state)
         gradients: Parts = [{} for _ in jax.tree.leaves(state.params)]
-        sums: dict[Any, jax.Array] = {}
-        for step, mesh, part in zip(self.replica_steps(state), self._replicas.meshes, batches.parts, strict=True):
+        sums: Parts = [{}, {}]
+        for step, mesh, part in zip(self._replica_steps(state), self._replicas.meshes, batches.parts, strict=True):
             if is_here(mesh):
-                found, total = step(stored, part)
-                for kept, one in zip(gradients, found, strict=True):
+                found, total = step(_of_devices(stored, mesh), part)
+                for kept, one in zip((*gradients, *sums), (*found, *map(parts_of, total)), strict=True):
                     kept.update(one)
-                sums.update(parts_of(total))
-        del stored
         if not is_here(self._replicas.core):
             return state, {}
         with jax.set_mesh(self._replicas.core), use_roles(state.model_def.roles):
@@ -96,13 +95,46 @@ class NonuniformStep:
     def weights(self, state: TrainState) -> list[Tree]:
         """Returns the parameters on the mesh of each replica, as the next step computes with them; `None` for one that
         this process has no device of."""
-        stored, replicas = self.stored(state), self._replicas
+        stored, replicas = self._stored(state), self._replicas
         return [
-            step.weights(stored)[0] if is_here(mesh) else None
-            for step, mesh in zip(self.replica_steps(state), replicas.meshes, strict=True)
+            step.weights(_of_devices(stored, mesh))[0] if is_here(mesh) else None
+            for step, mesh in zip(self._replica_steps(state), replicas.meshes, strict=True)
         ]
 
-    def replica_steps(self, state: TrainState) -> list[ReplicaStep]:
+    def compile(self, state: TrainState, batch: Tree) -> dict[str, jax.stages.Compiled]:
+        """Compiles the programs of a step that this process takes part in, which are taken from now on.
+
+        Args:
+            state: on the core, or of the same shapes and shardings.
+            batch: as in a step; or `Batches` of shapes with shardings.
+
+        Returns:
+            By name: `gradients` of each replica, `unfold` and `fold` of those of another layout than the core, followed
+            by the replica's place in the plan; `gather`, if replicas divide what is stored; `update`. The slices of
+            single devices ahead of and behind `unfold` and `fold` are not among them.
+        """
+        batches = batch if isinstance(batch, Batches) else self._replicas.place(batch)
+        found: dict[str, jax.stages.Compiled] = {}
+        sums: Any = ()
+        steps = zip(self._replica_steps(state), self._replicas.meshes, batches.parts, strict=True)
+        for place, (step, mesh, part) in enumerate(steps):
+            if is_here(mesh):
+                programs, sums = step.compile(part)
+                found |= {f"{name} {place}": program for name, program in programs.items()}
+        core = self._replicas.core
+        if is_here(core):
+            state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+            with jax.set_mesh(core), use_roles(state.model_def.roles):
+                if _is_divided(state):
+                    self._gather = found["gather"] = _compiled(self._gather, state)
+                self._update = found["update"] = _compiled(self._update, state, *self._shapes_on_core(state, sums))
+        return found
+
+    def exchanges(self, state: TrainState) -> list[dict[str, Exchange]]:
+        """Returns what moves between each replica and the core: `unfold` the weights, `fold` the gradients."""
+        return [{"unfold": step.unfold, "fold": step.fold} for step in self._replica_steps(state)]
+
+    def _replica_steps(self, state: TrainState) -> list[ReplicaStep]:
         """Returns each replica's part of the step, with the recipe in scope."""
         recipe = self._recipe()
         if recipe not in self._steps:
@@ -123,42 +155,48 @@ class NonuniformStep:
             ]
         return self._steps[recipe]
 
-    def stored(self, state: TrainState) -> Parts:
+    def _stored(self, state: TrainState) -> Parts:
         """Returns what the core's devices store of every parameter, whole over replicas, and of the number of updates
         made."""
         params = state.params
         if _is_divided(state) and is_here(self._replicas.core):
             with jax.set_mesh(self._replicas.core):
-                params = self._gather(params, state)
+                params = self._gather(state)
                 settled(params)
         return [parts_of(x) for x in (*jax.tree.leaves(params), state.step)]
 
-    def _on_core(self, state: TrainState, gradients: Parts, sums: dict[Any, jax.Array]) -> tuple[Tree, jax.Array]:
+    def _on_core(self, state: TrainState, gradients: Parts, sums: Parts) -> tuple[Tree, list[jax.Array]]:
         """Returns what the replicas found as arrays on the core, one replica's behind the other along the first
         dimension."""
+        here = [d for d in self._replicas.core.devices.flat if d.process_index == jax.process_index()]
+
+        def joined(like: jax.ShapeDtypeStruct, parts: Any) -> jax.Array:
+            mine = [_with_rows(parts[device], device) for device in here]
+            return jax.make_array_from_single_device_arrays(like.shape, like.sharding, mine)
+
+        shapes, of_sums = self._shapes_on_core(state, [next(iter(one.values())) for one in sums])
+        leaves, structure = jax.tree.flatten(shapes)
+        arrays = [joined(like, parts) for like, parts in zip(leaves, gradients, strict=True)]
+        return jax.tree.unflatten(structure, arrays), [joined(*some) for some in zip(of_sums, sums, strict=True)]
+
+    def _shapes_on_core(self, state: TrainState, sums: Any) -> tuple[Tree, list[Any]]:
         core, count = self._replicas.core, len(self._replicas.meshes)
-        leaves, structure = jax.tree.flatten(state.params)
-        specs = jax.tree.leaves(state.model_def.specs, is_leaf=_is_spec)
-        arrays = []
-        for x, spec, parts in zip(leaves, specs, gradients, strict=True):
+
+        def of(spec: PartitionSpec, x: Any) -> Any:
             rows, *rest = x.shape or (1,)
             sharding = NamedSharding(core, _by_replica(spec, x.ndim))
-            mine = [_with_rows(parts[device], device) for device in _here(core)]
-            arrays.append(
-                jax.make_array_from_single_device_arrays((count * rows, *rest), sharding, mine, dtype=x.dtype)
-            )
-        total = jax.make_array_from_single_device_arrays(
-            (2 * count,), NamedSharding(core, PartitionSpec(DP)), [sums[device] for device in _here(core)]
-        )
-        return jax.tree.unflatten(structure, arrays), total
+            return jax.ShapeDtypeStruct((count * rows, *rest), x.dtype, sharding=sharding)
 
-    def _updated(self, state: TrainState, found: Tree, sums: jax.Array) -> tuple[TrainState, dict[str, Any]]:
+        gradients = jax.tree.map(of, state.model_def.specs, state.params, is_leaf=_is_spec)
+        return gradients, [of(PartitionSpec(), x) for x in sums]
+
+    def _updated(self, state: TrainState, found: Tree, sums: list[jax.Array]) -> tuple[TrainState, dict[str, Any]]:
         specs = state.model_def.specs
         into = jax.tree.map(lambda spec, x: _by_replica(spec, x.ndim), specs, state.params, is_leaf=_is_spec)
 
-        def add_up(found: Tree, sums: jax.Array) -> tuple[Tree, jax.Array]:
+        def add_up(found: Tree, sums: list[jax.Array]) -> tuple[Tree, list[jax.Array]]:
             each = jax.tree.map(_sum_over_replicas, specs, found, state.params, is_leaf=_is_spec)
-            return each, lax.psum(sums, DP)
+            return each, [one[0] for one in lax.psum(sums, DP)]
 
         out = (specs, PartitionSpec())
         over_core = jax.shard_map(add_up, in_specs=(into, PartitionSpec(DP)), out_specs=out, check_vma=False)
@@ -170,7 +208,7 @@ class NonuniformStep:
     def _check(self, state: TrainState) -> None:
         check_model_state(state)
         core = self._replicas.core
-        if not isinstance(state.step, jax.Array):
+        if isinstance(state.step, jax.core.Tracer):
             raise TypeError("a step over replicas is run as it is; call it outside of `jax.jit`, which cannot hold it.")
         if state.step.sharding.device_set != set(core.devices.flat):
             raise ValueError(
@@ -205,9 +243,19 @@ def _sum_over_replicas(spec: PartitionSpec, found: jax.Array, param: Any) -> jax
     return total if param.shape else total[0]
 
 
-def _gathered(params: Tree, state: TrainState) -> Tree:
+def _gathered(state: TrainState) -> Tree:
     specs = jax.tree.map(without_replicas, state.model_def.specs, is_leaf=_is_spec)
-    return constrained(params, specs)
+    return constrained(state.params, specs)
+
+
+def _compiled(program: Any, *args: Any) -> jax.stages.Compiled:
+    return program.lower(*args).compile() if isinstance(program, Jitted) else program
+
+
+def _of_devices(stored: Parts, mesh: Mesh) -> Parts:
+    """Returns what the devices of a mesh store."""
+    devices = set(mesh.devices.flat)
+    return [{device: x for device, x in part.items() if device in devices} for part in stored]
 
 
 def _is_divided(state: TrainState) -> bool:
@@ -229,10 +277,6 @@ def _with_rows(part: jax.Array, device: Any) -> jax.Array:
         return part
     with jax.set_mesh(Mesh(np.array([device]), (DP,))):
         return jnp.reshape(part, (1,))
-
-
-def _here(mesh: Any) -> list[Any]:
-    return [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
 
 
 def _is_spec(leaf: Any) -> bool:

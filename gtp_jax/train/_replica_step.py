@@ -11,15 +11,16 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..mesh import AXES, DP, GTP, TP
+from ..mesh import DP, GTP, TP
 from ..nn import ModelDef
 from ..nonuniform import Box, Exchange, LeafBoxes, Parts, Replica, box_of, plan_moves
 from ._gradients import Request, gradients
 from ._jit import Jitted
-from ._replicas import without_replicas
+from ._replicas import with_whole_sequences, without_replicas
 from ._state import TrainState
 
 Tree = Any
+Sums = tuple[jax.Array, jax.Array]
 
 
 class ReplicaStep:
@@ -62,24 +63,51 @@ class ReplicaStep:
         self.fold = Exchange(plan_moves(fold), devices)
         self._shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in counted]
         self._shardings = [NamedSharding(mesh, spec) for spec in (*specs, PartitionSpec())]
-        self.program = Jitted(self._program, options, donate_argnums=(0,) if donates else ())
+        self._sums: Sums | None = None
+        self._program: Any = Jitted(self._sum_gradients, options, donate_argnums=(0,) if donates else ())
 
-    def __call__(self, stored: Parts, batch: Tree) -> tuple[Parts, jax.Array]:
-        """Returns what the core's devices of this process store of the sums of gradients; and the sums of loss and
-        tokens, of shape `(2,)`, on all devices.
+    def __call__(self, stored: Parts, batch: Tree) -> tuple[Parts, Sums]:
+        """Returns what the core's devices of this process store of the sums of gradients; and those of loss and tokens,
+        each of shape `(1,)`, on all devices.
 
         Args:
             stored: for each parameter, and behind them for the number of updates made, what the core's devices of this
-                process store.
+                process store. Emptied, so that it takes no memory any more.
             batch: this replica's rows.
         """
         params, number = self.weights(stored)
+        for part in stored:
+            part.clear()
         with jax.set_mesh(self._mesh):
-            found, sums = self.program(params, number, batch)
+            found, sums = self._program(params, number, batch)
         settled(found)
         folded = self.fold([parts_of(g) for g in jax.tree.leaves(found)])
         settled([one for part in folded for one in part.values()])
         return folded, sums
+
+    def compile(self, batch: Tree) -> tuple[dict[str, jax.stages.Compiled], Sums]:
+        """Compiles the programs that run on several devices, which are taken from now on, and returns them by name; and
+        the shapes of the sums of loss and tokens.
+
+        Args:
+            batch: this replica's rows, or their shapes and shardings.
+        """
+        arrays = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            for x, sharding in zip(self._shapes, self._shardings, strict=True)
+        ]
+        params, number = jax.tree.unflatten(self._structure, arrays[:-1]), arrays[-1]
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batch)
+        with jax.set_mesh(self._mesh):
+            if isinstance(self._program, Jitted):
+                lowered = self._program.lower(params, number, batch)
+                self._program, self._sums = lowered.compile(), lowered.out_info[1]
+        found = {"gradients": self._program}
+        for name, exchange in (("unfold", self.unfold), ("fold", self.fold)):
+            if exchange.moves.rounds:
+                found[name] = exchange.compile()
+        assert self._sums is not None
+        return found, self._sums
 
     def weights(self, stored: Parts) -> tuple[Tree, jax.Array]:
         """Returns the parameters and the number of updates made on this replica's mesh, see `__call__`."""
@@ -90,14 +118,21 @@ class ReplicaStep:
         settled(arrays)
         return jax.tree.unflatten(self._structure, arrays[:-1]), arrays[-1]
 
-    def _program(self, params: Tree, number: jax.Array, batch: Tree) -> tuple[Tree, jax.Array]:
-        computed = gradients(self._request, TrainState(params, (), number, self._model_def), batch)
-        assert computed.tokens is not None
+    def _sum_gradients(self, params: Tree, number: jax.Array, batch: Tree) -> tuple[Tree, Sums]:
         # in local view every rank of tp counts the same tokens again: loss, tokens and gradients are that much larger
         copies = self._mesh.shape[TP]
+        lengths = {x.shape[1] for x in jax.tree.leaves(batch) if x.ndim > 1}
+        model_def = self._model_def
+        if any(length % copies for length in lengths):
+            model_def = with_whole_sequences(model_def)
+        computed = gradients(self._request, TrainState(params, (), number, model_def), batch)
+        assert computed.tokens is not None
         found = jax.tree.map(lambda g: g / copies, computed.gradients)
-        sums = jnp.stack([computed.total, computed.tokens.astype(computed.total.dtype)]) / copies
-        held = [lax.with_sharding_constraint(g, s) for g, s in zip(jax.tree.leaves(found), self._shardings)]
+        whole = jnp.issubdtype(computed.tokens.dtype, jnp.integer)
+        tokens = computed.tokens // copies if whole else computed.tokens / copies
+        sums = (jnp.reshape(computed.total / copies, (1,)), jnp.reshape(tokens, (1,)))
+        pairs = zip(jax.tree.leaves(found), self._shardings[:-1], strict=True)
+        held = [lax.with_sharding_constraint(g, sharding) for g, sharding in pairs]
         return jax.tree.unflatten(self._structure, held), sums
 
 
@@ -127,7 +162,7 @@ def _boxes(shape: tuple[int, ...], spec: PartitionSpec, gtp: int, tp: int, ranks
         tp: devices in a row of it.
         ranks: which of these store.
     """
-    sizes = dict(zip(AXES, (1, gtp, len(ranks)), strict=True))
+    sizes = {DP: 1, GTP: gtp, TP: len(ranks)}
     return {
         g * tp + rank: box_of(shape, spec, sizes, {DP: 0, GTP: g, TP: place})
         for g in range(gtp)

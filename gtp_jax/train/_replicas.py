@@ -55,7 +55,7 @@ class Replicas:
         self.plan = plan
         by_slot = plan.devices_of(jax.devices() if devices is None else devices)
         self.meshes = tuple(_mesh([replica.slots], by_slot) for replica in plan.replicas)
-        if plan.uniform and devices is None:
+        if len(plan.active) == plan.slots and plan.uniform and devices is None:
             self.core = make_mesh(dp=plan.dp, gtp=plan.gtp, tp=plan.tp)  # may reorder for the topology
         else:
             self.core = _mesh([replica.core for replica in plan.replicas], by_slot)
@@ -75,9 +75,9 @@ class Replicas:
             _check_rows(f"`batch`{jax.tree_util.keystr(path)}", leaf, self.plan.batch)
         parts = []
         for replica, mesh in zip(self.plan.replicas, self.meshes, strict=True):
+            part = jax.tree.map(lambda a, rows=slice(*replica.rows): a[rows], batch)
             sharding = NamedSharding(mesh, PartitionSpec((DP, GTP)))
-            rows = slice(*replica.rows)
-            parts.append(jax.tree.map(lambda a: _placed(a[rows], sharding), batch) if is_here(mesh) else None)  # noqa: B023
+            parts.append(jax.tree.map(lambda a, to=sharding: _placed(a, to), part) if is_here(mesh) else None)
         return Batches(tuple(parts))
 
 
@@ -95,6 +95,16 @@ class Batches:
 def is_here(mesh: Mesh) -> bool:
     """Says whether this process has devices of a mesh."""
     return any(device.process_index == jax.process_index() for device in mesh.devices.flat)
+
+
+def with_whole_sequences(model_def: ModelDef) -> ModelDef:
+    """Returns the same model without sequence parallelism, so that the tensor-parallel degree need not divide
+    sequences: numbers are the same, and between layers each rank has the whole sequence."""
+    model = nnx.merge(model_def.graph, model_def.variables)
+    for _, module in nnx.iter_modules(model):
+        if getattr(module, "sequence_parallel", False):
+            module.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue]
+    return dataclasses.replace(model_def, graph=nnx.split(model)[0])
 
 
 def without_replicas(spec: PartitionSpec) -> PartitionSpec:

@@ -14,8 +14,8 @@ from ..recipes import Recipe, check_recipe, current_recipe
 from ._gradients import VIEWS, Computed, Request, View, gradients, losses
 from ._jit import Jitted
 from ._loss import Loss, mean
-from ._options import compile_options
 from ._nonuniform_step import NonuniformStep
+from ._options import compile_options
 from ._replicas import Replicas
 from ._state import TrainState
 from ._update import updated

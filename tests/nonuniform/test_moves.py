@@ -166,7 +166,7 @@ def test_an_exchange_moves_bits_by_permutes_alone(gtp, tp, core_tp, key):
             assert set(found) == set(sharding.device_set), kind[0]
             back = jax.make_array_from_single_device_arrays(a.shape, sharding, list(found.values()))
             np.testing.assert_array_equal(np.asarray(back), np.asarray(a), err_msg=kind[0])
-        text = exchange.permute.lower(exchange.abstract_buffers()).compile().as_text()
+        text = exchange.compile().as_text() or ""
         count = text.count(" collective-permute(") + text.count(" collective-permute-start(")
         assert count == len(moves.rounds)
         for other in ("all-gather", "all-to-all", "all-reduce", "reduce-scatter"):
