@@ -34,6 +34,7 @@ from ._loss import mean
 from ._replica_step import ReplicaStep, parts_of, settled
 from ._replicas import Batches, Replicas, is_here, without_replicas
 from ._state import TrainState, constrained
+from ._told import Told
 from ._update import updated
 
 Tree = Any
@@ -65,6 +66,7 @@ class NonuniformStep:
         self._optimizer, self._max_grad_norm = optimizer, max_grad_norm
         self._gather: Any = Jitted(_gathered, options)
         self._update: Any = Jitted(self._updated, options, donate_argnums=(0, 1))
+        self._told = Told(replicas)
         self._steps: dict[Recipe | None, list[ReplicaStep]] = {}
 
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
@@ -87,10 +89,10 @@ class NonuniformStep:
                 found, total = step(_of_devices(stored, mesh), part)
                 for kept, one in zip((*gradients, *sums), (*found, *map(parts_of, total)), strict=True):
                     kept.update(one)
-        if not is_here(self._replicas.core):
-            return state, {}
         with jax.set_mesh(self._replicas.core), use_roles(state.model_def.roles):
-            return self._update(state, *self._on_core(state, gradients, sums))
+            after, metrics = self._update(state, *self._on_core(state, gradients, sums))
+        settled(after)
+        return after, self._told(metrics)
 
     def weights(self, state: TrainState) -> list[Tree]:
         """Returns the parameters on the mesh of each replica, as the next step computes with them; `None` for one that
@@ -172,7 +174,7 @@ class NonuniformStep:
 
         def joined(like: jax.ShapeDtypeStruct, parts: Any) -> jax.Array:
             mine = [_with_rows(parts[device], device) for device in here]
-            return jax.make_array_from_single_device_arrays(like.shape, like.sharding, mine)
+            return jax.make_array_from_single_device_arrays(like.shape, like.sharding, mine, dtype=like.dtype)
 
         shapes, of_sums = self._shapes_on_core(state, [next(iter(one.values())) for one in sums])
         leaves, structure = jax.tree.flatten(shapes)
