@@ -106,6 +106,15 @@ class FaultPlan:
         """The same if all these replicas ran at the lowest degree among them."""
         return self._best([min(replica.tp for replica in self.replicas)] * len(self.replicas))
 
+    def with_core(self, core_tp: int) -> FaultPlan:
+        """Returns the plan with master weights and optimizer state stored at another degree."""
+        replicas = []
+        for replica in self.replicas:
+            chosen = core_ranks(replica.tp, core_tp)
+            core = tuple(tuple(row[rank] for rank in chosen) for row in replica.slots)
+            replicas.append(dataclasses.replace(replica, core=core))
+        return dataclasses.replace(self, core_tp=core_tp, replicas=tuple(replicas))
+
     def devices_of(self, devices: Sequence[Any]) -> dict[int, Any]:
         """Returns the devices that are there, by slot.
 
@@ -201,11 +210,8 @@ def plan_faults(
     replicas = []
     for (number, degree), count, end in zip(degrees.items(), rows, ends, strict=True):
         slots = _grid(number, gtp, tp, degree, lost)
-        chosen = core_ranks(degree, core)
-        replicas.append(
-            Replica(number, slots, tuple(tuple(row[j] for j in chosen) for row in slots), (end - count, end))
-        )
-    return FaultPlan(dp, gtp, tp, tuple(lost), batch, microbatches, core, tuple(replicas))
+        replicas.append(Replica(number, slots, slots, (end - count, end)))
+    return FaultPlan(dp, gtp, tp, tuple(lost), batch, microbatches, core, tuple(replicas)).with_core(core)
 
 
 def core_ranks(tp: int, core_tp: int) -> tuple[int, ...]:

@@ -19,7 +19,11 @@ from ._options import accepts as accepts
 from ._options import compile_options as compile_options
 from ._replicas import Batches as Batches
 from ._replicas import Replicas as Replicas
+from ._replicas import lay_out as lay_out
+from ._replicas import leaf_specs as leaf_specs
+from ._replicas import with_best_core as with_best_core
 from ._state import TrainState as TrainState
+from ._state import state_specs as state_specs
 from ._step import eval_step as eval_step
 from ._step import loss_and_gradients as loss_and_gradients
 from ._step import train_step as train_step

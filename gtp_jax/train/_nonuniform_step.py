@@ -26,13 +26,13 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..mesh import DP, GTP, TP, axes_of, degree, use_roles
-from ..nonuniform import Exchange, Parts
+from ..nonuniform import Exchange, Parts, without_replicas
 from ..recipes import Recipe
 from ._gradients import Request, check_model_state
 from ._jit import Jitted
 from ._loss import mean
 from ._replica_step import ReplicaStep, parts_of, settled
-from ._replicas import Batches, Replicas, is_here, without_replicas
+from ._replicas import Batches, Replicas, is_here
 from ._state import TrainState, constrained
 from ._told import Told
 from ._update import updated

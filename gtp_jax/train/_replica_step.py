@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,12 +11,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..mesh import DP, GTP, TP
+from ..mesh import TP
 from ..nn import ModelDef
-from ..nonuniform import Box, Exchange, LeafBoxes, Parts, Replica, box_of, plan_moves
+from ..nonuniform import Exchange, LeafSpecs, Parts, Replica, plan_fold, plan_unfold
 from ._gradients import Request, gradients
 from ._jit import Jitted
-from ._replicas import with_whole_sequences, without_replicas
+from ._replicas import leaf_specs, with_whole_sequences
 from ._state import TrainState
 
 Tree = Any
@@ -49,20 +49,14 @@ class ReplicaStep:
     ) -> None:
         self._request, self._mesh, self._model_def = request, mesh, model_def
         leaves, self._structure = jax.tree.flatten(state.params)
-        specs, core = _specs(model_def), [without_replicas(spec) for spec in _specs(state.model_def)]
+        params = leaf_specs(state.model_def, state.params, model_def)
+        number = LeafSpecs((), np.dtype(state.step.dtype), PartitionSpec(), PartitionSpec())
         counted = [*leaves, state.step]  # the number of updates made goes with the weights
-        ranks = [replica.slots[0].index(slot) for slot in replica.core[0]]
-        gtp, tp = len(replica.slots), replica.tp
-        unfold = []
-        for x, spec, core_spec in zip(counted, [*specs, PartitionSpec()], [*core, PartitionSpec()], strict=True):
-            there, here = _boxes(x.shape, core_spec, gtp, tp, ranks), _boxes(x.shape, spec, gtp, tp, range(tp))
-            unfold.append(LeafBoxes(np.dtype(x.dtype), there, here))
-        fold = [LeafBoxes(leaf.dtype, leaf.after, leaf.before) for leaf in unfold[:-1]]
         devices = list(mesh.devices.flat)
-        self.unfold = Exchange(plan_moves(unfold), devices)
-        self.fold = Exchange(plan_moves(fold), devices)
+        self.unfold = Exchange(plan_unfold(replica, [*params, number]), devices)
+        self.fold = Exchange(plan_fold(replica, params), devices)
         self._shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in counted]
-        self._shardings = [NamedSharding(mesh, spec) for spec in (*specs, PartitionSpec())]
+        self._shardings = [NamedSharding(mesh, leaf.replica) for leaf in (*params, number)]
         self._sums: Sums | None = None
         self._program: Any = Jitted(self._sum_gradients, options, donate_argnums=(0,) if donates else ())
 
@@ -146,25 +140,3 @@ def settled(tree: Tree) -> None:
     could wait for each other."""
     if jax.default_backend() == "cpu":
         jax.block_until_ready(tree)
-
-
-def _specs(model_def: ModelDef) -> list[PartitionSpec]:
-    return jax.tree.leaves(model_def.specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
-
-
-def _boxes(shape: tuple[int, ...], spec: PartitionSpec, gtp: int, tp: int, ranks: Any) -> Mapping[int, Box]:
-    """Returns the part that each device of a replica stores, by its number, row by row.
-
-    Args:
-        shape: of the array.
-        spec: its partition, over as many ranks of tp as `ranks` names.
-        gtp: rows of the replica's grid.
-        tp: devices in a row of it.
-        ranks: which of these store.
-    """
-    sizes = {DP: 1, GTP: gtp, TP: len(ranks)}
-    return {
-        g * tp + rank: box_of(shape, spec, sizes, {DP: 0, GTP: g, TP: place})
-        for g in range(gtp)
-        for place, rank in enumerate(ranks)
-    }

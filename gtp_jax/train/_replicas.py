@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..mesh import AXES, DP, GTP, TP, Roles, current_roles, make_mesh
 from ..nn import ModelDef, abstract_model, split_model
-from ..nonuniform import FaultPlan, Grid
+from ..nonuniform import FaultPlan, Grid, LeafSpecs, plan_fold, plan_unfold
 
 Tree = Any
 
@@ -59,7 +60,8 @@ class Replicas:
             self.core = make_mesh(dp=plan.dp, gtp=plan.gtp, tp=plan.tp)  # may reorder for the topology
         else:
             self.core = _mesh([replica.core for replica in plan.replicas], by_slot)
-        self.model_defs = tuple(_model_def(factory, mesh) for mesh in self.meshes)
+        # abstract, as this process may have none of the devices
+        self.model_defs = tuple(lay_out(factory, mesh.abstract_mesh)[0] for mesh in self.meshes)
 
     def place(self, batch: Tree) -> Batches:
         """Returns the rows of a batch, on the devices that train on them.
@@ -107,25 +109,54 @@ def with_whole_sequences(model_def: ModelDef) -> ModelDef:
     return dataclasses.replace(model_def, graph=nnx.split(model)[0])
 
 
-def without_replicas(spec: PartitionSpec) -> PartitionSpec:
-    """Returns a partition without the replicas' axis, which divides only what the optimizer stores."""
-    entries = []
-    for entry in spec:
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        left = tuple(axis for axis in axes if axis != DP)
-        entries.append(None if not left else left[0] if len(left) == 1 else left)
-    return PartitionSpec(*entries)
-
-
 def _mesh(grids: Sequence[Grid], by_slot: Mapping[int, Any]) -> Mesh:
     devices = np.array([[[by_slot[slot] for slot in row] for row in grid] for grid in grids], dtype=object)
     return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def _model_def(factory: Callable[[nnx.Rngs], nnx.Module], mesh: Mesh) -> ModelDef:
-    # abstract, as this process may have none of the devices
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return split_model(abstract_model(factory))[0]
+def lay_out(factory: Callable[[nnx.Rngs], nnx.Module], mesh: AbstractMesh) -> tuple[ModelDef, Tree]:
+    """Returns the definition of a model on a mesh, of which no device need be here, and its parameters' shapes."""
+    with jax.sharding.use_abstract_mesh(mesh):
+        model_def, params, _ = split_model(abstract_model(factory))
+        return model_def, params
+
+
+def with_best_core(factory: Callable[[nnx.Rngs], nnx.Module], plan: FaultPlan) -> FaultPlan:
+    """Returns the plan with the core at the degree at which the slowest exchange of a step takes least.
+
+    Where a degree divides no dimension of a weight, each rank of tp stores it whole, which is much to move; a core of
+    fewer devices may divide it. Of degrees at which exchanges take as long it is the highest, which stores least.
+    """
+    if plan.uniform:
+        return plan
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of weights that stay whole, at degrees that are not taken
+        laid_out = {tp: lay_out(factory, _abstract(plan.gtp, tp)) for tp in range(1, plan.tp + 1)}
+
+    def slowest(core_tp: int) -> int:
+        leaves_of = {r.tp: leaf_specs(*laid_out[core_tp], laid_out[r.tp][0]) for r in plan.replicas}
+        found = plan.with_core(core_tp).replicas
+        moves = [(plan_unfold(r, leaves_of[r.tp]), plan_fold(r, leaves_of[r.tp])) for r in found]
+        return max(one.bytes_in_turn + other.bytes_in_turn for one, other in moves)
+
+    return plan.with_core(min(range(min(replica.tp for replica in plan.replicas), 0, -1), key=slowest))
+
+
+def leaf_specs(core: ModelDef, params: Tree, replica: ModelDef) -> list[LeafSpecs]:
+    """Returns how the core and a replica store each parameter.
+
+    Args:
+        core: of the model on the core.
+        params: arrays, or their shapes and dtypes.
+        replica: of the model in the replica.
+    """
+    specs = [jax.tree.leaves(one.specs, is_leaf=lambda s: isinstance(s, PartitionSpec)) for one in (core, replica)]
+    triples = zip(jax.tree.leaves(params), *specs, strict=True)
+    return [LeafSpecs(x.shape, np.dtype(x.dtype), one, other) for x, one, other in triples]
+
+
+def _abstract(gtp: int, tp: int) -> AbstractMesh:
+    return AbstractMesh((1, gtp, tp), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def _check_roles(roles: Roles) -> None:
