@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from fractions import Fraction
 from typing import Any
@@ -12,19 +11,19 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from .._flags import check_knobs, knob
+from .._flags import check_knobs, knob, piece
 from ..layout import Layout
 from ..mesh import AXES, TP, Roles, axes_of, use_roles, with_paths
 from ..models import PRESETS, build, preset_of
 from ..nn import ModelDef
 from ..nonuniform import (
     FaultPlan,
+    Faults,
     LeafSpecs,
     Moves,
     Replica,
     box_of,
     elements,
-    plan_faults,
     plan_fold,
     plan_unfold,
     without_replicas,
@@ -33,12 +32,6 @@ from ..plan import quantity
 from ..train import lay_out, leaf_specs, state_specs, with_best_core
 
 _GB = 1e9
-
-
-def _number(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,24 +49,9 @@ class FaultOptions:
     shard_optimizer: bool = knob(
         True, "mesh", "divide master weights and optimizer state over replicas too (ZeRO)", kind=bool
     )
-    failed_devices: tuple[int, ...] = knob(
-        (), "failures", "places in the grid dp x gtp x tp, row by row, from 0", kind=_number, metavar="SLOT", nargs="*"
-    )
-    even: bool = knob(False, "failures", "give all replicas that lost a device the lowest degree among them", kind=bool)
-    min_tp: int = knob(1, "failures", "leave a replica out that cannot go on at this degree", metavar="N")
-    core_tp: int | None = knob(
-        None, "failures", "degree at which masters are stored (default: where least is moved)", metavar="N"
-    )
+    faults: Faults = piece(Faults)
     batch: int = knob(64, "training", "sequences of a step, over all replicas", metavar="N")
     microbatches: int = knob(1, "training", "parts of each replica's sequences", metavar="N")
-    replica_batches: tuple[int, ...] | None = knob(
-        None,
-        "training",
-        "sequences of each replica (default: in proportion to its degree)",
-        kind=_number,
-        metavar="N",
-        nargs="+",
-    )
     memory: float | None = knob(
         None, "memory", "refuse a plan that needs more than this on a device", kind=float, above=0, metavar="GB"
     )
@@ -86,9 +64,6 @@ class FaultOptions:
     )
 
     def __post_init__(self) -> None:
-        for name in ("failed_devices", "replica_batches"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, value if value is None else tuple(value))  # lists, out of argparse
         preset_of(self.preset)
         check_knobs(self)
 
@@ -98,18 +73,8 @@ class FaultOptions:
         Raises:
             ValueError: as `plan_faults`.
         """
-        return plan_faults(
-            dp=self.dp,
-            gtp=self.gtp,
-            tp=self.tp,
-            failed=self.failed_devices,
-            batch=self.batch,
-            microbatches=self.microbatches,
-            batches=self.replica_batches,
-            even=self.even,
-            min_tp=self.min_tp,
-            core_tp=self.core_tp,
-        )
+        sizes = {"batch": self.batch, "microbatches": self.microbatches}
+        return self.faults.plan(dp=self.dp, gtp=self.gtp, tp=self.tp, **sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +131,7 @@ def inspect_faults(options: FaultOptions) -> FaultReport:
     """
     plan, config = options.plan(), preset_of(options.preset)
     with use_roles(Roles() if options.shard_optimizer else Roles(optimizer=())):
-        if options.core_tp is None:
+        if options.faults.core_tp is None:
             plan = with_best_core(lambda rngs: build(config, rngs=rngs), plan)
         core, params = _laid_out(config, len(plan.replicas), plan.gtp, plan.core_tp)
         of_degree = {tp: _laid_out(config, 1, plan.gtp, tp)[0] for tp in {r.tp for r in plan.replicas}}

@@ -16,3 +16,4 @@ from ._layouts import without_replicas as without_replicas
 from ._moves import LeafBoxes as LeafBoxes
 from ._moves import Moves as Moves
 from ._moves import plan_moves as plan_moves
+from ._settings import Faults as Faults

@@ -50,6 +50,9 @@ class NonuniformStep:
         replicas: the meshes.
         options: returns XLA options for the mesh in scope.
         recipe: returns the recipe to take.
+
+    Attributes:
+        tell: returns scalars of the core on every process.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class NonuniformStep:
         self._optimizer, self._max_grad_norm = optimizer, max_grad_norm
         self._gather: Any = Jitted(_gathered, options)
         self._update: Any = Jitted(self._updated, options, donate_argnums=(0, 1))
-        self._told = Told(replicas)
+        self.tell = Told(replicas)
         self._steps: dict[Recipe | None, list[ReplicaStep]] = {}
 
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
@@ -92,7 +95,7 @@ class NonuniformStep:
         with jax.set_mesh(self._replicas.core), use_roles(state.model_def.roles):
             after, metrics = self._update(state, *self._on_core(state, gradients, sums))
         settled(after)
-        return after, self._told(metrics)
+        return after, self.tell(metrics)
 
     def weights(self, state: TrainState) -> list[Tree]:
         """Returns the parameters on the mesh of each replica, as the next step computes with them; `None` for one that
