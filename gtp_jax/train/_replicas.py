@@ -77,7 +77,7 @@ class Replicas:
             _check_rows(f"`batch`{jax.tree_util.keystr(path)}", leaf, self.plan.batch)
         parts = []
         for replica, mesh in zip(self.plan.replicas, self.meshes, strict=True):
-            part = jax.tree.map(lambda a, rows=slice(*replica.rows): a[rows], batch)
+            part = jax.tree.map(lambda a, rows=slice(*replica.rows): np.asarray(a)[rows], batch)
             sharding = NamedSharding(mesh, PartitionSpec((DP, GTP)))
             parts.append(jax.tree.map(lambda a, to=sharding: _placed(a, to), part) if is_here(mesh) else None)
         return Batches(tuple(parts))
@@ -183,8 +183,5 @@ def _check_rows(name: str, leaf: Any, rows: int) -> None:
         )
 
 
-def _placed(rows: Any, sharding: NamedSharding) -> jax.Array:
-    if isinstance(rows, jax.Array):
-        return jax.device_put(rows, sharding)
-    rows = np.asarray(rows)
-    return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
+def _placed(rows: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index], dtype=rows.dtype)

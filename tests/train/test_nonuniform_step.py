@@ -271,7 +271,7 @@ CASES = {
     "4, 3 and 1": (dict(dp=2, gtp=1, tp=4, failed=(1, 4, 5, 7), batch=12), {}),
     "gtp 2, 2 and 1": (dict(dp=2, gtp=2, tp=2, failed=(1,), batch=12), {}),
     "gtp 2, 2 and 1, two microbatches": (dict(dp=2, gtp=2, tp=2, failed=(4, 6), batch=12, microbatches=2), {}),
-    "both hurt": (dict(dp=2, tp=4, failed=(0, 7), batch=12), {}),
+    "both hurt, rows as given": (dict(dp=2, tp=4, failed=(0, 7), batch=12, batches=(8, 4)), {}),
     "core of a lower degree than any replica": (dict(dp=2, tp=4, failed=(5,), batch=14, core_tp=2), {}),
 }
 
