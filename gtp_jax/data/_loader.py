@@ -60,7 +60,7 @@ class Loader:
             return rows(start, stop)[name]
 
         shape = (self.batch, self.windows.seq)
-        kinds = {"tokens": np.int32, "targets": np.int32}
+        kinds: dict[str, Any] = {"tokens": np.int32, "targets": np.int32}
         if not self.windows.repeat:
             kinds["weights"] = np.float32
         # a process that has none of the mesh's devices makes no row that would tell the dtype

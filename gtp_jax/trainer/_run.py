@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from ._config import TrainConfig
 from ._curve import draw_curve
 from ._directory import RunDirectory
 from ._distributed import LaunchOptions, barrier, check_same, find_launch, together
-from ._fleet import Fleet, fingerprint, make_fleet
+from ._fleet import Fleet, fingerprint, make_fleet, without_sequence_parallelism
 from ._job import prepare
 from ._log import read_log
 from ._loop import run_loop
@@ -64,6 +65,8 @@ def start(settings: Mapping[str, Any], options: LaunchOptions, *, resume: bool =
         source = Path(config.from_)
         together(lambda: check_start(source, config.model(corpus.vocab_size, dtype="float32")))
     model = config.model(corpus.vocab_size, dtype="bfloat16" if on_gpu() else "float32")
+    if without_sequence_parallelism(config, degrees):
+        model = dataclasses.replace(model, sequence_parallel=False)
     with use_roles(config.parallelism.roles):
         fleet = together(lambda: make_fleet(config, degrees, lambda rngs: build(model, rngs=rngs)))
     same = "Give all of them the same flags, and the same version of gtp_jax."

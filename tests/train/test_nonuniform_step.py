@@ -174,7 +174,7 @@ def test_checkpoints_move_between_unequal_replicas_and_meshes_bit_for_bit(x64, t
         checkpoints.wait()
         saved = bits(state)
         on, _ = step(state, data[1])
-    for degrees in (dict(dp=2, tp=2), dict(gtp=4, tp=2), dict(gtp=1)):
+    for degrees in (dict(dp=2, tp=2), dict(gtp=1)):
         with jax.set_mesh(place(degrees)), Checkpoints(tmp_path / "unequal", read_only=True) as checkpoints:
             like = begin(seed=4)
             state, _ = checkpoints.restore(like)
@@ -189,7 +189,13 @@ def test_checkpoints_move_between_unequal_replicas_and_meshes_bit_for_bit(x64, t
             assert bits(again) == bits(on)
 
 
-@pytest.mark.parametrize("roles", [gtp.Roles(), gtp.Roles(optimizer=())], ids=["divided", "whole"])
+@pytest.mark.parametrize(
+    "roles",
+    [
+        pytest.param(gtp.Roles(), id="divided"),
+        pytest.param(gtp.Roles(optimizer=()), id="whole", marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_are_folded_by_permutes_and_summed_once(roles, x64):
     """However many microbatches; and what was compiled ahead is what runs."""
     with gtp.use_roles(roles):
@@ -216,6 +222,24 @@ def test_a_recipe_quantizes_the_same_weights_to_the_same_codes_in_every_replica(
     assert_close(found, wanted)
     plain = train(Tiny, loss, data[:1])
     assert abs(plain["losses"][0] - wanted["losses"][0]) > 1e-6
+
+
+RECIPES = {
+    "FP8": gtp.FP8(exclude=()),
+    "MXFP8": gtp.MXFP8(exclude=()),
+    "NVFP4 1 x 16": gtp.NVFP4(block=(1, 16), exclude=()),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", ["features", "expert"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_quantize_weights_as_on_one_device(name, experts, x64):
+    factory, recipe, data = functools.partial(Everything, experts=experts), RECIPES[name], list(batches(14))
+    wanted = train(factory, loss, data, recipe=recipe)
+    assert_close(
+        train(factory, loss, data, plan=gtp.plan_faults(dp=2, tp=4, failed=(5,), batch=14), recipe=recipe), wanted
+    )
 
 
 def mean_loss(model, batch):
