@@ -189,6 +189,29 @@ def test_checkpoints_move_between_unequal_replicas_and_meshes_bit_for_bit(x64, t
             assert bits(again) == bits(on)
 
 
+@pytest.mark.slow
+def test_devices_lost_and_back_in_mid_run_change_nothing(x64, tmp_path):
+    """Healthy, one lost, two lost, one back, all back; the same batches as on one device, which trains on."""
+    data = [batch for _ in range(2) for batch in batches(12)]
+    wanted = train(Tiny, loss, data)
+    losses, done = [], 0
+    for failed in ((), (3,), (3, 4), (4,), ()):
+        replicas = gtp.Replicas(Tiny, gtp.plan_faults(dp=3, tp=2, failed=failed, batch=12), jax.devices()[:6])
+        with jax.set_mesh(replicas.core), Checkpoints(tmp_path) as checkpoints:
+            state = begin()
+            if done:
+                state, _ = checkpoints.restore(state)
+            step = gtp.train_step(loss, OPTIMIZER, view="local", max_grad_norm=0.5, replicas=replicas)
+            for batch in data[done : done + 2]:
+                state, metrics = step(state, batch)
+                losses.append(float(metrics["loss"]))
+            done += 2
+            checkpoints.save(done, state)
+    np.testing.assert_allclose(losses, wanted["losses"], rtol=1e-12)
+    for name, leaf in named(state.params).items():
+        np.testing.assert_allclose(leaf, wanted["end"][name], atol=1e-11)
+
+
 @pytest.mark.parametrize(
     "roles",
     [
