@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -25,6 +25,8 @@ class Loader:
         batch: sequences of a batch, over all devices.
         mesh: with the axes that shard the batch.
         roles: which axes these are.
+        rows: the first row of each step's batch that is loaded, and the rows of the whole of it, of which others load
+            the rest; by default all are loaded.
 
     Raises:
         ValueError: if the devices that shard the batch do not divide it.
@@ -34,6 +36,7 @@ class Loader:
     batch: int
     mesh: Mesh
     roles: Roles = Roles()
+    rows: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         ranks = int(np.prod([self.mesh.shape[axis] for axis in self.roles.batch]))
@@ -46,28 +49,40 @@ class Loader:
     def at(self, step: int) -> dict[str, jax.Array]:
         """Returns the batch of a step, arrays of shape `(batch, seq)` whose rows are sharded over the batch's axes."""
         sharding = NamedSharding(self.mesh, PartitionSpec(self.roles.batch))
+        first, whole = (0, self.batch) if self.rows is None else self.rows
 
         @functools.cache  # tp ranks need the same rows
         def rows(start: int, stop: int) -> dict[str, np.ndarray]:
-            return self.windows.rows(step * self.batch + np.arange(start, stop, dtype=np.int64))
+            return self.windows.rows(step * whole + first + np.arange(start, stop, dtype=np.int64))
 
         def part(name: str, index: Any) -> np.ndarray:
             start, stop, _ = index[0].indices(self.batch)
             return rows(start, stop)[name]
 
         shape = (self.batch, self.windows.seq)
-        names = ("tokens", "targets") if self.windows.repeat else ("tokens", "targets", "weights")
-        return {n: jax.make_array_from_callback(shape, sharding, functools.partial(part, n)) for n in names}
+        kinds: dict[str, Any] = {"tokens": np.int32, "targets": np.int32}
+        if not self.windows.repeat:
+            kinds["weights"] = np.float32
+        # a process that has none of the mesh's devices makes no row that would tell the dtype
+        return {
+            name: jax.make_array_from_callback(shape, sharding, functools.partial(part, name), dtype=kind)
+            for name, kind in kinds.items()
+        }
 
     def steps(self, start: int, stop: int) -> Iterator[dict[str, jax.Array]]:
         """Yields the batches of steps `start` to `stop` (exclusive), each built while the one before is in use."""
-        thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        try:
-            ahead = thread.submit(self.at, start) if start < stop else None
-            for step in range(start, stop):
-                assert ahead is not None
-                batch = ahead.result()
-                ahead = thread.submit(self.at, step + 1) if step + 1 < stop else None
-                yield batch
-        finally:  # without waiting: a loop left early may end with the interpreter, which joins no thread then
-            thread.shutdown(wait=False)
+        return ahead(self.at, start, stop)
+
+
+def ahead[T](at: Callable[[int], T], start: int, stop: int) -> Iterator[T]:
+    """Yields `at(step)` of steps `start` to `stop` (exclusive), each built while the one before is in use."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+    try:
+        pending = thread.submit(at, start) if start < stop else None
+        for step in range(start, stop):
+            assert pending is not None
+            batch = pending.result()
+            pending = thread.submit(at, step + 1) if step + 1 < stop else None
+            yield batch
+    finally:  # without waiting: a loop left early may end with the interpreter, which joins no thread then
+        thread.shutdown(wait=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +18,10 @@ from .. import plan
 from ..checkpoint import Checkpoints
 from ..data import Corpus, Loader, Windows
 from ..models import ModelConfig, build, family_of
-from ..nn import abstract_model, init
-from ..train import TrainState, eval_step, train_step
+from ..nn import ModelDef, abstract_model, init
+from ..train import NonuniformStep, TrainState, eval_step, train_step, with_whole_sequences
 from ._config import TrainConfig
+from ._fleet import Fleet, ReplicaLoader
 from ._optimizer import adamw, learning_rate
 from ._start import start_params
 
@@ -33,12 +35,14 @@ class Job:
     Attributes:
         config: what was asked for.
         model: sizes of the model.
-        mesh: the devices.
+        fleet: the devices.
         corpus: the text.
         learning_rate: `updates made -> rate of the next`.
         train: batches to train on.
         held_out: batches to evaluate on.
+        begin: updates made before.
         step: the compiled step.
+        programs: of which it consists, by what they are, those that communicate.
         evaluate: the evaluation of one batch.
         compile_s: seconds it took to compile the step.
         memory: bytes a device.
@@ -46,12 +50,14 @@ class Job:
 
     config: TrainConfig
     model: ModelConfig
-    mesh: Mesh
+    fleet: Fleet
     corpus: Corpus
     learning_rate: Callable[[int], float]
-    train: Loader
+    train: Loader | ReplicaLoader
     held_out: Loader
-    step: jax.stages.Compiled
+    begin: int
+    step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+    programs: dict[str, jax.stages.Compiled]
     evaluate: Callable[[TrainState, Any], Metrics]
     compile_s: float
     memory: plan.Memory
@@ -65,14 +71,14 @@ class Job:
 
 
 def prepare(
-    config: TrainConfig, model: ModelConfig, mesh: Mesh, corpus: Corpus, checkpoints: Checkpoints, *, resume: bool
+    config: TrainConfig, model: ModelConfig, fleet: Fleet, corpus: Corpus, checkpoints: Checkpoints, *, resume: bool
 ) -> tuple[Job, TrainState]:
     """Makes or restores the state and compiles the step. To be called with the mesh in scope.
 
     Args:
         config: the run.
         model: sizes of the model.
-        mesh: the devices.
+        fleet: the devices.
         corpus: the text.
         checkpoints: of the run.
         resume: start from the latest checkpoint, if there is one.
@@ -82,7 +88,8 @@ def prepare(
     """
     abstract = abstract_model(lambda rngs: build(model, rngs=rngs))
     optimizer = adamw(config, abstract)
-    if resume and checkpoints.latest() is not None:
+    begin = checkpoints.latest() if resume else None
+    if begin is not None:
         state, extra = checkpoints.restore(TrainState.create(abstract, optimizer))
         if extra["text"] != corpus.fingerprint:
             raise ValueError(
@@ -96,7 +103,7 @@ def prepare(
     else:
         state = TrainState.create(init(lambda rngs: build(model, rngs=rngs), nnx.Rngs(config.seed)), optimizer)
     schedule = learning_rate(config)
-    train = Loader(Windows(corpus.train, config.seq, config.seed), config.batch, mesh)
+    train = fleet.loader(Windows(corpus.train, config.seq, config.seed), config.batch)
     recipe = config.quantization.to_recipe()
     loss = family_of(model).loss
     step = train_step(
@@ -109,21 +116,55 @@ def prepare(
         view="local",
         seed=config.seed,
         reduce_over_dp=config.execution.reduce_over_dp,
+        replicas=fleet.replicas,
     )
-    lowered = step.lower(state, train.at(0))  # pyright: ignore[reportFunctionMemberAccess]
+    evaluate: Callable[..., Metrics] = eval_step(loss, recipe=recipe, view="local")
     began = time.perf_counter()
-    compiled = lowered.compile()
+    if isinstance(step, NonuniformStep):
+        programs, run = step.compile(state, train.at(0)), step
+        evaluation = functools.partial(_on_core, evaluate, step.tell, with_whole_sequences(state.model_def))
+    else:
+        run = step.lower(state, train.at(0)).compile()  # pyright: ignore[reportFunctionMemberAccess]
+        programs, evaluation = {"one step": run}, evaluate
+    held_out = fleet.held_out_batch(config.batch)
     job = Job(
         config=config,
         model=model,
-        mesh=mesh,
+        fleet=fleet,
         corpus=corpus,
-        learning_rate=lambda step: float(np.asarray(schedule(step))),
+        learning_rate=functools.partial(_here, schedule),
         train=train,
-        held_out=Loader(Windows(corpus.held_out, config.seq, config.seed, repeat=False), config.batch, mesh),
-        step=compiled,
-        evaluate=eval_step(loss, recipe=recipe, view="local"),
+        held_out=Loader(Windows(corpus.held_out, config.seq, config.seed, repeat=False), held_out, fleet.mesh),
+        begin=begin or 0,
+        step=run,
+        programs=programs,
+        evaluate=evaluation,
         compile_s=time.perf_counter() - began,
-        memory=plan.memory(compiled, params=state.params, opt_state=state.opt_state),
+        memory=_memory(programs, state),
     )
     return job, state
+
+
+def _on_core(
+    evaluate: Callable[..., Metrics],
+    tell: Callable[[Metrics], Metrics],
+    model_def: ModelDef,
+    state: TrainState,
+    batch: Any,
+) -> Metrics:
+    """Evaluates a batch on the core, whose degree need not divide sequences, and returns metrics in every process."""
+    return tell(evaluate(dataclasses.replace(state, model_def=model_def), batch))
+
+
+def _here(schedule: optax.Schedule, step: int) -> float:
+    """Returns a schedule's value, computed by this process alone, which may have no device of the mesh in scope."""
+    with jax.set_mesh(Mesh(np.array(jax.local_devices()[:1]), ("local",))):
+        return float(np.asarray(schedule(step)))
+
+
+def _memory(programs: dict[str, jax.stages.Compiled], state: TrainState) -> plan.Memory:
+    """Returns the memory of the program that takes the state."""
+    takes_state = next((program for name, program in programs.items() if name in ("one step", "update")), None)
+    if takes_state is None:  # on a process with no part of the state
+        return plan.Memory(0, 0, 0, 0, 0, 0)
+    return plan.memory(takes_state, params=state.params, opt_state=state.opt_state)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from .._flags import from_settings, settings_of
 from ..checkpoint import Checkpoints
 from ..data import BYTES, Corpus, load_corpus, load_tokenizer, read_text, unigram_entropy
-from ..mesh import choose_devices, make_mesh, on_gpu, use_roles
+from ..mesh import choose_devices, on_gpu, use_roles
+from ..models import ModelConfig, build
 from ._config import TrainConfig
 from ._curve import draw_curve
 from ._directory import RunDirectory
 from ._distributed import LaunchOptions, barrier, check_same, find_launch, together
+from ._fleet import Fleet, fingerprint, make_fleet, without_sequence_parallelism
 from ._job import prepare
 from ._log import read_log
 from ._loop import run_loop
@@ -54,22 +56,29 @@ def start(settings: Mapping[str, Any], options: LaunchOptions, *, resume: bool =
         config = from_settings(TrainConfig, {**settings_of(before), **settings, "out": config.out})
         changes = config.changes(before)
     launch = find_launch(options)
-    choose_devices(config.virtual_devices, processes=launch.processes, local=launch.local_devices)
+    choose_devices(config.virtual_devices(launch.processes), processes=launch.processes, local=launch.local_devices)
     launch.join()
     degrees, corpus = together(lambda: _check(config))
-    together(lambda: check_same(corpus.fingerprint))
+    remedy = "Give all of them the same files with --data; the standard libraries of two Python versions differ."
+    together(lambda: check_same(corpus.fingerprint, "read other text", remedy))
     if config.from_ is not None and not resume:
         source = Path(config.from_)
         together(lambda: check_start(source, config.model(corpus.vocab_size, dtype="float32")))
-    mesh = make_mesh(**degrees)
-    together(lambda: check_recipe_fits(config.quantization, config.model(corpus.vocab_size, dtype="float32"), mesh))
+    model = config.model(corpus.vocab_size, dtype="bfloat16" if on_gpu() else "float32")
+    if without_sequence_parallelism(config, degrees):
+        model = dataclasses.replace(model, sequence_parallel=False)
+    with use_roles(config.parallelism.roles):
+        fleet = together(lambda: make_fleet(config, degrees, lambda rngs: build(model, rngs=rngs)))
+    same = "Give all of them the same flags, and the same version of gtp_jax."
+    together(lambda: check_same(fingerprint(fleet), "use the devices otherwise", same))
+    together(lambda: check_recipe_fits(config.quantization, model, fleet.mesh))
     if jax.process_index() == 0:
         directory.prepare(config, keep=resume)
     barrier("the run directory is ready")
     roles = use_roles(config.parallelism.roles)
-    with jax.set_mesh(mesh), roles, Watch(directory, launch) as watch:
+    with jax.set_mesh(fleet.mesh), roles, Watch(directory, launch) as watch:
         try:
-            return _train(config, mesh, corpus, directory, watch, resume=resume, changes=changes)
+            return _train(config, model, fleet, corpus, directory, watch, resume=resume, changes=changes)
         except Exception as error:
             if launch.processes > 1:
                 watch.give_up(_reason(error))
@@ -89,7 +98,8 @@ def _check(config: TrainConfig) -> tuple[dict[str, int], Corpus]:
 
 def _train(
     config: TrainConfig,
-    mesh: Mesh,
+    model: ModelConfig,
+    fleet: Fleet,
     corpus: Corpus,
     directory: RunDirectory,
     watch: Watch,
@@ -97,14 +107,13 @@ def _train(
     resume: bool,
     changes: list[str],
 ) -> int:
-    model = config.model(corpus.vocab_size, dtype="bfloat16" if on_gpu() else "float32")
     unigram = unigram_entropy(corpus.train, corpus.held_out, corpus.vocab_size)
     speaks = jax.process_index() == 0
     say = print if speaks else lambda *_, **__: None
-    say(heading(config, model, mesh, corpus, unigram), flush=True)
+    say(heading(config, model, fleet, corpus, unigram), flush=True)
     with Checkpoints(directory.checkpoints, keep=config.keep, keep_best=config.keep_best) as checkpoints:
-        job, state = prepare(config, model, mesh, corpus, checkpoints, resume=resume)
-        begin = int(state.step)
+        job, state = prepare(config, model, fleet, corpus, checkpoints, resume=resume)
+        begin = job.begin
         if begin > config.steps:
             raise ValueError(
                 f"`steps` is {config.steps}, but the run in {directory.root} has made {begin} already. Ask for more, "

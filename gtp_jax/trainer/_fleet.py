@@ -1,0 +1,102 @@
+"""The meshes of a run: one, or after failures those of replicas of unequal degree."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from ..data import Loader, Windows, ahead
+from ..mesh import make_mesh
+from ..nonuniform import FaultPlan
+from ..train import Batches, Replicas, is_here, with_best_core
+from ._config import TrainConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Fleet:
+    """Where a run computes.
+
+    Attributes:
+        mesh: of the state.
+        replicas: of unequal degree; `None` where the mesh is all.
+    """
+
+    mesh: Mesh
+    replicas: Replicas | None = None
+
+    @property
+    def plan(self) -> FaultPlan | None:
+        """Who goes on after failures; `None` without any."""
+        return None if self.replicas is None else self.replicas.plan
+
+    @property
+    def size(self) -> int:
+        """Devices that compute."""
+        return self.mesh.size if self.plan is None else len(self.plan.active)
+
+    def loader(self, windows: Windows, batch: int) -> Loader | ReplicaLoader:
+        """Returns the batches to train on."""
+        if self.replicas is None or self.replicas.plan.uniform:
+            return Loader(windows, batch, self.mesh)
+        return ReplicaLoader(self.replicas, windows, batch)
+
+    def held_out_batch(self, batch: int) -> int:
+        """Returns the sequences of an evaluation's batch: as many as of a step's, or the next number that the ranks of
+        the mesh divide."""
+        ranks = self.mesh.shape["dp"] * self.mesh.shape["gtp"]
+        return -(-batch // ranks) * ranks
+
+
+class ReplicaLoader:
+    """The batches of a run by step, each replica's rows on its own devices.
+
+    Args:
+        replicas: with the plan.
+        windows: where rows come from.
+        batch: sequences of a batch, over all replicas.
+    """
+
+    def __init__(self, replicas: Replicas, windows: Windows, batch: int) -> None:
+        self._loaders = [
+            Loader(windows, replica.batch, mesh, rows=(replica.rows[0], batch)) if is_here(mesh) else None
+            for replica, mesh in zip(replicas.plan.replicas, replicas.meshes, strict=True)
+        ]
+
+    def at(self, step: int) -> Batches:
+        """Returns the batch of a step."""
+        return Batches(tuple(None if loader is None else loader.at(step) for loader in self._loaders))
+
+    def steps(self, start: int, stop: int) -> Iterator[Batches]:
+        """Yields the batches of steps `start` to `stop` (exclusive), each built while the one before is in use."""
+        return ahead(self.at, start, stop)
+
+
+def make_fleet(config: TrainConfig, degrees: dict[str, int], factory: Callable[[nnx.Rngs], Any]) -> Fleet:
+    """Returns the meshes of a run on the devices that are there.
+
+    Raises:
+        ValueError: if a plan after failures cannot work.
+    """
+    if not config.faults.any:
+        return Fleet(make_mesh(**degrees))
+    plan = config.fault_plan(degrees)
+    plan = plan if config.faults.core_tp is not None else with_best_core(factory, plan)
+    replicas = Replicas(factory, plan)
+    return Fleet(replicas.core, replicas)
+
+
+def without_sequence_parallelism(config: TrainConfig, degrees: dict[str, int]) -> bool:
+    """Says whether alike replicas go on at a degree that does not divide sequences. Unequal ones decide for
+    themselves."""
+    plan = config.fault_plan(degrees) if config.faults.any else None
+    return plan is not None and plan.uniform and config.seq % plan.core_tp > 0
+
+
+def fingerprint(fleet: Fleet) -> str:
+    """Returns hexadecimal digits that say how a run's devices are used, which all processes must agree on."""
+    return hashlib.sha256(repr((fleet.plan, fleet.mesh.shape)).encode()).hexdigest()
