@@ -117,7 +117,7 @@ def _mesh(grids: Sequence[Grid], by_slot: Mapping[int, Any]) -> Mesh:
 def lay_out(factory: Callable[[nnx.Rngs], nnx.Module], mesh: AbstractMesh) -> tuple[ModelDef, Tree]:
     """Returns the definition of a model on a mesh, of which no device need be here, and its parameters' shapes."""
     with jax.sharding.use_abstract_mesh(mesh):
-        model_def, params, _ = split_model(abstract_model(factory))
+        model_def, params, _, _ = split_model(abstract_model(factory))
         return model_def, params
 
 

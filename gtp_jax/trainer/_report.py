@@ -22,7 +22,7 @@ def heading(config: TrainConfig, model: ModelConfig, fleet: Fleet, corpus: Corpu
     kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind
     train, held_out = corpus.documents
     return (
-        f"model   {config.preset}: {model.param_count():,} parameters, {model.layers} layers, {model.dtype}\n"
+        f"model   {config.preset}: {model.param_count():,} parameters, {model.num_layers} layers, {model.dtype}\n"
         f"mesh    {_devices(fleet)} {kind}"
         f"{f' of {jax.process_count()} processes' if jax.process_count() > 1 else ''}\n"
         f"recipe  {config.quantization.summary}\n"

@@ -1,6 +1,6 @@
 """A device fails: its replica goes on with one GPU fewer, and the run is the one without the failure.
 
-    python examples/05_replicas_of_unequal_degree.py      # any machine; 8 virtual CPU devices where there is no GPU
+    python examples/04_replicas_of_unequal_degree.py      # any machine; 8 virtual CPU devices where there is no GPU
 
 Trains 4 steps on dp 2 x tp 2, loses a device, goes on from the checkpoint at degrees 2 and 1, gets the device back, and
 prints the losses beside those of one device that saw the same batches.
@@ -21,7 +21,16 @@ if not jax.config.jax_platforms:
     jax.config.update("jax_num_cpu_devices", 8)
 
 BATCH = 12
-CONFIG = LlamaConfig(vocab_size=101, dim=48, layers=2, heads=4, kv_heads=2, head_dim=12, ffn=102, dtype="float32")
+CONFIG = LlamaConfig(
+    vocab_size=101,
+    hidden_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=12,
+    intermediate_size=102,
+    dtype="float32",
+)
 OPTIMIZER = optax.adamw(3e-3)
 
 
