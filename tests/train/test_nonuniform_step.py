@@ -267,6 +267,18 @@ def test_recipes_quantize_weights_as_on_one_device(name, x64):
     assert_close(train(factory, loss, data, plan=plan, recipe=recipe), wanted)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [gtp.FP8(matmuls=True, exclude=()), gtp.NVFP4(matmuls=True, exclude=())], ids=str)
+def test_matmuls_in_formats_train_alike_where_each_rank_quantizes_its_activations(recipe):
+    factory, data = functools.partial(WIDE, dtype="float32"), list(batches(10, 32))
+    options = dict(recipe=recipe, pregathered_layers=0)
+    wanted = train(factory, loss, data, **options)
+    plan = gtp.plan_faults(dp=2, tp=2, failed=(3,), batch=10, batches=(8, 2))
+    found = train(factory, loss, data, plan=plan, devices=jax.devices()[:4], **options)
+    np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=2e-2)
+    assert_replicas_agree(found)
+
+
 def mean_loss(model, batch):
     total, tokens = loss(model, batch)
     return total / tokens

@@ -47,11 +47,11 @@ def loss(model, batch):
 class Tiny(nnx.Module):
     """An embedding, an MLP and a tied head."""
 
-    def __init__(self, rngs, features=FEATURES, hidden=HIDDEN):
-        shared = dict(dtype="float64", param_dtype="float64", rngs=rngs)
+    def __init__(self, rngs, features=FEATURES, hidden=HIDDEN, dtype="float64"):
+        shared = dict(dtype=dtype, param_dtype=dtype, rngs=rngs)
         self.embed = gtp.Embed(VOCAB, features, **shared)
         self.mlp = gtp.MLP(features, hidden, **shared)
-        self.head = gtp.TiedHead(self.embed, param_dtype="float64", rngs=rngs)
+        self.head = gtp.TiedHead(self.embed, param_dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens):
         x = self.embed(tokens)
