@@ -68,9 +68,7 @@ def test_the_tables_name_devices_owners_bytes_and_throughput():
 def test_a_plan_that_does_not_fit_is_refused(capsys):
     needed = max(use.total for uses in report().memory for use in uses)
     assert report(memory=needed / 1e9)
-    with pytest.raises(
-        ValueError, match="on the device of slot ., and `memory`"
-    ):
+    with pytest.raises(ValueError, match="on the device of slot ., and `memory`"):
         report(memory=0.99 * needed / 1e9)
     with pytest.raises(ValueError, match="and `memory` is"):
         report(memory=needed / 1e9, activations=1.0)
