@@ -55,11 +55,11 @@ def loss(model, batch):
 class Tiny(nnx.Module):
     """An embedding, an MLP and a tied head."""
 
-    def __init__(self, rngs, **options):
-        shared = dict(dtype="float64", param_dtype="float64", rngs=rngs) | options
-        self.embed = gtp.Embed(VOCAB, FEATURES, **shared)
-        self.mlp = gtp.MLP(FEATURES, HIDDEN, **shared)
-        self.head = gtp.TiedHead(self.embed, param_dtype=shared["param_dtype"], rngs=rngs)
+    def __init__(self, rngs, features=FEATURES, hidden=HIDDEN, dtype="float64"):
+        shared = dict(dtype=dtype, param_dtype=dtype, rngs=rngs)
+        self.embed = gtp.Embed(VOCAB, features, **shared)
+        self.mlp = gtp.MLP(features, hidden, **shared)
+        self.head = gtp.TiedHead(self.embed, param_dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens):
         x = self.embed(tokens)
