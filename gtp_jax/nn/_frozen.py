@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -101,6 +102,8 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
     owners = weight_owners(model)
     groups = _groups(structure_of(model), {path: owners[path] for path in places}, recipe)
     kept = _kept([groups[path] for path in places], [_masters(owners[path]) for path in places])
+    # copies, as a step donates its state, and the model is left as it is
+    leaves = [v.replace(jax.tree.map(jnp.copy, v.get_raw_value())) if _is_variable(v) else v for v in leaves]
     put = {place: _frozen(leaves[place], leaves[place].get_raw_value()) for place in frozen}
     for (path, own), values in zip(places.items(), kept, strict=True):
         group = groups[path]
@@ -213,7 +216,7 @@ def _out(groups: Sequence[WeightGroup], masters: Sequence[Shards]) -> list[Any]:
 
 def _cast(group: WeightGroup, masters: Shards) -> tuple[jax.Array, ...]:
     """Returns masters in the dtype in which they travel, sharded like what travels."""
-    cast = tuple(x.astype(group.dtype) for x in masters)
+    cast = tuple(jnp.array(x, group.dtype, copy=True) for x in masters)
     if current_view() != "global":
         return cast
     mesh = jax.sharding.get_abstract_mesh()

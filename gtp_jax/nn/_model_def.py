@@ -209,7 +209,8 @@ def _refuse_write(variable: nnx.Variable, value: Any) -> Any:
         f"a loss, or a call in it, sets the {type(variable).__name__} {path or 'of shape ' + str(jnp.shape(value))}. A "
         "step updates the parameters that it was given, so that what is set would be lost. Make it another "
         "`nnx.Variable`, which a step keeps; or for this loss alone change a copy: "
-        "`graph, state = nnx.split(model)`, `nnx.merge(graph, jax.tree.map(..., state))`."
+        "`graph, state = nnx.split(model)`, `nnx.merge(graph, jax.tree.map(..., state))`. `nnx.update` on "
+        "`nnx.clone(model)` changes a copy too; on the model itself a step would drop what it changes."
     )
 
 

@@ -15,7 +15,17 @@ from ..chain import Outputs, Remat, Schedule, Stage, run, with_remat
 from ..collectives import Packed, StoredCodes, codes_specs, sum_over_replicas
 from ..mesh import current_view
 from ..ops import SlottedWeight
-from ..weights import CallKeys, Gathered, Layers, WeightGroup, bundle_frozen, gather, gather_members, scatter
+from ..weights import (
+    CallKeys,
+    Gathered,
+    Layers,
+    WeightGroup,
+    bundle_frozen,
+    gather,
+    gather_members,
+    refuse_gradient,
+    scatter,
+)
 from ._frozen import Frozen
 from ._layer import Leaf, layout_of, value_of
 from ._outputs import is_float, outputs_of, values_of, variables_of, write
@@ -165,7 +175,8 @@ class _Template:
         groups = {path: owner.built_group for path, owner in frozen.items()}
         self.kept = bundle_frozen(groups, {path: owner.stored() for path, owner in frozen.items()})
         put = [v for v, is_put in zip(self.leaves, self.is_put, strict=True) if is_put]
-        arrays, self.values = jax.tree.flatten([value_of(v) for v in put])
+        values = [refuse_gradient(value_of(v)) if isinstance(v, Frozen) else value_of(v) for v in put]
+        arrays, self.values = jax.tree.flatten(values)
         trained = [not isinstance(v, Frozen) for v in put for _ in jax.tree.leaves(value_of(v))]
         self.is_float = [own and is_float(a) for a, own in zip(arrays, trained, strict=True)]
         self.params = [a for a, chosen in zip(arrays, self.is_float, strict=True) if chosen]

@@ -62,6 +62,8 @@ def attention(
     """
     head_dim, rate = q.shape[-1], dropout_rate
     _check(q, k, v, causal, window, mask, segment_ids, soft_cap, sinks, rate, dropout_key)
+    if isinstance(scale, jax.Array):  # kernels take a number that is known when they are compiled
+        q, scale = (q * scale).astype(q.dtype), 1.0
     factor: float = head_dim**-0.5 if scale is None else scale
     lacks = cudnn_lacks(q.dtype, head_dim, soft_cap=soft_cap is not None, sinks=sinks is not None, dropout=rate > 0)
     allowed = allowed_by(mask, segment_ids)

@@ -15,7 +15,7 @@ from ..mesh import Roles, degrees, use_roles
 from ..nn import check_loss_reduction, join_in_view, keys_of, quantize_in_view, shards_of, structure_of, with_groups
 from ..recipes import Recipe
 from ..weights import of_shards, resolve
-from ._loss import Loss, Returned, evaluate
+from ._loss import Loss, Returned, evaluate, refuse_number_with_gradient
 from ._rounding import rounding_key
 from ._state import TrainState, constrained
 from ._zero import ReduceOverDp, as_shards, sum_shards
@@ -68,13 +68,25 @@ def losses(request: Request, state: TrainState, batch: Tree) -> Computed:
     if request.view == "global":
         state.model_def.check_mesh()
         with use_roles(state.model_def.roles):
-            model = _model_of(request, state)(state.params, state.model_state)
-            returned = evaluate(request.loss, model, _sharded(batch, state.model_def.roles), has_aux=request.has_aux)
+            model_of, sharded = _model_of(request, state), _sharded(batch, state.model_def.roles)
+
+            def one(params: Tree) -> Returned:
+                model = model_of(params, state.model_state)
+                return evaluate(request.loss, model, sharded, has_aux=request.has_aux)
+
+            returned = one(state.params)
+            if returned.tokens is not None:
+                refuse_number_with_gradient(lambda params: one(params).total, state.params)
         return Computed(returned.total, returned.tokens, (), (), returned.aux)
 
     def local(params: Tree, frozen: Tree, batch: Tree, _: jax.Array) -> Tree:
-        model = _model_of(request, state, params, frozen)(params, {})
-        returned = _sums(evaluate(request.loss, model, batch, has_aux=False))
+        model_of = _model_of(request, state, params, frozen)
+
+        def one(params: Tree) -> Returned:
+            return _sums(evaluate(request.loss, model_of(params, {}), batch, has_aux=False))
+
+        returned = one(params)
+        refuse_number_with_gradient(lambda params: one(params).total, params)
         return _over_all_ranks((returned.total, returned.tokens))
 
     total, tokens = _over_mesh(local, state, 1, PartitionSpec())(batch)

@@ -43,13 +43,32 @@ def evaluate(loss: Loss, model: Any, batch: Tree, *, has_aux: bool) -> Returned:
         returned, aux = returned
     if isinstance(returned, tuple) and len(returned) == 2 and all(jnp.shape(v) == () for v in returned):
         return Returned(_float(returned[0]), _number(jnp.asarray(returned[1])), jax.tree.map(jnp.asarray, aux))
-    if isinstance(returned, tuple) or jnp.shape(returned) != ():
+    whole: Any = returned
+    if not jax.tree_util.treedef_is_leaf(jax.tree.structure(whole)) or jnp.shape(whole) != ():
         raise TypeError(
             "`loss` returns a scalar, such as a mean; or (sum of token losses, number of tokens), two scalars, of "
             "which a step takes the quotient over the whole batch, as `gtp_jax.cross_entropy(logits, targets)` gives "
             f"them. It returned {_described(returned)}. If it returns more beside its loss, pass `has_aux=True`."
         )
     return Returned(_float(returned), None, jax.tree.map(jnp.asarray, aux))
+
+
+def refuse_number_with_gradient(total: Callable[[Tree], jax.Array], params: Tree) -> None:
+    """Refuses, ahead of an evaluation, a number of tokens that has a gradient, as a step does: neither is a number.
+
+    Args:
+        total: the loss's first scalar, as a function of the parameters; it is traced and not run.
+        params: of the model.
+
+    Raises:
+        TypeError: saying what to write instead.
+    """
+    try:
+        jax.eval_shape(jax.grad(total), params)
+    except NumberHasGradient:
+        raise
+    except Exception:  # what is only evaluated need not have a gradient
+        return
 
 
 def mean(total: jax.Array, tokens: jax.Array | None) -> jax.Array:
@@ -67,6 +86,10 @@ def _float(value: Any) -> jax.Array:
     return value
 
 
+class NumberHasGradient(TypeError):
+    """A loss returned something else than a number of tokens."""
+
+
 @jax.custom_vjp
 def _number(tokens: jax.Array) -> jax.Array:
     """Returns a number of tokens; an error if it has a gradient, which the quotient that a step takes leaves out."""
@@ -74,10 +97,11 @@ def _number(tokens: jax.Array) -> jax.Array:
 
 
 def _fwd(tokens: jax.Array) -> Any:
-    raise TypeError(
+    raise NumberHasGradient(
         f"`loss` returns two scalars, of which a step takes the second, {tokens.dtype}, for the number of tokens; but "
-        "it has a gradient with respect to the parameters. If it is something to report, pass `has_aux=True`, for "
-        "(loss, aux). If it is the number, return `jax.lax.stop_gradient(number)`, or the quotient as one scalar."
+        "JAX takes it to have a gradient with respect to the parameters. If it is something to report, pass "
+        "`has_aux=True`, for (loss, aux). If it is the number, return `jax.lax.stop_gradient(number)`, or the quotient "
+        "as one scalar."
     )
 
 

@@ -6,6 +6,7 @@ No Flax here: `nn` extracts a `Structure` from a model, and puts the values made
 from ._frozen import FrozenAs as FrozenAs
 from ._frozen import bundle_frozen as bundle_frozen
 from ._frozen import quantize_frozen as quantize_frozen
+from ._frozen import refuse_gradient as refuse_gradient
 from ._frozen import sent_of_frozen as sent_of_frozen
 from ._grad_reduce import GRAD_REDUCE as GRAD_REDUCE
 from ._grad_reduce import GradReduce as GradReduce

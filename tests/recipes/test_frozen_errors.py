@@ -104,6 +104,13 @@ def test_a_gradient_of_what_is_frozen_is_refused(path):
         jax.grad(loss)(wanted)
 
 
+def test_the_model_is_left_as_it_is_when_a_step_donates_what_was_frozen():
+    base = Model(nnx.Rngs(0))
+    step = gtp.train_step(lambda model, x: jnp.mean(model(x).astype(jnp.float32) ** 2), optax.sgd(0.1))
+    step(gtp.TrainState.create(gtp.freeze(base, gtp.FP8()), optax.sgd(0.1)), jnp.ones((8, WIDTH)))
+    assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(nnx.to_pure_dict(nnx.state(base, nnx.Param))))
+
+
 def test_a_model_on_another_mesh_is_refused():
     model = frozen(gtp.FP8())
     state = gtp.TrainState.create(model, optax.sgd(0.1))

@@ -136,6 +136,10 @@ def test_a_forgotten_has_aux_is_refused_where_the_number_has_a_gradient(view, de
             TypeError, match=r"takes the second, float32, for the number of tokens.*`has_aux=True`.*stop"
         ):
             traced(_pair(lambda model, batch: _sum(model, batch) / 7))
+        with pytest.raises(TypeError, match="takes the second, float32, for the number of tokens"):
+            evaluate = gtp.eval_step(_pair(lambda model, batch: _sum(model, batch) / 7), view=view)
+            jax.eval_shape(evaluate, state, batch)
+        jax.eval_shape(gtp.eval_step(next_token_loss, view=view), state, batch)
         traced(_pair(lambda model, batch: lax.stop_gradient(_sum(model, batch)) / 7))
         traced(_pair(lambda model, batch: jnp.sum(model(batch["tokens"]) > 0)))  # integers have none
         traced(_pair(lambda model, batch: jnp.sum(batch["targets"] >= 0, dtype=jnp.float32)))
