@@ -25,6 +25,8 @@ class Loader:
         batch: sequences of a batch, over all devices.
         mesh: with the axes that shard the batch.
         roles: which axes these are.
+        fill: rows of weight 0 behind those of the batch, so that the devices divide the rows. The loss does not see
+            them.
 
     Raises:
         ValueError: if the devices that shard the batch do not divide it.
@@ -34,29 +36,38 @@ class Loader:
     batch: int
     mesh: Mesh
     roles: Roles = Roles()
+    fill: int = 0
 
     def __post_init__(self) -> None:
         ranks = int(np.prod([self.mesh.shape[axis] for axis in self.roles.batch]))
-        if self.batch < 1 or self.batch % ranks:
+        if self.fill < 0 or self.batch < 1 or (self.batch + self.fill) % ranks:
+            filled = f" and `fill` {self.fill}" if self.fill else ""
             raise ValueError(
-                f"`batch` is {self.batch}; it is sharded over {' x '.join(self.roles.batch)} = {ranks} ranks and must "
-                "be a multiple of that."
+                f"`batch` is {self.batch}{filled}; it is sharded over {' x '.join(self.roles.batch)} = {ranks} ranks "
+                "and must be a multiple of that."
             )
 
     def at(self, step: int) -> dict[str, jax.Array]:
-        """Returns the batch of a step, arrays of shape `(batch, seq)` whose rows are sharded over the batch's axes."""
+        """Returns the batch of a step, arrays of shape `(batch + fill, seq)`, rows sharded over the batch's axes."""
         sharding = NamedSharding(self.mesh, PartitionSpec(self.roles.batch))
 
         @functools.cache  # tp ranks need the same rows
         def rows(start: int, stop: int) -> dict[str, np.ndarray]:
-            return self.windows.rows(step * self.batch + np.arange(start, stop, dtype=np.int64))
+            places = np.arange(start, stop, dtype=np.int64)
+            inside = places < self.batch
+            found = self.windows.rows(step * self.batch + np.where(inside, places, 0))
+            if self.fill:
+                weights = found.get("weights", np.ones(found["tokens"].shape, np.float32))
+                found["weights"] = weights * inside[:, None].astype(np.float32)
+            return found
 
         def part(name: str, index: Any) -> np.ndarray:
-            start, stop, _ = index[0].indices(self.batch)
+            start, stop, _ = index[0].indices(shape[0])
             return rows(start, stop)[name]
 
-        shape = (self.batch, self.windows.seq)
-        names = ("tokens", "targets") if self.windows.repeat else ("tokens", "targets", "weights")
+        shape = (self.batch + self.fill, self.windows.seq)
+        weighted = self.fill or not self.windows.repeat
+        names = ("tokens", "targets", "weights") if weighted else ("tokens", "targets")
         return {n: jax.make_array_from_callback(shape, sharding, functools.partial(part, n)) for n in names}
 
     def steps(self, start: int, stop: int) -> Iterator[dict[str, jax.Array]]:

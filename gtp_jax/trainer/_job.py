@@ -17,11 +17,13 @@ from jax.sharding import Mesh
 from .. import plan
 from ..checkpoint import Checkpoints
 from ..data import Corpus, Loader, Windows
+from ..mesh import DP, GTP
 from ..models import ModelConfig, build, family_of
 from ..nn import abstract_model, init, split_model
 from ..train import TrainState, eval_step, train_step
 from ._config import TrainConfig
 from ._start import start_params
+from ._watch import Watch
 
 Metrics = dict[str, jax.Array]
 
@@ -65,7 +67,14 @@ class Job:
 
 
 def prepare(
-    config: TrainConfig, model: ModelConfig, mesh: Mesh, corpus: Corpus, checkpoints: Checkpoints, *, resume: bool
+    config: TrainConfig,
+    model: ModelConfig,
+    mesh: Mesh,
+    corpus: Corpus,
+    checkpoints: Checkpoints,
+    watch: Watch,
+    *,
+    resume: bool,
 ) -> tuple[Job, TrainState]:
     """Makes or restores the state and compiles the step. To be called with the mesh in scope.
 
@@ -75,6 +84,7 @@ def prepare(
         mesh: the devices.
         corpus: the text.
         checkpoints: of the run.
+        watch: says where the state is restored from.
         resume: start from the latest checkpoint, if there is one.
 
     Raises:
@@ -82,23 +92,44 @@ def prepare(
     """
     abstract = abstract_model(lambda rngs: build(model, rngs=rngs))
     optimizer = adamw(config, abstract)
-    if resume and checkpoints.latest() is not None:
-        state, extra = checkpoints.restore(TrainState.create(abstract, optimizer))
+    like = TrainState.create(abstract, optimizer)
+    source = watch.source(checkpoints, like)
+    watch.doing("restore")
+    if resume and source.latest() is not None:
+        state, extra = source.restore(like)
         if extra["text"] != corpus.fingerprint:
             raise ValueError(
                 f"{corpus.name} is not the text that this run was trained on: its content has changed, or --data "
                 "names another. Resume with the text as it was, or start a new run with another --out."
             )
     elif config.from_ is not None:
-        like = TrainState.create(abstract, optimizer)
         params = start_params(Path(config.from_), like)
         state = TrainState.create(dataclasses.replace(like, params=params).model(), optimizer)
     else:
         state = TrainState.create(init(lambda rngs: build(model, rngs=rngs), nnx.Rngs(config.seed)), optimizer)
+    return compile_step(config, model, mesh, corpus, watch, state), state
+
+
+def compile_step(
+    config: TrainConfig,
+    model: ModelConfig,
+    mesh: Mesh,
+    corpus: Corpus,
+    watch: Watch,
+    state: TrainState | None = None,
+) -> Job:
+    """Compiles the step, for a state or for one like that which would be restored. To be called with the mesh in scope."""
+    abstract = abstract_model(lambda rngs: build(model, rngs=rngs))
+    optimizer = adamw(config, abstract)
+    like = TrainState.create(abstract, optimizer) if state is None else state
     schedule = learning_rate(config)
-    train = Loader(Windows(corpus.train, config.seq, config.seed), config.batch, mesh)
+    parts = mesh.shape[DP] * mesh.shape[GTP] * config.execution.microbatches
+    fill = -config.batch % parts  # where a lost device has left a number of ranks that does not divide the batch
+    train = Loader(Windows(corpus.train, config.seq, config.seed), config.batch, mesh, fill=fill)
+    held_out = Windows(corpus.held_out, config.seq, config.seed, repeat=False)
     recipe = config.quantization.to_recipe()
     loss = family_of(model).loss
+    watch.doing("compile")
     step = train_step(
         loss,
         optimizer,
@@ -110,23 +141,22 @@ def prepare(
         seed=config.seed,
         reduce_over_dp=config.execution.reduce_over_dp,
     )
-    lowered = step.lower(state, train.at(0))  # pyright: ignore[reportFunctionMemberAccess]
+    lowered = step.lower(like, train.at(0))  # pyright: ignore[reportFunctionMemberAccess]
     began = time.perf_counter()
     compiled = lowered.compile()
-    job = Job(
+    return Job(
         config=config,
         model=model,
         mesh=mesh,
         corpus=corpus,
         learning_rate=lambda step: float(np.asarray(schedule(step))),
         train=train,
-        held_out=Loader(Windows(corpus.held_out, config.seq, config.seed, repeat=False), config.batch, mesh),
+        held_out=Loader(held_out, config.batch, mesh, fill=fill),
         step=compiled,
         evaluate=eval_step(loss, recipe=recipe, view="local"),
         compile_s=time.perf_counter() - began,
-        memory=plan.memory(compiled, params=state.params, opt_state=state.opt_state),
+        memory=plan.memory(compiled, params=like.params, opt_state=like.opt_state),
     )
-    return job, state
 
 
 def learning_rate(config: TrainConfig) -> optax.Schedule:

@@ -50,25 +50,31 @@ def run_loop(job: Job, state: TrainState, checkpoints: Checkpoints, watch: Watch
 
     def settle(left: int = 0) -> None:
         while len(launched) > left:
-            progress.step(*launched.popleft())
-            watch.progress()
+            ended = launched.popleft()
+            progress.step(*ended)
+            watch.doing("step", ended[0])
 
     held_out: dict[int, float] = {}
 
     def evaluate() -> None:
         settle()
+        watch.doing("evaluate", step)
         with progress.paused():
             loss = job.held_out_loss(state)
         progress.held_out(step, loss)
         held_out[step] = loss
-        watch.progress()
+        watch.doing("step", step)
 
-    def save() -> None:
-        settle()
+    def save_to(target: Checkpoints) -> None:
+        settle()  # so that a state whose loss is not finite is not saved
         with progress.paused():
             extra = {"text": job.corpus.fingerprint, **saved_of(job.model)}
-            checkpoints.save(step, state, extra, loss=held_out.get(step), recipe=config.quantization.to_recipe())
-        watch.progress()
+            target.save(step, state, extra, loss=held_out.get(step), recipe=config.quantization.to_recipe())
+
+    def save() -> None:
+        watch.doing("save", step)
+        save_to(checkpoints)
+        watch.doing("step", step)
 
     with Interrupt() as interrupt:
         if begin == 0:
@@ -87,6 +93,8 @@ def run_loop(job: Job, state: TrainState, checkpoints: Checkpoints, watch: Watch
             if last or step % config.save_every == 0:
                 save()
                 saved = step
+            if not last:
+                watch.stepped(step, state, save_to)
         if saved != step:
             save()
         checkpoints.wait()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,30 @@ from jax.sharding import Mesh
 from .._flags import from_settings, settings_of
 from ..checkpoint import Checkpoints
 from ..data import BYTES, Corpus, load_corpus, load_tokenizer, read_text, unigram_entropy
-from ..mesh import choose_devices, make_mesh, on_gpu, use_roles
+from ..mesh import check_degrees, choose_devices, make_mesh, on_gpu, use_roles
+from ..models import ModelConfig
 from ._config import TrainConfig
 from ._curve import draw_curve
 from ._directory import RunDirectory
 from ._distributed import LaunchOptions, barrier, check_same, find_launch, together
-from ._job import prepare
+from ._job import compile_step, prepare
 from ._log import read_log
 from ._loop import run_loop
+from ._peer_watch import PeerWatch
 from ._progress import Diverged, Progress
 from ._report import heading, report
 from ._start import check_recipe_fits, check_start
-from ._watch import Watch
+from ._watch import Supervision, Watch
 
 
-def start(settings: Mapping[str, Any], options: LaunchOptions, *, resume: bool = False, force: bool = False) -> int:
+def start(
+    settings: Mapping[str, Any],
+    options: LaunchOptions,
+    *,
+    resume: bool = False,
+    force: bool = False,
+    supervision: Supervision | None = None,
+) -> int:
     """Trains from text to a report, in this process and those launched with it.
 
     Args:
@@ -35,6 +45,7 @@ def start(settings: Mapping[str, Any], options: LaunchOptions, *, resume: bool =
         options: how the processes find each other.
         resume: go on with the run in `out`.
         force: replace the run in `out`.
+        supervision: of a process that a supervisor has started.
 
     Returns:
         0; 128 and the number of the signal that ended the run.
@@ -56,31 +67,54 @@ def start(settings: Mapping[str, Any], options: LaunchOptions, *, resume: bool =
     launch = find_launch(options)
     choose_devices(config.virtual_devices, processes=launch.processes, local=launch.local_devices)
     launch.join()
-    degrees, corpus = together(lambda: _check(config))
+    if supervision is not None:
+        supervision.watch.doing("check")
+    degrees, corpus = together(lambda: _check(config, supervision))
     together(lambda: check_same(corpus.fingerprint))
     if config.from_ is not None and not resume:
         source = Path(config.from_)
         together(lambda: check_start(source, config.model(corpus.vocab_size, dtype="float32")))
     mesh = make_mesh(**degrees)
     together(lambda: check_recipe_fits(config.quantization, config.model(corpus.vocab_size, dtype="float32"), mesh))
+    if supervision is not None and supervision.rehearse:
+        with jax.set_mesh(mesh), use_roles(config.parallelism.roles), supervision.watch as watch:
+            compile_step(config, _model(config, corpus), mesh, corpus, watch)
+        return 0
     if jax.process_index() == 0:
         directory.prepare(config, keep=resume)
     barrier("the run directory is ready")
     roles = use_roles(config.parallelism.roles)
-    with jax.set_mesh(mesh), roles, Watch(directory, launch) as watch:
-        try:
-            return _train(config, mesh, corpus, directory, watch, resume=resume, changes=changes)
-        except Exception as error:
-            if launch.processes > 1:
-                watch.give_up(_reason(error))
-            if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
-                raise ValueError(_reason(error)) from error
-            raise
+    attending = PeerWatch(directory, launch) if supervision is None else supervision.watch
+    alone = launch.processes == 1 and supervision is None
+    with jax.set_mesh(mesh), roles, attending as watch, _failures(watch, alone):
+        return _train(config, mesh, corpus, directory, watch, alone, resume=resume, changes=changes)
 
 
-def _check(config: TrainConfig) -> tuple[dict[str, int], Corpus]:
+@contextlib.contextmanager
+def _failures(watch: Watch, alone: bool) -> Iterator[None]:
+    """Ends the process at once on an error, before anything on the way out waits for peers; raises it if there are
+    none."""
+    try:
+        yield
+    except Exception as error:
+        if not alone:
+            watch.give_up(error, _reason(error))
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+            raise ValueError(_reason(error)) from error
+        raise
+
+
+def _check(config: TrainConfig, supervision: Supervision | None) -> tuple[dict[str, int], Corpus]:
     """Returns the degrees of the mesh and the text, after checking both."""
-    degrees = config.degrees(jax.device_count(), virtual=not on_gpu())
+    if supervision is None:
+        degrees = config.degrees(jax.device_count(), virtual=not on_gpu())
+    else:
+        degrees = dict(supervision.degrees)
+        check_degrees(degrees, jax.device_count())
+    if config.dtype == "float64" and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        raise ValueError(
+            "`dtype` is 'float64', for which JAX must be started with JAX_ENABLE_X64=1 in the environment."
+        )
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else BYTES
     corpus = load_corpus(read_text(config.data), tokenizer)
     corpus.check(batch=config.batch, seq=config.seq)
@@ -93,17 +127,19 @@ def _train(
     corpus: Corpus,
     directory: RunDirectory,
     watch: Watch,
+    alone: bool,
     *,
     resume: bool,
     changes: list[str],
 ) -> int:
-    model = config.model(corpus.vocab_size, dtype="bfloat16" if on_gpu() else "float32")
+    model = _model(config, corpus)
     unigram = unigram_entropy(corpus.train, corpus.held_out, corpus.vocab_size)
     speaks = jax.process_index() == 0
     say = print if speaks else lambda *_, **__: None
     say(heading(config, model, mesh, corpus, unigram), flush=True)
-    with Checkpoints(directory.checkpoints, keep=config.keep, keep_best=config.keep_best) as checkpoints:
-        job, state = prepare(config, model, mesh, corpus, checkpoints, resume=resume)
+    opened = Checkpoints(directory.checkpoints, keep=config.keep, keep_best=config.keep_best)
+    with opened as checkpoints, _failures(watch, alone):
+        job, state = prepare(config, model, mesh, corpus, checkpoints, watch, resume=resume)
         begin = int(state.step)
         if begin > config.steps:
             raise ValueError(
@@ -127,6 +163,10 @@ def _train(
         if outcome.signal is not None:
             say(f"stopped by a signal after step {outcome.step}. {directory.how_to_resume()}", flush=True)
     return 0 if outcome.signal is None else 128 + outcome.signal
+
+
+def _model(config: TrainConfig, corpus: Corpus) -> ModelConfig:
+    return config.model(corpus.vocab_size, dtype="bfloat16" if on_gpu() else "float32")
 
 
 def _reason(error: Exception) -> str:
