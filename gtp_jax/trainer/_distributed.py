@@ -28,6 +28,10 @@ _JOIN_TIMEOUT_S = 120
 _HEARTBEAT_TIMEOUT_S = 60
 
 
+class NoCoordinator(ValueError):
+    """The processes of a run do not find each other."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Launch:
     """The processes of a run.
@@ -48,7 +52,7 @@ class Launch:
         """Connects the processes. To be called before jax is first used.
 
         Raises:
-            ValueError: if they do not find each other.
+            NoCoordinator: if they do not find each other.
         """
         if self.processes == 1:
             return
@@ -62,7 +66,7 @@ class Launch:
                 heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_S,
             )
         except RuntimeError as error:
-            raise ValueError(
+            raise NoCoordinator(
                 f"process {self.process} of {self.processes} found no coordinator"
                 f"{f' at {self.coordinator}' if self.coordinator else ''}: {error}. Start all processes with the "
                 "same --coordinator, the address of process 0 and a free port."

@@ -54,16 +54,7 @@ def start(
         ValueError: on a mistake in the settings or in what they name, before anything is compiled.
         Diverged: if the loss is not finite.
     """
-    config = from_settings(TrainConfig, settings)
-    directory = RunDirectory(Path(config.out).expanduser().absolute())
-    directory.check(resume=resume, force=force)
-    changes: list[str] = []
-    if resume:
-        if "from_" in settings:
-            raise ValueError("`from` is for a new run; a resumed one has its parameters. Leave out --from or --resume.")
-        before = TrainConfig.load(directory.config)
-        config = from_settings(TrainConfig, {**settings_of(before), **settings, "out": config.out})
-        changes = config.changes(before)
+    config, directory, changes = resolve(settings, resume=resume, force=force)
     launch = find_launch(options)
     choose_devices(config.virtual_devices, processes=launch.processes, local=launch.local_devices)
     launch.join()
@@ -88,6 +79,24 @@ def start(
     alone = launch.processes == 1 and supervision is None
     with jax.set_mesh(mesh), roles, attending as watch, _failures(watch, alone):
         return _train(config, mesh, corpus, directory, watch, alone, resume=resume, changes=changes)
+
+
+def resolve(settings: Mapping[str, Any], *, resume: bool, force: bool) -> tuple[TrainConfig, RunDirectory, list[str]]:
+    """Returns the configuration of a run, its directory, and how a resumed run differs from what it was.
+
+    Raises:
+        ValueError: on a mistake in the settings, or if the directory does not allow it.
+    """
+    config = from_settings(TrainConfig, settings)
+    directory = RunDirectory(Path(config.out).expanduser().absolute())
+    directory.check(resume=resume, force=force)
+    if not resume:
+        return config, directory, []
+    if "from_" in settings:
+        raise ValueError("`from` is for a new run; a resumed one has its parameters. Leave out --from or --resume.")
+    before = TrainConfig.load(directory.config)
+    config = from_settings(TrainConfig, {**settings_of(before), **settings, "out": config.out})
+    return config, directory, config.changes(before)
 
 
 @contextlib.contextmanager
