@@ -115,8 +115,8 @@ class Account:
         share = self._goodput.share(stepping_s)
         self._events.write(
             "end",
-            f"goodput {share:.1%}: the share of the time in which steps were made that count; {self._failures} failures, "
-            f"{self._steps_lost} steps lost",
+            f"goodput {share:.1%}: the share of the time in which steps were made that count; "
+            f"failures: {self._failures}, steps lost: {self._steps_lost}",
             status=status,
             step=step,
             goodput=share,

@@ -45,8 +45,8 @@ def find_devices(virtual: int) -> list[Device]:
     names = _uuids() if visible is None else [name for name in visible.split(",") if name]
     if not names:
         raise ValueError(
-            "`--elastic` found no NVIDIA GPU: CUDA_VISIBLE_DEVICES is empty, or there is no /dev/nvidia0. Set it to the "
-            "GPUs to use, or set JAX_PLATFORMS=cpu for virtual CPU devices."
+            "`--elastic` found no NVIDIA GPU: CUDA_VISIBLE_DEVICES is empty, or there is no /dev/nvidia0. Set it to "
+            "the GPUs to use, or set JAX_PLATFORMS=cpu for virtual CPU devices."
         )
     return [Device(i, f"GPU {i}", {"CUDA_VISIBLE_DEVICES": name}) for i, name in enumerate(names)]
 

@@ -85,8 +85,8 @@ def check_room(directory: Path, state_bytes: int) -> None:
     available = _available_bytes()
     if available is not None and available < needed:
         raise ValueError(
-            f"two snapshots of this run's state need {needed / 1e9:.2f} GB of memory, but only {available / 1e9:.2f} GB "
-            "are available on this machine. Run without --elastic, or choose a directory on a fast disk with "
+            f"two snapshots of this run's state need {needed / 1e9:.2f} GB of memory, but this machine has only "
+            f"{available / 1e9:.2f} GB available. Run without --elastic, or choose a directory on a fast disk with "
             "--snapshot-dir."
         )
 

@@ -115,9 +115,11 @@ class Supervisor:
         """Runs until the run has ended or cannot go on."""
         self._resume, self._force = resume, force
         plan = plan_fleet(self._degrees, self._lost)
+        interval = self._options.snapshot_interval
+        most = "" if interval is None else f"; a failure costs {interval} steps at most"
         self._events.write(
             "start",
-            f"{len(self._devices)} processes; snapshots in {self._memory.snapshots.parent}",
+            f"{len(self._devices)} processes; snapshots in {self._memory.snapshots.parent}{most}",
             devices=[device.name for device in self._devices],
             degrees=self._degrees,
             freed=[str(path) for path in self._memory.freed],
@@ -156,7 +158,11 @@ class Supervisor:
         port = free_port()
         fleet.order(plan.devices, lambda process: self._order(plan, process, port))
         self._events.write(
-            "fleet", f"a fleet of {len(plan.devices)}: {plan.describe()}", devices=plan.devices, degrees=plan.degrees
+            "fleet",
+            f"a fleet of {len(plan.devices)}: {plan.describe()}",
+            devices=plan.devices,
+            degrees=plan.degrees,
+            processes=[member.child.pid for member in fleet.members],
         )
         return fleet
 
@@ -345,7 +351,7 @@ class Supervisor:
             self._signal = number
             signal.signal(number, before[number])
 
-        before = {number: signal.signal(number, note) for number in _FORWARDED}
+        before: dict[int, Any] = {number: signal.signal(number, note) for number in _FORWARDED}
         try:
             yield
         finally:

@@ -118,7 +118,8 @@ def compile_step(
     watch: Watch,
     state: TrainState | None = None,
 ) -> Job:
-    """Compiles the step, for a state or for one like that which would be restored. To be called with the mesh in scope."""
+    """Compiles the step, for a state or for one as a checkpoint would be restored to. To be called with the mesh in
+    scope."""
     abstract = abstract_model(lambda rngs: build(model, rngs=rngs))
     optimizer = adamw(config, abstract)
     like = TrainState.create(abstract, optimizer) if state is None else state

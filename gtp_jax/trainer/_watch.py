@@ -39,6 +39,7 @@ class Watch(abc.ABC):
             error: what was raised.
             reason: the same in plain words.
         """
+        raise NotImplementedError
 
     @abc.abstractmethod
     def source(self, checkpoints: Checkpoints, state_like: Any) -> Checkpoints:
