@@ -159,7 +159,7 @@ class Supervisor:
         fleet.order(plan.devices, lambda process: self._order(plan, process, port))
         self._events.write(
             "fleet",
-            f"a fleet of {len(plan.devices)}: {plan.describe()}",
+            f"{plan.describe()}; processes {' '.join(str(member.child.pid) for member in fleet.members)}",
             devices=plan.devices,
             degrees=plan.degrees,
             processes=[member.child.pid for member in fleet.members],
