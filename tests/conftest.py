@@ -1,6 +1,7 @@
 """Eight virtual CPU devices for every test, set before jax starts; GTP_TEST_PLATFORM=gpu takes the machine's GPUs."""
 
 import os
+import tempfile
 import zlib
 
 ON_GPU = os.environ.get("GTP_TEST_PLATFORM") == "gpu"
@@ -12,6 +13,13 @@ if ON_GPU:
 else:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"{QUICK_COMPILE} {os.environ.get('XLA_FLAGS', '')}"
+    # Tests compile many programs that others have compiled, in this worker, another, or a process of a test's own:
+    # all share one cache for the length of the session. Processes inherit it; what takes less long is not worth a file.
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        _COMPILED = tempfile.TemporaryDirectory(prefix="gtp_jax_compiled_")
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = _COMPILED.name
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402

@@ -88,13 +88,13 @@ ffi::Error check_amax(const char* name, const ffi::AnyBuffer& amax, const Dims& 
   return ffi::Error::Success();
 }
 
-CopyShape copy_shape(const Format& format, int64_t rows, int64_t cols, bool turned) {
+CopyShape copy_shape(const Format& format, int64_t rows, int64_t cols, bool transposed) {
   CopyShape shape{{rows, format.code_bytes(cols)}, {0, 0}};
   if (format.block_cols) {
     shape.scales[0] = ceil_div(rows, format.block_rows);
     shape.scales[1] = ceil_div(cols, format.block_cols);
   }
-  if (turned) {
+  if (transposed) {
     std::swap(shape.codes[0], shape.codes[1]);
     std::swap(shape.scales[0], shape.scales[1]);
   }

@@ -47,7 +47,7 @@ struct CopyShape {
   int64_t scales_bytes() const { return scales[0] * scales[1]; }
 };
 
-// Of a copy of R x C, blocks along C, stored R x C or, if `turned`, C x R.
-CopyShape copy_shape(const Format& format, int64_t rows, int64_t cols, bool turned);
+// Of a copy of R x C, blocks along C, stored R x C or, if `transposed`, C x R.
+CopyShape copy_shape(const Format& format, int64_t rows, int64_t cols, bool transposed);
 
 }  // namespace gtp

@@ -82,8 +82,8 @@ ffi::Error dequantize(typename B::Context context, ffi::AnyBuffer codes, ffi::An
     GTP_CHECK(split_matrix("x", *x, lead, m, k));
     job.rows = columns ? k : m;
     job.cols = columns ? m : k;
-    const bool turned = columns && !format.transposed_columns;
-    const CopyShape shape = copy_shape(format, job.rows, job.cols, turned);
+    const bool transposed = columns && !format.transposed_columns;
+    const CopyShape shape = copy_shape(format, job.rows, job.cols, transposed);
     GTP_CHECK(check_bytes("codes", codes, lead, {shape.codes[0], shape.codes[1]}));
     if (format.block_cols) GTP_CHECK(check_bytes("scales", scales, lead, {shape.scales[0], shape.scales[1]}));
     job.count_per_amax = 1;
@@ -99,7 +99,7 @@ ffi::Error dequantize(typename B::Context context, ffi::AnyBuffer codes, ffi::An
     job.scales_stride = shape.scales_bytes();
     job.x_stride = job.rows * job.cols;
     job.amax_stride = 1;
-    job.layout = !columns ? Layout::kRows : turned ? Layout::kColumns : Layout::kColumnsTurned;
+    job.layout = !columns ? Layout::kRows : transposed ? Layout::kColumns : Layout::kColumnsTransposed;
     return B::run(context, B::dequantize, std::vector<DequantizeJob>{job}, format_code);
   });
 }

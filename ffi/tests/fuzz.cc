@@ -121,8 +121,8 @@ void run_case() {
     require(back.get()[i] == 0xA5, "rows that are not kept are not written");
   }
 
-  const int64_t turned_size = count * length * cols;
-  Buffer back_t(turned_size * 4, 4);
+  const int64_t transposed_size = count * length * cols;
+  Buffer back_t(transposed_size * 4, 4);
   undo.codes = codes_t.get();
   undo.scales = scales_t.get();
   undo.amax = &amax[1];
@@ -134,14 +134,14 @@ void run_case() {
   undo.scales_stride = column_scales;
   undo.x_stride = length * cols;
   undo.dtype = DType::kF32;
-  undo.layout = job.column_transposed ? Layout::kColumnsTurned : Layout::kColumns;
+  undo.layout = job.column_transposed ? Layout::kColumnsTransposed : Layout::kColumns;
   cpu::dequantize({undo}, code, pool);
   if (wild || hadamard) return;
   // an error is at most a step: 2 in 6 of e2m1, 32 in 448 of e4m3, 1 in 4 of e5m2, of the block's amax; a scale's
   // rounding adds some
   const float step = format.element == Element::kE2M1 ? 0.36f : format.element == Element::kE4M3 ? 0.08f : 0.26f;
   const auto* values = reinterpret_cast<const float*>(back_t.get());
-  for (int64_t i = 0; i < turned_size; ++i) {
+  for (int64_t i = 0; i < transposed_size; ++i) {
     float original;
     if (dtype == DType::kF32) {
       std::memcpy(&original, x.get() + 4 * i, 4);

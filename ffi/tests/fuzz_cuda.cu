@@ -249,7 +249,7 @@ void dequantize_case(Arena& arena, const cpu::Pool& pool) {
     const std::string name = std::string(format.name) + " job " + std::to_string(i);
     DequantizeJob job{};
     job.dtype = any_dtype();
-    job.layout = one_in(2) ? Layout::kRows : format.transposed_columns || one_in(2) ? Layout::kColumnsTurned : Layout::kColumns;
+    job.layout = one_in(2) ? Layout::kRows : format.transposed_columns || one_in(2) ? Layout::kColumnsTransposed : Layout::kColumns;
     job.count = 1 + (one_in(2) ? below(5) : 0);
     job.rows = any_size(limit);
     job.cols = any_size(std::max<int64_t>(1, std::min(limit, 400000 / std::max<int64_t>(1, job.rows * job.count))));

@@ -1,5 +1,5 @@
 // Times the CUDA kernels beside a device-to-device copy, without XLA: normal numbers, 256 MiB unless told otherwise,
-// formats by rows, by columns and both, and turned dequantization. Behind each time a sum of what was written, which
+// formats by rows, by columns and both, and transposed dequantization. Behind each time a sum of what was written, which
 // must not change.
 //
 //     nvcc -std=c++20 -O3 -fmad=false -arch=sm_90a -Iffi/include -o time_cuda ffi/tests/time_cuda.cu
@@ -159,10 +159,10 @@ int main(int argc, char** argv) {
         });
       }
       if (!format.transposed_columns) continue;
-      report("turned", 1, [&](int i) {
+      report("transposed", 1, [&](int i) {
         const Buffers& b = buffers[i];
         const DequantizeJob job{b.codes[1], b.scales[1], amax, b.y, 1, kCols, rows, kCols, codes, scales, count,
-                                1, 0, dtype, Layout::kColumnsTurned};
+                                1, 0, dtype, Layout::kColumnsTransposed};
         require(cuda::dequantize({job}, code, nullptr));
       }, [&] { return sum_of(buffers[0].y, bytes_of_array); });
     }

@@ -69,11 +69,11 @@ def _strong(work: Workload, devices: int) -> Workload:
 
 
 def _wide(work: Workload, width: int) -> Workload:
-    ratio = {name: getattr(work, name) for name in ("dim", "heads", "kv_heads", "ffn")}
-    unit = math.lcm(*(work.dim // math.gcd(work.dim, size) for size in ratio.values()))
+    ratio = {name: getattr(work, name) for name in ("hidden_size", "num_heads", "num_kv_heads", "intermediate_size")}
+    unit = math.lcm(*(work.hidden_size // math.gcd(work.hidden_size, size) for size in ratio.values()))
     if width % unit:
         raise ValueError(f"heads and ffn grow with the width, which is then a multiple of {unit}.")
-    return dataclasses.replace(work, **{name: size * width // work.dim for name, size in ratio.items()})
+    return dataclasses.replace(work, **{name: size * width // work.hidden_size for name, size in ratio.items()})
 
 
 def _multiples(name: str, *factors: float) -> Callable[[Workload], list[int]]:
@@ -89,10 +89,10 @@ AXES: Mapping[str, Axis] = {
             "depth",
             "layers",
             "the layer",
-            _multiples("layers", 1 / 2, 1, 2, 4),
-            lambda work, layers: dataclasses.replace(work, layers=layers),
+            _multiples("num_layers", 1 / 2, 1, 2, 4),
+            lambda work, num_layers: dataclasses.replace(work, num_layers=num_layers),
         ),
-        Axis("width", "width", "ffn / width and width / heads", _multiples("dim", 1 / 2, 1, 3 / 2, 2), _wide),
+        Axis("width", "width", "ffn / width and width / heads", _multiples("hidden_size", 1 / 2, 1, 3 / 2, 2), _wide),
         Axis(
             "sequence",
             "tokens a sequence",

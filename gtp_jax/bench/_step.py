@@ -53,14 +53,17 @@ class Row:
 
 def workload_flops(work: Workload) -> int:
     """Operations of a step over all devices, as `gtp_jax.plan.step_flops` counts them."""
-    attention = work.dim * work.head_dim * (2 * work.heads + 2 * work.kv_heads)
-    parameters = work.layers * (attention + 3 * work.dim * work.ffn) + work.vocab_size * work.dim
+    attention = work.hidden_size * work.head_dim * (2 * work.num_heads + 2 * work.num_kv_heads)
+    parameters = (
+        work.num_layers * (attention + 3 * work.hidden_size * work.intermediate_size)
+        + work.vocab_size * work.hidden_size
+    )
     return step_flops(
         matmul_params=parameters,
         tokens=work.tokens,
-        layers=work.layers,
+        layers=work.num_layers,
         seq=work.seq,
-        heads=work.heads,
+        heads=work.num_heads,
         head_dim=work.head_dim,
     )
 

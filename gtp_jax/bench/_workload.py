@@ -34,7 +34,7 @@ class StepOptions:
     preset: str | None = knob(
         None, _GROUP, "the model (default: reference on GPUs, tiny on a CPU)", kind=str, choices=tuple(PRESETS)
     )
-    layers: int | None = knob(None, _GROUP, "in place of the preset's", metavar="N")
+    num_layers: int | None = knob(None, _GROUP, "in place of the preset's", metavar="N")
     seq: int | None = knob(None, _GROUP, "tokens of a sequence (default: 8192 on GPUs, 128 on a CPU)", metavar="N")
     tokens: int | None = knob(
         None, _GROUP, "of a step, a device (default: one sequence a rank and microbatch)", metavar="N"
@@ -67,7 +67,7 @@ class StepOptions:
         fields = {f.name for f in dataclasses.fields(Workload)} & {f.name for f in dataclasses.fields(config)}
         sizes = {name: getattr(config, name) for name in fields}
         return Workload(
-            **{**sizes, "layers": self.layers or config.layers},
+            **{**sizes, "num_layers": self.num_layers or config.num_layers},
             seq=seq,
             sequences=total // seq,
             microbatches=self.microbatches,
@@ -93,7 +93,8 @@ def degrees_within(parallelism: Parallelism, count: int) -> dict[str, int]:
 def describe(work: Workload, device: str) -> str:
     """Returns a step in one line."""
     return (
-        f"{work.devices} x {device}, gtp {work.gtp}, tp {work.tp}: {work.layers} layers of width {work.dim}, "
+        f"{work.devices} x {device}, gtp {work.gtp}, tp {work.tp}: {work.num_layers} layers of width "
+        f"{work.hidden_size}, "
         f"{work.tokens // work.devices} tokens a device, sequences of {work.seq}, microbatches {work.microbatches}"
     )
 

@@ -52,7 +52,7 @@ def add_topic(topics: Any) -> None:
     parser.add_argument(
         "--preset", choices=list(PRESETS), help="size of the model (default: 1b on GPUs, 100m on a CPU)"
     )
-    parser.add_argument("--layers", type=whole, metavar="N", help="of the model, to measure less of it")
+    parser.add_argument("--num-layers", type=whole, metavar="N", help="of the model, to measure less of it")
     parser.add_argument("--rounds", type=whole, default=3, metavar="N", help="after a first one (default: 3)")
     parser.add_argument("--devices", type=whole, default=8, metavar="N", help="virtual ones, without GPUs (default: 8)")
     parser.add_argument("--dir", type=Path, default=Path(), metavar="DIR", help="where to write (default: here)")
@@ -70,13 +70,15 @@ def _run(args: argparse.Namespace) -> int:
     environment = bench.environment_of(args.devices)
     device, platform, count = bench.probe(environment)
     preset = args.preset or _PRESET[platform]
-    model = PRESETS[preset] if args.layers is None else dataclasses.replace(PRESETS[preset], layers=args.layers)
+    model = (
+        PRESETS[preset] if args.num_layers is None else dataclasses.replace(PRESETS[preset], num_layers=args.num_layers)
+    )
     state_bytes = bench.float32_bytes(bench.state_shapes(model))
     free = shutil.disk_usage(args.dir).free
     if state_bytes > free:
         raise ValueError(
             f"a checkpoint of {preset} takes {quantity(state_bytes, 'B')}, but {args.dir.absolute()} has "
-            f"{quantity(free, 'B')} free. Choose a smaller --preset, fewer --layers, or another --dir."
+            f"{quantity(free, 'B')} free. Choose a smaller --preset, fewer --num-layers, or another --dir."
         )
     title = f"{preset}, {quantity(state_bytes, 'B')} of float32 state, on {count} x {device}"
     written: dict[str, bench.CheckpointTimes] = {}
@@ -89,7 +91,7 @@ def _run(args: argparse.Namespace) -> int:
         def report(times: bench.CheckpointTimes, text: str) -> None:
             written[times.who] = times
             if args.json:
-                record = {"device": device, "devices": count, "preset": preset, "layers": model.layers}
+                record = {"device": device, "devices": count, "preset": preset, "layers": model.num_layers}
                 times_of_all = [dataclasses.asdict(times) for times in written.values()]
                 args.json.write_text(json.dumps({**record, "times": times_of_all}, indent=1))
             progress.set_description(f"{times.who}: {text}")

@@ -23,7 +23,7 @@ examples:
   gtp-jax bench step                                    the reference step through all, on this machine's GPUs
   gtp-jax bench step --contenders "gtp_jax regather" "fsdp2 bf16" --tokens 2048 --seq 2048
   gtp-jax bench step --contenders "gtp_jax fp8-matmuls" "fsdp2 float8"     FP8 matmuls beside FP8 matmuls (torchao)
-  gtp-jax bench step --preset 70b --layers 4 --within 9 --json run.json --png run.png
+  gtp-jax bench step --preset 70b --num-layers 4 --within 9 --json run.json --png run.png
   gtp-jax bench step --contenders nvfp4-matmuls --high-precision-last 2 --microbatches 4 --pregathered-layers all
   gtp-jax bench step --contenders "gtp_jax bf16" --remat matmuls activations    what keeping more brings
   gtp-jax bench step --contenders "gtp_jax bf16 regather" "fsdp2 bf16 regather" --grad-reduce float32 bf16-wire bf16

@@ -159,9 +159,9 @@ def inspect(options: InspectOptions) -> Inspection:
         flops=plan.step_flops(
             matmul_params=config.matmul_params(),
             tokens=batch * options.seq,
-            layers=config.layers,
+            layers=config.num_layers,
             seq=options.seq,
-            heads=config.heads,
+            heads=config.num_heads,
             head_dim=config.head_dim,
         ),
         schedule=schedule,

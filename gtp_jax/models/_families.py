@@ -18,7 +18,17 @@ PRESETS: dict[str, ModelConfig] = {name: config for family in FAMILIES for name,
 
 
 # Fields in checkpoints before they were renamed.
-_RENAMED = {"vocab": "vocab_size", "experts": "num_experts"}
+_RENAMED = {
+    "vocab": "vocab_size",
+    "experts": "num_experts",
+    "dim": "hidden_size",
+    "layers": "num_layers",
+    "heads": "num_heads",
+    "kv_heads": "num_kv_heads",
+    "ffn": "intermediate_size",
+    "tied": "tie_embeddings",
+    "eps": "epsilon",
+}
 
 
 def family_of(config: ModelConfig) -> Family:

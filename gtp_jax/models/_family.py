@@ -23,17 +23,17 @@ class ModelConfig(Protocol):
         ...
 
     @property
-    def dim(self) -> int:
+    def hidden_size(self) -> int:
         """Width of the residual stream."""
         ...
 
     @property
-    def layers(self) -> int:
+    def num_layers(self) -> int:
         """Number of blocks."""
         ...
 
     @property
-    def heads(self) -> int:
+    def num_heads(self) -> int:
         """Query heads."""
         ...
 

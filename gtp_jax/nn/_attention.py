@@ -23,9 +23,9 @@ class Attention(Layer):
 
     Args:
         features: size of the input and of the output.
-        heads: query heads, divided among tp ranks with the key-value head that they share.
-        kv_heads: key and value heads; divides `heads`, and is at least tp. All heads by default.
-        head_dim: `features // heads` by default.
+        num_heads: query heads, divided among tp ranks with the key-value head that they share.
+        num_kv_heads: key and value heads; divides `num_heads`, and is at least tp. All heads by default.
+        head_dim: `features // num_heads` by default.
         causal: whether a token attends to no later one.
         window: how many keys a token sees, its own included; to both sides if not `causal`.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)`, as in Gemma 2.
@@ -38,7 +38,7 @@ class Attention(Layer):
         rope_scaling: of the rotary frequencies.
         rotary_dim: how many of the first dimensions of a head are rotated; all by default.
         norm: of the input, as in `LayerNormDense`.
-        eps: of all norms.
+        epsilon: of all norms.
         sequence_parallel: as in `Dense`.
         rngs: the `params` stream is used, and `dropout` where there is any.
         options: passed to both `Dense` layers.
@@ -51,8 +51,8 @@ class Attention(Layer):
         self,
         features: int,
         *,
-        heads: int,
-        kv_heads: int | None = None,
+        num_heads: int,
+        num_kv_heads: int | None = None,
         head_dim: int | None = None,
         causal: bool = True,
         window: int | None = None,
@@ -65,30 +65,30 @@ class Attention(Layer):
         rope_scaling: RopeScaling | None = None,
         rotary_dim: int | None = None,
         norm: Norm = "rms",
-        eps: float = 1e-6,
+        epsilon: float = 1e-6,
         sequence_parallel: bool = True,
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
         super().__init__()
-        kv_heads = heads if kv_heads is None else kv_heads
-        head_dim = _head_dim(features, heads, kv_heads, head_dim, degree(self.roles.tensor))
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        head_dim = _head_dim(features, num_heads, num_kv_heads, head_dim, degree(self.roles.tensor))
         shared: dict[str, Any] = {"sequence_parallel": sequence_parallel, "rngs": rngs, **options}
-        sizes = {"query": heads * head_dim, "key": kv_heads * head_dim, "value": kv_heads * head_dim}
-        group = heads // kv_heads * head_dim  # the features of the queries that share a key-value head
+        sizes = {"query": num_heads * head_dim, "key": num_kv_heads * head_dim, "value": num_kv_heads * head_dim}
+        group = num_heads // num_kv_heads * head_dim  # the features of the queries that share a key-value head
         units = {"query": group, "key": head_dim, "value": head_dim}
         # padding is whole heads of zeros, which attend to nothing but zeros
-        self.qkv = LayerNormDense(features, sizes, norm=norm, eps=eps, units=units, padding_value=0.0, **shared)
-        self.out = Dense(heads * head_dim, features, parallel="row", units=group, **shared)
+        self.qkv = LayerNormDense(features, sizes, norm=norm, epsilon=epsilon, units=units, padding_value=0.0, **shared)
+        self.out = Dense(num_heads * head_dim, features, parallel="row", units=group, **shared)
         self.core = AttentionCore(
-            heads=heads,
-            kv_heads=kv_heads,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             queries=self.qkv.layouts[0],
             roles=self.roles,
             dtype=self.qkv.dtype,
             param_dtype=options.get("param_dtype", jnp.float32),
-            eps=eps,
+            epsilon=epsilon,
             causal=causal,
             window=window,
             soft_cap=soft_cap,
@@ -166,9 +166,9 @@ class CrossAttention(Layer):
         self,
         features: int,
         *,
-        heads: int,
+        num_heads: int,
         memory_features: int | None = None,
-        kv_heads: int | None = None,
+        num_kv_heads: int | None = None,
         head_dim: int | None = None,
         soft_cap: float | None = None,
         qk_norm: bool = False,
@@ -176,32 +176,32 @@ class CrossAttention(Layer):
         scale: float | None = None,
         dropout_rate: float = 0.0,
         norm: Norm = "rms",
-        eps: float = 1e-6,
+        epsilon: float = 1e-6,
         sequence_parallel: bool = True,
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
         super().__init__()
-        kv_heads = heads if kv_heads is None else kv_heads
-        head_dim = _head_dim(features, heads, kv_heads, head_dim, degree(self.roles.tensor))
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        head_dim = _head_dim(features, num_heads, num_kv_heads, head_dim, degree(self.roles.tensor))
         shared: dict[str, Any] = {"sequence_parallel": sequence_parallel, "rngs": rngs, **options}
-        group = heads // kv_heads * head_dim
-        of_memory = {"key": kv_heads * head_dim, "value": kv_heads * head_dim}
+        group = num_heads // num_kv_heads * head_dim
+        of_memory = {"key": num_kv_heads * head_dim, "value": num_kv_heads * head_dim}
         size = features if memory_features is None else memory_features
         self.query = LayerNormDense(
-            features, heads * head_dim, norm=norm, eps=eps, units=group, padding_value=0.0, **shared
+            features, num_heads * head_dim, norm=norm, epsilon=epsilon, units=group, padding_value=0.0, **shared
         )
         self.kv = Dense(size, of_memory, parallel="column", units=head_dim, padding_value=0.0, **shared)
-        self.out = Dense(heads * head_dim, features, parallel="row", units=group, **shared)
+        self.out = Dense(num_heads * head_dim, features, parallel="row", units=group, **shared)
         self.core = AttentionCore(
-            heads=heads,
-            kv_heads=kv_heads,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             queries=self.query.layouts[0],
             roles=self.roles,
             dtype=self.query.dtype,
             param_dtype=options.get("param_dtype", jnp.float32),
-            eps=eps,
+            epsilon=epsilon,
             causal=False,
             soft_cap=soft_cap,
             scale=scale,
@@ -269,29 +269,33 @@ def _partition(layer: Layer, name: int | str, array: Any) -> PartitionSpec:
     return PartitionSpec() if alike.get(str(name)) else Layer.partition_of_input(layer, name, array)
 
 
-def _head_dim(features: int, heads: int, kv_heads: int, head_dim: int | None, tp: int) -> int:
-    check_heads(heads, kv_heads, tp)
+def _head_dim(features: int, num_heads: int, num_kv_heads: int, head_dim: int | None, tp: int) -> int:
+    check_heads(num_heads, num_kv_heads, tp)
     if head_dim is None:
-        if features % heads:
-            raise ValueError(f"`heads` {heads} does not divide `features` {features}; pass `head_dim` as well.")
-        head_dim = features // heads
+        if features % num_heads:
+            raise ValueError(f"`num_heads` {num_heads} does not divide `features` {features}; pass `head_dim` as well.")
+        head_dim = features // num_heads
     if head_dim < 1:
         raise ValueError(f"`head_dim` is {head_dim}; it must be at least 1.")
     return head_dim
 
 
-def check_heads(heads: int, kv_heads: int, tp: int) -> None:
+def check_heads(num_heads: int, num_kv_heads: int, tp: int) -> None:
     """Refuses heads that cannot be divided among groups and tp ranks.
 
     Raises:
         ValueError: naming the two numbers and the remedy.
     """
-    if min(heads, kv_heads) < 1:
-        raise ValueError(f"`heads` is {heads} and `kv_heads` {kv_heads}; both are whole numbers of at least 1.")
-    if heads % kv_heads:
-        raise ValueError(f"`kv_heads` {kv_heads} does not divide `heads` {heads}; every group has as many queries.")
-    if kv_heads < tp:
+    if min(num_heads, num_kv_heads) < 1:
         raise ValueError(
-            f"tp {tp} is more than the {kv_heads} key-value heads ({heads} query heads), of which every rank needs "
-            "one. Choose a tp degree of at most that, and shard weights further over gtp instead."
+            f"`num_heads` is {num_heads} and `num_kv_heads` {num_kv_heads}; both are whole numbers of at least 1."
+        )
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"`num_kv_heads` {num_kv_heads} does not divide `num_heads` {num_heads}; every group has as many queries."
+        )
+    if num_kv_heads < tp:
+        raise ValueError(
+            f"tp {tp} is more than the {num_kv_heads} key-value heads ({num_heads} query heads), of which every rank "
+            "needs one. Choose a tp degree of at most that, and shard weights further over gtp instead."
         )

@@ -31,7 +31,7 @@ class AttentionCore(nnx.Module):
     Its arguments are those of `Attention`, and:
 
     Args:
-        heads, kv_heads, head_dim: of all ranks.
+        num_heads, num_kv_heads, head_dim: of all ranks.
         queries: layout of the kernel that makes the queries: sinks are divided among tp ranks like its heads.
         roles: of mesh axes.
         dtype: of queries, keys and values.
@@ -43,14 +43,14 @@ class AttentionCore(nnx.Module):
     def __init__(
         self,
         *,
-        heads: int,
-        kv_heads: int,
+        num_heads: int,
+        num_kv_heads: int,
         head_dim: int,
         queries: Layout,
         roles: Roles,
         dtype: Any,
         param_dtype: Any,
-        eps: float,
+        epsilon: float,
         causal: bool,
         window: int | None = None,
         soft_cap: float | None = None,
@@ -68,7 +68,7 @@ class AttentionCore(nnx.Module):
             check_rotary(head_dim, rotary_dim, rope_scaling)
         elif rope_scaling is not None or rotary_dim is not None:
             raise ValueError("`rope_scaling` and `rotary_dim` are of a rotary embedding, and `rope_theta` is None.")
-        self.head_dim, self.dtype, self.eps, self.causal = head_dim, jnp.dtype(dtype), eps, causal
+        self.head_dim, self.dtype, self.epsilon, self.causal = head_dim, jnp.dtype(dtype), epsilon, causal
         self.window, self.soft_cap, self.scale, self.dropout_rate = window, soft_cap, scale, dropout_rate
         self.rope_theta, self.rope_scaling, self.rotary_dim = rope_theta, rope_scaling, rotary_dim
         self.roles = roles
@@ -81,10 +81,12 @@ class AttentionCore(nnx.Module):
         split = queries.split
         assert split is not None
         # where storage is whole on every tp rank, each takes its heads in the call
-        self.split = Split(heads, heads // kv_heads, split.owners, split.axis) if queries.takes_part else None
+        self.split = (
+            Split(num_heads, num_heads // num_kv_heads, split.owners, split.axis) if queries.takes_part else None
+        )
         self.sinks: Any = nnx.data(None)
         if sinks:
-            self.sinks = make_vector(heads, initializers.zeros, rngs.params(), param_dtype, behind=queries)
+            self.sinks = make_vector(num_heads, initializers.zeros, rngs.params(), param_dtype, behind=queries)
         self.rngs: Any = rngs["dropout"].fork() if dropout_rate else nnx.data(None)
 
     def set_view(self, deterministic: bool | None = None) -> None:
@@ -114,8 +116,8 @@ class AttentionCore(nnx.Module):
         if mask is not None and mask.ndim == 4 and mask.shape[1] != 1:
             raise ValueError(f"`mask` has the shape {mask.shape}; one mask serves all heads, so dimension 1 must be 1.")
         if self.query_scale is not None:
-            q = rms_norm(q, self.query_scale.get_value(), eps=self.eps)
-            k = rms_norm(k, self.key_scale.get_value(), eps=self.eps)
+            q = rms_norm(q, self.query_scale.get_value(), epsilon=self.epsilon)
+            k = rms_norm(k, self.key_scale.get_value(), epsilon=self.epsilon)
         if self.rope_theta is not None:
             turn: dict[str, Any] = {"positions": positions, "scaling": self.rope_scaling, "rotary_dim": self.rotary_dim}
             q, k = (rope(x, theta=self.rope_theta, **turn) for x in (q, k))

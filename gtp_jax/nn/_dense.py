@@ -271,7 +271,7 @@ class LayerNormDense(Dense):
 
     Args:
         norm: `rms` (RMSNorm), `layer` (LayerNorm with bias) or `None` for neither.
-        eps: of the norm.
+        epsilon: of the norm.
 
     The other arguments are those of `Dense`.
     """
@@ -282,7 +282,7 @@ class LayerNormDense(Dense):
         out_features: int | Mapping[str, int],
         *,
         norm: Norm = "rms",
-        eps: float = 1e-6,
+        epsilon: float = 1e-6,
         parallel: Parallel = "column",
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
@@ -295,7 +295,7 @@ class LayerNormDense(Dense):
             )
         super().__init__(in_features, out_features, parallel=parallel, param_dtype=param_dtype, rngs=rngs, **options)
         self.norm = check_norm(norm)
-        self.eps = eps
+        self.epsilon = epsilon
         ones, zeros = initializers.ones, initializers.zeros
         self.scale: Any = make_vector(in_features, ones, rngs.params(), param_dtype) if norm else nnx.data(None)
         shift = norm == "layer"
@@ -303,7 +303,7 @@ class LayerNormDense(Dense):
 
     def prepare(self, x: jax.Array) -> jax.Array:
         if self.norm == "rms":
-            return rms_norm(x, self.scale.get_value(), eps=self.eps)
+            return rms_norm(x, self.scale.get_value(), epsilon=self.epsilon)
         if self.norm == "layer":
-            return layer_norm(x, self.scale.get_value(), self.shift.get_value(), eps=self.eps)
+            return layer_norm(x, self.scale.get_value(), self.shift.get_value(), epsilon=self.epsilon)
         return x

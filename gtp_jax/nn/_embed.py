@@ -127,7 +127,7 @@ class TiedHead(Layer):
     Args:
         embed: whose table is used.
         norm: `rms` (RMSNorm), `layer` (LayerNorm with bias) or `None` for none.
-        eps: of the norm.
+        epsilon: of the norm.
         rngs: the `params` stream is used.
 
     Raises:
@@ -139,13 +139,13 @@ class TiedHead(Layer):
         embed: Embed,
         *,
         norm: Norm = "rms",
-        eps: float = 1e-6,
+        epsilon: float = 1e-6,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
         super().__init__()
         self.embed = embed
-        self.norm, self.eps = check_norm(norm), eps
+        self.norm, self.epsilon = check_norm(norm), epsilon
         size, ones, zeros = embed.layouts[0].shape[1], initializers.ones, initializers.zeros
         self.scale: Any = make_vector(size, ones, rngs.params(), param_dtype) if norm else nnx.data(None)
         shift = norm == "layer"
@@ -155,9 +155,9 @@ class TiedHead(Layer):
     def local(self, x: jax.Array) -> jax.Array:
         """Maps `(batch, sequence, features)` to logits `(batch, sequence, vocab)`, this rank's part."""
         if self.norm == "rms":
-            x = rms_norm(x, self.scale.get_value(), eps=self.eps)
+            x = rms_norm(x, self.scale.get_value(), epsilon=self.epsilon)
         elif self.norm == "layer":
-            x = layer_norm(x, self.scale.get_value(), self.shift.get_value(), eps=self.eps)
+            x = layer_norm(x, self.scale.get_value(), self.shift.get_value(), epsilon=self.epsilon)
         return self.embed.attend(x)
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:

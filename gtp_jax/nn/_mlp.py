@@ -35,7 +35,7 @@ class MLP(Layer):
         gated: bool = True,
         activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
         norm: Norm = "rms",
-        eps: float = 1e-6,
+        epsilon: float = 1e-6,
         sequence_parallel: bool = True,
         rngs: nnx.Rngs,
         **options: Any,
@@ -43,7 +43,7 @@ class MLP(Layer):
         super().__init__()
         sizes = {"gate": hidden, "up": hidden} if gated else {"up": hidden}
         shared: dict[str, Any] = {"sequence_parallel": sequence_parallel, "rngs": rngs, **options}
-        self.up = LayerNormDense(features, sizes, norm=norm, eps=eps, padding_value=0.0, **shared)
+        self.up = LayerNormDense(features, sizes, norm=norm, epsilon=epsilon, padding_value=0.0, **shared)
         self.down = Dense(hidden, features, parallel="row", **shared)
         self.activation = activation
         self.gated = gated

@@ -46,7 +46,7 @@ class MoE(Layer):
             `"mean"` if it is a mean, where each token's share of the term is that much smaller. A train step refuses
             the other one; a step of one's own cannot tell.
         activation: elementwise, on the gate.
-        eps: of the norm.
+        epsilon: of the norm.
         sequence_parallel: whether input and output are sharded along the sequence over tp.
         axes: as in `GroupedDense`.
         rngs: the `params` stream is used.
@@ -67,7 +67,7 @@ class MoE(Layer):
         aux_loss_coeff: float = 0.01,
         loss_reduction: LossReduction = "sum",
         activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
-        eps: float = 1e-6,
+        epsilon: float = 1e-6,
         sequence_parallel: bool = True,
         axes: tuple[str, ...] | None = None,
         param_dtype: Any = jnp.float32,
@@ -92,12 +92,12 @@ class MoE(Layer):
         self.aux_loss_coeff = aux_loss_coeff
         self.loss_reduction = loss_reduction
         self.activation = activation
-        self.eps = eps
+        self.epsilon = epsilon
         self.sequence_parallel = sequence_parallel
 
     def local(self, x: jax.Array) -> jax.Array:
         """Maps `(batch, sequence, features)` to the same shape."""
-        x = rms_norm(x, self.scale.get_value(), eps=self.eps)
+        x = rms_norm(x, self.scale.get_value(), epsilon=self.epsilon)
         if self.parallel is not None:
             x = gather_sequence(x, self.roles.tensor, sequence_parallel=self.sequence_parallel)
         chosen, combine_weights = self._route(x)

@@ -43,7 +43,7 @@ def quantize_weights(model: nnx.Module, recipe: Recipe, pregathered_layers: int 
 
 
 def shards_of(model: nnx.Module) -> dict[Path, Shards]:
-    """Returns what this rank stores of all weights, by path of the module that owns them; in global view whole arrays."""
+    """Returns what this rank stores of all weights, or in global view whole arrays, by path of the owner."""
     return {path: owner.shards() for path, owner in weight_owners(model).items()}
 
 

@@ -34,7 +34,7 @@ def attention(
 
     Args:
         q: `(batch, queries, heads, head_dim)`.
-        k: `(batch, keys, kv_heads, head_dim)`; `kv_heads` divides `heads`.
+        k: `(batch, keys, num_kv_heads, head_dim)`; `num_kv_heads` divides `heads`.
         v: like `k`.
         causal: whether a query attends to no later key.
         window: how far a query sees: keys less than this many places away, its own included. With `causal` the last
@@ -140,17 +140,17 @@ def _written_out(
 ) -> jax.Array:
     # jax.nn's own XLA path takes the softmax in float32 whatever the inputs; here float64 stays float64.
     batch, queries, heads, head_dim = q.shape
-    kv_heads = k.shape[2]
-    groups = jnp.reshape(q, (batch, queries, kv_heads, heads // kv_heads, head_dim))
+    num_kv_heads = k.shape[2]
+    groups = jnp.reshape(q, (batch, queries, num_kv_heads, heads // num_kv_heads, head_dim))
     wide = jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum("bqkgd,bskd->bkgqs", groups, k, preferred_element_type=wide) * scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
-    where = _both(None if allowed is None else _by_group(allowed, kv_heads), in_order)
+    where = _both(None if allowed is None else _by_group(allowed, num_kv_heads), in_order)
     if where is not None:
         scores = jnp.where(where, scores, jnp.finfo(wide).min)
     if sinks is not None:
-        logits = jnp.reshape(sinks.astype(wide), (kv_heads, -1, 1, 1))
+        logits = jnp.reshape(sinks.astype(wide), (num_kv_heads, -1, 1, 1))
         scores = jnp.concatenate([scores, jnp.broadcast_to(logits, (*scores.shape[:-1], 1))], axis=-1)
     probs = jax.nn.softmax(scores, axis=-1)
     if sinks is not None:
@@ -189,10 +189,10 @@ def _both(one: jax.Array | None, other: jax.Array | None) -> jax.Array | None:
     return other if one is None else one if other is None else one & other
 
 
-def _by_group(allowed: jax.Array, kv_heads: int) -> jax.Array:
-    """Returns `(batch, heads, queries, keys)` as `(batch, kv_heads, group, queries, keys)`."""
+def _by_group(allowed: jax.Array, num_kv_heads: int) -> jax.Array:
+    """Returns `(batch, heads, queries, keys)` as `(batch, num_kv_heads, group, queries, keys)`."""
     batch, heads, *lengths = allowed.shape
-    return jnp.reshape(allowed, (batch, *((1, 1) if heads == 1 else (kv_heads, heads // kv_heads)), *lengths))
+    return jnp.reshape(allowed, (batch, *((1, 1) if heads == 1 else (num_kv_heads, heads // num_kv_heads)), *lengths))
 
 
 def _check(
@@ -210,8 +210,8 @@ def _check(
 ) -> None:
     if q.ndim != 4 or k.ndim != 4:
         raise ValueError(f"`q` {q.shape} and `k` {k.shape} must be (batch, sequence, heads, head_dim).")
-    (batch, queries, heads, head_dim), (keys, kv_heads) = q.shape, k.shape[1:3]
-    if k.shape != (batch, keys, kv_heads, head_dim) or v.shape != k.shape or heads % kv_heads:
+    (batch, queries, heads, head_dim), (keys, num_kv_heads) = q.shape, k.shape[1:3]
+    if k.shape != (batch, keys, num_kv_heads, head_dim) or v.shape != k.shape or heads % num_kv_heads:
         raise ValueError(
             f"`q` {q.shape}, `k` {k.shape}, `v` {v.shape}: `k` and `v` have one shape, batch and head_dim are those of "
             "`q`, and their number of heads divides that of `q`."

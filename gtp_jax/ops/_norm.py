@@ -15,20 +15,20 @@ def rms_norm(
     x: Float[jax.Array | np.ndarray, "*rows features"],
     scale: Float[jax.Array | np.ndarray, " features"],
     *,
-    eps: float = 1e-6,
+    epsilon: float = 1e-6,
 ) -> Float[jax.Array, "*rows features"]:
-    """Returns `x / sqrt(mean(x**2) + eps) * scale` (Zhang and Sennrich 2019, arXiv 1910.07467).
+    """Returns `x / sqrt(mean(x**2) + epsilon) * scale` (Zhang and Sennrich 2019, arXiv 1910.07467).
 
     Args:
         x: `(..., features)`.
         scale: `(features,)`.
-        eps: added to the mean square.
+        epsilon: added to the mean square.
 
     Returns:
         Same shape and dtype as `x`.
     """
     wide = _wide(x)
-    normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
     return (normed * scale.astype(wide.dtype)).astype(x.dtype)
 
 
@@ -37,12 +37,12 @@ def layer_norm(
     scale: Float[jax.Array | np.ndarray, " features"],
     bias: Float[jax.Array | np.ndarray, " features"],
     *,
-    eps: float = 1e-6,
+    epsilon: float = 1e-6,
 ) -> Float[jax.Array, "*rows features"]:
-    """Returns `(x - mean) / sqrt(var + eps) * scale + bias` (Ba et al. 2016, arXiv 1607.06450)."""
+    """Returns `(x - mean) / sqrt(var + epsilon) * scale + bias` (Ba et al. 2016, arXiv 1607.06450)."""
     wide = _wide(x)
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    normed = centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    normed = centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + epsilon)
     return (normed * scale.astype(wide.dtype) + bias.astype(wide.dtype)).astype(x.dtype)
 
 

@@ -72,8 +72,8 @@ def rope(
     """
     dims = x.shape[-1] if rotary_dim is None else rotary_dim
     if dims < x.shape[-1]:
-        turned = rope(x[..., :dims], theta=theta, positions=positions, scaling=scaling)
-        return jnp.concatenate([turned, x[..., dims:]], axis=-1)
+        rotated = rope(x[..., :dims], theta=theta, positions=positions, scaling=scaling)
+        return jnp.concatenate([rotated, x[..., dims:]], axis=-1)
     half = dims // 2
     wide = jnp.promote_types(x.dtype, jnp.float32)
     frequency = theta ** (-jnp.arange(half, dtype=wide) / half)

@@ -37,7 +37,7 @@ DTYPES = ("float32", "bfloat16", "float64")
 
 def default_lr(preset: str) -> float:
     """Returns the highest learning rate of a preset where none is asked for: it falls with the width."""
-    return 0.003 * math.sqrt(128 / preset_of(preset).dim)
+    return 0.003 * math.sqrt(128 / preset_of(preset).hidden_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class TrainConfig:
     lr: float | None = knob(
         None,
         "training",
-        "highest learning rate (default: 0.003 * sqrt(128 / dim))",
+        "highest learning rate (default: 0.003 * sqrt(128 / hidden size))",
         kind=float,
         above=0,
         metavar="RATE",

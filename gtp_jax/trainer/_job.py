@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -19,9 +18,10 @@ from ..checkpoint import Checkpoints
 from ..data import Corpus, Loader, Windows
 from ..mesh import DP, GTP
 from ..models import ModelConfig, build, family_of
-from ..nn import abstract_model, init, split_model
+from ..nn import abstract_model, init
 from ..train import TrainState, eval_step, train_step
 from ._config import TrainConfig
+from ._optimizer import adamw, learning_rate
 from ._start import start_params
 from ._watch import Watch
 
@@ -158,19 +158,3 @@ def compile_step(
         compile_s=time.perf_counter() - began,
         memory=plan.memory(compiled, params=like.params, opt_state=like.opt_state),
     )
-
-
-def learning_rate(config: TrainConfig) -> optax.Schedule:
-    """Returns a linear warm-up, then a cosine down to a tenth at the last step."""
-    peak, warmup = config.peak_lr, config.warmup_steps
-    return optax.warmup_cosine_decay_schedule(
-        peak / (warmup + 1), peak, warmup, max(config.steps, warmup + 1), end_value=peak / 10
-    )
-
-
-def adamw(config: TrainConfig, model: nnx.Module) -> optax.GradientTransformation:
-    """Returns AdamW whose weight decay leaves out what is not a matrix."""
-    # Matrices are what is gathered; norm scales, also those of a stack of layers, biases and routers are not.
-    layouts = split_model(model)[0].layouts
-    matrices = jax.tree.map(lambda layout: layout is not None, layouts, is_leaf=lambda x: not isinstance(x, dict))
-    return optax.adamw(learning_rate(config), b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=matrices)

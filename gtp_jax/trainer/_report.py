@@ -21,7 +21,7 @@ def heading(config: TrainConfig, model: ModelConfig, mesh: Mesh, corpus: Corpus,
     kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind
     train, held_out = corpus.documents
     return (
-        f"model   {config.preset}: {model.param_count():,} parameters, {model.layers} layers, {model.dtype}\n"
+        f"model   {config.preset}: {model.param_count():,} parameters, {model.num_layers} layers, {model.dtype}\n"
         f"mesh    {_mesh(mesh)}, {mesh.size} {kind}"
         f"{f' of {jax.process_count()} processes' if jax.process_count() > 1 else ''}\n"
         f"recipe  {config.quantization.summary}\n"
@@ -49,9 +49,9 @@ def tflops_per_device(job: Job, tokens_per_s: float) -> float:
     flops = plan.step_flops(
         matmul_params=job.model.matmul_params(),
         tokens=tokens,
-        layers=job.model.layers,
+        layers=job.model.num_layers,
         seq=job.config.seq,
-        heads=job.model.heads,
+        heads=job.model.num_heads,
         head_dim=job.model.head_dim,
     )
     return flops / tokens * tokens_per_s / job.mesh.size / 1e12

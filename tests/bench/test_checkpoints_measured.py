@@ -13,7 +13,7 @@ from gtp_jax.bench._process import run
 from gtp_jax.cli import main
 from gtp_jax.models import PRESETS
 
-TINY = ["--preset", "tiny", "--layers", "1", "--devices", "4", "--rounds", "1"]
+TINY = ["--preset", "tiny", "--num-layers", "1", "--devices", "4", "--rounds", "1"]
 
 
 def test_the_command_measures_and_leaves_nothing_behind(tmp_path, capsys):
@@ -83,7 +83,10 @@ def test_bad_arguments_are_refused_before_anything_runs(tmp_path, capsys):
         (["--dir", str(tmp_path / "none")], f"{tmp_path / 'none'} is no directory; create it first, or name another"),
         (["--json", str(tmp_path / "none" / "x.json")], "is no directory; create it first"),
         (["--contenders", "tar"], "no contender is called tar; there are gtp_jax, orbax, torch-DCP async, torch-DCP"),
-        (["--preset", "405b", "--dir", str(tmp_path)], "Choose a smaller --preset, fewer --layers, or another --dir"),
+        (
+            ["--preset", "405b", "--dir", str(tmp_path)],
+            "Choose a smaller --preset, fewer --num-layers, or another --dir",
+        ),
     ):
         assert main(["bench", "checkpoint", *arguments]) == 2
         assert message in capsys.readouterr().err

@@ -11,7 +11,7 @@ from gtp_jax.cli import main
 
 def test_points_run_and_one_that_fails_leaves_the_others(tmp_path, capsys):
     saved, picture, logs = tmp_path / "growth.json", tmp_path / "growth.png", tmp_path / "logs"
-    shape = ["--layers", "1", "--seq", "16", "--gtp", "2", "--steps", "2"]
+    shape = ["--num-layers", "1", "--seq", "16", "--gtp", "2", "--steps", "2"]
     torch = tmp_path / "python-without-torch"
     torch.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\"\nexit 1\n")
     torch.chmod(0o755)
@@ -50,7 +50,9 @@ def test_what_comes_too_late_is_not_run():
 def test_steps_are_compiled_for_gpus_that_are_not_there(tmp_path, capsys):
     saved = tmp_path / "growth.json"
     axes = ["--axes", "weak=1,2", "depth=2,4", "--contenders", "gtp_jax bf16 regather", "partitioner combined regather"]
-    assert main(["bench", "growth", "--target", "h200:2", "--layers", "2", *axes, "--scan", "--json", str(saved)]) == 0
+    assert (
+        main(["bench", "growth", "--target", "h200:2", "--num-layers", "2", *axes, "--scan", "--json", str(saved)]) == 0
+    )
     assert "modelled ms" in capsys.readouterr().out
     costs = [bench.Cost(**c) for c in json.loads(saved.read_text())["costs"]]
     assert not any(c.failure for c in costs)

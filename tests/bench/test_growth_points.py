@@ -36,8 +36,8 @@ def test_every_axis_changes_what_it_is_named_after_and_goes_through_the_step(wor
     changes = {
         "weak": {"gtp", "sequences"},
         "strong": {"gtp", "seq"},
-        "depth": {"layers"},
-        "width": {"dim", "ffn", "heads", "kv_heads"},
+        "depth": {"num_layers"},
+        "width": {"hidden_size", "intermediate_size", "num_heads", "num_kv_heads"},
         "sequence": {"seq"},
     }
     assert set(changes) == set(bench.AXES)
@@ -63,7 +63,11 @@ def test_width_keeps_the_proportions_of_a_layer():
     points = bench.growth_points(step_of("reference"), {"width": []})
     assert sorted(p.value for p in points) == [2048, 4096, 6144, 8192]
     for p in points:
-        assert (p.work.ffn / p.value, p.value / p.work.heads, p.work.heads / p.work.kv_heads) == (3.5, 128, 4)
+        assert (
+            p.work.intermediate_size / p.value,
+            p.value / p.work.num_heads,
+            p.work.num_heads / p.work.num_kv_heads,
+        ) == (3.5, 128, 4)
         assert p.work.head_dim == 128
     depths = bench.growth_points(step_of("reference"), {"depth": []})
     assert sorted(p.value for p in depths) == [8, 16, 32, 64]

@@ -10,7 +10,9 @@ from gtp_jax import bench
 from gtp_jax.cli import main
 from gtp_jax.models import LlamaConfig
 
-CONFIG = LlamaConfig(vocab_size=64, dim=64, layers=1, heads=8, kv_heads=4, head_dim=16, ffn=128)
+CONFIG = LlamaConfig(
+    vocab_size=64, hidden_size=64, num_layers=1, num_heads=8, num_kv_heads=4, head_dim=16, intermediate_size=128
+)
 
 
 def on_two(function):

@@ -22,7 +22,9 @@ from gtp_jax.recipes import Quantization
 
 from ..parity.plain_llama import Oracle
 
-SIZES = dict(vocab_size=96, dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=96)
+SIZES = dict(
+    vocab_size=96, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=96
+)
 CHAIN = {"regather": 2, "keep": 1}  # gathers of a block's weight in a step
 
 
@@ -113,11 +115,11 @@ def test_the_partitioner_has_the_same_loss_as_the_oracle(partitioner, key, tp, u
     oracle = Oracle(config)
     params = nnx.to_pure_dict(nnx.state(Llama(config, rngs=nnx.Rngs(int(jax.random.bits(key) % 1000)))))
     layers, head = params["blocks"]["layers"], params["head"]
-    groups, size = config.heads // config.kv_heads, config.head_dim
+    groups, size = config.num_heads // config.num_kv_heads, config.head_dim
 
     def by_head(name: str, count: int) -> jax.Array:
         kernel = layers["attention"]["qkv"]["kernel"][name]
-        return jnp.reshape(kernel, (config.layers, config.dim, config.kv_heads, count * size))
+        return jnp.reshape(kernel, (config.num_layers, config.hidden_size, config.num_kv_heads, count * size))
 
     up = layers["mlp"]["up"]["kernel"]
     theirs = {
@@ -170,8 +172,8 @@ def test_the_partitioner_gathers_as_often_as_its_policy_says(partitioner, policy
         if shape.elements >= 4096
     )
     model = LlamaConfig(**SIZES)
-    blocks = model.matmul_params() - model.vocab_size * model.dim
-    assert elements == CHAIN[policy] * blocks + 2 * model.vocab_size * model.dim
+    blocks = model.matmul_params() - model.vocab_size * model.hidden_size
+    assert elements == CHAIN[policy] * blocks + 2 * model.vocab_size * model.hidden_size
 
 
 needs_target = pytest.mark.skipif(bool(plan.missing_packages()), reason="compiling for H200 needs gtp_jax[target]")
@@ -179,7 +181,7 @@ needs_target = pytest.mark.skipif(bool(plan.missing_packages()), reason="compili
 
 def schedule_on_h200(partitioner, policy: str, layers: int, tp: int = 1) -> plan.Schedule:
     sizes = {name: value for name, value in vars(PRESETS["reference"]).items() if name in SIZES}
-    work = bench.Workload(**sizes | {"layers": layers}, sequences=8 // tp, gtp=8 // tp, tp=tp)
+    work = bench.Workload(**sizes | {"num_layers": layers}, sequences=8 // tp, gtp=8 // tp, tp=tp)
     devices = plan.topology_devices(plan.parse_target("h200:8"))
     mesh = Mesh(np.array(devices).reshape(work.gtp, tp), ("gtp", "tp"), axis_types=(AxisType.Auto,) * 2)
     options = {**plan.COMPILE_OPTIONS, **partitioner.combined(work)}
@@ -211,7 +213,7 @@ def test_the_partitioner_compiles_over_tp_on_h200_with_cudnn_attention(partition
 def test_the_command_reports_what_ran_and_why_the_rest_did_not(tmp_path, capsys):
     saved, picture = tmp_path / "run.json", tmp_path / "run.png"
     words = ["gtp_jax bf16 regather", "bound bf16", "fsdp2 bf16 regather"]
-    flags = ["--layers", "1", "--seq", "32", "--steps", "2", "--gtp", "2", "--remat", "activations"]
+    flags = ["--num-layers", "1", "--seq", "32", "--steps", "2", "--gtp", "2", "--remat", "activations"]
     flags += ["--contenders", *words]
     nowhere = ["--torch-python", str(tmp_path / "python-without-torch")]
     (tmp_path / "python-without-torch").write_text(
@@ -272,7 +274,7 @@ def test_bad_arguments_are_refused_with_the_remedy(capsys):
 def test_every_contender_runs_the_step(degrees, tmp_path, capsys):
     saved = tmp_path / "run.json"
     flags = [f for pair in zip(("--gtp", "--tp", "--microbatches"), degrees, strict=True) for f in pair]
-    shape = ["--layers", "2", "--seq", "64", "--steps", "4"]
+    shape = ["--num-layers", "2", "--seq", "64", "--steps", "4"]
     assert main(["bench", "step", *flags, *shape, "--json", str(saved)]) == 0
     rows = {row["name"]: row for row in json.loads(saved.read_text())["contenders"]}
     without = ("No module named 'torch'", "pip install torchao")  # optional: PyTorch's contenders are then left out

@@ -13,7 +13,16 @@ from .programs import counted, lowered_step
 
 LAYERS = 3
 # every size a multiple of gtp * 16, so nothing is padded; every weight of a shape of its own
-SIZES = dict(vocab_size=640, dim=128, layers=LAYERS, heads=4, kv_heads=2, head_dim=64, ffn=384, grad_reduce="bf16")
+SIZES = dict(
+    vocab_size=640,
+    hidden_size=128,
+    num_layers=LAYERS,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    intermediate_size=384,
+    grad_reduce="bf16",
+)
 
 
 def weights(tp: int) -> list[tuple[int, int]]:
@@ -33,7 +42,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("gtp 8", "gtp 8, looped", "gtp 8, waited for", "dp 2 x gtp 4, replicas")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c in SLOW)) for c in CASES])
 def test_each_weight_is_gathered_once_a_pass_and_scattered_once(case):
     degrees, fields, parts = CASES[case]
     mesh, tp = gtp.make_mesh(**degrees), degrees.get("tp", 1)
@@ -96,15 +108,13 @@ def test_each_weight_is_gathered_once_a_pass_and_scattered_once(case):
 @pytest.mark.parametrize(
     "remat, unroll",
     [
-        pytest.param(
-            remat, unroll, marks=[] if (remat, unroll) in (("matmuls", "full"), ("nothing", 1)) else pytest.mark.slow
-        )
+        pytest.param(remat, unroll, marks=[] if (remat, unroll) == ("nothing", 1) else pytest.mark.slow)
         for remat in ("nothing", "matmuls", "activations", "everything")
         for unroll in ("full", 1)
     ],
 )
 def test_nothing_moves_over_tp_again_but_the_sequence_and_what_was_not_kept(remat, unroll):
-    tp, sizes = 4, {**SIZES, "heads": 8, "kv_heads": 4, "head_dim": 32}
+    tp, sizes = 4, {**SIZES, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
     config = LlamaConfig(**sizes, remat=remat, unroll=unroll)
     step = lowered_step(config, gtp.make_mesh(gtp=2, tp=tp), batch=2, seq=16, gradients=True)
     moved = Counter()
@@ -123,7 +133,7 @@ def test_nothing_moves_over_tp_again_but_the_sequence_and_what_was_not_kept(rema
 def test_matmuls_in_formats_move_the_sequence_at_once():
     for recipe in (gtp.FP8(matmuls=True), gtp.MXFP8(matmuls=True)):
         mesh = gtp.make_mesh(gtp=2, tp=2, devices=jax.devices()[:4])
-        step = lowered_step(LlamaConfig(**{**SIZES, "layers": 1}), mesh, batch=2, seq=64, recipe=recipe)
+        step = lowered_step(LlamaConfig(**{**SIZES, "num_layers": 1}), mesh, batch=2, seq=64, recipe=recipe)
         kinds = Counter(c.kind for c in plan.collectives(step.compile().as_text()) if c.axes == ("tp",))
         assert kinds["all-gather"] >= 4  # ahead of qkv and up, and behind the gradients of out and down
         assert kinds["collective-permute"] == 3  # of the head, which multiplies in bfloat16

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from selection import others_slow
 
 import gtp_jax as gtp
 from gtp_jax.chain import REMAT, Outputs, Schedule, Stage, run
@@ -28,7 +29,7 @@ EVERY = list(itertools.product(REMAT, ["full", 1], [True, False]))
 
 @pytest.mark.parametrize(
     "remat, unroll, prefetch",
-    [pytest.param(*case, marks=[] if case[2] and case[0] != "matmuls" else pytest.mark.slow) for case in EVERY],
+    others_slow(EVERY, [("activations", "full", True), ("everything", 1, True), ("nothing", 1, True)]),
 )
 def test_outputs_gradients_and_values_from_backward_are_those_of_a_loop(remat, unroll, prefetch, x64):
     weights, params, constants = arrays(LENGTH)

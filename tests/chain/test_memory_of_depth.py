@@ -12,12 +12,12 @@ from gtp_jax.models import LlamaConfig
 from .programs import lowered_step
 
 # weights large, activations small
-SIZES = dict(vocab_size=256, dim=512, heads=8, kv_heads=4, head_dim=64, ffn=1024)
+SIZES = dict(vocab_size=256, hidden_size=512, num_heads=8, num_kv_heads=4, head_dim=64, intermediate_size=1024)
 GATHERED_LAYER = 2 * (512 * 1024 + 512 * 512 + 3 * 512 * 1024)  # bytes of bfloat16
 
 
 def temporary_bytes(layers: int, keep_gathered) -> int:
-    config = LlamaConfig(**SIZES, layers=layers, keep_gathered=keep_gathered)
+    config = LlamaConfig(**SIZES, num_layers=layers, keep_gathered=keep_gathered)
     step = lowered_step(config, gtp.make_mesh(gtp=8), batch=8, seq=8, gradients=True)
     return step.compile().memory_analysis().temp_size_in_bytes
 
@@ -31,7 +31,9 @@ def test_gathered_weights_pile_up_with_depth_only_if_all_are_kept(keep_gathered,
 @pytest.mark.slow
 @pytest.mark.parametrize("unroll", ["full", 1])
 def test_each_recomputation_policy_keeps_less_than_the_next(unroll):
-    sizes = dict(vocab_size=256, dim=128, layers=6, heads=4, kv_heads=2, head_dim=64, ffn=384)
+    sizes = dict(
+        vocab_size=256, hidden_size=128, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=384
+    )
 
     def temporary(remat):
         config = LlamaConfig(**sizes, remat=remat, unroll=unroll)

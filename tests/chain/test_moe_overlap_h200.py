@@ -11,7 +11,16 @@ from ..plan.programs import needs_target
 from .programs import lowered_step
 
 LAYERS = 3
-SIZES = dict(vocab_size=32768, dim=2048, layers=LAYERS, heads=16, kv_heads=8, head_dim=128, ffn=4096, num_experts=8)
+SIZES = dict(
+    vocab_size=32768,
+    hidden_size=2048,
+    num_layers=LAYERS,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate_size=4096,
+    num_experts=8,
+)
 
 
 @pytest.mark.slow

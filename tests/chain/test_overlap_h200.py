@@ -12,7 +12,15 @@ from gtp_jax.train import compile_options
 from .programs import lowered_step
 
 LAYERS = 3
-SIZES = dict(vocab_size=32768, dim=4096, layers=LAYERS, heads=32, kv_heads=8, head_dim=128, ffn=14336)
+SIZES = dict(
+    vocab_size=32768,
+    hidden_size=4096,
+    num_layers=LAYERS,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate_size=14336,
+)
 
 missing = plan.missing_packages()
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"compiling for H200 needs {', '.join(missing)}")

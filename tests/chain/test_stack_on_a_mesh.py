@@ -174,7 +174,7 @@ class Row(nnx.Module):
         return self.head(Looped(self.blocks)(self.embed(tokens), **shared))
 
 
-@pytest.mark.parametrize("degrees", [None, dict(dp=2, gtp=2, tp=2)], ids=str)
+@pytest.mark.parametrize("degrees", [pytest.param(None, marks=pytest.mark.slow), dict(dp=2, gtp=2, tp=2)], ids=str)
 def test_a_row_gives_shared_inputs_to_its_stacks(degrees, x64):
     _, positions, mask, memory = inputs(BATCH, seq=4)
     shared = {"positions": positions, "mask": mask, "memory": memory}

@@ -20,7 +20,8 @@ from gtp_jax.nn import abstract_model
 
 address, rank, directory = sys.argv[1:]
 jax.distributed.initialize(address, 4, int(rank))
-config = LlamaConfig(vocab_size=1024, dim=512, layers=6, heads=8, kv_heads=4, head_dim=64, ffn=2048)
+config = LlamaConfig(vocab_size=1024, hidden_size=512, num_layers=6, num_heads=8, num_kv_heads=4,
+                     head_dim=64, intermediate_size=2048)
 
 def shapes(**degrees):
     with jax.set_mesh(gtp.make_mesh(**degrees)):

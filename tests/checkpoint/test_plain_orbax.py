@@ -29,14 +29,15 @@ def test_the_state_of_a_model_is_saved_and_restored_on_its_mesh(tmp_path):
 
 
 def test_a_tied_table_is_saved_once(tmp_path, filled, logical, assert_same_bits):
-    state = filled(Place({"gtp": 4, "tp": 2}).state(OPTIMIZERS["adamw"], tied=True))
+    state = filled(Place({"gtp": 4, "tp": 2}).state(OPTIMIZERS["adamw"], tie_embeddings=True))
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state)
         shapes = [
             leaf["shape"] for name, leaf in checkpoints.manifest()["leaves"].items() if name.startswith("params/")
         ]
         assert (
-            shapes.count([SIZES["vocab_size"], SIZES["dim"]]) == 1 and [SIZES["dim"], SIZES["vocab_size"]] not in shapes
+            shapes.count([SIZES["vocab_size"], SIZES["hidden_size"]]) == 1
+            and [SIZES["hidden_size"], SIZES["vocab_size"]] not in shapes
         )
-        restored, _ = checkpoints.restore(Place({"gtp": 1}).state(OPTIMIZERS["adamw"], tied=True))
+        restored, _ = checkpoints.restore(Place({"gtp": 1}).state(OPTIMIZERS["adamw"], tie_embeddings=True))
     assert_same_bits(logical(restored), logical(state))

@@ -18,13 +18,26 @@ import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 
-CONFIG = LlamaConfig(vocab_size=30, dim=12, layers=2, heads=2, kv_heads=2, head_dim=6, ffn=20, dtype="float32")
+CONFIG = LlamaConfig(
+    vocab_size=30,
+    hidden_size=12,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=6,
+    intermediate_size=20,
+    dtype="float32",
+)
 # What that version printed: the loss after the step, and sums of magnitudes.
 LOSS = 3.131493330001831
 SUMS = {"query": 59.30337905883789, "down": 84.76166534423828, "table": 6.455008029937744, "head": 85.75787353515625}
 
 
-@pytest.mark.parametrize("degrees", [None, dict(gtp=2, tp=2), dict(gtp=3)], ids=str)
+@pytest.mark.parametrize(
+    "degrees",
+    [pytest.param(None, marks=pytest.mark.slow), dict(gtp=2, tp=2), pytest.param(dict(gtp=3), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_a_checkpoint_of_padded_storage_loads_on_any_mesh(tmp_path, degrees):
     with tarfile.open(Path(__file__).with_name("written_before") / "padded_storage.tar.gz") as archive:
         archive.extractall(tmp_path, filter="data")

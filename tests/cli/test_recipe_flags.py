@@ -153,7 +153,7 @@ def test_a_step_is_measured_with_codes_held_and_gradients_exchanged(tmp_path, ca
     flags = [
         "bench",
         "step",
-        "--layers",
+        "--num-layers",
         "2",
         "--seq",
         "32",

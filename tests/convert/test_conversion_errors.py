@@ -18,7 +18,9 @@ from gtp_jax.models.llama._hf_names import tensors as wanted_tensors
 
 from .hugging_face import CONFIG, assert_same, random_tensors, read_model, write_model
 
-SIZES = dict(vocab_size=102, dim=64, layers=1, heads=4, kv_heads=2, head_dim=32, ffn=160)
+SIZES = dict(
+    vocab_size=102, hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=160
+)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def change_config(source, **fields):
         (dict(rope_parameters={"rope_type": "yarn"}), "has rope_parameters of the type 'yarn', one of linear, llama3"),
         (dict(attention_bias=True), "has attention_bias True, False is expected: .* biases in the attention"),
         (dict(hidden_act="gelu"), "has hidden_act 'gelu'.*another activation"),
-        (dict(num_attention_heads=3), "`kv_heads` 2 does not divide `heads` 3"),
+        (dict(num_attention_heads=3), "`num_kv_heads` 2 does not divide `num_heads` 3"),
         (dict(hidden_size=None), "lacks hidden_size. Take the config.json that belongs to the weights"),
         (dict(hidden_size="64"), "has hidden_size '64': sizes are whole numbers"),
         (dict(hidden_size="64", head_dim=None), "has hidden_size '64': sizes are whole numbers"),
@@ -221,7 +223,7 @@ def test_arguments_out_of_range(made, tmp_path):
 
 
 def test_a_checkpoint_of_another_or_of_an_unknown_model(made, tmp_path):
-    other = LlamaConfig(**{**SIZES, "layers": 4})
+    other = LlamaConfig(**{**SIZES, "num_layers": 4})
     message = refused(export_llama, made / "imported", out=tmp_path / "out", config=other)
     assert "is not of a Llama of the sizes" in message and "(3, 64, 128) found, (4, 64, 128) wanted" in message
     array = StreamedArray((2, 2), np.float32, 1, lambda begin: np.zeros((1, 2), np.float32))

@@ -24,7 +24,8 @@ values = np.random.default_rng(0).standard_normal(1536 * 512).astype(np.float32)
 def convert(folder, layers):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
-    sizes = LlamaConfig(vocab_size=256, dim=512, layers=layers, heads=8, kv_heads=8, head_dim=64, ffn=1536)
+    sizes = LlamaConfig(vocab_size=256, hidden_size=512, num_layers=layers, num_heads=8, num_kv_heads=8, head_dim=64,
+                        intermediate_size=1536)
     entries = [Entry(tensor.name, "F32", tensor.shape) for tensor in tensors(sizes)]
     with Writer(folder / "model.safetensors", entries, {}) as writer:
         for entry in entries:

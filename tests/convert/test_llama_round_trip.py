@@ -112,7 +112,13 @@ def test_sizes_that_transformers_leaves_out_have_its_defaults(source, tmp_path):
     tensors = random_tensors(config)
     partial = {name: value for name, value in config.items() if name not in left_out}
     found = import_llama(write_model(tmp_path / "hf", tensors, partial), tmp_path / "imported").config
-    assert (found.head_dim, found.kv_heads, found.rope_theta, found.tied, found.eps) == (16, 4, 10000.0, False, 1e-6)
+    assert (found.head_dim, found.num_kv_heads, found.rope_theta, found.tie_embeddings, found.epsilon) == (
+        16,
+        4,
+        10000.0,
+        False,
+        1e-6,
+    )
 
 
 def test_tables_of_the_rotary_embedding_in_old_files_are_left_out(source, tmp_path):

@@ -15,7 +15,19 @@ from .pages import DOCUMENTS, PAGES, ROOT, blocks, inline_code, name
 NOT_RUN = 0
 
 # Pages whose programs compile longest; the others run by default.
-SLOW = {"docs/experts.md", "docs/layers.md", "docs/numerics.md", "docs/troubleshooting.md"}
+SLOW = {
+    f"docs/{page}.md"
+    for page in (
+        "attention",
+        "experts",
+        "from-fsdp",
+        "layers",
+        "numerics",
+        "recipes",
+        "troubleshooting",
+        "writing-layers",
+    )
+}
 
 _ENDS = {"&", "&&", "|", ";"}
 

@@ -138,7 +138,7 @@ def test_a_trace_of_this_machine_is_read(tmp_path, capsys):
 @pytest.mark.parametrize("contender", ["gtp_jax nvfp4 regather", "partitioner scan keep"])
 def test_a_step_on_this_machine_is_profiled(contender, tmp_path, capsys):
     files = ["--png", str(tmp_path / "p.png"), "--html", str(tmp_path / "p.html")]
-    step = ["--layers", "1", "--seq", "32", "--gtp", "2", "--contender", contender]
+    step = ["--num-layers", "1", "--seq", "32", "--gtp", "2", "--contender", contender]
     assert main(["profile", *step, *files, "--keep", str(tmp_path / "trace")]) == 0
     printed = capsys.readouterr().out
     assert contender in printed and "exposed communication" in printed and "matmul" in printed

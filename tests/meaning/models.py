@@ -42,7 +42,7 @@ class GPT2Block(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs):
         shared = dict(norm="layer", use_bias=True, rngs=rngs, **DTYPES)
-        self.attention = gtp.Attention(WIDTH, heads=6, kv_heads=3, head_dim=2, rope_theta=None, **shared)
+        self.attention = gtp.Attention(WIDTH, num_heads=6, num_kv_heads=3, head_dim=2, rope_theta=None, **shared)
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs, **FLAX)
         self.up = gtp.Dense(WIDTH, 48, parallel="column", use_bias=True, rngs=rngs, **DTYPES)
         self.down = gtp.Dense(48, WIDTH, parallel="row", use_bias=True, rngs=rngs, **DTYPES)
@@ -235,7 +235,7 @@ class LoRABlock(nnx.Module):
     """A block whose query projection has a low-rank correction, by `nnx.LoRA`."""
 
     def __init__(self, rngs: nnx.Rngs):
-        self.attention = gtp.Attention(WIDTH, heads=6, kv_heads=3, head_dim=2, rngs=rngs, **DTYPES)
+        self.attention = gtp.Attention(WIDTH, num_heads=6, num_kv_heads=3, head_dim=2, rngs=rngs, **DTYPES)
         self.mlp = gtp.MLP(WIDTH, 24, rngs=rngs, **DTYPES)
         b_init = nnx.initializers.normal(0.5)
         self.lora = nnx.LoRA(WIDTH, 2, WIDTH, b_initializer=b_init, rngs=rngs, **FLAX)

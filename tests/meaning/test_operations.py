@@ -89,7 +89,7 @@ def cases():
     for stacked in (False, True):
         for number, name in enumerate((*OPERATIONS, *INSIDE)):
             for mesh in (dict(gtp=4, tp=2), dict(dp=2, gtp=2, tp=2), dict(gtp=8), dict(tp=3)):
-                usual = stacked and mesh == dict(gtp=4, tp=2) and number % 4 == 0
+                usual = stacked and mesh == dict(gtp=4, tp=2) and number % 6 == 0
                 where = "inside a Stack" if stacked else "outside"
                 axes = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
                 marks = [] if usual else pytest.mark.slow

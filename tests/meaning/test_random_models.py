@@ -71,7 +71,7 @@ def build(tree, rngs):
         case "dense":
             return gtp.Dense(WIDTH, WIDTH, use_bias=rest[0], rngs=rngs, **DTYPES)
         case "attention":
-            return gtp.Attention(WIDTH, heads=6, kv_heads=3, head_dim=2, rngs=rngs, **DTYPES)
+            return gtp.Attention(WIDTH, num_heads=6, num_kv_heads=3, head_dim=2, rngs=rngs, **DTYPES)
         case "plain":
             return nnx.Linear(WIDTH, WIDTH, rngs=rngs, dtype=jnp.float64, param_dtype=jnp.float64)
         case "norm":

@@ -18,7 +18,7 @@ FLOAT = dict(dtype="float32")
 
 class Block(nnx.Module):
     def __init__(self, rngs):
-        self.attention = gtp.Attention(WIDTH, heads=4, kv_heads=2, rngs=rngs, **FLOAT)
+        self.attention = gtp.Attention(WIDTH, num_heads=4, num_kv_heads=2, rngs=rngs, **FLOAT)
         self.mlp = gtp.MLP(WIDTH, 32, rngs=rngs, **FLOAT)
 
     def __call__(self, x):

@@ -90,7 +90,7 @@ def test_inside_a_shard_map_axes_are_neither(key):
         np.testing.assert_allclose(local(model.kernel.get_value(), X), model(X), rtol=1e-6)
 
 
-@pytest.mark.parametrize("view", ["global", "local"])
+@pytest.mark.parametrize("view", ["global", pytest.param("local", marks=pytest.mark.slow)])
 def test_a_step_that_was_built_without_a_mesh_runs_on_that_of_each_call(view):
     loss = lambda model, x: (jnp.sum(model(x) ** 2), x.shape[0])  # noqa: E731
     make = lambda rngs: gtp.MLP(16, 32, dtype=jnp.float32, rngs=rngs)  # noqa: E731

@@ -43,7 +43,7 @@ REASONS = {
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_said_to_run_in_cudnn_does_and_nothing_else(name):
     options, inputs, cudnn = CASES[name]
-    make = lambda rngs: gtp.Attention(128, **{"heads": 4, "kv_heads": 2, "head_dim": 64, **options}, rngs=rngs)  # noqa: E731
+    make = lambda rngs: gtp.Attention(128, **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, **options}, rngs=rngs)  # noqa: E731
     key = dict(dropout_key=jax.random.key(0)) if "dropout_rate" in options else {}
     mesh = gtp.make_mesh(gtp=4, tp=2, devices=plan.topology_devices(plan.parse_target("h200:8")))
     with jax.set_mesh(mesh):
@@ -68,7 +68,7 @@ def test_what_is_said_to_run_in_cudnn_does_and_nothing_else(name):
 def test_explain_prints_attention_beside_the_weights():
     model = abstract_model(lambda rngs: gtp.MLP(64, 64, rngs=rngs))
     assert not gtp.explain(model, None).attentions
-    model = abstract_model(lambda rngs: gtp.CrossAttention(64, heads=4, soft_cap=3.0, rngs=rngs))
+    model = abstract_model(lambda rngs: gtp.CrossAttention(64, num_heads=4, soft_cap=3.0, rngs=rngs))
     (fact,) = gtp.explain(model, None).attentions
     assert fact.implementation == "written out" and fact.reason.startswith("jax.nn has no soft cap")
     printed = str(gtp.explain(model, None))

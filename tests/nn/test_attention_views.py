@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from selection import diagonal
 
 import gtp_jax as gtp
 
 from ..ops.one_by_one import one_by_one
 
 FEATURES, LENGTH, MEMORY = 40, 12, 24
-SIZES = dict(heads=8, kv_heads=4, head_dim=6, dtype=jnp.float64, param_dtype=jnp.float64)
+SIZES = dict(num_heads=8, num_kv_heads=4, head_dim=6, dtype=jnp.float64, param_dtype=jnp.float64)
 SCALING = gtp.RopeScaling(kind="linear", factor=2.0)
 RNG = np.random.default_rng(0)
 MASK = RNG.random((8, LENGTH, LENGTH)) < 0.5
@@ -107,6 +108,7 @@ def formula(name, params, x, memory):
     if "mask" in inputs:
         where["mask"] = inputs["mask"] if inputs["mask"].ndim < 4 else inputs["mask"][0, 0]
     causal = kind is gtp.Attention and options.get("causal", True)
+    q, k, v = map(np.asarray, (q, k, v))
     mixed = one_by_one(q, k, v, causal=causal, sinks=params.get(("core", "sinks")), **where)
     y = mixed.reshape(*x.shape[:2], -1) @ value("out", "kernel")
     return y + value("out", "bias") if options.get("use_bias") else y
@@ -130,16 +132,7 @@ def test_module_without_a_mesh_is_its_formula(name, x64):
     close(y, formula(name, params, x, memory))
 
 
-FIRST = next(iter(MESHES))
-# every case on one mesh by default, and two cases on all of them
-PAIRS = [
-    pytest.param(name, mesh, marks=() if mesh == FIRST or name in ("everything", "cross") else pytest.mark.slow)
-    for name in CASES
-    for mesh in MESHES
-]
-
-
-@pytest.mark.parametrize(("name", "mesh"), PAIRS)
+@pytest.mark.parametrize(("name", "mesh"), diagonal(CASES, MESHES))
 def test_module_in_global_view_equals_itself_without_a_mesh(name, mesh, x64):
     params, _, plain = measured(name, None)
     same, _, found = measured(name, mesh)
@@ -150,14 +143,14 @@ def test_module_in_global_view_equals_itself_without_a_mesh(name, mesh, x64):
 
 def test_sinks_are_divided_like_the_heads():
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
-        even = gtp.init(lambda rngs: gtp.Attention(32, heads=4, sinks=True, rngs=rngs), nnx.Rngs(0))
+        even = gtp.init(lambda rngs: gtp.Attention(32, num_heads=4, sinks=True, rngs=rngs), nnx.Rngs(0))
         assert even.core.sinks.get_value().sharding.spec == jax.sharding.PartitionSpec("tp")
 
 
-@pytest.mark.parametrize("degrees", [None, dict(gtp=4, tp=2)])
+@pytest.mark.parametrize("degrees", [pytest.param(None, marks=pytest.mark.slow), dict(gtp=4, tp=2)])
 def test_dropout_is_drawn_anew_in_each_call_and_is_off_in_evaluation(degrees):
     with jax.set_mesh(gtp.make_mesh(**degrees)) if degrees else contextlib.nullcontext():
-        make = lambda rngs: gtp.Attention(16, heads=4, dropout_rate=0.5, dtype=jnp.float32, rngs=rngs)  # noqa: E731
+        make = lambda rngs: gtp.Attention(16, num_heads=4, dropout_rate=0.5, dtype=jnp.float32, rngs=rngs)  # noqa: E731
         model = make(nnx.Rngs(0, dropout=1))
         x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4, 16)), jnp.float32)
         call = nnx.jit(lambda model, x, **options: model(x, **options), static_argnames="deterministic")
@@ -166,7 +159,7 @@ def test_dropout_is_drawn_anew_in_each_call_and_is_off_in_evaluation(degrees):
         model.eval()
         np.testing.assert_allclose(call(model, x), off, rtol=0, atol=1e-5)
         np.testing.assert_allclose(call(nnx.view(model, deterministic=True), x), off, rtol=0, atol=1e-5)
-        plain = gtp.Attention(16, heads=4, dtype=jnp.float32, rngs=nnx.Rngs(0))
+        plain = gtp.Attention(16, num_heads=4, dtype=jnp.float32, rngs=nnx.Rngs(0))
         np.testing.assert_allclose(call(plain, x), off, rtol=0, atol=1e-5)
         key = jax.random.key(3)
         given = [call(model, x, deterministic=False, dropout_key=key) for _ in range(2)]
@@ -178,7 +171,7 @@ def test_dropout_is_drawn_anew_in_each_call_and_is_off_in_evaluation(degrees):
 def test_ranks_with_other_examples_or_heads_drop_others():
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
         core = gtp.init(
-            lambda rngs: gtp.Attention(16, heads=4, dropout_rate=0.5, rngs=rngs), nnx.Rngs(0, dropout=1)
+            lambda rngs: gtp.Attention(16, num_heads=4, dropout_rate=0.5, rngs=rngs), nnx.Rngs(0, dropout=1)
         ).core
         bits = lambda: jax.random.bits(core._of_rank(jax.random.key(0)))[None]  # noqa: E731
         P = jax.sharding.PartitionSpec
@@ -221,7 +214,7 @@ ON_A_MESH = {
         lambda: attend(gtp.CrossAttention, (jnp.ones((8, 3, 16)),)),
         r"the input 'memory' of CrossAttention is sequence parallel over tp = 2, and its input has shape \(8, 3, 16\)",
     ),
-    "one key-value head": (lambda: attend(kv_heads=1), "tp 2 is more than the 1 key-value heads"),
+    "one key-value head": (lambda: attend(num_kv_heads=1), "tp 2 is more than the 1 key-value heads"),
 }
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from selection import others_slow
 
 import gtp_jax as gtp
 
@@ -36,7 +37,7 @@ def gradients(degrees, parallel, roles=None, reduction="sum"):
         return {path: np.asarray(v.get_value()) for path, v in nnx.to_flat_state(found)}
 
 
-@pytest.mark.parametrize("parallel", ["features", "expert", None])
+@pytest.mark.parametrize("parallel", others_slow(["features", "expert", None], ["expert"]))
 def test_gradients_under_plain_jit_are_those_without_a_mesh(parallel, x64):
     expected = gradients(None, parallel)
     for degrees, roles in ((dict(tp=2), None), (dict(gtp=2), gtp.Roles(batch=("dp",)))):
@@ -45,7 +46,7 @@ def test_gradients_under_plain_jit_are_those_without_a_mesh(parallel, x64):
             np.testing.assert_allclose(found[path], value, rtol=0, atol=1e-12 * np.abs(value).max(), err_msg=str(path))
 
 
-@pytest.mark.parametrize("degrees", [None, dict(dp=2, tp=2), dict(gtp=4)], ids=str)
+@pytest.mark.parametrize("degrees", others_slow([None, dict(dp=2, tp=2), dict(gtp=4)], [dict(dp=2, tp=2)]), ids=str)
 @pytest.mark.parametrize("parallel", ["features", pytest.param(None, marks=pytest.mark.slow)])
 def test_gradients_of_a_mean_are_those_of_the_sum_a_token(degrees, parallel, x64):
     of_sum, of_mean = (gradients(degrees, parallel, reduction=reduction) for reduction in ("sum", "mean"))

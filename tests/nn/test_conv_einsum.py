@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from selection import diagonal, others_slow
 
 import gtp_jax as gtp
 from gtp_jax.plan import collectives
@@ -79,13 +80,12 @@ def test_without_a_mesh_bit_for_bit(name, x64):
         assert found.tobytes() == wanted.tobytes() and found.dtype == np.float64
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", [*LAYERS, "a stack"])
+@pytest.mark.parametrize("name, mesh", diagonal([*LAYERS, "a stack"], MESHES))
 def test_on_a_mesh_as_without_one(name, mesh, x64):
     assert_close(measured(name, True, mesh), measured(name, False, None))
 
 
-@pytest.mark.parametrize("name", ["patches", "heads", "a stack"])
+@pytest.mark.parametrize("name", others_slow(["patches", "heads", "a stack"], ["a stack"]))
 def test_a_batch_that_ranks_do_not_divide(name, x64):
     assert_close(measured(name, True, "gtp 4 x tp 2", batch=5), measured(name, False, None, batch=5))
 

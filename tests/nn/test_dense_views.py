@@ -25,7 +25,7 @@ MODULES = {
     "layer norm": lambda **o: gtp.LayerNormDense(FEATURES, NAMED, norm="layer", use_bias=True, **o),
     "mlp": lambda **o: gtp.MLP(FEATURES, OUT, use_bias=True, **o),
     "plain mlp": lambda **o: gtp.MLP(FEATURES, OUT, gated=False, activation=jnp.tanh, norm=None, **o),
-    "attention": lambda **o: gtp.Attention(FEATURES, heads=8, kv_heads=4, head_dim=14, **o),
+    "attention": lambda **o: gtp.Attention(FEATURES, num_heads=8, num_kv_heads=4, head_dim=14, **o),
     "embed": lambda **o: gtp.Embed(1000, FEATURES, **o),
     "stack": lambda **o: gtp.Stack(
         lambda rngs: gtp.MLP(FEATURES, OUT, **{**o, "rngs": rngs}),

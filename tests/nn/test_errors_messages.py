@@ -13,7 +13,9 @@ import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.models.llama._hf_names import tensors
 
-TINY = LlamaConfig(vocab_size=32, dim=16, layers=1, heads=2, kv_heads=2, head_dim=8, ffn=16)
+TINY = LlamaConfig(
+    vocab_size=32, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8, intermediate_size=16
+)
 
 
 def rngs() -> nnx.Rngs:
@@ -39,12 +41,24 @@ WITHOUT_A_MESH = {
         lambda: gtp.LayerNormDense(8, 8, norm="batch", rngs=rngs()),
         "`norm` is 'batch'; it must be 'rms', 'layer'",
     ),
-    "kv heads": (lambda: gtp.Attention(16, heads=4, kv_heads=3, rngs=rngs()), "`kv_heads` 3 does not divide `heads` 4"),
-    "heads": (lambda: gtp.Attention(15, heads=4, rngs=rngs()), "`heads` 4 does not divide `features` 15; pass `head_"),
-    "no heads": (lambda: gtp.Attention(16, heads=0, rngs=rngs()), "`heads` is 0 and `kv_heads` 0; both are whole"),
-    "odd head": (lambda: gtp.Attention(36, heads=4, rngs=rngs()), "`head_dim` is 9; rotary embedding needs an even"),
+    "kv heads": (
+        lambda: gtp.Attention(16, num_heads=4, num_kv_heads=3, rngs=rngs()),
+        "`num_kv_heads` 3 does not divide `num_heads` 4",
+    ),
+    "heads": (
+        lambda: gtp.Attention(15, num_heads=4, rngs=rngs()),
+        "`num_heads` 4 does not divide `features` 15; pass `head_",
+    ),
+    "no heads": (
+        lambda: gtp.Attention(16, num_heads=0, rngs=rngs()),
+        "`num_heads` is 0 and `num_kv_heads` 0; both are whole",
+    ),
+    "odd head": (
+        lambda: gtp.Attention(36, num_heads=4, rngs=rngs()),
+        "`head_dim` is 9; rotary embedding needs an even",
+    ),
     "no sequence": (
-        lambda: gtp.Attention(16, heads=2, rngs=rngs())(jnp.ones((2, 16))),
+        lambda: gtp.Attention(16, num_heads=2, rngs=rngs())(jnp.ones((2, 16))),
         r"Attention takes \(batch, seq",
     ),
     "no outputs": (lambda: gtp.Dense(8, {}, rngs=rngs()), r"Dense\(8, {}\): feature sizes are whole numbers"),
@@ -154,7 +168,7 @@ def dense(**options) -> gtp.Dense:
 
 ON_A_MESH = {
     "tp heads": (
-        lambda: gtp.Attention(8, heads=1, rngs=rngs()),
+        lambda: gtp.Attention(8, num_heads=1, rngs=rngs()),
         "tp 2 is more than the 1 key-value heads .* Choose a tp degree of at most that",
     ),
     "batch": (lambda: dense()(jnp.ones((6, 32))), r"input of Dense has shape \(6, 32\).* multiple of dp \* gtp = 4"),
@@ -189,7 +203,7 @@ def test_model_built_for_another_mesh_is_refused():
 
 def test_an_nnx_object_as_a_layers_further_input_is_refused():
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
-        layer = gtp.Attention(16, heads=2, rngs=rngs())
+        layer = gtp.Attention(16, num_heads=2, rngs=rngs())
         with pytest.raises(TypeError, match="a further input of a layer or a `Stack` is a Rngs; it must be an array"):
             layer(jnp.ones((8, 4, 16)), mask=rngs())
 

@@ -16,19 +16,25 @@ from gtp_jax.nn import GRAD_REDUCE, Embed, reduction_of
 
 from ..chain.programs import lowered_step
 
-SIZES = dict(vocab_size=640, dim=128, layers=2, heads=4, kv_heads=2, head_dim=64, ffn=384)
+SIZES = dict(
+    vocab_size=640, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=384
+)
 MATMULS = {"fp8": gtp.FP8, "mxfp8": gtp.MXFP8, "nvfp4": gtp.NVFP4}
 
 STEPS = {
     "column and row": (dict(gtp=8), {}, {}),
     "a ring over tp": (dict(gtp=4, tp=2), {}, {}),
-    "a longer ring, looped": (dict(gtp=2, tp=4), dict(heads=8, kv_heads=4, head_dim=32, unroll=1), {}),
-    "a tied head": (dict(gtp=4, tp=2), dict(tied=True), {}),
+    "a longer ring, looped": (dict(gtp=2, tp=4), dict(num_heads=8, num_kv_heads=4, head_dim=32, unroll=1), {}),
+    "a tied head": (dict(gtp=4, tp=2), dict(tie_embeddings=True), {}),
     "experts": (dict(gtp=4, tp=2), dict(num_experts=4), {}),
-    "experts in nvfp4": (dict(gtp=8), dict(num_experts=4, layers=1), dict(recipe=gtp.NVFP4(matmuls=True, exclude=()))),
+    "experts in nvfp4": (
+        dict(gtp=8),
+        dict(num_experts=4, num_layers=1),
+        dict(recipe=gtp.NVFP4(matmuls=True, exclude=())),
+    ),
     "uneven parts": (dict(gtp=2, tp=2), dict(vocab_size=97), {}),
     **{
-        name: (dict(gtp=4, tp=2), dict(layers=1), dict(recipe=kind(matmuls=True, exclude=())))
+        name: (dict(gtp=4, tp=2), dict(num_layers=1), dict(recipe=kind(matmuls=True, exclude=())))
         for name, kind in MATMULS.items()
     },
 }
@@ -58,7 +64,7 @@ def made_of(case, name):
     found = Origins(step.compiler_ir("stablehlo"))
     weights = [op for op in found.reductions if len(op.operands[0].type.shape) == 2]  # activations have a batch too
     # of a layer four, the embedding's and the head's; of a loop its body's and those of a layer beside it
-    assert len(weights) == (4 * config.layers + 2)
+    assert len(weights) == (4 * config.num_layers + 2)
     return [found.of(op.operands[0]) for op in weights]
 
 

@@ -96,7 +96,7 @@ def test_all_experts_travel_in_one_gather_and_one_scatter():
         assert [c.operand_bytes for c in maxima] == ([4 * 2 * experts] if recipe else [])  # two kernels an expert
 
 
-@pytest.mark.parametrize("name", ["gtp 8", "gtp 4 x tp 2, experts divided"])
+@pytest.mark.parametrize("name", [pytest.param("gtp 8", marks=pytest.mark.slow), "gtp 4 x tp 2, experts divided"])
 def test_every_expert_is_quantized_by_itself(name, x64):
     degrees, experts, options = CUTS[name]
     recipe = gtp.NVFP4()

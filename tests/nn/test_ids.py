@@ -139,7 +139,16 @@ def test_check_ids_finds_a_position_in_a_sharded_batch_and_refuses_what_has_no_v
 
 
 def test_loss_of_a_model_with_a_bad_token_is_nan_in_a_train_step():
-    config = LlamaConfig(vocab_size=50, dim=16, layers=2, heads=2, kv_heads=2, head_dim=8, ffn=16, dtype="float32")
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
+        intermediate_size=16,
+        dtype="float32",
+    )
     with under(dict(gtp=4, tp=2)):
         state = gtp.TrainState.create(gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(0)), optax.sgd(0.1))
         evaluate = gtp.eval_step(next_token_loss)

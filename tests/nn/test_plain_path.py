@@ -124,7 +124,7 @@ def test_arrays_have_logical_shapes_and_are_sharded(x64):
             step(model, optimizer, batch(0))
 
 
-@pytest.mark.parametrize("after", ["gtp 4 x tp 2", None, *slow("gtp 8", "gtp 3")])
+@pytest.mark.parametrize("after", ["gtp 4 x tp 2", *slow(None, "gtp 8", "gtp 3")])
 def test_stock_orbax_restores_a_step_of_gtp_8_elsewhere(after, tmp_path, x64):
     with mesh_in_scope("gtp 8"), ocp.StandardCheckpointer() as checkpointer:
         model, optimizer = trainer("gtp 8")
@@ -144,7 +144,7 @@ def test_stock_orbax_restores_a_step_of_gtp_8_elsewhere(after, tmp_path, x64):
         assert_close([step(model, optimizer, batch(number)) for number in (2, 3)], losses(None)[2:])
 
 
-@pytest.mark.parametrize("after", ["gtp 4 x tp 2", None])
+@pytest.mark.parametrize("after", ["gtp 4 x tp 2", *slow(None)])
 def test_checkpoints_take_an_nnx_state_with_its_random_keys(after, tmp_path, x64):
     with mesh_in_scope("gtp 8"), Checkpoints(tmp_path) as checkpoints:
         model, optimizer = trainer("gtp 8")
@@ -159,7 +159,7 @@ def test_checkpoints_take_an_nnx_state_with_its_random_keys(after, tmp_path, x64
         assert_close([step(model, optimizer, batch(number)) for number in (2, 3)], losses(None)[2:])
 
 
-@pytest.mark.parametrize("mesh", ["gtp 4 x tp 2", None])
+@pytest.mark.parametrize("mesh", ["gtp 4 x tp 2", *slow(None)])
 def test_a_weight_takes_the_logical_array(mesh, x64):
     rng = np.random.default_rng(0)
     with mesh_in_scope(mesh):
@@ -191,7 +191,7 @@ def test_a_weight_takes_the_logical_array(mesh, x64):
 def test_an_array_of_another_shape_is_refused(make, mesh):
     with mesh_in_scope(mesh):
         model = gtp.init(make, nnx.Rngs(0))
-        kernel = model.layers.kernel if isinstance(model, gtp.Stack) else model.kernel
+        kernel = model.num_layers.kernel if isinstance(model, gtp.Stack) else model.kernel
         kernel.set_value(jnp.ones((*kernel.get_value().shape[:-1], 8)))
         expected = (
             r"the weight of shape \(.*, (16|24)\) of \w+ holds an array of shape \(.*, 8\).*`kernel\[\.\.\.\] = array`"

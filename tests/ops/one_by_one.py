@@ -1,5 +1,6 @@
 """The oracle of attention: one query at a time, over the keys that it may see and no others."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -20,21 +21,23 @@ def seen(b, i, keys, *, causal=False, window=None, mask=None, segment_ids=None):
 
 
 def one_by_one(q, k, v, *, scale=None, soft_cap=None, sinks=None, **where):
-    """Attention, a query at a time."""
+    """Attention, a query at a time: in NumPy if it is given NumPy's arrays, else in JAX, which derives it."""
+    numpy = np if isinstance(q, np.ndarray) else jnp
+    where = {name: jax.tree.map(np.asarray, value) for name, value in where.items()}
     scale = 1 / np.sqrt(q.shape[-1]) if scale is None else scale
+    of_head = np.arange(q.shape[2]) // (q.shape[2] // k.shape[2])  # the key-value head of each head
     rows = []
     for b in range(q.shape[0]):
         for i in range(q.shape[1]):
             keys = list(seen(b, i, k.shape[1], **where))
-            for h in range(q.shape[2]):
-                if not keys:
-                    rows.append(jnp.zeros(q.shape[-1]))
-                    continue
-                kv = h // (q.shape[2] // k.shape[2])
-                scores = k[b, jnp.array(keys), kv] @ q[b, i, h] * scale
-                if soft_cap is not None:
-                    scores = soft_cap * jnp.tanh(scores / soft_cap)
-                weights = jnp.exp(scores)
-                total = jnp.sum(weights) + (0 if sinks is None else jnp.exp(sinks[h]))
-                rows.append(weights / total @ v[b, jnp.array(keys), kv])
-    return jnp.stack(rows).reshape(q.shape)
+            if not keys:
+                rows.append(numpy.zeros(q.shape[2:]))
+                continue
+            own_k, own_v = (t[b, np.array(keys)][:, of_head] for t in (k, v))
+            scores = numpy.einsum("hd,khd->hk", q[b, i], own_k) * scale
+            if soft_cap is not None:
+                scores = soft_cap * numpy.tanh(scores / soft_cap)
+            weights = numpy.exp(scores)
+            total = numpy.sum(weights, -1) + (0 if sinks is None else numpy.exp(sinks))
+            rows.append(numpy.einsum("hk,khd->hd", weights / total[:, None], own_v))
+    return numpy.stack(rows).reshape(q.shape)

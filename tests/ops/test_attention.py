@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from selection import diagonal, others_slow
 
 import gtp_jax as gtp
 from gtp_jax.ops import attention, cudnn_lacks, rope
@@ -46,9 +47,10 @@ CASES = {
 
 # every case with groups; one head for all, and as many as queries, with some
 OTHERS = [(name, kv) for name in ("causal", "everything", "another sequence, mask") for kv in (4, 1)]
+OF_GROUPS = [(name, 2) for name in CASES]
 
 
-@pytest.mark.parametrize(("name", "kv_heads"), [*((name, 2) for name in CASES), *OTHERS])
+@pytest.mark.parametrize(("name", "kv_heads"), others_slow([*OF_GROUPS, *OTHERS], [*OF_GROUPS, *OTHERS[1::3]]))
 def test_output_and_gradients_are_those_of_one_query_at_a_time(name, kv_heads, x64):
     options = dict(CASES[name])
     keys, rng = options.pop("keys", LENGTH), np.random.default_rng(1)
@@ -136,8 +138,7 @@ def test_positions_begin_again_with_each_document():
     np.testing.assert_array_equal(jax.jit(gtp.positions_of)(ids), [[0, 1, 2, 0, 1, 0], [0, 0, 0, 1, 2, 3]])
 
 
-@pytest.mark.parametrize("rotary_dim", [None, 4])
-@pytest.mark.parametrize("scaling", [None, gtp.RopeScaling(kind="linear", factor=4.0)])
+@pytest.mark.parametrize("rotary_dim, scaling", diagonal([None, 4], [None, gtp.RopeScaling(kind="linear", factor=4.0)]))
 def test_rotation_is_a_complex_product_by_position(rotary_dim, scaling, x64):
     rng = np.random.default_rng(0)
     x, positions = rng.normal(size=(2, 5, 3, 8)), rng.integers(0, 1000, (2, 5))

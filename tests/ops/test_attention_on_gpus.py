@@ -77,7 +77,7 @@ def test_sizes_that_explain_promises_run(head_dim):
 def test_packed_documents_in_cudnn_have_the_loss_that_they_have_alone(key):
     """In bfloat16, as far off as eight bits allow; a row that sees its neighbours is far off."""
 
-    module = gtp.init(lambda rngs: gtp.Attention(256, heads=4, kv_heads=2, rngs=rngs), nnx.Rngs(0))
+    module = gtp.init(lambda rngs: gtp.Attention(256, num_heads=4, num_kv_heads=2, rngs=rngs), nnx.Rngs(0))
     documents = [jax.random.normal(jax.random.fold_in(key, n), (1, n, 256), jnp.bfloat16) for n in (64, 160, 32)]
     ids = jnp.repeat(jnp.arange(3), jnp.asarray([64, 160, 32]), total_repeat_length=256)[None]
     call = nnx.jit(lambda module, x, **more: module(x, **more))

@@ -20,7 +20,7 @@ ON_CPU = {
 # rows, in, out, groups, rows that belong to none; blocks of 16, 32 and 16 divide none, or all
 CASES = [
     (77, 33, 70, 8, 9),
-    (40, 16, 48, 64, 0),
+    pytest.param((40, 16, 48, 64, 0), marks=pytest.mark.slow),
     pytest.param((300, 96, 160, 4, 0), marks=pytest.mark.slow),
     pytest.param((5, 16, 16, 3, 5), marks=pytest.mark.slow),
 ]

@@ -6,14 +6,19 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from selection import others_slow
 
 import gtp_jax as gtp
-from gtp_jax.formats import FORMATS, FP8_E4M3, MXFP8, NVFP4, PackPlan, Piece
+from gtp_jax.formats import FORMATS, FP8_E4M3, FP8_E5M2, MXFP8, MXFP8_E5M2, NVFP4, NVFP4_1D, PackPlan, Piece
 
 from . import oracle
 from .bits import assert_same_bits, device
 
-every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+
+def every_format(*usual):
+    """Every format; by default the usual ones."""
+    return pytest.mark.parametrize("format", others_slow(FORMATS.values(), usual), ids=str)
+
 
 # Two outputs: 0 is a fused weight of two pieces, one of them stored transposed; 1 is a weight of odd sizes.
 LOGICAL = [(70, 48, 0), (33, 48, 0), (45, 19, 1)]
@@ -62,7 +67,7 @@ def gathered(format, dtype, shards: int, implementation):
     return plan, whole, amax, jnp.stack(buffers)
 
 
-@every_format
+@every_format(NVFP4, FP8_E4M3)
 def test_unpacking_the_gathered_slices_is_dequantizing_the_whole_weight(format, implementation):
     check_unpacking(format, ml_dtypes.bfloat16, 3, implementation)
 
@@ -96,7 +101,7 @@ def test_quantize_then_gather_is_gather_then_quantize(format, implementation):
     assert_same_bits(other, gtp.dequantize(gathered_first, implementation=implementation))
 
 
-@every_format
+@every_format(NVFP4, MXFP8, FP8_E5M2)
 def test_the_buffer_is_the_documented_one_byte_for_byte(format, implementation):
     plan, whole, amax, buffer = gathered(format, np.float32, 2, implementation)
     for rank in range(2):
@@ -152,7 +157,7 @@ def test_a_piece_without_rows(implementation):
     assert out.shape == (0, 16)
 
 
-@every_format
+@every_format(NVFP4_1D, MXFP8_E5M2)
 def test_by_shard_the_weights_lie_as_a_gather_of_their_shards_would_leave_them(format, implementation):
     plan, whole, amax, buffer = gathered(format, ml_dtypes.bfloat16, 3, implementation)
     fused = [p for p in plan.pieces if p.out == 0]

@@ -12,29 +12,33 @@ from .plain_moe import plain_experts
 class PlainBlock(nnx.Module):
     def __init__(self, c, rngs):
         linear = lambda i, o: nnx.Linear(i, o, use_bias=False, rngs=rngs, param_dtype=c.dtype, dtype=c.dtype)  # noqa: E731
-        norm = lambda: nnx.RMSNorm(c.dim, epsilon=c.eps, rngs=rngs, param_dtype=c.dtype, dtype=c.dtype)  # noqa: E731
+        norm = lambda: nnx.RMSNorm(c.hidden_size, epsilon=c.epsilon, rngs=rngs, param_dtype=c.dtype, dtype=c.dtype)  # noqa: E731
         self.c = c
         self.norm1, self.norm2 = norm(), norm()
-        self.q = linear(c.dim, c.heads * c.head_dim)
-        self.k = linear(c.dim, c.kv_heads * c.head_dim)
-        self.v = linear(c.dim, c.kv_heads * c.head_dim)
-        self.o = linear(c.heads * c.head_dim, c.dim)
-        self.gate, self.up, self.down = linear(c.dim, c.ffn), linear(c.dim, c.ffn), linear(c.ffn, c.dim)
+        self.q = linear(c.hidden_size, c.num_heads * c.head_dim)
+        self.k = linear(c.hidden_size, c.num_kv_heads * c.head_dim)
+        self.v = linear(c.hidden_size, c.num_kv_heads * c.head_dim)
+        self.o = linear(c.num_heads * c.head_dim, c.hidden_size)
+        self.gate, self.up, self.down = (
+            linear(c.hidden_size, c.intermediate_size),
+            linear(c.hidden_size, c.intermediate_size),
+            linear(c.intermediate_size, c.hidden_size),
+        )
 
     def __call__(self, x, experts=None):
         """The output, and the balance term of experts if there are any in place of the MLP."""
         c, (b, s, _) = self.c, x.shape
         h = self.norm1(x)
-        q = rotate(self.q(h).reshape(b, s, c.heads, c.head_dim), c.rope_theta)
-        k = rotate(self.k(h).reshape(b, s, c.kv_heads, c.head_dim), c.rope_theta)
-        v = self.v(h).reshape(b, s, c.kv_heads, c.head_dim)
-        k, v = (jnp.repeat(t, c.heads // c.kv_heads, axis=2) for t in (k, v))
+        q = rotate(self.q(h).reshape(b, s, c.num_heads, c.head_dim), c.rope_theta)
+        k = rotate(self.k(h).reshape(b, s, c.num_kv_heads, c.head_dim), c.rope_theta)
+        v = self.v(h).reshape(b, s, c.num_kv_heads, c.head_dim)
+        k, v = (jnp.repeat(t, c.num_heads // c.num_kv_heads, axis=2) for t in (k, v))
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(c.head_dim)
         scores = jnp.where(np.tril(np.ones((s, s), bool)), scores, -jnp.inf)
         mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, -1), v)
         x = x + self.o(mixed.reshape(b, s, -1))
         if experts is not None:
-            y, aux_loss = plain_experts(experts, x, c.top_k, c.eps)
+            y, aux_loss = plain_experts(experts, x, c.top_k, c.epsilon)
             return x + y, aux_loss
         h = self.norm2(x)
         return x + self.down(jax.nn.silu(self.gate(h)) * self.up(h)), 0.0
@@ -42,10 +46,12 @@ class PlainBlock(nnx.Module):
 
 class PlainLlama(nnx.Module):
     def __init__(self, c, rngs):
-        self.embed = nnx.Embed(c.vocab_size, c.dim, rngs=rngs, param_dtype=c.dtype, dtype=c.dtype)
-        self.blocks = nnx.List([PlainBlock(c, rngs) for _ in range(c.layers)])
-        self.norm = nnx.RMSNorm(c.dim, epsilon=c.eps, rngs=rngs, param_dtype=c.dtype, dtype=c.dtype)
-        self.head = nnx.Linear(c.dim, c.vocab_size, use_bias=False, rngs=rngs, param_dtype=c.dtype, dtype=c.dtype)
+        self.embed = nnx.Embed(c.vocab_size, c.hidden_size, rngs=rngs, param_dtype=c.dtype, dtype=c.dtype)
+        self.blocks = nnx.List([PlainBlock(c, rngs) for _ in range(c.num_layers)])
+        self.norm = nnx.RMSNorm(c.hidden_size, epsilon=c.epsilon, rngs=rngs, param_dtype=c.dtype, dtype=c.dtype)
+        self.head = nnx.Linear(
+            c.hidden_size, c.vocab_size, use_bias=False, rngs=rngs, param_dtype=c.dtype, dtype=c.dtype
+        )
 
     def __call__(self, tokens, head_kernel, experts=None):
         x, aux_loss = self.embed(tokens), 0.0
@@ -76,7 +82,7 @@ class Oracle:
         put = lambda path, value: _set(state, path, value)  # noqa: E731
         put(("embed", "embedding"), params["embed"]["table"])
         put(("norm", "scale"), params["head"]["scale"])
-        for i in range(c.layers):
+        for i in range(c.num_layers):
             attention, mlp = layers["attention"], layers["mlp"]
             put(("blocks", i, "norm1", "scale"), attention["qkv"]["scale"][i])
             for mine, theirs in (("q", "query"), ("k", "key"), ("v", "value")):
@@ -88,7 +94,7 @@ class Oracle:
             put(("blocks", i, "gate", "kernel"), mlp["up"]["kernel"]["gate"][i])
             put(("blocks", i, "up", "kernel"), mlp["up"]["kernel"]["up"][i])
             put(("blocks", i, "down", "kernel"), mlp["down"]["kernel"][i])
-        head = params["embed"]["table"].T if c.tied else params["head"]["kernel"]
+        head = params["embed"]["table"].T if c.tie_embeddings else params["head"]["kernel"]
         experts = layers["mlp"] if c.num_experts else None
         logits, aux_loss = nnx.merge(self.graph, state)(batch["tokens"], head, experts)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])

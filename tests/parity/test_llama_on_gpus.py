@@ -25,7 +25,7 @@ def test_gpus_agree_with_the_plain_model_in_float32(tp):
 
 def test_gpus_agree_with_the_plain_model_in_bfloat16():
     """Aligned sizes, so that cuDNN takes the attention; against float32, as far off as eight bits allow."""
-    sizes = dict(vocab_size=1024, dim=256, heads=4, head_dim=64, ffn=512)
+    sizes = dict(vocab_size=1024, hidden_size=256, num_heads=4, head_dim=64, intermediate_size=512)
     config = dataclasses.replace(UNALIGNED, **sizes, dtype="bfloat16")
     data = batches(config, 8, 128)
     start, gradient, losses, _ = train(config, dict(gtp=jax.device_count()), data, rate=1e-3)

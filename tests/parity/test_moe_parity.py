@@ -24,12 +24,12 @@ from .test_llama_parity import assert_close, batches, check, oracle, train
 # Nothing divides evenly, but experts by tp.
 MOE = LlamaConfig(
     vocab_size=64,
-    dim=56,
-    layers=2,
-    heads=4,
-    kv_heads=2,
+    hidden_size=56,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
     head_dim=14,
-    ffn=24,
+    intermediate_size=24,
     num_experts=4,
     aux_loss_coeff=0.1,
     dtype="float64",

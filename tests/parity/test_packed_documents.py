@@ -23,7 +23,15 @@ class Block(nnx.Module):
     def __init__(self, sequence_parallel, rngs):
         options = dict(sequence_parallel=sequence_parallel, rngs=rngs, **F64)
         self.attention = gtp.Attention(
-            16, heads=4, kv_heads=2, window=4, soft_cap=2.0, qk_norm=True, sinks=True, rope_theta=50.0, **options
+            16,
+            num_heads=4,
+            num_kv_heads=2,
+            window=4,
+            soft_cap=2.0,
+            qk_norm=True,
+            sinks=True,
+            rope_theta=50.0,
+            **options,
         )
         self.mlp = gtp.MLP(16, 24, **options)
 
@@ -47,8 +55,8 @@ class Windowed(nnx.Module):
 
 def llama(sequence_parallel, rngs):
     config = LlamaConfig(
-        vocab_size=VOCAB, dim=16, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=24, dtype="float64",
-        rope_scaling=SCALING, rope_theta=50.0, sequence_parallel=sequence_parallel,
+        vocab_size=VOCAB, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=24,
+        dtype="float64", rope_scaling=SCALING, rope_theta=50.0, sequence_parallel=sequence_parallel,
     )  # fmt: skip
     return Llama(config, rngs=rngs)
 
@@ -118,7 +126,7 @@ def test_packed_documents_under_plain_jit_have_the_loss_of_a_step(x64):
     assert float(found) == pytest.approx(wanted, rel=1e-13)
 
 
-@pytest.mark.parametrize("mesh", ["no mesh", "gtp 4 x tp 2"])
+@pytest.mark.parametrize("mesh", [pytest.param("no mesh", marks=pytest.mark.slow), "gtp 4 x tp 2"])
 def test_given_positions_take_the_place_of_those_of_the_segments(mesh, x64):
     degrees, sequence_parallel = MESHES[mesh]
     batch = packed(documents())

@@ -70,7 +70,7 @@ def test_kernels_of_one_weight_share_a_scale_and_are_rounded_once(degrees, featu
 
 
 def gradients(changes, pregathered_layers=0, parts=2, config=ALIGNED, gtp_degree=2, recipe=RECIPE):
-    config = dataclasses.replace(config, dtype="float32", layers=4, **changes)
+    config = dataclasses.replace(config, dtype="float32", num_layers=4, **changes)
     with scope(dict(gtp=gtp_degree)):
         state = start(config, optax.sgd(1.0))
         run = jax.jit(
@@ -117,6 +117,8 @@ def test_sizes_that_do_not_divide_and_heads_train_too(exclude):
 @pytest.mark.skipif(not native.has("gtp_unpack", "cpu"), reason=native.describe())
 @pytest.mark.parametrize("recipe, unpacks", [(RECIPE, False), (gtp.FP8(), True)], ids=["codes", "values"])
 def test_no_weight_is_dequantized_in_a_pass(recipe, unpacks):
-    config = LlamaConfig(vocab_size=64, dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=128)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=128
+    )
     text = lowered_step(config, gtp.make_mesh(gtp=4, dp=2), batch=8, seq=16, recipe=recipe).as_text()
     assert ("gtp_unpack" in text) == unpacks and "gtp_pack" in text

@@ -149,7 +149,7 @@ def gradients(config, degrees, microbatches, grad_wire):
 MODELS = {
     "gtp 8, unaligned": (UNALIGNED, dict(gtp=8), 1),
     "dp 2 x gtp 2, four microbatches, looped": (
-        dataclasses.replace(ALIGNED, layers=4, unroll=1),
+        dataclasses.replace(ALIGNED, num_layers=4, unroll=1),
         dict(dp=2, gtp=2),
         4,
     ),
@@ -196,7 +196,7 @@ def sent_bytes(ranks, kernels, grad_wire):
 @pytest.mark.parametrize("grad_wire, experts, parts", [("mxfp8", 0, 2), ("fp8", 4, 1), ("bf16", 0, 1)])
 def test_a_layer_is_one_exchange_of_bytes_and_no_reduce_scatter(grad_wire, experts, parts):
     degree, tp = 4, 2
-    config = LlamaConfig(**{**(MOE_SIZES if experts else SIZES), "num_experts": experts, "layers": LAYERS})
+    config = LlamaConfig(**{**(MOE_SIZES if experts else SIZES), "num_experts": experts, "num_layers": LAYERS})
     step = lowered_step(
         config,
         gtp.make_mesh(gtp=degree, tp=tp),
@@ -208,7 +208,9 @@ def test_a_layer_is_one_exchange_of_bytes_and_no_reduce_scatter(grad_wire, exper
     over_gtp = [c for c in plan.collectives(step.compile().as_text()) if c.axes == ("gtp",)]
     # on one tp rank, (query, key and value), out, (gate and up), down: what is fused is one matrix
     kernels = [(512 // tp, 128), (128, 256 // tp)]
-    kernels += [(2 * config.ffn // tp, 128)] * max(1, experts) + [(128, config.ffn // tp)] * max(1, experts)
+    kernels += [(2 * config.intermediate_size // tp, 128)] * max(1, experts) + [
+        (128, config.intermediate_size // tp)
+    ] * max(1, experts)
     exchanges = [c for c in over_gtp if c.kind == "all-to-all"]
     assert {c.dtype for c in exchanges} == {"u16" if grad_wire == "bf16" else "u8"}
     assert {c.direction for c in exchanges} == {"backward"}

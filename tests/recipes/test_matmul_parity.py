@@ -18,7 +18,16 @@ from .oracles import dequantized
 from .test_recipe_parity import ALIGNED, assert_close, batch_of, host, neighbours_together, scope, start
 
 # Blocks of 32 rows lie within a shard.
-CONFIG = LlamaConfig(vocab_size=64, dim=64, layers=2, heads=4, kv_heads=2, head_dim=32, ffn=128, dtype="float64")
+CONFIG = LlamaConfig(
+    vocab_size=64,
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    intermediate_size=128,
+    dtype="float64",
+)
 RECIPES = {
     "MXFP8": gtp.MXFP8(matmuls=True),
     "NVFP4": gtp.NVFP4(matmuls=True, stochastic=False),  # random bits go by the place in a rank's own array
@@ -26,7 +35,7 @@ RECIPES = {
         matmuls=True, stochastic=False, high_precision_first=1, override={"mlp.down": gtp.MXFP8(matmuls=True)}
     ),
 }
-SHORT = dataclasses.replace(CONFIG, layers=1)
+SHORT = dataclasses.replace(CONFIG, num_layers=1)
 
 
 def gradients(config, degrees, recipe, parts=1, step=0, seq=32):
@@ -125,7 +134,7 @@ class Again(nnx.Module):
         return self.inner(x)
 
 
-@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("stacked", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_two_calls_of_a_module_are_not_rounded_alike(stacked):
     rng = np.random.default_rng(0)
     batch = {"x": rng.normal(size=(2, 32, 32)), "g": rng.normal(size=(2, 32, 32))}
@@ -173,7 +182,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_no_step_compiles_again():
 @pytest.mark.slow
 @pytest.mark.parametrize("unroll", ["full", 1])
 def test_first_and_last_layers_stay_as_they_are(unroll, x64):
-    config = dataclasses.replace(ALIGNED, layers=4, unroll=unroll, keep_gathered=2 if unroll == 1 else 1)
+    config = dataclasses.replace(ALIGNED, num_layers=4, unroll=unroll, keep_gathered=2 if unroll == 1 else 1)
     recipe, batch = gtp.NVFP4(high_precision_first=1, high_precision_last=1), batch_of(config)
     with scope(dict(gtp=4)):
         state = start(config, optax.sgd(1.0))
@@ -193,7 +202,9 @@ def test_first_and_last_layers_stay_as_they_are(unroll, x64):
 def test_quantized_operands_move_nothing_more_over_the_mesh(monkeypatch):
     # but for the sequence over tp, which they move at once, as all do here
     monkeypatch.setattr(gtp.Dense, "moves_in_parts", lambda self, x: False)
-    config = LlamaConfig(vocab_size=64, dim=64, layers=2, heads=4, kv_heads=2, head_dim=32, ffn=128)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=128
+    )
     moved = []
     for recipe in (gtp.NVFP4(), gtp.NVFP4(matmuls=True)):
         text = lowered_step(config, gtp.make_mesh(gtp=4, tp=2), batch=8, seq=16, recipe=recipe).compile().as_text()
@@ -205,7 +216,9 @@ def test_quantized_operands_move_nothing_more_over_the_mesh(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [gtp.MXFP8(matmuls=True), gtp.NVFP4(matmuls=True)], ids=lambda r: type(r).__name__)
 def test_a_fresh_model_learns_as_fast_as_in_bf16(recipe):
-    config = LlamaConfig(vocab_size=64, dim=128, layers=2, heads=4, kv_heads=2, head_dim=32, ffn=256)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=256
+    )
     rng = np.random.default_rng(0)
     table = rng.dirichlet(np.full(64, 0.05), 64).cumsum(1)  # a language of pairs, to be learned in some steps
 

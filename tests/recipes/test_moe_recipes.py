@@ -17,7 +17,16 @@ from .test_recipe_collectives import buffer_bytes
 from .test_recipe_parity import assert_close, batch_of, check, host, neighbours_together, scope, start
 
 LAYERS, EXPERTS = 2, 4
-SIZES = dict(vocab_size=640, dim=128, layers=LAYERS, heads=4, kv_heads=2, head_dim=64, ffn=256, num_experts=EXPERTS)
+SIZES = dict(
+    vocab_size=640,
+    hidden_size=128,
+    num_layers=LAYERS,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    intermediate_size=256,
+    num_experts=EXPERTS,
+)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +73,7 @@ def test_all_experts_of_a_layer_are_one_gather_a_pass_and_one_scatter(recipe, pa
 
 
 # tp shards rows at multiples of a block, as the unsharded weight is quantized
-BY_TP = dict(dim=64, head_dim=16, ffn=64)
+BY_TP = dict(hidden_size=64, head_dim=16, intermediate_size=64)
 CASES = {
     "gtp 4, NVFP4": (dict(gtp=4), {}, 1, gtp.NVFP4()),
     "gtp 2 x tp 2, MXFP8": (dict(gtp=2, tp=2), dict(**BY_TP), 1, gtp.MXFP8()),
@@ -105,7 +114,7 @@ OPERANDS = {
     "MXFP8": gtp.MXFP8(matmuls=True),
     "NVFP4": gtp.NVFP4(matmuls=True, stochastic=False),  # random bits go by the place in a rank's own array
 }
-ROUNDED = dataclasses.replace(MOE, dim=64, head_dim=32, ffn=64, layers=1)
+ROUNDED = dataclasses.replace(MOE, hidden_size=64, head_dim=32, intermediate_size=64, num_layers=1)
 
 
 def gradients(config, degrees, recipe, parts):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from selection import diagonal
 
 import gtp_jax as gtp
 from gtp_jax import formats, plan
@@ -31,20 +32,20 @@ def weights_of(layout: Layout, case: str) -> np.ndarray:
     return w
 
 
-@pytest.mark.parametrize("case", ["unequal", "zero", "nan"])
-@pytest.mark.parametrize(
-    "size, degrees",  # whole blocks; shards of 15 and of 7 rows; shards of columns; of two axes, and of unequal parts
-    [
-        ((64, 128), dict(gtp=4)),
-        ((64, 120), dict(gtp=8)),
-        ((64, 56), dict(gtp=8)),
-        ((128, 57), dict(gtp=4)),
-        ((64, 128), dict(gtp=2, tp=2)),
-        ((64, 100), dict(gtp=2, tp=3)),
-    ],
-)
-@pytest.mark.parametrize("form", FORMATS.values(), ids=str)
-def test_quantize_then_gather_is_gather_then_quantize(form, size, degrees, case):
+# whole blocks; shards of 15 and of 7 rows; shards of columns; of two axes, and of unequal parts
+PLACES = [
+    ((64, 128), dict(gtp=4)),
+    ((64, 120), dict(gtp=8)),
+    ((64, 56), dict(gtp=8)),
+    ((128, 57), dict(gtp=4)),
+    ((64, 128), dict(gtp=2, tp=2)),
+    ((64, 100), dict(gtp=2, tp=3)),
+]
+
+
+@pytest.mark.parametrize("form, place, case", diagonal(FORMATS.values(), PLACES, ["nan", "zero", "unequal"]), ids=str)
+def test_quantize_then_gather_is_gather_then_quantize(form, place, case):
+    size, degrees = place
     count = int(np.prod(list(degrees.values())))
     mesh = gtp.make_mesh(**degrees, devices=jax.devices()[:count])
     with jax.set_mesh(mesh):

@@ -92,7 +92,7 @@ def test_pregathered_layers_are_counted_from_the_first_that_travels_as_codes(gra
 def test_pregathered_layers_take_the_codes_bytes_on_every_device():
     layer = DEGREE * buffer_bytes(gtp.NVFP4().wire, DEGREE, KERNELS)
     few, many = (
-        lowered(gtp.NVFP4(), pregathered_layers, 2, layers=6).compile().memory_analysis().temp_size_in_bytes
+        lowered(gtp.NVFP4(), pregathered_layers, 2, num_layers=6).compile().memory_analysis().temp_size_in_bytes
         for pregathered_layers in (2, 5)
     )
     assert layer < many - few < 3.5 * layer, (many - few) / layer  # less what they would need while they are gathered
@@ -101,9 +101,9 @@ def test_pregathered_layers_take_the_codes_bytes_on_every_device():
 CASES = {
     "gtp 4, three microbatches": (ALIGNED, dict(gtp=4), 3, gtp.NVFP4()),
     "gtp 2 x tp 2, experts": (dataclasses.replace(ALIGNED, num_experts=4), dict(gtp=2, tp=2), 2, gtp.FP8()),
-    "gtp 8, unaligned, looped": (dataclasses.replace(UNALIGNED, unroll=1, layers=4), dict(gtp=8), 2, gtp.MXFP8()),
+    "gtp 8, unaligned, looped": (dataclasses.replace(UNALIGNED, unroll=1, num_layers=4), dict(gtp=8), 2, gtp.MXFP8()),
     "gtp 2 x tp 2, ends in high precision": (
-        dataclasses.replace(ALIGNED, layers=4),
+        dataclasses.replace(ALIGNED, num_layers=4),
         dict(gtp=2, tp=2),
         2,
         ENDS,

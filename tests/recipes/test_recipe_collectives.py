@@ -6,6 +6,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from selection import diagonal
 
 import gtp_jax as gtp
 from gtp_jax import plan
@@ -16,7 +17,16 @@ from gtp_jax.nn import abstract_model
 from ..chain.programs import lowered_step
 
 LAYERS = 3
-SIZES = dict(vocab_size=640, dim=128, layers=LAYERS, heads=4, kv_heads=2, head_dim=64, ffn=384, grad_reduce="bf16")
+SIZES = dict(
+    vocab_size=640,
+    hidden_size=128,
+    num_layers=LAYERS,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    intermediate_size=384,
+    grad_reduce="bf16",
+)
 
 
 def section(*shapes) -> int:
@@ -30,10 +40,13 @@ def buffer_bytes(form, gtp_degree, kernels) -> int:
     return section(*(codes_shape(form, m, False) for m in matrices), *(s for s in scales if s))
 
 
-@pytest.mark.parametrize("recipe", [gtp.FP8(), gtp.MXFP8(), gtp.NVFP4()], ids=lambda r: type(r).__name__)
-@pytest.mark.parametrize("tp, parts", [(1, 3), (2, 1)])
-def test_each_layer_is_one_gather_of_bytes_a_pass_and_the_model_one_amax_a_step(recipe, tp, parts):
-    degree = 4
+@pytest.mark.parametrize(
+    "recipe, tp_and_parts",
+    diagonal([gtp.NVFP4(), gtp.MXFP8(), gtp.FP8()], [(2, 1), (1, 3)]),
+    ids=lambda value: value if isinstance(value, tuple) else type(value).__name__,
+)
+def test_each_layer_is_one_gather_of_bytes_a_pass_and_the_model_one_amax_a_step(recipe, tp_and_parts):
+    degree, (tp, parts) = 4, tp_and_parts
     config = LlamaConfig(**SIZES)
     mesh = gtp.make_mesh(gtp=degree, tp=tp, dp=2 // tp)
     step = lowered_step(config, mesh, batch=8 * parts, seq=16, microbatches=parts, recipe=recipe)
@@ -86,12 +99,12 @@ def test_bytes_an_element_are_those_of_the_formats(recipe, numerator, denominato
 
 
 def test_dequantized_weights_are_no_residual():
-    sizes = dict(vocab_size=256, dim=512, heads=8, kv_heads=4, head_dim=64, ffn=1024)
+    sizes = dict(vocab_size=256, hidden_size=512, num_heads=8, num_kv_heads=4, head_dim=64, intermediate_size=1024)
     layer = jnp.dtype(jnp.bfloat16).itemsize * (512 * 1024 + 512 * 512 + 3 * 512 * 1024)
 
     def temporary(layers):
         step = lowered_step(
-            LlamaConfig(**sizes, layers=layers), gtp.make_mesh(gtp=8), batch=8, seq=8, recipe=gtp.NVFP4()
+            LlamaConfig(**sizes, num_layers=layers), gtp.make_mesh(gtp=8), batch=8, seq=8, recipe=gtp.NVFP4()
         )
         return step.compile().memory_analysis().temp_size_in_bytes
 

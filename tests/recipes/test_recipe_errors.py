@@ -13,7 +13,9 @@ from gtp_jax.cli import main
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.nn import abstract_model, quantize_weights
 
-CONFIG = LlamaConfig(vocab_size=640, dim=128, layers=3, heads=4, kv_heads=2, head_dim=64, ffn=384)
+CONFIG = LlamaConfig(
+    vocab_size=640, hidden_size=128, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=384
+)
 
 
 class Matmuls(nnx.Module):

@@ -11,7 +11,15 @@ from ..chain.programs import lowered_step
 from ..plan.programs import needs_target
 
 LAYERS = 3
-SIZES = dict(vocab_size=32768, dim=4096, layers=LAYERS, heads=32, kv_heads=8, head_dim=128, ffn=14336)
+SIZES = dict(
+    vocab_size=32768,
+    hidden_size=4096,
+    num_layers=LAYERS,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate_size=14336,
+)
 
 
 @needs_target

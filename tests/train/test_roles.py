@@ -12,7 +12,16 @@ from jax.sharding import AxisType, Mesh
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 
-CONFIG = LlamaConfig(vocab_size=97, dim=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=96, dtype="float64")
+CONFIG = LlamaConfig(
+    vocab_size=97,
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=96,
+    dtype="float64",
+)
 
 
 def mesh_of(**degrees: int) -> Mesh:

@@ -11,7 +11,16 @@ import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.nn._init import _birth
 
-CONFIG = LlamaConfig(vocab_size=96, dim=32, layers=2, heads=2, kv_heads=2, head_dim=16, ffn=48, dtype="float32")
+CONFIG = LlamaConfig(
+    vocab_size=96,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=48,
+    dtype="float32",
+)
 
 
 def make_state(config=CONFIG, optimizer=None):
@@ -96,7 +105,9 @@ def test_a_state_made_for_another_mesh_is_refused(key):
 
 @pytest.mark.parametrize("degrees", [dict(gtp=8), dict(gtp=4, tp=2)], ids=str)
 def test_no_device_holds_a_whole_model_at_birth(degrees):
-    config = LlamaConfig(vocab_size=8192, dim=256, layers=8, heads=4, kv_heads=4, head_dim=64, ffn=768)
+    config = LlamaConfig(
+        vocab_size=8192, hidden_size=256, num_layers=8, num_heads=4, num_kv_heads=4, head_dim=64, intermediate_size=768
+    )
     with jax.set_mesh(gtp.make_mesh(**degrees)):
         _, make, keys = _birth(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(0))
         memory = make.lower(keys).compile().memory_analysis()

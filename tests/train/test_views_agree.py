@@ -12,7 +12,16 @@ from gtp_jax import plan
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.models.llama import LlamaBlock
 
-CONFIG = LlamaConfig(vocab_size=128, dim=64, layers=4, heads=4, kv_heads=2, head_dim=16, ffn=96, dtype="float64")
+CONFIG = LlamaConfig(
+    vocab_size=128,
+    hidden_size=64,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=96,
+    dtype="float64",
+)
 RECIPES = {
     "none": None,
     "NVFP4, ends in high precision": gtp.NVFP4(high_precision_first=1, high_precision_last=1),
@@ -36,7 +45,7 @@ class UserBlock(nnx.Module):
 def llama(block, rngs):
     model = Llama(CONFIG, rngs=rngs)
     make = lambda rngs: block(CONFIG, rngs=rngs)  # noqa: E731
-    model.blocks = gtp.Stack(make, CONFIG.layers, schedule=CONFIG.schedule, rngs=nnx.Rngs(1))
+    model.blocks = gtp.Stack(make, CONFIG.num_layers, schedule=CONFIG.schedule, rngs=nnx.Rngs(1))
     return model
 
 

@@ -23,8 +23,16 @@ from gtp_jax.nn import abstract_model
 from ..parity.plain_llama import Oracle
 
 # 96 features and 1000 tokens were filled up with padding once, which the optimizer's arrays had to be rid of.
-SIZES = {"vocab_size": 1000, "dim": 96, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 24, "ffn": 192}
-CONFIG = LlamaConfig(**SIZES, dtype="float64", tied=True)
+SIZES = {
+    "vocab_size": 1000,
+    "hidden_size": 96,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 24,
+    "intermediate_size": 192,
+}
+CONFIG = LlamaConfig(**SIZES, dtype="float64", tie_embeddings=True)
 REPLICAS = gtp.Roles(optimizer=())
 STEPS, MICROBATCHES = 3, 4
 
@@ -92,7 +100,7 @@ RUNS = {
     "plane, each, in global view": (PLANE, None, "each"),
     "cube, each, in global view": (CUBE, None, "each"),
 }
-USUAL = ("cube, last", "cube, each, in global view")
+USUAL = ("cube, last",)  # tests/parity has the other, with a model that is not tied
 
 
 @pytest.mark.parametrize("name", [n if n in USUAL else pytest.param(n, marks=pytest.mark.slow) for n in RUNS])
@@ -123,7 +131,16 @@ RECIPES = {
 def test_what_travels_is_that_of_replicas_bit_for_bit(name):
     """Codes of stored parts, joined, are those of whole shards, and what is in no format is rounded alike."""
     options, dim = RECIPES[name]
-    config = LlamaConfig(vocab_size=512, dim=dim, layers=3, heads=4, kv_heads=2, head_dim=32, ffn=128, dtype="bfloat16")
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=dim,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        intermediate_size=128,
+        dtype="bfloat16",
+    )
     tokens = np.random.default_rng(0).integers(0, 512, (16, 33)).astype(np.int32)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     found = []
@@ -267,7 +284,7 @@ def test_a_model_outside_a_train_step_gathers_for_itself(x64):
             model = gtp.init(make, nnx.Rngs(0))
             value, gradients = nnx.jit(nnx.value_and_grad(lambda m, x: jnp.sum(jnp.sin(m(x)))))(model, x)
             found.append(host((value, nnx.to_pure_dict(gradients))))
-    assert model.layers.kernel.get_value().addressable_shards[0].data.size == 3 * 48 * 48 // 4  # over dp and gtp
+    assert model.num_layers.kernel.get_value().addressable_shards[0].data.size == 3 * 48 * 48 // 4  # over dp and gtp
     assert_close(found[1], found[0], 1e-12, "")
 
 

@@ -44,7 +44,8 @@ def start(flags: list[str], *, output: Path | None = None, gpus: str | None = No
         **os.environ,
         **({"JAX_PLATFORMS": "cpu"} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}),
         "PYTHONPATH": str(root),
-        "JAX_COMPILATION_CACHE_DIR": _COMPILED.name,  # one program for all tests of a module
+        # one program for all tests: of the session on CPUs, of a module on GPUs
+        "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", _COMPILED.name),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     }
     where: Any = subprocess.PIPE if output is None else output.open("w")

@@ -14,7 +14,9 @@ from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.models import LlamaConfig
 from gtp_jax.trainer._start import check_start
 
-MODEL = LlamaConfig(vocab_size=97, dim=16, layers=1, heads=2, kv_heads=2, head_dim=8, ffn=16)
+MODEL = LlamaConfig(
+    vocab_size=97, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8, intermediate_size=16
+)
 OLD = {
     "vocab": 97, "dim": 16, "layers": 1, "heads": 2, "kv_heads": 2, "head_dim": 8, "ffn": 16,
     "tied": False, "rope_theta": 10_000.0, "eps": 1e-5,

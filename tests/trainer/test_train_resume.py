@@ -14,7 +14,7 @@ from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.models import Llama
 from gtp_jax.nn import abstract_model
 from gtp_jax.trainer import TrainConfig
-from gtp_jax.trainer._job import adamw
+from gtp_jax.trainer._optimizer import adamw
 
 from .runs import finish, logged, read_records, small, start, train, wait_until, write_text
 

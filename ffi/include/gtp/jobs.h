@@ -43,7 +43,7 @@ struct QuantizeOptions {
 enum class Layout : int {
   kRows,            // codes R x C, values R x C
   kColumns,         // codes and values C x R, blocks still along C: a column copy that is not transposed
-  kColumnsTurned,   // codes R x C, values C x R: a transposed column copy
+  kColumnsTransposed,  // codes R x C, values C x R: a transposed column copy
 };
 
 // Dequantizes `count` copies of R x C. Of all their rows together only the first `rows_kept` are written, which with

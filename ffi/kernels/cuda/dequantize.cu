@@ -1,6 +1,6 @@
 // Dequantization: load codes and their blocks' factors, multiply, round.
 #include "dequantize_flat.cuh"
-#include "dequantize_turned.cuh"
+#include "dequantize_transposed.cuh"
 #include "gtp/cuda.h"
 #include "launch.cuh"
 
@@ -11,19 +11,19 @@ using namespace dequantization;
 
 constexpr int kJobs = capacity_for<DequantizeJob>(kFewBytes);
 
-template <class T, Kind kind, bool kTurned>
-constexpr int kThreadsOf = kTurned ? TurnedPanel<T, kind>::kThreads : kThreads;
+template <class T, Kind kind, bool kTransposed>
+constexpr int kThreadsOf = kTransposed ? TransposedPanel<T, kind>::kThreads : kThreads;
 
-// `kTurned`: all jobs' values are transposed; otherwise those of none.
-template <class T, Kind kind, bool kTurned>
-__global__ void __launch_bounds__(kThreadsOf<T, kind, kTurned>)
+// `kTransposed`: all jobs' values are transposed; otherwise those of none.
+template <class T, Kind kind, bool kTransposed>
+__global__ void __launch_bounds__(kThreadsOf<T, kind, kTransposed>)
     dequantize_kernel(const __grid_constant__ Table<DequantizeJob, kJobs> table, const Parameters p) {
   extern __shared__ __align__(16) char shared[];
   const int index = table.find(blockIdx.x);
   const DequantizeJob& job = table.jobs[index];
   const uint32_t tile = blockIdx.x - table.first_tile[index];
-  if constexpr (kTurned) {
-    using Panel = TurnedPanel<T, kind>;
+  if constexpr (kTransposed) {
+    using Panel = TransposedPanel<T, kind>;
     Panel(job, tile).write(p, shared);
   } else if constexpr (kind == Kind::kExponents) {
     if (job.layout == Layout::kColumns) {
@@ -38,8 +38,8 @@ __global__ void __launch_bounds__(kThreadsOf<T, kind, kTurned>)
 
 template <class T, Kind kind>
 int64_t tiles_of(const DequantizeJob& job) {
-  if (job.layout == Layout::kColumnsTurned) {
-    using Panel = TurnedPanel<T, kind>;
+  if (job.layout == Layout::kColumnsTransposed) {
+    using Panel = TransposedPanel<T, kind>;
     return job.count * ceil_div(job.rows, Panel::kRows) * ceil_div(job.cols, Panel::kCols);
   }
   const bool columns = job.layout == Layout::kColumns;
@@ -47,18 +47,18 @@ int64_t tiles_of(const DequantizeJob& job) {
   return job.count * ceil_div(rows, kFlatRows) * ceil_div(cols, 32 * kWidth<T>);
 }
 
-template <class T, Kind kind, bool kTurned>
+template <class T, Kind kind, bool kTransposed>
 const char* launch(const std::vector<DequantizeJob>& jobs, const Parameters& p, cudaStream_t stream) {
   std::vector<DequantizeJob> chosen;
   for (const DequantizeJob& job : jobs) {
-    if (job.dtype == T::kDType && (job.layout == Layout::kColumnsTurned) == kTurned) chosen.push_back(job);
+    if (job.dtype == T::kDType && (job.layout == Layout::kColumnsTransposed) == kTransposed) chosen.push_back(job);
   }
   if (chosen.empty()) return nullptr;
-  constexpr int kShared = kTurned ? TurnedPanel<T, kind>::kSharedBytes : 0;
-  if (const char* error = allow_shared(&dequantize_kernel<T, kind, kTurned>, kShared)) return error;
+  constexpr int kShared = kTransposed ? TransposedPanel<T, kind>::kSharedBytes : 0;
+  if (const char* error = allow_shared(&dequantize_kernel<T, kind, kTransposed>, kShared)) return error;
   Table<DequantizeJob, kJobs> table;
   return launch_all(chosen, &tiles_of<T, kind>, table, [&](const Table<DequantizeJob, kJobs>& full, unsigned blocks) {
-    dequantize_kernel<T, kind, kTurned><<<blocks, kThreadsOf<T, kind, kTurned>, kShared, stream>>>(full, p);
+    dequantize_kernel<T, kind, kTransposed><<<blocks, kThreadsOf<T, kind, kTransposed>, kShared, stream>>>(full, p);
   });
 }
 

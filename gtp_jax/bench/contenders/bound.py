@@ -30,7 +30,7 @@ def attention(work: Workload) -> Callable[[], float]:
     rows = work.sequences // work.microbatches // work.gtp
     q, k, v = (
         jax.random.normal(jax.random.key(i), (rows, work.seq, heads // work.tp, work.head_dim), jnp.bfloat16)
-        for i, heads in enumerate((work.heads, work.kv_heads, work.kv_heads))
+        for i, heads in enumerate((work.num_heads, work.num_kv_heads, work.num_kv_heads))
     )
     how = "cudnn" if jax.default_backend() == "gpu" else "xla"
 
@@ -61,15 +61,18 @@ def main() -> None:
     work = workload(args)
     side = args.side or (8192 if jax.default_backend() == "gpu" else 512)
     rate, one_layer = ceiling(side, PRECISION[args.precision]), attention(work)
-    attention_parameters = work.dim * work.head_dim * (2 * work.heads + 2 * work.kv_heads)
-    parameters = work.layers * (attention_parameters + 3 * work.dim * work.ffn) + work.vocab_size * work.dim
+    attention_parameters = work.hidden_size * work.head_dim * (2 * work.num_heads + 2 * work.num_kv_heads)
+    parameters = (
+        work.num_layers * (attention_parameters + 3 * work.hidden_size * work.intermediate_size)
+        + work.vocab_size * work.hidden_size
+    )
     operations = PER_PARAMETER * parameters * work.tokens / work.devices
     rounds = [(rate(), one_layer()) for _ in range(work.steps)]
-    times = [operations / flops + work.layers * work.microbatches * seconds for flops, seconds in rounds]
+    times = [operations / flops + work.num_layers * work.microbatches * seconds for flops, seconds in rounds]
     report(
         times,
         matmul_flops=max(flops for flops, _ in rounds),
-        attention_s=min(work.layers * work.microbatches * seconds for _, seconds in rounds),
+        attention_s=min(work.num_layers * work.microbatches * seconds for _, seconds in rounds),
         versions={"jax": jax.__version__},
     )
 

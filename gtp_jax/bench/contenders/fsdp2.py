@@ -45,14 +45,14 @@ class Attention(nn.Module):
     def __init__(self, work: Workload) -> None:
         super().__init__()
         self.work = work
-        self.qkv = nn.Linear(work.dim, (work.heads + 2 * work.kv_heads) * work.head_dim, bias=False)
-        self.out = nn.Linear(work.heads * work.head_dim, work.dim, bias=False)
+        self.qkv = nn.Linear(work.hidden_size, (work.num_heads + 2 * work.num_kv_heads) * work.head_dim, bias=False)
+        self.out = nn.Linear(work.num_heads * work.head_dim, work.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         work = self.work
         fused = self.qkv(x)
         # over tp each rank's part of the fused kernel is taken for its own heads: the same model, its columns permuted
-        heads, kv_heads = work.heads // work.tp * work.head_dim, work.kv_heads // work.tp * work.head_dim
+        heads, kv_heads = work.num_heads // work.tp * work.head_dim, work.num_kv_heads // work.tp * work.head_dim
         q, k, v = (t.reshape(*t.shape[:2], -1, work.head_dim) for t in fused.split([heads, kv_heads, kv_heads], dim=-1))
         q, k = rope(q, work.rope_theta), rope(k, work.rope_theta)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -63,8 +63,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, work: Workload) -> None:
         super().__init__()
-        self.up = nn.Linear(work.dim, 2 * work.ffn, bias=False)
-        self.down = nn.Linear(work.ffn, work.dim, bias=False)
+        self.up = nn.Linear(work.hidden_size, 2 * work.intermediate_size, bias=False)
+        self.down = nn.Linear(work.intermediate_size, work.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.up(x).chunk(2, -1)
@@ -74,7 +74,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, work: Workload) -> None:
         super().__init__()
-        self.norm1, self.norm2 = (nn.RMSNorm(work.dim, eps=work.eps) for _ in range(2))
+        self.norm1, self.norm2 = (nn.RMSNorm(work.hidden_size, eps=work.epsilon) for _ in range(2))
         self.attention, self.mlp = Attention(work), MLP(work)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -85,10 +85,10 @@ class Block(nn.Module):
 class Llama(nn.Module):
     def __init__(self, work: Workload) -> None:
         super().__init__()
-        self.embed = nn.Embedding(work.vocab_size, work.dim)
-        self.blocks = nn.ModuleList(Block(work) for _ in range(work.layers))
-        self.norm = nn.RMSNorm(work.dim, eps=work.eps)
-        self.head = nn.Linear(work.dim, work.vocab_size, bias=False)
+        self.embed = nn.Embedding(work.vocab_size, work.hidden_size)
+        self.blocks = nn.ModuleList(Block(work) for _ in range(work.num_layers))
+        self.norm = nn.RMSNorm(work.hidden_size, eps=work.epsilon)
+        self.head = nn.Linear(work.hidden_size, work.vocab_size, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)

@@ -42,19 +42,19 @@ BATCH = P(None, "gtp", None)  # microbatch, sequence, token
 def shapes(work: Workload) -> Tree:
     """Returns the shapes of the parameters, layers stacked."""
     layer = {
-        "qkv": (work.dim, work.kv_heads, (work.heads // work.kv_heads + 2) * work.head_dim),
-        "out": (work.heads * work.head_dim, work.dim),
-        "up": (work.dim, 2, work.ffn),
-        "down": (work.ffn, work.dim),
-        "norm1": (work.dim,),
-        "norm2": (work.dim,),
+        "qkv": (work.hidden_size, work.num_kv_heads, (work.num_heads // work.num_kv_heads + 2) * work.head_dim),
+        "out": (work.num_heads * work.head_dim, work.hidden_size),
+        "up": (work.hidden_size, 2, work.intermediate_size),
+        "down": (work.intermediate_size, work.hidden_size),
+        "norm1": (work.hidden_size,),
+        "norm2": (work.hidden_size,),
     }
-    stacked = {name: (work.layers, *shape) for name, shape in layer.items()}
+    stacked = {name: (work.num_layers, *shape) for name, shape in layer.items()}
     return {
         "layers": stacked,
-        "embed": (work.vocab_size, work.dim),
-        "norm": (work.dim,),
-        "head": (work.dim, work.vocab_size),
+        "embed": (work.vocab_size, work.hidden_size),
+        "norm": (work.hidden_size,),
+        "head": (work.hidden_size, work.vocab_size),
     }
 
 
@@ -77,7 +77,7 @@ def init(work: Workload, key: jax.Array) -> Tree:
         name = path[-1].key
         if "norm" in name:
             return jnp.ones(like.shape, like.dtype)
-        fan_in = like.shape[1] if name in LAYER else work.dim
+        fan_in = like.shape[1] if name in LAYER else work.hidden_size
         own = jax.random.fold_in(key, sum(name.encode()))
         return jax.random.normal(own, like.shape, like.dtype) * fan_in**-0.5
 
@@ -126,10 +126,10 @@ def loss(
     if unroll:
         x, _ = lax.scan(layer, x, cast, unroll=unroll)
     else:
-        for i in range(work.layers):
+        for i in range(work.num_layers):
             x, _ = layer(x, {name: w[i] for name, w in cast.items()})
     head: Any = _gathered(HEAD, params["head"].astype(dtype))
-    logits = _norm(x, params["norm"], work.eps) @ head
+    logits = _norm(x, params["norm"], work.epsilon) @ head
     logits = _constrained(logits, INSIDE).astype(jnp.promote_types(dtype, jnp.float32))
     # not an index, for the vocabulary may be sharded
     is_target = lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
@@ -139,16 +139,16 @@ def loss(
 def _layer(work: Workload, attention: Literal["cudnn", "xla"], x: jax.Array, weights: Tree) -> jax.Array:
     w = {name: checkpoint_name(_gathered(sharded, weights[name]), WEIGHT) for name, sharded in LAYER.items()}
     batch, seq, _ = x.shape
-    group = work.heads // work.kv_heads
-    h = _norm(x, weights["norm1"], work.eps)
+    group = work.num_heads // work.num_kv_heads
+    h = _norm(x, weights["norm1"], work.epsilon)
     fused = jnp.einsum("bsd,dke->bske", h, w["qkv"])
     q, k, v = jnp.split(fused, [group * work.head_dim, (group + 1) * work.head_dim], axis=-1)
-    q = jnp.reshape(q, (batch, seq, work.heads, work.head_dim))
+    q = jnp.reshape(q, (batch, seq, work.num_heads, work.head_dim))
     q, k = _rope(q, work.rope_theta), _rope(k, work.rope_theta)
     q, k, v = (_constrained(part, HEADS) for part in (q, k, v))  # attention takes no sharded sequence
     mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention)
     x = x + _constrained(jnp.reshape(mixed, (batch, seq, -1)) @ w["out"], BETWEEN)
-    hidden = jnp.einsum("bsd,dcf->bscf", _norm(x, weights["norm2"], work.eps), w["up"])
+    hidden = jnp.einsum("bsd,dcf->bscf", _norm(x, weights["norm2"], work.epsilon), w["up"])
     hidden = jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1]
     return x + hidden @ w["down"]
 
@@ -236,7 +236,7 @@ def make_step(
 
 def combined(work: Workload) -> dict[str, Any]:
     """Returns XLA options that join collectives until they are as large as a layer."""
-    numbers = sum(math.prod(shape) for shape in shapes(work)["layers"].values()) // work.layers // work.tp
+    numbers = sum(math.prod(shape) for shape in shapes(work)["layers"].values()) // work.num_layers // work.tp
     names = ("all_gather", "reduce_scatter")
     return {f"xla_gpu_{name}_combine_threshold_bytes": numbers * jnp.dtype(jnp.bfloat16).itemsize for name in names}
 

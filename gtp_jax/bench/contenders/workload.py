@@ -28,7 +28,8 @@ class Workload:
     """One training step of a Llama: float32 masters and moments, bfloat16 compute and gradient reduction, AdamW.
 
     Attributes:
-        vocab_size, dim, layers, heads, kv_heads, head_dim, ffn, rope_theta, eps: the model, as in `LlamaConfig`.
+        vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim, intermediate_size, rope_theta, epsilon:
+            the model, as in `LlamaConfig`.
         seq: tokens of a sequence.
         sequences: of a step, over all devices.
         microbatches: parts that a step's sequences are divided into, one after the other.
@@ -39,14 +40,14 @@ class Workload:
     """
 
     vocab_size: int = 32768
-    dim: int = 4096
-    layers: int = 16
-    heads: int = 32
-    kv_heads: int = 8
+    hidden_size: int = 4096
+    num_layers: int = 16
+    num_heads: int = 32
+    num_kv_heads: int = 8
     head_dim: int = 128
-    ffn: int = 14336
+    intermediate_size: int = 14336
     rope_theta: float = 10_000.0
-    eps: float = 1e-5
+    epsilon: float = 1e-5
     seq: int = 8192
     sequences: int = 1
     microbatches: int = 1
@@ -82,7 +83,17 @@ class Workload:
         return [f"--{name.replace('_', '-')}={value}" for name, value in dataclasses.asdict(self).items()]
 
 
-_OF_MODEL = ("vocab_size", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "rope_theta", "eps")
+_OF_MODEL = (
+    "vocab_size",
+    "hidden_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "rope_theta",
+    "epsilon",
+)
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

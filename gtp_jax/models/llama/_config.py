@@ -9,7 +9,18 @@ from ...chain import Remat, Schedule
 from ...nn import ExpertParallel, GradReduce, check_heads, check_moe, reduction_of
 from ...ops import RopeScaling, check_rotary
 
-_ARCHITECTURE = ("vocab_size", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "tied", "rope_theta", "eps")
+_ARCHITECTURE = (
+    "vocab_size",
+    "hidden_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "tie_embeddings",
+    "rope_theta",
+    "epsilon",
+)
 _OF_EXPERTS = ("num_experts", "top_k")
 
 
@@ -19,21 +30,21 @@ class LlamaConfig:
 
     Attributes:
         vocab_size: number of tokens.
-        dim: width of the residual stream.
-        layers: number of blocks.
-        heads: query heads.
-        kv_heads: key-value heads.
+        hidden_size: width of the residual stream.
+        num_layers: number of blocks.
+        num_heads: query heads.
+        num_kv_heads: key-value heads.
         head_dim: width of a head.
-        ffn: hidden width of the MLP, or of each expert.
+        intermediate_size: hidden width of the MLP, or of each expert.
         num_experts: how many stand in place of each MLP; 0 for an MLP.
         top_k: experts a token.
         aux_loss_coeff: weight of the term that keeps experts evenly loaded; see `MoE`.
         expert_parallel: what tp does to experts; see `MoE`.
         expert_axes: mesh axes over which experts are gathered, those of dense layers by default; see `GroupedDense`.
-        tied: whether the head uses the embedding's table.
+        tie_embeddings: whether the head uses the embedding's table.
         rope_theta: base of the rotary wavelengths.
         rope_scaling: of the rotary frequencies, as Llama 3.1 has it; a `RopeScaling`, or a dict of its fields.
-        eps: of the norms.
+        epsilon: of the norms.
         dtype: compute dtype, by name.
         grad_reduce: how weight gradients are summed over gtp: `"float32"`, `"bf16-wire"` or `"bf16"`; see
             `gtp_jax.nn.reduction_of`.
@@ -43,21 +54,21 @@ class LlamaConfig:
     """
 
     vocab_size: int
-    dim: int
-    layers: int
-    heads: int
-    kv_heads: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
-    ffn: int
+    intermediate_size: int
     num_experts: int = 0
     top_k: int = 2
     aux_loss_coeff: float = 0.01
     expert_parallel: ExpertParallel = "features"
     expert_axes: tuple[str, ...] | None = None
-    tied: bool = False
+    tie_embeddings: bool = False
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
-    eps: float = 1e-5
+    epsilon: float = 1e-5
     dtype: str = "bfloat16"
     grad_reduce: GradReduce = "float32"
     sequence_parallel: bool = True
@@ -69,11 +80,19 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         if isinstance(self.rope_scaling, dict):  # as checkpoints have it
             object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
-        for field in ("vocab_size", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn"):
+        for field in (
+            "vocab_size",
+            "hidden_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "intermediate_size",
+        ):
             if getattr(self, field) < 1:
                 raise ValueError(f"`{field}` is {getattr(self, field)}; it must be a whole number of at least 1.")
         check_rotary(self.head_dim, None, self.rope_scaling)
-        check_heads(self.heads, self.kv_heads, 1)
+        check_heads(self.num_heads, self.num_kv_heads, 1)
         if self.num_experts < 0:
             raise ValueError(f"`num_experts` is {self.num_experts}; it must be a whole number, 0 for an MLP.")
         if self.num_experts:
@@ -92,7 +111,7 @@ class LlamaConfig:
         Raises:
             ValueError: if tp does not divide the heads or the sequence.
         """
-        check_heads(self.heads, self.kv_heads, tp)
+        check_heads(self.num_heads, self.num_kv_heads, tp)
         if self.sequence_parallel and seq % tp:
             raise ValueError(f"`seq` is {seq}, which tp {tp} does not divide; the sequence is sharded over tp.")
 
@@ -104,14 +123,18 @@ class LlamaConfig:
 
     def matmul_params(self) -> int:
         """Parameters that a token is multiplied with: not the norms', an untied embedding's, or other experts'."""
-        attention = self.dim * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        mlp = 3 * self.dim * self.ffn
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        mlp = 3 * self.hidden_size * self.intermediate_size
         if self.num_experts:
-            mlp = self.top_k * mlp + self.dim * self.num_experts  # and the router's
-        return self.layers * (attention + mlp) + self.vocab_size * self.dim
+            mlp = self.top_k * mlp + self.hidden_size * self.num_experts  # and the router's
+        return self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size
 
     def param_count(self) -> int:
         """Returns all parameters."""
-        embedding = 0 if self.tied else self.vocab_size * self.dim
-        idle = self.layers * (self.num_experts - self.top_k) * 3 * self.dim * self.ffn if self.num_experts else 0
-        return self.matmul_params() + idle + embedding + (2 * self.layers + 1) * self.dim
+        embedding = 0 if self.tie_embeddings else self.vocab_size * self.hidden_size
+        idle = (
+            self.num_layers * (self.num_experts - self.top_k) * 3 * self.hidden_size * self.intermediate_size
+            if self.num_experts
+            else 0
+        )
+        return self.matmul_params() + idle + embedding + (2 * self.num_layers + 1) * self.hidden_size

@@ -13,18 +13,18 @@ ARCHITECTURE, MODEL_TYPE = "LlamaForCausalLM", "llama"
 # Theirs, ours.
 _FIELDS = (
     ("vocab_size", "vocab_size"),
-    ("hidden_size", "dim"),
-    ("num_hidden_layers", "layers"),
-    ("num_attention_heads", "heads"),
-    ("num_key_value_heads", "kv_heads"),
+    ("hidden_size", "hidden_size"),
+    ("num_hidden_layers", "num_layers"),
+    ("num_attention_heads", "num_heads"),
+    ("num_key_value_heads", "num_kv_heads"),
     ("head_dim", "head_dim"),
-    ("intermediate_size", "ffn"),
-    ("rms_norm_eps", "eps"),
+    ("intermediate_size", "intermediate_size"),
+    ("rms_norm_eps", "epsilon"),
     ("rope_theta", "rope_theta"),
-    ("tie_word_embeddings", "tied"),
+    ("tie_word_embeddings", "tie_embeddings"),
 )
 # Their types in JSON; sizes are whole numbers.
-_TYPES: dict[str, tuple[type, ...]] = {"eps": (int, float), "rope_theta": (int, float), "tied": (bool,)}
+_TYPES: dict[str, tuple[type, ...]] = {"epsilon": (int, float), "rope_theta": (int, float), "tie_embeddings": (bool,)}
 # The defaults of LlamaConfig in transformers; no other field may be missing.
 _DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
 # Fields with the one value that our Llama computes, and what it cannot do otherwise.

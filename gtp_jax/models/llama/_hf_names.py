@@ -9,21 +9,21 @@ from .._tensor import Tensor
 from ._config import LlamaConfig
 
 # Theirs, ours, shape of theirs. A norm and the layers it feeds are one module here.
-_BEFORE = (("model.embed_tokens.weight", "embed/table", ("vocab_size", "dim")),)
+_BEFORE = (("model.embed_tokens.weight", "embed/table", ("vocab_size", "hidden_size")),)
 _LAYER = (
-    ("input_layernorm.weight", "attention/qkv/scale", ("dim",)),
-    ("self_attn.q_proj.weight", "attention/qkv/kernel/query", ("query", "dim")),
-    ("self_attn.k_proj.weight", "attention/qkv/kernel/key", ("key", "dim")),
-    ("self_attn.v_proj.weight", "attention/qkv/kernel/value", ("key", "dim")),
-    ("self_attn.o_proj.weight", "attention/out/kernel", ("dim", "query")),
-    ("post_attention_layernorm.weight", "mlp/up/scale", ("dim",)),
-    ("mlp.gate_proj.weight", "mlp/up/kernel/gate", ("ffn", "dim")),
-    ("mlp.up_proj.weight", "mlp/up/kernel/up", ("ffn", "dim")),
-    ("mlp.down_proj.weight", "mlp/down/kernel", ("dim", "ffn")),
+    ("input_layernorm.weight", "attention/qkv/scale", ("hidden_size",)),
+    ("self_attn.q_proj.weight", "attention/qkv/kernel/query", ("query", "hidden_size")),
+    ("self_attn.k_proj.weight", "attention/qkv/kernel/key", ("key", "hidden_size")),
+    ("self_attn.v_proj.weight", "attention/qkv/kernel/value", ("key", "hidden_size")),
+    ("self_attn.o_proj.weight", "attention/out/kernel", ("hidden_size", "query")),
+    ("post_attention_layernorm.weight", "mlp/up/scale", ("hidden_size",)),
+    ("mlp.gate_proj.weight", "mlp/up/kernel/gate", ("intermediate_size", "hidden_size")),
+    ("mlp.up_proj.weight", "mlp/up/kernel/up", ("intermediate_size", "hidden_size")),
+    ("mlp.down_proj.weight", "mlp/down/kernel", ("hidden_size", "intermediate_size")),
 )
-_AFTER = (("model.norm.weight", "head/scale", ("dim",)),)
+_AFTER = (("model.norm.weight", "head/scale", ("hidden_size",)),)
 # A tied head has no weight of its own.
-_HEAD = (("lm_head.weight", "head/kernel", ("vocab_size", "dim")),)
+_HEAD = (("lm_head.weight", "head/kernel", ("vocab_size", "hidden_size")),)
 
 
 def tensors(config: LlamaConfig) -> list[Tensor]:
@@ -39,10 +39,10 @@ def tensors(config: LlamaConfig) -> list[Tensor]:
         )
     sizes = {
         "vocab_size": config.vocab_size,
-        "dim": config.dim,
-        "ffn": config.ffn,
-        "query": config.heads * config.head_dim,
-        "key": config.kv_heads * config.head_dim,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "query": config.num_heads * config.head_dim,
+        "key": config.num_kv_heads * config.head_dim,
     }
 
     def tensor(row: tuple[str, str, tuple[str, ...]], layer: int | None = None) -> Tensor:
@@ -52,6 +52,6 @@ def tensors(config: LlamaConfig) -> list[Tensor]:
         return Tensor(theirs, tuple(sizes[dim] for dim in dims), ours, layer, linear="kernel" in ours.split("/"))
 
     before = [tensor(row) for row in _BEFORE]
-    layers = [tensor(row, layer) for layer in range(config.layers) for row in _LAYER]
-    after = [tensor(row) for row in (*_AFTER, *(() if config.tied else _HEAD))]
+    layers = [tensor(row, layer) for layer in range(config.num_layers) for row in _LAYER]
+    after = [tensor(row) for row in (*_AFTER, *(() if config.tie_embeddings else _HEAD))]
     return [*before, *layers, *after]

@@ -36,31 +36,31 @@ class LlamaBlock(Layer):
         self.sequence_parallel = config.sequence_parallel
         shared = _shared(config)
         self.attention = Attention(
-            config.dim,
-            heads=config.heads,
-            kv_heads=config.kv_heads,
+            config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             rope_theta=config.rope_theta,
             rope_scaling=config.rope_scaling,
-            eps=config.eps,
+            epsilon=config.epsilon,
             rngs=rngs,
             **shared,
         )
         if config.num_experts:
             self.mlp = MoE(
-                config.dim,
-                config.ffn,
+                config.hidden_size,
+                config.intermediate_size,
                 num_experts=config.num_experts,
                 top_k=config.top_k,
                 parallel=config.expert_parallel,
                 aux_loss_coeff=config.aux_loss_coeff,
                 axes=config.expert_axes,
-                eps=config.eps,
+                epsilon=config.epsilon,
                 rngs=rngs,
                 **shared,
             )
         else:
-            self.mlp = MLP(config.dim, config.ffn, eps=config.eps, rngs=rngs, **shared)
+            self.mlp = MLP(config.hidden_size, config.intermediate_size, epsilon=config.epsilon, rngs=rngs, **shared)
 
     def local(
         self, x: jax.Array, *, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
@@ -74,19 +74,19 @@ class Llama(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
         shared = _shared(config)
-        self.embed = Embed(config.vocab_size, config.dim, rngs=rngs, **shared)
+        self.embed = Embed(config.vocab_size, config.hidden_size, rngs=rngs, **shared)
         self.blocks = Stack(
             lambda rngs: LlamaBlock(config, rngs=rngs),
-            config.layers,
+            config.num_layers,
             schedule=config.schedule,
             remat=config.remat,
             sequence_parallel=config.sequence_parallel,
             rngs=rngs,
         )
         self.head = (
-            TiedHead(self.embed, eps=config.eps, param_dtype=shared["param_dtype"], rngs=rngs)
-            if config.tied
-            else LayerNormDense(config.dim, config.vocab_size, eps=config.eps, rngs=rngs, **shared)
+            TiedHead(self.embed, epsilon=config.epsilon, param_dtype=shared["param_dtype"], rngs=rngs)
+            if config.tie_embeddings
+            else LayerNormDense(config.hidden_size, config.vocab_size, epsilon=config.epsilon, rngs=rngs, **shared)
         )
 
     def __call__(

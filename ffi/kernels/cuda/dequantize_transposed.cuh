@@ -10,7 +10,7 @@ namespace gtp::cuda::dequantization {
 // time. Blocks follow each other down the codes, which is along the values: so what is stored at about the same time
 // lies together in memory. With blocks along the codes it took 10% longer (16-bit values; H200).
 template <class T, Kind kind>
-class TurnedPanel {
+class TransposedPanel {
  public:
   static constexpr int kThreads = 256;
   static constexpr int kRows = 128;
@@ -19,7 +19,7 @@ class TurnedPanel {
   static constexpr int kPartBytes = 8 * 8 * kRows * T::kBytes;  // of the values of eight codes of all threads' rows
   static constexpr int kSharedBytes = 2 * kPartBytes;
 
-  __device__ __forceinline__ TurnedPanel(const DequantizeJob& job, uint32_t panel) {
+  __device__ __forceinline__ TransposedPanel(const DequantizeJob& job, uint32_t panel) {
     const Place at(job, panel, job.rows, job.cols, kRows, kCols, true);
     const int lane = threadIdx.x % 32;
     row_ = threadIdx.x / 32 * 16 + lane / 8 * 4;

@@ -1,6 +1,6 @@
 """A mixture of experts, trained: all experts of a layer in one gather and one scatter, as four-bit codes.
 
-    python examples/04_mixture_of_experts.py      # any machine, a minute; 8 virtual CPU devices where there is no GPU
+    python examples/03_mixture_of_experts.py      # any machine, a minute; 8 virtual CPU devices where there is no GPU
 
 Prints what travels of each weight, and the falling loss as it learns to count in steps of five. Such a model on text:
 gtp-jax train --preset tiny-moe
@@ -20,12 +20,12 @@ if not jax.config.jax_platforms:
 STEPS = 50
 CONFIG = LlamaConfig(
     vocab_size=128,
-    dim=128,
-    layers=2,
-    heads=4,
-    kv_heads=2,
+    hidden_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
     head_dim=64,
-    ffn=128,
+    intermediate_size=128,
     num_experts=8,
     top_k=2,
     dtype="float32",
