@@ -12,16 +12,20 @@ from ._goodput import Goodput
 
 
 @dataclasses.dataclass(frozen=True)
-class _Lost:
-    """A failure from which the run has not recovered yet.
+class _Pause:
+    """A time without training that has not ended yet.
 
     Attributes:
-        failure: the first of those since the last step.
-        verdict: when it was known with which devices to go on, on the monotonic clock.
+        cause: `failure`, or `rejoin`.
+        step: updates that had been made.
+        since: when training stopped: the last sign of life of the process that failed first.
+        verdict: when it was known with which devices to go on.
         count: how many failures there have been since.
     """
 
-    failure: Failure
+    cause: str
+    step: int
+    since: float
     verdict: float
     count: int
 
@@ -36,7 +40,7 @@ class Account:
     def __init__(self, events: EventLog) -> None:
         self._events = events
         self._goodput = Goodput()
-        self._lost: _Lost | None = None
+        self._pause: _Pause | None = None
         self._failures = self._steps_lost = 0
         self._committed = False
         self._followed: Fleet | None = None
@@ -47,19 +51,19 @@ class Account:
             return
         self._followed = fleet
         self._events.write("training", step=fleet.step)
-        if self._lost is None:
+        if self._pause is None:
             return
-        lost, self._lost = self._lost, None
+        pause, self._pause = self._pause, None
         marks = fleet.marks
         # a fleet that was started before the verdict has waited for it
-        checked = max(lost.verdict, marks["restore"])
+        checked = max(pause.verdict, marks["restore"])
         compiling = max(checked, marks["first compile"])
         ready = max(compiling, min(marks[f"first {name}"] for name in ("step", "evaluate") if f"first {name}" in marks))
-        ends = (lost.verdict, checked, compiling, ready, fleet.first_step_at)
-        begins = (lost.failure.last_sign, *ends[:-1])
+        ends = (pause.verdict, checked, compiling, ready, fleet.first_step_at)
+        begins = (pause.since, *ends[:-1])
         seconds = dict(zip(PARTS, (e - b for b, e in zip(begins, ends, strict=True)), strict=True))
         total = ends[-1] - begins[0]
-        steps_lost = max(0, lost.failure.step - fleet.begin_step)
+        steps_lost = max(0, pause.step - fleet.begin_step)
         self._steps_lost += steps_lost
         parts = ", ".join(f"{name.removesuffix('_s')} {value:.1f}" for name, value in seconds.items())
         self._events.write(
@@ -67,7 +71,8 @@ class Account:
             f"the run goes on from step {fleet.begin_step}: {steps_lost} steps and {total:.1f} s lost ({parts})",
             step=fleet.begin_step,
             steps_lost=steps_lost,
-            failures=lost.count,
+            cause=pause.cause,
+            failures=pause.count,
             total_s=total,
             **seconds,
         )
@@ -94,15 +99,22 @@ class Account:
     def failed(self, failure: Failure, *, reaped: float) -> None:
         """Notes a failure whose verdict is known now."""
         self._failures += 1
-        first = self._lost.failure if self._lost is not None else failure
-        count = self._lost.count + 1 if self._lost is not None else 1
-        self._lost = _Lost(first, time.monotonic(), count)
+        now = time.monotonic()
+        if self._pause is None:
+            self._pause = _Pause("failure", failure.step, failure.last_sign, now, 1)
+        else:
+            self._pause = dataclasses.replace(self._pause, verdict=now, count=self._pause.count + 1)
         self._events.write(
             "verdict",
             noticed_s=failure.noticed - failure.last_sign,
             reaped_s=reaped - failure.noticed,
-            probed_s=time.monotonic() - reaped,
+            probed_s=now - reaped,
         )
+
+    def rejoined(self, step: int) -> None:
+        """Notes that a fleet has been ended because a device has come back."""
+        now = time.monotonic()
+        self._pause = self._pause or _Pause("rejoin", step, now, now, 0)
 
     def finish(self, status: int, stepping_s: float, step: int) -> None:
         """Writes the end, with the goodput.

@@ -107,6 +107,11 @@ class Fleet:
         """Updates that the fleet has made."""
         return max((member.step for member in self.members), default=0)
 
+    @property
+    def imported(self) -> bool:
+        """Whether all processes wait for their order, or have it."""
+        return all(member.activity is not None for member in self.members)
+
     def order(self, devices: Sequence[int], order: Callable[[int], Message]) -> None:
         """Gives the processes of some devices their order and ends the others.
 

@@ -50,8 +50,10 @@ def spans_of(events: Sequence[Event]) -> list[Span]:
     zero = events[0]["time"]
     spans: list[Span] = []
     devices: list[int] = []
+    dropped: list[int] = []
     lost: dict[int, float] = {}
     began = trained = last_sign = None
+    returning = False
     for event in events:
         now, name = event["time"] - zero, event["event"]
         if name == "fleet":
@@ -70,17 +72,23 @@ def spans_of(events: Sequence[Event]) -> list[Span]:
                     spans += [Span(d, what, at, at + event[part]) for d in devices]
                 at += event[part]
             last_sign = None
+        elif name == "rejoin":
+            returning = True
         elif name == "failure":
             last_sign = event["last_sign"] - zero
         elif name in ("fleet ended", "end"):
             until = now if last_sign is None else last_sign
+            if returning and last_sign is None:
+                last_sign, returning = now, False
             if trained is not None:
                 spans += [Span(d, "training", trained, until) for d in devices]
                 trained = None
         elif name == "verdict" and last_sign is not None:
-            spans += [Span(d, "detection", last_sign, now) for d in devices if d not in lost]
+            spans += [Span(d, "detection", last_sign, now) for d in devices]
+            lost.update((device, now) for device in dropped)
+            dropped = []
         elif name == "lost":
-            lost[event["device"]] = now
+            dropped.append(event["device"])
     last = events[-1]["time"] - zero
     return spans + [Span(device, "lost", since, last) for device, since in lost.items()]
 

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,6 @@ _STRIKES = 2
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Without any of these there is no state worth saving yet.
 _TRAINING = ("step", "evaluate", "save", "snapshot")
-
-
-class Rejoin:
-    """A fleet was ended because a device has come back."""
 
 
 def supervise(
@@ -136,8 +132,10 @@ class Supervisor:
                 standby = None
                 if isinstance(outcome, Failure):
                     without_progress = 0 if progressed else without_progress + 1
-                    standby = self._after_failure(fleet, plan, outcome)
+                    standby = self._after_failure(fleet, outcome)
                 else:
+                    standby = outcome
+                    self._account.rejoined(fleet.step)
                     fleet.kill()
                 self._memory.sweep()
                 if self._signal is not None:
@@ -194,11 +192,13 @@ class Supervisor:
         }
         return {name: os.environ.get(name, value) for name, value in cache.items()}
 
-    def _attend(self, fleet: Fleet, plan: FleetPlan) -> Ended | Failure | Rejoin:
-        """Watches a fleet until it ends."""
+    def _attend(self, fleet: Fleet, plan: FleetPlan) -> Ended | Failure | Fleet:
+        """Watches a fleet until it ends, or until a larger one, which waits for its order, can take its place."""
         sent: int | None = None
         committed = self._memory.latest()
         rehearsal: Rehearsal | None = None
+        larger: Fleet | None = None
+        returning: set[int] = set()
         try:
             while True:
                 fleet.poll(_POLL_S)
@@ -218,11 +218,21 @@ class Supervisor:
                     self._account.commit(fleet, latest)
                     if rehearsal is None and sent is None:
                         rehearsal = self._rehearse(plan)
-                    if self._sound and sent is None:
-                        return self._take_back()
+                    if larger is not None and larger.imported and sent is None:
+                        self._lost -= returning
+                        self._sound -= returning
+                        for number in returning:
+                            self._strikes[number] = 0
+                        larger, taken = None, larger
+                        return taken
                 if rehearsal is not None:
                     rehearsal.poll()
                 self._ask_returning()
+                if larger is not None:
+                    larger.poll(0.0)
+                elif self._sound:
+                    returning = set(self._sound)
+                    larger = self._standby(self._lost - returning)
                 if (ended := fleet.ended()) is not None:
                     return ended
                 if (failure := fleet.failure()) is not None:
@@ -230,6 +240,8 @@ class Supervisor:
         finally:
             if rehearsal is not None:
                 rehearsal.end()
+            if larger is not None:
+                larger.kill()
 
     def _note(self, report: dict[str, Any]) -> None:
         self._cadence = {name: report[name] for name in ("every", "committed_after")}
@@ -280,14 +292,7 @@ class Supervisor:
                 text = f"{finding.device.name} computes again and is taken back at the next snapshot"
                 self._events.write("rejoin", text, device=number)
 
-    def _take_back(self) -> Rejoin:
-        self._lost -= self._sound
-        for number in self._sound:
-            self._strikes[number] = 0
-        self._sound.clear()
-        return Rejoin()
-
-    def _after_failure(self, fleet: Fleet, plan: FleetPlan, failure: Failure) -> Fleet:
+    def _after_failure(self, fleet: Fleet, failure: Failure) -> Fleet:
         """Ends a fleet, finds out which devices are sound, and returns processes that wait for an order."""
         self._events.write(
             "failure",
@@ -301,8 +306,9 @@ class Supervisor:
             self._memory.drop_latest()
         stuck = {device.number for device in fleet.kill()}
         reaped = time.monotonic()
-        standby = Fleet([self._devices[number] for number in plan.devices], self._environment())
-        findings = probe([self._devices[number] for number in plan.devices], self._options.probe_timeout)
+        standby = self._standby(self._lost)
+        left = [device for device in self._devices if device.number not in self._lost]
+        findings = probe(left, self._options.probe_timeout)
         for finding in findings:
             if finding.trouble:
                 self._drop(finding.device, finding.trouble)
@@ -314,6 +320,10 @@ class Supervisor:
                 self._drop(self._devices[failure.device], f"its process has failed {_STRIKES} times")
         self._account.failed(failure, reaped=reaped)
         return standby
+
+    def _standby(self, lost: Collection[int]) -> Fleet:
+        """Starts processes on all devices but some, which import what they need and wait for their order."""
+        return Fleet([device for device in self._devices if device.number not in lost], self._environment())
 
     def _drop(self, device: Device, reason: str) -> None:
         self._lost.add(device.number)
