@@ -21,6 +21,9 @@ class Rehearsal:
         environment: of all processes.
         order: message of a process, by its number.
         events: told how it went.
+
+    Attributes:
+        size: number of devices.
     """
 
     def __init__(
@@ -33,7 +36,7 @@ class Rehearsal:
         # the fleet holds most of the memory, and the compiler needs little
         self._fleet: Fleet | None = Fleet(devices, {**environment, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
         self._fleet.order([device.number for device in devices], order)
-        self._events, self._size, self._begin = events, len(devices), time.monotonic()
+        self._events, self.size, self._begin = events, len(devices), time.monotonic()
 
     def poll(self) -> None:
         """Sees how it gets on."""
@@ -42,17 +45,19 @@ class Rehearsal:
         self._fleet.poll(0.0)
         seconds = time.monotonic() - self._begin
         if (ended := self._fleet.ended()) is not None and not ended.reason:
-            self._close(f"the step for {self._size} devices is compiled, after {seconds:.0f} s", True)
+            self._close(f"the step for {self.size} devices is compiled, after {seconds:.0f} s", True)
         elif ended is not None or (failure := self._fleet.failure()) is not None or seconds > _LIMIT_S:
             why = ended.reason if ended is not None else failure.reason if failure is not None else "it takes too long"
-            self._close(f"the step for {self._size} devices was not compiled beforehand: {why}", False)
+            self._close(f"the step for {self.size} devices was not compiled beforehand: {why}", False)
 
-    def end(self) -> None:
-        """Ends it, wherever it is."""
-        if self._fleet is not None:
-            self._fleet.kill()
-            self._fleet = None
+    def end(self) -> bool:
+        """Ends it, wherever it is, and returns whether it was still under way."""
+        if self._fleet is None:
+            return False
+        self._fleet.kill()
+        self._fleet = None
+        return True
 
     def _close(self, text: str, done: bool) -> None:
         self.end()
-        self._events.write("rehearsal", text, devices=self._size, compiled=done)
+        self._events.write("rehearsal", text, devices=self.size, compiled=done)

@@ -238,8 +238,8 @@ class Supervisor:
                 if (failure := fleet.failure()) is not None:
                     return failure
         finally:
-            if rehearsal is not None:
-                rehearsal.end()
+            if rehearsal is not None and not rehearsal.end():
+                self._rehearsed.add(rehearsal.size)
             if larger is not None:
                 larger.kill()
 
@@ -263,7 +263,6 @@ class Supervisor:
             return None
         if not wanted or len(smaller.devices) in self._rehearsed:
             return None
-        self._rehearsed.add(len(smaller.devices))
         devices = [self._devices[number] for number in smaller.devices]
         port = free_port()
         return Rehearsal(

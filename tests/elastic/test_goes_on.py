@@ -70,8 +70,7 @@ def test_a_killed_process_whose_device_is_broken_leaves_a_run_on_the_others(text
     [end] = events(out, "end")
     assert (end["failures"], end["status"], 0 < end["goodput"] < 1) == (1, 0, True)
     assert f"goodput {end['goodput']:.1%}" in output
-    [start] = events(out, "start")
-    memory = Path(start["text"].partition("snapshots in ")[2].partition(";")[0])
+    memory = memory_of(out)
     assert memory.name.startswith("gtp-jax-") and not memory.exists()
 
 
@@ -114,6 +113,45 @@ def test_a_device_that_fails_twice_is_dropped_and_comes_back_when_asked(text, le
 
 
 @pytest.mark.slow
+def test_a_smaller_fleet_finds_the_program_that_a_rehearsal_has_compiled(text, left_alone, tmp_path):
+    out, compiled = tmp_path / "run", tmp_path / "compiled"
+    changes = {**SMALL, "steps": 60}
+    arguments = [*flags(text, out, **changes), "--rehearse"]
+    with elastic(arguments, tmp_path, DEVICE_BROKEN="1", JAX_COMPILATION_CACHE_DIR=str(compiled)) as run:
+        [rehearsal] = wait(lambda: events(out, "rehearsal"), run)
+        assert rehearsal["compiled"], rehearsal
+        before = steps_in(compiled)
+        os.kill(events(out, "fleet")[0]["processes"][1], signal.SIGKILL)
+        finish(run, tmp_path)
+    assert [len(fleet["devices"]) for fleet in events(out, "fleet")] == [3, 2]
+    assert len(before) == 3  # training and evaluation of three devices, training of two
+    assert len(steps_in(compiled) - before) == 1  # evaluation of two
+    assert_equal(out, left_alone(changes))
+
+
+@pytest.mark.slow
+def test_a_damaged_snapshot_is_not_used(text, left_alone, tmp_path):
+    out = tmp_path / "run"
+    changes = {**SMALL, "steps": 30, "snapshot_interval": 20, "save_every": 5}
+    with elastic(flags(text, out, **changes), tmp_path) as run:
+        wait(lambda: events(out, "snapshot"), run)
+        memory = memory_of(out)
+        [fleet] = events(out, "fleet")
+        for pid in fleet["processes"]:
+            os.kill(pid, signal.SIGSTOP)
+        arrays = [path for path in (memory / "snapshots").rglob("*") if path.is_file() and "/d/" in str(path)]
+        largest = max(arrays, key=lambda path: path.stat().st_size)
+        content = bytearray(largest.read_bytes())
+        content[len(content) // 2] ^= 0xFF
+        largest.write_bytes(bytes(content))
+        os.kill(fleet["processes"][0], signal.SIGKILL)
+        finish(run, tmp_path)
+    kinds = [failure["kind"] for failure in events(out, "failure")]
+    assert kinds == ["killed", "damaged"]
+    assert_equal(out, left_alone(changes))
+
+
+@pytest.mark.slow
 def test_the_supervisors_own_death_leaves_no_process_and_its_snapshots_are_freed_by_the_next(
     text, left_alone, tmp_path
 ):
@@ -128,8 +166,7 @@ def test_the_supervisors_own_death_leaves_no_process_and_its_snapshots_are_freed
     while any(alive(pid) for pid in fleet["processes"]):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    [start] = events(out, "start")
-    memory = Path(start["text"].partition("snapshots in ")[2].partition(";")[0])
+    memory = memory_of(out)
     assert memory.exists()
     with elastic([*arguments, "--resume"], tmp_path) as run:
         finish(run, tmp_path)
@@ -148,6 +185,16 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(text, tmp_path):
     output = (tmp_path / "output.txt").read_text()
     assert "stopped by a signal after step" in output
     assert not events(out, "failure")
+
+
+def steps_in(cache: Path) -> set[str]:
+    """The compiled steps in a cache, of training and of evaluation, by name."""
+    return {path.name for path in cache.iterdir() if path.name.startswith("jit_step") and "atime" not in path.name}
+
+
+def memory_of(out: Path) -> Path:
+    """Where the latest supervisor of a run keeps its snapshots."""
+    return Path(events(out, "start")[-1]["text"].partition("snapshots in ")[2].partition(";")[0])
 
 
 def alive(pid: int) -> bool:
