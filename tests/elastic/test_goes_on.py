@@ -115,7 +115,7 @@ def test_a_device_that_fails_twice_is_dropped_and_comes_back_when_asked(text, le
 @pytest.mark.slow
 def test_a_smaller_fleet_finds_the_program_that_a_rehearsal_has_compiled(text, left_alone, tmp_path):
     out, compiled = tmp_path / "run", tmp_path / "compiled"
-    changes = {**SMALL, "steps": 60}
+    changes = {**OF_TWO, "steps": 60}
     arguments = [*flags(text, out, **changes), "--rehearse"]
     with elastic(arguments, tmp_path, DEVICE_BROKEN="1", JAX_COMPILATION_CACHE_DIR=str(compiled)) as run:
         [rehearsal] = wait(lambda: events(out, "rehearsal"), run)
@@ -123,9 +123,9 @@ def test_a_smaller_fleet_finds_the_program_that_a_rehearsal_has_compiled(text, l
         before = steps_in(compiled)
         os.kill(events(out, "fleet")[0]["processes"][1], signal.SIGKILL)
         finish(run, tmp_path)
-    assert [len(fleet["devices"]) for fleet in events(out, "fleet")] == [3, 2]
-    assert len(before) == 3  # training and evaluation of three devices, training of two
-    assert len(steps_in(compiled) - before) == 1  # evaluation of two
+    assert [len(fleet["devices"]) for fleet in events(out, "fleet")] == [2, 1]
+    assert len(before) == 3  # training and evaluation on two devices, training on one
+    assert len(steps_in(compiled) - before) == 1  # evaluation on one
     assert_equal(out, left_alone(changes))
 
 
