@@ -26,6 +26,8 @@ from .nn import cross_entropy as cross_entropy
 from .nn import explain as explain
 from .nn import init as init
 from .nn import run_chain as run_chain
+from .nonuniform import FaultPlan as FaultPlan
+from .nonuniform import plan_faults as plan_faults
 from .ops import RopeScaling as RopeScaling
 from .ops import check_ids as check_ids
 from .ops import dequantize as dequantize
@@ -41,6 +43,7 @@ from .recipes import FP8 as FP8
 from .recipes import MXFP8 as MXFP8
 from .recipes import NVFP4 as NVFP4
 from .recipes import use_recipe as use_recipe
+from .train import Replicas as Replicas
 from .train import TrainState as TrainState
 from .train import check as check
 from .train import eval_step as eval_step

@@ -118,6 +118,8 @@ def read_arrays(path: Any, leaves: Sequence[Leaf], *, partial: bool) -> list[jax
     Raises:
         ValueError: if files are damaged.
     """
+    if not any(leaf.array.sharding.addressable_devices for leaf in leaves):
+        return _read_nothing(path, leaves)
     target = _nested({_keys(leaf.name): leaf.stored() for leaf in leaves})
     restore_args = jax.tree.map(
         lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype), target
@@ -134,6 +136,19 @@ def read_arrays(path: Any, leaves: Sequence[Leaf], *, partial: bool) -> list[jax
             raise
         raise ValueError(damaged(path, broken)) from error
     return [functools.reduce(operator.getitem, _keys(leaf.name), arrays) for leaf in leaves]
+
+
+def _read_nothing(path: Any, leaves: Sequence[Leaf]) -> list[jax.Array]:
+    """Returns arrays of which this process has no part, as it has none of their devices.
+
+    It reads the smallest one, as orbax waits for every process to read, and refuses to make an array without a part.
+    """
+    shapes = [leaf.stored() for leaf in leaves]
+    least = min(range(len(leaves)), key=lambda i: math.prod(shapes[i].shape))
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    shape, dtype = shapes[least].shape, shapes[least].dtype
+    read_arrays(path, [Leaf(leaves[least].path, jax.ShapeDtypeStruct(shape, dtype, sharding=here))], partial=True)
+    return [jax.make_array_from_single_device_arrays(x.shape, x.sharding, [], dtype=x.dtype) for x in shapes]
 
 
 def _largest_part(path: Any, leaves: Sequence[Leaf]) -> int:

@@ -35,6 +35,8 @@ class _Summed:
     """
 
     async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
+        if _has_no_part(args, kwargs):  # which orbax 0.12.8 takes for an error
+            return [_Summing(directory, ())]
         writes = await super().async_save(directory, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         return [_Summing(directory, writes or ())]
 
@@ -47,6 +49,17 @@ class _Summed:
         with _told(), FileSums(directory) as merged:
             sums.update(merged.finish(name for name in files(directory) if name not in sums))
         (directory / SUMS).write_text(sealed(sums))
+
+
+def _has_no_part(*saved: Any) -> bool:
+    """Says whether this process stores nothing of the arrays, as it has none of the devices that do."""
+    arrays = [x for x in jax.tree.leaves([_items(one) for one in saved]) if isinstance(x, jax.Array)]
+    return bool(arrays) and not any(array.addressable_shards for array in arrays)
+
+
+def _items(saved: Any) -> list[Any]:
+    values = saved.values() if isinstance(saved, dict) else saved
+    return [getattr(value, "item", None) for value in values]
 
 
 class SummedArrays(_Summed, ocp.StandardCheckpointHandler):

@@ -11,7 +11,7 @@ from .. import __version__
 from ..mesh import has_gpu
 from ..train import all_reduce_with_nccl
 from ..trainer import Diverged
-from . import _bench, _checkpoint, _convert, _doctor, _elastic, _inspect, _profile, _train
+from . import _bench, _checkpoint, _convert, _doctor, _elastic, _inspect, _plan_faults, _profile, _train
 
 _EXAMPLES = """\
 examples:
@@ -22,6 +22,8 @@ examples:
   gtp-jax elastic show gtp-run          what failed in a run with --elastic, and what it cost
   gtp-jax inspect --preset 8b --target h200:8
                                         what a step costs on GPUs, on a machine that has none
+  gtp-jax plan-faults --tp 8 --failed-devices 3
+                                        how a run goes on without some of its devices
   gtp-jax checkpoint verify gtp-run     is every byte of a run's checkpoints as it was written
   gtp-jax convert export gtp-run hf     its weights as Hugging Face's safetensors; also import
   gtp-jax bench step                    a training step here and in its rivals; also collectives, kernels, checkpoint
@@ -71,6 +73,6 @@ def parser() -> argparse.ArgumentParser:
     command_line.add_argument("--version", action="version", version=f"gtp_jax {__version__}")
     command_line.add_argument("--traceback", action="store_true", help="show where in the code an error was raised")
     commands = command_line.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (_train, _elastic, _inspect, _checkpoint, _convert, _bench, _profile, _doctor):
+    for command in (_train, _elastic, _inspect, _plan_faults, _checkpoint, _convert, _bench, _profile, _doctor):
         command.add_parser(commands)
     return command_line

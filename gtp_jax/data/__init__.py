@@ -3,6 +3,7 @@
 from ._corpus import Corpus as Corpus
 from ._corpus import load_corpus as load_corpus
 from ._loader import Loader as Loader
+from ._loader import ahead as ahead
 from ._stats import bits_per_byte as bits_per_byte
 from ._stats import unigram_entropy as unigram_entropy
 from ._text import Text as Text

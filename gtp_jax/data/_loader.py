@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,6 +27,8 @@ class Loader:
         roles: which axes these are.
         fill: rows of weight 0 behind those of the batch, so that the devices divide the rows. The loss does not see
             them.
+        rows: the first row of each step's batch that is loaded, and the rows of the whole of it, of which others load
+            the rest; by default all are loaded.
 
     Raises:
         ValueError: if the devices that shard the batch do not divide it.
@@ -37,6 +39,7 @@ class Loader:
     mesh: Mesh
     roles: Roles = Roles()
     fill: int = 0
+    rows: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         ranks = int(np.prod([self.mesh.shape[axis] for axis in self.roles.batch]))
@@ -50,12 +53,13 @@ class Loader:
     def at(self, step: int) -> dict[str, jax.Array]:
         """Returns the batch of a step, arrays of shape `(batch + fill, seq)`, rows sharded over the batch's axes."""
         sharding = NamedSharding(self.mesh, PartitionSpec(self.roles.batch))
+        first, whole = (0, self.batch) if self.rows is None else self.rows
 
         @functools.cache  # tp ranks need the same rows
         def rows(start: int, stop: int) -> dict[str, np.ndarray]:
             places = np.arange(start, stop, dtype=np.int64)
             inside = places < self.batch
-            found = self.windows.rows(step * self.batch + np.where(inside, places, 0))
+            found = self.windows.rows(step * whole + first + np.where(inside, places, 0))
             if self.fill:
                 weights = found.get("weights", np.ones(found["tokens"].shape, np.float32))
                 found["weights"] = weights * inside[:, None].astype(np.float32)
@@ -66,19 +70,29 @@ class Loader:
             return rows(start, stop)[name]
 
         shape = (self.batch + self.fill, self.windows.seq)
-        weighted = self.fill or not self.windows.repeat
-        names = ("tokens", "targets", "weights") if weighted else ("tokens", "targets")
-        return {n: jax.make_array_from_callback(shape, sharding, functools.partial(part, n)) for n in names}
+        kinds: dict[str, Any] = {"tokens": np.int32, "targets": np.int32}
+        if self.fill or not self.windows.repeat:
+            kinds["weights"] = np.float32
+        # a process that has none of the mesh's devices makes no row that would tell the dtype
+        return {
+            name: jax.make_array_from_callback(shape, sharding, functools.partial(part, name), dtype=kind)
+            for name, kind in kinds.items()
+        }
 
     def steps(self, start: int, stop: int) -> Iterator[dict[str, jax.Array]]:
         """Yields the batches of steps `start` to `stop` (exclusive), each built while the one before is in use."""
-        thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        try:
-            ahead = thread.submit(self.at, start) if start < stop else None
-            for step in range(start, stop):
-                assert ahead is not None
-                batch = ahead.result()
-                ahead = thread.submit(self.at, step + 1) if step + 1 < stop else None
-                yield batch
-        finally:  # without waiting: a loop left early may end with the interpreter, which joins no thread then
-            thread.shutdown(wait=False)
+        return ahead(self.at, start, stop)
+
+
+def ahead[T](at: Callable[[int], T], start: int, stop: int) -> Iterator[T]:
+    """Yields `at(step)` of steps `start` to `stop` (exclusive), each built while the one before is in use."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+    try:
+        pending = thread.submit(at, start) if start < stop else None
+        for step in range(start, stop):
+            assert pending is not None
+            batch = pending.result()
+            pending = thread.submit(at, step + 1) if step + 1 < stop else None
+            yield batch
+    finally:  # without waiting: a loop left early may end with the interpreter, which joins no thread then
+        thread.shutdown(wait=False)

@@ -177,9 +177,11 @@ class Snapshots:
 
 
 def _finite(state: Any) -> bool:
-    """Returns whether every number of a state is finite."""
+    """Returns whether every number of a state is finite, the same in all processes."""
     floats = [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    return bool(_all_finite(floats))
+    found = _all_finite(floats).addressable_shards
+    finite = all(bool(shard.data) for shard in found)  # a process may have no part of the state
+    return bool(np.all(multihost_utils.process_allgather(np.bool_(finite)))) if jax.process_count() > 1 else finite
 
 
 @jax.jit

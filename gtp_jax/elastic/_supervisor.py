@@ -61,7 +61,12 @@ def supervise(
             "--process-id and --local-devices, and start it once, without srun or mpirun."
         )
     config, directory, _ = resolve(settings, resume=resume, force=force)
-    devices = find_devices(config.virtual_devices)
+    if config.faults.any:
+        raise ValueError(
+            "`--elastic` finds out by itself which devices are lost. Leave out --failed-devices and --replica-batches; "
+            "if the run was begun with them, resume it with --failed-devices and no number."
+        )
+    devices = find_devices(config.virtual_devices(1))
     degrees = config.degrees(len(devices), virtual=not uses_gpus())
     with Lock(directory.elastic / "lock"), Memory(Path(options.snapshot_dir)) as memory:
         if not resume:
@@ -103,6 +108,7 @@ class Supervisor:
         self._cadence: dict[str, int] | None = None
         self._signal: int | None = None
         self._begun = False
+        self._unequal = True
         self._rehearsed: set[int] = set()
         self._returning: dict[int, Probe] = {}
         self._sound: set[int] = set()
@@ -110,7 +116,7 @@ class Supervisor:
     def run(self, *, resume: bool, force: bool) -> int:
         """Runs until the run has ended or cannot go on."""
         self._resume, self._force = resume, force
-        plan = plan_fleet(self._degrees, self._lost)
+        plan = self._plan(self._lost)
         interval = self._options.snapshot_interval
         most = "" if interval is None else f"; a failure costs {interval} steps at most"
         self._events.write(
@@ -127,7 +133,9 @@ class Supervisor:
                 fleet = self._launch(plan, fleet)
                 outcome = self._attend(fleet, plan)
                 if isinstance(outcome, Ended):
-                    return self._finish(fleet, outcome)
+                    if not (outcome.reason and plan.failed and fleet.first_step_at is None):
+                        return self._finish(fleet, outcome)
+                    outcome = self._without_replicas(fleet, outcome)
                 progressed = self._account.end_fleet(fleet, self._kept_step())
                 standby = None
                 if isinstance(outcome, Failure):
@@ -144,10 +152,16 @@ class Supervisor:
                     reason = f"{without_progress} failures in a row without a new snapshot (--retries)"
                     return self._give_up(standby, reason, 1)
                 try:
-                    plan = plan_fleet(self._degrees, self._lost)
+                    plan = self._plan(self._lost)
                 except ValueError as error:
                     return self._give_up(standby, str(error), 1)
                 fleet = standby
+
+    def _plan(self, lost: Collection[int]) -> FleetPlan:
+        microbatches = self._config.execution.microbatches
+        return plan_fleet(
+            self._degrees, lost, batch=self._config.batch, microbatches=microbatches, unequal=self._unequal
+        )
 
     def _launch(self, plan: FleetPlan, fleet: Fleet | None) -> Fleet:
         """Starts a fleet, or gives its order to one that has been started already."""
@@ -174,6 +188,7 @@ class Supervisor:
             "process": process,
             "coordinator": f"127.0.0.1:{port}",
             "degrees": plan.degrees,
+            "failed": plan.failed,
             "resume": self._resume or self._begun,
             "force": self._force and not self._begun,
             "virtual": not uses_gpus(),
@@ -258,7 +273,7 @@ class Supervisor:
         """Starts compiling the step for one device less, if that is wanted and has not been done."""
         wanted = uses_gpus() if self._options.rehearse is None else self._options.rehearse
         try:
-            smaller = plan_fleet(self._degrees, {*self._lost, plan.devices[-1]})
+            smaller = self._plan({*self._lost, plan.devices[-1]})
         except ValueError:
             return None
         if not wanted or len(smaller.devices) in self._rehearsed:
@@ -319,6 +334,12 @@ class Supervisor:
                 self._drop(self._devices[failure.device], f"its process has failed {_STRIKES} times")
         self._account.failed(failure, reaped=reaped)
         return standby
+
+    def _without_replicas(self, fleet: Fleet, ended: Ended) -> Fleet:
+        """Goes on with a mesh, because replicas of unequal tp have been refused, and returns processes that wait."""
+        self._unequal = False
+        self._events.write("refused", f"replicas of unequal tp are not possible here: {ended.reason}", step=fleet.step)
+        return self._standby(self._lost)
 
     def _standby(self, lost: Collection[int]) -> Fleet:
         """Starts processes on all devices but some, which import what they need and wait for their order."""

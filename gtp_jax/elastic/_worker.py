@@ -18,6 +18,7 @@ import jax
 
 from ..checkpoint import Checkpoints
 from ..mesh import has_gpu
+from ..nonuniform import Faults
 from ..train import all_reduce_with_nccl
 from ..trainer import Activity, Diverged, LaunchOptions, NoCoordinator, Supervision, Watch, start
 from ._line import Line, Message
@@ -34,7 +35,8 @@ class Order:
         processes: of the fleet.
         process: number of this one.
         coordinator: `HOST:PORT` of process 0.
-        degrees: of the mesh.
+        degrees: of the mesh, or of the healthy one.
+        failed: devices that are lost, if replicas are unequal.
         resume: go on with the run in its directory.
         force: replace it.
         virtual: on a virtual CPU device.
@@ -49,6 +51,7 @@ class Order:
     process: int
     coordinator: str
     degrees: dict[str, int]
+    failed: list[int]
     resume: bool
     force: bool
     virtual: bool
@@ -186,7 +189,7 @@ def work(descriptor: int) -> NoReturn:
         process_id=order.process if several else None,
         local_devices=1 if order.virtual else None,
     )
-    supervision = Supervision(watch, order.degrees, order.rehearse)
+    supervision = Supervision(watch, order.degrees, Faults(failed_devices=tuple(order.failed)), order.rehearse)
     try:
         status = start(order.settings, options, resume=order.resume, force=order.force, supervision=supervision)
     except Exception as error:

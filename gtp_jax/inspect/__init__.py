@@ -4,6 +4,10 @@ from ._breakdown import EXPOSED as EXPOSED
 from ._breakdown import IDLE as IDLE
 from ._breakdown import Breakdown as Breakdown
 from ._breakdown import breakdown as breakdown
+from ._fault_text import fault_text as fault_text
+from ._faults import FaultOptions as FaultOptions
+from ._faults import FaultReport as FaultReport
+from ._faults import inspect_faults as inspect_faults
 from ._inspection import Inspection as Inspection
 from ._inspection import InspectOptions as InspectOptions
 from ._inspection import inspect as inspect

@@ -10,6 +10,7 @@ from ._nccl import decides_collective_kernels as decides_collective_kernels
 from ._nccl import find_nccl as find_nccl
 from ._nccl import flags_in_environment as flags_in_environment
 from ._nccl import nccl_is_too_old as nccl_is_too_old
+from ._nonuniform_step import NonuniformStep as NonuniformStep
 from ._options import GPU_OPTIONS as GPU_OPTIONS
 from ._options import GPU_OPTIONS_WITH_FP8 as GPU_OPTIONS_WITH_FP8
 from ._options import GPU_OPTIONS_WITH_OLD_NCCL as GPU_OPTIONS_WITH_OLD_NCCL
@@ -17,7 +18,14 @@ from ._options import GPU_OPTIONS_WITH_TP as GPU_OPTIONS_WITH_TP
 from ._options import Option as Option
 from ._options import accepts as accepts
 from ._options import compile_options as compile_options
+from ._replicas import Batches as Batches
+from ._replicas import Replicas as Replicas
+from ._replicas import is_here as is_here
+from ._replicas import lay_out as lay_out
+from ._replicas import leaf_specs as leaf_specs
+from ._replicas import with_best_core as with_best_core
 from ._state import TrainState as TrainState
+from ._state import state_specs as state_specs
 from ._step import eval_step as eval_step
 from ._step import loss_and_gradients as loss_and_gradients
 from ._step import train_step as train_step

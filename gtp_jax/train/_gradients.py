@@ -36,6 +36,7 @@ class Request(NamedTuple):
     pregathered_layers: int | Literal["all"]
     seed: int
     reduce_over_dp: ReduceOverDp = "each"
+    replica: int = 0
 
 
 class Computed(NamedTuple):
@@ -128,7 +129,11 @@ def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
         params = as_shards(params, model_def.layouts) if last else params
 
         def one(params: Tree, part: Tree, number: jax.Array | int):
-            key = rounding_key(request.seed, step, number, of_rank=True) if _rounds(request.recipe) else None
+            key = (
+                rounding_key(request.seed, step, number, of_rank=True, replica=request.replica)
+                if _rounds(request.recipe)
+                else None
+            )
             model = model_of(params, {}, key)
             returned = _sums(evaluate(request.loss, model, part, has_aux=False))
             check_loss_reduction(model, "sum")
@@ -235,12 +240,7 @@ def _of_microbatches(batch: jax.Array, count: int) -> jax.Array:
 def _over_mesh(local: Callable[..., Any], state: TrainState, microbatches: int, out: Any) -> Callable[..., Any]:
     """Returns `local(params, batch, step)` on every rank's own part; as it is without a mesh."""
     model_def = state.model_def
-    if state.model_state:
-        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.model_state)]
-        raise ValueError(
-            f"the model holds variables other than parameters ({', '.join(paths[:3])}), which in `view='local'` every "
-            "rank would write for itself. Take `view='global'`, the default."
-        )
+    check_model_state(state)
 
     def run(params: Tree, batch: Tree, step: jax.Array) -> Any:
         model_def.check_mesh()
@@ -263,6 +263,20 @@ def _over_mesh(local: Callable[..., Any], state: TrainState, microbatches: int, 
         return jax.shard_map(in_roles, in_specs=into, out_specs=out, check_vma=False)(params, batch, step)
 
     return run
+
+
+def check_model_state(state: TrainState) -> None:
+    """Refuses variables other than parameters, which local view has no place for.
+
+    Raises:
+        ValueError: naming some.
+    """
+    if state.model_state:
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.model_state)]
+        raise ValueError(
+            f"the model holds variables other than parameters ({', '.join(paths[:3])}), which in `view='local'` every "
+            "rank would write for itself. Take `view='global'`, the default."
+        )
 
 
 def _over_all_ranks(values: Tree) -> Tree:

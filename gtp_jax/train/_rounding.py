@@ -7,15 +7,20 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def rounding_key(seed: int, step: jax.Array, microbatch: jax.Array | int, *, of_rank: bool = False) -> jax.Array:
+def rounding_key(
+    seed: int, step: jax.Array, microbatch: jax.Array | int, *, of_rank: bool = False, replica: int = 0
+) -> jax.Array:
     """Returns the words that a microbatch is rounded by: uint32 `(2,)`.
 
     They follow from what is being computed alone, so that a run can be repeated, and resumed as if never stopped: the
     run's seed, the number of updates made, the microbatch, and in local view (`of_rank`) the rank, as every rank has
-    other tokens; in global view a module adds its rank when it is called.
+    other tokens; in global view a module adds its rank when it is called. Replicas with meshes of their own
+    (`replica`) have ranks of the same numbers.
     """
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
     key = jax.random.fold_in(key, microbatch)
+    if replica:
+        key = jax.random.fold_in(key, (1 << 31) + replica)  # no microbatch's number
     mesh = jax.sharding.get_abstract_mesh()
     if of_rank:
         rank = jnp.uint32(0) if mesh.empty else lax.axis_index(mesh.axis_names).astype(jnp.uint32)

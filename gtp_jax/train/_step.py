@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from ..mesh import Roles, current_roles, degree, degrees, platform
@@ -15,8 +14,11 @@ from ..recipes import Recipe, check_recipe, current_recipe
 from ._gradients import VIEWS, Computed, Request, View, gradients, losses
 from ._jit import Jitted
 from ._loss import Loss, mean
+from ._nonuniform_step import NonuniformStep
 from ._options import compile_options
-from ._state import TrainState, constrained, state_specs
+from ._replicas import Replicas
+from ._state import TrainState
+from ._update import updated
 from ._zero import ReduceOverDp, check_reduce_over_dp
 
 Tree = Any
@@ -34,6 +36,7 @@ def train_step(
     reduce_over_dp: ReduceOverDp = "each",
     view: View = "global",
     seed: int = 0,
+    replicas: Replicas | None = None,
     compiler_options: dict[str, Any] | None = None,
 ) -> Callable[[TrainState, Tree], tuple[TrainState, dict[str, Any]]]:
     """Returns a jitted optimizer step. The state is donated.
@@ -68,6 +71,10 @@ def train_step(
             With one microbatch both are the same program.
         view: `"global"` or `"local"`, see above.
         seed: of stochastic rounding, of which every step, microbatch and rank has its own bits.
+        replicas: of unequal tensor-parallel degree, for a run that goes on without some of its devices. The state is on
+            `replicas.core`, the batch has the plan's number of rows, and the view is local: its losses are sums over
+            sequences, which any replica may compute. The step is not traced as a whole: call it outside `jax.jit`.
+            Of a plan without failures the step is that without `replicas`.
         compiler_options: XLA options, which win over those of `compile_options` for the mesh in scope.
 
     Returns:
@@ -97,18 +104,22 @@ def train_step(
         request = Request(loss, view, has_aux, microbatches, chosen, pregathered_layers, seed, reduce_over_dp)
         computed = gradients(request, state, batch)
         grads = jax.tree.map(lambda g: mean(g, computed.tokens), computed.gradients)
-        norm = optax.tree.norm(grads)
-        if max_grad_norm is not None:
-            scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
-            grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        after = TrainState(params, opt_state, state.step + 1, state.model_def, computed.model_state)  # pyright: ignore[reportArgumentType]
-        specs = state_specs(state.model_def, optimizer, state.params)
-        # so that the state can be donated, and its partition never drifts
-        return constrained(after, specs), {**_metrics(computed, state, view, has_aux), "grad_norm": norm}
+        after, norm = updated(state, grads, optimizer, max_grad_norm, computed.model_state)
+        return after, {**_metrics(computed, state, view, has_aux), "grad_norm": norm}
 
-    return Jitted(step, lambda: _options(compiler_options, recipe), donate_argnums=(0,))
+    options = lambda: _options(compiler_options, recipe)  # noqa: E731
+    if replicas is None or replicas.plan.uniform:
+        return Jitted(step, options, donate_argnums=(0,))
+    _check_replicas_view(view)
+    request = Request(loss, view, has_aux, microbatches, recipe, pregathered_layers, seed, reduce_over_dp)
+    return NonuniformStep(
+        request,
+        optimizer,
+        max_grad_norm,
+        replicas,
+        options=options,
+        recipe=lambda: current_recipe() if recipe is None else recipe,
+    )
 
 
 def eval_step(
@@ -190,6 +201,15 @@ def _options(own: dict[str, Any] | None, recipe: Recipe | None) -> dict[str, Any
     tensor = current_roles().tensor
     known = tensor in jax.sharding.get_abstract_mesh().axis_names  # a model may have other roles than those in scope
     return compile_options(platform(), own, tp=degree(tensor) if known else 1, fp8=fp8)
+
+
+def _check_replicas_view(view: View) -> None:
+    if view == "global":
+        raise ValueError(
+            "`replicas` of unequal degree compute on different examples, each on a mesh of its own, so that code in "
+            "`view='global'`, which may mix all examples of a batch, would see only some. Pass `view='local'`, if the "
+            "loss is a sum over sequences and every operation is written for a rank's own."
+        )
 
 
 def _check_state(state: Any) -> None:

@@ -11,6 +11,7 @@ from .. import __version__
 from .._flags import check_knobs, from_settings, knob, knobs, piece, settings_of
 from ..mesh import Parallelism, check_degrees
 from ..models import PRESETS, ModelConfig, preset_of
+from ..nonuniform import FaultPlan, Faults
 from ..recipes import Quantization
 from ..train import Execution
 
@@ -100,6 +101,7 @@ class TrainConfig:
 
     execution: Execution = piece(Execution)
     parallelism: Parallelism = piece(Parallelism)
+    faults: Faults = piece(Faults)
 
     out: str = knob("gtp-run", "output", "directory of checkpoints, log, curve and report", kind=str, metavar="DIR")
     eval_every: int = knob(25, "output", "steps between evaluations on held-out text", metavar="N")
@@ -121,9 +123,15 @@ class TrainConfig:
         if self.warmup is not None and self.warmup >= self.steps:
             raise ValueError(f"`warmup` is {self.warmup}; it must be at least 0 and less than `steps`, {self.steps}.")
 
-    @property
-    def virtual_devices(self) -> int:
-        """Virtual CPU devices that the degrees need; where they leave gtp open, 8 or the next that fits."""
+    def virtual_devices(self, processes: int) -> int:
+        """Returns how many virtual CPU devices the degrees need; where they leave gtp open, 8 or the next that fits.
+
+        One process has the failed ones too, and several have those alone that compute.
+        """
+        if self.faults.any:
+            asked = self.parallelism
+            plan = self.fault_plan({"dp": asked.dp, "gtp": asked.gtp or 1, "tp": asked.tp or 1})
+            return plan.slots if processes == 1 else len(plan.active)
         return self.parallelism.virtual_devices(VIRTUAL_DEVICES)
 
     def degrees(self, devices: int, *, virtual: bool) -> dict[str, int]:
@@ -137,6 +145,11 @@ class TrainConfig:
             ValueError: if the degrees do not multiply to the devices, or model and batch cannot be divided so.
         """
         asked = self.parallelism
+        if self.faults.any:
+            degrees = {"dp": asked.dp, "gtp": asked.gtp or 1, "tp": asked.tp or 1}  # of the healthy run
+            self.fault_plan(degrees).devices_of(range(devices))
+            preset_of(self.preset).check_mesh(tp=degrees["tp"], seq=self.seq)
+            return degrees
         if virtual and asked.tp is None and asked.gtp is None and devices % (2 * asked.dp) == 0:
             asked = dataclasses.replace(asked, tp=2)
         degrees = asked.degrees(devices)
@@ -144,6 +157,17 @@ class TrainConfig:
         preset_of(self.preset).check_mesh(tp=degrees["tp"], seq=self.seq)
         self.execution.check_batch(self.batch, dp=degrees["dp"], gtp=degrees["gtp"])
         return degrees
+
+    def fault_plan(self, degrees: dict[str, int]) -> FaultPlan:
+        """Returns how the run goes on without its failed devices.
+
+        Args:
+            degrees: of the healthy run.
+
+        Raises:
+            ValueError: as `plan_faults`.
+        """
+        return self.faults.plan(**degrees, batch=self.batch, microbatches=self.execution.microbatches)
 
     def model(self, vocab_size: int, *, dtype: str) -> ModelConfig:
         """Returns the preset, computing in `dtype` by default; with a larger vocabulary if the text needs it.

@@ -142,11 +142,13 @@ def together[T](check: Callable[[], T]) -> T:
     return result
 
 
-def check_same(fingerprint: str) -> None:
-    """Checks that all processes read the same text.
+def check_same(fingerprint: str, difference: str, remedy: str) -> None:
+    """Checks that all processes have the same of something.
 
     Args:
-        fingerprint: hexadecimal digits.
+        fingerprint: of it, hexadecimal digits.
+        difference: what a process does that has another.
+        remedy: what to do about it.
 
     Raises:
         ValueError: naming the processes that differ from process 0.
@@ -157,7 +159,4 @@ def check_same(fingerprint: str) -> None:
     every = np.asarray(multihost_utils.process_allgather(mine)).reshape(jax.process_count(), -1)
     others = np.flatnonzero((every != every[0]).any(axis=1)).tolist()
     if others:
-        raise ValueError(
-            f"processes {others} read other text than process 0. Give all of them the same files with --data; the "
-            "standard libraries of two Python versions differ."
-        )
+        raise ValueError(f"processes {others} {difference} than process 0. {remedy}")

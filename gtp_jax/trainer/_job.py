@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,17 +11,18 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from flax import nnx
 from jax.sharding import Mesh
 
 from .. import plan
 from ..checkpoint import Checkpoints
 from ..data import Corpus, Loader, Windows
-from ..mesh import DP, GTP
 from ..models import ModelConfig, build, family_of
 from ..nn import abstract_model, init
-from ..train import TrainState, eval_step, train_step
+from ..train import NonuniformStep, TrainState, eval_step, train_step
 from ._config import TrainConfig
+from ._fleet import Fleet, ReplicaLoader
 from ._optimizer import adamw, learning_rate
 from ._start import start_params
 from ._watch import Watch
@@ -35,12 +37,14 @@ class Job:
     Attributes:
         config: what was asked for.
         model: sizes of the model.
-        mesh: the devices.
+        fleet: the devices.
         corpus: the text.
         learning_rate: `updates made -> rate of the next`.
         train: batches to train on.
         held_out: batches to evaluate on.
+        begin: updates made before.
         step: the compiled step.
+        programs: of which it consists, by what they are, those that communicate.
         evaluate: the evaluation of one batch.
         compile_s: seconds it took to compile the step.
         memory: bytes a device.
@@ -48,12 +52,14 @@ class Job:
 
     config: TrainConfig
     model: ModelConfig
-    mesh: Mesh
+    fleet: Fleet
     corpus: Corpus
     learning_rate: Callable[[int], float]
-    train: Loader
+    train: Loader | ReplicaLoader
     held_out: Loader
-    step: jax.stages.Compiled
+    begin: int
+    step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+    programs: dict[str, jax.stages.Compiled]
     evaluate: Callable[[TrainState, Any], Metrics]
     compile_s: float
     memory: plan.Memory
@@ -69,7 +75,7 @@ class Job:
 def prepare(
     config: TrainConfig,
     model: ModelConfig,
-    mesh: Mesh,
+    fleet: Fleet,
     corpus: Corpus,
     checkpoints: Checkpoints,
     watch: Watch,
@@ -81,7 +87,7 @@ def prepare(
     Args:
         config: the run.
         model: sizes of the model.
-        mesh: the devices.
+        fleet: the devices.
         corpus: the text.
         checkpoints: of the run.
         watch: says where the state is restored from.
@@ -95,7 +101,8 @@ def prepare(
     like = TrainState.create(abstract, optimizer)
     source = watch.source(checkpoints, like)
     watch.doing("restore")
-    if resume and source.latest() is not None:
+    begin = source.latest() if resume else None
+    if begin is not None:
         state, extra = source.restore(like)
         if extra["text"] != corpus.fingerprint:
             raise ValueError(
@@ -107,16 +114,17 @@ def prepare(
         state = TrainState.create(dataclasses.replace(like, params=params).model(), optimizer)
     else:
         state = TrainState.create(init(lambda rngs: build(model, rngs=rngs), nnx.Rngs(config.seed)), optimizer)
-    return compile_step(config, model, mesh, corpus, watch, state), state
+    return compile_step(config, model, fleet, corpus, watch, state, begin or 0), state
 
 
 def compile_step(
     config: TrainConfig,
     model: ModelConfig,
-    mesh: Mesh,
+    fleet: Fleet,
     corpus: Corpus,
     watch: Watch,
     state: TrainState | None = None,
+    begin: int = 0,
 ) -> Job:
     """Compiles the step, for a state or for one as a checkpoint would be restored to. To be called with the mesh in
     scope."""
@@ -124,10 +132,7 @@ def compile_step(
     optimizer = adamw(config, abstract)
     like = TrainState.create(abstract, optimizer) if state is None else state
     schedule = learning_rate(config)
-    parts = mesh.shape[DP] * mesh.shape[GTP] * config.execution.microbatches
-    fill = -config.batch % parts  # where a lost device has left a number of ranks that does not divide the batch
-    train = Loader(Windows(corpus.train, config.seq, config.seed), config.batch, mesh, fill=fill)
-    held_out = Windows(corpus.held_out, config.seq, config.seed, repeat=False)
+    train = fleet.loader(Windows(corpus.train, config.seq, config.seed), config.batch, config.execution.microbatches)
     recipe = config.quantization.to_recipe()
     loss = family_of(model).loss
     watch.doing("compile")
@@ -141,20 +146,42 @@ def compile_step(
         view="local",
         seed=config.seed,
         reduce_over_dp=config.execution.reduce_over_dp,
+        replicas=fleet.replicas,
     )
-    lowered = step.lower(like, train.at(0))  # pyright: ignore[reportFunctionMemberAccess]
+    evaluate: Callable[..., Metrics] = eval_step(loss, recipe=recipe, view="local")
     began = time.perf_counter()
-    compiled = lowered.compile()
+    if isinstance(step, NonuniformStep):
+        programs, run, told = step.compile(like, train.at(0)), step, step.tell
+        evaluation = lambda state, batch: told(evaluate(state, batch))  # noqa: E731
+    else:
+        run = step.lower(like, train.at(0)).compile()  # pyright: ignore[reportFunctionMemberAccess]
+        programs, evaluation = {"one step": run}, evaluate
     return Job(
         config=config,
         model=model,
-        mesh=mesh,
+        fleet=fleet,
         corpus=corpus,
-        learning_rate=lambda step: float(np.asarray(schedule(step))),
+        learning_rate=functools.partial(_here, schedule),
         train=train,
-        held_out=Loader(held_out, config.batch, mesh, fill=fill),
-        step=compiled,
-        evaluate=eval_step(loss, recipe=recipe, view="local"),
+        held_out=fleet.held_out_loader(Windows(corpus.held_out, config.seq, config.seed, repeat=False), config.batch),
+        begin=begin,
+        step=run,
+        programs=programs,
+        evaluate=evaluation,
         compile_s=time.perf_counter() - began,
-        memory=plan.memory(compiled, params=like.params, opt_state=like.opt_state),
+        memory=_memory(programs, like),
     )
+
+
+def _here(schedule: optax.Schedule, step: int) -> float:
+    """Returns a schedule's value, computed by this process alone, which may have no device of the mesh in scope."""
+    with jax.set_mesh(Mesh(np.array(jax.local_devices()[:1]), ("local",))):
+        return float(np.asarray(schedule(step)))
+
+
+def _memory(programs: dict[str, jax.stages.Compiled], state: TrainState) -> plan.Memory:
+    """Returns the memory of the program that takes the state."""
+    takes_state = next((program for name, program in programs.items() if name in ("one step", "update")), None)
+    if takes_state is None:  # on a process with no part of the state
+        return plan.Memory(0, 0, 0, 0, 0, 0)
+    return plan.memory(takes_state, params=state.params, opt_state=state.opt_state)

@@ -46,7 +46,7 @@ def run_loop(job: Job, state: TrainState, checkpoints: Checkpoints, watch: Watch
     """
     config = job.config
     ahead = _AHEAD.get(jax.default_backend(), 0)
-    begin = step = int(state.step)
+    begin = step = job.begin
     launched: collections.deque[tuple[int, dict[str, jax.Array]]] = collections.deque()
 
     def settle(left: int = 0) -> None:

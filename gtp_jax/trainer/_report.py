@@ -10,19 +10,20 @@ from ..data import Corpus, bits_per_byte
 from ..models import ModelConfig
 from ..plan import columns
 from ._config import TrainConfig
+from ._fleet import Fleet
 from ._job import Job
 from ._log import Record
 from ._loop import Outcome
 
 
-def heading(config: TrainConfig, model: ModelConfig, mesh: Mesh, corpus: Corpus, unigram: float) -> str:
+def heading(config: TrainConfig, model: ModelConfig, fleet: Fleet, corpus: Corpus, unigram: float) -> str:
     """Returns what will be trained, on what, and what it must beat."""
     device = jax.devices()[0]
     kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind
     train, held_out = corpus.documents
     return (
         f"model   {config.preset}: {model.param_count():,} parameters, {model.num_layers} layers, {model.dtype}\n"
-        f"mesh    {_mesh(mesh)}, {mesh.size} {kind}"
+        f"mesh    {_devices(fleet)} {kind}"
         f"{f' of {jax.process_count()} processes' if jax.process_count() > 1 else ''}\n"
         f"recipe  {config.quantization.summary}\n"
         f"text    {corpus.name}: {len(corpus.train):,} tokens ({corpus.tokenizer}) of {train} documents, "
@@ -33,14 +34,11 @@ def heading(config: TrainConfig, model: ModelConfig, mesh: Mesh, corpus: Corpus,
 
 def report(job: Job, outcome: Outcome, records: list[Record], unigram: float) -> str:
     """Returns what came out and what it cost, in tables."""
-    collectives = plan.collectives(str(job.step.as_text()))
-    return "\n\n".join(
-        (
-            columns(("result", ""), _result(job, outcome, records, unigram)),
-            job.memory.table(),
-            f"collectives of one step\n\n{plan.table(collectives)}",
-        )
-    )
+    parts = [columns(("result", ""), _result(job, outcome, records, unigram)), job.memory.table()]
+    for name, program in job.programs.items():
+        collectives = plan.collectives(str(program.as_text()))
+        parts.append(f"collectives of {name}\n\n{plan.table(collectives)}")
+    return "\n\n".join(parts)
 
 
 def tflops_per_device(job: Job, tokens_per_s: float) -> float:
@@ -54,13 +52,13 @@ def tflops_per_device(job: Job, tokens_per_s: float) -> float:
         heads=job.model.num_heads,
         head_dim=job.model.head_dim,
     )
-    return flops / tokens * tokens_per_s / job.mesh.size / 1e12
+    return flops / tokens * tokens_per_s / job.fleet.size / 1e12
 
 
 def _result(job: Job, outcome: Outcome, records: list[Record], unigram: float) -> list[tuple[str, str]]:
     rows = [
         ("steps", f"{outcome.step} of {job.config.steps}"),
-        ("parameters", f"{job.model.param_count():,} on {_mesh(job.mesh)}"),
+        ("parameters", f"{job.model.param_count():,} on {_devices(job.fleet)} devices"),
     ]
     losses = [record["loss"] for record in records if "loss" in record]
     held_out = [record["held_out"] for record in records if "held_out" in record]
@@ -86,6 +84,15 @@ def _verdict(held_out: float, unigram: float) -> str:
     if held_out < unigram:
         return f"{unigram - held_out:.3f} below the unigram entropy, {unigram:.3f}"
     return f"not yet below the unigram entropy, {unigram:.3f}"
+
+
+def _devices(fleet: Fleet) -> str:
+    """Returns the meshes and how many devices they have."""
+    if fleet.replicas is None or fleet.replicas.plan.uniform:
+        return f"{_mesh(fleet.mesh)}, {fleet.mesh.size}"
+    pairs = zip(fleet.replicas.plan.replicas, fleet.replicas.meshes, strict=True)
+    each = "; ".join(f"gtp {mesh.shape['gtp']} x tp {r.tp} on {r.batch} sequences" for r, mesh in pairs)
+    return f"replicas of {each}; masters on {_mesh(fleet.mesh)}; {len(fleet.replicas.plan.active)}"
 
 
 def _mesh(mesh: Mesh) -> str:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from .._flags import from_settings, settings_of
 from ..checkpoint import Checkpoints
 from ..data import BYTES, Corpus, load_corpus, load_tokenizer, read_text, unigram_entropy
-from ..mesh import check_degrees, choose_devices, make_mesh, on_gpu, use_roles
-from ..models import ModelConfig
+from ..mesh import check_degrees, choose_devices, on_gpu, use_roles
+from ..models import ModelConfig, build
 from ._config import TrainConfig
 from ._curve import draw_curve
 from ._directory import RunDirectory
 from ._distributed import LaunchOptions, barrier, check_same, find_launch, together
+from ._fleet import Fleet, fingerprint, make_fleet
 from ._job import compile_step, prepare
 from ._log import read_log
 from ._loop import run_loop
@@ -56,20 +57,26 @@ def start(
     """
     config, directory, changes = resolve(settings, resume=resume, force=force)
     launch = find_launch(options)
-    choose_devices(config.virtual_devices, processes=launch.processes, local=launch.local_devices)
+    choose_devices(config.virtual_devices(launch.processes), processes=launch.processes, local=launch.local_devices)
     launch.join()
     if supervision is not None:
         supervision.watch.doing("check")
     degrees, corpus = together(lambda: _check(config, supervision))
-    together(lambda: check_same(corpus.fingerprint))
+    remedy = "Give all of them the same files with --data; the standard libraries of two Python versions differ."
+    together(lambda: check_same(corpus.fingerprint, "read other text", remedy))
     if config.from_ is not None and not resume:
         source = Path(config.from_)
         together(lambda: check_start(source, config.model(corpus.vocab_size, dtype="float32")))
-    mesh = make_mesh(**degrees)
-    together(lambda: check_recipe_fits(config.quantization, config.model(corpus.vocab_size, dtype="float32"), mesh))
+    planned = config if supervision is None else dataclasses.replace(config, faults=supervision.faults)
+    model = config.model(corpus.vocab_size, dtype="bfloat16" if on_gpu() else "float32")
+    with use_roles(config.parallelism.roles):
+        fleet = together(lambda: make_fleet(planned, degrees, lambda rngs: build(model, rngs=rngs)))
+    same = "Give all of them the same flags, and the same version of gtp_jax."
+    together(lambda: check_same(fingerprint(fleet), "use the devices otherwise", same))
+    together(lambda: check_recipe_fits(config.quantization, model, fleet.mesh))
     if supervision is not None and supervision.rehearse:
-        with jax.set_mesh(mesh), use_roles(config.parallelism.roles), supervision.watch as watch:
-            compile_step(config, _model(config, corpus), mesh, corpus, watch)
+        with jax.set_mesh(fleet.mesh), use_roles(config.parallelism.roles), supervision.watch as watch:
+            compile_step(config, model, fleet, corpus, watch)
         return 0
     if jax.process_index() == 0:
         directory.prepare(config, keep=resume)
@@ -77,8 +84,8 @@ def start(
     roles = use_roles(config.parallelism.roles)
     attending = PeerWatch(directory, launch) if supervision is None else supervision.watch
     alone = launch.processes == 1 and supervision is None
-    with jax.set_mesh(mesh), roles, attending as watch, _failures(watch, alone):
-        return _train(config, mesh, corpus, directory, watch, alone, resume=resume, changes=changes)
+    with jax.set_mesh(fleet.mesh), roles, attending as watch, _failures(watch, alone):
+        return _train(config, model, fleet, corpus, directory, watch, alone, resume=resume, changes=changes)
 
 
 def resolve(settings: Mapping[str, Any], *, resume: bool, force: bool) -> tuple[TrainConfig, RunDirectory, list[str]]:
@@ -119,7 +126,8 @@ def _check(config: TrainConfig, supervision: Supervision | None) -> tuple[dict[s
         degrees = config.degrees(jax.device_count(), virtual=not on_gpu())
     else:
         degrees = dict(supervision.degrees)
-        check_degrees(degrees, jax.device_count())
+        if not supervision.faults.any:
+            check_degrees(degrees, jax.device_count())
     if config.dtype == "float64" and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         raise ValueError(
             "`dtype` is 'float64', for which JAX must be started with JAX_ENABLE_X64=1 in the environment."
@@ -132,7 +140,8 @@ def _check(config: TrainConfig, supervision: Supervision | None) -> tuple[dict[s
 
 def _train(
     config: TrainConfig,
-    mesh: Mesh,
+    model: ModelConfig,
+    fleet: Fleet,
     corpus: Corpus,
     directory: RunDirectory,
     watch: Watch,
@@ -141,15 +150,14 @@ def _train(
     resume: bool,
     changes: list[str],
 ) -> int:
-    model = _model(config, corpus)
     unigram = unigram_entropy(corpus.train, corpus.held_out, corpus.vocab_size)
     speaks = jax.process_index() == 0
     say = print if speaks else lambda *_, **__: None
-    say(heading(config, model, mesh, corpus, unigram), flush=True)
+    say(heading(config, model, fleet, corpus, unigram), flush=True)
     opened = Checkpoints(directory.checkpoints, keep=config.keep, keep_best=config.keep_best)
     with opened as checkpoints, _failures(watch, alone):
-        job, state = prepare(config, model, mesh, corpus, checkpoints, watch, resume=resume)
-        begin = int(state.step)
+        job, state = prepare(config, model, fleet, corpus, checkpoints, watch, resume=resume)
+        begin = job.begin
         if begin > config.steps:
             raise ValueError(
                 f"`steps` is {config.steps}, but the run in {directory.root} has made {begin} already. Ask for more, "
@@ -172,10 +180,6 @@ def _train(
         if outcome.signal is not None:
             say(f"stopped by a signal after step {outcome.step}. {directory.how_to_resume()}", flush=True)
     return 0 if outcome.signal is None else 128 + outcome.signal
-
-
-def _model(config: TrainConfig, corpus: Corpus) -> ModelConfig:
-    return config.model(corpus.vocab_size, dtype="bfloat16" if on_gpu() else "float32")
 
 
 def _reason(error: Exception) -> str:

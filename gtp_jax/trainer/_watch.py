@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NoReturn, Self
 
 from ..checkpoint import Checkpoints
+from ..nonuniform import Faults
 
 # What a process does. Each lasts until the next begins; `step` begins again after every step.
 Activity = Literal["start", "check", "restore", "compile", "step", "evaluate", "save", "snapshot"]
@@ -67,10 +68,12 @@ class Supervision:
 
     Attributes:
         watch: tells the supervisor what the process does.
-        degrees: of the mesh, in place of those of the configuration.
+        degrees: of the mesh, in place of those of the configuration; those of the healthy mesh if there are `faults`.
+        faults: devices that are lost, whose replicas go on at a lower degree.
         rehearse: only compile the step, into the persistent compilation cache.
     """
 
     watch: Watch
     degrees: Mapping[str, int]
+    faults: Faults = Faults()
     rehearse: bool = False

@@ -1,0 +1,33 @@
+"""`gtp-jax plan-faults`: how a run goes on when devices have failed."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from .._flags import add_flags, from_settings, given
+from ..inspect import FaultOptions, fault_text, inspect_faults
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Adds the subcommand."""
+    parser = subparsers.add_parser(
+        "plan-faults",
+        help="plan how a run goes on without some devices",
+        description="Show which devices go on at which tensor-parallel degree, what moves between them, how much "
+        "memory they need, and the throughput beside that of leaving replicas out. Counted from shapes; needs no "
+        "device.",
+    )
+    add_flags(parser, FaultOptions)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the subcommand.
+
+    Raises:
+        ValueError: if the plan cannot work, or does not fit into memory.
+    """
+    print(fault_text(inspect_faults(from_settings(FaultOptions, given(args, FaultOptions)))))
+    return 0

@@ -1,0 +1,237 @@
+"""What a plan after failures costs: owners, bytes, memory and throughput, from shapes alone, without any device."""
+
+from __future__ import annotations
+
+import dataclasses
+from fractions import Fraction
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from .._flags import check_knobs, knob, piece
+from ..layout import Layout
+from ..mesh import AXES, TP, Roles, axes_of, use_roles, with_paths
+from ..models import PRESETS, build, preset_of
+from ..nn import ModelDef
+from ..nonuniform import (
+    FaultPlan,
+    Faults,
+    LeafSpecs,
+    Moves,
+    Replica,
+    box_of,
+    elements,
+    plan_fold,
+    plan_unfold,
+    without_replicas,
+)
+from ..plan import quantity
+from ..train import lay_out, leaf_specs, state_specs, with_best_core
+
+_GB = 1e9
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FaultOptions:
+    """What to plan. The help of each field is what `gtp-jax plan-faults --help` shows.
+
+    Raises:
+        ValueError: if a value is out of range.
+    """
+
+    preset: str = knob("8b", "model", f"one of {', '.join(PRESETS)}", kind=str)
+    dp: int = knob(2, "mesh", "replicas of the healthy run", metavar="N")
+    gtp: int = knob(1, "mesh", "shards of a weight", metavar="N")
+    tp: int = knob(4, "mesh", "tensor-parallel degree of a healthy replica", metavar="N")
+    shard_optimizer: bool = knob(
+        True, "mesh", "divide master weights and optimizer state over replicas too (ZeRO)", kind=bool
+    )
+    faults: Faults = piece(Faults)
+    batch: int = knob(64, "training", "sequences of a step, over all replicas", metavar="N")
+    microbatches: int = knob(1, "training", "parts of each replica's sequences", metavar="N")
+    memory: float | None = knob(
+        None, "memory", "refuse a plan that needs more than this on a device", kind=float, above=0, metavar="GB"
+    )
+    activations: float = knob(
+        0.0,
+        "memory",
+        "what else a device of the healthy run needs for its sequences, see `gtp-jax inspect`",
+        kind=float,
+        metavar="GB",
+    )
+
+    def __post_init__(self) -> None:
+        preset_of(self.preset)
+        check_knobs(self)
+
+    def plan(self) -> FaultPlan:
+        """Returns the plan.
+
+        Raises:
+            ValueError: as `plan_faults`.
+        """
+        sizes = {"batch": self.batch, "microbatches": self.microbatches}
+        return self.faults.plan(dp=self.dp, gtp=self.gtp, tp=self.tp, **sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """Bytes on one device.
+
+    Attributes:
+        masters: what it stores of parameters and optimizer state; 0 outside of the core.
+        weights: parameters in its replica's layout, and those of the core's while they are one and the same.
+        gradients: in its replica's layout.
+        exchange: buffers, and gradients in the core's layout, or parameters gathered over replicas: the larger.
+        activations: what else it needs for its sequences, scaled from the healthy run's.
+    """
+
+    masters: int
+    weights: int
+    gradients: int
+    exchange: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak, which is taken to be the sum."""
+        return sum(dataclasses.astuple(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class FaultReport:
+    """What a plan costs.
+
+    Attributes:
+        plan: itself.
+        unfold: for each replica, what moves so that it has its weights.
+        fold: for each replica, what moves so that the core has its gradients.
+        memory: for each replica, of its devices, row by row.
+        owners: for each weight that tp divides, units each rank owns, by degree.
+        whole: weights that some replica stores whole on every rank of tp, as its degree divides none of their
+            dimensions, by degree.
+    """
+
+    plan: FaultPlan
+    unfold: tuple[Moves, ...]
+    fold: tuple[Moves, ...]
+    memory: tuple[tuple[Use, ...], ...]
+    owners: dict[str, dict[int, tuple[int, ...]]]
+    whole: dict[int, tuple[str, ...]]
+
+
+def inspect_faults(options: FaultOptions) -> FaultReport:
+    """Plans a run after failures, and counts what it costs, from shapes alone.
+
+    Raises:
+        ValueError: if the plan cannot work, or a device needs more memory than there is.
+    """
+    plan, config = options.plan(), preset_of(options.preset)
+    with use_roles(Roles() if options.shard_optimizer else Roles(optimizer=())):
+        if options.faults.core_tp is None:
+            plan = with_best_core(lambda rngs: build(config, rngs=rngs), plan)
+        core, params = _laid_out(config, len(plan.replicas), plan.gtp, plan.core_tp)
+        of_degree = {tp: _laid_out(config, 1, plan.gtp, tp)[0] for tp in {r.tp for r in plan.replicas}}
+        state = _state_bytes(core, params, plan)
+    unfold, fold, memory = [], [], []
+    for replica in plan.replicas:
+        leaves = leaf_specs(core, params, of_degree[replica.tp])
+        unfold.append(plan_unfold(replica, leaves))
+        fold.append(plan_fold(replica, leaves))
+        share = Fraction(replica.batch, replica.tp) / Fraction(plan.batch, plan.dp * plan.tp)
+        sizes = {"gtp": plan.gtp, "core_tp": plan.core_tp, "state": state}
+        activations = int(options.activations * _GB * share)
+        memory.append(_memory(replica, leaves, (unfold[-1], fold[-1]), **sizes, activations=activations))
+    whole = {tp: _whole(model_def, tp) for tp, model_def in of_degree.items()}
+    report = FaultReport(plan, tuple(unfold), tuple(fold), tuple(memory), _owners(of_degree), whole)
+    _check_memory(report, options.memory)
+    return report
+
+
+def _laid_out(config: Any, dp: int, gtp: int, tp: int) -> tuple[ModelDef, Any]:
+    mesh = AbstractMesh((dp, gtp, tp), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return lay_out(lambda rngs: build(config, rngs=rngs), mesh)
+
+
+def _state_bytes(core: ModelDef, params: Any, plan: FaultPlan) -> int:
+    """Returns the bytes of parameters and AdamW's state that each device of the core stores."""
+    optimizer = optax.adamw(1e-3)
+    specs = state_specs(core, optimizer, params)
+    arrays = jax.tree.leaves((params, jax.eval_shape(optimizer.init, params)))
+    partitions = jax.tree.leaves((specs.params, specs.opt_state), is_leaf=lambda s: isinstance(s, PartitionSpec))
+    sizes = dict(zip(AXES, (len(plan.replicas), plan.gtp, plan.core_tp), strict=True))
+    return sum(_part_bytes(x.shape, x.dtype, spec, sizes) for x, spec in zip(arrays, partitions, strict=True))
+
+
+def _part_bytes(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec, sizes: dict[Any, int]) -> int:
+    return elements(box_of(shape, spec, sizes, dict.fromkeys(AXES, 0))) * np.dtype(dtype).itemsize
+
+
+def _memory(
+    replica: Replica,
+    leaves: list[LeafSpecs],
+    exchanges: tuple[Moves, Moves],
+    *,
+    gtp: int,
+    core_tp: int,
+    state: int,
+    activations: int,
+) -> tuple[Use, ...]:
+    here, core = dict(zip(AXES, (1, gtp, replica.tp), strict=True)), dict(zip(AXES, (1, gtp, core_tp), strict=True))
+    own = [_part_bytes(leaf.shape, leaf.dtype, leaf.replica, here) for leaf in leaves]
+    folded = sum(_part_bytes(leaf.shape, leaf.dtype, without_replicas(leaf.core), core) for leaf in leaves)
+    divided = any(without_replicas(leaf.core) != leaf.core for leaf in leaves)
+    buffers = 2 * max(moves.bytes_in_turn for moves in exchanges)  # what is sent and what is received
+    stores = {slot for row in replica.core for slot in row}
+    found = []
+    for number, slot in enumerate(slot for row in replica.slots for slot in row):
+        pairs = zip(own, exchanges[0].leaves, strict=True)
+        shared = sum(n for n, leaf in pairs if not divided and leaf.before.get(number) == leaf.after[number])
+        is_core = slot in stores
+        found.append(
+            Use(
+                masters=state if is_core else 0,
+                weights=sum(own) - shared,
+                gradients=sum(own),
+                exchange=buffers + (folded if is_core else 0),
+                activations=activations,
+            )
+        )
+    return tuple(found)
+
+
+def _owners(of_degree: dict[int, ModelDef]) -> dict[str, dict[int, tuple[int, ...]]]:
+    found: dict[str, dict[int, tuple[int, ...]]] = {}
+    for tp, model_def in sorted(of_degree.items(), reverse=True):
+        for name, layout in _layouts(model_def):
+            if layout.split is not None:
+                found.setdefault(name, {})[tp] = layout.split.owners
+    return found
+
+
+def _whole(model_def: ModelDef, tp: int) -> tuple[str, ...]:
+    layouts = _layouts(model_def)
+    return tuple(name for name, layout in layouts if tp > 1 and layout.split and TP not in axes_of(layout.spec))
+
+
+def _layouts(model_def: ModelDef) -> list[tuple[str, Layout]]:
+    leaves = with_paths(model_def.layouts, is_leaf=lambda leaf: leaf is None or isinstance(leaf, Layout))
+    return [(".".join(path), layout) for path, layout in leaves if layout is not None]
+
+
+def _check_memory(report: FaultReport, limit_gb: float | None) -> None:
+    uses = [
+        (use.total, slot)
+        for r, some in zip(report.plan.replicas, report.memory, strict=True)
+        for use, slot in zip(some, (slot for row in r.slots for slot in row), strict=True)
+    ]
+    most, slot = max(uses)
+    if limit_gb is not None and most > limit_gb * _GB:
+        raise ValueError(
+            f"the plan needs {quantity(most, 'B')} on the device of slot {slot}, and `memory` is {limit_gb:g} GB. Let "
+            "gtp shard weights further, divide optimizer state over replicas, choose another `core_tp`, or leave out "
+            "replicas of a low degree with `min_tp`."
+        )

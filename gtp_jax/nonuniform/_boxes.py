@@ -1,0 +1,53 @@
+"""Which part of an array a device of a mesh stores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from jax.sharding import PartitionSpec
+
+# A part of an array: the start and the stop along each dimension.
+Box = tuple[tuple[int, int], ...]
+
+
+def box_of(shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int], place: Mapping[str, int]) -> Box:
+    """Returns the part of an array that is stored at a place of a mesh, as a `NamedSharding` has it.
+
+    Args:
+        shape: of the array.
+        spec: its partition, of axes that divide it evenly.
+        sizes: of the mesh axes.
+        place: coordinates of the device, by mesh axis.
+    """
+    entries = (*spec, *(None,) * (len(shape) - len(spec)))
+    box = []
+    for size, entry in zip(shape, entries, strict=True):
+        index, parts = 0, 1
+        for axis in () if entry is None else (entry,) if isinstance(entry, str) else entry:
+            index, parts = index * sizes[axis] + place[axis], parts * sizes[axis]
+        width, rest = divmod(size, parts)
+        assert not rest, f"{parts} parts of a dimension of {size}"
+        box.append((index * width, (index + 1) * width))
+    return tuple(box)
+
+
+def intersect(one: Box, other: Box) -> Box | None:
+    """Returns what two parts have in common; `None` if nothing."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def within(box: Box, outer: Box) -> tuple[slice, ...]:
+    """Returns where a part of an array lies within a larger part."""
+    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box, outer, strict=True))
+
+
+def shape_of(box: Box) -> tuple[int, ...]:
+    """Returns the shape of a part."""
+    return tuple(stop - start for start, stop in box)
+
+
+def elements(box: Box) -> int:
+    """Returns how many elements a part has."""
+    return math.prod(shape_of(box))

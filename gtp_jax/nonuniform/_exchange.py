@@ -1,0 +1,185 @@
+"""Arrays on some devices, stored anew on others: static slices on each device, and permutes between them.
+
+[Note: three programs] What a device sends and where it puts what it receives differ from device to device, and are
+known before anything runs. So each device has a program of its own that fills its buffers, and one that takes them
+apart, of static slices; between them is one program over all devices, with a `ppermute` for each round and nothing
+else. Were it one program over all devices, every slice would depend on the rank, by a conditional with a branch a
+device (on GPUs the host waits for each), or by tables of indices as long as the weights; and devices that store
+nothing before, or after, would need buffers as large as those that do.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ._boxes import Box, intersect, shape_of, within
+from ._moves import Moves
+
+_AXIS = "device"
+
+Device = Any  # a `jax.Device`, which is no type
+
+# For each array: what each device stores of it, of the devices of this process.
+Parts = list[dict[Device, jax.Array]]
+
+
+class Exchange:
+    """Moves arrays between devices as `Moves` say.
+
+    Every process that has one of the devices calls it, in the same order as other programs over these devices.
+
+    Args:
+        moves: the plan.
+        devices: by the numbers that the plan gives them.
+    """
+
+    def __init__(self, moves: Moves, devices: Sequence[Device]) -> None:
+        self.moves = moves
+        self._devices = list(devices)
+        self._mesh = Mesh(np.array(self._devices), (_AXIS,))
+        self._here = [
+            (number, device)
+            for number, device in enumerate(self._devices)
+            if device.process_index == jax.process_index()
+        ]
+        self._pack = {
+            number: _on(device, lambda own, number=number: _packed(moves, number, own)) for number, device in self._here
+        }
+        self._assemble = {
+            number: _on(device, lambda own, received, number=number: _assembled(moves, number, own, received))
+            for number, device in self._here
+        }
+        self._permute: Any = jax.jit(self._permuted())
+
+    def __call__(self, parts: Sequence[Mapping[Device, jax.Array]]) -> Parts:
+        """Returns what each device of this process stores of each array afterwards.
+
+        Args:
+            parts: for each array, what each device of this process stores of it before; on others nothing.
+        """
+        received: dict[int, list[jax.Array]] = {number: [] for number, _ in self._here}
+        if self.moves.rounds:
+            buffers = [self._pack[number](self._own(parts, number)) for number, _ in self._here]
+            together = [self._global(one, [b[i] for b in buffers]) for i, one in enumerate(self.moves.rounds)]
+            with jax.set_mesh(self._mesh):
+                together = self._permute(together)
+            for buffer in together:
+                shards = {shard.device: shard.data for shard in buffer.addressable_shards}
+                for number, device in self._here:
+                    received[number].append(shards[device])
+        found: Parts = [{} for _ in self.moves.leaves]
+        for number, device in self._here:
+            own = self._own(parts, number)
+            made = self._assemble[number](own, received[number]) if _makes(self.moves, number) else {}
+            for leaf, boxes in enumerate(self.moves.leaves):
+                if number in boxes.after:
+                    # what is stored as before is the same array: no copy
+                    found[leaf][device] = own[leaf] if _stays(self.moves, leaf, number) else made[leaf]
+        return found
+
+    def compile(self) -> jax.stages.Compiled:
+        """Compiles the program of the rounds, which is taken from now on, and returns it."""
+        sharding = NamedSharding(self._mesh, PartitionSpec(_AXIS))
+        sizes = [(len(self._devices) * one.elements, one.dtype) for one in self.moves.rounds]
+        buffers = [jax.ShapeDtypeStruct((size,), dtype, sharding=sharding) for size, dtype in sizes]
+        if not isinstance(self._permute, jax.stages.Compiled):
+            with jax.set_mesh(self._mesh):
+                self._permute = self._permute.lower(buffers).compile()
+        return self._permute
+
+    def _own(self, parts: Sequence[Mapping[Device, jax.Array]], number: int) -> dict[int, jax.Array]:
+        device = self._devices[number]
+        return {leaf: parts[leaf][device] for leaf, boxes in enumerate(self.moves.leaves) if number in boxes.before}
+
+    def _global(self, one: Any, buffers: list[jax.Array]) -> jax.Array:
+        shape = (len(self._devices) * one.elements,)
+        return jax.make_array_from_single_device_arrays(
+            shape, NamedSharding(self._mesh, PartitionSpec(_AXIS)), buffers, dtype=one.dtype
+        )
+
+    def _permuted(self) -> Callable[[list[jax.Array]], list[jax.Array]]:
+        pairs = [[(m.sender, m.receiver) for m in one.messages] for one in self.moves.rounds]
+
+        def permute(buffers: list[jax.Array]) -> list[jax.Array]:
+            return [lax.ppermute(buffer, _AXIS, way) for buffer, way in zip(buffers, pairs, strict=True)]
+
+        return jax.shard_map(
+            permute, mesh=self._mesh, in_specs=PartitionSpec(_AXIS), out_specs=PartitionSpec(_AXIS), check_vma=False
+        )
+
+
+def _on(device: Device, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function, compiled for a device, whatever mesh is in scope and even if it is given no array there."""
+    mesh = Mesh(np.array([device]), (_AXIS,))
+    compiled = jax.jit(function, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+    def call(*args: Any) -> Any:
+        with jax.set_mesh(mesh):
+            return compiled(*args)
+
+    return call
+
+
+def _packed(moves: Moves, number: int, own: dict[int, jax.Array]) -> list[jax.Array]:
+    """Returns a device's buffers, one a round; zeros in rounds in which it sends nothing."""
+    buffers = []
+    for one in moves.rounds:
+        runs = []
+        for message in one.messages:
+            if message.sender == number:
+                for piece in message.pieces:
+                    at = within(piece.box, moves.leaves[piece.leaf].before[number])
+                    runs.append(jnp.reshape(own[piece.leaf][at], -1))
+        left = one.elements - sum(run.size for run in runs)
+        if left:
+            runs.append(jnp.zeros(left, one.dtype))
+        buffers.append(jnp.concatenate(runs) if len(runs) > 1 else runs[0])
+    return buffers
+
+
+def _assembled(moves: Moves, number: int, own: dict[int, jax.Array], received: list[jax.Array]) -> dict[int, jax.Array]:
+    """Returns what a device stores afterwards, of arrays of which it stored something else before."""
+    pieces: dict[int, list[tuple[Box, jax.Array]]] = defaultdict(list)
+    for one, buffer in zip(moves.rounds, received, strict=True):
+        for message in one.messages:
+            start = 0
+            for piece in message.pieces if message.receiver == number else ():
+                shape = shape_of(piece.box)
+                stop = start + int(np.prod(shape))
+                pieces[piece.leaf].append((piece.box, jnp.reshape(buffer[start:stop], shape)))
+                start = stop
+    for leaf, boxes in enumerate(moves.leaves):
+        if number in boxes.after and not _stays(moves, leaf, number):
+            before = boxes.before.get(number)
+            for box in moves.local[leaf][number]:
+                assert before is not None and intersect(before, box) == box
+                pieces[leaf].append((box, own[leaf][within(box, before)]))
+    return {leaf: _joined(some) for leaf, some in pieces.items()}
+
+
+def _joined(pieces: list[tuple[Box, jax.Array]], dim: int = 0) -> jax.Array:
+    """Returns an array from its pieces, which lie in a grid."""
+    if len(pieces) == 1:
+        return pieces[0][1]
+    rows: dict[tuple[int, int], list[tuple[Box, jax.Array]]] = defaultdict(list)
+    for box, piece in pieces:
+        rows[box[dim]].append((box, piece))
+    parts = [_joined(rows[interval], dim + 1) for interval in sorted(rows)]
+    return jnp.concatenate(parts, axis=dim) if len(parts) > 1 else parts[0]
+
+
+def _stays(moves: Moves, leaf: int, number: int) -> bool:
+    boxes = moves.leaves[leaf]
+    return boxes.before.get(number) == boxes.after[number]
+
+
+def _makes(moves: Moves, number: int) -> bool:
+    return any(number in boxes.after and not _stays(moves, leaf, number) for leaf, boxes in enumerate(moves.leaves))

@@ -1,0 +1,297 @@
+"""Which devices go on after failures, at which tensor-parallel degree, and on which rows of the batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+# Slots by rank of gtp, then of tp.
+Grid = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Replica:
+    """The devices that hold one copy of the model, and the part of the batch that they train on.
+
+    A slot is the place of a device in the healthy grid dp x gtp x tp, counted row by row, as in `jax.devices()`.
+
+    Attributes:
+        number: its place along dp in the healthy grid.
+        slots: of its devices, a row for each rank of gtp, in order of tp. They need not be adjacent.
+        core: those of them that store master weights and optimizer state, likewise.
+        rows: the first row of the batch that it trains on, and the first after that.
+    """
+
+    number: int
+    slots: Grid
+    core: Grid
+    rows: tuple[int, int]
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel degree."""
+        return len(self.slots[0])
+
+    @property
+    def batch(self) -> int:
+        """Rows of the batch."""
+        return self.rows[1] - self.rows[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class FaultPlan:
+    """How a run goes on without some of its devices: see `plan_faults`.
+
+    Attributes:
+        dp: replicas of the healthy run.
+        gtp: shards of a weight.
+        tp: tensor-parallel degree of a healthy replica.
+        failed: slots whose devices are lost.
+        batch: rows of a batch, over all replicas.
+        microbatches: parts of each replica's rows.
+        core_tp: tensor-parallel degree at which master weights and optimizer state are stored.
+        replicas: those that go on.
+    """
+
+    dp: int
+    gtp: int
+    tp: int
+    failed: tuple[int, ...]
+    batch: int
+    microbatches: int
+    core_tp: int
+    replicas: tuple[Replica, ...]
+
+    @property
+    def slots(self) -> int:
+        """Devices of the healthy grid."""
+        return self.dp * self.gtp * self.tp
+
+    @property
+    def active(self) -> tuple[int, ...]:
+        """Slots of the devices that compute, ascending."""
+        return tuple(sorted(slot for replica in self.replicas for row in replica.slots for slot in row))
+
+    @property
+    def idle(self) -> tuple[int, ...]:
+        """Slots of healthy devices that have nothing to do, ascending."""
+        return tuple(sorted(set(range(self.slots)) - set(self.active) - set(self.failed)))
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all replicas are alike, in degree and rows, so that they are one ordinary mesh, perhaps of fewer
+        devices than the healthy one."""
+        return len({replica.batch for replica in self.replicas}) == 1 and all(r.core == r.slots for r in self.replicas)
+
+    @property
+    def throughput(self) -> Fraction:
+        """Rows a second, as a share of the healthy run's, if all time is spent computing and tp scales perfectly.
+
+        The slowest replica sets the pace: the one with the most rows a device.
+        """
+        return self._share([replica.batch for replica in self.replicas], [replica.tp for replica in self.replicas])
+
+    @property
+    def throughput_if_dropped(self) -> Fraction:
+        """The same if replicas that lost a device were left out, and the others took their rows; 0 if none is left."""
+        hurt = {slot // (self.gtp * self.tp) for slot in self.failed}
+        return self._best([self.tp] * (self.dp - len(hurt)))
+
+    @property
+    def throughput_if_lowered(self) -> Fraction:
+        """The same if all these replicas ran at the lowest degree among them."""
+        return self._best([min(replica.tp for replica in self.replicas)] * len(self.replicas))
+
+    def with_core(self, core_tp: int) -> FaultPlan:
+        """Returns the plan with master weights and optimizer state stored at another degree."""
+        replicas = []
+        for replica in self.replicas:
+            chosen = core_ranks(replica.tp, core_tp)
+            core = tuple(tuple(row[rank] for rank in chosen) for row in replica.slots)
+            replicas.append(dataclasses.replace(replica, core=core))
+        return dataclasses.replace(self, core_tp=core_tp, replicas=tuple(replicas))
+
+    def devices_of(self, devices: Sequence[Any]) -> dict[int, Any]:
+        """Returns the devices that are there, by slot.
+
+        Args:
+            devices: of all slots, of the healthy ones, or of the active ones; in the order of slots.
+
+        Raises:
+            ValueError: if there are more or fewer.
+        """
+        healthy = [slot for slot in range(self.slots) if slot not in self.failed]
+        for slots in (list(range(self.slots)), healthy, list(self.active)):
+            if len(devices) == len(slots):
+                return dict(zip(slots, devices, strict=True))
+        raise ValueError(
+            f"there are {len(devices)} devices, but the plan is for {self.slots} of which {len(self.failed)} have "
+            f"failed and {len(self.active)} compute. Pass the devices of all slots, of the {len(healthy)} healthy "
+            f"ones, or of the {len(self.active)} active ones."
+        )
+
+    def _best(self, degrees: list[int]) -> Fraction:
+        parts = self.batch // (self.gtp * self.microbatches)
+        return self._share(apportion(parts, degrees, self.gtp * self.microbatches), degrees) if degrees else Fraction(0)
+
+    def _share(self, batches: Sequence[int], degrees: Sequence[int]) -> Fraction:
+        slowest = max(Fraction(rows, tp) for rows, tp in zip(batches, degrees, strict=True))
+        return Fraction(self.batch, self.dp * self.tp) / slowest
+
+
+def plan_faults(
+    *,
+    dp: int,
+    gtp: int = 1,
+    tp: int,
+    failed: Sequence[int] = (),
+    batch: int,
+    microbatches: int = 1,
+    batches: Sequence[int] | None = None,
+    even: bool = False,
+    min_tp: int = 1,
+    core_tp: int | None = None,
+) -> FaultPlan:
+    """Plans how a run goes on when devices have failed.
+
+    A replica that lost devices goes on at the highest tensor-parallel degree that the rest of it allows, with gtp as it
+    was; what is then left over of it is idle: the highest slots of a row. The others keep their degree. Any healthy
+    device of a replica may take any place in it.
+
+    Master weights and optimizer state are stored on the core: as many devices of every replica as the lowest degree
+    asks for. In a replica of a higher degree they are those whose part of a weight overlaps most with what they store
+    of it, so that least is moved.
+
+    Args:
+        dp: replicas of the healthy run.
+        gtp: shards of a weight, in every replica.
+        tp: tensor-parallel degree of a healthy replica.
+        failed: slots whose devices are lost: their places in the grid dp x gtp x tp, row by row.
+        batch: rows of a batch, over all replicas; a multiple of gtp * microbatches.
+        microbatches: parts that each replica's rows are divided into.
+        batches: rows for each replica that goes on; by default as many as its devices can compute in equal time.
+        even: give all replicas that lost a device the lowest degree among them, as Megatron-LM does.
+        min_tp: a replica that cannot go on at this degree is left out, and all its devices are idle.
+        core_tp: degree at which the core stores; by default the lowest among the replicas.
+
+    Raises:
+        ValueError: if a degree is not a whole number of at least 1, if a slot is none of the grid or is named twice, if
+            no replica is left, or if the batch cannot be divided among them.
+    """
+    sizes = {"dp": dp, "gtp": gtp, "tp": tp, "batch": batch, "microbatches": microbatches, "min_tp": min_tp}
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"`{name}` is {size!r}; it must be a whole number of at least 1.")
+    lost = _checked_slots(failed, dp, gtp, tp)
+    degrees = {}
+    for number in range(dp):
+        hurt = sum(slot // (gtp * tp) == number for slot in lost)
+        degrees[number] = (gtp * tp - hurt) // gtp
+    if even:
+        hurt_degrees = [degree for degree in degrees.values() if min_tp <= degree < tp]
+        degrees = {n: degree if degree == tp else min([degree, *hurt_degrees]) for n, degree in degrees.items()}
+    degrees = {number: degree for number, degree in degrees.items() if degree >= min_tp}
+    if not degrees:
+        raise ValueError(
+            f"no replica is left: with {len(lost)} of {dp * gtp * tp} devices failed, none of {dp} replicas has "
+            f"gtp {gtp} x tp {min_tp} devices. Take a lower `min_tp`, or a mesh of other degrees."
+        )
+    core = min(degrees.values()) if core_tp is None else core_tp
+    if not isinstance(core, int) or not 1 <= core <= min(degrees.values()):
+        raise ValueError(
+            f"`core_tp` is {core_tp!r}; it must be from 1 to {min(degrees.values())}, the lowest degree of a replica."
+        )
+    rows = _rows(batch, gtp * microbatches, list(degrees.values()), batches)
+    ends = list(itertools.accumulate(rows))
+    replicas = []
+    for (number, degree), count, end in zip(degrees.items(), rows, ends, strict=True):
+        slots = _grid(number, gtp, tp, degree, lost)
+        replicas.append(Replica(number, slots, slots, (end - count, end)))
+    return FaultPlan(dp, gtp, tp, tuple(lost), batch, microbatches, core, tuple(replicas)).with_core(core)
+
+
+def core_ranks(tp: int, core_tp: int) -> tuple[int, ...]:
+    """Returns the rank of tp that stores as each rank of the core: the one whose run of a dimension, divided into `tp`
+    runs, overlaps most with the run of the core, of `core_tp`.
+
+    They differ: a run of the core is at least 1/core_tp long, so that it overlaps with one of `tp` by at least half
+    of that or contains it whole, and two of the core cannot overlap so with the same one, which is shorter.
+    """
+
+    def overlap(rank: int, core: int) -> Fraction:
+        start = max(Fraction(rank, tp), Fraction(core, core_tp))
+        return min(Fraction(rank + 1, tp), Fraction(core + 1, core_tp)) - start
+
+    return tuple(max(range(tp), key=lambda rank: (overlap(rank, core), -rank)) for core in range(core_tp))
+
+
+def apportion(parts: int, degrees: Sequence[int], rows: int = 1) -> list[int]:
+    """Returns how many of `parts` parts, of so many rows each, go to replicas of these degrees, so that the slowest one
+    has as few rows a device as can be."""
+    counts = [0] * len(degrees)
+    for _ in range(parts):
+        least = min(range(len(degrees)), key=lambda i: (Fraction(counts[i] + 1, degrees[i]), i))
+        counts[least] += 1
+    return [count * rows for count in counts]
+
+
+def _checked_slots(failed: Sequence[int], dp: int, gtp: int, tp: int) -> list[int]:
+    slots = list(failed)
+    total = dp * gtp * tp
+    for slot in slots:
+        if not isinstance(slot, int) or isinstance(slot, bool) or not 0 <= slot < total:
+            raise ValueError(
+                f"`failed` names {slot!r}, which is no device: dp {dp} x gtp {gtp} x tp {tp} has the slots 0 to "
+                f"{total - 1}."
+            )
+    twice = [slot for slot in slots if slots.count(slot) > 1]
+    if twice:
+        raise ValueError(f"`failed` names {twice[0]} twice. Name each slot once.")
+    return sorted(slots)
+
+
+def _grid(number: int, gtp: int, tp: int, degree: int, lost: Sequence[int]) -> Grid:
+    """Returns the slots of a replica: of each row its own lowest ones, filled up with what other rows have over."""
+    first = number * gtp * tp
+    own = [[slot for slot in range(first + g * tp, first + (g + 1) * tp) if slot not in lost] for g in range(gtp)]
+    over = [slot for row in own for slot in row[degree:]]
+    grid = []
+    for row in own:
+        taken = row[:degree]
+        taken += [over.pop(0) for _ in range(degree - len(taken))]
+        grid.append(tuple(taken))
+    return tuple(grid)
+
+
+def _rows(batch: int, unit: int, degrees: list[int], batches: Sequence[int] | None) -> list[int]:
+    if batches is None:
+        if batch % unit:
+            raise ValueError(
+                f"`batch` is {batch}, which is not a multiple of gtp * microbatches = {unit}. Take "
+                f"{math.ceil(batch / unit) * unit}, for instance."
+            )
+        rows = apportion(batch // unit, degrees, unit)
+        if not min(rows):
+            raise ValueError(
+                f"`batch` is {batch}, {batch // unit} parts of gtp * microbatches = {unit} rows, too few for "
+                f"{len(degrees)} replicas of degrees {degrees}. Take a larger batch, fewer microbatches, or leave "
+                "replicas out with `min_tp`."
+            )
+        return rows
+    rows = list(batches)
+    if len(rows) != len(degrees):
+        raise ValueError(
+            f"`batches` has {len(rows)} numbers, for {len(degrees)} replicas that go on; give one for each."
+        )
+    wrong = [n for n in rows if not isinstance(n, int) or isinstance(n, bool) or n < 1 or n % unit]
+    if wrong:
+        raise ValueError(
+            f"`batches` has {wrong[0]!r}; each must be a multiple of gtp * microbatches = {unit}, of at least that."
+        )
+    if sum(rows) != batch:
+        raise ValueError(f"`batches` are {rows}, {sum(rows)} rows in all, but `batch` is {batch}. Make them add up.")
+    return rows

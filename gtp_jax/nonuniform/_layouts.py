@@ -1,0 +1,75 @@
+"""What moves between the core and a replica, from how each stores a model's parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from ..mesh import DP, GTP, TP
+from ._boxes import Box, box_of
+from ._faults import Replica
+from ._moves import LeafBoxes, Moves, plan_moves
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafSpecs:
+    """An array, and how it is stored on the core and in a replica.
+
+    Attributes:
+        shape: of the array.
+        dtype: of the array.
+        core: its partition on the core.
+        replica: its partition in the replica.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    core: PartitionSpec
+    replica: PartitionSpec
+
+
+def plan_unfold(replica: Replica, leaves: Sequence[LeafSpecs]) -> Moves:
+    """Plans how the devices of a replica get arrays from those of them that are core.
+
+    Devices are numbered along the rows of the replica's grid. What replicas divide of an array on the core has been
+    gathered over them.
+    """
+    return plan_moves([LeafBoxes(leaf.dtype, _on_core(replica, leaf), _on_replica(replica, leaf)) for leaf in leaves])
+
+
+def plan_fold(replica: Replica, leaves: Sequence[LeafSpecs]) -> Moves:
+    """Plans the way back: gradients, summed over the replica, from all its devices to the core."""
+    return plan_moves([LeafBoxes(leaf.dtype, _on_replica(replica, leaf), _on_core(replica, leaf)) for leaf in leaves])
+
+
+def without_replicas(spec: PartitionSpec) -> PartitionSpec:
+    """Returns a partition without the replicas' axis, which divides only what the optimizer stores."""
+    entries = []
+    for entry in spec:
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        left = tuple(axis for axis in axes if axis != DP)
+        entries.append(None if not left else left[0] if len(left) == 1 else left)
+    return PartitionSpec(*entries)
+
+
+def _on_core(replica: Replica, leaf: LeafSpecs) -> Mapping[int, Box]:
+    ranks = [replica.slots[0].index(slot) for slot in replica.core[0]]
+    return _boxes(leaf.shape, without_replicas(leaf.core), replica, ranks)
+
+
+def _on_replica(replica: Replica, leaf: LeafSpecs) -> Mapping[int, Box]:
+    return _boxes(leaf.shape, leaf.replica, replica, range(replica.tp))
+
+
+def _boxes(shape: tuple[int, ...], spec: PartitionSpec, replica: Replica, ranks: Sequence[int]) -> Mapping[int, Box]:
+    """Returns the part that each device stores, if these ranks of tp store."""
+    gtp = len(replica.slots)
+    sizes = {DP: 1, GTP: gtp, TP: len(ranks)}
+    return {
+        g * replica.tp + rank: box_of(shape, spec, sizes, {DP: 0, GTP: g, TP: place})
+        for g in range(gtp)
+        for place, rank in enumerate(ranks)
+    }

@@ -1,0 +1,77 @@
+"""Failed devices and what is made of them, as a user gives them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from .._flags import check_knobs, knob
+from ._faults import FaultPlan, plan_faults
+
+
+def _number(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"is {text!r}; it must be a whole number")
+    return int(text)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Faults:
+    """Which devices have failed, and how the others go on; see `plan_faults`.
+
+    Raises:
+        ValueError: if a value is out of range.
+    """
+
+    failed_devices: tuple[int, ...] = knob(
+        (),
+        "failures",
+        "places of lost devices in the healthy grid dp x gtp x tp, row by row, from 0; their replicas go on at a lower "
+        "tp; without a number: none, of a resumed run",
+        kind=_number,
+        metavar="SLOT",
+        nargs="*",
+    )
+    replica_batches: tuple[int, ...] | None = knob(
+        None,
+        "failures",
+        "sequences of each replica that goes on (default: in proportion to its tp)",
+        kind=_number,
+        metavar="N",
+        nargs="+",
+    )
+    even: bool = knob(False, "failures", "give all replicas that lost a device the lowest degree among them", kind=bool)
+    min_tp: int = knob(1, "failures", "leave a replica out that cannot go on at this degree", metavar="N")
+    core_tp: int | None = knob(
+        None, "failures", "degree at which master weights are stored (default: where least is moved)", metavar="N"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("failed_devices", "replica_batches"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, value if value is None else tuple(value))  # a list, out of JSON or argparse
+        check_knobs(self)
+
+    @property
+    def any(self) -> bool:
+        """Whether replicas may be unequal."""
+        return bool(self.failed_devices or self.replica_batches)
+
+    def plan(self, *, dp: int, gtp: int, tp: int, batch: int, microbatches: int) -> FaultPlan:
+        """Returns the plan.
+
+        Raises:
+            ValueError: as `plan_faults`.
+        """
+        return plan_faults(
+            dp=dp,
+            gtp=gtp,
+            tp=tp,
+            failed=self.failed_devices,
+            batch=batch,
+            microbatches=microbatches,
+            batches=self.replica_batches,
+            even=self.even,
+            min_tp=self.min_tp,
+            core_tp=self.core_tp,
+        )

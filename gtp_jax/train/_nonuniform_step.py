@@ -1,0 +1,288 @@
+"""One optimizer step over replicas of unequal degree.
+
+[Note: a step of replicas] The state is on the core, as on any mesh. A step
+1. gathers the master weights over replicas, if these divide them (ZeRO);
+2. for each replica moves them to its own layout, at its own degree (`unfold`); computes the sums of loss, tokens and
+   gradients over its own rows, in a program of its own; and moves the gradients to the core's layout (`fold`);
+3. on the core adds up what the replicas found, divides by all tokens, clips and updates.
+Nothing is copied between these programs: a device's part of an array on one mesh becomes its part of one on the other.
+Replicas cannot drift apart, as their weights are functions of the masters.
+
+The result is that of one mesh because the loss of local view is a sum over sequences, each counted by one rank: such a
+sum may be divided among ranks and replicas in any way. What is not such a sum is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..mesh import DP, GTP, TP, axes_of, degree, use_roles
+from ..nonuniform import Exchange, Parts, without_replicas
+from ..recipes import Recipe
+from ._gradients import Request, check_model_state
+from ._jit import Jitted
+from ._loss import mean
+from ._replica_step import ReplicaStep, parts_of, settled
+from ._replicas import Batches, Replicas, is_here
+from ._state import TrainState, constrained
+from ._told import Told
+from ._update import updated
+
+Tree = Any
+
+
+class NonuniformStep:
+    """A step, as `train_step` returns it, over the replicas of a plan. The state is donated.
+
+    Args:
+        request: what is computed.
+        optimizer: any optax optimizer.
+        max_grad_norm: scales gradients down to this norm.
+        replicas: the meshes.
+        options: returns XLA options for the mesh in scope.
+        recipe: returns the recipe to take.
+
+    Attributes:
+        tell: returns scalars of the core on every process.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        optimizer: optax.GradientTransformation,
+        max_grad_norm: float | None,
+        replicas: Replicas,
+        *,
+        options: Callable[[], dict[str, Any]],
+        recipe: Callable[[], Recipe | None],
+    ) -> None:
+        self._request, self._replicas, self._recipe, self._options = request, replicas, recipe, options
+        self._optimizer, self._max_grad_norm = optimizer, max_grad_norm
+        self._gather: Any = Jitted(_gathered, options)
+        self._update: Any = Jitted(self._updated, options, donate_argnums=(0, 1))
+        self.tell = Told(replicas)
+        self._steps: dict[Recipe | None, list[ReplicaStep]] = {}
+
+    def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
+        """Returns the state after the step, and metrics.
+
+        Args:
+            state: on the core.
+            batch: rows of all replicas; or divided among them already, by `Replicas.place`.
+
+        Raises:
+            ValueError: if the state is not of this core, or the batch of another size than the plan's.
+        """
+        self._check(state)
+        batches = batch if isinstance(batch, Batches) else self._replicas.place(batch)
+        stored = self._stored(state)
+        gradients: Parts = [{} for _ in jax.tree.leaves(state.params)]
+        sums: Parts = [{}, {}]
+        for step, mesh, part in zip(self._replica_steps(state), self._replicas.meshes, batches.parts, strict=True):
+            if is_here(mesh):
+                found, total = step(_of_devices(stored, mesh), part)
+                for kept, one in zip((*gradients, *sums), (*found, *map(parts_of, total)), strict=True):
+                    kept.update(one)
+        with jax.set_mesh(self._replicas.core), use_roles(state.model_def.roles):
+            after, metrics = self._update(state, *self._on_core(state, gradients, sums))
+        settled(after)
+        return after, self.tell(metrics)
+
+    def weights(self, state: TrainState) -> list[Tree]:
+        """Returns the parameters on the mesh of each replica, as the next step computes with them; `None` for one that
+        this process has no device of."""
+        stored, replicas = self._stored(state), self._replicas
+        return [
+            step.weights(_of_devices(stored, mesh))[0] if is_here(mesh) else None
+            for step, mesh in zip(self._replica_steps(state), replicas.meshes, strict=True)
+        ]
+
+    def compile(self, state: TrainState, batch: Tree) -> dict[str, jax.stages.Compiled]:
+        """Compiles the programs of a step that this process takes part in, which are taken from now on.
+
+        Args:
+            state: on the core, or of the same shapes and shardings.
+            batch: as in a step; or `Batches` of shapes with shardings.
+
+        Returns:
+            By name: `gradients` of each replica, `unfold` and `fold` of those of another layout than the core, followed
+            by the replica's place in the plan; `gather`, if replicas divide what is stored; `update`. The slices of
+            single devices ahead of and behind `unfold` and `fold` are not among them.
+        """
+        batches = batch if isinstance(batch, Batches) else self._replicas.place(batch)
+        found: dict[str, jax.stages.Compiled] = {}
+        sums: Any = ()
+        steps = zip(self._replica_steps(state), self._replicas.meshes, batches.parts, strict=True)
+        for place, (step, mesh, part) in enumerate(steps):
+            if is_here(mesh):
+                programs, sums = step.compile(part)
+                found |= {f"{name} {place}": program for name, program in programs.items()}
+        core = self._replicas.core
+        if is_here(core):
+            state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+            with jax.set_mesh(core), use_roles(state.model_def.roles):
+                if _is_divided(state):
+                    self._gather = found["gather"] = _compiled(self._gather, state)
+                self._update = found["update"] = _compiled(self._update, state, *self._shapes_on_core(state, sums))
+        return found
+
+    def exchanges(self, state: TrainState) -> list[dict[str, Exchange]]:
+        """Returns what moves between each replica and the core: `unfold` the weights, `fold` the gradients."""
+        return [{"unfold": step.unfold, "fold": step.fold} for step in self._replica_steps(state)]
+
+    def _replica_steps(self, state: TrainState) -> list[ReplicaStep]:
+        """Returns each replica's part of the step, with the recipe in scope."""
+        recipe = self._recipe()
+        if recipe not in self._steps:
+            replicas, divided = self._replicas, _is_divided(state)
+            self._steps[recipe] = [
+                ReplicaStep(
+                    self._request._replace(recipe=recipe, replica=replica.number),
+                    replica,
+                    mesh,
+                    model_def,
+                    state,
+                    options=self._options,
+                    donates=divided,
+                )
+                for replica, mesh, model_def in zip(
+                    replicas.plan.replicas, replicas.meshes, replicas.model_defs, strict=True
+                )
+            ]
+        return self._steps[recipe]
+
+    def _stored(self, state: TrainState) -> Parts:
+        """Returns what the core's devices store of every parameter, whole over replicas, and of the number of updates
+        made."""
+        params = state.params
+        if _is_divided(state) and is_here(self._replicas.core):
+            with jax.set_mesh(self._replicas.core):
+                params = self._gather(state)
+                settled(params)
+        return [parts_of(x) for x in (*jax.tree.leaves(params), state.step)]
+
+    def _on_core(self, state: TrainState, gradients: Parts, sums: Parts) -> tuple[Tree, list[jax.Array]]:
+        """Returns what the replicas found as arrays on the core, one replica's behind the other along the first
+        dimension."""
+        here = [d for d in self._replicas.core.devices.flat if d.process_index == jax.process_index()]
+
+        def joined(like: jax.ShapeDtypeStruct, parts: Any) -> jax.Array:
+            mine = [_with_rows(parts[device], device) for device in here]
+            return jax.make_array_from_single_device_arrays(like.shape, like.sharding, mine, dtype=like.dtype)
+
+        shapes, of_sums = self._shapes_on_core(state, [next(iter(one.values())) for one in sums])
+        leaves, structure = jax.tree.flatten(shapes)
+        arrays = [joined(like, parts) for like, parts in zip(leaves, gradients, strict=True)]
+        return jax.tree.unflatten(structure, arrays), [joined(*some) for some in zip(of_sums, sums, strict=True)]
+
+    def _shapes_on_core(self, state: TrainState, sums: Any) -> tuple[Tree, list[Any]]:
+        core, count = self._replicas.core, len(self._replicas.meshes)
+
+        def of(spec: PartitionSpec, x: Any) -> Any:
+            rows, *rest = x.shape or (1,)
+            sharding = NamedSharding(core, _by_replica(spec, x.ndim))
+            return jax.ShapeDtypeStruct((count * rows, *rest), x.dtype, sharding=sharding)
+
+        gradients = jax.tree.map(of, state.model_def.specs, state.params, is_leaf=_is_spec)
+        return gradients, [of(PartitionSpec(), x) for x in sums]
+
+    def _updated(self, state: TrainState, found: Tree, sums: list[jax.Array]) -> tuple[TrainState, dict[str, Any]]:
+        specs = state.model_def.specs
+        into = jax.tree.map(lambda spec, x: _by_replica(spec, x.ndim), specs, state.params, is_leaf=_is_spec)
+
+        def add_up(found: Tree, sums: list[jax.Array]) -> tuple[Tree, list[jax.Array]]:
+            each = jax.tree.map(_sum_over_replicas, specs, found, state.params, is_leaf=_is_spec)
+            return each, [one[0] for one in lax.psum(sums, DP)]
+
+        out = (specs, PartitionSpec())
+        over_core = jax.shard_map(add_up, in_specs=(into, PartitionSpec(DP)), out_specs=out, check_vma=False)
+        found, (total, tokens) = over_core(found, sums)
+        grads = jax.tree.map(lambda g: mean(g, tokens), found)
+        after, norm = updated(state, grads, self._optimizer, self._max_grad_norm, {})
+        return after, {"loss": mean(total, tokens), "tokens": tokens, "grad_norm": norm}
+
+    def _check(self, state: TrainState) -> None:
+        check_model_state(state)
+        core = self._replicas.core
+        if isinstance(state.step, jax.core.Tracer):
+            raise TypeError("a step over replicas is run as it is; call it outside of `jax.jit`, which cannot hold it.")
+        if state.step.sharding.device_set != set(core.devices.flat):
+            raise ValueError(
+                "the state is on other devices than the core of `replicas`. Make it under "
+                "`with jax.set_mesh(replicas.core):`."
+            )
+        with jax.set_mesh(core):
+            state.model_def.check_mesh()
+        ours = jax.tree.structure(state.params)
+        theirs = jax.tree.structure(self._replicas.model_defs[0].specs, is_leaf=_is_spec)
+        if ours != theirs:
+            raise ValueError(
+                "the state has other parameters than the model that `replicas` was made for. Pass the `factory` of the "
+                f"model: it has {theirs.num_leaves} parameters, the state {ours.num_leaves}."
+            )
+
+
+def _sum_over_replicas(spec: PartitionSpec, found: jax.Array, param: Any) -> jax.Array:
+    """Returns the sum over replicas of what this rank has of a gradient; of it what this rank stores.
+
+    Ranks that store the same part get the same bits: those of the first one. Each sums over replicas in a group of its
+    own, and of more than two the sums may be taken in another order there.
+    """
+    dims = [d for d, e in enumerate(spec) if e is not None and DP in ((e,) if isinstance(e, str) else e)]
+    if dims:
+        total = lax.psum_scatter(found, DP, scatter_dimension=dims[0], tiled=True)
+    else:
+        total = lax.psum(found, DP)
+    alike = tuple(axis for axis in (GTP, TP) if axis not in axes_of(spec) and degree(axis) > 1)
+    if alike:
+        total = lax.psum(jnp.where(lax.axis_index(alike) == 0, total, 0), alike)
+    return total if param.shape else total[0]
+
+
+def _gathered(state: TrainState) -> Tree:
+    specs = jax.tree.map(without_replicas, state.model_def.specs, is_leaf=_is_spec)
+    return constrained(state.params, specs)
+
+
+def _compiled(program: Any, *args: Any) -> jax.stages.Compiled:
+    return program.lower(*args).compile() if isinstance(program, Jitted) else program
+
+
+def _of_devices(stored: Parts, mesh: Mesh) -> Parts:
+    """Returns what the devices of a mesh store."""
+    devices = set(mesh.devices.flat)
+    return [{device: x for device, x in part.items() if device in devices} for part in stored]
+
+
+def _is_divided(state: TrainState) -> bool:
+    return any(DP in axes_of(spec) for spec in jax.tree.leaves(state.model_def.specs, is_leaf=_is_spec))
+
+
+def _by_replica(spec: PartitionSpec, ndim: int) -> PartitionSpec:
+    """Returns the partition of arrays of all replicas, one behind the other along the first dimension."""
+    if not ndim:
+        return PartitionSpec(DP)
+    first, *rest = (*without_replicas(spec), *(None,) * (ndim - len(spec)))
+    axes = () if first is None else (first,) if isinstance(first, str) else first
+    return PartitionSpec((DP, *axes), *rest)
+
+
+def _with_rows(part: jax.Array, device: Any) -> jax.Array:
+    """Returns a scalar as an array of one row, so that those of several replicas can be one behind the other."""
+    if part.ndim:
+        return part
+    with jax.set_mesh(Mesh(np.array([device]), (DP,))):
+        return jnp.reshape(part, (1,))
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, PartitionSpec)

@@ -1,0 +1,142 @@
+"""One replica's part of a step: from what the core stores to the sums of this replica's gradients, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..mesh import TP
+from ..nn import ModelDef
+from ..nonuniform import Exchange, LeafSpecs, Parts, Replica, plan_fold, plan_unfold
+from ._gradients import Request, gradients
+from ._jit import Jitted
+from ._replicas import leaf_specs, with_whole_sequences
+from ._state import TrainState
+
+Tree = Any
+Sums = tuple[jax.Array, jax.Array]
+
+
+class ReplicaStep:
+    """Weights out of the core, gradients of this replica's rows, and these back to the core.
+
+    Args:
+        request: what is computed.
+        replica: of the plan.
+        mesh: of the replica's devices.
+        model_def: of the model on that mesh.
+        state: on the core; arrays, or their shapes and dtypes.
+        options: XLA options for the mesh in scope.
+        donates: whether the weights may be overwritten, as the core holds others.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        replica: Replica,
+        mesh: Mesh,
+        model_def: ModelDef,
+        state: TrainState,
+        *,
+        options: Callable[[], dict[str, Any]],
+        donates: bool,
+    ) -> None:
+        self._request, self._mesh, self._model_def = request, mesh, model_def
+        leaves, self._structure = jax.tree.flatten(state.params)
+        params = leaf_specs(state.model_def, state.params, model_def)
+        number = LeafSpecs((), np.dtype(state.step.dtype), PartitionSpec(), PartitionSpec())
+        counted = [*leaves, state.step]  # the number of updates made goes with the weights
+        devices = list(mesh.devices.flat)
+        self.unfold = Exchange(plan_unfold(replica, [*params, number]), devices)
+        self.fold = Exchange(plan_fold(replica, params), devices)
+        self._shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in counted]
+        self._shardings = [NamedSharding(mesh, leaf.replica) for leaf in (*params, number)]
+        self._sums: Sums | None = None
+        self._program: Any = Jitted(self._sum_gradients, options, donate_argnums=(0,) if donates else ())
+
+    def __call__(self, stored: Parts, batch: Tree) -> tuple[Parts, Sums]:
+        """Returns what the core's devices of this process store of the sums of gradients; and those of loss and tokens,
+        each of shape `(1,)`, on all devices.
+
+        Args:
+            stored: for each parameter, and behind them for the number of updates made, what the core's devices of this
+                process store. Emptied, so that it takes no memory any more.
+            batch: this replica's rows.
+        """
+        params, number = self.weights(stored)
+        for part in stored:
+            part.clear()
+        with jax.set_mesh(self._mesh):
+            found, sums = self._program(params, number, batch)
+        settled(found)
+        folded = self.fold([parts_of(g) for g in jax.tree.leaves(found)])
+        settled([one for part in folded for one in part.values()])
+        return folded, sums
+
+    def compile(self, batch: Tree) -> tuple[dict[str, jax.stages.Compiled], Sums]:
+        """Compiles the programs that run on several devices, which are taken from now on, and returns them by name; and
+        the shapes of the sums of loss and tokens.
+
+        Args:
+            batch: this replica's rows, or their shapes and shardings.
+        """
+        arrays = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            for x, sharding in zip(self._shapes, self._shardings, strict=True)
+        ]
+        params, number = jax.tree.unflatten(self._structure, arrays[:-1]), arrays[-1]
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batch)
+        with jax.set_mesh(self._mesh):
+            if isinstance(self._program, Jitted):
+                lowered = self._program.lower(params, number, batch)
+                self._program, self._sums = lowered.compile(), lowered.out_info[1]
+        found = {"gradients": self._program}
+        for name, exchange in (("unfold", self.unfold), ("fold", self.fold)):
+            if exchange.moves.rounds:
+                found[name] = exchange.compile()
+        assert self._sums is not None
+        return found, self._sums
+
+    def weights(self, stored: Parts) -> tuple[Tree, jax.Array]:
+        """Returns the parameters and the number of updates made on this replica's mesh, see `__call__`."""
+        arrays = [
+            jax.make_array_from_single_device_arrays(x.shape, sharding, list(part.values()), dtype=x.dtype)
+            for x, sharding, part in zip(self._shapes, self._shardings, self.unfold(stored), strict=True)
+        ]
+        settled(arrays)
+        return jax.tree.unflatten(self._structure, arrays[:-1]), arrays[-1]
+
+    def _sum_gradients(self, params: Tree, number: jax.Array, batch: Tree) -> tuple[Tree, Sums]:
+        # in local view every rank of tp counts the same tokens again: loss, tokens and gradients are that much larger
+        copies = self._mesh.shape[TP]
+        lengths = {x.shape[1] for x in jax.tree.leaves(batch) if x.ndim > 1}
+        model_def = self._model_def
+        if any(length % copies for length in lengths):
+            model_def = with_whole_sequences(model_def)
+        computed = gradients(self._request, TrainState(params, (), number, model_def), batch)
+        assert computed.tokens is not None
+        found = jax.tree.map(lambda g: g / copies, computed.gradients)
+        whole = jnp.issubdtype(computed.tokens.dtype, jnp.integer)
+        tokens = computed.tokens // copies if whole else computed.tokens / copies
+        sums = (jnp.reshape(computed.total / copies, (1,)), jnp.reshape(tokens, (1,)))
+        pairs = zip(jax.tree.leaves(found), self._shardings[:-1], strict=True)
+        held = [lax.with_sharding_constraint(g, sharding) for g, sharding in pairs]
+        return jax.tree.unflatten(self._structure, held), sums
+
+
+def parts_of(array: jax.Array) -> dict[Any, jax.Array]:
+    """Returns what each device of this process stores of an array."""
+    return {shard.device: shard.data for shard in array.addressable_shards}
+
+
+def settled(tree: Tree) -> None:
+    """Waits for arrays on virtual CPU devices, which share a pool of threads, where programs over different devices
+    could wait for each other."""
+    if jax.default_backend() == "cpu":
+        jax.block_until_ready(tree)

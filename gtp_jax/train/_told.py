@@ -1,0 +1,58 @@
+"""Metrics of the core, on the processes that have none of its devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..nonuniform import Exchange, LeafBoxes, plan_moves
+from ._replicas import Replicas, is_here
+
+
+class Told:
+    """Sends scalars from the core's devices of every replica to its others, if some process has only such.
+
+    All processes of a replica call it together.
+
+    Args:
+        replicas: the meshes.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._core = {device.process_index for device in replicas.core.devices.flat}
+        everyone = {device.process_index for mesh in replicas.meshes for device in mesh.devices.flat}
+        self._needed = not everyone <= self._core
+        self._exchanges: dict[tuple[int, tuple[np.dtype, ...]], Exchange] = {}
+
+    def __call__(self, metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Returns the metrics, as arrays of which this process has a copy.
+
+        Args:
+            metrics: scalars, whole on every device of the core.
+        """
+        if not self._needed:
+            return metrics
+        found = metrics
+        for place, mesh in enumerate(self._replicas.meshes):
+            if is_here(mesh):
+                kinds = tuple(np.dtype(x.dtype) for x in metrics.values())
+                parts = [{s.device: s.data for s in x.addressable_shards} for x in metrics.values()]
+                told = self._exchange(place, kinds)(parts)
+                if jax.process_index() not in self._core:
+                    found = {name: next(iter(part.values())) for name, part in zip(metrics, told, strict=True)}
+        return found
+
+    def _exchange(self, place: int, kinds: tuple[np.dtype, ...]) -> Exchange:
+        if (place, kinds) not in self._exchanges:
+            replica = self._replicas.plan.replicas[place]
+            slots = [slot for row in replica.slots for slot in row]
+            core = {slot for row in replica.core for slot in row}
+            before: Any = {number: () for number, slot in enumerate(slots) if slot in core}
+            after: Any = {number: () for number in range(len(slots))}
+            moves = plan_moves([LeafBoxes(kind, before, after) for kind in kinds])
+            devices = list(self._replicas.meshes[place].devices.flat)
+            self._exchanges[place, kinds] = Exchange(moves, devices)
+        return self._exchanges[place, kinds]

@@ -1,0 +1,97 @@
+"""The meshes of a run: one, or after failures those of replicas of unequal degree."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from ..data import Loader, Windows, ahead
+from ..mesh import make_mesh
+from ..nonuniform import FaultPlan
+from ..train import Batches, Replicas, is_here, with_best_core
+from ._config import TrainConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Fleet:
+    """Where a run computes.
+
+    Attributes:
+        mesh: of the state.
+        replicas: of unequal degree; `None` where the mesh is all.
+    """
+
+    mesh: Mesh
+    replicas: Replicas | None = None
+
+    @property
+    def plan(self) -> FaultPlan | None:
+        """Who goes on after failures; `None` without any."""
+        return None if self.replicas is None else self.replicas.plan
+
+    @property
+    def size(self) -> int:
+        """Devices that compute."""
+        return self.mesh.size if self.plan is None else len(self.plan.active)
+
+    def loader(self, windows: Windows, batch: int, microbatches: int) -> Loader | ReplicaLoader:
+        """Returns the batches to train on."""
+        if self.replicas is None or self.replicas.plan.uniform:
+            return Loader(windows, batch, self.mesh, fill=self._fill(batch, microbatches))
+        return ReplicaLoader(self.replicas, windows, batch)
+
+    def held_out_loader(self, windows: Windows, batch: int) -> Loader:
+        """Returns the batches to evaluate on."""
+        return Loader(windows, batch, self.mesh, fill=self._fill(batch, 1))
+
+    def _fill(self, batch: int, microbatches: int) -> int:
+        """Returns the rows of weight 0 to add, so that the ranks divide a batch: after a failure they may not."""
+        return -batch % (self.mesh.shape["dp"] * self.mesh.shape["gtp"] * microbatches)
+
+
+class ReplicaLoader:
+    """The batches of a run by step, each replica's rows on its own devices.
+
+    Args:
+        replicas: with the plan.
+        windows: where rows come from.
+        batch: sequences of a batch, over all replicas.
+    """
+
+    def __init__(self, replicas: Replicas, windows: Windows, batch: int) -> None:
+        self._loaders = [
+            Loader(windows, replica.batch, mesh, rows=(replica.rows[0], batch)) if is_here(mesh) else None
+            for replica, mesh in zip(replicas.plan.replicas, replicas.meshes, strict=True)
+        ]
+
+    def at(self, step: int) -> Batches:
+        """Returns the batch of a step."""
+        return Batches(tuple(None if loader is None else loader.at(step) for loader in self._loaders))
+
+    def steps(self, start: int, stop: int) -> Iterator[Batches]:
+        """Yields the batches of steps `start` to `stop` (exclusive), each built while the one before is in use."""
+        return ahead(self.at, start, stop)
+
+
+def make_fleet(config: TrainConfig, degrees: dict[str, int], factory: Callable[[nnx.Rngs], Any]) -> Fleet:
+    """Returns the meshes of a run on the devices that are there.
+
+    Raises:
+        ValueError: if a plan after failures cannot work.
+    """
+    if not config.faults.any:
+        return Fleet(make_mesh(**degrees))
+    plan = config.fault_plan(degrees)
+    plan = plan if config.faults.core_tp is not None else with_best_core(factory, plan)
+    replicas = Replicas(factory, plan)
+    return Fleet(replicas.core, replicas)
+
+
+def fingerprint(fleet: Fleet) -> str:
+    """Returns hexadecimal digits that say how a run's devices are used, which all processes must agree on."""
+    return hashlib.sha256(repr((fleet.plan, fleet.mesh.shape)).encode()).hexdigest()

@@ -1,0 +1,291 @@
+"""Replicas of unequal degree train as one device does, whatever the degrees divide."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.plan import collectives
+
+from .unequal import OPTIMIZER, STEPS, Everything, Tiny, batches, loss
+
+# Leaves by name, which stand for the kinds of them; upstream has errors in those marked so.
+KINDS = {
+    "column-parallel": "mlp.up.kernel.up",
+    "row-parallel (upstream adds unrelated elements)": "mlp.down.kernel",
+    "row-parallel, of attention": "attention.out.kernel",
+    "fused gate and up (upstream takes rows of one)": "mlp.up.kernel.gate",
+    "fused query, key and value (upstream: no whole units)": "attention.qkv.kernel.key",
+    "queries of groups": "attention.qkv.kernel.query",
+    "values of groups": "attention.qkv.kernel.value",
+    "scale of a norm (upstream leaves extra ranks out)": "mlp.up.scale",
+    "shift of a norm": "attention.qkv.shift",
+    "norm of queries": "attention.core.query_scale",
+    "sinks of heads": "attention.core.sinks",
+    "bias of columns": "mlp.up.bias.gate",
+    "bias of rows (upstream leaves extra ranks out)": "mlp.down.bias",
+    "router (upstream leaves extra ranks out)": "moe.router",
+    "experts, first layer": "moe.up.kernel.gate",
+    "experts, second layer": "moe.down.kernel",
+    "vocabulary, tied": "embed.table",
+    "divided evenly": "even.up.kernel.up",
+    "a scalar": "temperature",
+}
+
+
+def named(tree):
+    return {
+        ".".join(str(key.key) for key in path): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def train(factory, loss, data, *, plan=None, degrees=None, devices=None, optimizer=OPTIMIZER, roles=None, **options):
+    """First gradient, losses, norms, parameters at the end; and replicas' weights after each step.
+
+    Over the replicas of a plan, or on a mesh of these degrees; on one device if neither is given.
+    """
+    options = {"max_grad_norm": 0.5, "view": "local"} | options
+    with gtp.use_roles(roles or gtp.Roles()):
+        if plan is not None:
+            replicas = gtp.Replicas(factory, plan, devices)
+            mesh, options["replicas"] = replicas.core, replicas
+        else:
+            count = int(np.prod(list((degrees or {}).values())))
+            mesh = gtp.make_mesh(**degrees or {}, devices=jax.devices()[:count])
+        with jax.set_mesh(mesh):
+            state = gtp.TrainState.create(gtp.init(factory, nnx.Rngs(3)), optimizer)
+            step = gtp.train_step(loss, optimizer, **options)
+            found = {"losses": [], "norms": [], "weights": [], "start": named(state.params)}
+            for batch in data:
+                state, metrics = step(state, batch)
+                found["losses"].append(float(metrics["loss"]))
+                found["norms"].append(float(metrics["grad_norm"]))
+                found.setdefault("gradient", named(state.opt_state[0]))
+                if plan is not None and not plan.uniform:
+                    found["weights"].append([named(weights) for weights in step.weights(state)])
+            return found | {
+                "end": named(state.params),
+                "state": state,
+                "step": step,
+                "tokens": float(metrics["tokens"]),
+            }
+
+
+@functools.cache
+def one_device(rows, experts="features", microbatches=1, seq=12):
+    data = list(batches(rows, seq))
+    return train(functools.partial(Everything, experts=experts), loss, data, microbatches=microbatches)
+
+
+def assert_close(found, wanted, tolerance=1e-12):
+    assert found["gradient"].keys() == wanted["gradient"].keys()
+    for part, allowed in (("gradient", tolerance), ("end", 30 * tolerance)):  # Adam amplifies where a gradient is small
+        for name, leaf in wanted[part].items():
+            error = np.linalg.norm(found[part][name] - leaf) / max(np.linalg.norm(leaf), 1e-30)
+            assert error <= allowed, f"{part} of {name}: {error:.2e}"
+    np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=tolerance)
+    np.testing.assert_allclose(found["norms"], wanted["norms"], rtol=10 * tolerance)
+    assert found["tokens"] == wanted["tokens"]
+
+
+def assert_replicas_agree(found):
+    assert len(found["weights"]) == STEPS
+    for after in found["weights"]:
+        for weights in after[1:]:
+            for name, leaf in after[0].items():
+                np.testing.assert_array_equal(weights[name], leaf, err_msg=name)
+    for name, leaf in found["end"].items():
+        np.testing.assert_array_equal(found["weights"][-1][0][name], leaf, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def four_and_three():
+    with jax.enable_x64(True):
+        plan = gtp.plan_faults(dp=2, tp=4, failed=(5,), batch=14, microbatches=2)
+        assert [replica.tp for replica in plan.replicas] == [4, 3]
+        # 3 does not divide sequences of 16, so that the replica of that degree is not sequence parallel
+        found = train(Everything, loss, list(batches(14, 16)), plan=plan, microbatches=2)
+        yield found, one_device(14, microbatches=2, seq=16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_of_every_kind_of_leaf_is_that_of_one_device(kind, four_and_three):
+    found, wanted = (some["gradient"][KINDS[kind]] for some in four_and_three)
+    assert np.linalg.norm(wanted) > 0
+    assert np.linalg.norm(found - wanted) <= 1e-12 * np.linalg.norm(wanted)
+
+
+def test_five_steps_at_four_and_three_are_those_of_one_device(four_and_three):
+    assert_close(*four_and_three)
+
+
+def test_replicas_have_the_same_bits_after_every_step(four_and_three):
+    assert_replicas_agree(four_and_three[0])
+
+
+TWO_AND_ONE = dict(dp=2, tp=2, failed=(3,), batch=9)
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def place(degrees):
+    return gtp.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))])
+
+
+def begin(factory=Tiny, optimizer=OPTIMIZER, seed=3):
+    return gtp.TrainState.create(gtp.init(factory, nnx.Rngs(seed)), optimizer)
+
+
+def test_without_failures_the_step_is_the_uniform_one_bit_for_bit(x64):
+    data, devices = list(batches(8)), jax.devices()[:4]
+    plan = gtp.plan_faults(dp=2, tp=2, batch=8)
+    found = train(Tiny, loss, data, plan=plan, devices=devices)
+    wanted = train(Tiny, loss, data, degrees=dict(dp=2, tp=2))
+    assert type(found["step"]) is type(wanted["step"]) and found["losses"] == wanted["losses"]
+    assert bits(found["state"].params) == bits(wanted["state"].params)
+
+
+def test_equal_replicas_of_fewer_devices_are_an_ordinary_mesh(x64):
+    plan = gtp.plan_faults(dp=2, tp=4, failed=(1, 6), batch=8)
+    assert plan.uniform
+    replicas = gtp.Replicas(Tiny, plan)
+    assert dict(replicas.core.shape) == {"dp": 2, "gtp": 1, "tp": 3}
+    assert [device.id for device in replicas.core.devices.flat] == [0, 2, 3, 4, 5, 7]
+
+
+def test_checkpoints_move_between_unequal_replicas_and_meshes_bit_for_bit(x64, tmp_path):
+    plan = gtp.plan_faults(**TWO_AND_ONE)
+    replicas = gtp.Replicas(Tiny, plan, jax.devices()[:4])
+    data = list(batches(9))
+    with jax.set_mesh(replicas.core), Checkpoints(tmp_path / "unequal") as checkpoints:
+        step = gtp.train_step(loss, OPTIMIZER, view="local", replicas=replicas)
+        state, _ = step(begin(), data[0])
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        saved = bits(state)
+        on, _ = step(state, data[1])
+    for degrees in (dict(dp=2, tp=2), dict(gtp=4, tp=2), dict(gtp=1)):
+        with jax.set_mesh(place(degrees)), Checkpoints(tmp_path / "unequal", read_only=True) as checkpoints:
+            like = begin(seed=4)
+            state, _ = checkpoints.restore(like)
+            assert bits(state) == saved
+            assert [x.sharding for x in jax.tree.leaves(state)] == [x.sharding for x in jax.tree.leaves(like)]
+            with Checkpoints(tmp_path / str(degrees)) as others:
+                others.save(1, state)
+        with jax.set_mesh(replicas.core), Checkpoints(tmp_path / str(degrees), read_only=True) as others:
+            back, _ = others.restore(begin(seed=5))
+            assert bits(back) == saved
+            again, _ = step(back, data[1])
+            assert bits(again) == bits(on)
+
+
+@pytest.mark.parametrize("roles", [gtp.Roles(), gtp.Roles(optimizer=())], ids=["divided", "whole"])
+def test_gradients_are_folded_by_permutes_and_summed_once(roles, x64):
+    """However many microbatches; and what was compiled ahead is what runs."""
+    with gtp.use_roles(roles):
+        replicas = gtp.Replicas(Tiny, gtp.plan_faults(dp=2, tp=4, failed=(5,), batch=14, microbatches=2))
+        with jax.set_mesh(replicas.core):
+            state = begin()
+            step = gtp.train_step(loss, OPTIMIZER, view="local", replicas=replicas, microbatches=2)
+            programs = step.compile(state, next(batches(14)))
+            found = {name: collectives(program.as_text() or "") for name, program in programs.items()}
+            kinds = {name: {c.kind for c in some} for name, some in found.items()}
+            assert kinds["fold 0"] == kinds["unfold 0"] == {"collective-permute"}
+            for name, exchange in step.exchanges(state)[0].items():
+                assert sum(c.operand_bytes for c in found[f"{name} 0"]) == exchange.moves.bytes_in_turn > 0
+            assert "fold 1" not in kinds and "unfold 1" not in kinds  # a replica of 3 stores as the core does
+            assert "all-gather" not in kinds["update"] and ("gather" in kinds) == (roles == gtp.Roles())
+            step(state, next(batches(14)))
+
+
+def test_a_recipe_quantizes_the_same_weights_to_the_same_codes_in_every_replica(x64):
+    recipe = gtp.NVFP4(exclude=())
+    data = list(batches(9))
+    wanted = train(Tiny, loss, data, recipe=recipe)
+    found = train(Tiny, loss, data, plan=gtp.plan_faults(**TWO_AND_ONE), devices=jax.devices()[:4], recipe=recipe)
+    assert_close(found, wanted)
+    plain = train(Tiny, loss, data[:1])
+    assert abs(plain["losses"][0] - wanted["losses"][0]) > 1e-6
+
+
+def mean_loss(model, batch):
+    total, tokens = loss(model, batch)
+    return total / tokens
+
+
+class WithState(Tiny):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.calls = nnx.Variable(jnp.zeros(()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"view": "global"}, ValueError, "code in `view='global'`, which may mix all examples of a batch"),
+        ({"loss": mean_loss}, TypeError, "it returned one scalar, which would be the mean of one rank's"),
+        ({"factory": WithState}, ValueError, "the model holds variables other than parameters"),
+        ({"rows": 8}, ValueError, r"`batch`\['targets'\] has shape \(8, 12\), but the plan is for batches of 9 rows"),
+        ({"state_factory": Everything}, ValueError, "has other parameters than the model that `replicas` was made for"),
+        ({"elsewhere": True}, ValueError, "the state is on other devices than the core of `replicas`"),
+        ({"roles": gtp.Roles(weights=("dp", "gtp"))}, ValueError, "the roles in scope have `weights`"),
+        ({"jitted": True}, TypeError, "a step over replicas is run as it is; call it outside of `jax.jit`"),
+        ({"devices": 2}, ValueError, "there are 2 devices, but the plan is for 4 of which 1 have failed"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_what_would_not_be_exact_is_refused_by_message(changes, error, message, x64):
+    factory = changes.get("factory", Tiny)
+    with pytest.raises(error, match=message), gtp.use_roles(changes.get("roles", gtp.Roles())):
+        devices = jax.devices()[: changes.get("devices", 4)]
+        replicas = gtp.Replicas(factory, gtp.plan_faults(**TWO_AND_ONE), devices)
+        options = dict(view=changes.get("view", "local"), replicas=replicas)
+        step = gtp.train_step(changes.get("loss", loss), OPTIMIZER, **options)
+        with jax.set_mesh(place(dict(dp=2, tp=2)) if "elsewhere" in changes else replicas.core):
+            state = begin(changes.get("state_factory", factory))
+            (jax.jit(step) if "jitted" in changes else step)(state, next(batches(changes.get("rows", 9))))
+
+
+CASES = {
+    "4 and 2": (dict(dp=2, tp=4, failed=(4, 6), batch=12), {}),
+    "3, 2 and 2": (dict(dp=3, tp=3, failed=(3, 8), batch=14), {}),
+    "2 and 1": (dict(dp=2, tp=2, failed=(3,), batch=9), {}),
+    "4 and 3, optimizer state on every replica": (
+        dict(dp=2, tp=4, failed=(5,), batch=14),
+        dict(roles=gtp.Roles(optimizer=())),
+    ),
+    "4 and 3, three failures that are not adjacent, rows as given": (
+        dict(dp=2, tp=4, failed=(4,), batch=14, batches=(12, 2)),
+        {},
+    ),
+    "4, 3 and 1": (dict(dp=2, gtp=1, tp=4, failed=(1, 4, 5, 7), batch=12), {}),
+    "gtp 2, 2 and 1": (dict(dp=2, gtp=2, tp=2, failed=(1,), batch=12), {}),
+    "gtp 2, 2 and 1, two microbatches": (dict(dp=2, gtp=2, tp=2, failed=(4, 6), batch=12, microbatches=2), {}),
+    "both hurt": (dict(dp=2, tp=4, failed=(0, 7), batch=12), {}),
+    "core of a lower degree than any replica": (dict(dp=2, tp=4, failed=(5,), batch=14, core_tp=2), {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", ["features", "expert"])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_and_steps_are_those_of_one_device(name, experts, x64):
+    degrees, options = CASES[name]
+    plan = gtp.plan_faults(**degrees)
+    count = plan.slots if plan.slots <= len(jax.devices()) else len(plan.active)
+    options = options | {"devices": jax.devices()[:count]}
+    factory = functools.partial(Everything, experts=experts)
+    microbatches = plan.microbatches
+    found = train(factory, loss, list(batches(plan.batch)), plan=plan, microbatches=microbatches, **options)
+    assert_close(found, one_device(plan.batch, experts, microbatches))
+    assert_replicas_agree(found)

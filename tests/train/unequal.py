@@ -1,0 +1,78 @@
+"""Small models, losses and data for replicas of unequal degree."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import gtp_jax as gtp
+
+STEPS, SEQ = 5, 12
+VOCAB, FEATURES, HIDDEN = 37, 24, 19
+
+
+class Everything(nnx.Module):
+    """Each kind of leaf: what is sharded by columns, by rows, by heads, by experts, by the vocabulary, and what is not.
+
+    Five groups of heads, 19 hidden features and 37 tokens: neither 4, 3 nor 2 divides them. The 24 features are divided
+    in storage.
+    """
+
+    def __init__(self, rngs, experts="features"):
+        shared = dict(dtype="float64", param_dtype="float64", rngs=rngs)
+        self.embed = gtp.Embed(VOCAB, FEATURES, **shared)
+        self.attention = gtp.Attention(
+            FEATURES, heads=10, kv_heads=5, head_dim=4, norm="layer", qk_norm=True, sinks=True, use_bias=True, **shared
+        )
+        self.mlp = gtp.MLP(FEATURES, HIDDEN, use_bias=True, **shared)
+        self.moe = gtp.MoE(FEATURES, HIDDEN, num_experts=5, top_k=2, aux_loss_coeff=0.1, parallel=experts, **shared)
+        self.even = gtp.MLP(FEATURES, FEATURES, gated=False, **shared)
+        self.head = gtp.TiedHead(self.embed, param_dtype="float64", rngs=rngs)
+        self.temperature = nnx.Param(jnp.ones((), "float64"))
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for layer in (self.attention, self.mlp, self.moe, self.even):
+            x = x + layer(x)
+        return self.head(x + self.temperature * x**2)
+
+
+def loss(model, batch):
+    return gtp.cross_entropy(model(batch["tokens"]), batch["targets"], batch["weights"], vocab_size=VOCAB)
+
+
+class Tiny(nnx.Module):
+    """An embedding, an MLP and a tied head."""
+
+    def __init__(self, rngs, **options):
+        shared = dict(dtype="float64", param_dtype="float64", rngs=rngs) | options
+        self.embed = gtp.Embed(VOCAB, FEATURES, **shared)
+        self.mlp = gtp.MLP(FEATURES, HIDDEN, **shared)
+        self.head = gtp.TiedHead(self.embed, param_dtype=shared["param_dtype"], rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        return self.head(x + self.mlp(x))
+
+
+def batches(rows, seq=SEQ, vocab=VOCAB):
+    """Random tokens; ever more of them are masked along the batch, so that replicas have unequal shares of tokens."""
+    rng = np.random.default_rng(rows)
+    for _ in range(STEPS):
+        tokens = rng.integers(0, vocab, (rows, seq + 1)).astype(np.int32)
+        weights = (rng.random((rows, seq)) > np.linspace(0, 0.8, rows)[:, None]).astype(np.float32)
+        yield {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
+
+
+def keeps_gradient(optimizer):
+    """The optimizer, and ahead of it one that keeps the gradient it is given."""
+    keep = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params), lambda grads, state, params: (grads, grads)
+    )
+    return optax.chain(keep, optimizer)
+
+
+OPTIMIZER = keeps_gradient(optax.adamw(1e-2))

@@ -1,0 +1,69 @@
+"""`gtp-jax train` goes on when devices are lost, and when they are back: the losses are those of the healthy run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from .runs import processes, read_records, small, start, train, write_text
+
+HEALTHY = {"dp": 2, "tp": 2, "batch": 9, "lr": 1e-3, "dtype": "float32", "save_every": 2, "eval_every": 2}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+def losses(out):
+    """Training loss and held-out loss by step."""
+    records = read_records(out)
+    return {(r["step"], name): r[name] for r in records for name in ("loss", "held_out") if name in r}
+
+
+def assert_alike(found, wanted):
+    found, wanted = losses(found), losses(wanted)
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        np.testing.assert_allclose(found[key], value, rtol=1e-4, err_msg=str(key))
+
+
+@pytest.mark.slow
+def test_a_run_loses_a_device_then_gets_it_back_and_trains_on_the_same_batches(text, tmp_path):
+    flags = HEALTHY | {"batch": 8}
+    train(small(text, tmp_path / "healthy", **flags, steps=6))
+    train(small(text, tmp_path / "hurt", **flags, steps=2))
+    lost = [*small(text, tmp_path / "hurt", **flags, steps=4), "--resume", "--failed-devices", "3"]
+    output = train(lost)
+    assert "replicas of gtp 1 x tp 2 on 6 sequences; gtp 1 x tp 1 on 2 sequences" in output
+    assert "changed steps from 2 to 4, failed_devices from () to (3,)" in output
+    train([*small(text, tmp_path / "hurt", **flags, steps=6), "--resume", "--failed-devices"])
+    assert losses(tmp_path / "hurt").keys() == losses(tmp_path / "healthy").keys()
+
+
+@pytest.mark.slow
+def test_a_process_a_device_equals_one_process(text, tmp_path):
+    lost = ["--failed-devices", "3"]
+    train([*small(text, tmp_path / "one", **HEALTHY, steps=4), *lost])
+    with processes(3, [*small(text, tmp_path / "three", **HEALTHY, steps=4), *lost], tmp_path) as runs:
+        assert [run.wait(300) for run in runs] == [0, 0, 0], (tmp_path / "process1.txt").read_text()[-6000:]
+    assert_alike(tmp_path / "three", tmp_path / "one")
+    with processes(3, [*small(text, tmp_path / "three", steps=6), "--resume"], tmp_path) as runs:
+        assert [run.wait(300) for run in runs] == [0, 0, 0], (tmp_path / "process1.txt").read_text()[-6000:]
+    assert (6, "held_out") in losses(tmp_path / "three")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--failed-devices", "4"], "`failed` names 4, which is no device: dp 2 x gtp 1 x tp 2 has the slots 0 to 3"),
+        (["--failed-devices", "0", "1", "2", "3"], "no replica is left"),
+        (["--failed-devices", "3", "--replica-batches", "4", "4"], "8 rows in all, but `batch` is 9"),
+        (["--failed-devices", "x"], "is 'x'; it must be a whole number"),
+    ],
+)
+def test_plans_that_cannot_work_are_refused_at_the_start(flags, message, text, tmp_path):
+    run = start([*small(text, tmp_path / "run", **HEALTHY), *flags])
+    output = run.communicate(timeout=120)[0]
+    assert run.returncode == 2 and message in output
+    assert not (tmp_path / "run").exists()
