@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import faulthandler
 import os
 import signal
@@ -24,6 +25,9 @@ from ..trainer import Activity, Diverged, LaunchOptions, NoCoordinator, Supervis
 from ._line import Line, Message
 from ._patience import BEAT_S
 from ._snapshots import Cadence, Snapshots
+
+# What the system refuses until a person does something about it.
+_LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,7 +134,7 @@ class SupervisedWatch(Watch):
             cause = "unconnected"
         elif isinstance(error, Diverged):
             cause = "diverged"
-        elif isinstance(error, (ValueError, ModuleNotFoundError)) or _is_refusal(error):
+        elif isinstance(error, (ValueError, ModuleNotFoundError)) or self._is_refusal(error):
             cause = "refused"
         else:
             device = isinstance(error, jax.errors.JaxRuntimeError)
@@ -139,6 +143,11 @@ class SupervisedWatch(Watch):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+
+    def _is_refusal(self, error: Exception) -> bool:
+        """Returns whether the system refused something that it will refuse again: a full disk; text that is not there.
+        Other errors of files may be the end of a peer."""
+        return isinstance(error, OSError) and (error.errno in _LASTING or self._activity in ("start", "check"))
 
     def _beat(self) -> None:
         while True:
@@ -203,9 +212,3 @@ def _end_with_supervisor(line: Line) -> NoReturn:
     while line.receive() is not None:
         pass
     os._exit(1)
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Returns whether the system refused something that it will refuse again: a full disk, a file that is not there.
-    Broken connections are those of a peer that died."""
-    return isinstance(error, OSError) and not isinstance(error, (ConnectionError, TimeoutError))

@@ -75,6 +75,19 @@ def test_a_killed_process_whose_device_is_broken_leaves_a_run_on_the_others(text
 
 
 @pytest.mark.slow
+def test_a_replica_that_lost_a_device_goes_on_at_a_lower_tp(text, left_alone, tmp_path):
+    out = tmp_path / "run"
+    changes = {**SMALL, "batch": 12, "gtp": 1, "steps": 12}
+    with elastic([*flags(text, out, **changes), "--dp=2", "--tp=2"], tmp_path, DEVICE_BROKEN="1") as run:
+        wait(lambda: logged(out, 5), run)
+        os.kill(events(out, "fleet")[0]["processes"][1], signal.SIGKILL)
+        output = finish(run, tmp_path)
+    assert "replicas of gtp 1 x tp 1 on 4 sequences; gtp 1 x tp 2 on 8 sequences" in output
+    assert [fleet["devices"] for fleet in events(out, "fleet")] == [[0, 1, 2, 3], [0, 2, 3]]
+    assert_equal(out, left_alone(changes))  # one device
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(KILLS))
 def test_harm_at_a_random_moment_to_a_random_process_changes_no_loss(seed, text, left_alone, tmp_path):
     chance = random.Random(seed)
