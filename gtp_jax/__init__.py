@@ -15,6 +15,7 @@ from .nn import CrossAttention as CrossAttention
 from .nn import Dense as Dense
 from .nn import Einsum as Einsum
 from .nn import Embed as Embed
+from .nn import Frozen as Frozen
 from .nn import GroupedDense as GroupedDense
 from .nn import LayerNormDense as LayerNormDense
 from .nn import Metric as Metric
@@ -24,6 +25,7 @@ from .nn import Stack as Stack
 from .nn import TiedHead as TiedHead
 from .nn import cross_entropy as cross_entropy
 from .nn import explain as explain
+from .nn import freeze as freeze
 from .nn import init as init
 from .nn import run_chain as run_chain
 from .nonuniform import FaultPlan as FaultPlan

@@ -1,5 +1,7 @@
 """Measurements that `gtp-jax bench` prints: fair, in one run, as ratios."""
 
+from ._attention import PackedRow as PackedRow
+from ._attention import measure_packed_rows as measure_packed_rows
 from ._checkpoint import ENDED as ENDED
 from ._checkpoint import SAVING_CONTENDERS as SAVING_CONTENDERS
 from ._checkpoint import CheckpointTimes as CheckpointTimes

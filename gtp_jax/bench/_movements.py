@@ -168,7 +168,7 @@ class _Block:
     def __init__(self, config: ModelConfig) -> None:
         model = init(lambda rngs: family_of(config).block(config, rngs=rngs), nnx.Rngs(0))
         self.groups = structure_of(model).weights
-        self.model_def, self.params, _ = split_model(model)
+        self.model_def, self.params, _, _ = split_model(model)
 
     def run(
         self, function: Callable[..., Tree], *operands: Tree, cut_out: bool = False, without: bool = False

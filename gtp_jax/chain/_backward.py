@@ -162,6 +162,10 @@ class _Backward:
         to_weights, to_slots, params, gradient, to_shared, _ = closure((gradient, scalars))
         if to_slots:  # zeros, which must not wait for the reduction
             to_weights = {key: own for key, own in to_weights.items() if key not in to_slots}
+        if stage.frozen:  # of which nothing may be computed, nor wait for a reduction
+            to_weights, to_slots = (
+                {key: own for key, own in tree.items() if key not in stage.frozen} for tree in (to_weights, to_slots)
+            )
         to_weights = jax.tree.map(lambda g: () if g.dtype == jax.dtypes.float0 else g, to_weights)
         floats = [g for g in jax.tree.leaves(to_shared) if g.dtype != jax.dtypes.float0]
         return gradient, (to_weights, to_slots), params, floats

@@ -50,6 +50,7 @@ class Stage:
             their values are never read. If it makes any, it and `gather` return dicts, and a weight whose key has a
             slot has no gradient of its own.
         takes_shared: whether `apply` gets the chain's shared inputs; `()` otherwise.
+        frozen: keys of gathered weights of which no gradient is wanted, which `scatter` is not given.
     """
 
     shards: Tree
@@ -64,6 +65,7 @@ class Stage:
     first: int = 0
     slots: Callable[[Tree], Tree] = lambda weights: {}
     takes_shared: bool = False
+    frozen: frozenset[Any] = frozenset()
 
     def of_layer(self, tree: Tree, layer: Any, first: int = 0) -> Tree:
         """Returns one layer's part of a pytree; in a stacked one, layer 0 has the index `first`."""

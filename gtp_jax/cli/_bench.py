@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from . import (
+    _bench_attention,
     _bench_checkpoint,
     _bench_collectives,
     _bench_growth,
@@ -29,6 +30,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         _bench_growth,
         _bench_collectives,
         _bench_sequence,
+        _bench_attention,
         _bench_recipes,
         _bench_kernels,
         _bench_checkpoint,

@@ -1,5 +1,10 @@
 """Movements between ranks, with their sums: one file for each. All run inside a `shard_map`."""
 
+from ._codes import StoredCodes as StoredCodes
+from ._codes import codes_of as codes_of
+from ._codes import codes_specs as codes_specs
+from ._codes import cuts_blocks as cuts_blocks
+from ._codes import pack_codes as pack_codes
 from ._exchange import exchange_gradients as exchange_gradients
 from ._packed import Bundle as Bundle
 from ._packed import Packed as Packed

@@ -121,6 +121,12 @@ class Layout:
         return PartitionSpec(*(None if not e else e[0] if len(e) == 1 else tuple(e) for e in entries))
 
     @property
+    def matrix_spec(self) -> PartitionSpec:
+        """Partition of the stored array with the rows of the gathered matrix first: `(*experts, rows, cols)`."""
+        entries = tuple(self.spec)
+        return PartitionSpec(*entries[:-2], entries[self.rows], entries[self.cols])
+
+    @property
     def shards(self) -> int:
         """Returns how many different shards a weight has."""
         return self.ranks * (1 if self._stored_split is None else self.tensor_degree)

@@ -47,6 +47,12 @@ def largest_attention_head() -> int:
     return 256 if _capability() >= (9, 0) and jax.default_backend() == "gpu" else 128
 
 
+def supports_packed_attention() -> bool:
+    """Returns whether cuDNN's attention takes packed documents on these GPUs, as jax 0.12.0 has it: from compute
+    capability 9.0 on, H100."""
+    return platform() == "gpu" and _capability() >= (9, 0)
+
+
 def runs_kernels() -> bool:
     """Returns whether this library's kernels are for these devices: GPUs of compute capability 8.0 and later, A100."""
     return platform() != "gpu" or _capability() >= (8, 0)

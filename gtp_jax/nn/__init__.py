@@ -17,6 +17,8 @@ from ._explain import AttentionFact as AttentionFact
 from ._explain import Explanation as Explanation
 from ._explain import WireFact as WireFact
 from ._explain import explain as explain
+from ._frozen import Frozen as Frozen
+from ._frozen import freeze as freeze
 from ._grouped import GroupedDense as GroupedDense
 from ._init import abstract_model as abstract_model
 from ._init import init as init

@@ -22,7 +22,37 @@ from ._ranks import on_ranks, ranks_spec
 from ._weight import ArrayWeight, placed_once
 
 
-class Param(nnx.Param):
+class GatheredOnUse(nnx.Variable):
+    """What a variable that holds a weight of any shape can do; see `Param`."""
+
+    def gather(self) -> jax.Array:
+        """Returns the array to compute with, in `dtype`.
+
+        Without a mesh and in global view that is the logical array, in global view perhaps sharded over tp along
+        `tensor_dim`. In local view it is the array gathered over gtp; along `tensor_dim` this tp rank's part, with
+        zeros behind it where tp divides the dimension unevenly.
+
+        In a layer of a `Stack` it has been gathered under the layer before. Elsewhere the gathered array is saved for
+        backward if what you compute with it needs it: `nnx.remat` around your code gathers it again instead.
+
+        Raises:
+            ValueError: if it holds the arrays of all layers of a `Stack`, or the mesh in scope has other degrees than
+                it was built for.
+        """
+        return gather_array(self)
+
+    def get_value(self, **index: Any) -> Any:
+        """Returns what it holds; in a layer of a `Stack`, where that is what was gathered, what `gather` returns.
+
+        So `param[...]`, `param * x` and other readings mean there what they mean elsewhere.
+        """
+        if not isinstance(self.get_raw_value(), Gathered):
+            return super().get_value(**index)
+        array, at = self.gather(), index.get("index", ...)
+        return array if at is ... else array[at]
+
+
+class Param(GatheredOnUse, nnx.Param):
     """A parameter of any shape, sharded over gtp in storage, and gathered where it is used.
 
         self.queries = gtp_jax.Param(nnx.initializers.normal(0.02)(rngs.params(), (16, 4, 64)))    # in `__init__`
@@ -69,32 +99,6 @@ class Param(nnx.Param):
         super().__init__(_placed(value, found["array"]), **found, **metadata)
         placed_once(self)
 
-    def gather(self) -> jax.Array:
-        """Returns the array to compute with, in `dtype`.
-
-        Without a mesh and in global view that is the logical array, in global view perhaps sharded over tp along
-        `tensor_dim`. In local view it is the array gathered over gtp; along `tensor_dim` this tp rank's part, with
-        zeros behind it where tp divides the dimension unevenly.
-
-        In a layer of a `Stack` it has been gathered under the layer before. Elsewhere the gathered array is saved for
-        backward if what you compute with it needs it: `nnx.remat` around your code gathers it again instead.
-
-        Raises:
-            ValueError: if it holds the arrays of all layers of a `Stack`, or the mesh in scope has other degrees than
-                it was built for.
-        """
-        return gather_array(self)
-
-    def get_value(self, **index: Any) -> Any:
-        """Returns what it holds; in a layer of a `Stack`, where that is what was gathered, what `gather` returns.
-
-        So `param[...]`, `param * x` and other readings mean there what they mean elsewhere.
-        """
-        if not isinstance(self.get_raw_value(), Gathered):
-            return super().get_value(**index)
-        array, at = self.gather(), index.get("index", ...)
-        return array if at is ... else array[at]
-
 
 def array_metadata(value: Any, tensor_dim: int | None, dtype: Any, grad_reduce: GradReduce) -> dict[str, Any]:
     """Returns what tells `weight_owners` that a variable is a weight of any shape."""
@@ -111,7 +115,7 @@ def array_metadata(value: Any, tensor_dim: int | None, dtype: Any, grad_reduce: 
     }
 
 
-def gather_array(variable: nnx.Param) -> jax.Array:
+def gather_array(variable: nnx.Variable) -> jax.Array:
     """Returns what `Param.gather` does, of any variable with `array_metadata`."""
     check_mesh_in_scope()
     owner = ArrayWeight(variable)
@@ -128,13 +132,13 @@ def gather_array(variable: nnx.Param) -> jax.Array:
         return _gathered_by_xla(value, array, owner.dtype, owner.grad_reduce)
     group = owner.group
 
-    def gather_one(sent: Shards) -> Any:
+    def gather_one(sent: Any) -> Any:
         return gather(group, sent)
 
     def to_shards(gradient: jax.Array) -> Shards:
-        return scatter({(): group}, {(): gradient})[()]
+        return () if group.frozen else scatter({(): group}, {(): gradient})[()]
 
-    return gathered(owner.shards(), owner.shards(), gather_one, to_shards)
+    return gathered(owner.shards(), owner.sent(), gather_one, to_shards)
 
 
 def _placed(value: Any, array: ArrayLayout) -> jax.Array:

@@ -9,7 +9,7 @@ from flax import nnx
 
 from ..collectives import bytes_of, wire_bytes
 from ..formats import Format, Operands
-from ..mesh import supports_block_scaled_matmul, supports_fp8_matmul
+from ..mesh import supports_block_scaled_matmul, supports_fp8_matmul, supports_packed_attention
 from ..plan import columns, quantity
 from ..recipes import BF16, Recipe, check_recipe
 from ..weights import Layers, Path, WeightGroup, resolve
@@ -18,6 +18,9 @@ from ._dense import Dense
 from ._grouped import GroupedDense
 from ._layer import layout_of
 from ._weight import Weight, structure_of, weight_owners
+
+_READS = "reads a mask or segments, if there are any, as an array of (queries, keys)"
+_PACKS = "packs segments that are runs; reads a mask and other segments as an array of (queries, keys)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +148,7 @@ def _attention(path: Path, core: AttentionCore) -> AttentionFact:
         return AttentionFact(module, "written out", lacks)
     if core.window is not None and not core.causal:
         return AttentionFact(module, "cuDNN", "reads a window to both sides as an array of (queries, keys)")
-    return AttentionFact(module, "cuDNN", "reads a mask or segments, if there are any, as an array of (queries, keys)")
+    return AttentionFact(module, "cuDNN", _PACKS if supports_packed_attention() else _READS)
 
 
 def _fact(path: Path, owner: Weight, group: WeightGroup, layers: Layers) -> WireFact:
@@ -167,7 +170,7 @@ def _fact(path: Path, owner: Weight, group: WeightGroup, layers: Layers) -> Wire
 
 
 def _matmul(group: WeightGroup, grouped: bool, operands: Operands | None) -> str:
-    if group.high_precision:
+    if group.array is not None:
         return f"{group.dtype.name}, as no recipe quantizes arrays of any shape"
     if operands is None:
         return group.dtype.name if group.wire is None else f"{group.dtype.name}, of dequantized weights"
@@ -196,6 +199,8 @@ def _scaled(group: WeightGroup, operands: Operands, values: str) -> str:
 
 
 def _reduction(group: WeightGroup) -> str:
+    if group.frozen:
+        return "none: frozen"
     if group.ranks == 1:
         return ""
     if group.exchanged is None:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..mesh import check_mesh_in_scope
 from ._layer import partition_of, value_of, with_value
@@ -49,7 +49,7 @@ def _birth(factory: Callable[[nnx.Rngs], Any], rngs: nnx.Rngs) -> tuple[Any, Any
     shardings = None
     if not mesh.empty:
         shardings = jax.tree.map(
-            lambda v: with_value(v, NamedSharding(mesh, partition_of(v))),
+            lambda v: with_value(v, _shardings(mesh, v)),
             state,
             is_leaf=lambda v: isinstance(v, nnx.Variable),
         )
@@ -66,17 +66,28 @@ def abstract_model[M: nnx.Module](factory: Callable[[nnx.Rngs], M]) -> M:
         ValueError: if the mesh in scope has Explicit axes, or was put there by `with mesh:`.
     """
     check_mesh_in_scope()
-    model = nnx.eval_shape(lambda: factory(nnx.Rngs(0)))
-    _refuse_tracers(model)
+    # not `nnx.eval_shape`, which takes every variable for one array: codes are several
+    graph, state = jax.eval_shape(lambda: nnx.split(factory(nnx.Rngs(0))))
+    _refuse_tracers(nnx.merge(graph, state))
     mesh = jax.sharding.get_mesh()
-    graph, state = nnx.split(model)
 
     def place(leaf: Any) -> Any:
-        sharding = None if mesh.empty else NamedSharding(mesh, partition_of(leaf))
-        abstract = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)  # noqa: E731
-        return with_value(leaf, jax.tree.map(abstract, value_of(leaf)))
+        def abstract(a: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+        value = value_of(leaf)
+        if mesh.empty:
+            return with_value(leaf, jax.tree.map(abstract, value))
+        return with_value(leaf, jax.tree.map(abstract, value, jax.tree.broadcast(_shardings(mesh, leaf), value)))
 
     return nnx.merge(graph, jax.tree.map(place, state, is_leaf=lambda v: isinstance(v, nnx.Variable)))
+
+
+def _shardings(mesh: Mesh, leaf: Any) -> Any:
+    """Returns how what a variable holds is sharded: a pytree prefix."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), partition_of(leaf), is_leaf=lambda spec: isinstance(spec, PartitionSpec)
+    )
 
 
 def _refuse_tracers(model: nnx.Module) -> None:

@@ -14,6 +14,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from ..collectives import codes_specs
+from ..formats import QuantizedArray
 from ..layout import Layout
 from ..mesh import Roles, check_mesh_in_scope, current_roles, current_view, degree, degrees, stacked_spec, use_roles
 from ..weights import Beside, Gathered, Stored
@@ -32,9 +34,13 @@ def layout_of(leaf: Leaf) -> Layout | None:
     return leaf.get_metadata().get("layout") if isinstance(leaf, nnx.Variable) else None
 
 
-def partition_of(leaf: Leaf) -> PartitionSpec:
-    """Returns the partition of a variable's array, with the leading dimensions of a stack; whole if it names none."""
+def partition_of(leaf: Leaf) -> Any:
+    """Returns the partition of a variable's array, with the leading dimensions of a stack; whole if it names none. Of
+    codes, those of their arrays."""
     layout = layout_of(leaf)
+    value = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+    if layout is not None and isinstance(value, QuantizedArray):
+        return codes_specs(layout, value.format, value.codes.ndim - len(layout.shape))
     if layout is not None and isinstance(leaf, nnx.Variable):
         layout = leaf.get_metadata().get("array") or layout  # an array of any shape has both
     if layout is not None:
@@ -58,7 +64,17 @@ def with_value(variable: Leaf, value: Any) -> Leaf:
         return value
     if not isinstance(value, Stored):
         return variable.replace(value)
-    return variable.replace(value.shard, beside=Beside(value))
+    read = {"on_get_value": _refuse_read} if value.stands_in else {}
+    return variable.replace(value.shard, beside=Beside(value), **read)
+
+
+def _refuse_read(variable: nnx.Variable, value: Any) -> Any:
+    layout = variable.get_metadata()["layout"]
+    raise ValueError(
+        f"a loss reads the array of a weight of shape {layout.shape}, in a step with `reduce_over_dp='last'`, where it "
+        "is a placeholder: gradients are taken of whole shards, of which this rank stores a part. Take "
+        "`reduce_over_dp='each'`."
+    )
 
 
 class _Method:
@@ -85,8 +101,8 @@ def check_shape(variable: Leaf, owner: str) -> None:
     Raises:
         ValueError: naming both shapes.
     """
-    if not isinstance(variable, nnx.Variable):
-        return
+    if not isinstance(variable, nnx.Variable) or isinstance(variable.get_raw_value(), QuantizedArray):
+        return  # codes are of the matrix, and nothing sets them
     metadata = variable.get_metadata()
     layout, shape = metadata.get("array") or metadata.get("layout"), getattr(variable.get_raw_value(), "shape", None)
     if layout is None or shape is None or current_view() == "local":
@@ -97,6 +113,37 @@ def check_shape(variable: Leaf, owner: str) -> None:
             f"the weight of shape {layout.shape} of {owner} holds an array of shape {tuple(shape)}. Put an array of "
             "its own shape there, the logical one on every mesh: `kernel[...] = array`, which also keeps it sharded."
         )
+
+
+class _RefuseBroadcast:
+    """Refuses an array that would fill a weight by being repeated: an `on_set_value` of its variable. A scalar may.
+
+    A weight is a plain `nnx.Param`, so that it cannot have a `set_value` of its own. A hook is not told the index, so
+    that `kernel[0] = row` is refused with `kernel[...] = row`. It is false, as an optimizer's variables are given a
+    parameter's metadata, and NNX warns of every true hook that a new variable is given.
+
+    Raises:
+        ValueError: naming both shapes.
+    """
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __call__(self, variable: nnx.Variable, value: Any) -> Any:
+        held, given = (getattr(one, "shape", None) for one in (variable.get_raw_value(), value))
+        if held is None or not given or given == held:
+            return value
+        ahead = (1,) * (len(held) - len(given))
+        if len(given) <= len(held) and all(a in (1, b) for a, b in zip((*ahead, *given), held, strict=True)):
+            raise ValueError(
+                f"an array of shape {tuple(given)} is assigned to a weight of shape {tuple(held)}, and would be "
+                "repeated to fill it. Put an array of its own shape there: `kernel[...] = array`; for a part of it, "
+                "`kernel[...] = kernel[...].at[index].set(array)`."
+            )
+        return value
+
+
+refuse_broadcast = _RefuseBroadcast()
 
 
 class Layer(nnx.Module):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ..formats import QuantizedArray
 from ..layout import Layout
 from ..mesh import Roles, check_mesh_in_scope, current_roles
+from ._frozen import Frozen
 from ._layer import Leaf, check_shape, layout_of, partition_of, value_of, with_value
 
 Tree = Any
@@ -31,6 +33,7 @@ class ModelDef:
         state_specs: nested dict of the partitions of other variables.
         key_impls: names of the generators of variables that hold random keys, by path; a state holds their words.
         roles: of mesh axes.
+        frozen_specs: nested dict of the partitions of frozen weights.
     """
 
     graph: Any
@@ -40,6 +43,7 @@ class ModelDef:
     state_specs: dict[str, Any] = dataclasses.field(default_factory=dict)
     key_impls: dict[Any, str] = dataclasses.field(default_factory=dict)
     roles: Roles = Roles()
+    frozen_specs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def check_mesh(self) -> None:
         """Refuses a mesh in scope that the model was not built for.
@@ -51,19 +55,24 @@ class ModelDef:
         for layout in set(jax.tree.leaves(self.layouts, is_leaf=_is_layout)):
             layout.check_mesh("the model")
 
-    def model(self, params: Tree, model_state: Tree | None = None, *, read_only: bool = False) -> Any:
-        """Returns the model with these arrays for its parameters and its other variables, if it has any.
+    def model(
+        self, params: Tree, model_state: Tree | None = None, frozen: Tree | None = None, *, read_only: bool = False
+    ) -> Any:
+        """Returns the model with these arrays for its parameters, its other variables and its frozen weights, if it has
+        any.
 
         Args:
             params: nested dict.
             model_state: nested dict.
+            frozen: nested dict.
             read_only: refuse code that sets a parameter, which a step would drop.
         """
         leaves, tree = jax.tree.flatten(self.variables, is_leaf=_is_variable)
         paths = [path for path, _ in nnx.to_flat_state(self.variables)]
         put = []
         for path, v in zip(paths, leaves, strict=True):
-            value = _at(params if isinstance(v, nnx.Param) else model_state, path)
+            tree_of = params if isinstance(v, nnx.Param) else frozen if isinstance(v, Frozen) else model_state
+            value = _at(tree_of, path)
             if read_only and isinstance(v, nnx.Param):
                 v = v.replace(on_set_value=(*_hooks(v), _refuse_write))
             put.append(with_value(v, _as_key(value, self.key_impls[path]) if path in self.key_impls else value))
@@ -77,17 +86,35 @@ class ModelDef:
         return _nested(found)
 
 
-def split_model(model: nnx.Module) -> tuple[ModelDef, dict[str, Any], dict[str, Any]]:
-    """Returns a model's definition, its parameters, and its other variables (batch statistics, random keys and counts),
-    both as nested dicts of arrays.
+class Split(NamedTuple):
+    """A model taken apart: nested dicts of arrays beside its definition.
+
+    Attributes:
+        model_def: the definition.
+        params: parameters.
+        model_state: other variables: batch statistics, random keys and counts.
+        frozen: weights that are not trained, see `freeze`; some of them codes.
+    """
+
+    model_def: ModelDef
+    params: dict[str, Any]
+    model_state: dict[str, Any]
+    frozen: dict[str, Any]
+
+
+def split_model(model: nnx.Module) -> Split:
+    """Takes a model apart.
 
     Raises:
-        ValueError: if its modules were built under different roles, or a weight holds an array of another shape.
+        ValueError: if its modules were built under different roles, a weight holds an array of another shape, or a
+            module writes parameters when it is called.
     """
+    _refuse_writers(model)
     graph, variables = nnx.split(model)
     for path, variable in nnx.to_flat_state(variables):
         check_shape(variable, ".".join(map(str, path)))
     others = _others(variables)
+    frozen = [(path, v) for path, v in nnx.to_flat_state(variables) if isinstance(v, Frozen)]
     params = nnx.from_flat_state([(p, v) for p, v in nnx.to_flat_state(variables) if isinstance(v, nnx.Param)])
     specs = jax.tree.map(partition_of, params, is_leaf=_is_variable)
     bare = jax.tree.map(lambda v: v.replace(None) if _is_variable(v) else _ARRAY, variables, is_leaf=_is_variable)
@@ -97,16 +124,25 @@ def split_model(model: nnx.Module) -> tuple[ModelDef, dict[str, Any], dict[str, 
         bare,
         _dicts(specs),
         _dicts(layouts),
-        _nested([(path, jax.tree.map(lambda _, v=v: partition_of(v), value_of(v))) for path, v in others]),
+        _nested([(path, _partitions(v)) for path, v in others]),
         {path: str(jax.random.key_impl(value_of(v))) for path, v in others if _is_key(value_of(v))},
-        _roles_of(layouts),
+        _roles_of((layouts, [layout_of(v) for _, v in frozen])),
+        _nested([(path, _partitions(v)) for path, v in frozen]),
     )
-    return model_def, _dicts(jax.tree.map(lambda v: v.get_value(), params, is_leaf=_is_variable)), _nested(others)
+    values = _dicts(jax.tree.map(lambda v: v.get_value(), params, is_leaf=_is_variable))
+    return Split(model_def, values, _nested(others), _nested(frozen))
 
 
 def _others(variables: Any) -> list[tuple[Any, Leaf]]:
-    """Returns the variables of a state that are no parameters, and arrays that are attributes, by path."""
-    return [(path, v) for path, v in nnx.to_flat_state(variables) if not isinstance(v, nnx.Param)]
+    """Returns the variables of a state that are neither parameters nor frozen, and arrays that are attributes, by
+    path."""
+    return [(path, v) for path, v in nnx.to_flat_state(variables) if not isinstance(v, nnx.Param | Frozen)]
+
+
+def _partitions(leaf: Leaf) -> Any:
+    """Returns the partition of each array that a variable holds."""
+    spec, value = partition_of(leaf), value_of(leaf)
+    return spec if isinstance(value, QuantizedArray) else jax.tree.map(lambda _: spec, value)
 
 
 def _nested(variables: list[tuple[Any, Leaf]]) -> dict[str, Any]:
@@ -147,6 +183,19 @@ def _roles_of(layouts: Any) -> Roles:
             "one `gtp_jax.use_roles(...)`."
         )
     return roles.pop() if roles else current_roles()
+
+
+def _refuse_writers(model: nnx.Module) -> None:
+    """Refuses Flax's modules that put other values into a layer's parameters, which a step, as it updates those that it
+    was given, would drop."""
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.WeightNorm | nnx.SpectralNorm):
+            raise ValueError(
+                f"{'.'.join(map(str, path)) or 'the model'} is an `nnx.{type(module).__name__}`, which sets the "
+                "parameters of its layer in every call. A step updates the parameters that it was given, so that what "
+                "is set would be lost. Train with `nnx.Optimizer` under `nnx.jit`, where it stays; or write a layer "
+                "that normalizes what it multiplies by, a `gtp_jax.Param`, and leaves the parameter as it is."
+            )
 
 
 def _hooks(variable: nnx.Variable) -> tuple[Any, ...]:

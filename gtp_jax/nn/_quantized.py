@@ -28,6 +28,7 @@ from ..weights import (
     quantize,
     resolve,
 )
+from ._layer import value_of
 from ._ranks import by_rank, on_ranks, ranks_spec
 from ._weight import structure_of, weight_owners, with_weights
 
@@ -43,7 +44,8 @@ def quantize_weights(model: nnx.Module, recipe: Recipe, pregathered_layers: int 
 
 
 def shards_of(model: nnx.Module) -> dict[Path, Shards]:
-    """Returns what this rank stores of all weights, or in global view whole arrays, by path of the owner."""
+    """Returns what this rank stores of all weights, by path of the module that owns them, of frozen ones nothing; in
+    global view whole arrays."""
     return {path: owner.shards() for path, owner in weight_owners(model).items()}
 
 
@@ -73,8 +75,8 @@ def with_groups(
         by_path.setdefault(path, []).append((layers, group))
     values: dict[Path, Sequence[Any]] = {}
     for path, owner in weight_owners(model).items():
-        if owner.built_group.high_precision:
-            values[path] = (owner.value,)
+        if not owner.built_group.follows_recipes:
+            values[path] = tuple(value_of(weight) for weight in owner.weights())
             continue
         decided, shards = tuple(by_path[path]), owner.shards()
         ahead = joined.get(path, {})
@@ -91,7 +93,7 @@ def quantized_in_scope(layers: nnx.Module, length: int) -> nnx.Module:
     """Returns the layers of a stack, quantized here, as the recipe in scope says; as they are if there is none, or they
     have been quantized already, and are still the same."""
     owners, recipe = weight_owners(layers), current_recipe()
-    owners = {path: owner for path, owner in owners.items() if not owner.built_group.high_precision}
+    owners = {path: owner for path, owner in owners.items() if owner.built_group.follows_recipes}
     if any(isinstance(owner.value, Stored) for owner in owners.values()):
         if not any(owner.changed for owner in owners.values()):
             return layers
@@ -111,6 +113,7 @@ def quantize_in_view(
 ) -> Quantized:
     """Returns `gtp_jax.weights.quantize(...)` of shards, or in global view of whole weights, where codes are every
     rank's own."""
+    groups = {at: group for at, group in groups.items() if not group.frozen}
     if current_view() != "global":
         return quantize(groups, shards, pregathered_layers)
     by_module = {path: (layers, group) for (path, layers), group in groups.items()}
@@ -124,7 +127,8 @@ def quantize_in_view(
         of_stacks = {path: packed for path, packed in found.items() if by_module[path][0].stack is not None}
         return of_stacks, {path: packed for path, packed in found.items() if path not in of_stacks}
 
-    of_stacks, others = on_ranks(local, (specs,), (ranks_spec(stacked=True), ranks_spec()))(shards)
+    own = {path: shards[path] for path in by_module}
+    of_stacks, others = on_ranks(local, (specs,), (ranks_spec(stacked=True), ranks_spec()))(own)
     return {**of_stacks, **others}
 
 

@@ -55,6 +55,8 @@ def by_rank(tree: Tree) -> Tree:
 def _of_rank(value: Any) -> Any:
     if not isinstance(value, QuantizedArray) or value.amax is None or value.format.block is not None:
         return value
+    if value.codes.ndim > 2:
+        return value  # stored codes of a stack's layers or of experts, each with its own
     return QuantizedArray(value.codes, None, jnp.reshape(value.amax, ()), value.format, value.matrix, value.columns)
 
 

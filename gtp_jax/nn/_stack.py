@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from ..chain import Remat, Schedule, with_remat
 from ..mesh import check_mesh_in_scope, current_view
+from ._frozen import Frozen
 from ._layer import Layer, in_shard_map
 from ._shared import SharedInputs
 from ._stages import Part, run_parts
@@ -189,7 +190,7 @@ class Chain(Layer):
 def _is_local(module: nnx.Module) -> bool:
     """Says whether a module is written for local view, and has no variables other than parameters."""
     variables = nnx.to_flat_state(nnx.state(module, nnx.Variable))
-    return isinstance(module, Layer) and all(isinstance(v, nnx.Param) for _, v in variables)
+    return isinstance(module, Layer) and all(isinstance(v, nnx.Param | Frozen) for _, v in variables)
 
 
 def _shared_inputs(shared: Any) -> SharedInputs:

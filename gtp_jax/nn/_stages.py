@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..chain import Outputs, Remat, Schedule, Stage, run, with_remat
-from ..collectives import Packed, sum_over_replicas
+from ..collectives import Packed, StoredCodes, codes_specs, sum_over_replicas
 from ..mesh import current_view
 from ..ops import SlottedWeight
-from ..weights import CallKeys, Gathered, Layers, WeightGroup, gather, gather_members, scatter
+from ..weights import CallKeys, Gathered, Layers, WeightGroup, bundle_frozen, gather, gather_members, scatter
+from ._frozen import Frozen
 from ._layer import Leaf, layout_of, value_of
 from ._outputs import is_float, outputs_of, values_of, variables_of, write
 from ._quantized import quantized_in_scope
@@ -95,13 +96,21 @@ def _stages(part: Part, shared: SharedInputs) -> list[Stage]:
 
     def gathered(own: Any, start: int, stop: int, but: Collection[Any] = ()) -> Any:
         """Returns what is gathered of these layers: `own`, or what takes its place, but for some paths."""
-        joined = {path: owner.joined(start, stop) for path, owner in template.owners.items() if path not in but}
+        joined = {path: template.owners[path].joined(start, stop) for path in template.shards if path not in but}
         return {path: own[path] if shards is None else shards for path, shards in joined.items()}
+
+    def with_frozen(packed: tuple[Any, ...], others: dict[Any, Any], at: int, start: int, stop: int) -> Any:
+        """Returns what is gathered of these layers: `packed` and `others`, whose first layer is `start`, in which it
+        has the index `at`; and what is frozen."""
+        codes, arrays = template.kept
+        if at != start:
+            codes, arrays = jax.tree.map(lambda a: a[start:stop], (codes, arrays))
+        return (*codes, *packed), {**others, **arrays}
 
     some_joined = any(owner.joined() is not None for owner in template.owners.values())
     pregathered = tuple(one for one in buffers if one.gathered)
     packed = tuple(one for one in buffers if not one.gathered)
-    quantized = [layers for groups in by_layers.values() for layers, group in groups if group.wire is not None]
+    quantized = [layers for groups in by_layers.values() for layers, group in groups if group.wire and not group.frozen]
     first = min((layers.start for layers in quantized), default=0)
     last = max((layers.stop for layers in quantized), default=0)
     ahead = first + (pregathered[0].buffer.shape[0] if pregathered else 0)
@@ -114,11 +123,12 @@ def _stages(part: Part, shared: SharedInputs) -> list[Stage]:
     for start, stop, (own, params, constants) in zip(bounds, bounds[1:], pieces, strict=False):
         groups = {path: _of_layer(start, groups) for path, groups in by_layers.items()}
         if not first <= start < last:
-            inputs, at = (((), gathered(own, start, stop)), 0) if some_joined else (((), template.shards), start)
+            sent, at = (((), gathered(own, start, stop)), 0) if some_joined else (((), template.shards), start)
         elif start < ahead:
-            inputs, at = (pregathered, gathered(own, start, stop, bundled)), 0
+            sent, at = (pregathered, gathered(own, start, stop, bundled)), 0
         else:
-            inputs, at = (packed, gathered(template.shards, 0, length, bundled)), start
+            sent, at = (packed, gathered(template.shards, 0, length, bundled)), start
+        inputs = with_frozen(*sent, at, start, stop)
         stage = template.stage(groups, own, inputs, params, constants, part.remat, shared)
         stages.append(dataclasses.replace(stage, length=stop - start, stacked=True, first=at))
     return stages
@@ -134,9 +144,10 @@ class _Template:
     Attributes:
         owners: modules with weights that the chain gathers, by path.
         places: of their kernels among the layer's leaves.
-        shards: of these weights, by path.
-        params: the floats of the other variables.
-        constants: the rest of them: integers, keys.
+        shards: of those that are trained, by path.
+        kept: what is gathered of the others of a stack, see `bundle_frozen`.
+        params: the floats of the other variables, but for those that are frozen.
+        constants: the rest of them: integers, keys, what is frozen.
     """
 
     def __init__(self, layer: nnx.Module, stacked: bool) -> None:
@@ -149,10 +160,14 @@ class _Template:
         self.places = kernel_places(self.graph, self.leaves, self.tree)
         self.is_put = [layout_of(v) is None for v in self.leaves]
         self.metadata = [_of_one_layer(v) if stacked else {} for v in self.leaves]
-        self.shards = {path: owner.shards() for path, owner in self.owners.items()}
-        values = [value_of(v) for v, put in zip(self.leaves, self.is_put, strict=True) if put]
-        arrays, self.values = jax.tree.flatten(values)
-        self.is_float = [is_float(a) for a in arrays]
+        self.shards = {path: owner.shards() for path, owner in self.owners.items() if not owner.frozen}
+        frozen = {path: owner for path, owner in self.owners.items() if stacked and owner.frozen}
+        groups = {path: owner.built_group for path, owner in frozen.items()}
+        self.kept = bundle_frozen(groups, {path: owner.stored() for path, owner in frozen.items()})
+        put = [v for v, is_put in zip(self.leaves, self.is_put, strict=True) if is_put]
+        arrays, self.values = jax.tree.flatten([value_of(v) for v in put])
+        trained = [not isinstance(v, Frozen) for v in put for _ in jax.tree.leaves(value_of(v))]
+        self.is_float = [own and is_float(a) for a, own in zip(arrays, trained, strict=True)]
         self.params = [a for a, chosen in zip(arrays, self.is_float, strict=True) if chosen]
         self.constants = [a for a, chosen in zip(arrays, self.is_float, strict=True) if not chosen]
 
@@ -182,9 +197,11 @@ class _Template:
             found = {path: group.slot(weights[path]) for path, group in groups.items()}
             return {path: slot for path, slot in found.items() if slot is not None}
 
+        trained = {path: group for path, group in groups.items() if not group.frozen}
+
         def to_shards(gradients: tuple[Any, Slots]) -> dict[Any, Any]:
             of_weights, of_slots = gradients
-            return scatter(groups, {**of_weights, **of_slots})
+            return scatter(trained, {**of_weights, **of_slots})
 
         gather = functools.partial(_gather, groups)
         if current_view() == "global":
@@ -200,6 +217,7 @@ class _Template:
             apply=with_remat(apply, remat),
             constants=constants,
             takes_shared=shared is not None,
+            frozen=frozenset(groups) - frozenset(trained),
         )
 
     def merged(self, params: list[Any], constants: list[Any], weights: Mapping[int, Any]) -> Any:
@@ -227,7 +245,7 @@ class _Template:
         return found
 
 
-def _gather(groups: Groups, inputs: tuple[tuple[Packed, ...], Any]) -> Weights:
+def _gather(groups: Groups, inputs: tuple[tuple[Packed | StoredCodes, ...], Any]) -> Weights:
     """Gathers the weights of one layer, by path."""
     packed, others = inputs
     weights = {path: gather(groups[path], own) for path, own in others.items()}
@@ -254,24 +272,37 @@ def _in_global_view(
     """
     ranks = ranks_spec()
     specs = {path: tuple(layout.spec for layout in group.layouts) for path, group in groups.items()}
-    sent = {
-        path: tuple(one.of_shards.spec for one in group.layouts) if path in joined else specs[path]
-        for path, group in groups.items()
-    }
+    trained = {path: own for path, own in specs.items() if not groups[path].frozen}
 
-    def gather_globally(inputs: tuple[tuple[Packed, ...], Any]) -> Weights:
-        into = {path: ranks if isinstance(own, Packed) else sent[path] for path, own in inputs[1].items()}
-        return on_ranks(lambda inputs: by_rank(gather(inputs)), ((ranks, into),), ranks)(inputs)
+    def sent_spec(own: Any, path: Any = ()) -> Any:
+        if isinstance(own, StoredCodes):
+            members = [groups[path or name] for name in own.members]
+            kernels = [tuple(codes_specs(one, own.format) for one in member.layouts) for member in members]
+            return StoredCodes(tuple(kernels), own.members)
+        if isinstance(own, Packed):
+            return ranks
+        return tuple(one.of_shards.spec for one in groups[path].layouts) if path in joined else specs[path]
+
+    def gather_globally(inputs: tuple[tuple[Any, ...], Any]) -> Weights:
+        packed, others = inputs
+        into = tuple(map(sent_spec, packed)), {path: sent_spec(own, path) for path, own in others.items()}
+        return on_ranks(lambda inputs: by_rank(gather(inputs)), (into,), ranks)(inputs)
 
     def to_global_shards(gradients: tuple[Any, Slots]) -> dict[Any, Any]:
-        return on_ranks(lambda own: sum_over_replicas(to_shards(own), specs), ((ranks, ranks),), specs)(gradients)
+        return on_ranks(lambda own: sum_over_replicas(to_shards(own), trained), ((ranks, ranks),), trained)(gradients)
 
     return gather_globally, on_ranks(slots, (ranks,), ranks), to_global_shards
 
 
 def _sent(owner: Weight) -> Any:
     """Returns what a rank sends in a gather of a module's weight."""
-    if current_view() != "global" or owner.group.wire is None or owner.packed or owner.joined() is not None:
+    if (
+        owner.frozen
+        or current_view() != "global"
+        or owner.group.wire is None
+        or owner.packed
+        or owner.joined() is not None
+    ):
         return owner.sent()
     specs = tuple(layout.spec for layout in owner.layouts)
     return on_ranks(owner.sent_of, (specs,), ranks_spec())(owner.shards())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..chain import Schedule
-from ..collectives import Packed, Shards, gathered, use_rows
+from ..collectives import Packed, Shards, StoredCodes, gathered, use_rows
 from ..formats import Operands
 from ..layout import ArrayLayout, Layout
 from ..mesh import current_view
@@ -22,6 +23,7 @@ from ..ops import SlottedWeight, linear, linear_blocks, linear_fp8
 from ..recipes import Recipe, current_recipe
 from ..weights import (
     CallKeys,
+    FrozenAs,
     Gathered,
     GradReduce,
     Layers,
@@ -35,8 +37,9 @@ from ..weights import (
     quantize,
     reduction_of,
     scatter,
+    sent_of_frozen,
 )
-from ._layer import Layer, check_shape, value_of, with_value, wrap_methods
+from ._layer import Layer, check_shape, refuse_broadcast, value_of, with_value, wrap_methods
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
@@ -69,7 +72,7 @@ def weight_owners(module: nnx.Module) -> dict[Path, Weight]:
     for path, node in nnx.iter_graph(module):
         if isinstance(node, WeightOwner):
             found[path] = node
-        elif isinstance(node, nnx.Param) and "array" in node.get_metadata():
+        elif isinstance(node, nnx.Variable) and "array" in node.get_metadata():
             found[path] = ArrayWeight(node)
     return found
 
@@ -136,12 +139,15 @@ def _sharded(value: jax.Array, spec: PartitionSpec, **metadata: Any) -> nnx.Para
 
 
 def placed_once[P: nnx.Param](variable: P) -> P:
-    """Returns a variable that has been placed as its metadata say, such that what optimizers make of it is not.
+    """Returns a variable that has been placed as its metadata say, such that what optimizers make of it is not; a
+    weight also refuses arrays that would be repeated to fill it.
 
     `nnx.Optimizer` gives its own variables a parameter's metadata, and would shard Adafactor's factors, which have
     fewer dimensions, like the parameter. Moments are sharded like it all the same, as `zeros_like` is.
     """
     variable.set_metadata(eager_sharding=False)
+    if "layout" in variable.get_metadata():
+        variable.set_metadata(on_set_value=refuse_broadcast)
     return variable
 
 
@@ -174,7 +180,7 @@ class Weight(abc.ABC):
     grad_reduce: Reduction
 
     @abc.abstractmethod
-    def weights(self) -> tuple[nnx.Param, ...]:
+    def weights(self) -> tuple[nnx.Variable, ...]:
         """Returns the variables, in the order in which their rows are laid out."""
 
     @property
@@ -203,27 +209,41 @@ class Weight(abc.ABC):
         values = [value_of(w) for w in self.weights()]
         return any(isinstance(value, Stored) and value.changed for value in values)
 
-    def shards(self) -> Shards:
-        """Returns what this rank stores of each kernel, of which gradients are taken."""
+    @property
+    def frozen(self) -> FrozenAs | None:
+        """What it was frozen as; `None` of a weight that is trained."""
+        return self.weights()[0].get_metadata().get("frozen")
+
+    def stored(self) -> tuple[Any, ...]:
+        """Returns what this rank stores of each kernel: an array, or of a frozen one perhaps codes."""
         return tuple(w.get_raw_value() for w in self.weights())
+
+    def shards(self) -> Shards:
+        """Returns what this rank stores of each kernel, of which gradients are taken; nothing if it is frozen."""
+        return () if self.frozen else self.stored()
 
     @property
     def built_group(self) -> WeightGroup:
-        """Returns what is decided about its kernels without a recipe."""
-        return WeightGroup(
+        """Returns what is decided about its kernels without a recipe in scope."""
+        group = WeightGroup(
             layouts=self.layouts,
             param_dtypes=tuple(np.dtype(shard.dtype) for shard in self.shards()),
             dtype=self.dtype,
             grad_reduce=self.grad_reduce,
             codes_multiply=self.codes_multiply,
         )
+        return self._as_frozen(group)
+
+    def _as_frozen(self, group: WeightGroup) -> WeightGroup:
+        kept = self.frozen
+        return group if kept is None else dataclasses.replace(group, frozen=True, **kept._asdict())
 
     def groups(self, length: int | None = None) -> tuple[tuple[Layers, WeightGroup], ...]:
         """Returns what is decided about its kernels, by layers of the stack of this length that it is in, if any."""
         value, recipe = self.value, current_recipe()
         if isinstance(value, Stored):
             return value.groups
-        if recipe is None:
+        if recipe is None or self.frozen:
             return ((Layers(0, length or 1), self.built_group),)
         return of_layers(self.built_group, self._path_for(recipe), recipe, length, None if length is None else ())
 
@@ -278,9 +298,11 @@ class Weight(abc.ABC):
             return None
         return tuple(value.joined[0] if stop is None else value.joined_layers(start, stop) for value in values)
 
-    def sent(self) -> Shards | Packed:
+    def sent(self) -> Shards | Packed | StoredCodes:
         """Returns what this rank sends in a gather, or what it stores, to be joined to that; quantized here if a recipe
         is in scope."""
+        if self.frozen:
+            return sent_of_frozen(self.group, self.stored())
         if self.packed:
             return self.packed[0]
         return self.joined() or self.sent_of(self.shards())
@@ -327,16 +349,16 @@ class Weight(abc.ABC):
         if isinstance(self.value, Gathered):
             return function(self.value.weight, *operands)
         group, sent = self.group, self.sent()
-        ahead = isinstance(sent, Packed) or self.joined() is not None
+        ahead = isinstance(sent, Packed | StoredCodes) or group.frozen or self.joined() is not None
 
-        def gather_one(sent: Shards | Packed) -> Any:
+        def gather_one(sent: Shards | Packed | StoredCodes) -> Any:
             weight = gather(group, sent)
             slot = group.slot(weight)
             return weight if slot is None else SlottedWeight(weight, slot)
 
         def to_shards(gradient: Any) -> Shards:
             array = gradient.slot if isinstance(gradient, SlottedWeight) else gradient
-            return scatter({(): group}, {(): array})[()]
+            return () if group.frozen else scatter({(): group}, {(): array})[()]
 
         def gather_and_apply(shards: Shards, *operands: Any) -> Any:
             inputs = sent if ahead else shards
@@ -359,7 +381,7 @@ class WeightOwner(Weight, Layer):
 class ArrayWeight(Weight):
     """A weight of any shape, which its variable describes; see `gtp_jax.Param`."""
 
-    def __init__(self, variable: nnx.Param) -> None:
+    def __init__(self, variable: nnx.Variable) -> None:
         metadata = variable.get_metadata()
         self.variable = variable
         self.array: ArrayLayout = metadata["array"]
@@ -367,7 +389,7 @@ class ArrayWeight(Weight):
         # no product of gtp_jax's own takes the gradient: it has the dtype of the array
         self.grad_reduce = reduction_of(metadata["grad_reduce"], self.dtype)._replace(slot=self.dtype)
 
-    def weights(self) -> tuple[nnx.Param, ...]:
+    def weights(self) -> tuple[nnx.Variable, ...]:
         return (self.variable,)
 
     @property
@@ -378,18 +400,19 @@ class ArrayWeight(Weight):
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         return (self.array.shape,)
 
-    def shards(self) -> Shards:
+    def stored(self) -> tuple[Any, ...]:
         return (self.array.to_matrix(self.value),)
 
     @property
     def built_group(self) -> WeightGroup:
-        return WeightGroup(
+        group = WeightGroup(
             layouts=self.layouts,
             param_dtypes=(np.dtype(self.value.dtype),),
             dtype=self.dtype,
             grad_reduce=self.grad_reduce,
             array=self.array,
         )
+        return self._as_frozen(group)
 
     def groups(self, length: int | None = None) -> tuple[tuple[Layers, WeightGroup], ...]:
         return ((Layers(0, length or 1), self.built_group),)

@@ -10,6 +10,7 @@ nothing before, or after, would need buffers as large as those that do.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -39,9 +40,10 @@ class Exchange:
     Args:
         moves: the plan.
         devices: by the numbers that the plan gives them.
+        name: by which profiles know its programs: NAME_pack, NAME_permute, NAME_assemble.
     """
 
-    def __init__(self, moves: Moves, devices: Sequence[Device]) -> None:
+    def __init__(self, moves: Moves, devices: Sequence[Device], name: str = "exchange") -> None:
         self.moves = moves
         self._devices = list(devices)
         self._mesh = Mesh(np.array(self._devices), (_AXIS,))
@@ -50,14 +52,12 @@ class Exchange:
             for number, device in enumerate(self._devices)
             if device.process_index == jax.process_index()
         ]
-        self._pack = {
-            number: _on(device, lambda own, number=number: _packed(moves, number, own)) for number, device in self._here
-        }
-        self._assemble = {
-            number: _on(device, lambda own, received, number=number: _assembled(moves, number, own, received))
-            for number, device in self._here
-        }
-        self._permute: Any = jax.jit(self._permuted())
+        self._pack: dict[int, Any] = {}
+        self._assemble: dict[int, Any] = {}
+        for number, device in self._here:
+            self._pack[number] = _on(device, f"{name}_pack", functools.partial(_packed, moves, number))
+            self._assemble[number] = _on(device, f"{name}_assemble", functools.partial(_assembled, moves, number))
+        self._permute: Any = jax.jit(_named(f"{name}_permute", self._permuted()))
 
     def __call__(self, parts: Sequence[Mapping[Device, jax.Array]]) -> Parts:
         """Returns what each device of this process stores of each array afterwards.
@@ -116,10 +116,18 @@ class Exchange:
         )
 
 
-def _on(device: Device, function: Callable[..., Any]) -> Callable[..., Any]:
+def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
+def _on(device: Device, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function, compiled for a device, whatever mesh is in scope and even if it is given no array there."""
     mesh = Mesh(np.array([device]), (_AXIS,))
-    compiled = jax.jit(function, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    compiled = jax.jit(_named(name, function), out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def call(*args: Any) -> Any:
         with jax.set_mesh(mesh):

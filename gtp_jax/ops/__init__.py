@@ -26,6 +26,7 @@ from ._norm import rms_norm as rms_norm
 from ._operand import quantizable as quantizable
 from ._pack import pack as pack
 from ._pack import unpack as unpack
+from ._packed import packed_lacks as packed_lacks
 from ._permute import permute as permute
 from ._quantize import dequantize as dequantize
 from ._quantize import quantize as quantize

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 from ..mesh import largest_attention_head, platform
 from ._implementation import Implementation, runs_native
+from ._masks import allowed_by, both, by_group, in_order
+from ._packed import packed_attention, packed_lacks
 
 
 def attention(
@@ -42,7 +44,7 @@ def attention(
         mask: boolean, true where a query may attend: `(queries, keys)`, `(batch, queries, keys)`, or
             `(batch, heads, queries, keys)` with 1 for what is alike for all.
         segment_ids: `(batch, sequence)` integers; tokens attend only to those of the same id. For queries and keys of
-            different sequences a pair.
+            different sequences a pair. Ids that are runs, such as documents behind one another, are fastest.
         scale: of the scores; `head_dim ** -0.5` by default.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)` (Gemma 2, arXiv 2408.00118).
         sinks: `(heads,)`, a logit that takes part in each softmax with no value behind it (gpt-oss).
@@ -62,14 +64,17 @@ def attention(
     _check(q, k, v, causal, window, mask, segment_ids, soft_cap, sinks, rate, dropout_key)
     factor: float = head_dim**-0.5 if scale is None else scale
     lacks = cudnn_lacks(q.dtype, head_dim, soft_cap=soft_cap is not None, sinks=sinks is not None, dropout=rate > 0)
-    allowed = _allowed(mask, segment_ids)
+    allowed = allowed_by(mask, segment_ids)
     unseeing = mask is not None or isinstance(segment_ids, tuple)  # whether a query may see no key, not even its own
     if not lacks and allowed is not None and (q.shape[1] % 2 or k.shape[1] % 2):
         lacks = f"cuDNN takes a mask over sequences of even length; these are {q.shape[1]} and {k.shape[1]}"
     if runs_native("attention", implementation, lacks):
+        options: dict[str, Any] = {"causal": causal, "window": window}
+        if not unseeing and segment_ids is not None and not packed_lacks(q, **options):
+            return packed_attention(q, k, v, jnp.asarray(segment_ids), scale=factor, **options)
         return _by_cudnn(q, k, v, allowed, unseeing, causal=causal, window=window, scale=factor)
-    in_order = _in_order(q.shape[1], k.shape[1], causal, window)
-    return _written_out(q, k, v, allowed, unseeing, in_order, factor, soft_cap, sinks, rate, dropout_key)
+    ordered = in_order(q.shape[1], k.shape[1], causal, window)
+    return _written_out(q, k, v, allowed, unseeing, ordered, factor, soft_cap, sinks, rate, dropout_key)
 
 
 def cudnn_lacks(
@@ -78,8 +83,8 @@ def cudnn_lacks(
     """Says why cuDNN, by `jax.nn.dot_product_attention` of jax 0.11.2 and 0.12.0, does not compute such attention on
     the devices at hand; nothing if it does.
 
-    Causal and windowed attention run in its kernels; a boolean mask, segments, and a window without `causal` are an
-    array of `(queries, keys)` that it reads.
+    Causal and windowed attention run in its kernels, and segments where `packed_lacks` says nothing. A boolean mask, a
+    window without `causal`, and other segments are an array of `(queries, keys)` that it reads.
     """
     extras = {"soft cap": soft_cap, "sinks": sinks, "dropout": dropout}
     asked = [name for name, wanted in extras.items() if wanted]
@@ -109,15 +114,15 @@ def _by_cudnn(
     options: dict[str, Any] = {"is_causal": causal, "scale": scale, "implementation": "cudnn"}
     if window is not None and causal and allowed is None:
         return jax.nn.dot_product_attention(q, k, v, local_window_size=(window - 1, 0), **options)
-    in_order = _in_order(q.shape[1], k.shape[1], causal, window)
+    ordered = in_order(q.shape[1], k.shape[1], causal, window)
     if window is not None:  # of a window to both sides, or beside a mask, cuDNN has no kernel
-        allowed = _both(allowed, None if in_order is None else in_order[None, None])
+        allowed = both(allowed, None if ordered is None else ordered[None, None])
     if allowed is None:
         return jax.nn.dot_product_attention(q, k, v, **options)
     allowed = jnp.broadcast_to(allowed, (*allowed.shape[:2], q.shape[1], k.shape[1]))
     if not unseeing:
         return jax.nn.dot_product_attention(q, k, v, mask=allowed, **options)
-    where = allowed if in_order is None else allowed & in_order
+    where = allowed if ordered is None else allowed & ordered
     some = jnp.any(where, axis=-1, keepdims=True)
     # The kernel adds a large negative number to masked scores, which may overflow where a row has no other: such a row
     # sees all keys, and its output is dropped.
@@ -131,7 +136,7 @@ def _written_out(
     v: jax.Array,
     allowed: jax.Array | None,
     unseeing: bool,
-    in_order: jax.Array | None,
+    ordered: jax.Array | None,
     scale: float,
     soft_cap: float | None,
     sinks: jax.Array | None,
@@ -146,7 +151,7 @@ def _written_out(
     scores = jnp.einsum("bqkgd,bskd->bkgqs", groups, k, preferred_element_type=wide) * scale
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
-    where = _both(None if allowed is None else _by_group(allowed, num_kv_heads), in_order)
+    where = both(None if allowed is None else by_group(allowed, num_kv_heads), ordered)
     if where is not None:
         scores = jnp.where(where, scores, jnp.finfo(wide).min)
     if sinks is not None:
@@ -162,37 +167,6 @@ def _written_out(
         kept = jax.random.bernoulli(dropout_key, 1 - dropout_rate, probs.shape)
         probs = jnp.where(kept, probs / (1 - dropout_rate), 0)
     return jnp.reshape(jnp.einsum("bkgqs,bskd->bqkgd", probs.astype(v.dtype), v), q.shape).astype(q.dtype)
-
-
-def _in_order(queries: int, keys: int, causal: bool, window: int | None) -> jax.Array | None:
-    """Returns where a query may attend by places alone, `(queries, keys)`; `None` for everywhere."""
-    if not causal and window is None:
-        return None
-    ahead = jnp.arange(queries)[:, None] - jnp.arange(keys)
-    near = None if window is None else jnp.abs(ahead) < window
-    return _both(ahead >= 0 if causal else None, near)
-
-
-def _allowed(mask: jax.Array | None, segment_ids: Any) -> jax.Array | None:
-    """Returns where a query may attend by mask and segments, of four dimensions; `None` for everywhere."""
-    allowed = None
-    if mask is not None:
-        allowed = mask if mask.ndim == 4 else mask[:, None] if mask.ndim == 3 else mask[None, None]
-    if segment_ids is not None:
-        of_queries, of_keys = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
-        same = (of_queries[:, :, None] == of_keys[:, None, :])[:, None]
-        allowed = _both(allowed, same)
-    return allowed
-
-
-def _both(one: jax.Array | None, other: jax.Array | None) -> jax.Array | None:
-    return other if one is None else one if other is None else one & other
-
-
-def _by_group(allowed: jax.Array, num_kv_heads: int) -> jax.Array:
-    """Returns `(batch, heads, queries, keys)` as `(batch, num_kv_heads, group, queries, keys)`."""
-    batch, heads, *lengths = allowed.shape
-    return jnp.reshape(allowed, (batch, *((1, 1) if heads == 1 else (num_kv_heads, heads // num_kv_heads)), *lengths))
 
 
 def _check(

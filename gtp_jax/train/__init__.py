@@ -24,6 +24,7 @@ from ._replicas import is_here as is_here
 from ._replicas import lay_out as lay_out
 from ._replicas import leaf_specs as leaf_specs
 from ._replicas import with_best_core as with_best_core
+from ._replicas import with_whole_sequences as with_whole_sequences
 from ._state import TrainState as TrainState
 from ._state import state_specs as state_specs
 from ._step import eval_step as eval_step

@@ -72,11 +72,12 @@ def losses(request: Request, state: TrainState, batch: Tree) -> Computed:
             returned = evaluate(request.loss, model, _sharded(batch, state.model_def.roles), has_aux=request.has_aux)
         return Computed(returned.total, returned.tokens, (), (), returned.aux)
 
-    def local(params: Tree, batch: Tree, _: jax.Array) -> Tree:
-        returned = _sums(evaluate(request.loss, _model_of(request, state, params)(params, {}), batch, has_aux=False))
+    def local(params: Tree, frozen: Tree, batch: Tree, _: jax.Array) -> Tree:
+        model = _model_of(request, state, params, frozen)(params, {})
+        returned = _sums(evaluate(request.loss, model, batch, has_aux=False))
         return _over_all_ranks((returned.total, returned.tokens))
 
-    total, tokens = _over_mesh(local, state, 1, PartitionSpec())(state.params, batch, state.step)
+    total, tokens = _over_mesh(local, state, 1, PartitionSpec())(batch)
     return Computed(total, tokens, (), (), ())
 
 
@@ -124,8 +125,8 @@ def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
     model_def, microbatches = state.model_def, request.microbatches
     last = request.reduce_over_dp == "last" and microbatches > 1
 
-    def local(params: Tree, batch: Tree, step: jax.Array):
-        model_of = _model_of(request, state, params, whole_gradients=last)
+    def local(params: Tree, frozen: Tree, batch: Tree, step: jax.Array):
+        model_of = _model_of(request, state, params, frozen, whole_gradients=last)
         params = as_shards(params, model_def.layouts) if last else params
 
         def one(params: Tree, part: Tree, number: jax.Array | int):
@@ -157,7 +158,7 @@ def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
 
     whole = PartitionSpec()
     on_mesh = _over_mesh(local, state, microbatches, (whole, whole, model_def.specs))
-    total, tokens, found = on_mesh(state.params, batch, state.step)
+    total, tokens, found = on_mesh(batch)
     return Computed(total, tokens, found, {}, ())
 
 
@@ -167,7 +168,12 @@ def _rounds(recipe: Recipe | None) -> bool:
 
 
 def _model_of(
-    request: Request, state: TrainState, params: Tree | None = None, *, whole_gradients: bool = False
+    request: Request,
+    state: TrainState,
+    params: Tree | None = None,
+    frozen: Tree | None = None,
+    *,
+    whole_gradients: bool = False,
 ) -> Callable[..., Any]:
     """Returns `(params, model_state, key) -> model`, whose weights are quantized here, and gathered over the
     optimizer's axes, once for all its calls.
@@ -176,15 +182,17 @@ def _model_of(
         request: with a recipe or without.
         state: of the model.
         params: in local view, what this rank stores.
+        frozen: likewise, of frozen weights.
         whole_gradients: leave out the sum over the optimizer's axes, as for `as_shards`.
     """
     model_def = state.model_def
     params = state.params if params is None else params
-    model = model_def.model(params, state.model_state)
+    frozen = state.frozen if frozen is None else frozen
+    model = model_def.model(params, state.model_state, frozen)
     structure = structure_of(model)
     groups = resolve(structure, request.recipe)
     if request.recipe is None and not any(group.divided for group in groups.values()):
-        return lambda params, model_state, key=None: model_def.model(params, model_state, read_only=True)
+        return lambda params, model_state, key=None: model_def.model(params, model_state, frozen, read_only=True)
     stored = lax.stop_gradient(shards_of(model))
     joined = join_in_view(groups, stored, structure.written_out)
     quantized = quantize_in_view(groups, stored, request.pregathered_layers)
@@ -192,7 +200,7 @@ def _model_of(
 
     def model_of(params: Tree, model_state: Tree, key: jax.Array | None = None) -> Any:
         keys = None if key is None else keys_of(key, groups)
-        model = model_def.model(params, model_state, read_only=True)
+        model = model_def.model(params, model_state, frozen, read_only=True)
         return with_groups(model, decided, quantized, keys, joined, stands_in=whole_gradients)
 
     return model_of
@@ -238,11 +246,12 @@ def _of_microbatches(batch: jax.Array, count: int) -> jax.Array:
 
 
 def _over_mesh(local: Callable[..., Any], state: TrainState, microbatches: int, out: Any) -> Callable[..., Any]:
-    """Returns `local(params, batch, step)` on every rank's own part; as it is without a mesh."""
+    """Returns what `local(params, frozen, batch, step)` gives of a batch, on every rank's own part; as it is without a
+    mesh."""
     model_def = state.model_def
     check_model_state(state)
 
-    def run(params: Tree, batch: Tree, step: jax.Array) -> Any:
+    def run(batch: Tree) -> Any:
         model_def.check_mesh()
         roles = model_def.roles
         parts = degrees(roles.batch) * microbatches
@@ -253,14 +262,15 @@ def _over_mesh(local: Callable[..., Any], state: TrainState, microbatches: int, 
                     f"batch and must be a multiple of {' * '.join(roles.batch)} * microbatches = {parts}."
                 )
         if jax.sharding.get_abstract_mesh().empty:
-            return local(params, batch, step)
-        into = (model_def.specs, PartitionSpec(roles.batch), PartitionSpec())
+            return local(state.params, state.frozen, batch, state.step)
+        into = (model_def.specs, model_def.frozen_specs, PartitionSpec(roles.batch), PartitionSpec())
 
         def in_roles(*args: Any) -> Any:
             with use_roles(roles):
                 return local(*args)
 
-        return jax.shard_map(in_roles, in_specs=into, out_specs=out, check_vma=False)(params, batch, step)
+        on_mesh = jax.shard_map(in_roles, in_specs=into, out_specs=out, check_vma=False)
+        return on_mesh(state.params, state.frozen, batch, state.step)
 
     return run
 

@@ -31,7 +31,7 @@ def evaluate(loss: Loss, model: Any, batch: Tree, *, has_aux: bool) -> Returned:
 
     Raises:
         TypeError: if it returns anything but a scalar, or a sum and a number; with `has_aux` a pair of this and a
-            pytree of arrays.
+            pytree of arrays; where it is differentiated, if the number has a gradient.
     """
     returned, aux = loss(model, batch), ()
     if has_aux:
@@ -42,7 +42,7 @@ def evaluate(loss: Loss, model: Any, batch: Tree, *, has_aux: bool) -> Returned:
             )
         returned, aux = returned
     if isinstance(returned, tuple) and len(returned) == 2 and all(jnp.shape(v) == () for v in returned):
-        return Returned(_float(returned[0]), jnp.asarray(returned[1]), jax.tree.map(jnp.asarray, aux))
+        return Returned(_float(returned[0]), _number(jnp.asarray(returned[1])), jax.tree.map(jnp.asarray, aux))
     if isinstance(returned, tuple) or jnp.shape(returned) != ():
         raise TypeError(
             "`loss` returns a scalar, such as a mean; or (sum of token losses, number of tokens), two scalars, of "
@@ -65,6 +65,23 @@ def _float(value: Any) -> jax.Array:
             f"`loss` returns {value.dtype}, which has no gradient; it must be a real floating-point number."
         )
     return value
+
+
+@jax.custom_vjp
+def _number(tokens: jax.Array) -> jax.Array:
+    """Returns a number of tokens; an error if it has a gradient, which the quotient that a step takes leaves out."""
+    return tokens
+
+
+def _fwd(tokens: jax.Array) -> Any:
+    raise TypeError(
+        f"`loss` returns two scalars, of which a step takes the second, {tokens.dtype}, for the number of tokens; but "
+        "it has a gradient with respect to the parameters. If it is something to report, pass `has_aux=True`, for "
+        "(loss, aux). If it is the number, return `jax.lax.stop_gradient(number)`, or the quotient as one scalar."
+    )
+
+
+_number.defvjp(_fwd, lambda _, gradient: (gradient,))
 
 
 def _described(returned: Any) -> str:

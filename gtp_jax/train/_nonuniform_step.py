@@ -212,6 +212,11 @@ class NonuniformStep:
 
     def _check(self, state: TrainState) -> None:
         check_model_state(state)
+        if state.frozen:
+            raise ValueError(
+                "the state has frozen weights, which are stored in formats and are not moved between layouts of "
+                "unequal degree. Train it on one mesh, or leave `freeze` out."
+            )
         core = self._replicas.core
         if isinstance(state.step, jax.core.Tracer):
             raise TypeError("a step over replicas is run as it is; call it outside of `jax.jit`, which cannot hold it.")

@@ -53,8 +53,8 @@ class ReplicaStep:
         number = LeafSpecs((), np.dtype(state.step.dtype), PartitionSpec(), PartitionSpec())
         counted = [*leaves, state.step]  # the number of updates made goes with the weights
         devices = list(mesh.devices.flat)
-        self.unfold = Exchange(plan_unfold(replica, [*params, number]), devices)
-        self.fold = Exchange(plan_fold(replica, params), devices)
+        self.unfold = Exchange(plan_unfold(replica, [*params, number]), devices, "unfold")
+        self.fold = Exchange(plan_fold(replica, params), devices, "fold")
         self._shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in counted]
         self._shardings = [NamedSharding(mesh, leaf.replica) for leaf in (*params, number)]
         self._sums: Sums | None = None

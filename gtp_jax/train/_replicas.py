@@ -77,7 +77,7 @@ class Replicas:
             _check_rows(f"`batch`{jax.tree_util.keystr(path)}", leaf, self.plan.batch)
         parts = []
         for replica, mesh in zip(self.plan.replicas, self.meshes, strict=True):
-            part = jax.tree.map(lambda a, rows=slice(*replica.rows): a[rows], batch)
+            part = jax.tree.map(lambda a, rows=slice(*replica.rows): np.asarray(a)[rows], batch)
             sharding = NamedSharding(mesh, PartitionSpec((DP, GTP)))
             parts.append(jax.tree.map(lambda a, to=sharding: _placed(a, to), part) if is_here(mesh) else None)
         return Batches(tuple(parts))
@@ -117,7 +117,7 @@ def _mesh(grids: Sequence[Grid], by_slot: Mapping[int, Any]) -> Mesh:
 def lay_out(factory: Callable[[nnx.Rngs], nnx.Module], mesh: AbstractMesh) -> tuple[ModelDef, Tree]:
     """Returns the definition of a model on a mesh, of which no device need be here, and its parameters' shapes."""
     with jax.sharding.use_abstract_mesh(mesh):
-        model_def, params, _ = split_model(abstract_model(factory))
+        model_def, params, _, _ = split_model(abstract_model(factory))
         return model_def, params
 
 
@@ -183,8 +183,5 @@ def _check_rows(name: str, leaf: Any, rows: int) -> None:
         )
 
 
-def _placed(rows: Any, sharding: NamedSharding) -> jax.Array:
-    if isinstance(rows, jax.Array):
-        return jax.device_put(rows, sharding)
-    rows = np.asarray(rows)
-    return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
+def _placed(rows: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index], dtype=rows.dtype)

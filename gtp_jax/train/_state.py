@@ -30,6 +30,7 @@ class TrainState:
         model_def: the rest of the model; static.
         model_state: nested dict of the model's other variables, such as batch statistics and the words and counts of
             dropout's keys, as the last microbatch left them.
+        frozen: nested dict of the weights that are not trained, as `gtp_jax.freeze` made them; no step changes them.
     """
 
     params: dict[str, Any]
@@ -37,6 +38,7 @@ class TrainState:
     step: jax.Array
     model_def: ModelDef = dataclasses.field(metadata={"static": True})
     model_state: dict[str, Any] = dataclasses.field(default_factory=dict)
+    frozen: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def create(cls, model: nnx.Module, optimizer: optax.GradientTransformation) -> TrainState:
@@ -48,13 +50,15 @@ class TrainState:
         """
         abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model)))
         check_mesh_in_scope(creates=not abstract)
-        model_def, params, model_state = split_model(model)
+        model_def, params, model_state, frozen = split_model(model)
         specs = state_specs(model_def, optimizer, params)
         if abstract:
             shapes = jax.eval_shape(optimizer.init, params)
             opt_state = jax.tree.map(_abstract, shapes, specs.opt_state)
             step: Any = _abstract(jax.ShapeDtypeStruct((), jnp.int32), PartitionSpec())
-            return cls(params, opt_state, step, model_def, jax.tree.map(_abstract, model_state, specs.model_state))
+            model_state = jax.tree.map(_abstract, model_state, specs.model_state)
+            frozen = jax.tree.map(_abstract, frozen, specs.frozen)
+            return cls(params, opt_state, step, model_def, model_state, frozen)
         opt_state = jax.jit(optimizer.init, out_shardings=_shardings(specs.opt_state))(params)
         step = jnp.zeros((), jnp.int32)
         if shardings := _shardings(PartitionSpec()):
@@ -62,11 +66,11 @@ class TrainState:
             step, model_state = jax.device_put((step, jax.tree.map(jnp.copy, model_state)), shardings)
         else:
             model_state = jax.tree.map(jnp.copy, model_state)
-        return cls(params, opt_state, step, model_def, model_state)
+        return cls(params, opt_state, step, model_def, model_state, frozen)
 
     def model(self) -> Any:
         """Returns the model, with these parameters and other variables."""
-        return self.model_def.model(self.params, self.model_state)
+        return self.model_def.model(self.params, self.model_state, self.frozen)
 
 
 def state_specs(model_def: ModelDef, optimizer: optax.GradientTransformation, params: Tree) -> TrainState:
@@ -84,7 +88,8 @@ def state_specs(model_def: ModelDef, optimizer: optax.GradientTransformation, pa
 
     leaf_specs = [spec_of(path, leaf) for path, leaf in with_paths(shapes)]
     opt_specs = jax.tree.unflatten(jax.tree.structure(shapes), leaf_specs)
-    return TrainState(model_def.specs, opt_specs, PartitionSpec(), model_def, model_def.state_specs)  # pyright: ignore
+    own = model_def.state_specs, model_def.frozen_specs
+    return TrainState(model_def.specs, opt_specs, PartitionSpec(), model_def, *own)  # pyright: ignore
 
 
 def constrained(tree: Tree, specs: Tree) -> Tree:

@@ -54,5 +54,5 @@ class Told:
             after: Any = {number: () for number in range(len(slots))}
             moves = plan_moves([LeafBoxes(kind, before, after) for kind in kinds])
             devices = list(self._replicas.meshes[place].devices.flat)
-            self._exchanges[place, kinds] = Exchange(moves, devices)
+            self._exchanges[place, kinds] = Exchange(moves, devices, "tell")
         return self._exchanges[place, kinds]

@@ -35,7 +35,8 @@ def updated(
         grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    after = TrainState(params, opt_state, state.step + 1, state.model_def, model_state)  # pyright: ignore[reportArgumentType]
+    own = model_state, state.frozen
+    after = TrainState(params, opt_state, state.step + 1, state.model_def, *own)  # pyright: ignore[reportArgumentType]
     specs = state_specs(state.model_def, optimizer, state.params)
     # so that the state can be donated, and its partition never drifts
     return constrained(after, specs), norm

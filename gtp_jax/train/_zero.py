@@ -37,8 +37,8 @@ def check_reduce_over_dp(name: Any, view: str, microbatches: int) -> None:
 def as_shards(params: Tree, layouts: Tree) -> Tree:
     """Returns parameters of which gradients can be taken that are not yet summed over the optimizer's axes.
 
-    In place of what this rank stores of a weight are zeros of its whole shard's shape. Their values are never read, as
-    what is gathered has been joined already, so that XLA makes no array of them.
+    In place of what this rank stores of a weight is NaN of its whole shard's shape. What is gathered has been joined
+    already, so that no layer reads it, and XLA makes no array of it; a loss that does gets no number that looks right.
 
     Args:
         params: this rank's.
@@ -48,7 +48,7 @@ def as_shards(params: Tree, layouts: Tree) -> Tree:
     def one(x: jax.Array, layout: Layout | None) -> jax.Array:
         if layout is None or layout.copies == 1:
             return x
-        return jnp.zeros((*x.shape[: x.ndim - len(layout.shape)], *layout.shard_shape), x.dtype)
+        return jnp.full((*x.shape[: x.ndim - len(layout.shape)], *layout.shard_shape), jnp.nan, x.dtype)
 
     return jax.tree.map(one, params, layouts)
 

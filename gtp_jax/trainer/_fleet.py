@@ -92,6 +92,13 @@ def make_fleet(config: TrainConfig, degrees: dict[str, int], factory: Callable[[
     return Fleet(replicas.core, replicas)
 
 
+def without_sequence_parallelism(config: TrainConfig, degrees: dict[str, int]) -> bool:
+    """Says whether alike replicas go on at a degree that does not divide sequences. Unequal ones decide for
+    themselves."""
+    plan = config.fault_plan(degrees) if config.faults.any else None
+    return plan is not None and plan.uniform and config.seq % plan.core_tp > 0
+
+
 def fingerprint(fleet: Fleet) -> str:
     """Returns hexadecimal digits that say how a run's devices are used, which all processes must agree on."""
     return hashlib.sha256(repr((fleet.plan, fleet.mesh.shape)).encode()).hexdigest()

@@ -19,8 +19,8 @@ from .. import plan
 from ..checkpoint import Checkpoints
 from ..data import Corpus, Loader, Windows
 from ..models import ModelConfig, build, family_of
-from ..nn import abstract_model, init
-from ..train import NonuniformStep, TrainState, eval_step, train_step
+from ..nn import ModelDef, abstract_model, init
+from ..train import NonuniformStep, TrainState, eval_step, train_step, with_whole_sequences
 from ._config import TrainConfig
 from ._fleet import Fleet, ReplicaLoader
 from ._optimizer import adamw, learning_rate
@@ -151,8 +151,8 @@ def compile_step(
     evaluate: Callable[..., Metrics] = eval_step(loss, recipe=recipe, view="local")
     began = time.perf_counter()
     if isinstance(step, NonuniformStep):
-        programs, run, told = step.compile(like, train.at(0)), step, step.tell
-        evaluation = lambda state, batch: told(evaluate(state, batch))  # noqa: E731
+        programs, run = step.compile(like, train.at(0)), step
+        evaluation = functools.partial(_on_core, evaluate, step.tell, with_whole_sequences(like.model_def))
     else:
         run = step.lower(like, train.at(0)).compile()  # pyright: ignore[reportFunctionMemberAccess]
         programs, evaluation = {"one step": run}, evaluate
@@ -171,6 +171,17 @@ def compile_step(
         compile_s=time.perf_counter() - began,
         memory=_memory(programs, like),
     )
+
+
+def _on_core(
+    evaluate: Callable[..., Metrics],
+    tell: Callable[[Metrics], Metrics],
+    model_def: ModelDef,
+    state: TrainState,
+    batch: Any,
+) -> Metrics:
+    """Evaluates a batch on the core, whose degree need not divide sequences, and returns metrics in every process."""
+    return tell(evaluate(dataclasses.replace(state, model_def=model_def), batch))
 
 
 def _here(schedule: optax.Schedule, step: int) -> float:

@@ -20,7 +20,7 @@ from ._config import TrainConfig
 from ._curve import draw_curve
 from ._directory import RunDirectory
 from ._distributed import LaunchOptions, barrier, check_same, find_launch, together
-from ._fleet import Fleet, fingerprint, make_fleet
+from ._fleet import Fleet, fingerprint, make_fleet, without_sequence_parallelism
 from ._job import compile_step, prepare
 from ._log import read_log
 from ._loop import run_loop
@@ -69,6 +69,8 @@ def start(
         together(lambda: check_start(source, config.model(corpus.vocab_size, dtype="float32")))
     planned = config if supervision is None else dataclasses.replace(config, faults=supervision.faults)
     model = config.model(corpus.vocab_size, dtype="bfloat16" if on_gpu() else "float32")
+    if without_sequence_parallelism(planned, degrees):
+        model = dataclasses.replace(model, sequence_parallel=False)
     with use_roles(config.parallelism.roles):
         fleet = together(lambda: make_fleet(planned, degrees, lambda rngs: build(model, rngs=rngs)))
     same = "Give all of them the same flags, and the same version of gtp_jax."

@@ -3,6 +3,10 @@
 No Flax here: `nn` extracts a `Structure` from a model, and puts the values made here into its variables.
 """
 
+from ._frozen import FrozenAs as FrozenAs
+from ._frozen import bundle_frozen as bundle_frozen
+from ._frozen import quantize_frozen as quantize_frozen
+from ._frozen import sent_of_frozen as sent_of_frozen
 from ._grad_reduce import GRAD_REDUCE as GRAD_REDUCE
 from ._grad_reduce import GradReduce as GradReduce
 from ._grad_reduce import Reduction as Reduction

@@ -14,11 +14,13 @@ import numpy as np
 from ..collectives import (
     Packed,
     Shards,
+    StoredCodes,
     exchange_gradients,
     gather_codes,
     gather_packed,
     gather_weight,
     in_order,
+    pack_codes,
     scatter_gradient,
     scatter_stored,
     use_rows,
@@ -45,6 +47,8 @@ class WeightGroup:
         array: of an array of any shape, which is gathered as such: what takes it apart is outside of what backward
             differentiates, which else would save a copy. No recipe says anything about it, as it is not known to be
             multiplied.
+        frozen: whether ranks store what travels, codes or an array of `dtype`, and no master: it has no gradient.
+            What its module was frozen as counts, and no recipe changes it.
     """
 
     layouts: tuple[Layout, ...]
@@ -56,6 +60,7 @@ class WeightGroup:
     operands: Operands | None = None
     reduction: Format | np.dtype | None = None
     array: ArrayLayout | None = None
+    frozen: bool = False
 
     @property
     def ranks(self) -> int:
@@ -68,9 +73,9 @@ class WeightGroup:
         return self.layouts[0].copies > 1
 
     @property
-    def high_precision(self) -> bool:
-        """Returns whether no recipe applies."""
-        return self.array is not None
+    def follows_recipes(self) -> bool:
+        """Returns whether a recipe decides about it."""
+        return self.array is None and not self.frozen
 
     @property
     def as_codes(self) -> bool:
@@ -103,13 +108,16 @@ class WeightGroup:
         return self.grad_reduce.wire if self.reduction is None else self.reduction
 
     def slot(self, weight: jax.Array | QuantizedArray) -> jax.Array | None:
-        """Returns zeros, where the gradient of a gathered weight goes; `None` where its own gradient has the dtype."""
+        """Returns zeros, where the gradient of a gathered weight goes; `None` where its own gradient has the dtype, or
+        it has none."""
         if isinstance(weight, QuantizedArray):
             return jnp.zeros(weight.matrix, self.grad_reduce.slot)
-        return None if weight.dtype == self.grad_reduce.slot else jnp.zeros(weight.shape, self.grad_reduce.slot)
+        if self.frozen or weight.dtype == self.grad_reduce.slot:
+            return None
+        return jnp.zeros(weight.shape, self.grad_reduce.slot)
 
 
-def gather(group: WeightGroup, sent: Shards | Packed) -> jax.Array | QuantizedArray:
+def gather(group: WeightGroup, sent: Shards | Packed | StoredCodes) -> jax.Array | QuantizedArray:
     """Returns the fused weight, or its codes where those are multiplied; an array of any shape as such. Called inside a
     `shard_map`.
 
@@ -117,6 +125,8 @@ def gather(group: WeightGroup, sent: Shards | Packed) -> jax.Array | QuantizedAr
         group: what is gathered.
         sent: this rank's shards, what it stores of them, or their codes.
     """
+    if isinstance(sent, StoredCodes):
+        sent = pack_codes(sent, [group.layouts])
     if not isinstance(sent, Packed):
         weight = gather_weight(sent, group.layouts, group.dtype)
         return weight if group.array is None else group.array.from_fused(weight)
@@ -125,8 +135,12 @@ def gather(group: WeightGroup, sent: Shards | Packed) -> jax.Array | QuantizedAr
     return gather_packed(sent, [group.layouts], group.dtype)[0]
 
 
-def gather_members(groups: Mapping[Any, WeightGroup], packed: Packed) -> dict[Any, jax.Array | QuantizedArray]:
+def gather_members(
+    groups: Mapping[Any, WeightGroup], packed: Packed | StoredCodes
+) -> dict[Any, jax.Array | QuantizedArray]:
     """Returns the fused weights of all members of a buffer, by name, from one gather."""
+    if isinstance(packed, StoredCodes):
+        packed = pack_codes(packed, [groups[name].layouts for name in packed.members])
     members = [groups[name] for name in packed.members]
     if len(members) == 1:
         return {packed.members[0]: gather(members[0], packed)}

@@ -72,7 +72,7 @@ def check_pregathered_layers(groups: Groups, pregathered_layers: int | Literal["
     counts = [
         layers.stop - layers.start
         for (_, layers), group in groups.items()
-        if group.wire is not None and layers.stack is not None
+        if group.wire is not None and layers.stack is not None and not group.frozen
     ]
     if not counts:
         raise ValueError(
@@ -90,12 +90,17 @@ def _buffers(groups: Groups) -> list[tuple[Layers, dict[Path, WeightGroup]]]:
     """Returns what travels in one buffer: stacks' ahead of the rest."""
     found: dict[Any, tuple[Layers, dict[Path, WeightGroup]]] = {}
     for (path, layers), group in sorted(groups.items(), key=lambda item: item[0][1].stack is None):
-        if group.wire is None:
+        if group.wire is None or group.frozen:
             continue
-        alone = path if layers.stack is None or group.as_codes else None
-        fits = fits_blocks([group.layouts], group.wire)
-        exact = group.operands is not None
-        first = group.layouts[0]
-        kind = (layers, group.wire, exact, alone, group.dtype, first.axes, first.optimizer_axes, fits)
+        kind = layers, buffer_of(group, path, stacked=layers.stack is not None)
         found.setdefault(kind, (layers, {}))[1][path] = group
     return list(found.values())
+
+
+def buffer_of(group: WeightGroup, path: Path, *, stacked: bool) -> Any:
+    """Returns what weights of a layer have in common that share a buffer: a key."""
+    assert group.wire is not None
+    alone = path if not stacked or group.as_codes else None
+    fits = fits_blocks([group.layouts], group.wire)
+    first = group.layouts[0]
+    return group.wire, group.operands is not None, alone, group.dtype, first.axes, first.optimizer_axes, fits

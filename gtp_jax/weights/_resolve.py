@@ -80,7 +80,7 @@ def of_layers(
         length: of the stack that it is in, if any.
         stack: path of that stack's layers.
     """
-    if group.high_precision:
+    if not group.follows_recipes:
         return ((Layers(0, length or 1, stack), group),)
     chosen = recipe.of(path)
     resolved = dataclasses.replace(group, wire=chosen.wire, operands=chosen.operands, reduction=chosen.reduction)
@@ -92,10 +92,11 @@ def of_layers(
 
 
 def _check_names(structure: Structure, recipe: Recipe) -> None:
-    paths = [tuple(map(str, path)) for path, group in structure.weights.items() if not group.high_precision]
+    paths = [tuple(map(str, path)) for path, group in structure.weights.items() if group.follows_recipes]
     if not paths and recipe.wire is not None:
+        frozen = ", but frozen ones" if any(group.frozen for group in structure.weights.values()) else ""
         raise ValueError(
-            f"`recipe` quantizes to {recipe.wire.name}, but {structure.name} has no weights that are gathered, "
+            f"`recipe` quantizes to {recipe.wire.name}, but {structure.name} has no weights that are gathered{frozen}, "
             "which are those it can quantize. Build the model of gtp_jax's modules, such as `gtp_jax.Dense`, or leave "
             "the recipe out."
         )

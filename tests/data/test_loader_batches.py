@@ -42,6 +42,15 @@ def test_batch_is_cut_over_dp_and_gtp_and_does_not_depend_on_the_mesh():
     np.testing.assert_array_equal(batches[0]["targets"], expected["targets"])
 
 
+def test_loaders_of_some_rows_give_those_of_the_whole_batch():
+    windows = loader(make_mesh(gtp=8)).windows
+    whole = Loader(windows, 9, make_mesh(gtp=1, devices=jax.devices()[:1])).at(3)
+    parts = [(0, 6, jax.devices()[:2]), (6, 3, jax.devices()[2:3])]
+    found = [Loader(windows, n, make_mesh(gtp=len(on), devices=on), rows=(first, 9)).at(3) for first, n, on in parts]
+    for name, rows in whole.items():
+        np.testing.assert_array_equal(np.concatenate([np.asarray(part[name]) for part in found]), rows)
+
+
 def test_rows_that_tp_ranks_share_are_built_once():
     built.clear()
     loader(make_mesh(gtp=4, tp=2), kind=CountedWindows).at(1)

@@ -107,6 +107,22 @@ def test_under_a_recipe_what_a_loss_computes_with_is_quantized(loss, degrees, x6
     assert abs(found - computed(loss, degrees)[0]) > 1e-9  # codes travelled
 
 
+def of_local(loss):
+    """The sum over a rank's own part that local view wants, of this loss."""
+    return lambda model, batch: (loss(model, batch), jnp.float64(1))
+
+
+def test_summed_last_a_loss_that_reads_a_weight_gets_no_number(x64):
+    """Gradients are then taken of whole shards, in whose place are placeholders."""
+    options = dict(microbatches=2, view="local", reduce_over_dp="last")
+    assert np.isfinite(computed(of_local(mean_of), dict(dp=2, gtp=2), **options)[0])
+    assert np.isnan(computed(of_local(penalized), dict(dp=2, gtp=2), **options)[0])
+    with pytest.raises(
+        ValueError, match=r"reads the array of a weight of shape \(32, 32\).*'last'.*Take `reduce_over_dp"
+    ):
+        computed(of_local(read), dict(dp=2, gtp=2), **options)
+
+
 def doubles(model, batch):
     kernel = model.first.kernel["b"]
     kernel[...] = 2 * kernel[...]

@@ -20,6 +20,7 @@ CASES = {  # options, inputs, whether cuDNN computes it
     "window to both sides": (dict(causal=False, window=64), {}, True),
     "segments": ({}, dict(segment_ids=((8, LENGTH), jnp.int32)), True),
     "segments in a window": (dict(window=64), dict(segment_ids=((8, LENGTH), jnp.int32)), True),
+    "long rows of segments": ({}, dict(segment_ids=((8, 1024), jnp.int32)), True),
     "mask": (dict(causal=False), dict(mask=((8, LENGTH, LENGTH), jnp.bool_)), True),
     "norms and scale": (dict(qk_norm=True, scale=0.1, rotary_dim=32), {}, True),
     "soft cap": (dict(soft_cap=20.0), {}, False),
@@ -28,7 +29,7 @@ CASES = {  # options, inputs, whether cuDNN computes it
     "float32": (dict(dtype=jnp.float32), {}, False),
     "odd head": (dict(head_dim=60), {}, False),
 }
-USUAL = "reads a mask or segments, if there are any, as an array of (queries, keys)"
+USUAL = "packs segments that are runs; reads a mask and other segments as an array of (queries, keys)"
 REASONS = {
     "soft cap": "jax.nn has no soft cap in cuDNN's attention",
     "sinks": "jax.nn has no sinks in cuDNN's attention",
@@ -55,14 +56,14 @@ def test_what_is_said_to_run_in_cudnn_does_and_nothing_else(name):
         def loss(params, others, x, given):
             return jnp.sum(nnx.merge(graph, params, others)(x, **given, **key).astype(jnp.float32))
 
-        x = array(mesh, (8, LENGTH, 128), P(("dp", "gtp"), "tp"), options.get("dtype", jnp.bfloat16))
+        length = given["segment_ids"].shape[1] if "segment_ids" in given else LENGTH
+        x = array(mesh, (8, length, 128), P(("dp", "gtp"), "tp"), options.get("dtype", jnp.bfloat16))
         text = jax.jit(jax.grad(loss)).lower(params, others, x, given).as_text()
     assert fact.module == "layer"
     assert fact.implementation == ("cuDNN" if cudnn else "written out")
-    assert fact.reason == REASONS.get(
-        name, "reads a mask or segments, if there are any, as an array of (queries, keys)"
-    )
+    assert fact.reason == REASONS.get(name, USUAL)
     assert ("__cudnn$fmha" in text) == cudnn
+    assert ("PADDING_CAUSAL" in text) == (name == "long rows of segments")  # packed, in the layer's `shard_map`
 
 
 def test_explain_prints_attention_beside_the_weights():

@@ -180,7 +180,7 @@ def test_ranks_with_other_examples_or_heads_drop_others():
 
 
 def attend(kind=gtp.Attention, call=(), inputs=None, **options):
-    module = kind(16, heads=4, dtype=jnp.float32, rngs=nnx.Rngs(0), **options)
+    module = kind(16, num_heads=4, dtype=jnp.float32, rngs=nnx.Rngs(0), **options)
     return module(jnp.ones((8, 4, 16)), *call, **(inputs or {}))
 
 

@@ -191,7 +191,7 @@ def test_a_weight_takes_the_logical_array(mesh, x64):
 def test_an_array_of_another_shape_is_refused(make, mesh):
     with mesh_in_scope(mesh):
         model = gtp.init(make, nnx.Rngs(0))
-        kernel = model.num_layers.kernel if isinstance(model, gtp.Stack) else model.kernel
+        kernel = model.layers.kernel if isinstance(model, gtp.Stack) else model.kernel
         kernel.set_value(jnp.ones((*kernel.get_value().shape[:-1], 8)))
         expected = (
             r"the weight of shape \(.*, (16|24)\) of \w+ holds an array of shape \(.*, 8\).*`kernel\[\.\.\.\] = array`"
@@ -200,6 +200,29 @@ def test_an_array_of_another_shape_is_refused(make, mesh):
             model(jnp.ones((8, 4, 24)))
         with pytest.raises(ValueError, match=expected.replace(r"\w+", r"[\w.]+")):
             gtp.TrainState.create(model, optax.sgd(0.1))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda rngs: gtp.Dense(24, 16, rngs=rngs), lambda rngs: gtp.Conv(24, 16, 1, rngs=rngs)]
+)
+@pytest.mark.filterwarnings("error:Variable hooks")
+def test_an_array_that_would_be_repeated_is_refused(make):
+    """NNX repeats it, as numpy does; a scalar fills a weight as in NNX."""
+    plain = nnx.Param(jnp.zeros((2, 3)))
+    plain[...] = jnp.arange(3.0)
+    assert plain[...].tolist() == [[0, 1, 2]] * 2
+    kernel = make(nnx.Rngs(0)).kernel
+    for value in (jnp.ones(16), np.ones((1, 16)), jnp.ones((1,) * kernel.ndim)):
+        with pytest.raises(
+            ValueError, match=r"of shape \(.*1.*\) is assigned to a weight of shape .*24, 16\), and would"
+        ):
+            kernel[...] = value
+    kernel[...] = 0.5
+    np.testing.assert_array_equal(kernel[...], np.full(kernel.shape, 0.5))
+    kernel[...] = kernel[...].at[0].set(1)
+    kernel[...] = 2 * np.asarray(kernel[...])
+    assert float(kernel[...].max()) == 2
+    nnx.Optimizer(make(nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param)  # whose variables have a parameter's metadata
 
 
 def test_a_recipe_in_scope_is_that_of_a_step():

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import gtp_jax as gtp
-from gtp_jax.ops import attention
+from gtp_jax.ops import _packed, attention, packed_lacks
 
 pytestmark = pytest.mark.gpu
 
@@ -85,3 +85,59 @@ def test_packed_documents_in_cudnn_have_the_loss_that_they_have_alone(key):
     packed = jnp.concatenate(documents, axis=1)
     assert error(call(module, packed, segment_ids=ids), alone) < 1e-2
     assert error(call(module, packed), alone) > 0.1
+
+
+ROW = 2048
+ONE = np.zeros(ROW, int)
+
+
+def runs(*lengths):
+    return np.repeat(np.arange(len(lengths)), lengths)
+
+
+PACKED = {  # ids of two rows, which way they take, other options
+    "one document": ([ONE, ONE], 0, {}),
+    "two": ([runs(1500, 548), ONE], 1, {}),
+    "one-token documents": ([runs(1, 1, 2045, 1), ONE], 1, {}),
+    "one-token documents at the end of a batch": ([ONE, runs(2046, 1, 1)], 1, {}),
+    "twelve": ([runs(*[170] * 11, 178), runs(*[100] * 11, 948)], 2, {}),
+    "a long one among short": ([runs(*[8] * 10, 1968), runs(600, *[3] * 5, 1433)], 2, {}),
+    "padding at the end": ([runs(900, 700, 300, 100, 48), runs(600, 600, 600, 200, 48)], 2, {}),
+    "fifty": ([runs(*[40] * 49, 88), runs(700, *[20] * 49, 368)], 3, {}),
+    "of all lengths": ([runs(600, 513, 130, 129, 128, 127, *[1] * 20, 401), ONE], 2, {}),
+    "more than there is room for": ([runs(*[10] * 200, 48), runs(*[10] * 200, 48)], 4, {}),
+    "an id comes back": ([runs(1000, 500, 548) % 2, ONE], 4, {}),
+    "bidirectional": ([runs(600, *[30] * 30, 548), ONE], 3, dict(causal=False)),
+    "window": ([runs(600, *[30] * 30, 548), ONE], 3, dict(window=200)),
+    "window in the mask": ([runs(1000, 500, 548) % 2, ONE], 4, dict(window=200)),
+    "float16": ([runs(600, *[30] * 30, 548), ONE], 3, dict(dtype=jnp.float16)),
+    "float16 in the mask": ([runs(1000, 500, 548) % 2, ONE], 4, dict(dtype=jnp.float16)),
+}
+
+
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(2, 128), (8, 64)])
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_rows_agree_with_the_written_out_ones(name, kv_heads, head_dim, key):
+    rows, way, options = PACKED[name]
+    ids, options = jnp.asarray(np.stack(rows)), {"causal": True, **options}
+    dtype = options.pop("dtype", jnp.bfloat16)
+    shapes = [(2, ROW, heads, head_dim) for heads in (8, kv_heads, kv_heads, 8)]
+    drawn = [jax.random.normal(one, shape, dtype) for one, shape in zip(jax.random.split(key, 4), shapes, strict=True)]
+
+    def measured(how, q, k, v, of_output):
+        y, back = jax.vjp(lambda *t: attention(*t, implementation=how, segment_ids=ids, **options), q, k, v)
+        return y, *back(of_output)
+
+    with jax.set_mesh(gtp.make_mesh(devices=jax.devices()[:1])):
+        if packed_lacks(drawn[0], causal=True, window=None):
+            pytest.skip("needs compute capability 9.0")
+        assert _packed.documents_of(ids).way == way
+        found = jax.jit(lambda *t: measured("native", *t))(*drawn)
+        with jax.default_matmul_precision("highest"):
+            wide = [t.astype(jnp.float32) for t in drawn]
+            wanted = jax.jit(lambda *t: measured("reference", *t))(*wide)
+    for what, one, other in zip(("output", "q", "k", "v"), found, wanted, strict=True):
+        assert np.isfinite(np.asarray(one, np.float32)).all(), what
+        # in each row by itself, and in the last tokens, so that a small part of a batch counts
+        for part in (np.s_[0], np.s_[1], np.s_[:, -64:]):
+            assert error(one[part], other[part]) < 1e-2, (what, part)

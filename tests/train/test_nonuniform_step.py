@@ -174,7 +174,7 @@ def test_checkpoints_move_between_unequal_replicas_and_meshes_bit_for_bit(x64, t
         checkpoints.wait()
         saved = bits(state)
         on, _ = step(state, data[1])
-    for degrees in (dict(dp=2, tp=2), dict(gtp=4, tp=2), dict(gtp=1)):
+    for degrees in (dict(dp=2, tp=2), dict(gtp=1)):
         with jax.set_mesh(place(degrees)), Checkpoints(tmp_path / "unequal", read_only=True) as checkpoints:
             like = begin(seed=4)
             state, _ = checkpoints.restore(like)
@@ -189,7 +189,36 @@ def test_checkpoints_move_between_unequal_replicas_and_meshes_bit_for_bit(x64, t
             assert bits(again) == bits(on)
 
 
-@pytest.mark.parametrize("roles", [gtp.Roles(), gtp.Roles(optimizer=())], ids=["divided", "whole"])
+@pytest.mark.slow
+def test_devices_lost_and_back_in_mid_run_change_nothing(x64, tmp_path):
+    """Healthy, one lost, two lost, one back, all back; the same batches as on one device, which trains on."""
+    data = [batch for _ in range(2) for batch in batches(12)]
+    wanted = train(Tiny, loss, data)
+    losses, done = [], 0
+    for failed in ((), (3,), (3, 4), (4,), ()):
+        replicas = gtp.Replicas(Tiny, gtp.plan_faults(dp=3, tp=2, failed=failed, batch=12), jax.devices()[:6])
+        with jax.set_mesh(replicas.core), Checkpoints(tmp_path) as checkpoints:
+            state = begin()
+            if done:
+                state, _ = checkpoints.restore(state)
+            step = gtp.train_step(loss, OPTIMIZER, view="local", max_grad_norm=0.5, replicas=replicas)
+            for batch in data[done : done + 2]:
+                state, metrics = step(state, batch)
+                losses.append(float(metrics["loss"]))
+            done += 2
+            checkpoints.save(done, state)
+    np.testing.assert_allclose(losses, wanted["losses"], rtol=1e-12)
+    for name, leaf in named(state.params).items():
+        np.testing.assert_allclose(leaf, wanted["end"][name], atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [
+        pytest.param(gtp.Roles(), id="divided"),
+        pytest.param(gtp.Roles(optimizer=()), id="whole", marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_are_folded_by_permutes_and_summed_once(roles, x64):
     """However many microbatches; and what was compiled ahead is what runs."""
     with gtp.use_roles(roles):
@@ -216,6 +245,24 @@ def test_a_recipe_quantizes_the_same_weights_to_the_same_codes_in_every_replica(
     assert_close(found, wanted)
     plain = train(Tiny, loss, data[:1])
     assert abs(plain["losses"][0] - wanted["losses"][0]) > 1e-6
+
+
+RECIPES = {
+    "FP8": gtp.FP8(exclude=()),
+    "MXFP8": gtp.MXFP8(exclude=()),
+    "NVFP4 1 x 16": gtp.NVFP4(block=(1, 16), exclude=()),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", ["features", "expert"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_quantize_weights_as_on_one_device(name, experts, x64):
+    factory, recipe, data = functools.partial(Everything, experts=experts), RECIPES[name], list(batches(14))
+    wanted = train(factory, loss, data, recipe=recipe)
+    assert_close(
+        train(factory, loss, data, plan=gtp.plan_faults(dp=2, tp=4, failed=(5,), batch=14), recipe=recipe), wanted
+    )
 
 
 def mean_loss(model, batch):
@@ -271,7 +318,7 @@ CASES = {
     "4, 3 and 1": (dict(dp=2, gtp=1, tp=4, failed=(1, 4, 5, 7), batch=12), {}),
     "gtp 2, 2 and 1": (dict(dp=2, gtp=2, tp=2, failed=(1,), batch=12), {}),
     "gtp 2, 2 and 1, two microbatches": (dict(dp=2, gtp=2, tp=2, failed=(4, 6), batch=12, microbatches=2), {}),
-    "both hurt": (dict(dp=2, tp=4, failed=(0, 7), batch=12), {}),
+    "both hurt, rows as given": (dict(dp=2, tp=4, failed=(0, 7), batch=12, batches=(8, 4)), {}),
     "core of a lower degree than any replica": (dict(dp=2, tp=4, failed=(5,), batch=14, core_tp=2), {}),
 }
 

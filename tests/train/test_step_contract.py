@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax import lax
 
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
@@ -113,3 +114,31 @@ def test_no_device_holds_a_whole_model_at_birth(degrees):
         memory = make.lower(keys).compile().memory_analysis()
     whole = 4 * config.param_count()
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes < whole / 2
+
+
+def _sum(model, batch):
+    return next_token_loss(model, batch)[0]
+
+
+def _pair(second):
+    return lambda model, batch: (_sum(model, batch), second(model, batch))
+
+
+@pytest.mark.parametrize("view, degrees", [("global", dict(gtp=4, tp=2)), ("local", dict(gtp=2, dp=2))])
+def test_a_forgotten_has_aux_is_refused_where_the_number_has_a_gradient(view, degrees, key):
+    with jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))])):
+        state, batch = make_state(), make_batch(key)
+
+        def traced(loss):
+            jax.eval_shape(lambda s, b: gtp.loss_and_gradients(loss, s, b, view=view), state, batch)
+
+        with pytest.raises(
+            TypeError, match=r"takes the second, float32, for the number of tokens.*`has_aux=True`.*stop"
+        ):
+            traced(_pair(lambda model, batch: _sum(model, batch) / 7))
+        traced(_pair(lambda model, batch: lax.stop_gradient(_sum(model, batch)) / 7))
+        traced(_pair(lambda model, batch: jnp.sum(model(batch["tokens"]) > 0)))  # integers have none
+        traced(_pair(lambda model, batch: jnp.sum(batch["targets"] >= 0, dtype=jnp.float32)))
+        traced(next_token_loss)
+        if view == "local":  # summed together
+            traced(lambda model, batch: lax.psum(next_token_loss(model, batch), "gtp"))

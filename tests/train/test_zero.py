@@ -284,7 +284,7 @@ def test_a_model_outside_a_train_step_gathers_for_itself(x64):
             model = gtp.init(make, nnx.Rngs(0))
             value, gradients = nnx.jit(nnx.value_and_grad(lambda m, x: jnp.sum(jnp.sin(m(x)))))(model, x)
             found.append(host((value, nnx.to_pure_dict(gradients))))
-    assert model.num_layers.kernel.get_value().addressable_shards[0].data.size == 3 * 48 * 48 // 4  # over dp and gtp
+    assert model.layers.kernel.get_value().addressable_shards[0].data.size == 3 * 48 * 48 // 4  # over dp and gtp
     assert_close(found[1], found[0], 1e-12, "")
 
 

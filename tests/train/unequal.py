@@ -25,7 +25,15 @@ class Everything(nnx.Module):
         shared = dict(dtype="float64", param_dtype="float64", rngs=rngs)
         self.embed = gtp.Embed(VOCAB, FEATURES, **shared)
         self.attention = gtp.Attention(
-            FEATURES, heads=10, kv_heads=5, head_dim=4, norm="layer", qk_norm=True, sinks=True, use_bias=True, **shared
+            FEATURES,
+            num_heads=10,
+            num_kv_heads=5,
+            head_dim=4,
+            norm="layer",
+            qk_norm=True,
+            sinks=True,
+            use_bias=True,
+            **shared,
         )
         self.mlp = gtp.MLP(FEATURES, HIDDEN, use_bias=True, **shared)
         self.moe = gtp.MoE(FEATURES, HIDDEN, num_experts=5, top_k=2, aux_loss_coeff=0.1, parallel=experts, **shared)

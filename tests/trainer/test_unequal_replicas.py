@@ -42,6 +42,15 @@ def test_a_run_loses_a_device_then_gets_it_back_and_trains_on_the_same_batches(t
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("failed", [("7",), ("0", "7")], ids=["unequal", "alike"])
+def test_degrees_that_do_not_divide_the_sequence_train_and_evaluate(failed, text, tmp_path):
+    flags = HEALTHY | {"tp": 4, "batch": 14, "steps": 2, "seq": 32}
+    train([*small(text, tmp_path / "hurt", **flags), "--failed-devices", *failed])
+    train(small(text, tmp_path / "healthy", **flags))
+    assert_alike(tmp_path / "hurt", tmp_path / "healthy")
+
+
+@pytest.mark.slow
 def test_a_process_a_device_equals_one_process(text, tmp_path):
     lost = ["--failed-devices", "3"]
     train([*small(text, tmp_path / "one", **HEALTHY, steps=4), *lost])

@@ -1,0 +1,84 @@
+"""Attention of rows with more and more documents beside that of a row that is one document."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..ops import attention
+from ._timing import seconds_a_call
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedRow:
+    """What forward and backward of attention take for one kind of rows.
+
+    Attributes:
+        documents: in a row; 0 without segment ids.
+        lengths: "even"; "uneven", the first long and the others of 64 tokens, or fewer in a short row; or "id comes
+            back", the last document has the id of the first.
+        work: scores that tokens may see, as a share of those of a row that is one document.
+        seconds: of forward and backward.
+    """
+
+    documents: int
+    lengths: str
+    work: float
+    seconds: float
+
+
+def measure_packed_rows(config: Any, *, seq: int, documents: Sequence[int], batch: int = 1) -> Iterator[PackedRow]:
+    """Times causal attention of one layer in bfloat16 on one device: without segment ids, then by documents in a row.
+
+    Args:
+        config: of a model, with `heads`, `kv_heads` and `head_dim`.
+        seq: tokens of a row.
+        documents: numbers of documents in a row.
+        batch: rows.
+
+    Raises:
+        ValueError: if a row cannot have so many documents.
+    """
+    too_many = [n for n in documents if n > 1 and (n - 1) * _short(seq) >= seq]
+    if too_many:
+        raise ValueError(
+            f"`documents` has {too_many[0]}; a row of {seq} tokens has less than {seq // _short(seq) + 1}."
+        )
+    shapes = [
+        (batch, seq, heads, config.head_dim) for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    ]
+    keys = jax.random.split(jax.random.key(0), 4)
+    operands = [jax.random.normal(key, s, jnp.bfloat16) for key, s in zip(keys, [*shapes, shapes[0]], strict=True)]
+    alone = jax.jit(lambda *given: _step(None, *given))
+    yield PackedRow(0, "", 1.0, seconds_a_call(alone, *operands))
+    packed = jax.jit(_step)
+    for count in documents:
+        for name, ids in _rows(seq, count):
+            lengths = np.unique_counts(ids).counts
+            work = float(np.sum(lengths * (lengths + 1)) / (seq * (seq + 1)))
+            given = jnp.asarray(np.broadcast_to(ids, (batch, seq)))
+            yield PackedRow(count, name, work, seconds_a_call(packed, given, *operands))
+
+
+def _step(segment_ids: Any, q: jax.Array, k: jax.Array, v: jax.Array, of_output: jax.Array) -> Any:
+    y, back = jax.vjp(lambda *t: attention(*t, causal=True, segment_ids=segment_ids), q, k, v)
+    return y, back(of_output)
+
+
+def _short(seq: int) -> int:
+    return min(64, max(1, seq // 128))
+
+
+def _rows(seq: int, count: int) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    """Returns rows of so many documents, by how long they are."""
+    even = np.arange(seq) * count // seq
+    yield "even", even
+    if count > 1:
+        yield "uneven", np.maximum(np.arange(seq) // _short(seq) - (seq // _short(seq) - count), 0)
+    if count > 2:
+        yield "id comes back", np.where(even == count - 1, 0, even)

@@ -1,0 +1,201 @@
+"""Calls cuDNN's fused attention by XLA's custom calls, because `jax.nn.dot_product_attention` cannot say packed rows.
+
+XLA replaces custom calls of these targets by cuDNN's kernels and finds the rest in the backend configuration:
+openxla/xla, `xla/backends/gpu/transforms/cudnn_custom_call_compiler.cc` and `CudnnfMHABackendConfig` of
+`xla/service/gpu/backend_configs.proto`. Attention without documents is the very call that jax.nn emits, which a test
+compares.
+
+In cuDNN's packed layout (ragged offsets) each document is an example of its own, with a length and an offset; what lies
+between documents is neither read nor written. The number of documents is a constant of the program, a multiple of the
+batch; those that are not there have the length 0.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+_FORWARD = {False: "__cudnn$fmhaSoftmax", True: "__cudnn$fmhaScaleBiasSoftmax"}
+_BACKWARD = {False: "__cudnn$fmhaSoftmaxBackward", True: "__cudnn$fmhaScaleBiasSoftmaxBackward"}
+_ELEMENTS = {"bfloat16": "BF16", "float16": "F16"}
+_STATUS_RETURNING = 2  # the version of the custom call API that jax.nn states for these targets
+
+# Dimensions that the matmuls of attention contract, and those of their batch, of operands (batch, sequence, heads,
+# head_dim) and scores (batch, heads, queries, keys): left and right contracted, left and right batch.
+_FORWARD_DOTS = {
+    "bmm1_dot_dimension_numbers": (3, 3, (0, 2), (0, 2)),
+    "bmm2_dot_dimension_numbers": (3, 1, (0, 1), (0, 2)),
+}
+_BACKWARD_DOTS = {
+    "bmm1_grad_gemm1_dot_dimension_numbers": (2, 1, (0, 1), (0, 2)),
+    "bmm1_grad_gemm2_dot_dimension_numbers": (3, 1, (0, 1), (0, 2)),
+    "bmm2_grad_gemm1_dot_dimension_numbers": (2, 1, (0, 1), (0, 2)),
+    "bmm2_grad_gemm2_dot_dimension_numbers": (3, 3, (0, 2), (0, 2)),
+}
+
+
+class Ragged(NamedTuple):
+    """Where documents are, in tokens of all rows behind one another.
+
+    Attributes:
+        starts: `(documents + 1,)` int32, ascending. Those behind the last document are the number of tokens.
+        lengths: `(documents,)` int32, none above the sequence of `q`, which a document may lie across rows of.
+    """
+
+    starts: jax.Array
+    lengths: jax.Array
+
+
+class Options(NamedTuple):
+    """What a program of attention is specialised to.
+
+    Attributes:
+        causal: whether a query attends to no later key.
+        window: how many keys a query sees, its own included; only with `causal`.
+        scale: of the scores.
+    """
+
+    causal: bool
+    window: int | None
+    scale: float
+
+
+def forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None, documents: Ragged | None, options: Options
+) -> tuple[jax.Array, jax.Array]:
+    """Computes attention, and what backward needs of the softmax.
+
+    Args:
+        q: `(batch, sequence, heads, head_dim)`, bfloat16 or float16.
+        k: `(batch, sequence, kv_heads, head_dim)`.
+        v: like `k`.
+        bias: `(batch, 1, sequence, sequence)`, added to the scores.
+        documents: whose tokens attend to one another; by default every row is one.
+        options: of the program.
+
+    Returns:
+        The output, `(batch, sequence, heads, head_dim)`, and the logarithm of the sum of exponentials, float32:
+        `(batch, heads, sequence)`, or `(documents, heads, sequence)` by places of each document.
+    """
+    batch, sequence, heads, _ = q.shape
+    count = batch if documents is None else documents.lengths.size
+    stats = jax.ShapeDtypeStruct((count, heads, sequence), jnp.float32)
+    operands = [q, k, v, *([] if bias is None else [bias]), *_ragged(q, k, documents)]
+    config = _config(q, count // batch, options, _FORWARD_DOTS)
+    out, stats = _call(_FORWARD[bias is not None], [_heads_first(q)], [stats], operands, config)
+    return out, stats
+
+
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bias: jax.Array | None,
+    documents: Ragged | None,
+    stats: jax.Array,
+    out: jax.Array,
+    of_out: jax.Array,
+    options: Options,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes the gradients of `q`, `k` and `v` from that of the output; the bias has none.
+
+    Args:
+        q, k, v, bias, documents, options: as in `forward`.
+        stats, out: what `forward` returned.
+        of_out: the gradient of `out`.
+    """
+    count = q.shape[0] if documents is None else documents.lengths.size
+    operands = [q, k, v, stats, of_out, *([] if bias is None else [bias]), out, *_ragged(q, k, documents)]
+    config = _config(q, count // q.shape[0], options, _BACKWARD_DOTS)
+    dq, dk, dv = _call(_BACKWARD[bias is not None], [_heads_first(x) for x in (q, k, v)], [], operands, config)
+    return dq, dk, dv
+
+
+def _call(target: str, heads_first: list[Any], others: list[Any], operands: list[jax.Array], config: str) -> list[Any]:
+    """Calls a target whose results are arrays with heads ahead of the sequence, others, and its workspace."""
+    workspace = jax.ShapeDtypeStruct((0,), jnp.uint8)  # XLA gives it the size that cuDNN asks for
+    # in memory the sequence is ahead of the heads, as in the operands: the transposition moves nothing
+    layouts = [(0, 2, 1, 3)] * len(heads_first) + [tuple(range(x.ndim)) for x in others] + [(0,)]
+    results = jax.ffi.ffi_call(
+        target,
+        [*heads_first, *others, workspace],
+        vmap_method=None,
+        output_layouts=layouts,
+        custom_call_api_version=_STATUS_RETURNING,
+        legacy_backend_config=config,
+    )(*operands)
+    count = len(heads_first)
+    return [*(jnp.swapaxes(x, 1, 2) for x in results[:count]), *results[count:-1]]
+
+
+def _heads_first(x: jax.Array) -> jax.ShapeDtypeStruct:
+    batch, sequence, heads, head_dim = x.shape
+    return jax.ShapeDtypeStruct((batch, heads, sequence, head_dim), x.dtype)
+
+
+def _ragged(q: jax.Array, k: jax.Array, documents: Ragged | None) -> list[jax.Array]:
+    """Returns the documents' lengths in queries and keys, and their offsets in elements; nothing without documents."""
+    if documents is None:
+        return []
+    starts, lengths = documents
+    return [lengths, lengths, *(starts * (x.shape[2] * x.shape[3]) for x in (q, k))]
+
+
+def _config(q: jax.Array, documents: int, options: Options, dots: dict[str, Any]) -> str:
+    """Returns the backend configuration for so many documents a row."""
+    batch, sequence, heads, _ = q.shape
+    mask = {
+        (False, False): "NO_MASK",
+        (True, False): "CAUSAL",
+        (False, True): "PADDING",
+        (True, True): "PADDING_CAUSAL",
+    }
+    attention = {
+        "algorithm": {
+            "algo_id": "0",
+            "math_type": "TENSOR_OP_MATH",
+            "tuning_knobs": {"17": "1", "24": "0"},
+            "is_cudnn_frontend": True,
+            "workspace_size": "0",
+        },
+        "fmha_scale": options.scale,
+        "intermediate_tensor_shape": {
+            "element_type": _ELEMENTS[q.dtype.name],
+            "dimensions": [str(n) for n in (batch, heads, sequence, sequence)],
+            "tuple_shapes": [],
+            "layout": {
+                "dim_level_types": [],
+                "dim_unique": [],
+                "dim_ordered": [],
+                "minor_to_major": ["3", "2", "1", "0"],
+                "tiles": [],
+                "element_size_in_bits": "0",
+                "memory_space": "0",
+                "index_primitive_type": "PRIMITIVE_TYPE_INVALID",
+                "pointer_primitive_type": "PRIMITIVE_TYPE_INVALID",
+                "dynamic_shape_metadata_prefix_bytes": "0",
+            },
+            "is_dynamic_dimension": [False] * 4,
+        },
+        "is_flash_attention": True,
+        "mask_type": mask[options.causal, documents > 1],
+        **{name: _dot(*dot) for name, dot in dots.items()},
+        "dropout_rate": 0.0,
+        "seed": 42,
+        "sliding_window_length": options.window or 0,
+        "max_seg_per_batch": documents,
+        "is_paged_attention": False,
+    }
+    return json.dumps({"operation_queue_id": "0", "cudnn_fmha_backend_config": attention})
+
+
+def _dot(left: int, right: int, left_batch: tuple[int, ...], right_batch: tuple[int, ...]) -> dict[str, list[str]]:
+    return {
+        "lhs_contracting_dimensions": [str(left)],
+        "rhs_contracting_dimensions": [str(right)],
+        "lhs_batch_dimensions": [str(n) for n in left_batch],
+        "rhs_batch_dimensions": [str(n) for n in right_batch],
+    }

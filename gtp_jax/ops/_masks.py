@@ -1,0 +1,40 @@
+"""Where a query may attend, as boolean arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def in_order(queries: int, keys: int, causal: bool, window: int | None) -> jax.Array | None:
+    """Returns where a query may attend by places alone, `(queries, keys)`; `None` for everywhere."""
+    if not causal and window is None:
+        return None
+    ahead = jnp.arange(queries)[:, None] - jnp.arange(keys)
+    near = None if window is None else jnp.abs(ahead) < window
+    return both(ahead >= 0 if causal else None, near)
+
+
+def allowed_by(mask: jax.Array | None, segment_ids: Any) -> jax.Array | None:
+    """Returns where a query may attend by mask and segments, of four dimensions; `None` for everywhere."""
+    allowed = None
+    if mask is not None:
+        allowed = mask if mask.ndim == 4 else mask[:, None] if mask.ndim == 3 else mask[None, None]
+    if segment_ids is not None:
+        of_queries, of_keys = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+        same = (of_queries[:, :, None] == of_keys[:, None, :])[:, None]
+        allowed = both(allowed, same)
+    return allowed
+
+
+def both(one: jax.Array | None, other: jax.Array | None) -> jax.Array | None:
+    """Returns where both allow it; `None` is everywhere."""
+    return other if one is None else one if other is None else one & other
+
+
+def by_group(allowed: jax.Array, kv_heads: int) -> jax.Array:
+    """Returns `(batch, heads, queries, keys)` as `(batch, kv_heads, group, queries, keys)`."""
+    batch, heads, *lengths = allowed.shape
+    return jnp.reshape(allowed, (batch, *((1, 1) if heads == 1 else (kv_heads, heads // kv_heads)), *lengths))

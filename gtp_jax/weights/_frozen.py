@@ -1,0 +1,86 @@
+"""Weights of which ranks store what travels, and no master."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from ..collectives import Bundle, Shards, StoredCodes, codes_of, pack_all
+from ..formats import Format, Operands, QuantizedArray
+from ._group import WeightGroup
+from ._quantize import buffer_of
+from ._resolve import Path
+
+# What ranks store of the kernels of each module, by its path: codes, or arrays in the dtype in which they travel.
+Kept = Mapping[Path, tuple[Any, ...]]
+
+
+class FrozenAs(NamedTuple):
+    """What was decided about a weight when it was frozen; see `WeightGroup`."""
+
+    wire: Format | None
+    operands: Operands | None
+
+
+def quantize_frozen(groups: Sequence[WeightGroup], masters: Sequence[Shards]) -> list[tuple[QuantizedArray, ...]]:
+    """Returns what ranks store of weights from now on, each with a format, in place of masters. Called in local view.
+
+    Args:
+        groups: of the weights, as `resolve` returns them.
+        masters: this rank's shards, or what it stores of them, with the leading dimension of a stack or without.
+    """
+    bundles = []
+    for group, shards in zip(groups, masters, strict=True):
+        assert group.wire is not None
+        exact = group.operands is not None
+        bundles.append(Bundle({(): shards}, [group.layouts], group.wire, powers_of_two=exact, one_scale=group.as_codes))
+    packed = pack_all(bundles) if bundles else []
+    return [codes_of(own, [one.of_shards for one in group.layouts]) for own, group in zip(packed, groups, strict=True)]
+
+
+def sent_of_frozen(group: WeightGroup, kept: tuple[Any, ...]) -> Shards | StoredCodes:
+    """Returns what a rank sends of a frozen weight that travels alone."""
+    kept = refuse_gradient(kept)
+    return kept if group.wire is None else StoredCodes((kept,), ((),))
+
+
+def bundle_frozen(
+    groups: Mapping[Path, WeightGroup], kept: Kept
+) -> tuple[tuple[StoredCodes, ...], dict[Path, tuple[jax.Array, ...]]]:
+    """Returns what a stack's rank sends of frozen weights: codes that travel in one buffer together, and arrays, by
+    path."""
+    together: dict[Any, list[Path]] = {}
+    for path, group in groups.items():
+        if group.wire is not None:
+            together.setdefault(buffer_of(group, path, stacked=True), []).append(path)
+    kept = refuse_gradient(dict(kept))
+    codes = tuple(StoredCodes(tuple(kept[path] for path in paths), tuple(paths)) for paths in together.values())
+    return codes, {path: kept[path] for path, group in groups.items() if group.wire is None}
+
+
+@jax.custom_vjp
+def refuse_gradient(kept: Any) -> Any:
+    """Returns what is frozen; an error if anyone differentiates it."""
+    return kept
+
+
+def _fwd(kept: Any) -> Any:
+    shapes = [one.shape for one in jax.tree.leaves(kept, is_leaf=_is_quantized)]
+    raise ValueError(
+        f"the gradient of frozen weights is asked for, of shapes {shapes[:3]}, and they have none: `gtp_jax.freeze` "
+        "made them constant. Differentiate what is trained, as `nnx.grad(loss)` does, which takes `nnx.Param`; or let "
+        "`trained` of `freeze` match it."
+    )
+
+
+def _bwd(_: Any, gradient: Any) -> Any:
+    return (gradient,)
+
+
+refuse_gradient.defvjp(_fwd, _bwd)
+
+
+def _is_quantized(node: Any) -> bool:
+    return isinstance(node, QuantizedArray)

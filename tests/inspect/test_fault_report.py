@@ -1,0 +1,83 @@
+"""What `gtp-jax plan-faults` prints: counted from shapes, and what the programs move."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+from gtp_jax.cli import main
+from gtp_jax.inspect import FaultOptions, fault_text, inspect_faults
+from gtp_jax.models import build, preset_of
+from gtp_jax.nonuniform import Faults
+from gtp_jax.plan import bytes_per_device
+
+
+def report(failed=(5,), **changes):
+    own = {name: changes.pop(name) for name in ("core_tp", "replica_batches", "even") if name in changes}
+    settings = {"preset": "tiny", "dp": 2, "tp": 4, "batch": 14} | changes
+    return inspect_faults(FaultOptions(**settings, faults=Faults(failed_devices=failed, **own)))
+
+
+def test_bytes_and_memory_are_those_of_the_arrays():
+    found = report(core_tp=3)
+    config = preset_of("tiny")
+    factory = lambda rngs: build(config, rngs=rngs)  # noqa: E731
+    replicas = gtp.Replicas(factory, found.plan)
+    optimizer = optax.adamw(1e-3)
+    with jax.set_mesh(replicas.core):
+        state = gtp.TrainState.create(gtp.init(factory, nnx.Rngs(0)), optimizer)
+        step = gtp.train_step(lambda model, batch: (0.0, 1), optimizer, view="local", replicas=replicas)
+        exchanges = step.exchanges(state)
+        weights = step.weights(state)
+    for place, exchange in enumerate(exchanges):
+        assert exchange["fold"].moves.bytes_in_turn == found.fold[place].bytes_in_turn
+        one = 4  # the number of updates made goes with the weights, in a round of its own
+        rounds = len({(m.sender, m.receiver) for r in exchange["unfold"].moves.rounds for m in r.messages}) > 0
+        assert exchange["unfold"].moves.bytes_in_turn == found.unfold[place].bytes_in_turn + one * rounds
+        assert bytes_per_device(weights[place]) == found.memory[place][0].gradients
+    masters = bytes_per_device((state.params, state.opt_state))
+    stored = {use.masters for uses in found.memory for use in uses}
+    assert stored == {masters, 0}
+    assert sum(use.masters > 0 for uses in found.memory for use in uses) == replicas.core.size
+
+
+def test_the_core_is_where_least_is_moved():
+    """3 divides few dimensions of this model; 2 divides all."""
+    best = report()
+    others = [report(core_tp=core_tp) for core_tp in (1, 2, 3)]
+
+    def slowest(one):
+        return max(u.bytes_in_turn + f.bytes_in_turn for u, f in zip(one.unfold, one.fold, strict=True))
+
+    assert slowest(best) == min(map(slowest, others))
+
+
+def test_the_tables_name_devices_owners_bytes_and_throughput():
+    text = fault_text(report(core_tp=3))
+    lines = text.splitlines()
+    assert any(line.split() == ["1", "3", "6", "4", "6", "7", "4", "6", "7", "5"] for line in lines), text
+    assert any(line.startswith("blocks.layers.attention.out.kernel") and "1 each" in line for line in lines)
+    assert "2 2 0" in text and "tp 3 divides no dimension of" in text
+    assert [line.split()[-2] for line in lines[-4:]] == ["87.5", "50.0", "75.0", "87.5"]
+
+
+def test_a_plan_that_does_not_fit_is_refused(capsys):
+    needed = max(use.total for uses in report().memory for use in uses)
+    assert report(memory=needed / 1e9)
+    with pytest.raises(ValueError, match="on the device of slot ., and `memory`"):
+        report(memory=0.99 * needed / 1e9)
+    with pytest.raises(ValueError, match="and `memory` is"):
+        report(memory=needed / 1e9, activations=1.0)
+    assert main(["plan-faults", "--preset", "tiny", "--failed-devices", "9"]) == 2
+    assert "`failed` names 9, which is no device" in capsys.readouterr().err
+
+
+def test_the_command_prints_the_tables(capsys):
+    assert main(["plan-faults", "--preset", "tiny", "--tp", "2", "--failed-devices", "3", "--batch", "9"]) == 0
+    out = capsys.readouterr().out
+    assert "throughput, of the healthy run's" in out and "75.0 %" in out
+    assert np.char.count(out, "fold") >= 2

@@ -1,0 +1,116 @@
+"""What cannot be frozen, or done with what is, is refused by a message that says what to do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+from gtp_jax.nn import abstract_model
+
+WIDTH = 64
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = gtp.Stack(lambda rngs: gtp.MLP(WIDTH, WIDTH, rngs=rngs), 2, rngs=rngs)
+        self.pair = gtp.Dense(WIDTH, {"a": WIDTH, "b": WIDTH}, rngs=rngs)
+        self.lora = nnx.LoRA(WIDTH, 2, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.blocks(x)
+        return self.pair(x)["a"] + self.lora(x)
+
+
+def frozen(recipe=None, **options):
+    return gtp.freeze(Model(nnx.Rngs(0)), recipe, **options)
+
+
+@pytest.fixture(autouse=True)
+def one_device():
+    with jax.set_mesh(gtp.make_mesh(gtp=1, devices=jax.devices()[:1])):
+        yield
+
+
+REFUSED = {
+    "nothing is trained": (
+        lambda: frozen(trained=nnx.PathContains("adapter")),
+        r"`trained` is .*adapter.*, which matches none of the model's parameters \(blocks.layers.*nothing would",
+    ),
+    "nothing is frozen": (lambda: frozen(trained=nnx.Param), r"matches all of the model's parameters: nothing is"),
+    "some of one gather": (
+        lambda: frozen(trained=nnx.Any(nnx.LoRAParam, nnx.PathContains("b"))),
+        r"some kernels of pair match `trained` and others do not; they are gathered together",
+    ),
+    "stochastic rounding": (
+        lambda: frozen(gtp.NVFP4(matmuls=True)),
+        r"rounds gradients stochastically as they pass blocks\.layers\.\w+, .*NVFP4\(matmuls=True, stochastic=False\)",
+    ),
+    "layers that differ": (
+        lambda: frozen(gtp.NVFP4(high_precision_last=1)),
+        r"`high_precision_first` and `high_precision_last` are for layers of a `Stack` that differ",
+    ),
+    "a pattern of nothing": (lambda: frozen(gtp.NVFP4(override={"attn": gtp.FP8()})), r"'attn' matches no module"),
+    "an abstract model": (
+        lambda: gtp.freeze(abstract_model(Model), gtp.NVFP4()),
+        r"the model is abstract.*abstract_model\(lambda rngs: gtp_jax\.freeze",
+    ),
+    "a frozen weight is set": (
+        lambda: frozen().pair.kernel["a"].set_value(jnp.zeros((WIDTH, WIDTH))),
+        r"a frozen weight is set.*`kernel\[\.\.\.\] = pretrained`, ahead of `gtp_jax\.freeze`",
+    ),
+    "a recipe of frozen weights": (
+        lambda: gtp.explain(frozen(gtp.NVFP4()), gtp.NVFP4()),
+        r"has no weights that are gathered, but frozen ones",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_by_message(name):
+    call, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_elements_of_codes_are_refused():
+    with pytest.raises(TypeError, match=r"NVFP4 codes\. Its values are `gtp_jax\.dequantize\(kernel\.get_value\(\)\)`"):
+        frozen(gtp.NVFP4()).pair.kernel["a"][...]
+
+
+def test_no_recipe_is_refused():
+    with pytest.raises(TypeError, match="`recipe` is 'nvfp4'"):
+        frozen("nvfp4")
+
+
+def test_shards_that_cut_blocks_are_refused():
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        with pytest.raises(ValueError, match=r"shape \(64, 64\) of pair has shards .*cut blocks of NVFP4 in two.*FP8"):
+            frozen(gtp.NVFP4(exclude=("blocks",)))
+        assert frozen(gtp.FP8()).pair.kernel["a"].get_value().codes.dtype == np.uint8
+
+
+@pytest.mark.parametrize("path", ["pair", "blocks"])
+def test_a_gradient_of_what_is_frozen_is_refused(path):
+    """It would be zeros, where the codes are gathered ahead of the layer that multiplies them."""
+    graph, wanted, rest = nnx.split(frozen(), nnx.PathContains(path), ...)
+
+    def loss(wanted):
+        return jnp.sum(nnx.merge(graph, wanted, rest)(jnp.ones((2, WIDTH))).astype(jnp.float32))
+
+    with pytest.raises(ValueError, match=r"gradient of frozen weights is asked for, of shapes .*`nnx\.grad\(loss\)`"):
+        jax.grad(loss)(wanted)
+
+
+def test_a_model_on_another_mesh_is_refused():
+    model = frozen(gtp.FP8())
+    state = gtp.TrainState.create(model, optax.sgd(0.1))
+    with jax.set_mesh(gtp.make_mesh(gtp=8)), pytest.raises(ValueError, match=r"built for a mesh with"):
+        gtp.eval_step(lambda model, x: jnp.sum(model(x)))(state, jnp.ones((8, 2, WIDTH)))
+
+
+def test_explain_says_what_is_frozen():
+    text = str(gtp.explain(frozen(gtp.MXFP8(), trained=nnx.LoRAParam), None))
+    assert "none: frozen" in text and "MXFP8" in text

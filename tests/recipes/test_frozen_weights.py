@@ -1,0 +1,293 @@
+"""Frozen base weights exist as codes alone, travel as they are, and mean the values that they stand for (LoRA)."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+import gtp_jax as gtp
+from gtp_jax import plan
+from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.nn import abstract_model
+
+from .oracles import matrix
+
+WIDTH, HIDDEN, VOCAB, BATCH, LENGTH = 64, 128, 32, 8, 4
+DTYPES = dict(dtype="float64", param_dtype="float64")
+B_INIT = nnx.initializers.normal(0.1)
+TRAINED = (nnx.LoRAParam, nnx.PathContains("adapter"))
+HSDP = dict(dp=2, gtp=2, tp=2)
+MESHES = [None, HSDP, dict(gtp=4), dict(gtp=2, tp=2), dict(dp=4, gtp=2)]
+RECIPE = gtp.NVFP4(exclude=("embed",))
+# what rounds activations too is compared between meshes, as the values of weights alone do not say what it computes
+RECIPES = [gtp.BF16(), gtp.FP8(), gtp.MXFP8(exclude=("embed",)), RECIPE, gtp.NVFP4(block=(1, 16))]
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.mlp = gtp.MLP(WIDTH, HIDDEN, rngs=rngs, **DTYPES)
+        self.lora = nnx.LoRA(WIDTH, 2, WIDTH, b_initializer=B_INIT, param_dtype=jnp.float64, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.mlp(x) + self.lora(x)
+
+
+class Model(nnx.Module):
+    """Weights within a `Stack` and outside; one adapter is gtp_jax's own, whose weights are gathered."""
+
+    def __init__(self, rngs):
+        self.embed = gtp.Embed(VOCAB, WIDTH, rngs=rngs, **DTYPES)
+        self.blocks = gtp.Stack(lambda rngs: Block(rngs), 2, rngs=rngs)
+        self.projection = gtp.Dense(WIDTH, {"a": WIDTH, "b": WIDTH}, rngs=rngs, **DTYPES)
+        self.adapter = gtp.Dense(WIDTH, WIDTH, rngs=rngs, **DTYPES)
+        self.head = gtp.TiedHead(self.embed, norm="layer", param_dtype="float64", rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.blocks(self.embed(tokens))
+        found = self.projection(x)
+        return self.head(found["a"] + jnp.tanh(found["b"]) + self.adapter(x))
+
+
+def loss(model, batch):
+    return gtp.cross_entropy(model(batch["tokens"]), batch["targets"])
+
+
+def batch_of(seed=0):
+    tokens = np.random.default_rng(seed).integers(0, VOCAB, (BATCH, LENGTH + 1)).astype(np.int32)
+    return {"tokens": jnp.asarray(tokens[:, :-1]), "targets": jnp.asarray(tokens[:, 1:])}
+
+
+def scope(degrees):
+    if degrees is None:
+        return contextlib.nullcontext()
+    return jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[: math.prod(degrees.values())]))
+
+
+def frozen(recipe=RECIPE):
+    return lambda rngs: gtp.freeze(Model(rngs), recipe, trained=TRAINED)
+
+
+def assert_close(found, wanted, tolerance=1e-12):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * np.abs(other).max())
+
+
+def values_of(kernel, form):
+    """What a kernel's codes stand for, by the numpy oracle; of a stack layer by layer."""
+    if kernel.ndim == 2:
+        return matrix(kernel.T, form, np.float64).T
+    return np.stack([values_of(one, form) for one in kernel])
+
+
+@functools.cache
+def of_dequantized_values(recipe):
+    """Loss and gradients of adapters, of a model whose base has the values of the codes, without a mesh."""
+    model = gtp.init(Model, nnx.Rngs(0))
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, gtp.Dense) and path[-1] != "adapter" and recipe.wire is not None:
+            kernels = module.kernel.values() if path[-1] in ("projection", "up") else [module.kernel]
+            for kernel in kernels:
+                kernel[...] = values_of(np.asarray(kernel[...]), recipe.wire)
+    if recipe.wire is not None and recipe.wire_of(("embed",)) is not None:
+        model.embed.table[...] = matrix(np.asarray(model.embed.table[...]), recipe.wire, np.float64)
+    graph, params, rest = nnx.split(model, nnx.Any(*TRAINED), ...)
+
+    def of(params):
+        total, count = loss(nnx.merge(graph, params, rest), batch_of())
+        return total / count
+
+    return jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(of))(params))
+
+
+CASES = [
+    pytest.param(mesh, recipe, *more, marks=[] if usual else pytest.mark.slow)
+    for mesh in MESHES
+    for recipe in RECIPES
+    for more in [(1, "global"), (2, "global"), (2, "local")]
+    for usual in [(mesh, recipe, *more) in [(HSDP, RECIPE, 2, "global"), (dict(gtp=4), RECIPE, 2, "local")]]
+    if not ((mesh or {}).get("tp") and more[1] == "local")  # where ranks have parts of features
+]
+
+
+@pytest.mark.parametrize("mesh, recipe, microbatches, view", CASES)
+def test_it_is_the_model_whose_base_has_the_values_of_the_codes(mesh, recipe, microbatches, view, x64):
+    with scope(mesh):
+        state = gtp.TrainState.create(gtp.init(frozen(recipe), nnx.Rngs(0)), optax.identity())
+        run = jax.jit(lambda s, b: gtp.loss_and_gradients(loss, s, b, microbatches=microbatches, view=view))
+        found, gradients = jax.tree.map(np.asarray, run(state, batch_of()))
+    wanted, of_values = of_dequantized_values(recipe)
+    assert_close(found, wanted)
+    assert sorted(gradients) == ["adapter", "blocks"]  # and none of the base
+    assert_close(gradients, of_values)
+
+
+@pytest.fixture
+def hsdp(x64):
+    with scope(HSDP):
+        yield
+
+
+@pytest.mark.slow
+def test_a_step_of_masters_under_the_recipe_starts_with_the_same_loss(hsdp):
+    losses = []
+    for make, recipe in ((Model, gtp.NVFP4(exclude=("embed", "adapter"))), (frozen(), None)):
+        state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optax.identity())
+        losses.append(float(gtp.eval_step(loss, recipe=recipe)(state, batch_of())["loss"]))
+    assert losses[0] == losses[1]
+
+
+def test_a_device_stores_its_share_of_codes_and_scales_and_nothing_else_of_the_base(hsdp):
+    state = gtp.TrainState.create(gtp.init(frozen(), nnx.Rngs(0)), optax.adam(1e-2))
+    layer = state.frozen["blocks"]["layers"]["mlp"]
+    arrays = jax.tree.leaves([module["kernel"] for module in (layer["up"], layer["down"], state.frozen["projection"])])
+    assert {a.dtype.name for a in arrays} == {"uint8", "float32"}
+    on_one = sum(a.addressable_shards[0].data.nbytes for a in arrays)
+    # three kernels of each of two layers are over tp and gtp, two of the projection over gtp; dp has a copy of each
+    elements = WIDTH * (HIDDEN * 2 * 3 / 4 + WIDTH * 2 / 2)
+    amaxes = 4 * (2 * 3 + 2)
+    assert on_one == elements * (1 / 2 + 1 / 256) + amaxes
+    adapters = 2 * (WIDTH * 2 + 2 * WIDTH) + WIDTH * WIDTH
+    assert sum(a.size for a in jax.tree.leaves(state.params)) == adapters
+    assert sum(a.size for a in jax.tree.leaves(state.opt_state)) == 2 * adapters + 1  # both moments, and a count
+
+
+@pytest.mark.parametrize("view", ["global", pytest.param("local", marks=pytest.mark.slow)])
+def test_codes_travel_as_they_are_and_no_gradient_of_the_base_is_summed(view, x64):
+    """Adapters here are whole on every rank, so that every gather and every scatter would be the base's."""
+    make = lambda rngs: gtp.freeze(Stacked(rngs), gtp.NVFP4())  # noqa: E731
+    with scope(dict(gtp=4)):
+        state = gtp.TrainState.create(abstract_model(make), optax.sgd(0.1))
+        squares = lambda model, batch: (jnp.sum(model(batch) ** 2), jnp.int32(BATCH))  # noqa: E731
+        x = jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), jnp.float64)
+        text = gtp.train_step(squares, optax.sgd(0.1), view=view).lower(state, x).compile().as_text()
+    found = plan.collectives(text)
+    gathers = [c for c in found if c.kind == "all-gather"]
+    assert {c.dtype for c in gathers} == {"u8"}
+    # forward, and again in backward: not the projection, which keeps them, nor the first layer, whose input has no
+    # gradient
+    codes = WIDTH * (HIDDEN * 3 * (3 + 2) + WIDTH) // 2
+    scales = 4 * 16 * (3 * (3 + 2) + 1)  # of each rank and kernel up to 8 bytes, in a section of 16
+    assert sum(c.result_bytes * c.times for c in gathers) == codes + scales
+    assert {c.kind for c in found} <= {"all-gather", "all-reduce"}  # of adapters' gradients and the loss
+    assert not any("pmax" in c.op_name for c in found)  # nothing is quantized in a step
+
+
+class Stacked(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = gtp.Stack(lambda rngs: Block(rngs), 3, rngs=rngs)
+        self.projection = gtp.Dense(WIDTH, WIDTH, rngs=rngs, **DTYPES)
+
+    def __call__(self, x):
+        return gtp.run_chain(x, self.blocks, self.projection)
+
+
+def test_a_checkpoint_restores_the_codes_on_another_mesh_bit_for_bit(tmp_path, x64):
+    optimizer = optax.adam(1e-2)
+    step = gtp.train_step(loss, optimizer)
+    with scope(HSDP), Checkpoints(tmp_path) as checkpoints:
+        state = gtp.TrainState.create(gtp.init(frozen(), nnx.Rngs(0)), optimizer)
+        codes = jax.tree.map(np.asarray, state.frozen)
+        state, _ = step(state, batch_of())
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        saved = jax.tree.map(np.asarray, state)
+        _, wanted = step(state, batch_of(1))
+    for one, other in zip(jax.tree.leaves(saved.frozen), jax.tree.leaves(codes), strict=True):
+        assert one.tobytes() == other.tobytes()  # no step changes them
+    with scope(dict(gtp=4)), Checkpoints(tmp_path) as checkpoints:
+        like = gtp.TrainState.create(abstract_model(frozen()), optimizer)
+        restored, _ = checkpoints.restore(like)
+        for one, other in zip(jax.tree.leaves(restored), jax.tree.leaves(saved), strict=True):
+            assert np.asarray(one).tobytes() == other.tobytes()
+        assert restored.frozen["projection"]["kernel"]["a"].codes.sharding.spec == PartitionSpec("gtp", None)
+        _, found = step(restored, batch_of(1))
+    assert_close(np.asarray(found["loss"]), np.asarray(wanted["loss"]))
+    with scope(dict(gtp=4)), Checkpoints(tmp_path) as checkpoints:
+        other = gtp.TrainState.create(abstract_model(frozen(gtp.MXFP8(exclude=("embed",)))), optimizer)
+        with pytest.raises(ValueError, match="projection"):
+            checkpoints.restore(other)
+
+
+def test_under_nnx_jit_an_optimizer_sees_adapters_alone(x64):
+    with scope(dict(gtp=4)):
+        model = gtp.init(frozen(), nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        before = jax.tree.map(np.asarray, nnx.state(model, gtp.Frozen))
+
+        @nnx.jit
+        def step(model, optimizer, batch):
+            def mean(model):
+                total, count = loss(model, batch)
+                return total / count
+
+            value, gradients = nnx.value_and_grad(mean)(model)
+            optimizer.update(model, gradients)
+            return value, gradients
+
+        value, gradients = step(model, optimizer, batch_of())
+        after = jax.tree.map(np.asarray, nnx.state(model, gtp.Frozen))
+    wanted, of_values = of_dequantized_values(RECIPE)
+    assert_close(np.asarray(value), wanted)
+    assert_close(jax.tree.map(np.asarray, gradients), of_values)
+    for one, other in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [gtp.FP8(matmuls=True), gtp.NVFP4(matmuls=True, stochastic=False)], ids=str)
+def test_codes_are_multiplied_as_a_recipe_has_it(recipe, x64):
+    """The operands of matmuls are rounded too: as in a step of masters under the recipe, and alike on every mesh."""
+    found, masters = [], dataclasses.replace(recipe, exclude=(*recipe.exclude, "adapter"))
+    for mesh, make, own in ((HSDP, frozen(recipe), None), (dict(gtp=4), frozen(recipe), None), (HSDP, Model, masters)):
+        with scope(mesh):
+            state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optax.identity())
+            run = jax.jit(lambda s, b, own=own: gtp.loss_and_gradients(loss, s, b, recipe=own))
+            value, gradients = jax.tree.map(np.asarray, run(state, batch_of()))
+            lora = gradients["blocks"]["layers"]["lora"]
+            found.append((value, lora, gradients["adapter"]))
+    for one, other in zip(jax.tree.leaves(found[2]), jax.tree.leaves(found[0]), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert_close(found[1], found[0], 1e-5)  # the amax of an activation is a rank's own
+
+
+class ExpertBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.moe = gtp.MoE(WIDTH, WIDTH, num_experts=4, aux_loss_coeff=0.0, rngs=rngs, **DTYPES)
+        self.lora = nnx.LoRA(WIDTH, 2, WIDTH, b_initializer=B_INIT, param_dtype=jnp.float64, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.moe(x) + self.lora(x)
+
+
+class Experts(nnx.Module):
+    """Experts, whose codes have amaxes of their own, behind weights of any shape."""
+
+    def __init__(self, rngs):
+        start = nnx.initializers.normal(1.0)(rngs.params(), (1, LENGTH, WIDTH), jnp.float64)
+        self.positions = gtp.Param(start)
+        self.conv = gtp.Conv(WIDTH, WIDTH, (3,), param_dtype=jnp.float64, rngs=rngs)
+        self.blocks = gtp.Stack(lambda rngs: ExpertBlock(rngs), 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.blocks(self.conv(x + self.positions.gather()))
+
+
+@pytest.mark.parametrize("recipe", [gtp.FP8(), pytest.param(gtp.MXFP8(), marks=pytest.mark.slow)], ids=["fp8", "mxfp8"])
+def test_experts_and_weights_of_any_shape_are_those_of_a_step_of_masters(recipe, hsdp):
+    x = np.random.default_rng(0).normal(size=(BATCH, LENGTH, WIDTH))
+    mean = lambda model, x: jnp.mean(jnp.sin(model(x)))  # noqa: E731
+    found = []
+    for make, own in ((lambda rngs: gtp.freeze(Experts(rngs), recipe), None), (Experts, recipe)):
+        state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optax.identity())
+        run = jax.jit(lambda s, x, own=own: gtp.loss_and_gradients(mean, s, x, recipe=own))
+        value, gradients = jax.tree.map(np.asarray, run(state, x))
+        found.append((value, gradients["blocks"]["layers"]["lora"]))
+    assert_close(*found)
