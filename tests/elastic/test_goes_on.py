@@ -137,7 +137,7 @@ def test_a_smaller_fleet_finds_the_program_that_a_rehearsal_has_compiled(text, l
         os.kill(events(out, "fleet")[0]["processes"][1], signal.SIGKILL)
         finish(run, tmp_path)
     assert [len(fleet["devices"]) for fleet in events(out, "fleet")] == [2, 1]
-    assert len(before) == 3  # training and evaluation on two devices, training on one
+    assert len(before) == 1  # training on one device; several processes on CPU use no cache
     assert len(steps_in(compiled) - before) == 1  # evaluation on one
     assert_equal(out, left_alone(changes))
 
