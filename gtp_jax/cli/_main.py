@@ -11,7 +11,7 @@ from .. import __version__
 from ..mesh import has_gpu
 from ..train import all_reduce_with_nccl
 from ..trainer import Diverged
-from . import _bench, _checkpoint, _convert, _doctor, _inspect, _plan_faults, _profile, _train
+from . import _bench, _checkpoint, _convert, _doctor, _elastic, _inspect, _plan_faults, _profile, _train
 
 _EXAMPLES = """\
 examples:
@@ -19,6 +19,7 @@ examples:
   gtp-jax train --data my_texts/        the same on text of your own
   gtp-jax train --resume                go on where a run was stopped
   gtp-jax train --preset 1b --seq 2048  on the machine's GPUs
+  gtp-jax elastic show gtp-run          what failed in a run with --elastic, and what it cost
   gtp-jax inspect --preset 8b --target h200:8
                                         what a step costs on GPUs, on a machine that has none
   gtp-jax plan-faults --tp 8 --failed-devices 3
@@ -72,6 +73,6 @@ def parser() -> argparse.ArgumentParser:
     command_line.add_argument("--version", action="version", version=f"gtp_jax {__version__}")
     command_line.add_argument("--traceback", action="store_true", help="show where in the code an error was raised")
     commands = command_line.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (_train, _inspect, _plan_faults, _checkpoint, _convert, _bench, _profile, _doctor):
+    for command in (_train, _elastic, _inspect, _plan_faults, _checkpoint, _convert, _bench, _profile, _doctor):
         command.add_parser(commands)
     return command_line

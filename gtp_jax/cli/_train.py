@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from .._flags import add_flags, given
+from ..elastic import GROUP, ElasticOptions, supervise
 from ..trainer import LAUNCH_GROUP, LaunchOptions, TrainConfig, start
 
 _DESCRIPTION = """\
@@ -26,9 +27,14 @@ examples:
   gtp-jax train --preset 1b --steps 500 --seq 2048 --out runs/1b
   gtp-jax train --recipe nvfp4-matmuls --high-precision-last 2 --override mlp.down=mxfp8-matmuls
                                                   multiply in NVFP4, but for the last layers and some modules
+  gtp-jax train --elastic                         go on with the devices that are left when one fails
   srun gtp-jax train --preset 8b --tokenizer tokenizer.json --data /data/text --out /shared/8b
 """
 
+
+_ELASTIC = """\
+With --elastic the run goes on when a process or a device fails: a supervisor starts a process a device on this host,
+keeps snapshots of the state in memory, and goes on from the last one with the devices that are left."""
 
 _PROCESSES = """\
 Under srun (SLURM) or mpirun (Open MPI) none of these is needed. Elsewhere start the same command in every
@@ -48,6 +54,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     output = groups["output"].add_mutually_exclusive_group()
     output.add_argument("--resume", action="store_true", help="go on with the run in --out")
     output.add_argument("--force", action="store_true", help="replace the run in --out")
+    elastic = add_flags(parser, ElasticOptions)[GROUP]
+    elastic.description = _ELASTIC
+    elastic.add_argument("--elastic", action="store_true", help="start a process a device under a supervisor")
     add_flags(parser, LaunchOptions)[LAUNCH_GROUP].description = _PROCESSES
     parser.set_defaults(run=run)
     return parser
@@ -60,4 +69,10 @@ def run(args: argparse.Namespace) -> int:
         ValueError: on a mistake in the arguments or in what they name, before anything is compiled.
     """
     launch = LaunchOptions(**given(args, LaunchOptions))
-    return start(given(args, TrainConfig), launch, resume=args.resume, force=args.force)
+    settings, elastic = given(args, TrainConfig), given(args, ElasticOptions)
+    if args.elastic:
+        return supervise(settings, launch, ElasticOptions(**elastic), resume=args.resume, force=args.force)
+    if elastic:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in elastic)
+        raise ValueError(f"{flags}: only a run under a supervisor has that. Add --elastic.")
+    return start(settings, launch, resume=args.resume, force=args.force)

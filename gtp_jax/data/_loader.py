@@ -25,6 +25,8 @@ class Loader:
         batch: sequences of a batch, over all devices.
         mesh: with the axes that shard the batch.
         roles: which axes these are.
+        fill: rows of weight 0 behind those of the batch, so that the devices divide the rows. The loss does not see
+            them.
         rows: the first row of each step's batch that is loaded, and the rows of the whole of it, of which others load
             the rest; by default all are loaded.
 
@@ -36,32 +38,40 @@ class Loader:
     batch: int
     mesh: Mesh
     roles: Roles = Roles()
+    fill: int = 0
     rows: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         ranks = int(np.prod([self.mesh.shape[axis] for axis in self.roles.batch]))
-        if self.batch < 1 or self.batch % ranks:
+        if self.fill < 0 or self.batch < 1 or (self.batch + self.fill) % ranks:
+            filled = f" and `fill` {self.fill}" if self.fill else ""
             raise ValueError(
-                f"`batch` is {self.batch}; it is sharded over {' x '.join(self.roles.batch)} = {ranks} ranks and must "
-                "be a multiple of that."
+                f"`batch` is {self.batch}{filled}; it is sharded over {' x '.join(self.roles.batch)} = {ranks} ranks "
+                "and must be a multiple of that."
             )
 
     def at(self, step: int) -> dict[str, jax.Array]:
-        """Returns the batch of a step, arrays of shape `(batch, seq)` whose rows are sharded over the batch's axes."""
+        """Returns the batch of a step, arrays of shape `(batch + fill, seq)`, rows sharded over the batch's axes."""
         sharding = NamedSharding(self.mesh, PartitionSpec(self.roles.batch))
         first, whole = (0, self.batch) if self.rows is None else self.rows
 
         @functools.cache  # tp ranks need the same rows
         def rows(start: int, stop: int) -> dict[str, np.ndarray]:
-            return self.windows.rows(step * whole + first + np.arange(start, stop, dtype=np.int64))
+            places = np.arange(start, stop, dtype=np.int64)
+            inside = places < self.batch
+            found = self.windows.rows(step * whole + first + np.where(inside, places, 0))
+            if self.fill:
+                weights = found.get("weights", np.ones(found["tokens"].shape, np.float32))
+                found["weights"] = weights * inside[:, None].astype(np.float32)
+            return found
 
         def part(name: str, index: Any) -> np.ndarray:
-            start, stop, _ = index[0].indices(self.batch)
+            start, stop, _ = index[0].indices(shape[0])
             return rows(start, stop)[name]
 
-        shape = (self.batch, self.windows.seq)
+        shape = (self.batch + self.fill, self.windows.seq)
         kinds: dict[str, Any] = {"tokens": np.int32, "targets": np.int32}
-        if not self.windows.repeat:
+        if self.fill or not self.windows.repeat:
             kinds["weights"] = np.float32
         # a process that has none of the mesh's devices makes no row that would tell the dtype
         return {

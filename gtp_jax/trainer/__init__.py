@@ -8,6 +8,11 @@ from ._directory import checkpoints_in as checkpoints_in
 from ._distributed import LAUNCH_GROUP as LAUNCH_GROUP
 from ._distributed import Launch as Launch
 from ._distributed import LaunchOptions as LaunchOptions
+from ._distributed import NoCoordinator as NoCoordinator
 from ._distributed import find_launch as find_launch
 from ._progress import Diverged as Diverged
+from ._run import resolve as resolve
 from ._run import start as start
+from ._watch import Activity as Activity
+from ._watch import Supervision as Supervision
+from ._watch import Watch as Watch

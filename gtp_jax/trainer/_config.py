@@ -32,7 +32,8 @@ _RENAMED = {
 
 _VOCAB_MULTIPLE = 128
 
-DTYPES = ("float32", "bfloat16")
+# float64 needs JAX_ENABLE_X64; it makes runs on different meshes comparable to 1e-12
+DTYPES = ("float32", "bfloat16", "float64")
 
 
 def default_lr(preset: str) -> float:

@@ -47,6 +47,16 @@ class RunDirectory:
         return self.root / "checkpoints"
 
     @property
+    def events(self) -> Path:
+        """What a supervisor has done, a JSON object a line."""
+        return self.root / "events.jsonl"
+
+    @property
+    def elastic(self) -> Path:
+        """Files of a supervisor: its lock, compiled programs, requests."""
+        return self.root / "elastic"
+
+    @property
     def alive(self) -> Path:
         """A file a process, which says that it is alive."""
         return self.root / "alive"

@@ -39,17 +39,19 @@ class Fleet:
         """Devices that compute."""
         return self.mesh.size if self.plan is None else len(self.plan.active)
 
-    def loader(self, windows: Windows, batch: int) -> Loader | ReplicaLoader:
+    def loader(self, windows: Windows, batch: int, microbatches: int) -> Loader | ReplicaLoader:
         """Returns the batches to train on."""
         if self.replicas is None or self.replicas.plan.uniform:
-            return Loader(windows, batch, self.mesh)
+            return Loader(windows, batch, self.mesh, fill=self._fill(batch, microbatches))
         return ReplicaLoader(self.replicas, windows, batch)
 
-    def held_out_batch(self, batch: int) -> int:
-        """Returns the sequences of an evaluation's batch: as many as of a step's, or the next number that the ranks of
-        the mesh divide."""
-        ranks = self.mesh.shape["dp"] * self.mesh.shape["gtp"]
-        return -(-batch // ranks) * ranks
+    def held_out_loader(self, windows: Windows, batch: int) -> Loader:
+        """Returns the batches to evaluate on."""
+        return Loader(windows, batch, self.mesh, fill=self._fill(batch, 1))
+
+    def _fill(self, batch: int, microbatches: int) -> int:
+        """Returns the rows of weight 0 to add, so that the ranks divide a batch: after a failure they may not."""
+        return -batch % (self.mesh.shape["dp"] * self.mesh.shape["gtp"] * microbatches)
 
 
 class ReplicaLoader:

@@ -25,6 +25,7 @@ from ._config import TrainConfig
 from ._fleet import Fleet, ReplicaLoader
 from ._optimizer import adamw, learning_rate
 from ._start import start_params
+from ._watch import Watch
 
 Metrics = dict[str, jax.Array]
 
@@ -72,7 +73,14 @@ class Job:
 
 
 def prepare(
-    config: TrainConfig, model: ModelConfig, fleet: Fleet, corpus: Corpus, checkpoints: Checkpoints, *, resume: bool
+    config: TrainConfig,
+    model: ModelConfig,
+    fleet: Fleet,
+    corpus: Corpus,
+    checkpoints: Checkpoints,
+    watch: Watch,
+    *,
+    resume: bool,
 ) -> tuple[Job, TrainState]:
     """Makes or restores the state and compiles the step. To be called with the mesh in scope.
 
@@ -82,6 +90,7 @@ def prepare(
         fleet: the devices.
         corpus: the text.
         checkpoints: of the run.
+        watch: says where the state is restored from.
         resume: start from the latest checkpoint, if there is one.
 
     Raises:
@@ -89,24 +98,44 @@ def prepare(
     """
     abstract = abstract_model(lambda rngs: build(model, rngs=rngs))
     optimizer = adamw(config, abstract)
-    begin = checkpoints.latest() if resume else None
+    like = TrainState.create(abstract, optimizer)
+    source = watch.source(checkpoints, like)
+    watch.doing("restore")
+    begin = source.latest() if resume else None
     if begin is not None:
-        state, extra = checkpoints.restore(TrainState.create(abstract, optimizer))
+        state, extra = source.restore(like)
         if extra["text"] != corpus.fingerprint:
             raise ValueError(
                 f"{corpus.name} is not the text that this run was trained on: its content has changed, or --data "
                 "names another. Resume with the text as it was, or start a new run with another --out."
             )
     elif config.from_ is not None:
-        like = TrainState.create(abstract, optimizer)
         params = start_params(Path(config.from_), like)
         state = TrainState.create(dataclasses.replace(like, params=params).model(), optimizer)
     else:
         state = TrainState.create(init(lambda rngs: build(model, rngs=rngs), nnx.Rngs(config.seed)), optimizer)
+    return compile_step(config, model, fleet, corpus, watch, state, begin or 0), state
+
+
+def compile_step(
+    config: TrainConfig,
+    model: ModelConfig,
+    fleet: Fleet,
+    corpus: Corpus,
+    watch: Watch,
+    state: TrainState | None = None,
+    begin: int = 0,
+) -> Job:
+    """Compiles the step, for a state or for one as a checkpoint would be restored to. To be called with the mesh in
+    scope."""
+    abstract = abstract_model(lambda rngs: build(model, rngs=rngs))
+    optimizer = adamw(config, abstract)
+    like = TrainState.create(abstract, optimizer) if state is None else state
     schedule = learning_rate(config)
-    train = fleet.loader(Windows(corpus.train, config.seq, config.seed), config.batch)
+    train = fleet.loader(Windows(corpus.train, config.seq, config.seed), config.batch, config.execution.microbatches)
     recipe = config.quantization.to_recipe()
     loss = family_of(model).loss
+    watch.doing("compile")
     step = train_step(
         loss,
         optimizer,
@@ -122,28 +151,26 @@ def prepare(
     evaluate: Callable[..., Metrics] = eval_step(loss, recipe=recipe, view="local")
     began = time.perf_counter()
     if isinstance(step, NonuniformStep):
-        programs, run = step.compile(state, train.at(0)), step
-        evaluation = functools.partial(_on_core, evaluate, step.tell, with_whole_sequences(state.model_def))
+        programs, run = step.compile(like, train.at(0)), step
+        evaluation = functools.partial(_on_core, evaluate, step.tell, with_whole_sequences(like.model_def))
     else:
-        run = step.lower(state, train.at(0)).compile()  # pyright: ignore[reportFunctionMemberAccess]
+        run = step.lower(like, train.at(0)).compile()  # pyright: ignore[reportFunctionMemberAccess]
         programs, evaluation = {"one step": run}, evaluate
-    held_out = fleet.held_out_batch(config.batch)
-    job = Job(
+    return Job(
         config=config,
         model=model,
         fleet=fleet,
         corpus=corpus,
         learning_rate=functools.partial(_here, schedule),
         train=train,
-        held_out=Loader(Windows(corpus.held_out, config.seq, config.seed, repeat=False), held_out, fleet.mesh),
-        begin=begin or 0,
+        held_out=fleet.held_out_loader(Windows(corpus.held_out, config.seq, config.seed, repeat=False), config.batch),
+        begin=begin,
         step=run,
         programs=programs,
         evaluate=evaluation,
         compile_s=time.perf_counter() - began,
-        memory=_memory(programs, state),
+        memory=_memory(programs, like),
     )
-    return job, state
 
 
 def _on_core(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 
 import jax
 
@@ -13,7 +14,7 @@ from ..train import TrainState
 from ._interrupt import Interrupt
 from ._job import Job
 from ._progress import Progress
-from ._watch import Watch
+from ._watch import Activity, Watch
 
 # One more step is launched before the last one's loss is looked at, so that GPUs never wait. Virtual CPU devices share
 # a thread pool, where two steps could block each other.
@@ -50,27 +51,31 @@ def run_loop(job: Job, state: TrainState, checkpoints: Checkpoints, watch: Watch
 
     def settle(left: int = 0) -> None:
         while len(launched) > left:
-            progress.step(*launched.popleft())
-            watch.progress()
+            ended = launched.popleft()
+            progress.step(*ended)
+            watch.doing("step", ended[0])
 
     held_out: dict[int, float] = {}
 
     def evaluate() -> None:
         settle()
+        watch.doing("evaluate", step)
         with progress.paused():
             loss = job.held_out_loss(state)
         progress.held_out(step, loss)
         held_out[step] = loss
-        watch.progress()
+        watch.doing("step", step)
 
-    def save() -> None:
-        settle()
+    def save_to(target: Checkpoints, activity: Activity) -> None:
+        settle()  # so that a state whose loss is not finite is not saved
+        watch.doing(activity, step)
         with progress.paused():
             extra = {"text": job.corpus.fingerprint, **saved_of(job.model)}
-            checkpoints.save(step, state, extra, loss=held_out.get(step), recipe=config.quantization.to_recipe())
-        watch.progress()
+            target.save(step, state, extra, loss=held_out.get(step), recipe=config.quantization.to_recipe())
+        watch.doing("step", step)
 
     with Interrupt() as interrupt:
+        watch.doing("step", begin)
         if begin == 0:
             evaluate()
         saved = begin
@@ -85,9 +90,11 @@ def run_loop(job: Job, state: TrainState, checkpoints: Checkpoints, watch: Watch
             if last or step % config.eval_every == 0:
                 evaluate()
             if last or step % config.save_every == 0:
-                save()
+                save_to(checkpoints, "save")
                 saved = step
+            if not last:
+                watch.stepped(step, state, functools.partial(save_to, activity="snapshot"))
         if saved != step:
-            save()
+            save_to(checkpoints, "save")
         checkpoints.wait()
         return Outcome(step, progress.tokens_per_s, interrupt.signal)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +14,31 @@ import jax
 from .._flags import from_settings, settings_of
 from ..checkpoint import Checkpoints
 from ..data import BYTES, Corpus, load_corpus, load_tokenizer, read_text, unigram_entropy
-from ..mesh import choose_devices, on_gpu, use_roles
+from ..mesh import check_degrees, choose_devices, on_gpu, use_roles
 from ..models import ModelConfig, build
 from ._config import TrainConfig
 from ._curve import draw_curve
 from ._directory import RunDirectory
 from ._distributed import LaunchOptions, barrier, check_same, find_launch, together
 from ._fleet import Fleet, fingerprint, make_fleet, without_sequence_parallelism
-from ._job import prepare
+from ._job import compile_step, prepare
 from ._log import read_log
 from ._loop import run_loop
+from ._peer_watch import PeerWatch
 from ._progress import Diverged, Progress
 from ._report import heading, report
 from ._start import check_recipe_fits, check_start
-from ._watch import Watch
+from ._watch import Supervision, Watch
 
 
-def start(settings: Mapping[str, Any], options: LaunchOptions, *, resume: bool = False, force: bool = False) -> int:
+def start(
+    settings: Mapping[str, Any],
+    options: LaunchOptions,
+    *,
+    resume: bool = False,
+    force: bool = False,
+    supervision: Supervision | None = None,
+) -> int:
     """Trains from text to a report, in this process and those launched with it.
 
     Args:
@@ -37,6 +46,7 @@ def start(settings: Mapping[str, Any], options: LaunchOptions, *, resume: bool =
         options: how the processes find each other.
         resume: go on with the run in `out`.
         force: replace the run in `out`.
+        supervision: of a process that a supervisor has started.
 
     Returns:
         0; 128 and the number of the signal that ended the run.
@@ -45,51 +55,85 @@ def start(settings: Mapping[str, Any], options: LaunchOptions, *, resume: bool =
         ValueError: on a mistake in the settings or in what they name, before anything is compiled.
         Diverged: if the loss is not finite.
     """
-    config = from_settings(TrainConfig, settings)
-    directory = RunDirectory(Path(config.out).expanduser().absolute())
-    directory.check(resume=resume, force=force)
-    changes: list[str] = []
-    if resume:
-        if "from_" in settings:
-            raise ValueError("`from` is for a new run; a resumed one has its parameters. Leave out --from or --resume.")
-        before = TrainConfig.load(directory.config)
-        config = from_settings(TrainConfig, {**settings_of(before), **settings, "out": config.out})
-        changes = config.changes(before)
+    config, directory, changes = resolve(settings, resume=resume, force=force)
     launch = find_launch(options)
     choose_devices(config.virtual_devices(launch.processes), processes=launch.processes, local=launch.local_devices)
     launch.join()
-    degrees, corpus = together(lambda: _check(config))
+    if supervision is not None:
+        supervision.watch.doing("check")
+    degrees, corpus = together(lambda: _check(config, supervision))
     remedy = "Give all of them the same files with --data; the standard libraries of two Python versions differ."
     together(lambda: check_same(corpus.fingerprint, "read other text", remedy))
     if config.from_ is not None and not resume:
         source = Path(config.from_)
         together(lambda: check_start(source, config.model(corpus.vocab_size, dtype="float32")))
+    planned = config if supervision is None else dataclasses.replace(config, faults=supervision.faults)
     model = config.model(corpus.vocab_size, dtype="bfloat16" if on_gpu() else "float32")
-    if without_sequence_parallelism(config, degrees):
+    if without_sequence_parallelism(planned, degrees):
         model = dataclasses.replace(model, sequence_parallel=False)
     with use_roles(config.parallelism.roles):
-        fleet = together(lambda: make_fleet(config, degrees, lambda rngs: build(model, rngs=rngs)))
+        fleet = together(lambda: make_fleet(planned, degrees, lambda rngs: build(model, rngs=rngs)))
     same = "Give all of them the same flags, and the same version of gtp_jax."
     together(lambda: check_same(fingerprint(fleet), "use the devices otherwise", same))
     together(lambda: check_recipe_fits(config.quantization, model, fleet.mesh))
+    if supervision is not None and supervision.rehearse:
+        with jax.set_mesh(fleet.mesh), use_roles(config.parallelism.roles), supervision.watch as watch:
+            compile_step(config, model, fleet, corpus, watch)
+        return 0
     if jax.process_index() == 0:
         directory.prepare(config, keep=resume)
     barrier("the run directory is ready")
     roles = use_roles(config.parallelism.roles)
-    with jax.set_mesh(fleet.mesh), roles, Watch(directory, launch) as watch:
-        try:
-            return _train(config, model, fleet, corpus, directory, watch, resume=resume, changes=changes)
-        except Exception as error:
-            if launch.processes > 1:
-                watch.give_up(_reason(error))
-            if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
-                raise ValueError(_reason(error)) from error
-            raise
+    attending = PeerWatch(directory, launch) if supervision is None else supervision.watch
+    alone = launch.processes == 1 and supervision is None
+    with jax.set_mesh(fleet.mesh), roles, attending as watch, _failures(watch, alone):
+        return _train(config, model, fleet, corpus, directory, watch, alone, resume=resume, changes=changes)
 
 
-def _check(config: TrainConfig) -> tuple[dict[str, int], Corpus]:
+def resolve(settings: Mapping[str, Any], *, resume: bool, force: bool) -> tuple[TrainConfig, RunDirectory, list[str]]:
+    """Returns the configuration of a run, its directory, and how a resumed run differs from what it was.
+
+    Raises:
+        ValueError: on a mistake in the settings, or if the directory does not allow it.
+    """
+    config = from_settings(TrainConfig, settings)
+    directory = RunDirectory(Path(config.out).expanduser().absolute())
+    directory.check(resume=resume, force=force)
+    if not resume:
+        return config, directory, []
+    if "from_" in settings:
+        raise ValueError("`from` is for a new run; a resumed one has its parameters. Leave out --from or --resume.")
+    before = TrainConfig.load(directory.config)
+    config = from_settings(TrainConfig, {**settings_of(before), **settings, "out": config.out})
+    return config, directory, config.changes(before)
+
+
+@contextlib.contextmanager
+def _failures(watch: Watch, alone: bool) -> Iterator[None]:
+    """Ends the process at once on an error, before anything on the way out waits for peers; raises it if there are
+    none."""
+    try:
+        yield
+    except Exception as error:
+        if not alone:
+            watch.give_up(error, _reason(error))
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+            raise ValueError(_reason(error)) from error
+        raise
+
+
+def _check(config: TrainConfig, supervision: Supervision | None) -> tuple[dict[str, int], Corpus]:
     """Returns the degrees of the mesh and the text, after checking both."""
-    degrees = config.degrees(jax.device_count(), virtual=not on_gpu())
+    if supervision is None:
+        degrees = config.degrees(jax.device_count(), virtual=not on_gpu())
+    else:
+        degrees = dict(supervision.degrees)
+        if not supervision.faults.any:
+            check_degrees(degrees, jax.device_count())
+    if config.dtype == "float64" and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        raise ValueError(
+            "`dtype` is 'float64', for which JAX must be started with JAX_ENABLE_X64=1 in the environment."
+        )
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else BYTES
     corpus = load_corpus(read_text(config.data), tokenizer)
     corpus.check(batch=config.batch, seq=config.seq)
@@ -103,6 +147,7 @@ def _train(
     corpus: Corpus,
     directory: RunDirectory,
     watch: Watch,
+    alone: bool,
     *,
     resume: bool,
     changes: list[str],
@@ -111,8 +156,9 @@ def _train(
     speaks = jax.process_index() == 0
     say = print if speaks else lambda *_, **__: None
     say(heading(config, model, fleet, corpus, unigram), flush=True)
-    with Checkpoints(directory.checkpoints, keep=config.keep, keep_best=config.keep_best) as checkpoints:
-        job, state = prepare(config, model, fleet, corpus, checkpoints, resume=resume)
+    opened = Checkpoints(directory.checkpoints, keep=config.keep, keep_best=config.keep_best)
+    with opened as checkpoints, _failures(watch, alone):
+        job, state = prepare(config, model, fleet, corpus, checkpoints, watch, resume=resume)
         begin = job.begin
         if begin > config.steps:
             raise ValueError(

@@ -25,9 +25,9 @@ class CountedWindows(Windows):
 built: list[list[int]] = []
 
 
-def loader(mesh, batch=8, kind=Windows, **kwargs):
+def loader(mesh, batch=8, kind=Windows, fill=0, **kwargs):
     tokens = np.random.default_rng(0).integers(0, 256, 2000).astype(np.uint8)
-    return Loader(kind(tokens, 16, seed=1, **kwargs), batch, mesh)
+    return Loader(kind(tokens, 16, seed=1, **kwargs), batch, mesh, fill=fill)
 
 
 def test_batch_is_cut_over_dp_and_gtp_and_does_not_depend_on_the_mesh():
@@ -87,6 +87,19 @@ def test_held_out_batches_carry_weights():
 def test_batch_must_divide():
     with pytest.raises(ValueError, match=r"`batch` is 6; it is sharded over dp x gtp = 4 ranks and must be a multiple"):
         loader(make_mesh(dp=2, gtp=2, tp=2), batch=6)
+
+
+def test_rows_behind_the_batch_have_weight_0_and_the_others_are_those_of_any_mesh():
+    mesh = make_mesh(gtp=3, devices=jax.devices()[:3])
+    filled, plain = loader(mesh, batch=8, fill=1).at(2), loader(make_mesh(gtp=8), batch=8).at(2)
+    assert filled["tokens"].shape[0] == 9
+    for name in ("tokens", "targets"):
+        np.testing.assert_array_equal(filled[name][:8], plain[name])
+    np.testing.assert_array_equal(filled["weights"].sum(axis=1), [16] * 8 + [0])
+    held_out = loader(mesh, batch=128, repeat=False, fill=1).at(0)
+    assert float(held_out["weights"].sum()) == 124 * 16
+    with pytest.raises(ValueError, match=r"`batch` is 8 and `fill` 2; it is sharded over dp x gtp = 3 ranks"):
+        loader(mesh, batch=8, fill=2)
 
 
 def test_a_loop_left_early_ends_with_the_interpreter_in_silence():

@@ -17,7 +17,7 @@ import sys, threading, time
 from pathlib import Path
 from gtp_jax.trainer._directory import RunDirectory
 from gtp_jax.trainer._distributed import Launch
-from gtp_jax.trainer._watch import Watch
+from gtp_jax.trainer._peer_watch import PeerWatch
 
 directory = RunDirectory(Path(sys.argv[1]))
 directory.alive.mkdir(parents=True)
@@ -27,8 +27,8 @@ def play():
         {peer}
         time.sleep(0.2)
 threading.Thread(target=play, daemon=True).start()
-with Watch(directory, Launch(processes=2), silent_s=3, stalled_s={stalled}) as watch:
-    watch.progress()
+with PeerWatch(directory, Launch(processes=2), silent_s=3, stalled_s={stalled}) as watch:
+    watch.doing("step")
     time.sleep({length})
 print("ended well")
 """

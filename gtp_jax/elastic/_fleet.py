@@ -1,0 +1,274 @@
+"""The processes of a run, one a device, as their supervisor sees them."""
+
+from __future__ import annotations
+
+import dataclasses
+import selectors
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from ..trainer import Activity
+from ._child import kill_group, start_child, wait_s
+from ._devices import Device
+from ._failure import Ended, Failure, how_it_ended
+from ._line import Line, Message
+from ._patience import Patience
+
+_CODE = """
+from gtp_jax.elastic._worker import work
+work(int(sys.argv[1]))
+"""
+
+# A process that dies takes its peers with it, whose complaints may be heard first.
+_GRACE_S = 0.5
+# A process that is not gone this long after SIGKILL is stuck in the driver.
+_REAP_S = 30.0
+# The first process to end a run waits for the others.
+_CLOSING_S = 120.0
+
+_REFUSED = {"refused": 2, "diverged": 1}
+
+
+@dataclasses.dataclass(eq=False)
+class Member:
+    """A process of a fleet.
+
+    Attributes:
+        device: that it uses.
+        child: the process.
+        line: to it.
+        process: its number in the fleet; -1 until it has its order.
+        heard: when it was heard last.
+        activity: what it does; `None` before its first word.
+        step: updates made so far.
+        busy_s: seconds that it had been at it when it was heard.
+        longest_s: seconds of the longest such activity before.
+        stepping_s: seconds of all its steps but the first.
+        said: its last word: `failed` or `ended`.
+        said_at: when that was.
+        code: exit status, once it has ended.
+    """
+
+    device: Device
+    child: subprocess.Popen[bytes]
+    line: Line
+    process: int = -1
+    heard: float = 0.0
+    activity: Activity | None = None
+    step: int = 0
+    busy_s: float = 0.0
+    longest_s: float | None = None
+    stepping_s: float = 0.0
+    said: Message | None = None
+    said_at: float = 0.0
+    code: int | None = None
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"process {self.process} ({self.device.name})"
+
+
+class Fleet:
+    """Processes that are started together and end together. To be used in the main thread.
+
+    They import what they need and wait for `order`, so that they can be started before it is known which of them will
+    be used.
+
+    Args:
+        devices: a process is started for each.
+        environment: of all processes.
+    """
+
+    def __init__(self, devices: Sequence[Device], environment: Mapping[str, str]) -> None:
+        self.began = time.monotonic()
+        self.marks: dict[str, float] = {}  # when the last member began with each activity
+        self.reports: list[Message] = []
+        self.begin_step: int | None = None
+        self.first_step_at: float | None = None
+        self._selector = selectors.DefaultSelector()
+        self._patience = Patience()
+        self._polled = self.began
+        self.members = [self._start(device, environment) for device in devices]
+
+    def _start(self, device: Device, environment: Mapping[str, str]) -> Member:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            descriptor = theirs.fileno()
+            child = start_child(_CODE, [str(descriptor)], {**environment, **device.environment}, keep=[descriptor])
+        member = Member(device, child, Line(ours), heard=self.began)
+        self._selector.register(member.line, selectors.EVENT_READ, member)
+        return member
+
+    @property
+    def step(self) -> int:
+        """Updates that the fleet has made."""
+        return max((member.step for member in self.members), default=0)
+
+    @property
+    def imported(self) -> bool:
+        """Whether all processes wait for their order, or have it."""
+        return all(member.activity is not None for member in self.members)
+
+    def order(self, devices: Sequence[int], order: Callable[[int], Message]) -> None:
+        """Gives the processes of some devices their order and ends the others.
+
+        Args:
+            devices: numbers, in the order of the processes.
+            order: message of a process, by its number.
+        """
+        chosen = {number: process for process, number in enumerate(devices)}
+        for member in self.members:
+            if member.device.number not in chosen:
+                kill_group(member.child)
+                self._forget(member)
+                wait_s(member.child, _REAP_S)
+        self.members = sorted(
+            (m for m in self.members if m.device.number in chosen), key=lambda m: chosen[m.device.number]
+        )
+        for process, member in enumerate(self.members):
+            member.process = process
+            member.line.send(order(process))
+
+    def poll(self, timeout_s: float) -> None:
+        """Hears what the processes say, for so long at most, and sees who has ended."""
+        ready = self._selector.select(timeout_s)
+        now = time.monotonic()
+        late = now - self._polled - timeout_s
+        if late > 1.0:  # this process was suspended or busy: their silence is its own
+            for member in self.members:
+                member.heard = min(now, member.heard + late)
+        self._polled = now
+        for key, _ in ready:
+            self._hear(key.data, now)
+        for member in self.members:
+            if member.code is None and (code := member.child.poll()) is not None:
+                while key_of(self._selector, member.line):  # what it said before
+                    self._hear(member, now)
+                member.code = code
+
+    def _hear(self, member: Member, now: float) -> None:
+        messages = member.line.receive()
+        if messages is None:
+            self._forget(member)
+            if wait_s(member.child, 1.0):
+                member.code = member.child.returncode
+            return
+        for message in messages:
+            if message["kind"] == "beat":
+                self._beat(member, message, now)
+            elif message["kind"] in ("failed", "ended"):
+                member.said, member.said_at = message, now
+            else:
+                self.reports.append(message)
+        member.heard = now
+
+    def _beat(self, member: Member, message: Message, now: float) -> None:
+        if self.first_step_at is not None:
+            self._patience.beat(now - member.heard)
+        changed = member.activity != message["activity"]
+        member.activity, member.step = message["activity"], message["step"]
+        member.busy_s, member.longest_s = message["busy_s"], message["longest_s"]
+        member.stepping_s = message["stepping_s"]
+        if changed:
+            self.marks.setdefault(f"first {member.activity}", now)
+            self.marks[str(member.activity)] = now
+        if member.activity == "step" and self.begin_step is None:
+            self.begin_step = member.step
+        if self.begin_step is not None and self.first_step_at is None and member.step > self.begin_step:
+            self.first_step_at = now
+
+    def _forget(self, member: Member) -> None:
+        if key_of(self._selector, member.line):
+            self._selector.unregister(member.line)
+            member.line.close()
+
+    def ended(self) -> Ended | None:
+        """Returns how the run ended if all processes have ended as they should, or one has refused."""
+        now = time.monotonic()
+        refused = [m for m in self.members if m.said is not None and m.said.get("cause") in _REFUSED]
+        if refused and not any(m.said is None and m.code is not None for m in self.members):
+            if now - min(m.said_at for m in refused) < _GRACE_S:
+                return None
+            first = min(refused, key=lambda m: ("refused to start" in _reason(m), m.said_at))
+            return Ended(_REFUSED[first.said["cause"]], _reason(first))  # pyright: ignore[reportOptionalSubscript]
+        done = [m for m in self.members if m.said is not None and m.said["kind"] == "ended"]
+        if len(done) == len(self.members):
+            late = [m for m in done if m.code is None]
+            if not late or now - max(m.said_at for m in done) > _CLOSING_S:
+                return Ended(done[0].said["status"])  # pyright: ignore[reportOptionalSubscript]
+        return None
+
+    def failure(self) -> Failure | None:
+        """Returns the first failure, if there is one.
+
+        Processes that vanish come before those that complain, because a death makes the others complain; then those
+        that are silent; then those that are busy for too long.
+        """
+        now = time.monotonic()
+        vanished = [m for m in self.members if m.code is not None and m.said is None]
+        if vanished:
+            first = min(vanished, key=lambda m: m.heard)
+            return self._failed(first, "killed", f"{first.name} {how_it_ended(first.code or 0)}", now)
+        failed = [m for m in self.members if m.said is not None and m.said["kind"] == "failed"]
+        if failed:
+            first = min(failed, key=lambda m: m.said_at)
+            if now - first.said_at < _GRACE_S:
+                return None
+            cause = first.said["cause"]  # pyright: ignore[reportOptionalSubscript]
+            return self._failed(first, cause, f"{first.name}: {_reason(first)}", now)
+        running = [m for m in self.members if m.said is None]
+        silent = [m for m in running if now - m.heard > self._silence_s(m)]
+        if silent:
+            first = min(silent, key=lambda m: m.heard)
+            return self._failed(first, "silent", f"{first.name} was silent for {now - first.heard:.1f} s", now)
+        busy = [m for m in running if m.busy_s + now - m.heard > self._patience.busy_s(m.longest_s)]
+        if busy:
+            first = max(busy, key=lambda m: m.busy_s)
+            reason = f"{first.name} was busy with one {first.activity} for {first.busy_s:.0f} s, though all beat"
+            return dataclasses.replace(self._failed(first, "stalled", reason, now), device=None)
+        return None
+
+    def _silence_s(self, member: Member) -> float:
+        return self._patience.silence_s(member.activity, stepped=self.first_step_at is not None)
+
+    def _failed(self, member: Member, kind, reason: str, now: float) -> Failure:
+        return Failure(kind, member.device.number, reason, self.step, member.activity, member.heard, now)
+
+    def forward(self, number: int) -> None:
+        """Sends a signal to every process."""
+        for member in self.members:
+            if member.code is None:
+                member.child.send_signal(number)
+
+    def kill(self) -> list[Device]:
+        """Ends all processes and what they have started, at once, and returns the devices of those that do not end.
+
+        SIGTERM asks a run to save, for which all processes are needed. So it is not sent here.
+        """
+        for member in self.members:
+            kill_group(member.child)
+        deadline = time.monotonic() + _REAP_S
+        stuck = [m.device for m in self.members if not wait_s(m.child, deadline - time.monotonic())]
+        for member in self.members:
+            self._forget(member)
+        self._selector.close()
+        return stuck
+
+
+def key_of(selector: selectors.BaseSelector, line: Line) -> bool:
+    """Returns whether a line is being listened to."""
+    return any(key.fileobj is line for key in selector.get_map().values())
+
+
+def _reason(member: Member) -> str:
+    return str((member.said or {}).get("reason", ""))
+
+
+def free_port() -> int:
+    """Returns a port that nobody listens on now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

@@ -1,0 +1,113 @@
+"""The directory in memory that holds a run's snapshots, and who owns it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint import Checkpoints
+
+_OWNER = "owner"
+
+
+class Memory:
+    """A directory below one that lies in memory, as /dev/shm does; freed at the end. A context manager.
+
+    Its owner holds a lock that the system releases when the owner dies, so that the next owner on this machine knows
+    what is left over, and frees it.
+
+    Args:
+        base: a directory in memory.
+
+    Raises:
+        ValueError: if there is no such directory, or it cannot be written.
+    """
+
+    def __init__(self, base: Path) -> None:
+        if not (base.is_dir() and os.access(base, os.W_OK | os.X_OK)):
+            raise ValueError(
+                f"`snapshot_dir` {base} is no directory that can be written. Give one that lies in memory (tmpfs)."
+            )
+        prefix = f"gtp-jax-{os.getuid()}-"
+        self.freed = [path for path in sorted(base.glob(f"{prefix}*")) if _free_if_left_over(path)]
+        self.root = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+        self._lock = (self.root / _OWNER).open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    @property
+    def snapshots(self) -> Path:
+        """Where the snapshots are: a directory of checkpoints."""
+        return self.root / "snapshots"
+
+    def latest(self) -> int | None:
+        """Returns the step of the latest committed snapshot, or `None`."""
+        return Checkpoints(self.snapshots, read_only=True).latest() if self.snapshots.is_dir() else None
+
+    def sweep(self) -> None:
+        """Frees what a fleet that was killed has left half-written."""
+        committed = {str(step) for step in Checkpoints(self.snapshots, read_only=True).steps()}
+        for path in self.snapshots.iterdir() if self.snapshots.is_dir() else ():
+            if path.name not in committed:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def drop_latest(self) -> None:
+        """Frees the latest snapshot, which is damaged."""
+        if (step := self.latest()) is not None:
+            shutil.rmtree(self.snapshots / str(step), ignore_errors=True)
+
+    def __enter__(self) -> Memory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.root, ignore_errors=True)
+        self._lock.close()
+
+
+def check_room(directory: Path, state_bytes: int) -> None:
+    """Checks that a directory in memory has room for two snapshots: one counts until the next one does.
+
+    Raises:
+        ValueError: if it has not, or the machine has less memory than that.
+    """
+    needed = 2 * state_bytes
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise ValueError(
+            f"`snapshot_dir` {directory} has {free / 1e9:.2f} GB free, but two snapshots of this run's state need "
+            f"{needed / 1e9:.2f} GB. Enlarge it (mount -o remount,size=..., or docker run --shm-size=...), or choose "
+            "another directory in memory with --snapshot-dir."
+        )
+    available = _available_bytes()
+    if available is not None and available < needed:
+        raise ValueError(
+            f"two snapshots of this run's state need {needed / 1e9:.2f} GB of memory, but this machine has only "
+            f"{available / 1e9:.2f} GB available. Run without --elastic, or choose a directory on a fast disk with "
+            "--snapshot-dir."
+        )
+
+
+def _available_bytes() -> int | None:
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+    return None
+
+
+def _free_if_left_over(path: Path) -> bool:
+    """Frees a directory whose owner is dead, and returns whether it was."""
+    try:
+        lock: Any = (path / _OWNER).open("r+")
+    except OSError:
+        return False  # another is just making it
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        shutil.rmtree(path, ignore_errors=True)
+    return True

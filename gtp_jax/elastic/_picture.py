@@ -1,0 +1,147 @@
+"""Draws what the devices of a supervised run did, and how many steps it had made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ._events import PARTS, Event
+
+_COLOURS = {
+    "training": "#2a6f97",
+    "detection": "#c44e52",
+    "start": "#b0b0b0",
+    "restore": "#55a868",
+    "compile": "#dd8452",
+    "step": "#8172b3",
+    "lost": "#333333",
+}
+_LABELS = {
+    "detection": "detection, probes",
+    "start": "processes start",
+    "restore": "restore from memory",
+    "step": "first step",
+    "lost": "device lost",
+}
+_TEXT = "#333333"
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """What a device does for a time.
+
+    Attributes:
+        device: its number.
+        what: a key of the legend.
+        begin: seconds since the run began.
+        end: likewise.
+    """
+
+    device: int
+    what: str
+    begin: float
+    end: float
+
+
+def spans_of(events: Sequence[Event]) -> list[Span]:
+    """Returns what every device did, from a supervisor's events."""
+    zero = events[0]["time"]
+    spans: list[Span] = []
+    devices: list[int] = []
+    dropped: list[int] = []
+    lost: dict[int, float] = {}
+    began = trained = last_sign = None
+    returning = False
+    for event in events:
+        now, name = event["time"] - zero, event["event"]
+        if name == "fleet":
+            devices, began, trained = event["devices"], now, None
+            for device in [d for d in lost if d in devices]:
+                spans.append(Span(device, "lost", lost.pop(device), now))
+        elif name == "training":
+            trained = now
+            if last_sign is None:
+                spans += [Span(d, "start", began or 0.0, now) for d in devices]
+        elif name == "recovered" and last_sign is not None:
+            at = now - event["total_s"]
+            for part in PARTS:
+                what = part.removesuffix("_s")
+                if what != "detection":
+                    spans += [Span(d, what, at, at + event[part]) for d in devices]
+                at += event[part]
+            last_sign = None
+        elif name == "rejoin":
+            returning = True
+        elif name == "failure":
+            last_sign = event["last_sign"] - zero
+        elif name in ("fleet ended", "end"):
+            until = now if last_sign is None else last_sign
+            if returning and last_sign is None:
+                last_sign, returning = now, False
+            if trained is not None:
+                spans += [Span(d, "training", trained, until) for d in devices]
+                trained = None
+        elif name == "verdict" and last_sign is not None:
+            spans += [Span(d, "detection", last_sign, now) for d in devices]
+            lost.update((device, now) for device in dropped)
+            dropped = []
+        elif name == "lost":
+            dropped.append(event["device"])
+    last = events[-1]["time"] - zero
+    return spans + [Span(device, "lost", since, last) for device, since in lost.items()]
+
+
+def draw_timeline(events: Sequence[Event], path: Path) -> None:
+    """Draws a row for each device, and below them the steps that count.
+
+    Args:
+        events: of a supervisor.
+        path: PNG file to write.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    if not events:
+        raise ValueError("there are no events to draw: the run has not begun.")
+    from matplotlib.figure import Figure  # not pyplot: no display is touched
+    from matplotlib.patches import Patch
+
+    names = events[0].get("devices", [])
+    spans = spans_of(events)
+    figure = Figure(figsize=(9.0, 2.4 + 0.3 * len(names)), layout="constrained")
+    rows, steps = figure.subplots(2, 1, sharex=True, height_ratios=[0.3 * len(names) + 0.3, 1.4])
+    for span in spans:
+        width = max(0.0, span.end - span.begin)
+        rows.barh(span.device, width, left=span.begin, color=_COLOURS[span.what], height=0.7)
+    rows.set_yticks(range(len(names)), names, fontsize=8)
+    rows.invert_yaxis()
+    used = [what for what in _COLOURS if any(span.what == what for span in spans)]
+    handles = [Patch(color=_COLOURS[what], label=_LABELS.get(what, what)) for what in used]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=8)
+    _draw_steps(steps, events)
+    for axis in (rows, steps):
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(labelsize=8, colors=_TEXT)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_steps(axis: Any, events: Sequence[Event]) -> None:
+    zero = events[0]["time"]
+    known = {"training": "step", "snapshot": "fleet_step", "fleet ended": "step", "end": "step"}
+    pieces: list[list[tuple[float, int]]] = [[]]
+    for event in events:
+        if event["event"] == "fleet":
+            pieces.append([])
+        if event["event"] in known and known[event["event"]] in event:
+            pieces[-1].append((event["time"] - zero, event[known[event["event"]]]))
+    for piece in pieces:
+        if piece:
+            axis.plot(*zip(*piece, strict=True), color=_COLOURS["training"])
+    snapshots = [(e["time"] - zero, e["step"]) for e in events if e["event"] == "snapshot"]
+    if snapshots:
+        axis.plot(*zip(*snapshots, strict=True), ".", color=_COLOURS["restore"], markersize=5, label="snapshot")
+        axis.legend(frameon=False, fontsize=8, loc="lower right")
+    axis.set_ylabel("steps", fontsize=9, color=_TEXT)
+    axis.set_xlabel("seconds since the start", fontsize=9, color=_TEXT)

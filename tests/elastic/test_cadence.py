@@ -1,0 +1,82 @@
+"""How often snapshots are taken, and how many steps a failure costs at most."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.elastic._snapshots import COST, Cadence, Snapshots, _finite
+
+seconds = st.floats(1e-4, 1e3)
+
+
+@given(st.integers(1, 1000))
+def test_an_interval_is_what_a_failure_costs_at_most(steps):
+    cadence = Cadence.of_interval(steps)
+    assert cadence.most_lost == steps and cadence.every >= max(1, cadence.committed_after)
+
+
+@given(seconds, seconds, seconds)
+def test_a_chosen_cadence_costs_little_waits_for_nothing_and_is_the_shortest(step_s, blocked_s, written_s):
+    every = Cadence.of_cost(step_s=step_s, blocked_s=blocked_s, written_s=written_s).every
+
+    def good(steps: int) -> bool:
+        return blocked_s <= COST * steps * step_s * (1 + 1e-9) and written_s <= steps * step_s * (1 + 1e-9)
+
+    assert good(every) and (every == 1 or not good(every - 2))
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, 5])
+def test_at_any_step_a_failure_costs_the_interval_at_most(interval, tmp_path):
+    snapshots = Snapshots(tmp_path / "snapshots", interval, None, lambda _: None)
+    committed = Checkpoints(tmp_path / "snapshots", read_only=True)
+    (tmp_path / "snapshots").mkdir()
+    for step in range(1, 12):
+        # a failure at this moment, in step `step`, would lose the steps made since the last commit
+        assert step - 1 - (committed.latest() or 0) <= interval
+        state = {"w": jnp.full(3, float(step)), "step": jnp.int32(step)}
+        snapshots.stepped(step, state, lambda target, step=step, state=state: target.save(step, state))
+    snapshots.close()
+    assert committed.latest() is not None
+
+
+def test_the_cadence_is_measured_and_reported(tmp_path):
+    reports = []
+    snapshots = Snapshots(tmp_path / "snapshots", None, Cadence(4, 4), reports.append)
+    for step in range(1, 14):
+        state = {"w": jnp.full(3, float(step))}
+        snapshots.stepped(step, state, lambda target, step=step, state=state: target.save(step, state))
+    snapshots.close()
+    assert reports and set(reports[0]) == {"every", "committed_after", "step_s", "blocked_s", "written_s"}
+    assert reports[0]["every"] * reports[0]["step_s"] * COST >= reports[0]["blocked_s"] * (1 - 1e-9)
+
+
+def test_a_state_that_is_not_finite_is_not_taken(tmp_path):
+    good, bad = {"w": jnp.ones(3), "n": jnp.int32(1)}, {"w": jnp.array([1.0, jnp.nan]), "n": jnp.int32(1)}
+    assert _finite(good) and not _finite(bad)
+    snapshots = Snapshots(tmp_path / "snapshots", 1, None, lambda _: None)
+    snapshots.stepped(1, bad, lambda target: target.save(1, bad))
+    snapshots.close()
+    assert Checkpoints(tmp_path / "snapshots", read_only=True).latest() is None
+
+
+def test_the_later_of_snapshot_and_checkpoint_is_restored(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    state = {"w": jax.device_put(jnp.ones(3), jax.devices()[0])}
+    like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
+    snapshots = Snapshots(tmp_path / "snapshots", 1, None, lambda _: None)
+    assert snapshots.source(checkpoints, like) is checkpoints
+    snapshots.stepped(2, state, lambda target: target.save(2, state))
+    snapshots.wait()
+    checkpoints.save(1, state)
+    checkpoints.wait()
+    assert snapshots.source(checkpoints, like) is not checkpoints
+    checkpoints.save(3, state)
+    checkpoints.wait()
+    assert snapshots.source(checkpoints, like) is checkpoints
+    snapshots.close()
+    checkpoints.close()

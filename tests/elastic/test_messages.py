@@ -1,0 +1,150 @@
+"""What a user is told: bad options, a second supervisor, what happened and what it cost."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from gtp_jax.cli import main
+from gtp_jax.elastic import ElasticOptions, draw_timeline, read_events, table
+from gtp_jax.elastic._devices import find_devices
+from gtp_jax.elastic._failure import how_it_ended
+from gtp_jax.elastic._lock import Lock
+from gtp_jax.elastic._patience import Patience
+from gtp_jax.elastic._picture import spans_of
+from gtp_jax.elastic._requests import take_rejoins
+
+# A failure of device 1 of two at 20 s, as a supervisor writes it.
+EVENTS = [
+    {"time": 0.0, "event": "start", "devices": ["GPU 0", "GPU 1"], "text": "2 processes"},
+    {"time": 1.0, "event": "fleet", "devices": [0, 1], "text": "a fleet of 2"},
+    {"time": 10.0, "event": "training", "step": 1},
+    {"time": 15.0, "event": "snapshot", "step": 50, "fleet_step": 51},
+    {"time": 20.5, "event": "failure", "kind": "killed", "device": 1, "step": 90, "last_sign": 20.0, "text": "killed"},
+    {"time": 23.0, "event": "lost", "device": 1, "text": "GPU 1 is not used any more"},
+    {"time": 23.0, "event": "verdict"},
+    {"time": 23.0, "event": "fleet ended", "step": 90, "kept_step": 50},
+    {"time": 23.1, "event": "fleet", "devices": [0], "text": "a fleet of 1"},
+    {"time": 32.0, "event": "training", "step": 51},
+    {
+        "time": 32.0,
+        "event": "recovered",
+        "step": 50,
+        "steps_lost": 40,
+        "total_s": 12.0,
+        **dict(detection_s=3.0, start_s=4.0, restore_s=1.0, compile_s=3.0, step_s=1.0),
+        "text": "the run goes on",
+    },
+    {"time": 40.0, "event": "end", "step": 200, "text": "goodput 50.0%"},
+]
+
+
+def refused(capsys, *arguments: str) -> str:
+    assert main(list(arguments)) == 2
+    return capsys.readouterr().err
+
+
+def test_options_of_a_supervisor_need_one(capsys):
+    said = refused(capsys, "train", "--snapshot-interval", "3", "--retries", "2")
+    assert "--snapshot-interval, --retries: only a run under a supervisor has that. Add --elastic." in said
+
+
+def test_a_supervisor_starts_its_processes_itself(capsys, tmp_path):
+    flags = ("--coordinator", "127.0.0.1:9000", "--num-processes", "2", "--process-id", "0")
+    said = refused(capsys, "train", "--elastic", "--out", str(tmp_path / "run"), *flags)
+    assert "`--elastic` starts the processes of one host by itself. Leave out --coordinator" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("snapshot_interval", 0, "`snapshot_interval` is 0; it must be a whole number of at least 1."),
+        ("retries", 0, "`retries` is 0; it must be a whole number of at least 1."),
+        ("probe_timeout", -1.0, "`probe_timeout` is -1.0; it must be a number above 0."),
+    ],
+)
+def test_options_out_of_range_are_refused(name, value, message):
+    with pytest.raises(ValueError, match=message):
+        ElasticOptions(**{name: value})
+
+
+def test_a_second_supervisor_of_a_directory_is_refused(tmp_path):
+    with Lock(tmp_path / "run" / "elastic" / "lock"):
+        with pytest.raises(ValueError, match="another supervisor runs in .*run. Wait for it or end it"):
+            Lock(tmp_path / "run" / "elastic" / "lock")
+    with Lock(tmp_path / "run" / "elastic" / "lock"):
+        pass
+
+
+def test_a_rejoin_is_asked_for_by_a_command(capsys, tmp_path):
+    assert "no run has been started there with --elastic" in refused(
+        capsys, "elastic", "rejoin", str(tmp_path), "--device=1"
+    )
+    (tmp_path / "elastic").mkdir()
+    assert "`device` is -1; devices are counted from 0." in refused(
+        capsys, "elastic", "rejoin", str(tmp_path), "--device=-1"
+    )
+    assert main(["elastic", "rejoin", str(tmp_path), "--device=1"]) == 0
+    assert take_rejoins(tmp_path / "elastic") == [1]
+    assert take_rejoins(tmp_path / "elastic") == []
+
+
+def test_what_happened_is_shown_and_drawn(capsys, tmp_path):
+    assert "the run has not been started with --elastic" in refused(capsys, "elastic", "show", str(tmp_path))
+    lines = [json.dumps(event) for event in EVENTS]
+    (tmp_path / "events.jsonl").write_text("\n".join([*lines, '{"time": 41.0, "ev']))  # cut off by a kill
+    capsys.readouterr()
+    assert main(["elastic", "show", str(tmp_path), "--picture", str(tmp_path / "timeline.png")]) == 0
+    said = capsys.readouterr().out
+    assert table(EVENTS) in said and "GPU 1 is not used any more" in said
+    last = table(EVENTS).splitlines()[-1].split()
+    assert last == ["50", "40", "3.0", "4.0", "1.0", "3.0", "1.0", "12.0"]
+    assert (tmp_path / "timeline.png").stat().st_size > 5000
+    assert read_events(tmp_path / "events.jsonl") == EVENTS
+
+
+def test_the_picture_shows_each_device_at_each_moment():
+    spans = spans_of(EVENTS)
+    first = [(s.what, s.begin, s.end) for s in sorted(spans, key=lambda s: s.begin) if s.device == 0]
+    assert first == [
+        ("start", 1.0, 10.0),
+        ("training", 10.0, 20.0),
+        ("detection", 20.0, 23.0),
+        ("start", 23.0, 27.0),
+        ("restore", 27.0, 28.0),
+        ("compile", 28.0, 31.0),
+        ("step", 31.0, 32.0),
+        ("training", 32.0, 40.0),
+    ]
+    assert [(s.what, s.begin, s.end) for s in spans if s.device == 1 and s.what == "lost"] == [("lost", 23.0, 40.0)]
+    with pytest.raises(ValueError, match="there are no events to draw"):
+        draw_timeline([], None)  # pyright: ignore[reportArgumentType]
+
+
+def test_how_a_process_ended_is_said_in_words():
+    assert how_it_ended(-9) == "was ended by SIGKILL; often the host has run out of memory"
+    assert how_it_ended(-11) == "was ended by SIGSEGV"
+    assert how_it_ended(3) == "ended with status 3"
+
+
+def test_patience_grows_with_what_took_long_and_ended_well():
+    patience = Patience()
+    assert patience.silence_s("step", stepped=True) < patience.silence_s("compile", stepped=False)
+    before = patience.silence_s("step", stepped=True)
+    patience.beat(10 * before)
+    assert patience.silence_s("step", stepped=True) == 40 * before
+    assert patience.busy_s(None) > patience.busy_s(1.0)
+    assert patience.busy_s(60.0) == 600.0
+
+
+def test_gpus_are_those_that_are_visible(monkeypatch):
+    monkeypatch.setattr("gtp_jax.elastic._devices.has_gpu", lambda: True)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-abc")
+    assert [device.environment["CUDA_VISIBLE_DEVICES"] for device in find_devices(8)] == ["2", "GPU-abc"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ValueError, match="`--elastic` found no NVIDIA GPU"):
+        find_devices(8)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert [device.name for device in find_devices(2)] == ["virtual CPU device 0", "virtual CPU device 1"]
