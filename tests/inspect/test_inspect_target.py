@@ -52,6 +52,7 @@ def _asynchronous(events):
     return sum(e.end > e.start for e in events)
 
 
+@pytest.mark.slow
 def test_text_lists_every_collective_over_dp_with_what_hides_it():
     options = InspectOptions(target="h200:8", parallelism=Parallelism(dp=2), seq=128)
     found = inspect(options)

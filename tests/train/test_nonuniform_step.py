@@ -237,6 +237,7 @@ def test_gradients_are_folded_by_permutes_and_summed_once(roles, x64):
             step(state, next(batches(14)))
 
 
+@pytest.mark.slow
 def test_a_recipe_quantizes_the_same_weights_to_the_same_codes_in_every_replica(x64):
     recipe = gtp.NVFP4(exclude=())
     data = list(batches(9))
