@@ -1,7 +1,6 @@
 """Eight virtual CPU devices for every test, set before jax starts; GTP_TEST_PLATFORM=gpu takes the machine's GPUs."""
 
 import os
-import tempfile
 import zlib
 
 ON_GPU = os.environ.get("GTP_TEST_PLATFORM") == "gpu"
@@ -13,21 +12,13 @@ if ON_GPU:
 else:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"{QUICK_COMPILE} {os.environ.get('XLA_FLAGS', '')}"
-    # Tests compile many programs that others have compiled, in this worker or another: workers share one cache for the
-    # length of the session. Processes that tests start do without.
-    if "GTP_TEST_COMPILED" not in os.environ:
-        _COMPILED = tempfile.TemporaryDirectory(prefix="gtp_jax_compiled_")
-        os.environ["GTP_TEST_COMPILED"] = _COMPILED.name
 
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
-from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 # Packages whose annotated types and shapes are checked at every call.
 CHECKED = ("gtp_jax.ops", "gtp_jax.collectives", "gtp_jax.weights", "gtp_jax.chain")
-# What stands in the names of tests that restore arrays.
-RESTORES = ("checkpoint", "orbax", "resume", "restore", "mid_run", "convert", "start_from", "trainer/", "cli/", "docs/")
 
 if ON_GPU:
     from gtp_jax.train import all_reduce_with_nccl
@@ -37,30 +28,12 @@ else:
     # before anything imports them; shapes are the same on GPUs, whose machines may lack beartype
     jaxtyping.install_import_hook(CHECKED, "annotations.checked")
     jax.config.update("jax_num_cpu_devices", 8)
-    jax.config.update("jax_compilation_cache_dir", os.environ["GTP_TEST_COMPILED"])
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)  # what takes less long is not worth a file
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 @pytest.fixture(autouse=True)
 def annotations(request: pytest.FixtureRequest):
     """Leaves annotations unchecked where a test gives what they forbid."""
     jaxtyping.config.update("jaxtyping_disable", request.node.get_closest_marker("bad_input") is not None)
-
-
-@pytest.fixture(autouse=True)
-def compiled(request: pytest.FixtureRequest):
-    """Leaves the cache of compiled programs out where a test restores arrays: on CPUs, steps by a program out of it
-    (jax 0.12.0.1) were not those by the program as it was compiled."""
-    restores = not ON_GPU and any(word in request.node.nodeid for word in RESTORES)
-    if not restores:
-        yield
-        return
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture
