@@ -102,15 +102,17 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
     owners = weight_owners(model)
     groups = _groups(structure_of(model), {path: owners[path] for path in places}, recipe)
     kept = _kept([groups[path] for path in places], [_masters(owners[path]) for path in places])
-    # copies, as a step donates its state, and the model is left as it is
-    leaves = [v.replace(jax.tree.map(jnp.copy, v.get_raw_value())) if _is_variable(v) else v for v in leaves]
-    put = {place: _frozen(leaves[place], leaves[place].get_raw_value()) for place in frozen}
+    put: dict[int, nnx.Variable] = {}
     for (path, own), values in zip(places.items(), kept, strict=True):
         group = groups[path]
         for place, value, layout in zip(own, values, group.layouts, strict=True):
             known = FrozenAs(group.wire, group.operands)
             put[place] = _frozen(leaves[place], value, layout=layout.of_shards, frozen=known)
-    return nnx.merge(graph, jax.tree.unflatten(tree, [put.get(place, v) for place, v in enumerate(leaves)]))
+    for place, variable in enumerate(leaves):
+        if place not in put:  # a copy, as a step donates its state, and the model is left as it is
+            value = jax.tree.map(jnp.copy, variable.get_raw_value())
+            put[place] = _frozen(variable, value) if place in frozen else variable.replace(value)
+    return nnx.merge(graph, jax.tree.unflatten(tree, [put[place] for place in range(len(leaves))]))
 
 
 def _frozen(variable: nnx.Variable, value: Any, **metadata: Any) -> Frozen:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 from ...ops import RopeScaling
 from ._config import LlamaConfig
 
-# (arXiv 2407.21783, table 3)
+# Llama 3 (arXiv 2407.21783, table 3)
 _8B = LlamaConfig(
     vocab_size=128256,
     hidden_size=4096,
@@ -18,81 +18,32 @@ _8B = LlamaConfig(
     intermediate_size=14336,
     rope_theta=500_000.0,
 )
-_70B = dataclasses.replace(_8B, hidden_size=8192, num_layers=80, num_heads=64, intermediate_size=28672)
+_70B = replace(_8B, hidden_size=8192, num_layers=80, num_heads=64, intermediate_size=28672)
 # config.json of meta-llama/Llama-3.1-8B and Llama-3.1-70B
 _LLAMA_3_1 = RopeScaling(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=8192)
+# a byte a token
+_TINY = LlamaConfig(
+    vocab_size=256, hidden_size=128, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=32, intermediate_size=384
+)
+_1B = replace(
+    _TINY, hidden_size=2048, num_layers=20, num_heads=16, num_kv_heads=8, head_dim=128, intermediate_size=7168
+)
 
 PRESETS: dict[str, LlamaConfig] = {
     # trains on a laptop's CPU in minutes
-    "tiny": LlamaConfig(
-        vocab_size=256, hidden_size=128, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=32, intermediate_size=384
-    ),
-    "100m": LlamaConfig(
-        vocab_size=256,
-        hidden_size=1024,
-        num_layers=8,
-        num_heads=16,
-        num_kv_heads=8,
-        head_dim=64,
-        intermediate_size=3072,
-    ),
-    "1b": LlamaConfig(
-        vocab_size=256,
-        hidden_size=2048,
-        num_layers=20,
-        num_heads=16,
-        num_kv_heads=8,
-        head_dim=128,
-        intermediate_size=7168,
-    ),
+    "tiny": _TINY,
+    "100m": replace(_1B, hidden_size=1024, num_layers=8, head_dim=64, intermediate_size=3072),
+    "1b": _1B,
     # Mixtral in small: 2 of 8 experts a token
-    "tiny-moe": LlamaConfig(
-        vocab_size=256,
-        hidden_size=128,
-        num_layers=4,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=32,
-        intermediate_size=256,
-        num_experts=8,
-        top_k=2,
-    ),
+    "tiny-moe": replace(_TINY, intermediate_size=256, num_experts=8, top_k=2),
     # Mixtral 8x7B (arXiv 2401.04088, table 1)
-    "mixtral": LlamaConfig(
-        vocab_size=32000,
-        hidden_size=4096,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        intermediate_size=14336,
-        num_experts=8,
-        top_k=2,
-        rope_theta=1_000_000.0,
-    ),
+    "mixtral": replace(_8B, vocab_size=32000, num_experts=8, top_k=2, rope_theta=1_000_000.0),
     # the step that the benchmarks time: 3.6 B parameters in matmuls
-    "reference": LlamaConfig(
-        vocab_size=32768,
-        hidden_size=4096,
-        num_layers=16,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        intermediate_size=14336,
-    ),
+    "reference": replace(_8B, vocab_size=32768, num_layers=16, rope_theta=10_000.0),
     # Llama 3 and 3.1
     "8b": _8B,
-    "8b-3.1": dataclasses.replace(_8B, rope_scaling=_LLAMA_3_1),
+    "8b-3.1": replace(_8B, rope_scaling=_LLAMA_3_1),
     "70b": _70B,
-    "70b-3.1": dataclasses.replace(_70B, rope_scaling=_LLAMA_3_1),
-    "405b": LlamaConfig(
-        vocab_size=128256,
-        hidden_size=16384,
-        num_layers=126,
-        num_heads=128,
-        num_kv_heads=8,
-        head_dim=128,
-        intermediate_size=53248,
-        rope_theta=500_000.0,
-    ),
+    "70b-3.1": replace(_70B, rope_scaling=_LLAMA_3_1),
+    "405b": replace(_8B, hidden_size=16384, num_layers=126, num_heads=128, intermediate_size=53248),
 }
