@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..plan import columns
+from ..trainer import read_log
 
 Event = dict[str, Any]
 
@@ -58,13 +59,7 @@ def read_events(path: Path) -> list[Event]:
     """
     if not path.exists():
         raise FileNotFoundError(f"no {path}: the run has not been started with --elastic.")
-    events = []
-    for line in path.read_text().splitlines():
-        try:
-            events.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return events
+    return read_log(path)
 
 
 def table(events: list[Event]) -> str:

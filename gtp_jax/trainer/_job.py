@@ -96,9 +96,7 @@ def prepare(
     Raises:
         ValueError: if the checkpoint is of another model, or was trained on other text.
     """
-    abstract = abstract_model(lambda rngs: build(model, rngs=rngs))
-    optimizer = adamw(config, abstract)
-    like = TrainState.create(abstract, optimizer)
+    like, optimizer = abstract_state(config, model)
     source = watch.source(checkpoints, like)
     watch.doing("restore")
     begin = source.latest() if resume else None
@@ -114,7 +112,14 @@ def prepare(
         state = TrainState.create(dataclasses.replace(like, params=params).model(), optimizer)
     else:
         state = TrainState.create(init(lambda rngs: build(model, rngs=rngs), nnx.Rngs(config.seed)), optimizer)
-    return compile_step(config, model, fleet, corpus, watch, state, begin or 0), state
+    return compile_step(config, model, fleet, corpus, watch, state, optimizer, begin or 0), state
+
+
+def abstract_state(config: TrainConfig, model: ModelConfig) -> tuple[TrainState, optax.GradientTransformation]:
+    """Returns a state of shapes, as a checkpoint would be restored to, and the optimizer."""
+    abstract = abstract_model(lambda rngs: build(model, rngs=rngs))
+    optimizer = adamw(config, abstract)
+    return TrainState.create(abstract, optimizer), optimizer
 
 
 def compile_step(
@@ -123,14 +128,11 @@ def compile_step(
     fleet: Fleet,
     corpus: Corpus,
     watch: Watch,
-    state: TrainState | None = None,
+    state: TrainState,
+    optimizer: optax.GradientTransformation,
     begin: int = 0,
 ) -> Job:
-    """Compiles the step, for a state or for one as a checkpoint would be restored to. To be called with the mesh in
-    scope."""
-    abstract = abstract_model(lambda rngs: build(model, rngs=rngs))
-    optimizer = adamw(config, abstract)
-    like = TrainState.create(abstract, optimizer) if state is None else state
+    """Compiles the step, for a state or for its shapes (see `abstract_state`). To be called with the mesh in scope."""
     schedule = learning_rate(config)
     train = fleet.loader(Windows(corpus.train, config.seq, config.seed), config.batch, config.execution.microbatches)
     recipe = config.quantization.to_recipe()
@@ -151,10 +153,10 @@ def compile_step(
     evaluate: Callable[..., Metrics] = eval_step(loss, recipe=recipe, view="local")
     began = time.perf_counter()
     if isinstance(step, NonuniformStep):
-        programs, run = step.compile(like, train.at(0)), step
-        evaluation = functools.partial(_on_core, evaluate, step.tell, with_whole_sequences(like.model_def))
+        programs, run = step.compile(state, train.at(0)), step
+        evaluation = functools.partial(_on_core, evaluate, step.tell, with_whole_sequences(state.model_def))
     else:
-        run = step.lower(like, train.at(0)).compile()  # pyright: ignore[reportFunctionMemberAccess]
+        run = step.lower(state, train.at(0)).compile()  # pyright: ignore[reportFunctionMemberAccess]
         programs, evaluation = {"one step": run}, evaluate
     return Job(
         config=config,
@@ -169,7 +171,7 @@ def compile_step(
         programs=programs,
         evaluate=evaluation,
         compile_s=time.perf_counter() - began,
-        memory=_memory(programs, like),
+        memory=_memory(programs, state),
     )
 
 

@@ -21,7 +21,7 @@ from ._curve import draw_curve
 from ._directory import RunDirectory
 from ._distributed import LaunchOptions, barrier, check_same, find_launch, together
 from ._fleet import Fleet, fingerprint, make_fleet, without_sequence_parallelism
-from ._job import compile_step, prepare
+from ._job import abstract_state, compile_step, prepare
 from ._log import read_log
 from ._loop import run_loop
 from ._peer_watch import PeerWatch
@@ -78,7 +78,7 @@ def start(
     together(lambda: check_recipe_fits(config.quantization, model, fleet.mesh))
     if supervision is not None and supervision.rehearse:
         with jax.set_mesh(fleet.mesh), use_roles(config.parallelism.roles), supervision.watch as watch:
-            compile_step(config, model, fleet, corpus, watch)
+            compile_step(config, model, fleet, corpus, watch, *abstract_state(config, model))
         return 0
     if jax.process_index() == 0:
         directory.prepare(config, keep=resume)
