@@ -32,5 +32,11 @@ def others_slow(cases: Iterable[Any], usual: Collection[Any]) -> Sequence[Any]:
     return [pytest.param(*one, marks=_marks(case in usual)) for case, one in zip(cases, spread, strict=True)]
 
 
+def every(step: int, cases: Iterable[Any]) -> Sequence[Any]:
+    """Returns all cases, single values or tuples of several; by default run the first and each `step`th after it."""
+    cases = list(cases)
+    return others_slow(cases, cases[::step])
+
+
 def _marks(usual: bool) -> list[pytest.MarkDecorator]:
     return [] if usual else [pytest.mark.slow]

@@ -16,6 +16,7 @@ from gtp_jax.models import PRESETS
 TINY = ["--preset", "tiny", "--num-layers", "1", "--devices", "4", "--rounds", "1"]
 
 
+@pytest.mark.slow
 def test_the_command_measures_and_leaves_nothing_behind(tmp_path, capsys):
     record, picture = tmp_path / "times.json", tmp_path / "times.png"
     flags = [*TINY, "--contenders", "gtp_jax", "--dir", str(tmp_path)]

@@ -9,6 +9,7 @@ from gtp_jax import bench, plan
 from gtp_jax.cli import main
 
 
+@pytest.mark.slow
 def test_points_run_and_one_that_fails_leaves_the_others(tmp_path, capsys):
     saved, picture, logs = tmp_path / "growth.json", tmp_path / "growth.png", tmp_path / "logs"
     shape = ["--num-layers", "1", "--seq", "16", "--gtp", "2", "--steps", "2"]

@@ -20,6 +20,7 @@ def on_two(function):
         return function()
 
 
+@pytest.mark.slow
 def test_shapes_are_those_of_a_rank_of_the_larger_degree_and_bytes_those_of_the_mesh():
     found = {m.name: m for m in on_two(lambda: list(bench.measure_sequence(CONFIG, part=16, shares=4)))}
     outputs = {"attention.qkv": (64, (128 + 64 + 64) // 4), "attention.out": (128 // 4, 64)}

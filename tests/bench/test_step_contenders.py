@@ -109,7 +109,7 @@ def test_operations_are_those_of_the_model():
     )
 
 
-@pytest.mark.parametrize("tp, unroll", [(1, 0), (2, 1)])
+@pytest.mark.parametrize("tp, unroll", [(1, 0), pytest.param(2, 1, marks=pytest.mark.slow)])
 def test_the_partitioner_has_the_same_loss_as_the_oracle(partitioner, key, tp, unroll):
     config = LlamaConfig(**SIZES, dtype="float32")
     oracle = Oracle(config)
@@ -204,12 +204,14 @@ def test_the_partitioner_at_its_best_hides_all_but_two_collectives_on_h200(parti
     assert (gathers.count("forward"), gathers.count("backward")) == (6, 4 * (policy == "regather"))
 
 
+@pytest.mark.slow
 @needs_target
 def test_the_partitioner_compiles_over_tp_on_h200_with_cudnn_attention(partitioner):
     found = schedule_on_h200(partitioner, "regather", layers=1, tp=2)
     assert {e.direction for e in found.events if e.kind == "attention"} == {"forward", "backward"}
 
 
+@pytest.mark.slow
 def test_the_command_reports_what_ran_and_why_the_rest_did_not(tmp_path, capsys):
     saved, picture = tmp_path / "run.json", tmp_path / "run.png"
     words = ["gtp_jax bf16 regather", "bound bf16", "fsdp2 bf16 regather"]

@@ -22,6 +22,7 @@ def temporary_bytes(layers: int, keep_gathered) -> int:
     return step.compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep_gathered, least, most", [(1, -0.5, 0.25), ("all", 0.6, 1.2)])
 def test_gathered_weights_pile_up_with_depth_only_if_all_are_kept(keep_gathered, least, most):
     growth = (temporary_bytes(6, keep_gathered) - temporary_bytes(3, keep_gathered)) / 3 / GATHERED_LAYER

@@ -54,12 +54,14 @@ def exposed(tp: int, prefetch: bool) -> tuple[tuple[plan.Event, ...], tuple[plan
     return over_gtp(found.exposed(*kinds)), over_gtp(found.collectives(*kinds))
 
 
+@pytest.mark.slow
 def test_weights_are_gathered_and_their_gradients_scattered_in_bfloat16():
     _, every = exposed(1, prefetch=True)
     assert {e.collective.dtype for e in every if e.kind == "all-gather"} == {"u16"}  # its bits
     assert {e.collective.dtype for e in every if e.kind == "reduce-scatter"} == {"bf16"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, kind, dtype, size", [("float32", "reduce-scatter", "f32", 4), ("bf16-wire", "all-to-all", "u16", 2)]
 )
@@ -150,6 +152,7 @@ def test_activations_move_over_tp_in_parts_under_matmuls(tp):
     assert len(bare) <= (tp > 2) and all(e.collective.asynchronous for e in every if e not in bare)
 
 
+@pytest.mark.slow
 def test_without_prefetch_gathers_are_exposed():
     bare, _ = exposed(1, prefetch=False)
     assert len([e for e in bare if e.kind == "all-gather"]) >= LAYERS

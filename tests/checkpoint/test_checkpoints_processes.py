@@ -5,6 +5,8 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 from gtp_jax.checkpoint import Checkpoints
 
 STATE = """
@@ -49,6 +51,7 @@ jax.distributed.shutdown()
 """
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_checkpoint_that_one_process_can_read(tmp_path, logical, assert_same_bits):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

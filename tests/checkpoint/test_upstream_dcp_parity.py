@@ -49,6 +49,7 @@ def bits(state) -> list[bytes]:
     return [np.asarray(shard.data).tobytes() for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "recipe", "optimizer"), MATRIX)
 def test_ten_steps_after_a_restore_are_the_ten_after_the_save(tmp_path, mesh, recipe, optimizer):
     run = Run(PLACES[mesh], RECIPES[recipe], OPTIMIZERS[optimizer])

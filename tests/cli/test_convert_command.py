@@ -38,6 +38,7 @@ def params(directory, step=None):
     return {name: leaf for name, leaf in leaves.items() if name.startswith("params/")}
 
 
+@pytest.mark.slow
 def test_a_run_is_exported_imported_and_trained_on(run, text, tmp_path, capsys):
     count = PRESETS["tiny"].param_count()
     code, out, _ = printed(capsys, "convert", "export", run, tmp_path / "hf", "--dtype", "float32")

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import gtp_jax
 
 # In a process of its own, whose highest resident size is that of nothing else.
@@ -43,6 +45,7 @@ print(json.dumps([many - few, size, values.nbytes]))
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_model(tmp_path):
     root = Path(gtp_jax.__file__).parents[1]
     environment = {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu", "PATH": ""}

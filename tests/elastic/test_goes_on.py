@@ -50,6 +50,7 @@ def assert_equal(out: Path, expected: list[dict]) -> None:
             np.testing.assert_allclose(record[name], wanted[name], rtol=1e-12, err_msg=f"{name} of {wanted}")
 
 
+@pytest.mark.slow
 def test_a_killed_process_whose_device_is_broken_leaves_a_run_on_the_others(text, left_alone, tmp_path):
     out = tmp_path / "run"
     with elastic(flags(text, out, **SMALL), tmp_path, DEVICE_BROKEN="1") as run:

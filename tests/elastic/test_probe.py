@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from gtp_jax.elastic._devices import Device
 from gtp_jax.elastic._probe import Probe, probe
 
@@ -14,6 +16,7 @@ if "JAX finds no GPU" in " ".join(sys.orig_argv) and sys.orig_argv[-1] == "1":
 """
 
 
+@pytest.mark.slow
 def test_a_sound_device_computes_a_hung_one_and_a_missing_gpu_are_found(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(_HARM)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -70,6 +70,7 @@ def test_text_has_every_section(found):
     assert "exposed" not in text  # the order on a CPU means nothing
 
 
+@pytest.mark.slow
 def test_text_says_what_is_padded_in_use_and_what_stays_whole():
     """256 ids and 384 hidden features over three ranks; four groups of heads over three; the width 128 over gtp 5."""
     three = inspect(InspectOptions(parallelism=Parallelism(gtp=2, tp=3), seq=15, batch=2))
@@ -96,6 +97,7 @@ def test_json_holds_the_same_numbers(found):
     assert len(data["parameters"]) == len(found.parameters) and "schedule" not in data
 
 
+@pytest.mark.slow
 def test_command_makes_the_devices_that_the_degrees_need():
     """In a process of its own: 16 devices, whatever the machine has."""
     code = (

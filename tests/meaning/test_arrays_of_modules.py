@@ -67,6 +67,7 @@ def trained(degrees):
         return jax.tree.map(np.asarray, (metrics, state.params, state.model_state))
 
 
+@pytest.mark.slow
 def test_they_are_part_of_the_state_and_mean_what_they_mean_without_a_mesh(x64):
     found = trained(MESH)
     assert_equal(found, trained(None))

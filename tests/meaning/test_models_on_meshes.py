@@ -74,7 +74,7 @@ def assert_equal(found, wanted):
     "name, mesh, microbatches",
     [
         pytest.param(name, mesh, count, marks=[] if usual and (mesh, count) == (USUAL, 1) else pytest.mark.slow)
-        for name, usual in ((name, name in ("gpt2", "recurrent", "batch norm")) for name in CASES)
+        for name, usual in ((name, name in ("recurrent", "batch norm")) for name in CASES)
         for mesh in MESHES
         for count in (1, 4)
     ],

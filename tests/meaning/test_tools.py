@@ -70,6 +70,7 @@ def test_shapes_are_evaluated_without_computing(mesh):
     assert out.shape == (BATCH, LENGTH, VOCAB)
 
 
+@pytest.mark.slow
 def test_a_step_is_compiled_ahead_of_time(mesh):
     optimizer = optax.adamw(1e-2)
     abstract = gtp.TrainState.create(gtp.nn.abstract_model(Model), optimizer)
@@ -85,6 +86,7 @@ def test_a_step_is_compiled_ahead_of_time(mesh):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_steps_in_a_scan_are_steps_in_a_loop(mesh):
     optimizer = optax.adamw(1e-2)
     step = gtp.train_step(loss, optimizer)
@@ -113,6 +115,7 @@ def test_an_ensemble_is_a_vmap_over_parameters(mesh):
         np.testing.assert_allclose(together[number], alone, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_moving_average_of_parameters_evaluates_like_any(mesh):
     optimizer, average = optax.adamw(1e-2), optax.ema(0.9)
     state = gtp.TrainState.create(gtp.init(Model, nnx.Rngs(0)), optimizer)

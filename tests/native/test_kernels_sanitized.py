@@ -12,6 +12,7 @@ CASES = int(os.environ.get("GTP_FUZZ_CASES", "1500"))
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None or not FFI.is_dir(), reason="needs a C++ compiler and the sources in ffi/")
 def test_random_jobs_stay_within_their_buffers(tmp_path):
     program = tmp_path / "fuzz"

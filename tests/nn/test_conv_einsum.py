@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from selection import diagonal, others_slow
+from selection import diagonal, every, others_slow
 
 import gtp_jax as gtp
 from gtp_jax.plan import collectives
@@ -74,7 +74,7 @@ def measured(name, ours, mesh, batch=24):
         return jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(state, x))
 
 
-@pytest.mark.parametrize("name", [*LAYERS, "a stack"])
+@pytest.mark.parametrize("name", every(3, ["a stack", *LAYERS]))
 def test_without_a_mesh_bit_for_bit(name, x64):
     for found, wanted in zip(*(jax.tree.leaves(measured(name, ours, None)) for ours in (True, False)), strict=True):
         assert found.tobytes() == wanted.tobytes() and found.dtype == np.float64

@@ -99,6 +99,7 @@ def test_every_step_is_that_without_a_mesh(mesh, x64):
     assert_close(losses(mesh), losses(None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["gtp 4 x tp 2", *slow("gtp 8", "gtp 3")])
 def test_adafactor_does_not_depend_on_the_mesh(mesh, x64):
     """Its factors are of logical arrays; optax has them in float32, whatever the parameters."""
@@ -144,6 +145,7 @@ def test_stock_orbax_restores_a_step_of_gtp_8_elsewhere(after, tmp_path, x64):
         assert_close([step(model, optimizer, batch(number)) for number in (2, 3)], losses(None)[2:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", ["gtp 4 x tp 2", *slow(None)])
 def test_checkpoints_take_an_nnx_state_with_its_random_keys(after, tmp_path, x64):
     with mesh_in_scope("gtp 8"), Checkpoints(tmp_path) as checkpoints:
@@ -225,6 +227,7 @@ def test_an_array_that_would_be_repeated_is_refused(make):
     nnx.Optimizer(make(nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param)  # whose variables have a parameter's metadata
 
 
+@pytest.mark.slow
 def test_a_recipe_in_scope_is_that_of_a_step():
     """Bit for bit what `train_step(recipe=)` computes."""
     make = lambda rngs: gtp.Stack(lambda rngs: gtp.MLP(128, 256, dtype=jnp.float32, rngs=rngs), 2, rngs=rngs)  # noqa: E731

@@ -60,6 +60,7 @@ def _variables(state):
     return jax.tree.leaves(state, is_leaf=lambda v: isinstance(v, nnx.Variable))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "degrees", [pytest.param(dict(gtp=8), marks=pytest.mark.slow), dict(dp=2, gtp=2, tp=2)], ids=str
 )

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from selection import every
 
 import gtp_jax as gtp
 from gtp_jax import plan
@@ -85,7 +86,13 @@ EVERY_WAY = ("one document", "two", "a long one among many short", "an id comes 
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [*((name, "causal") for name in CASES), *((name, o) for name in EVERY_WAY for o in ("bidirectional", "window"))],
+    every(
+        3,
+        [
+            *((name, "causal") for name in CASES),
+            *((name, o) for name in EVERY_WAY for o in ("bidirectional", "window")),
+        ],
+    ),
 )
 def test_every_way_is_right_for_the_ids_that_take_it(name, options, by_hand):
     rows, way = CASES[name]
@@ -129,6 +136,7 @@ def test_documents_are_found_and_divided_in_random_rows(monkeypatch):
     assert ways == {1, 2, 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False])
 def test_vmap_joins_the_batch_and_still_chooses_one_way(shared, by_hand):
     given = [jnp.stack([x, 2 * x, x - 1]) for x in operands(2)]

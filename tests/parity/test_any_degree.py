@@ -50,6 +50,7 @@ CASES = {
 DEFAULT = ("the same with a tied head",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some_slow(CASES, [name for name in CASES if name not in DEFAULT]))
 def test_losses_gradients_and_steps_are_those_without_a_mesh(name, x64):
     degrees, config, length = CASES[name]
@@ -158,6 +159,7 @@ def gradients_of(config: LlamaConfig, degrees: dict[str, int], recipe):
         return jax.tree.map(np.asarray, run(state, batches(config, 4, 6)[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe, name",
     [("NVFP4", "dense"), *(pytest.param(r, m, marks=pytest.mark.slow) for r, m in [*SLOW_PAIRS])],

@@ -175,6 +175,7 @@ def test_meshes_agree_with_the_plain_model_in_float32(name):
     assert_close(losses, wanted_losses, 1e-5, "loss of step ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some_slow(SCHEDULES, [name for name in SCHEDULES if name != "all kept"]))
 def test_schedules_agree_with_the_plain_model(name, x64):
     fields = SCHEDULES[name]

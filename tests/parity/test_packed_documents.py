@@ -100,6 +100,7 @@ def measured(name, mesh, batches):
         return total, gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "llama")) for n in MODELS])
 def test_packed_documents_have_the_losses_and_gradients_that_they_have_alone(name, x64):
     rows = documents()
@@ -116,6 +117,7 @@ def test_packed_documents_have_the_losses_and_gradients_that_they_have_alone(nam
     assert abs(mixed - total) > 1e-3 * total  # so that the test would see documents that see each other
 
 
+@pytest.mark.slow
 def test_packed_documents_under_plain_jit_have_the_loss_of_a_step(x64):
     """In global view, where every module opens a `shard_map` of its own for its part of the segments."""
     batch = jax.tree.map(jnp.asarray, packed(documents()))

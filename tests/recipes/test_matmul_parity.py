@@ -81,6 +81,7 @@ def test_a_dense_layer_has_the_gradients_of_one_device(name, x64):
     assert_close(found, wanted, 1e-11)
 
 
+@pytest.mark.slow
 def test_no_block_of_a_gradient_has_two_kernels_in_it_on_any_mesh(x64):
     recipe, sizes = RECIPES["NVFP4"], (56, 120)  # no multiples of a block: padded where they are sharded
     loss, wanted = dense_gradients(dict(gtp=1), recipe, 1, sizes)

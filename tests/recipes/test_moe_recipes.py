@@ -29,6 +29,7 @@ SIZES = dict(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe, parallel",
     [

@@ -69,7 +69,7 @@ CASES = [
     ("of modules", dict(tie_embeddings=True)),
     *((name, dict(num_experts=4)) for name in ("fp8-matmuls", "nvfp4-matmuls", "of modules", "of gradients")),
 ]
-DEFAULT = [("nvfp4-matmuls", {}), ("of gradients", {})]
+DEFAULT = [("of gradients", {})]
 
 
 def slow_but(default, cases):

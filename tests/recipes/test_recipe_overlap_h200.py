@@ -41,6 +41,7 @@ def test_a_layer_is_one_gather_of_bytes_under_the_layer_ahead_and_one_kernel():
     assert launches == [1, 1, 2 * LAYERS]
 
 
+@pytest.mark.slow
 @needs_target
 @pytest.mark.skipif(not native.has("gtp_quantize", "CUDA"), reason=native.describe())
 def test_codes_that_fp8_matmuls_take_as_they_are_travel_in_one_launch_a_layer_too():

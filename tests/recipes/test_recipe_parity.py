@@ -143,13 +143,14 @@ def check(config, degrees, microbatches, recipe, tolerance):
         pytest.param("NVFP4", "one device", marks=pytest.mark.slow),
         ("NVFP4", "dp 2 x gtp 2, four microbatches"),
         pytest.param("MXFP8", "gtp 2 x tp 2", marks=pytest.mark.slow),
-        ("MXFP8", "gtp 8, unaligned"),
+        pytest.param("MXFP8", "gtp 8, unaligned", marks=pytest.mark.slow),
     ],
 )
 def test_gradients_are_those_of_the_plain_model_at_quantized_weights(recipe, mesh, x64):
     check(*MESHES[mesh], RECIPES[recipe], 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["FP8", pytest.param("NVFP4 1x16", marks=pytest.mark.slow)])
 def test_other_recipes_too(recipe, x64):
     check(*MESHES["gtp 4"], RECIPES[recipe], 1e-12)
@@ -200,6 +201,7 @@ def test_no_schedule_changes_the_numbers():
         assert_close(other, found[0], 1e-6)
 
 
+@pytest.mark.slow
 def test_bf16_is_no_recipe_at_all_and_evaluation_has_the_recipe_of_training():
     config = dataclasses.replace(ALIGNED, dtype="float32")
     batch = batch_of(config)

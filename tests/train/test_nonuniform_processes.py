@@ -54,6 +54,7 @@ PLANS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if "gtp" in name else name for name in PLANS]
 )

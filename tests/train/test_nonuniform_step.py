@@ -116,6 +116,7 @@ def four_and_three():
         yield found, one_device(14, microbatches=2, seq=16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gradient_of_every_kind_of_leaf_is_that_of_one_device(kind, four_and_three):
     found, wanted = (some["gradient"][KINDS[kind]] for some in four_and_three)

@@ -51,6 +51,7 @@ def close(found, expected, tolerance=1e-12):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1.0, float(np.abs(b).max())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipes", [(None, None), pytest.param((gtp.FP8(), gtp.NVFP4()), marks=pytest.mark.slow)], ids=["bf16", "quantized"]
 )

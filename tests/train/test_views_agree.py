@@ -65,6 +65,7 @@ def computed(block, view, recipe, degrees, **options):
         return jax.tree.map(np.asarray, compiled(state, batch)), gathers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [pytest.param(LlamaBlock, marks=pytest.mark.slow), UserBlock])
 @pytest.mark.parametrize(
     "name, degrees, options",

@@ -127,6 +127,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if i else n for i, n in enumerate(RECIPES)])
 def test_what_travels_is_that_of_replicas_bit_for_bit(name):
     """Codes of stored parts, joined, are those of whole shards, and what is in no format is rounded alike."""
@@ -166,6 +167,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if i else n for i, n in enumerate(OPTIMIZERS)]
 )
@@ -202,7 +204,7 @@ def bytes_of(collectives, kind):
     return sum(c.times * c.wire_bytes for c in collectives if c.kind == kind)
 
 
-@pytest.mark.parametrize("when, times", [("each", 4), ("last", 1)])
+@pytest.mark.parametrize("when, times", [pytest.param("each", 4, marks=pytest.mark.slow), ("last", 1)])
 def test_bytes_over_dp(when, times):
     """Of dp 2 each rank sends half of its shards: in bfloat16 once a step, of gradients in float32."""
     state, over_dp, _ = compiled(tuple(CUBE.items()), None, SMALL, 4, when)

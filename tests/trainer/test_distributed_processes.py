@@ -37,14 +37,8 @@ def test_two_processes_equal_one_but_for_the_order_of_sums(text, tmp_path):
     assert "held-out" not in silent and "collectives" not in silent
 
 
-@pytest.mark.parametrize(
-    ("victim", "number"),
-    [
-        (0, signal.SIGKILL),
-        pytest.param(1, signal.SIGKILL, marks=pytest.mark.slow),
-        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "number"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)])
 def test_a_dead_or_hanging_process_ends_the_other_with_the_last_checkpoint(victim, number, text, tmp_path):
     out = tmp_path / "run"
     with processes(2, small(text, out, **MESH, steps=100_000, eval_every=100_000), tmp_path) as runs:

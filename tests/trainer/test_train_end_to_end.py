@@ -97,6 +97,7 @@ def test_finished_run_can_be_extended_and_says_what_changed(run, capsys):
     assert [r["step"] for r in read_records(out) if "loss" in r] == list(range(1, 33))
 
 
+@pytest.mark.slow
 def test_tokenizer_file_sets_the_vocabulary(text, tmp_path, capsys):
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
