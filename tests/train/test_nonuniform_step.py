@@ -124,10 +124,12 @@ def test_the_gradient_of_every_kind_of_leaf_is_that_of_one_device(kind, four_and
     assert np.linalg.norm(found - wanted) <= 1e-12 * np.linalg.norm(wanted)
 
 
+@pytest.mark.slow
 def test_five_steps_at_four_and_three_are_those_of_one_device(four_and_three):
     assert_close(*four_and_three)
 
 
+@pytest.mark.slow
 def test_replicas_have_the_same_bits_after_every_step(four_and_three):
     assert_replicas_agree(four_and_three[0])
 
