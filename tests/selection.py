@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 
-def diagonal(*parameters: Iterable[Any]) -> list[Any]:
+def diagonal(*parameters: Iterable[Any], every: int = 1) -> list[Any]:
     """Returns every combination of values, for `pytest.mark.parametrize` of as many names.
 
     By default run as few as contain every value of every parameter: the first values together, the second ones, and so
-    on, where a shorter list begins again.
+    on, where a shorter list begins again. With `every`, only the first of these combinations and each so many after it.
     """
     lists = [list(values) for values in parameters]
-    usual = {tuple(i % len(values) for values in lists) for i in range(max(map(len, lists)))}
+    usual = {tuple(i % len(values) for values in lists) for i in range(0, max(map(len, lists)), every)}
     places: list[tuple[int, ...]] = [()]
     for values in lists:
         places = [(*place, i) for place in places for i in range(len(values))]

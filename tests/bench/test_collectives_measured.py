@@ -15,6 +15,7 @@ CONFIG = LlamaConfig(
 ELEMENTS = CONFIG.matmul_params() - 64 * 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", [dict(gtp=2, tp=2), pytest.param(dict(gtp=4), marks=pytest.mark.slow)])
 def test_bytes_are_those_of_the_format_and_rates_come_from_this_run(degrees):
     ranks, tp = degrees["gtp"], degrees.get("tp", 1)

@@ -36,6 +36,7 @@ def test_shapes_are_those_of_a_rank_of_the_larger_degree_and_bytes_those_of_the_
         assert min(forward.alone_s, forward.parts_s, forward.at_once_s) > 0
 
 
+@pytest.mark.slow
 def test_the_command_prints_and_writes_what_it_measured(capsys, tmp_path):
     path = tmp_path / "s.json"
     assert main(["bench", "sequence", "--tp", "2", "--mebibytes", "0.25", "--json", str(path)]) == 0

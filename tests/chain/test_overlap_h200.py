@@ -77,6 +77,7 @@ def test_gradients_that_are_summed_in_float32_move_under_compute_too(name, kind,
     assert temporary <= compiled(1, True)[1] + 2 * BLOCK
 
 
+@pytest.mark.slow
 def test_a_layer_is_one_gather_a_pass_and_one_scatter_and_moves_each_weight_once():
     _, every = exposed(1, prefetch=True)
     count = {kind: [e.direction for e in every if e.kind == kind] for kind in ("all-gather", "reduce-scatter")}

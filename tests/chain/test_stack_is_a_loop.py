@@ -15,9 +15,7 @@ REMAT = ["nothing", "matmuls", "activations", "everything"]
 EVERY = list(itertools.product(REMAT, ["full", 1, 2], [True, False], [0, 1, "all"]))
 # each policy, and each other choice at least once
 BY_DEFAULT = [
-    ("nothing", 1, True, 0),
     ("matmuls", 2, True, 1),
-    ("activations", "full", True, "all"),
     ("everything", 1, False, "all"),
 ]
 

@@ -61,6 +61,7 @@ def test_a_run_is_exported_imported_and_trained_on(run, text, tmp_path, capsys):
     assert json.loads((tmp_path / "second/config.json").read_text())["from_"] == str(tmp_path / "imported")
 
 
+@pytest.mark.slow
 def test_step_dtype_and_size_of_files_are_chosen(run, tmp_path, capsys):
     code, out, _ = printed(
         *(capsys, "convert", "export", run / "checkpoints", tmp_path / "hf"),

@@ -37,6 +37,7 @@ def gradients(degrees, parallel, roles=None, reduction="sum"):
         return {path: np.asarray(v.get_value()) for path, v in nnx.to_flat_state(found)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", others_slow(["features", "expert", None], ["expert"]))
 def test_gradients_under_plain_jit_are_those_without_a_mesh(parallel, x64):
     expected = gradients(None, parallel)

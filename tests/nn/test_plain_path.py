@@ -125,6 +125,7 @@ def test_arrays_have_logical_shapes_and_are_sharded(x64):
             step(model, optimizer, batch(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", ["gtp 4 x tp 2", *slow(None, "gtp 8", "gtp 3")])
 def test_stock_orbax_restores_a_step_of_gtp_8_elsewhere(after, tmp_path, x64):
     with mesh_in_scope("gtp 8"), ocp.StandardCheckpointer() as checkpointer:
@@ -161,6 +162,7 @@ def test_checkpoints_take_an_nnx_state_with_its_random_keys(after, tmp_path, x64
         assert_close([step(model, optimizer, batch(number)) for number in (2, 3)], losses(None)[2:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["gtp 4 x tp 2", *slow(None)])
 def test_a_weight_takes_the_logical_array(mesh, x64):
     rng = np.random.default_rng(0)

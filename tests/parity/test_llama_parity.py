@@ -156,6 +156,7 @@ def test_meshes_agree_with_the_plain_model(name, x64):
     check(dataclasses.replace(UNALIGNED, **changes), degrees, 1e-12, microbatches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some_slow(MESHES, [name for name in MESHES if "four" not in name]))
 def test_meshes_agree_with_the_plain_model_in_global_view(name, x64):
     degrees, changes, microbatches = MESHES[name]

@@ -22,6 +22,7 @@ SIZES = dict(
 )
 
 
+@pytest.mark.slow
 @needs_target
 @pytest.mark.skipif(not native.has("gtp_unpack", "CUDA"), reason=native.describe())
 def test_a_layer_is_one_gather_of_bytes_under_the_layer_ahead_and_one_kernel():

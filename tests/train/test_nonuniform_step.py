@@ -166,6 +166,7 @@ def test_equal_replicas_of_fewer_devices_are_an_ordinary_mesh(x64):
     assert [device.id for device in replicas.core.devices.flat] == [0, 2, 3, 4, 5, 7]
 
 
+@pytest.mark.slow
 def test_checkpoints_move_between_unequal_replicas_and_meshes_bit_for_bit(x64, tmp_path):
     plan = gtp.plan_faults(**TWO_AND_ONE)
     replicas = gtp.Replicas(Tiny, plan, jax.devices()[:4])

@@ -74,6 +74,7 @@ def test_two_models_of_different_roles_train_side_by_side_each_as_without_a_mesh
     assert found == [{"shard", "pod", "data"}, {"node", "local", "model"}]
 
 
+@pytest.mark.slow
 def test_an_axis_without_a_role_replicates(x64):
     mesh, roles = REPLICAS
     state, plain = begin(mesh, roles), begin(None, gtp.Roles())
