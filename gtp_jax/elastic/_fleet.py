@@ -9,11 +9,10 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from ..trainer import Activity
+from ..trainer import Activity, Line, Message
 from ._child import kill_group, start_child, wait_s
 from ._devices import Device
 from ._failure import Ended, Failure, how_it_ended
-from ._line import Line, Message
 from ._patience import Patience
 
 _CODE = """

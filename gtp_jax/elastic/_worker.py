@@ -21,8 +21,7 @@ from ..checkpoint import Checkpoints
 from ..mesh import has_gpu
 from ..nonuniform import Faults
 from ..train import all_reduce_with_nccl
-from ..trainer import Activity, Diverged, LaunchOptions, NoCoordinator, Supervision, Watch, start
-from ._line import Line, Message
+from ..trainer import Activity, Diverged, LaunchOptions, Line, Message, NoCoordinator, Supervision, Watch, start
 from ._patience import BEAT_S
 from ._snapshots import Cadence, Snapshots
 

@@ -56,6 +56,7 @@ class TrainConfig:
         "start from the parameters in a directory of checkpoints: imported, or of another run (default: random ones)",
         kind=str,
         metavar="DIR",
+        per_process=True,
     )
     dtype: str | None = knob(
         None, "model", "compute dtype (default: bfloat16 on GPUs, float32 on CPUs)", kind=str, choices=DTYPES
@@ -68,9 +69,15 @@ class TrainConfig:
         kind=str,
         metavar="PATH",
         nargs="+",
+        per_process=True,
     )
     tokenizer: str | None = knob(
-        None, "text", "a Hugging Face tokenizer.json (default: every byte is a token)", kind=str, metavar="FILE"
+        None,
+        "text",
+        "a Hugging Face tokenizer.json (default: every byte is a token)",
+        kind=str,
+        metavar="FILE",
+        per_process=True,
     )
     seq: int = knob(128, "text", "tokens of a sequence", metavar="N")
 
@@ -103,7 +110,14 @@ class TrainConfig:
     parallelism: Parallelism = piece(Parallelism)
     faults: Faults = piece(Faults)
 
-    out: str = knob("gtp-run", "output", "directory of checkpoints, log, curve and report", kind=str, metavar="DIR")
+    out: str = knob(
+        "gtp-run",
+        "output",
+        "directory of checkpoints, log, curve and report",
+        kind=str,
+        metavar="DIR",
+        per_process=True,
+    )
     eval_every: int = knob(25, "output", "steps between evaluations on held-out text", metavar="N")
     eval_batches: int = knob(4, "output", "batches of an evaluation", metavar="N")
     save_every: int = knob(50, "output", "steps between checkpoints", metavar="N")

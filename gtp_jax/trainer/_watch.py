@@ -77,3 +77,12 @@ class Supervision:
     degrees: Mapping[str, int]
     faults: Faults = Faults()
     rehearse: bool = False
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """What decides what is computed, by name, JSON."""
+        return {
+            "degrees": dict(self.degrees),
+            "lost devices": list(self.faults.failed_devices or ()),
+            "rehearsal": self.rehearse,
+        }
