@@ -126,6 +126,15 @@ class TrainConfig:
         1, "output", "checkpoints of the lowest held-out loss to keep beside them", least=0, metavar="N"
     )
 
+    grace: float | None = knob(
+        None,
+        "output",
+        "seconds from a signal to the end by force; a state that cannot be saved in time is not (default: no limit)",
+        kind=float,
+        above=0,
+        metavar="S",
+    )
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "data", tuple(self.data))  # a list, out of JSON or argparse
         preset_of(self.preset)

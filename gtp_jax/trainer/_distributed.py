@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import jax
 
+from .._exit_codes import RETRY
 from .._flags import knob
 
 
@@ -46,7 +47,9 @@ _HEARTBEAT_TIMEOUT_S = 60
 
 
 class NoCoordinator(ValueError):
-    """The processes of a run do not find each other."""
+    """The processes of a run do not find each other, which may pass."""
+
+    exit_code = RETRY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +76,8 @@ class Launch:
         """
         if self.processes == 1:
             return
+        # Its handler of SIGTERM would take the signal from this program in all phases but the loop.
+        jax.config.update("jax_enable_preemption_service", False)
         if (jax.config.jax_platforms or "").split(",")[0] == "cpu":  # pyright: ignore[reportAttributeAccessIssue]
             # With the persistent cache, 2 of 9 runs of several processes on CPU had gradients that were wrong by 2e-5
             # from their first step on (jax 0.11.2); without it, none did.

@@ -19,12 +19,16 @@ class Line:
 
     Args:
         connection: a connected stream socket, owned from now on.
+
+    Attributes:
+        unread: messages that have come with others, for whoever takes one at a time.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._sending = threading.Lock()
         self._received = b""
+        self.unread: list[Message] = []
 
     def fileno(self) -> int:
         """Returns the socket's file descriptor, for `select`."""

@@ -11,10 +11,12 @@ import contextlib
 import os
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
+from .._exit_codes import of_error
 from ._distributed import Launch, NoCoordinator
 from ._line import Line, Message
 
@@ -22,6 +24,7 @@ MEET_TIMEOUT_S = 120.0
 # Text may be read from a slow file system meanwhile.
 _ANSWER_TIMEOUT_S = 3600.0
 _RETRY_S = 0.2
+_LISTEN_S = 0.2
 _ITSELF_S = 10.0
 _MARK = "gtp_jax"
 _NOT_HERE = "process 0 does not reach itself at --coordinator {}: {}. Give an address of the host of process 0."
@@ -41,6 +44,8 @@ class Peers:
     def __init__(self, launch: Launch, *, timeout_s: float = MEET_TIMEOUT_S) -> None:
         self._launch, self._timeout_s = launch, timeout_s
         self._lines: dict[int, Line] = {}  # of process 0 to all others, or of another to process 0
+        self._stop = threading.Event()
+        self._listener: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         if self._launch.processes > 1:
@@ -54,7 +59,11 @@ class Peers:
                 ) from None
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        self.tell({"bye": True} if error is None else {"failed": str(error) or repr(error), "code": of_error(error)})
+        self._stop.set()
+        if self._listener is not None:
+            self._listener.join()
         for line in self._lines.values():
             line.close()
 
@@ -104,6 +113,44 @@ class Peers:
         if refused:
             raise ValueError(f"{several('process', refused)} refused to start; its own output says why.")
         return result
+
+    def tell(self, message: Message, process: int | None = None) -> None:
+        """Sends a message to one process, or to all to which this one is connected; from any thread."""
+        for number, line in self._lines.items():
+            if process is None or number == process:
+                line.send(message)
+
+    @property
+    def connected(self) -> list[int]:
+        """The processes to which this one is connected: process 0 to all, another one to process 0."""
+        return sorted(self._lines)
+
+    def listen(self, *hearers: Callable[[int, Message | None], None]) -> None:
+        """Passes on what other processes tell, in a thread, from now on; nothing can be asked any more.
+
+        Args:
+            hearers: take the process and its message; `None` when it is gone.
+        """
+        if self._lines:
+            self._listener = threading.Thread(target=self._hear, args=(hearers,), name="peers", daemon=True)
+            self._listener.start()
+
+    def _hear(self, hearers: Sequence[Callable[[int, Message | None], None]]) -> None:
+        with selectors.DefaultSelector() as selector:
+            for process, line in self._lines.items():
+                selector.register(line, selectors.EVENT_READ, process)
+                for message in line.unread:
+                    for heard in hearers:
+                        heard(process, message)
+            while not self._stop.is_set() and selector.get_map():
+                for key, _ in selector.select(_LISTEN_S):
+                    line: Any = key.fileobj
+                    messages = line.receive()
+                    if messages is None:
+                        selector.unregister(line)
+                    for message in [None] if messages is None else messages:
+                        for heard in hearers:
+                            heard(key.data, message)
 
 
 def several(noun: str, numbers: Sequence[int], *, most: int = 8) -> str:
@@ -208,7 +255,10 @@ def _answers(lines: dict[int, Line], deadline: float) -> dict[int, Message]:
     answers: dict[int, Message] = {}
     with selectors.DefaultSelector() as selector:
         for process, line in lines.items():
-            selector.register(line, selectors.EVENT_READ, process)
+            if line.unread:
+                answers[process] = line.unread.pop(0)
+            else:
+                selector.register(line, selectors.EVENT_READ, process)
         while len(answers) < len(lines):
             ready = selector.select(max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -219,8 +269,11 @@ def _answers(lines: dict[int, Line], deadline: float) -> dict[int, Message]:
                 if messages is None:
                     raise ValueError(f"process {key.data} has ended; its own output says why.")
                 if messages:
-                    answers[key.data] = messages[0]
+                    answers[key.data], line.unread = messages[0], messages[1:]
                     selector.unregister(line)
+    ended = [process for process, answer in answers.items() if "bye" in answer or "failed" in answer]
+    if ended:
+        raise ValueError(f"{several('process', ended)} has ended; its own output says why.")
     return answers
 
 
