@@ -20,6 +20,7 @@ def knob(
     kind: Any = int,
     least: int | None = None,
     above: float | None = None,
+    per_process: bool = False,
     **options: Any,
 ) -> Any:
     """Declares a field that the command line offers as a flag.
@@ -31,13 +32,13 @@ def knob(
         kind: converts the flag's text; `bool` makes a pair, `--name` and `--no-name`.
         least: smallest whole number allowed; 1 for an `int`.
         above: what a number must exceed.
+        per_process: processes of one run may have different values, of a path for instance.
         options: further ones of `argparse`; `choices` is checked by `check_knobs` too.
     """
     least = 1 if least is None and kind is int else least
     ranges = {"least": least, "above": above}
-    return dataclasses.field(
-        default=default, metadata={"group": group, "help": text, "type": kind, "range": ranges, "options": options}
-    )
+    metadata = {"group": group, "help": text, "type": kind, "range": ranges, "per_process": per_process}
+    return dataclasses.field(default=default, metadata={**metadata, "options": options})
 
 
 def piece(kind: type) -> Any:

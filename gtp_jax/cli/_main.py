@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
+from .._exit_codes import of_error, of_signal
 from ..mesh import has_gpu
 from ..train import all_reduce_with_nccl
 from ..trainer import Diverged
@@ -41,8 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments, without the name of the program; those of the process by default.
 
     Returns:
-        The exit status: 0; 2 after a mistake in the arguments or in what they name; 1 if a run has failed; 128 and the
-        number of the signal that has ended it.
+        The exit status (`_exit_codes.py`): 0; 2 after a mistake in the arguments or in what they name; 75 if something
+        outside the run has failed; 76 if the loss is not finite; 1 after any other failure; 128 and the number of the
+        signal that has ended it.
     """
     args = parser().parse_args(argv)
     if has_gpu():
@@ -53,13 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.traceback:
             raise
         print(f"gtp-jax {args.command}: error: {error}", file=sys.stderr)
-        return 2
+        return of_error(error)
     except Diverged as error:
         print(f"gtp-jax {args.command}: stopped: {error}", file=sys.stderr)
-        return 1
+        return of_error(error)
     except KeyboardInterrupt:
         print(f"gtp-jax {args.command}: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return of_signal(signal.SIGINT)
 
 
 def parser() -> argparse.ArgumentParser:

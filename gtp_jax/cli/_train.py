@@ -15,7 +15,7 @@ standard library, on the machine's GPUs or else on 8 virtual CPU devices, in som
 
 It prints the held-out loss beside the unigram entropy, which is the loss of the best guess that ignores context: below
 it, the model has learned something. It ends with a report and leaves in --out: checkpoints, log.jsonl, loss.png,
-report.txt. Ctrl-C or SIGTERM end it after the step, with a checkpoint.
+report.txt. Ctrl-C, SIGTERM or SIGUSR1 end it after the step, with a checkpoint.
 """
 
 _EXAMPLES = """\

@@ -9,11 +9,10 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from ..trainer import Activity
+from ..trainer import Activity, Line, Message
 from ._child import kill_group, start_child, wait_s
 from ._devices import Device
 from ._failure import Ended, Failure, how_it_ended
-from ._line import Line, Message
 from ._patience import Patience
 
 _CODE = """
@@ -28,7 +27,8 @@ _REAP_S = 30.0
 # The first process to end a run waits for the others.
 _CLOSING_S = 120.0
 
-_REFUSED = {"refused": 2, "diverged": 1}
+# What every fleet would end with again.
+_REFUSED = ("refused", "diverged")
 
 
 @dataclasses.dataclass(eq=False)
@@ -193,7 +193,7 @@ class Fleet:
             if now - min(m.said_at for m in refused) < _GRACE_S:
                 return None
             first = min(refused, key=lambda m: ("refused to start" in _reason(m), m.said_at))
-            return Ended(_REFUSED[first.said["cause"]], _reason(first))  # pyright: ignore[reportOptionalSubscript]
+            return Ended(first.said["code"], _reason(first))  # pyright: ignore[reportOptionalSubscript]
         done = [m for m in self.members if m.said is not None and m.said["kind"] == "ended"]
         if len(done) == len(self.members):
             late = [m for m in done if m.code is None]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from ..trainer import Message
 from ._devices import Device
 from ._events import EventLog
 from ._fleet import Fleet
-from ._line import Message
 
 _LIMIT_S = 900.0
 

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from .._exit_codes import RETRY, of_signal
 from ..checkpoint import Checkpoints
 from ..trainer import LaunchOptions, RunDirectory, TrainConfig, find_launch, resolve
 from ._account import Account
@@ -50,7 +51,7 @@ def supervise(
         force: replace it.
 
     Returns:
-        The status of the run; 1 if it could not go on; 128 and the number of the signal that ended it.
+        The status of the run; 75 if it could not go on; 128 and the number of the signal that ended it.
 
     Raises:
         ValueError: on a mistake in the settings.
@@ -147,14 +148,14 @@ class Supervisor:
                     fleet.kill()
                 self._memory.sweep()
                 if self._signal is not None:
-                    return self._give_up(standby, "it was asked to end", 128 + self._signal)
+                    return self._give_up(standby, "it was asked to end", of_signal(self._signal))
                 if without_progress > self._options.retries:
                     reason = f"{without_progress} failures in a row without a new snapshot (--retries)"
-                    return self._give_up(standby, reason, 1)
+                    return self._give_up(standby, reason, RETRY)
                 try:
                     plan = self._plan(self._lost)
                 except ValueError as error:
-                    return self._give_up(standby, str(error), 1)
+                    return self._give_up(standby, str(error), RETRY)
                 fleet = standby
 
     def _plan(self, lost: Collection[int]) -> FleetPlan:
@@ -221,7 +222,7 @@ class Supervisor:
                 if self._signal is not None and sent is None:
                     sent = self._signal
                     if all(member.activity not in _TRAINING for member in fleet.members):
-                        return Ended(128 + sent)
+                        return Ended(of_signal(sent))
                     fleet.forward(sent)
                 self._account.follow(fleet)
                 for report in fleet.reports:
@@ -360,7 +361,7 @@ class Supervisor:
         if ended.reason:
             print(f"gtp-jax train: error: {ended.reason}", file=sys.stderr)
         self._account.finish(ended.status, stepping_s, fleet.step)
-        return ended.status if self._signal is None else 128 + self._signal
+        return ended.status if self._signal is None else of_signal(self._signal)
 
     def _give_up(self, standby: Fleet | None, reason: str, status: int) -> int:
         if standby is not None:

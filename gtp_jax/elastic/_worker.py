@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import faulthandler
 import os
-import signal
 import socket
 import sys
 import threading
@@ -17,12 +16,24 @@ from typing import Any, NoReturn, Self
 
 import jax
 
+from .._exit_codes import of_error
 from ..checkpoint import Checkpoints
 from ..mesh import has_gpu
 from ..nonuniform import Faults
 from ..train import all_reduce_with_nccl
-from ..trainer import Activity, Diverged, LaunchOptions, NoCoordinator, Supervision, Watch, start
-from ._line import Line, Message
+from ..trainer import (
+    Activity,
+    Diverged,
+    LaunchOptions,
+    Line,
+    Message,
+    NoCoordinator,
+    Peers,
+    RunDirectory,
+    Supervision,
+    Watch,
+    start,
+)
 from ._patience import BEAT_S
 from ._snapshots import Cadence, Snapshots
 
@@ -96,6 +107,20 @@ class SupervisedWatch(Watch):
         if kind is None and self._snapshots is not None:
             self._snapshots.close()
 
+    def attend(self, peers: Peers, directory: RunDirectory) -> None:
+        """Does nothing: the supervisor watches all processes."""
+
+    def heard(self, process: int, message: Message | None) -> None:
+        """Does nothing."""
+
+    def leave(self, reason: str, code: int) -> None:
+        """Tells the supervisor that the run has ended so."""
+        del reason
+        self._line.send({"kind": "ended", "status": code})
+
+    def timed(self, what: str, seconds: float) -> None:
+        """Does nothing: what a supervisor does about a slow process is not decided by it."""
+
     def doing(self, activity: Activity, step: int = 0) -> None:
         """Tells the supervisor, at once if it is another activity."""
         if activity == "save" and self._snapshots is not None:
@@ -139,7 +164,7 @@ class SupervisedWatch(Watch):
         else:
             device = isinstance(error, jax.errors.JaxRuntimeError)
             cause = "refused" if "RESOURCE_EXHAUSTED" in str(error) else "device" if device else "error"
-        self._line.send({"kind": "failed", "cause": cause, "reason": reason})
+        self._line.send({"kind": "failed", "cause": cause, "reason": reason, "code": of_error(error)})
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -184,8 +209,6 @@ def work(descriptor: int) -> NoReturn:
         os._exit(1)
     order = Order(**messages[0])
     threading.Thread(target=_end_with_supervisor, args=(line,), name="supervisor", daemon=True).start()
-    # asks the run to end after the step, as SIGTERM does
-    signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     faulthandler.enable()
     directory = Path(order.snapshots)
     cadence = None if order.cadence is None else Cadence(**order.cadence)

@@ -56,6 +56,7 @@ class TrainConfig:
         "start from the parameters in a directory of checkpoints: imported, or of another run (default: random ones)",
         kind=str,
         metavar="DIR",
+        per_process=True,
     )
     dtype: str | None = knob(
         None, "model", "compute dtype (default: bfloat16 on GPUs, float32 on CPUs)", kind=str, choices=DTYPES
@@ -68,9 +69,15 @@ class TrainConfig:
         kind=str,
         metavar="PATH",
         nargs="+",
+        per_process=True,
     )
     tokenizer: str | None = knob(
-        None, "text", "a Hugging Face tokenizer.json (default: every byte is a token)", kind=str, metavar="FILE"
+        None,
+        "text",
+        "a Hugging Face tokenizer.json (default: every byte is a token)",
+        kind=str,
+        metavar="FILE",
+        per_process=True,
     )
     seq: int = knob(128, "text", "tokens of a sequence", metavar="N")
 
@@ -103,13 +110,29 @@ class TrainConfig:
     parallelism: Parallelism = piece(Parallelism)
     faults: Faults = piece(Faults)
 
-    out: str = knob("gtp-run", "output", "directory of checkpoints, log, curve and report", kind=str, metavar="DIR")
+    out: str = knob(
+        "gtp-run",
+        "output",
+        "directory of checkpoints, log, curve and report",
+        kind=str,
+        metavar="DIR",
+        per_process=True,
+    )
     eval_every: int = knob(25, "output", "steps between evaluations on held-out text", metavar="N")
     eval_batches: int = knob(4, "output", "batches of an evaluation", metavar="N")
     save_every: int = knob(50, "output", "steps between checkpoints", metavar="N")
     keep: int = knob(3, "output", "checkpoints to keep, the latest ones", metavar="N")
     keep_best: int = knob(
         1, "output", "checkpoints of the lowest held-out loss to keep beside them", least=0, metavar="N"
+    )
+
+    grace: float | None = knob(
+        None,
+        "output",
+        "seconds from a signal to the end by force; a state that cannot be saved in time is not (default: no limit)",
+        kind=float,
+        above=0,
+        metavar="S",
     )
 
     def __post_init__(self) -> None:

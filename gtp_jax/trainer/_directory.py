@@ -56,11 +56,6 @@ class RunDirectory:
         """Files of a supervisor: its lock, compiled programs, requests."""
         return self.root / "elastic"
 
-    @property
-    def alive(self) -> Path:
-        """A file a process, which says that it is alive."""
-        return self.root / "alive"
-
     def check(self, *, resume: bool, force: bool) -> None:
         """Checks that a run may be started or resumed here.
 
@@ -74,7 +69,7 @@ class RunDirectory:
         if ours:
             TrainConfig.load(self.config)
         else:
-            foreign = [p.name for p in (self.log, self.curve, self.report, self.checkpoints, self.alive) if p.exists()]
+            foreign = [p.name for p in (self.log, self.curve, self.report, self.checkpoints) if p.exists()]
             if foreign:
                 raise ValueError(
                     f"{self.root} holds {', '.join(foreign)}, and no run of gtp-jax has written them. Choose an empty "
@@ -101,8 +96,6 @@ class RunDirectory:
                 file.unlink(missing_ok=True)
             shutil.rmtree(self.checkpoints, ignore_errors=True)
             config.save(self.config)
-        shutil.rmtree(self.alive, ignore_errors=True)
-        self.alive.mkdir()
 
     def how_to_resume(self) -> str:
         """Returns the last checkpoint, and the command that goes on from it."""

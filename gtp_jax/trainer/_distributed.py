@@ -1,23 +1,41 @@
-"""Several processes: how they find each other, and how they agree."""
+"""Several processes: how they find each other."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
-from typing import Any
+import re
+from collections.abc import Mapping
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
+from .._exit_codes import RETRY
 from .._flags import knob
 
-# Environment variables with the number and the rank of processes, by launcher. SLURM's are those of a step: an
-# allocation without `srun` runs one process, whatever it has room for.
+
+def _slurm_address(environment: Mapping[str, str]) -> str | None:
+    """Returns the first host of a step and a port by the job's number: `node007` of `node[007-009,12],other`."""
+    found = re.match(r"([^,\[]+)(?:\[(\d+))?", environment.get("SLURM_STEP_NODELIST", ""))
+    job = environment.get("SLURM_JOB_ID", "")
+    return f"{found[1]}{found[2] or ''}:{_port_of(int(job))}" if found and job.isdigit() else None
+
+
+def _open_mpi_address(environment: Mapping[str, str]) -> str | None:
+    """Returns the host of `mpirun`, which Open MPI 4 tells its processes, and a port by the job's number."""
+    found = re.match(r"(\d+)\.\d+;tcp://([^,:]+)", environment.get("OMPI_MCA_orte_hnp_uri", ""))
+    return f"{found[2]}:{_port_of(int(found[1]) >> 12)}" if found else None
+
+
+def _port_of(job: int) -> int:
+    """Returns one of the last 4096 ports, another for each of as many jobs in a row; JAX chooses alike."""
+    return 65536 - 4096 + job % 4096
+
+
+# Environment variables with the number and the rank of processes, and the address of process 0, by launcher. SLURM's
+# are those of a step: an allocation without `srun` runs one process, whatever it has room for.
 _LAUNCHERS = {
-    "SLURM": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-    "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    "SLURM": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", _slurm_address),
+    "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", _open_mpi_address),
 }
 
 # The group of these flags in the help.
@@ -29,7 +47,9 @@ _HEARTBEAT_TIMEOUT_S = 60
 
 
 class NoCoordinator(ValueError):
-    """The processes of a run do not find each other."""
+    """The processes of a run do not find each other, which may pass."""
+
+    exit_code = RETRY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +59,7 @@ class Launch:
     Attributes:
         processes: how many there are.
         process: number of this one.
-        coordinator: address of process 0, `HOST:PORT`; `None` if jax finds it through the launcher.
+        coordinator: address of process 0, `HOST:PORT`; `None` for a single process.
         local_devices: virtual CPU devices of this process; `None` for an even share.
     """
 
@@ -56,24 +76,23 @@ class Launch:
         """
         if self.processes == 1:
             return
+        # Its handler of SIGTERM would take the signal from this program in all phases but the loop.
+        jax.config.update("jax_enable_preemption_service", False)
         if (jax.config.jax_platforms or "").split(",")[0] == "cpu":  # pyright: ignore[reportAttributeAccessIssue]
             # With the persistent cache, 2 of 9 runs of several processes on CPU had gradients that were wrong by 2e-5
             # from their first step on (jax 0.11.2); without it, none did.
             jax.config.update("jax_enable_compilation_cache", False)
-        explicit: dict[str, Any] = {}
-        if self.coordinator is not None:
-            explicit = dict(coordinator_address=self.coordinator, num_processes=self.processes, process_id=self.process)
         try:
             jax.distributed.initialize(
-                **explicit,
+                coordinator_address=self.coordinator,
+                num_processes=self.processes,
+                process_id=self.process,
                 initialization_timeout=_JOIN_TIMEOUT_S,
                 heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_S,
             )
         except RuntimeError as error:
             raise NoCoordinator(
-                f"process {self.process} of {self.processes} found no coordinator"
-                f"{f' at {self.coordinator}' if self.coordinator else ''}: {error}. Start all processes with the "
-                "same --coordinator, the address of process 0 and a free port."
+                f"process {self.process} of {self.processes} did not join the others at {self.coordinator}: {error}"
             ) from error
 
 
@@ -99,68 +118,27 @@ def find_launch(options: LaunchOptions, environment: Mapping[str, str] = os.envi
     if local is not None and local < 1:
         raise ValueError(f"--local-devices is {local}; it must be at least 1.")
     count, rank, address = options.num_processes, options.process_id, options.coordinator
+    if address is not None and not (address.rpartition(":")[0] and address.rpartition(":")[2].isdigit()):
+        raise ValueError(f"--coordinator is {address!r}; it must be HOST:PORT, 127.0.0.1:9000 for instance.")
+    if count is None and rank is None:
+        for name, (size, number, find_address) in _LAUNCHERS.items():
+            if int(environment.get(size, 1)) > 1:
+                address = address or find_address(environment)
+                if address is None:
+                    raise ValueError(
+                        f"{name} does not say where process 0 runs. Add --coordinator HOST:PORT, the address of its "
+                        "host and a free port."
+                    )
+                return Launch(int(environment[size]), int(environment[number]), address, local)
     flags = {"--coordinator": address, "--num-processes": count, "--process-id": rank}
     missing = [flag for flag, value in flags.items() if value is None]
     if count is not None and rank is not None and address is not None:
         if not 0 <= rank < count:
             raise ValueError(f"--process-id is {rank}; with --num-processes {count} it is from 0 to {count - 1}.")
-        if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdigit():
-            raise ValueError(f"--coordinator is {address!r}; it must be HOST:PORT, 127.0.0.1:9000 for instance.")
         return Launch(count, rank, address, local)
     if len(missing) < len(flags):
         raise ValueError(f"{' and '.join(missing)} missing: several processes need all of {_FLAGS}.")
-    for size, number in _LAUNCHERS.values():
-        if int(environment.get(size, 1)) > 1:
-            return Launch(int(environment[size]), int(environment[number]), None, local)
     return Launch(local_devices=local)
 
 
 _FLAGS = "--coordinator, --num-processes and --process-id"
-
-
-def barrier(name: str) -> None:
-    """Waits for all processes."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
-
-
-def together[T](check: Callable[[], T]) -> T:
-    """Runs a check that may refuse in one process only, and lets all processes refuse if one does.
-
-    Raises:
-        ValueError: what `check` raised, or that another process raised something.
-    """
-    if jax.process_count() == 1:
-        return check()
-    refusal: Exception | None = None
-    result: Any = None
-    try:
-        result = check()
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        refusal = error
-    refused = np.ravel(multihost_utils.process_allgather(np.int32(refusal is not None)))
-    if refusal is not None:
-        raise refusal
-    if refused.any():
-        raise ValueError(f"process {int(refused.argmax())} refused to start; its own output says why.")
-    return result
-
-
-def check_same(fingerprint: str, difference: str, remedy: str) -> None:
-    """Checks that all processes have the same of something.
-
-    Args:
-        fingerprint: of it, hexadecimal digits.
-        difference: what a process does that has another.
-        remedy: what to do about it.
-
-    Raises:
-        ValueError: naming the processes that differ from process 0.
-    """
-    if jax.process_count() == 1:
-        return
-    mine = np.frombuffer(bytes.fromhex(fingerprint), np.uint8).astype(np.int32)
-    every = np.asarray(multihost_utils.process_allgather(mine)).reshape(jax.process_count(), -1)
-    others = np.flatnonzero((every != every[0]).any(axis=1)).tolist()
-    if others:
-        raise ValueError(f"processes {others} {difference} than process 0. {remedy}")

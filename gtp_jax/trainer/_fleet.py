@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -97,8 +96,3 @@ def without_sequence_parallelism(config: TrainConfig, degrees: dict[str, int]) -
     themselves."""
     plan = config.fault_plan(degrees) if config.faults.any else None
     return plan is not None and plan.uniform and config.seq % plan.core_tp > 0
-
-
-def fingerprint(fleet: Fleet) -> str:
-    """Returns hexadecimal digits that say how a run's devices are used, which all processes must agree on."""
-    return hashlib.sha256(repr((fleet.plan, fleet.mesh.shape)).encode()).hexdigest()

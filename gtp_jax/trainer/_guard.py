@@ -1,29 +1,59 @@
 """A last word for a process that cannot speak any more.
 
-When process 0 of a run dies, jax ends the others at once from native code: no Python runs after that. So each process
-of several keeps a small child, which waits on a pipe. If the pipe closes without a word of farewell, the child says
-where the last checkpoint is.
+When process 0 of a run dies, jax ends the others at once from native code: no Python runs after that. And where native
+code keeps Python's lock, no thread of Python can say that nothing gets on. So each process keeps a small child, which
+reads a pipe. If the pipe closes without a word of farewell, the child says where the last checkpoint is. If no beat
+comes for long, it ends the process by SIGABRT, upon which `faulthandler` shows the stacks of all threads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import threading
 
 from ._directory import RunDirectory
 
-# Only the pipe may end the child; it imports this package only if it has something to say.
+# Without a beat for so long, a process runs no Python any more.
+FROZEN_S = 600.0
+
+# Only the pipe may end the child; it imports this package only if it has something to say. It counts its own seconds,
+# and those in which the process is not stopped, so that a suspension of either does not count.
 _WAIT = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-if sys.stdin.buffer.read() != b"farewell":
+import os, select, signal, sys, time
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+root, process, parent, frozen_s = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+
+def stopped():
+    try:
+        with open(f"/proc/{parent}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
+
+reason, last, silent = "it was ended from outside, or by jax because another process died", b"", 0.0
+while True:
+    began = time.monotonic()
+    if select.select([0], [], [], 1.0)[0]:
+        read, silent = os.read(0, 4096), 0.0
+        if not read:
+            break
+        last = (last + read)[-8:]
+    elif time.monotonic() - began < 3.0 and not stopped():
+        silent += 1.0
+    if silent > frozen_s:
+        reason = f"it has run no Python for {frozen_s:.0f} s; the stacks above say where it is"
+        os.kill(parent, signal.SIGABRT)
+        time.sleep(1.0)
+        break
+if last != b"farewell":
     from pathlib import Path
     from gtp_jax.trainer._directory import RunDirectory
     from gtp_jax.trainer._guard import last_words
-    reason = "it was ended from outside, or by jax because another process died"
-    print(last_words(RunDirectory(Path(sys.argv[1])), int(sys.argv[2]), reason), file=sys.stderr, flush=True)
+    print(last_words(RunDirectory(Path(root)), process, reason), file=sys.stderr, flush=True)
 """
 
 
@@ -33,23 +63,33 @@ class Guard:
     Args:
         directory: of the run.
         process: number of this process.
+        frozen_s: seconds without a beat after which this process is ended.
     """
 
-    def __init__(self, directory: RunDirectory, process: int) -> None:
+    def __init__(self, directory: RunDirectory, process: int, *, frozen_s: float = FROZEN_S) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        arguments = [str(directory.root), str(process), str(os.getpid()), str(frozen_s)]
         self._child = subprocess.Popen(
-            [sys.executable, "-c", _WAIT, str(directory.root), str(process)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            env=environment,
+            [sys.executable, "-c", _WAIT, *arguments], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment
         )
+        self._writing = threading.Lock()
+
+    def beat(self) -> None:
+        """Tells the child that Python runs."""
+        self._write(b".")
 
     def dismiss(self) -> None:
         """Ends the child without a word."""
-        assert self._child.stdin is not None
-        self._child.stdin.write(b"farewell")
-        self._child.stdin.close()
+        self._write(b"farewell", last=True)
         self._child.wait()
+
+    def _write(self, words: bytes, *, last: bool = False) -> None:
+        pipe = self._child.stdin
+        assert pipe is not None
+        with self._writing, contextlib.suppress(OSError):  # the child may have been killed, which is no reason to end
+            if not pipe.closed:
+                pipe.write(words)
+                pipe.close() if last else pipe.flush()
 
 
 def last_words(directory: RunDirectory, process: int, reason: str) -> str:

@@ -1,49 +1,223 @@
-"""Ctrl-C and SIGTERM end a run after the step, not within it."""
+"""Signals end a run: at once before the loop, after a step within it, with a checkpoint if there is time for one."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-from typing import Any, Self
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, NoReturn, Self
 
-import jax
-from jax.experimental import multihost_utils
+from .._exit_codes import of_signal
+from ._directory import RunDirectory
+from ._distributed import Launch
+from ._line import Message
+from ._peers import Peers
+from ._watch import Watch
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+# How long Python may take to notice a signal where nothing is to be saved. Compilation notices it when it is done.
+_NOTICE_S = 3.0
+
+
+class Stopped(BaseException):
+    """A signal has come where there is no state to save.
+
+    Args:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"ended by {signal.Signals(number).name}")
+        self.exit_code = of_signal(number)
 
 
 class Interrupt:
-    """Asks a run to stop. A context manager, for the main thread.
+    """Takes SIGINT, SIGTERM and SIGUSR1 from the start of a process on. A context manager, for the main thread.
 
-    A single process stops after the step in which the signal came. Of several, all stop after the same step, which jax
-    negotiates: it listens for SIGTERM in any of them, and Ctrl-C is passed on as that. A second Ctrl-C ends the process
-    at once.
+    Python's own handlers run between two of its instructions, so that they wait for compilation. The system tells a
+    thread at once, through a pipe.
+
+    In the loop, all processes stop after the same step, whichever the signal reaches: each tells process 0 which step
+    it has launched, and starts no other until process 0 has told the last of them. A second Ctrl-C ends the process at
+    once.
+
+    Args:
+        launch: the processes.
+        watch: is told when a signal ends the process at once.
     """
 
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-        self._several = jax.process_count() > 1
-        self._before: dict[signal.Signals, Any] = {}
+    def __init__(self, launch: Launch, watch: Watch) -> None:
+        self.signal: int | None = None
+        self.saves = True
+        self._process, self._processes, self._watch = launch.process, launch.processes, watch
+        self._grace_s: float | None = None
+        self._peers: Peers | None = None
+        self._directory: RunDirectory | None = None
+        self._looping = False
+        self._asked = -1  # the last step that this process was allowed to launch
+        self._before: int | None = None  # the first step that no process launches
+        self._holding = False
+        self._launched: dict[int, tuple[int, float]] = {}
+        self._save_s = 0.0
+        self._ctrl_c = 0
+        self._lock = threading.Condition()
+        self._handlers: dict[int, Any] = {}
+        self._pipe: tuple[int, int] | None = None
+        self._old_pipe = -1
+        self._ended = False
 
     def __enter__(self) -> Self:
-        caught = (signal.SIGINT,) if self._several else (signal.SIGINT, signal.SIGTERM)
-        self._before = {number: signal.signal(number, self._note) for number in caught}
+        if threading.current_thread() is not threading.main_thread():
+            return self  # signals are the business of whoever started this thread
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[1], False)
+        self._old_pipe = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        self._handlers = {number: signal.signal(number, self._note) for number in SIGNALS}
+        threading.Thread(target=self._take, args=(self._pipe[0],), name="signals", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        if self._pipe is None:
+            return
+        self._ended = True
+        signal.set_wakeup_fd(self._old_pipe)
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)
+        os.close(self._pipe[1])
+
+    def attend(self, peers: Peers, directory: RunDirectory, grace_s: float | None) -> None:
+        """Agrees with the others from now on; `heard` is to be told what they say.
+
+        Args:
+            peers: the others.
+            directory: of the run.
+            grace_s: seconds between a signal and the end by force, within which a state must be saved; `None` if there
+                is no such limit.
+        """
+        self._peers, self._directory, self._grace_s = peers, directory, grace_s
+
+    @contextlib.contextmanager
+    def loop(self) -> Iterator[None]:
+        """Lets signals wait for the end of a step."""
+        self._looping = True
+        try:
+            yield
+        finally:
+            self._looping = False
+
+    def saved(self, seconds: float) -> None:
+        """Notes how long a save took, to tell whether another one fits into the time left."""
+        self._save_s = max(self._save_s, seconds)
 
     def requested(self, step: int) -> bool:
         """Returns whether to stop before this step; to be asked before every step, by all processes."""
-        if not self._several:
-            return self.signal is not None
-        if not multihost_utils.reached_preemption_sync_point(step):
+        with self._lock:
+            self._lock.wait_for(lambda: not self._holding or self._before is not None)
+            if self._before is not None and step >= self._before:
+                return True
+            self._asked = step
             return False
-        self.signal = self.signal or signal.SIGTERM
-        return True
+
+    def heard(self, process: int, message: Message | None) -> None:
+        """Takes what another process says."""
+        match message:
+            case {"stop": int(number)}:
+                self._hold(number)
+            case {"hold": int(number)}:
+                self._arm(number)
+                with self._lock:
+                    self._holding = True
+                    launched = {"launched": self._asked, "save_s": self._save_s}
+                assert self._peers is not None
+                self._peers.tell(launched, process)
+            case {"launched": int(step), "save_s": float(save_s) | int(save_s)}:
+                self._settle(process, step, save_s)
+            case {"before": int(before), "saves": bool(saves)}:
+                self._decide(before, saves)
+            case _:
+                pass
+
+    def _request(self, number: int) -> None:
+        """Asks all processes to stop."""
+        if self._process == 0 or self._peers is None:
+            self._hold(number)
+        else:
+            self._arm(number)
+            self._peers.tell({"stop": number})
+
+    def _hold(self, number: int) -> None:
+        """Asks all processes which step they have launched, as process 0."""
+        with self._lock:
+            if self._holding:
+                return
+            self._holding = True
+            mine = self._asked, self._save_s
+        self._arm(number)
+        if self._peers is not None:
+            self._peers.tell({"hold": number})
+        self._settle(0, *mine)
+
+    def _settle(self, process: int, step: int, save_s: float) -> None:
+        """Decides, as process 0, once all have said which step they have launched: that one is the last."""
+        self._launched[process] = step, save_s
+        if len(self._launched) < (self._processes if self._peers is not None else 1):
+            return
+        before = max(step for step, _ in self._launched.values()) + 1
+        saves = self._grace_s is None or max(save_s for _, save_s in self._launched.values()) < self._grace_s
+        if self._peers is not None:
+            self._peers.tell({"before": before, "saves": saves})
+        self._decide(before, saves)
+
+    def _decide(self, before: int, saves: bool) -> None:
+        with self._lock:
+            self._before, self.saves = before, saves
+            self._lock.notify_all()
+
+    def _arm(self, number: int) -> None:
+        """Notes the signal, and sees to it that the process ends in time."""
+        if self.signal is not None:
+            return
+        self.signal = number
+        if self._grace_s is not None:
+            alarm = threading.Timer(
+                self._grace_s, self._end, (number, f"the state was not saved within the {self._grace_s:g} s of --grace")
+            )
+            alarm.daemon = True
+            alarm.start()
 
     def _note(self, number: int, frame: Any) -> None:
+        """Is called in the main thread."""
         del frame
-        self.signal = signal.Signals(number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if self._several:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if not self._looping:
+            raise Stopped(number)
+
+    def _take(self, pipe: int) -> None:
+        """Is told of each signal at once, in a thread."""
+        with open(pipe, "rb", buffering=0) as signals:
+            while received := signals.read(1):
+                number = received[0]
+                if number not in SIGNALS:
+                    continue
+                self._ctrl_c += number == signal.SIGINT
+                if self._ctrl_c > 1:
+                    self._end(number, "a second Ctrl-C has come")
+                if not self._looping:
+                    time.sleep(_NOTICE_S)
+                if self._ended:
+                    return
+                if not self._looping:
+                    self._end(number, f"in {_NOTICE_S:g} s nothing else has ended it")
+                self._request(number)
+
+    def _end(self, number: int, reason: str) -> NoReturn:
+        said = f"was ended by {signal.Signals(number).name}: {reason}"
+        where = "" if self._directory is None else f"\n{self._directory.how_to_resume()}"
+        sys.stdout.flush()
+        print(f"\ngtp-jax: process {self._process} {said}.{where}", file=sys.stderr, flush=True)
+        self._watch.leave(said, of_signal(number))
+        os._exit(of_signal(number))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import time
 
 import jax
 
@@ -14,6 +15,7 @@ from ..train import TrainState
 from ._interrupt import Interrupt
 from ._job import Job
 from ._progress import Progress
+from ._slow import DeviceProbe, timed_batches
 from ._watch import Activity, Watch
 
 # One more step is launched before the last one's loss is looked at, so that GPUs never wait. Virtual CPU devices share
@@ -36,10 +38,12 @@ class Outcome:
     signal: int | None
 
 
-def run_loop(job: Job, state: TrainState, checkpoints: Checkpoints, watch: Watch, progress: Progress) -> Outcome:
+def run_loop(
+    job: Job, state: TrainState, checkpoints: Checkpoints, watch: Watch, progress: Progress, interrupt: Interrupt
+) -> Outcome:
     """Trains from the state's step to the last one, or until a signal comes. The state is consumed.
 
-    Evaluates and saves as the configuration says; at the end, and on a signal, the state is saved.
+    Evaluates and saves as the configuration says; at the end the state is saved, and on a signal if there is time.
 
     Raises:
         Diverged: if the loss is not finite; the state is not saved then.
@@ -56,11 +60,14 @@ def run_loop(job: Job, state: TrainState, checkpoints: Checkpoints, watch: Watch
             watch.doing("step", ended[0])
 
     held_out: dict[int, float] = {}
+    probe = DeviceProbe() if jax.process_count() > 1 or jax.default_backend() == "gpu" else None
 
     def evaluate() -> None:
         settle()
         watch.doing("evaluate", step)
         with progress.paused():
+            if probe is not None:
+                probe(watch)
             loss = job.held_out_loss(state)
         progress.held_out(step, loss)
         held_out[step] = loss
@@ -69,20 +76,24 @@ def run_loop(job: Job, state: TrainState, checkpoints: Checkpoints, watch: Watch
     def save_to(target: Checkpoints, activity: Activity) -> None:
         settle()  # so that a state whose loss is not finite is not saved
         watch.doing(activity, step)
+        save_began = time.perf_counter()
         with progress.paused():
             extra = {"text": job.corpus.fingerprint, **saved_of(job.model)}
             target.save(step, state, extra, loss=held_out.get(step), recipe=config.quantization.to_recipe())
+        interrupt.saved(time.perf_counter() - save_began)
         watch.doing("step", step)
 
-    with Interrupt() as interrupt:
+    with interrupt.loop():
         watch.doing("step", begin)
         if begin == 0:
             evaluate()
         saved = begin
-        for batch in job.train.steps(begin, config.steps):
+        for batch in timed_batches(watch, job.train.steps(begin, config.steps)):
             if interrupt.requested(step):
                 break
+            launch_began = time.perf_counter()
             state, metrics = job.step(state, batch)
+            watch.timed("dispatch", time.perf_counter() - launch_began)
             step += 1
             launched.append((step, metrics))
             settle(left=ahead)
@@ -94,7 +105,7 @@ def run_loop(job: Job, state: TrainState, checkpoints: Checkpoints, watch: Watch
                 saved = step
             if not last:
                 watch.stepped(step, state, functools.partial(save_to, activity="snapshot"))
-        if saved != step:
+        if saved != step and interrupt.saves:
             save_to(checkpoints, "save")
         checkpoints.wait()
         return Outcome(step, progress.tokens_per_s, interrupt.signal)

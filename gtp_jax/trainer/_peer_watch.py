@@ -1,83 +1,97 @@
-"""Ends a process whose peers are gone or stuck: a collective would wait for them forever.
+"""Ends a process that cannot get on: a collective would wait for peers that are gone or stuck forever.
 
-A thread of each process rewrites its file every second and checks that the others' files change. No collective
-and no clock is shared, so it works while the devices hang.
+A thread of each process tells process 0 every second what the process does, and process 0 tells the others. No
+collective and no clock is shared, so it works while the devices hang.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
+from .._exit_codes import RETRY, of_error
 from ..checkpoint import Checkpoints
+from ._clock import TICK_S, PhaseClock
 from ._directory import RunDirectory
 from ._distributed import Launch
-from ._guard import Guard, last_words
+from ._guard import FROZEN_S, Guard, last_words
+from ._line import Message
+from ._peers import Peers, several
+from ._slow import Stopwatch, slow
 from ._watch import Activity, Watch
 
-BEAT_S = 1.0
-SILENT_S = 20.0
-STALLED_S = 900.0
-
-_RUNNING, _FAILED, _DONE = "running", "failed", "done"
+_SLOW_EVERY_S = 10.0
 
 
 class PeerWatch(Watch):
-    """The watch of one process over the others. A context manager; does nothing for a single process.
+    """The watch of one process over itself, from its start on, and over the others. A context manager.
 
     Args:
-        directory: of the run, shared by the processes, its `alive` directory empty.
         launch: the processes.
-        silent_s: seconds without a sign of life after which a process counts as dead.
-        stalled_s: seconds without progress after which this process gives up.
+        clock: of this process.
+        frozen_s: seconds without any Python after which this process is ended.
     """
 
-    def __init__(
-        self,
-        directory: RunDirectory,
-        launch: Launch,
-        *,
-        silent_s: float = SILENT_S,
-        stalled_s: float = STALLED_S,
-    ) -> None:
-        self._directory = directory
+    def __init__(self, launch: Launch, *, clock: PhaseClock | None = None, frozen_s: float = FROZEN_S) -> None:
         self._process = launch.process
-        self._silent_s, self._stalled_s = silent_s, stalled_s
-        self._started = time.monotonic()
-        self._seen = {p: ("", self._started) for p in range(launch.processes) if p != launch.process}
-        self._progressed: float | None = None
-        self._state = _RUNNING
-        self._beats = 0
+        self._clock = PhaseClock() if clock is None else clock
+        self._frozen_s = frozen_s
+        self._clock_lock = threading.Lock()
+        self._stopwatch = Stopwatch()
+        self._said: dict[int, Message] = {}  # the last beat of each process
+        self._left: set[int] = set()  # those that have ended well
+        self._behind = ""  # as process 0 sees it
+        self._slow: list[str] = []
+        self._slow_checked = time.monotonic()
+        self._peers: Peers | None = None
+        self._directory: RunDirectory | None = None
+        self._guard: Guard | None = None
+        self._trouble: tuple[str, int] | None = None
         self._stop = threading.Event()
         self._last_words = threading.Lock()
-        self._guard: Guard | None = None
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def __enter__(self) -> Self:
-        if self._seen:
-            self._guard = Guard(self._directory, self._process)
-            self._thread.start()
+        if not faulthandler.is_enabled():
+            faulthandler.enable()  # shows all stacks when the guard sends SIGABRT
+        self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if not self._seen:
-            return
-        self._state = _DONE if kind is None else _FAILED
         self._stop.set()
         self._thread.join()
-        self._beat()
-        assert self._guard is not None
-        self._guard.dismiss()
+        if self._guard is not None:
+            self._guard.dismiss()
+
+    def attend(self, peers: Peers, directory: RunDirectory) -> None:
+        """Watches the others too from now on, and leaves a child behind that has the last word.
+
+        Args:
+            peers: the others; `heard` is to be told what they say.
+            directory: of the run.
+        """
+        self._peers, self._directory = peers, directory
+        self._guard = Guard(directory, self._process, frozen_s=self._frozen_s)
+        with self._clock_lock:
+            self._clock.expect(peers.connected)
 
     def doing(self, activity: Activity, step: int = 0) -> None:
-        """Notes that the run gets on, from the end of the first step or evaluation on."""
-        del step
-        if activity == "step":
-            self._progressed = time.monotonic()
+        """Notes what the process does, for which it has a limited time."""
+        with self._clock_lock:
+            before, elapsed_s = (self._clock.activity, self._clock.step), self._clock.elapsed_s
+            self._clock.begin(activity, step)
+        if before == (activity, step - 1) and activity == "step":
+            self._stopwatch.add("step", elapsed_s)
+
+    def timed(self, what: str, seconds: float) -> None:
+        """Notes a time, by which process 0 finds out who is slow."""
+        self._stopwatch.add(what, seconds)
 
     def source(self, checkpoints: Checkpoints, state_like: Any) -> Checkpoints:
         """Returns the checkpoints of the run."""
@@ -89,45 +103,103 @@ class PeerWatch(Watch):
 
     def give_up(self, error: Exception, reason: str) -> NoReturn:
         """Says why, and how to resume, and ends the process at once."""
-        del error
-        self._end(reason)
+        self._end(reason, of_error(error))
 
-    def _end(self, reason: str) -> NoReturn:
-        if not self._last_words.acquire(blocking=False):
-            time.sleep(60)  # another thread is saying it
-        self._state = _FAILED
-        self._beat()
-        print(last_words(self._directory, self._process, reason), file=sys.stderr, flush=True)
+    def leave(self, reason: str, code: int) -> None:
+        """Tells the others, and ends the child without a word."""
+        if self._peers is not None:
+            self._peers.tell({"failed": reason, "code": code})
         if self._guard is not None:
             self._guard.dismiss()
-        os._exit(1)
+
+    def heard(self, process: int, message: Message | None) -> None:
+        """Takes what another process says; `None` when it is gone."""
+        with self._clock_lock:
+            self._clock.heard(process)
+            if message is None or "bye" in message:
+                self._clock.forget(process)
+        if message is None:
+            if process not in self._left:
+                self._trouble = self._trouble or (f"process {process} has ended without a word", RETRY)
+        elif "bye" in message:
+            self._said.pop(process, None)
+            self._left.add(process)
+        elif "failed" in message:
+            reason = f"process {process} cannot go on either, which its own output explains: {message['failed']}"
+            self._trouble = self._trouble or (reason, int(message["code"]))
+        elif "beat" in message:
+            self._said[process] = message["beat"]
+            self._behind = message.get("behind", self._behind)
+
+    def _end(self, reason: str, code: int, *, stacks: bool = False) -> NoReturn:
+        if not self._last_words.acquire(blocking=False):
+            time.sleep(60)  # another thread is saying it
+        if stacks:
+            faulthandler.dump_traceback(all_threads=True)
+        if self._directory is None:
+            words = f"\ngtp-jax: process {self._process} cannot go on: {reason}."
+        else:
+            words = last_words(self._directory, self._process, reason)
+        sys.stdout.flush()
+        print(words, file=sys.stderr, flush=True)
+        self.leave(reason, code)
+        os._exit(code)
 
     def _run(self) -> None:
-        while not self._stop.wait(BEAT_S):
-            self._beat()
-            reason = self._trouble()
-            if reason:
-                self._end(reason)
-
-    def _beat(self) -> None:
-        self._beats += 1
-        (self._directory.alive / str(self._process)).write_text(f"{self._beats} {self._state}")
-
-    def _trouble(self) -> str:
-        now = time.monotonic()
-        for process, (before, since) in self._seen.items():
+        while not self._stop.wait(TICK_S):
             try:
-                beat = (self._directory.alive / str(process)).read_text()
-            except OSError:
-                beat = ""
-            if beat.endswith(_FAILED):
-                return f"process {process} ended with an error, which its own output shows"
-            if beat.endswith(_DONE) or (beat and beat != before):
-                self._seen[process] = (beat, now)
-            elif now - since > self._silent_s:
-                where = self._directory.alive
-                hint = "" if before else f" (in {where}, which must be on a file system that all processes share)"
-                return f"process {process} has given no sign of life for {self._silent_s:.0f} s{hint}"
-        if self._progressed is not None and now - self._progressed > self._stalled_s:
-            return f"no step has ended for {self._stalled_s:.0f} s, though all processes are alive"
-        return ""
+                self._tick()
+            except Exception:
+                # A watch that ends without a word would be worse than one that has missed a beat.
+                traceback.print_exc()
+
+    def _tick(self) -> None:
+        with self._clock_lock:
+            suspended_s = self._clock.tick()
+            silent, over = self._clock.silent(), self._clock.elapsed_s > self._clock.limit_s
+            silence_s, elapsed_s, limit_s = self._clock.silence_s, self._clock.elapsed_s, self._clock.limit_s
+            activity, step = self._clock.activity, self._clock.step
+        if suspended_s:
+            print(f"gtp-jax: process {self._process} was suspended for {suspended_s:.0f} s", file=sys.stderr)
+        if self._guard is not None:
+            self._guard.beat()
+        self._beat({"step": step, "activity": activity, "for_s": round(elapsed_s, 1)})
+        if self._trouble is not None:
+            self._end(*self._trouble)
+        if silent:
+            self._end(f"{several('process', silent)} gave no sign of life for {silence_s:.0f} s", RETRY)
+        if over:
+            reason = f"it has been in `{activity}` at step {step} for {elapsed_s:.0f} s; the limit is {limit_s:.0f} s"
+            behind = f". Behind: {self._behind}" if self._behind else ""
+            self._end(f"{reason}; the stacks above say where{behind}", RETRY, stacks=True)
+
+    def _beat(self, beat: Message) -> None:
+        if self._peers is None:
+            return
+        beat["times"] = self._stopwatch.medians()
+        if self._process != 0:
+            self._peers.tell({"beat": beat})
+            return
+        self._said[0] = beat
+        said = dict(self._said)
+        self._behind = behind(said)
+        self._peers.tell({"beat": {}, "behind": self._behind})
+        if time.monotonic() - self._slow_checked > _SLOW_EVERY_S:
+            self._slow_checked = time.monotonic()
+            before, self._slow = self._slow, slow({process: each.get("times", {}) for process, each in said.items()})
+            who = {line.partition(" takes")[0] for line in before}
+            for line in self._slow:
+                if line.partition(" takes")[0] not in who:
+                    print(f"gtp-jax: slow: {line}", file=sys.stderr, flush=True)
+
+
+def behind(said: dict[int, Message]) -> str:
+    """Returns the processes that have made the fewest steps, or all if they have made as many, and what they do."""
+    least = min((each["step"] for each in said.values()), default=0)
+    those = sorted(process for process, each in said.items() if each["step"] == least)
+    lines = [
+        f"process {process} (step {said[process]['step']}, {said[process]['activity']} for "
+        f"{said[process]['for_s']:.0f} s)"
+        for process in those[:8]
+    ]
+    return ", ".join(lines) + (f" and {len(those) - 8} more" if len(those) > 8 else "")

@@ -13,6 +13,7 @@ from typing import Self
 import jax
 from tqdm import tqdm
 
+from .._exit_codes import DIVERGED
 from ..data import bits_per_byte
 from ._job import Job
 from ._log import Log
@@ -20,6 +21,8 @@ from ._log import Log
 
 class Diverged(Exception):
     """The loss is no number any more."""
+
+    exit_code = DIVERGED
 
 
 class Progress:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,20 +13,24 @@ from typing import Any
 
 import jax
 
+from .._exit_codes import DONE, of_signal
 from .._flags import from_settings, settings_of
 from ..checkpoint import Checkpoints
 from ..data import BYTES, Corpus, load_corpus, load_tokenizer, read_text, unigram_entropy
 from ..mesh import check_degrees, choose_devices, on_gpu, use_roles
 from ..models import ModelConfig, build
+from ._agreement import Description, check_agreement, check_devices, check_shared, describe
 from ._config import TrainConfig
 from ._curve import draw_curve
 from ._directory import RunDirectory
-from ._distributed import LaunchOptions, barrier, check_same, find_launch, together
-from ._fleet import Fleet, fingerprint, make_fleet, without_sequence_parallelism
+from ._distributed import Launch, LaunchOptions, find_launch
+from ._fleet import Fleet, make_fleet, without_sequence_parallelism
+from ._interrupt import Interrupt, Stopped
 from ._job import abstract_state, compile_step, prepare
 from ._log import read_log
 from ._loop import run_loop
 from ._peer_watch import PeerWatch
+from ._peers import Peers
 from ._progress import Diverged, Progress
 from ._report import heading, report
 from ._start import check_recipe_fits, check_start
@@ -55,39 +61,73 @@ def start(
         ValueError: on a mistake in the settings or in what they name, before anything is compiled.
         Diverged: if the loss is not finite.
     """
-    config, directory, changes = resolve(settings, resume=resume, force=force)
     launch = find_launch(options)
-    choose_devices(config.virtual_devices(launch.processes), processes=launch.processes, local=launch.local_devices)
+    watch = PeerWatch(launch) if supervision is None else supervision.watch
+    interrupt = Interrupt(launch, watch)
+    try:
+        with interrupt, watch, Peers(launch) as peers:
+            return _start(
+                settings, launch, watch, interrupt, peers, resume=resume, force=force, supervision=supervision
+            )
+    except Stopped as error:
+        print(f"gtp-jax: process {launch.process} was {error}; nothing was saved since", file=sys.stderr, flush=True)
+        if launch.processes > 1 and supervision is None:
+            os._exit(error.exit_code)  # jax would wait for the other processes
+        return error.exit_code
+
+
+def _start(
+    settings: Mapping[str, Any],
+    launch: Launch,
+    watch: Watch,
+    interrupt: Interrupt,
+    peers: Peers,
+    *,
+    resume: bool,
+    force: bool,
+    supervision: Supervision | None,
+) -> int:
+    def check() -> tuple[TrainConfig, RunDirectory, list[str], Corpus, Description]:
+        config, directory, changes = resolve(settings, resume=resume, force=force)
+        choose_devices(config.virtual_devices(launch.processes), processes=launch.processes, local=launch.local_devices)
+        watch.doing("check")
+        corpus = _read(config)
+        if config.from_ is not None and not resume:
+            check_start(Path(config.from_), config.model(corpus.vocab_size, dtype="float32"))
+        description: Description = {}
+        if launch.processes > 1:
+            order = {} if supervision is None else supervision.order
+            description = describe(config, corpus, resume=resume, force=force, order=order)
+        return config, directory, changes, corpus, description
+
+    config, directory, changes, corpus, description = peers.together(check)
+    check_agreement(peers, description)
+    watch.doing("join")
     launch.join()
-    if supervision is not None:
-        supervision.watch.doing("check")
-    degrees, corpus = together(lambda: _check(config, supervision))
-    remedy = "Give all of them the same files with --data; the standard libraries of two Python versions differ."
-    together(lambda: check_same(corpus.fingerprint, "read other text", remedy))
-    if config.from_ is not None and not resume:
-        source = Path(config.from_)
-        together(lambda: check_start(source, config.model(corpus.vocab_size, dtype="float32")))
+    # From here on all processes compute the same of the same, so that a mistake is refused by all of them or by none.
+    check_devices()
+    watch.doing("check")
+    degrees = _degrees(config, supervision)
     planned = config if supervision is None else dataclasses.replace(config, faults=supervision.faults)
     model = config.model(corpus.vocab_size, dtype="bfloat16" if on_gpu() else "float32")
     if without_sequence_parallelism(planned, degrees):
         model = dataclasses.replace(model, sequence_parallel=False)
     with use_roles(config.parallelism.roles):
-        fleet = together(lambda: make_fleet(planned, degrees, lambda rngs: build(model, rngs=rngs)))
-    same = "Give all of them the same flags, and the same version of gtp_jax."
-    together(lambda: check_same(fingerprint(fleet), "use the devices otherwise", same))
-    together(lambda: check_recipe_fits(config.quantization, model, fleet.mesh))
+        fleet = make_fleet(planned, degrees, lambda rngs: build(model, rngs=rngs))
+    check_recipe_fits(config.quantization, model, fleet.mesh)
     if supervision is not None and supervision.rehearse:
-        with jax.set_mesh(fleet.mesh), use_roles(config.parallelism.roles), supervision.watch as watch:
+        with jax.set_mesh(fleet.mesh), use_roles(config.parallelism.roles):
             compile_step(config, model, fleet, corpus, watch, *abstract_state(config, model))
         return 0
-    if jax.process_index() == 0:
-        directory.prepare(config, keep=resume)
-    barrier("the run directory is ready")
-    roles = use_roles(config.parallelism.roles)
-    attending = PeerWatch(directory, launch) if supervision is None else supervision.watch
+    if launch.processes > 1:
+        check_shared(peers, directory)
+    peers.together(lambda: directory.prepare(config, keep=resume) if launch.process == 0 else None)
+    watch.attend(peers, directory)
+    interrupt.attend(peers, directory, config.grace)
+    peers.listen(watch.heard, interrupt.heard)
     alone = launch.processes == 1 and supervision is None
-    with jax.set_mesh(fleet.mesh), roles, attending as watch, _failures(watch, alone):
-        return _train(config, model, fleet, corpus, directory, watch, alone, resume=resume, changes=changes)
+    with jax.set_mesh(fleet.mesh), use_roles(config.parallelism.roles), _failures(watch, alone):
+        return _train(config, model, fleet, corpus, directory, watch, interrupt, alone, resume=resume, changes=changes)
 
 
 def resolve(settings: Mapping[str, Any], *, resume: bool, force: bool) -> tuple[TrainConfig, RunDirectory, list[str]]:
@@ -122,8 +162,16 @@ def _failures(watch: Watch, alone: bool) -> Iterator[None]:
         raise
 
 
-def _check(config: TrainConfig, supervision: Supervision | None) -> tuple[dict[str, int], Corpus]:
-    """Returns the degrees of the mesh and the text, after checking both."""
+def _read(config: TrainConfig) -> Corpus:
+    """Returns the text, after checking it."""
+    tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else BYTES
+    corpus = load_corpus(read_text(config.data), tokenizer)
+    corpus.check(batch=config.batch, seq=config.seq)
+    return corpus
+
+
+def _degrees(config: TrainConfig, supervision: Supervision | None) -> dict[str, int]:
+    """Returns the degrees of the mesh, after checking that the devices are enough for them."""
     if supervision is None:
         degrees = config.degrees(jax.device_count(), virtual=not on_gpu())
     else:
@@ -134,10 +182,7 @@ def _check(config: TrainConfig, supervision: Supervision | None) -> tuple[dict[s
         raise ValueError(
             "`dtype` is 'float64', for which JAX must be started with JAX_ENABLE_X64=1 in the environment."
         )
-    tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else BYTES
-    corpus = load_corpus(read_text(config.data), tokenizer)
-    corpus.check(batch=config.batch, seq=config.seq)
-    return degrees, corpus
+    return degrees
 
 
 def _train(
@@ -147,6 +192,7 @@ def _train(
     corpus: Corpus,
     directory: RunDirectory,
     watch: Watch,
+    interrupt: Interrupt,
     alone: bool,
     *,
     resume: bool,
@@ -171,7 +217,7 @@ def _train(
         if speaks:
             config.save(directory.config)
         with Progress(job, unigram, directory.log, begin) as progress:
-            outcome = run_loop(job, state, checkpoints, watch, progress)
+            outcome = run_loop(job, state, checkpoints, watch, progress, interrupt)
     if speaks:
         records = read_log(directory.log)
         title = f"{config.preset}, {config.batch} x {config.seq} tokens a step, on {corpus.name}"
@@ -180,8 +226,9 @@ def _train(
         directory.report.write_text(text + "\n")
         say(f"\n{text}\n\nin {directory.root}: checkpoints, log.jsonl, loss.png, report.txt", flush=True)
         if outcome.signal is not None:
-            say(f"stopped by a signal after step {outcome.step}. {directory.how_to_resume()}", flush=True)
-    return 0 if outcome.signal is None else 128 + outcome.signal
+            why = "" if interrupt.saves else "; saving would not fit --grace, so that it was not saved"
+            say(f"stopped by a signal after step {outcome.step}{why}. {directory.how_to_resume()}", flush=True)
+    return DONE if outcome.signal is None else of_signal(outcome.signal)
 
 
 def _reason(error: Exception) -> str:

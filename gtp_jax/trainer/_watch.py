@@ -9,9 +9,12 @@ from typing import Any, Literal, NoReturn, Self
 
 from ..checkpoint import Checkpoints
 from ..nonuniform import Faults
+from ._directory import RunDirectory
+from ._line import Message
+from ._peers import Peers
 
 # What a process does. Each lasts until the next begins; `step` begins again after every step.
-Activity = Literal["start", "check", "restore", "compile", "step", "evaluate", "save", "snapshot"]
+Activity = Literal["start", "check", "join", "restore", "compile", "step", "evaluate", "save", "snapshot"]
 
 
 class Watch(abc.ABC):
@@ -30,6 +33,37 @@ class Watch(abc.ABC):
         Args:
             activity: what begins.
             step: updates made so far.
+        """
+
+    @abc.abstractmethod
+    def attend(self, peers: Peers, directory: RunDirectory) -> None:
+        """Is told when all processes have agreed, and where the run is.
+
+        Args:
+            peers: the others.
+            directory: of the run.
+        """
+
+    @abc.abstractmethod
+    def heard(self, process: int, message: Message | None) -> None:
+        """Is told what another process says; `None` when it is gone."""
+
+    @abc.abstractmethod
+    def leave(self, reason: str, code: int) -> None:
+        """Is told that the process is about to end itself, from any thread.
+
+        Args:
+            reason: in plain words.
+            code: exit status.
+        """
+
+    @abc.abstractmethod
+    def timed(self, what: str, seconds: float) -> None:
+        """Is told how long something took that waits for no peer, so that it tells a slow process from the others.
+
+        Args:
+            what: `input`, the wait for a batch; `dispatch`, the launch of a step; `device` and its name, a product.
+            seconds: that it took.
         """
 
     @abc.abstractmethod
@@ -77,3 +111,12 @@ class Supervision:
     degrees: Mapping[str, int]
     faults: Faults = Faults()
     rehearse: bool = False
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """What decides what is computed, by name, JSON."""
+        return {
+            "degrees": dict(self.degrees),
+            "lost devices": list(self.faults.failed_devices or ()),
+            "rehearsal": self.rehearse,
+        }

@@ -16,13 +16,24 @@ def launch(*flags: str, **environment: str) -> Launch:
     return find_launch(LaunchOptions(**given(parser.parse_args(flags), LaunchOptions)), environment)
 
 
+def slurm(hosts: str) -> dict[str, str]:
+    return dict(SLURM_STEP_NUM_TASKS="16", SLURM_PROCID="3", SLURM_STEP_NODELIST=hosts, SLURM_JOB_ID="8195")
+
+
+def open_mpi(**more: str) -> dict[str, str]:
+    return dict(OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="1", **more)
+
+
 @pytest.mark.parametrize(
     ("flags", "environment", "expected"),
     [
         ([], {}, Launch()),
         (["--local-devices=4"], {}, Launch(local_devices=4)),
-        ([], dict(SLURM_STEP_NUM_TASKS="16", SLURM_PROCID="3"), Launch(16, 3)),
-        ([], dict(OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="1"), Launch(2, 1)),
+        ([], slurm("n[007-009,12],other"), Launch(16, 3, "n007:61443")),
+        ([], slurm("gpu-1,gpu-2"), Launch(16, 3, "gpu-1:61443")),
+        ([], open_mpi(OMPI_MCA_orte_hnp_uri="12288.0;tcp://10.0.0.1,10.1.0.1:34911"), Launch(2, 1, "10.0.0.1:61443")),
+        (["--coordinator=h:9"], open_mpi(), Launch(2, 1, "h:9")),
+        (["--coordinator=h:9"], slurm("n1"), Launch(16, 3, "h:9")),
         ([], dict(SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0"), Launch()),
         ([], dict(SLURM_NTASKS="16", SLURM_PROCID="0"), Launch()),  # an allocation, but no srun
         (["--coordinator=[::1]:9", "--num-processes=2", "--process-id=1"], {}, Launch(2, 1, "[::1]:9")),
@@ -35,3 +46,8 @@ def test_processes_are_found(flags, environment, expected):
 def test_flags_win_over_the_launcher():
     flags = ("--coordinator=h:9", "--num-processes=4", "--process-id=0")
     assert launch(*flags, SLURM_STEP_NUM_TASKS="16", SLURM_PROCID="3") == Launch(4, 0, "h:9")
+
+
+def test_launcher_that_does_not_say_where_process_0_runs_asks_for_the_address():
+    with pytest.raises(ValueError, match=r"Open MPI does not say where process 0 runs. Add --coordinator HOST:PORT"):
+        launch(**open_mpi())

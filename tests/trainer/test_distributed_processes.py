@@ -57,7 +57,7 @@ def test_a_dead_or_hanging_process_ends_the_other_with_the_last_checkpoint(victi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_one_process_stops_both_after_the_same_step(number, text, tmp_path):
     out = tmp_path / "run"
     with processes(2, small(text, out, **MESH, steps=100_000, eval_every=100_000, save_every=99_000), tmp_path) as runs:
@@ -65,24 +65,66 @@ def test_a_signal_to_one_process_stops_both_after_the_same_step(number, text, tm
         runs[1].send_signal(number)
         codes = [run.wait(180) for run in runs]
     output = (tmp_path / "process0.txt").read_text()
-    assert codes == [128 + signal.SIGTERM, 128 + number], output[-3000:]
+    assert codes == [128 + number] * 2, output[-3000:]
     steps = Checkpoints(out / "checkpoints", read_only=True).steps()
     assert len(steps) == 1
     assert f"stopped by a signal after step {steps[0]}. The last checkpoint is of step {steps[0]}" in output
 
 
-def test_all_processes_refuse_if_one_reads_other_text(text, tmp_path):
-    other = f"--data={write_text(tmp_path / 'other', documents=41)}"
-    with processes(2, small(text, tmp_path / "run", **MESH), tmp_path, last=[other]) as runs:
+def test_all_processes_name_everything_in_which_they_differ(text, tmp_path):
+    other = write_text(tmp_path / "other", documents=41)
+    differ = [
+        f"--data={other}",
+        "--seed=7",
+        "--batch=16",
+        "--lr=0.5",
+        "--steps=9",
+        "--save-every=3",
+        "--gtp=4",
+        "--tp=1",
+    ]
+    lines = [
+        "what is in the text: ",
+        "--seed: 0 in process 0; 7 in process 1",
+        "--batch: 8 in process 0; 16 in process 1",
+        "--lr: null in process 0; 0.5 in process 1",
+        "--steps: 8 in process 0; 9 in process 1",
+        "--save-every: 2 in process 0; 3 in process 1",
+        "--gtp: 2 in process 0; 4 in process 1",
+        "--tp: 2 in process 0; 1 in process 1",
+    ]
+    with processes(2, small(text, tmp_path / "run", **MESH), tmp_path, last=differ) as runs:
         assert [run.wait(180) for run in runs] == [2, 2]
     for i in range(2):
-        assert "processes [1] read other text than process 0" in (tmp_path / f"process{i}.txt").read_text()
+        output = (tmp_path / f"process{i}.txt").read_text()
+        assert "error: the processes of this run do not agree:" in output, output[-3000:]
+        assert [line for line in lines if f"\n  {line}" not in output] == []
+        assert output.count(" in process 0; ") == len(lines)  # and nothing else
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_all_processes_refuse_if_one_does(text, tmp_path):
     missing = f"--data={tmp_path / 'missing'}"
     with processes(2, small(text, tmp_path / "run", **MESH), tmp_path, last=[missing]) as runs:
         assert [run.wait(180) for run in runs] == [2, 2]
     assert "error: process 1 refused to start" in (tmp_path / "process0.txt").read_text()
     assert "missing does not exist" in (tmp_path / "process1.txt").read_text()
+
+
+@pytest.mark.slow
+def test_unequal_devices_are_refused_by_all(text, tmp_path):
+    with processes(2, small(text, tmp_path / "run"), tmp_path, last=["--local-devices=2"]) as runs:
+        assert [run.wait(180) for run in runs] == [2, 2]
+    for i in range(2):
+        assert "devices: 4 x cpu in process 0; 2 x cpu in process 1" in (tmp_path / f"process{i}.txt").read_text()
+
+
+@pytest.mark.slow
+def test_directories_that_are_not_one_are_refused_by_all(text, tmp_path):
+    with processes(2, small(text, tmp_path / "a"), tmp_path, last=[f"--out={tmp_path / 'b'}"]) as runs:
+        assert [run.wait(180) for run in runs] == [2, 2]
+    for i, out in enumerate("ab"):
+        output = (tmp_path / f"process{i}.txt").read_text()
+        assert f"`out` {tmp_path / out} is not one directory" in output
+        assert "does not appear in 10 s in that of process 1." in output

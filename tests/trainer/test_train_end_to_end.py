@@ -9,6 +9,7 @@ import jax
 import pytest
 from matplotlib import image
 
+from gtp_jax._exit_codes import DIVERGED
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.cli import main
 from gtp_jax.models import PRESETS
@@ -131,7 +132,7 @@ def test_force_replaces_a_run_with_one_of_another_schedule_and_the_same_losses(t
 
 def test_diverged_run_says_so_and_saves_nothing_more(text, tmp_path, capsys):
     out = tmp_path / "run"
-    assert main(["train", *small(text, out, lr=1e30, warmup=0, save_every=100)]) == 1
+    assert main(["train", *small(text, out, lr=1e30, warmup=0, save_every=100)]) == DIVERGED
     printed = capsys.readouterr().err
     assert re.search(
         r"gtp-jax train: stopped: the (loss|gradient norm) of step \d is (nan|inf)\. Take a lower --lr", printed

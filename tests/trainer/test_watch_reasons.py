@@ -1,8 +1,9 @@
-"""A process that waits for nothing ends itself, and says why."""
+"""A process that waits for nothing ends itself, and says why, with a status that says whether to try again."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,63 +11,89 @@ from pathlib import Path
 import pytest
 
 import gtp_jax
+from gtp_jax._exit_codes import MISTAKE, RETRY
 
-# A peer is played by a file; the watch is that of a real process, which must end.
+# A peer is played by a thread with a connection of its own; the watch is that of a real process, which must end.
 _WATCHED = """
-import sys, threading, time
+import ctypes, socket, sys, threading, time
 from pathlib import Path
+from gtp_jax.trainer import Launch
+from gtp_jax.trainer._clock import LIMITS_S, PhaseClock
 from gtp_jax.trainer._directory import RunDirectory
-from gtp_jax.trainer._distributed import Launch
 from gtp_jax.trainer._peer_watch import PeerWatch
+from gtp_jax.trainer._peers import Peers
 
 directory = RunDirectory(Path(sys.argv[1]))
-directory.alive.mkdir(parents=True)
-peer = directory.alive / "1"
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{free.getsockname()[1]}"
+
 def play():
-    for beat in range(10**6):
-        {peer}
-        time.sleep(0.2)
+    with Peers(Launch(2, 1, address)) as peers:
+        beat = lambda: peers.tell({"beat": {"step": 1, "activity": "save", "for_s": 7.0, "times": {}}})
+        beat()
+        PEER
+
 threading.Thread(target=play, daemon=True).start()
-with PeerWatch(directory, Launch(processes=2), silent_s=3, stalled_s={stalled}) as watch:
-    watch.doing("step")
-    time.sleep({length})
+clock = PhaseClock(limits_s={**LIMITS_S, "step": MOST}, silent_s=3)
+with PeerWatch(Launch(2, 0, address), clock=clock, frozen_s=3) as watch, Peers(Launch(2, 0, address)) as peers:
+    watch.attend(peers, directory)
+    peers.listen(watch.heard)
+    for step in range(3):
+        watch.doing("step", step)
+    SELF
 print("ended well")
 """
 
 
-def watched(tmp_path: Path, peer: str, *, stalled: float = 100, length: float = 60) -> subprocess.CompletedProcess[str]:
+def watched(
+    tmp_path: Path, peer: str, itself: str = "time.sleep(60)", *, limit_s: float = 100
+) -> subprocess.CompletedProcess[str]:
     root = str(Path(gtp_jax.__file__).parents[1])
-    code = _WATCHED.format(peer=peer, stalled=stalled, length=length)
-    environment = {**os.environ, "PYTHONPATH": root}
+    code = _WATCHED.replace("PEER", peer).replace("SELF", itself).replace("MOST", str(limit_s))
+    environment = {**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", code, str(tmp_path / "run")]
     return subprocess.run(command, capture_output=True, text=True, timeout=50, env=environment)
 
 
+BEATS = "[(time.sleep(0.5), beat()) for _ in range(100)]"
+
+
+def test_limit_shows_stacks_phase_and_who_is_behind(tmp_path):
+    done = watched(tmp_path, BEATS, "threading.Event().wait(60)", limit_s=3)
+    assert done.returncode == RETRY
+    assert "gtp-jax: process 0 cannot go on: it has been in `step` at step 2 for " in done.stderr
+    assert "the limit is 3 s; the stacks above say where. Behind: process 1 (step 1, save for 7 s)" in done.stderr
+    assert done.stderr.count("most recent call first") >= 3 and "in play" in done.stderr and "in wait" in done.stderr
+    assert "There is no checkpoint yet; start again from the beginning with: gtp-jax train --resume" in done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("peer", "reason"),
+    ("peer", "reason", "status"),
     [
-        ("time.sleep(99)", "process 1 has given no sign of life for 3 s (in"),
-        ("peer.write_text('same running')", "process 1 has given no sign of life for 3 s."),
-        ("peer.write_text(f'{beat} failed')", "process 1 ended with an error, which its own output shows."),
+        ("time.sleep(99)", "process 1 gave no sign of life for 3 s.", RETRY),
+        ('peers.tell({"failed": "no disk", "code": 2}); time.sleep(9)', "its own output explains: no disk", MISTAKE),
+        ("peers._lines[0]._socket.shutdown(2); time.sleep(9)", "process 1 has ended without a word", RETRY),
     ],
 )
-def test_peer_that_is_silent_or_failed_ends_the_process(peer, reason, tmp_path):
+def test_peer_that_is_silent_gone_or_failed_ends_the_process(peer, reason, status, tmp_path):
     done = watched(tmp_path, peer)
-    assert done.returncode == 1
-    assert f"gtp-jax: process 0 cannot go on: {reason}" in done.stderr
-    assert "There is no checkpoint yet; start again from the beginning with: gtp-jax train --resume" in done.stderr
-    assert (tmp_path / "run" / "alive" / "0").read_text().endswith("failed")
+    assert done.returncode == status, done.stderr
+    assert "gtp-jax: process 0 cannot go on: " in done.stderr and reason in done.stderr
 
 
-def test_run_that_stands_still_ends_though_all_live(tmp_path):
-    done = watched(tmp_path, "peer.write_text(f'{beat} running')", stalled=4)
-    assert done.returncode == 1
-    assert "no step has ended for 4 s, though all processes are alive" in done.stderr
+@pytest.mark.slow
+def test_held_lock_of_python_is_ended_from_outside_with_all_stacks(tmp_path):
+    done = watched(tmp_path, BEATS, "ctypes.PyDLL(None).sleep(40)")
+    assert done.returncode == -signal.SIGABRT, done.stderr
+    assert "Fatal Python error: Aborted" in done.stderr and "in play" in done.stderr
+    assert "gtp-jax: process 0 cannot go on: it has run no Python for 3 s" in done.stderr
 
 
+@pytest.mark.slow
 def test_peer_that_is_done_is_not_missed(tmp_path):
-    done = watched(tmp_path, "peer.write_text('7 done')", length=6)
+    done = watched(tmp_path, "pass", "time.sleep(6)")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "ended well\n"
     assert done.stderr == ""
-    assert (tmp_path / "run" / "alive" / "0").read_text().endswith("done")

@@ -10,18 +10,25 @@ from typing import Any
 
 Message = dict[str, Any]
 
+# Nothing that processes tell each other comes near it. Who sends more is none of them.
+_LONGEST = 1 << 24
+
 
 class Line:
     """One end of a connection.
 
     Args:
         connection: a connected stream socket, owned from now on.
+
+    Attributes:
+        unread: messages that have come with others, for whoever takes one at a time.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._sending = threading.Lock()
         self._received = b""
+        self.unread: list[Message] = []
 
     def fileno(self) -> int:
         """Returns the socket's file descriptor, for `select`."""
@@ -33,15 +40,23 @@ class Line:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[Message] | None:
-        """Waits for something to arrive and returns the messages that are complete; `None` if the peer is gone."""
+        """Waits for something to arrive and returns the messages that are complete.
+
+        Returns:
+            Messages; `None` if the peer is gone, or sends what is no message.
+        """
         try:
             arrived = self._socket.recv(1 << 16)
         except OSError:
             arrived = b""
-        if not arrived:
+        if not arrived or len(self._received) > _LONGEST:
             return None
         *lines, self._received = (self._received + arrived).split(b"\n")
-        return [json.loads(line) for line in lines]
+        try:
+            messages = [json.loads(line) for line in lines]
+        except (ValueError, RecursionError):
+            return None
+        return messages if all(isinstance(message, dict) for message in messages) else None
 
     def close(self) -> None:
         """Closes this end."""

@@ -1,0 +1,247 @@
+"""Compares how the processes of a run were started: everything that is not marked as a process's own must agree."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from .._flags import flag_of, knobs, settings_of
+from ..checkpoint import Checkpoints
+from ..data import Corpus
+from ..mesh import has_gpu
+from ._config import TrainConfig
+from ._directory import RunDirectory, checkpoints_in
+from ._peers import Peers, several
+
+Description = dict[str, Any]
+
+# Distributions whose versions decide what a run computes. One that is missing everywhere is the same everywhere.
+_PACKAGES = (
+    "gtp_jax",
+    "jax",
+    "jaxlib",
+    "jax-cuda13-plugin",
+    "jax-cuda13-pjrt",
+    "jax-cuda12-plugin",
+    "jax-cuda12-pjrt",
+    "nvidia-nccl-cu13",
+    "nvidia-nccl-cu12",
+    "nvidia-cudnn-cu13",
+    "nvidia-cudnn-cu12",
+    "nvidia-cublas",
+    "flax",
+    "optax",
+    "numpy",
+    "ml_dtypes",
+    "orbax-checkpoint",
+    "tokenizers",
+)
+
+# Settings of JAX that are a process's own: devices, addresses, and where and how much it writes.
+_OWN_JAX_SETTINGS = (
+    "jax_num_cpu_devices",
+    "jax_default_device",
+    "jax_logging_level",
+    "jax_pprint_use_color",
+    "jax_cross_host_transfer_socket_address",
+    "jax_cross_host_transport_addresses",
+)
+_OWN_JAX_SUFFIXES = ("_visible_devices", "_dir", "_file", "_dump_ir_to", "_debug_log_modules", "_log_compiles")
+_OWN_XLA_FLAGS = ("--xla_dump_", "--xla_force_host_platform_device_count=")
+
+_SHARED_WITHIN_S = 10.0
+_LONGEST_SHOWN = 48
+
+
+def describe(
+    config: TrainConfig, corpus: Corpus, *, resume: bool, force: bool, order: Mapping[str, Any]
+) -> Description:
+    """Returns all that processes of a run must have in common, by name, JSON.
+
+    Args:
+        config: of the run.
+        corpus: the text that it reads.
+        resume: go on with the run in its directory.
+        force: replace it.
+        order: what else decides what is computed, from a supervisor.
+    """
+    values = settings_of(config)
+    flags = {flag_of(field): values[field.name] for field in knobs(config) if not field.metadata["per_process"]}
+    return {
+        **flags,
+        "--resume": resume,
+        "--force": force,
+        **order,
+        "what is in the text": corpus.fingerprint,
+        "what is in the tokenizer": _digest(Path(config.tokenizer)) if config.tokenizer else None,
+        "what is in --from": _start(config.from_) if config.from_ and not resume else None,
+        **_software(),
+    }
+
+
+def differences(descriptions: Sequence[Description]) -> list[str]:
+    """Returns the fields that are not the same in all processes, a line each, with all values and who has them."""
+    names = dict.fromkeys(name for description in descriptions for name in description)
+    lines = []
+    for name in names:
+        values: dict[str, list[int]] = collections.defaultdict(list)
+        for process, description in enumerate(descriptions):
+            values[_shown(description.get(name))].append(process)
+        if len(values) > 1:
+            said = "; ".join(f"{value} in {several('process', who)}" for value, who in values.items())
+            lines.append(f"  {name}: {said}")
+    return lines
+
+
+def check_agreement(peers: Peers, description: Description) -> None:
+    """Checks that all processes have the same of everything that counts. To be called by all, before any collective.
+
+    Raises:
+        ValueError: naming everything that differs, with its values.
+    """
+    lines = peers.ask(description, differences)
+    if lines:
+        raise ValueError(
+            "the processes of this run do not agree:\n" + "\n".join(lines) + "\nGive all of them the same flags, "
+            "files, environment and versions. The default text is the standard library's, which differs between "
+            "versions of Python."
+        )
+
+
+def check_shared(peers: Peers, directory: RunDirectory) -> None:
+    """Checks that all processes have the same directory: process 0 writes a file of random name, the others find it.
+
+    Raises:
+        ValueError: naming the processes whose directory is another.
+    """
+    root = directory.root
+
+    def write() -> str:
+        root.mkdir(parents=True, exist_ok=True)
+        name = f".shared-{os.urandom(16).hex()}"
+        (root / name).touch(exist_ok=False)
+        return name
+
+    name = ""
+
+    def begin(_: list[Any]) -> Any:
+        nonlocal name
+        try:
+            name = write()
+            return {"name": name}
+        except OSError as error:
+            return {"error": f"process 0 cannot write to `out` {root}: {error}"}
+
+    begun = peers.ask(None, begin)
+    if "error" in begun:
+        raise ValueError(begun["error"])
+    try:
+        found = peers.ask(_appears(root / begun["name"]), list)
+    finally:
+        if name:
+            (root / name).unlink(missing_ok=True)
+    others = [process for process, seen in enumerate(found) if not seen]
+    if others:
+        raise ValueError(
+            f"`out` {root} is not one directory: what process 0 writes there does not appear in {_SHARED_WITHIN_S:.0f} "
+            f"s in that of {several('process', others)}. Give all processes an --out on a file system that they share."
+        )
+
+
+def check_devices() -> None:
+    """Checks that all processes have devices of one kind, equally many. Starts JAX's backend, and waits for all.
+
+    Raises:
+        ValueError: naming what each process has.
+    """
+    each: dict[int, list[str]] = collections.defaultdict(list)
+    for device in jax.devices():
+        each[device.process_index].append(device.device_kind)
+    lines = differences(
+        [
+            {"devices": " + ".join(f"{n} x {kind}" for kind, n in sorted(collections.Counter(each[process]).items()))}
+            for process in range(jax.process_count())
+        ]
+    )
+    if lines:
+        raise ValueError(
+            "the processes of this run do not have equal devices:\n" + "\n".join(lines) + "\nGive all of them equally "
+            "many of one kind, by CUDA_VISIBLE_DEVICES or --local-devices."
+        )
+
+
+def _appears(path: Path) -> bool:
+    """Returns whether a file is there soon; a shared file system may take a while."""
+    deadline = time.monotonic() + _SHARED_WITHIN_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _start(source: str) -> str:
+    """Returns a digest of the manifest of the checkpoint to start from, which has those of its arrays."""
+    opened = Checkpoints(checkpoints_in(Path(source).expanduser()), read_only=True)
+    return hashlib.sha256(json.dumps(opened.manifest(), sort_keys=True).encode()).hexdigest()
+
+
+def _software() -> Description:
+    """Returns versions and settings of what computes."""
+    package = Path(__file__).parents[1]
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    settings = {
+        name: repr(value)
+        for name, value in jax.config.values.items()  # pyright: ignore[reportAttributeAccessIssue]
+        if name not in _OWN_JAX_SETTINGS and not name.endswith(_OWN_JAX_SUFFIXES)
+    }
+    driver = Path("/sys/module/nvidia/version")
+    return {
+        "code of gtp_jax": _digest(*sorted(package.rglob("*.py")), root=package),
+        "kernels of gtp_jax": _digest(*sorted(package.glob("native/*.so")), root=package),
+        "Python": platform.python_version(),
+        **{f"version of {name}": _version(name) for name in _PACKAGES},
+        "NVIDIA driver": driver.read_text().strip() if driver.exists() else None,
+        "a GPU": has_gpu(),
+        "XLA_FLAGS": sorted(flag for flag in flags if not flag.startswith(_OWN_XLA_FLAGS)),
+        **settings,
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _digest(*files: Path, root: Path | None = None) -> str:
+    """Returns a digest of files and, below a root, of their names."""
+    digest = hashlib.sha256()
+    for file in files:
+        if root is not None:
+            digest.update(f"{file.relative_to(root)} {file.stat().st_size}\n".encode())
+        with file.open("rb") as opened:
+            while block := opened.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def _shown(value: Any) -> str:
+    """Returns a value for people; one that is long by its ends and its digest, so that others differ from it."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    if len(text) <= _LONGEST_SHOWN:
+        return text
+    if len(text) in (32, 64) and not set(text) - set("0123456789abcdef"):
+        return f"{text[:12]}..."
+    return f"{text[:24]} ... {text[-12:]} (digest {hashlib.sha256(text.encode()).hexdigest()[:8]})"

@@ -1,0 +1,355 @@
+"""The processes of a run, connected to process 0 before JAX connects them.
+
+JAX has a store of keys and values for its processes, but no public way to it, and its collectives need processes that
+agree already. So process 0 listens at the coordinator's port first. When all processes have come, it leaves the port to
+JAX; the connections stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+from .._exit_codes import of_error
+from ._distributed import Launch, NoCoordinator
+from ._line import Line, Message
+
+MEET_TIMEOUT_S = 120.0
+# Text may be read from a slow file system meanwhile.
+_ANSWER_TIMEOUT_S = 3600.0
+_RETRY_S = 0.2
+_LISTEN_S = 0.2
+_ITSELF_S = 10.0
+_MARK = "gtp_jax"
+_NOT_HERE = "process 0 does not reach itself at --coordinator {}: {}. Give an address of the host of process 0."
+
+
+class Peers:
+    """The processes of a run. A context manager, at whose beginning they meet; does nothing for a single process.
+
+    Args:
+        launch: the processes.
+        timeout_s: seconds in which all of them must have come.
+
+    Raises:
+        NoCoordinator: if they do not find each other, or two of them have one number.
+    """
+
+    def __init__(self, launch: Launch, *, timeout_s: float = MEET_TIMEOUT_S) -> None:
+        self._launch, self._timeout_s = launch, timeout_s
+        self._lines: dict[int, Line] = {}  # of process 0 to all others, or of another to process 0
+        self._stop = threading.Event()
+        self._listener: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        if self._launch.processes > 1:
+            deadline = time.monotonic() + self._timeout_s
+            try:
+                self._lines = _gather(self._launch, deadline) if self._first else {0: _reach(self._launch, deadline)}
+            except TimeoutError as error:
+                raise NoCoordinator(
+                    f"{error} within {self._timeout_s:.0f} s. Start all processes with the same --coordinator, the "
+                    "address of process 0 and a free port."
+                ) from None
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        self.tell({"bye": True} if error is None else {"failed": str(error) or repr(error), "code": of_error(error)})
+        self._stop.set()
+        if self._listener is not None:
+            self._listener.join()
+        for line in self._lines.values():
+            line.close()
+
+    @property
+    def _first(self) -> bool:
+        return self._launch.process == 0
+
+    def ask(self, mine: Any, decide: Callable[[list[Any]], Any], *, timeout_s: float = _ANSWER_TIMEOUT_S) -> Any:
+        """Lets process 0 decide something by what all processes say. To be called by all of them.
+
+        Args:
+            mine: what this process says, JSON.
+            decide: what process 0 makes of all of it, in the order of the processes, JSON.
+            timeout_s: seconds to wait for all others.
+
+        Returns:
+            The decision.
+
+        Raises:
+            ValueError: if a process has ended, or says nothing in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        if not self._first:
+            self._lines[0].send({"says": mine})
+            return _answers(self._lines, deadline)[0]["decided"]
+        said = {0: mine} | {process: answer["says"] for process, answer in _answers(self._lines, deadline).items()}
+        decision = decide([said[process] for process in range(self._launch.processes)])
+        for line in self._lines.values():
+            line.send({"decided": decision})
+        return decision
+
+    def together[T](self, check: Callable[[], T]) -> T:
+        """Runs a check that may refuse in one process only, and lets all processes refuse if one does.
+
+        Raises:
+            ValueError: what `check` raised, or that another process raised something.
+        """
+        refusal: Exception | None = None
+        result: Any = None
+        try:
+            result = check()
+        except (ValueError, OSError, ModuleNotFoundError) as error:
+            refusal = error
+        refused = self.ask(refusal is not None, lambda every: [p for p, refuses in enumerate(every) if refuses])
+        if refusal is not None:
+            raise refusal
+        if refused:
+            raise ValueError(f"{several('process', refused)} refused to start; its own output says why.")
+        return result
+
+    def tell(self, message: Message, process: int | None = None) -> None:
+        """Sends a message to one process, or to all to which this one is connected; from any thread."""
+        for number, line in self._lines.items():
+            if process is None or number == process:
+                line.send(message)
+
+    @property
+    def connected(self) -> list[int]:
+        """The processes to which this one is connected: process 0 to all, another one to process 0."""
+        return sorted(self._lines)
+
+    def listen(self, *hearers: Callable[[int, Message | None], None]) -> None:
+        """Passes on what other processes tell, in a thread, from now on; nothing can be asked any more.
+
+        Args:
+            hearers: take the process and its message; `None` when it is gone.
+        """
+        if self._lines:
+            self._listener = threading.Thread(target=self._hear, args=(hearers,), name="peers", daemon=True)
+            self._listener.start()
+
+    def _hear(self, hearers: Sequence[Callable[[int, Message | None], None]]) -> None:
+        with selectors.DefaultSelector() as selector:
+            for process, line in self._lines.items():
+                selector.register(line, selectors.EVENT_READ, process)
+                for message in line.unread:
+                    for heard in hearers:
+                        heard(process, message)
+            while not self._stop.is_set() and selector.get_map():
+                for key, _ in selector.select(_LISTEN_S):
+                    line: Any = key.fileobj
+                    messages = line.receive()
+                    if messages is None:
+                        selector.unregister(line)
+                    for message in [None] if messages is None else messages:
+                        for heard in hearers:
+                            heard(key.data, message)
+
+
+def several(noun: str, numbers: Sequence[int], *, most: int = 8) -> str:
+    """Returns a few numbers with their noun, for people: `processes 1, 2 and 5 more`."""
+    listed = ", ".join(str(number) for number in numbers[:most])
+    plural = noun if len(numbers) == 1 else f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{plural} {listed}" + (f" and {len(numbers) - most} more" if len(numbers) > most else "")
+
+
+def _gather(launch: Launch, deadline: float) -> dict[int, Line]:
+    """Returns connections to all other processes, as process 0.
+
+    Raises:
+        NoCoordinator: if the port is taken, the address is not this host's, or processes do not fit each other.
+        TimeoutError: if not all have come in time.
+    """
+    who: dict[int, Message] = {}
+    lines: dict[int, Line] = {}
+    with _listen(launch) as listener, selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        waiting: list[Line] = []
+        try:
+            own = _connect_to_itself(launch)  # proves that the address is this host's
+            while len(who) < launch.processes:
+                limit = deadline if 0 in who else min(deadline, time.monotonic() + _ITSELF_S)
+                ready = selector.select(max(0.0, limit - time.monotonic()))
+                if not ready and 0 not in who:
+                    raise NoCoordinator(_NOT_HERE.format(launch.coordinator, "another host answers"))
+                if not ready:
+                    missing = [process for process in range(launch.processes) if process not in who]
+                    raise TimeoutError(f"{several('process', missing)} did not reach process 0 at {launch.coordinator}")
+                for key, _ in ready:
+                    if key.fileobj is listener:
+                        waiting.append(Line(_prepared(listener.accept()[0])))
+                        selector.register(waiting[-1], selectors.EVENT_READ)
+                        continue
+                    line: Any = key.fileobj
+                    messages = line.receive()
+                    if messages == []:
+                        continue
+                    selector.unregister(line)
+                    if messages is None or messages[0].get("program") != _MARK:  # a stranger
+                        waiting.remove(line)
+                        line.close()
+                        continue
+                    [hello, *_] = messages
+                    if trouble := _misfit(launch, who, hello, own):
+                        raise NoCoordinator(trouble)
+                    who[hello["process"]] = hello
+                    lines[hello["process"]] = line
+                    waiting.remove(line)
+        except (NoCoordinator, TimeoutError) as error:
+            for line in [*lines.values(), *waiting]:
+                line.send({"refused": str(error)})
+                line.close()
+            raise
+    for line in [lines.pop(0), *waiting]:
+        line.close()
+    for line in lines.values():
+        line.send({"welcome": True})
+    return lines
+
+
+def _reach(launch: Launch, deadline: float) -> Line:
+    """Returns a connection to process 0.
+
+    Raises:
+        NoCoordinator: if process 0 refuses, or something else answers.
+        TimeoutError: if nobody answers in time.
+    """
+    trouble: object = "no answer"
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            connection = socket.create_connection(_address(launch), timeout=min(left, 5.0))
+        except OSError as error:
+            trouble = error
+            time.sleep(_RETRY_S)
+            continue
+        line = Line(_prepared(connection))
+        line.send(_hello(launch))
+        try:
+            [answer] = _answers({0: line}, deadline + _ITSELF_S).values()  # which names those that have not come
+        except ValueError:
+            raise NoCoordinator(
+                f"what listens at {launch.coordinator} is not process 0 of a run that waits for process "
+                f"{launch.process} of {launch.processes}. Another program uses the port, or the run has all its "
+                "processes already because another one has this --process-id, or process 0 has just ended."
+            ) from None
+        if "refused" in answer:
+            raise NoCoordinator(str(answer["refused"]))
+        return line
+    where = f"at {launch.coordinator} ({trouble})"
+    raise TimeoutError(f"process {launch.process} of {launch.processes} found no coordinator {where}")
+
+
+def _answers(lines: dict[int, Line], deadline: float) -> dict[int, Message]:
+    """Returns the next message of each connection.
+
+    Raises:
+        ValueError: if one ends, or says nothing in time.
+    """
+    answers: dict[int, Message] = {}
+    with selectors.DefaultSelector() as selector:
+        for process, line in lines.items():
+            if line.unread:
+                answers[process] = line.unread.pop(0)
+            else:
+                selector.register(line, selectors.EVENT_READ, process)
+        while len(answers) < len(lines):
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise ValueError(f"{several('process', sorted(lines.keys() - answers))} did not answer in time.")
+            for key, _ in ready:
+                line: Any = key.fileobj
+                messages = line.receive()
+                if messages is None:
+                    raise ValueError(f"process {key.data} has ended; its own output says why.")
+                if messages:
+                    answers[key.data], line.unread = messages[0], messages[1:]
+                    selector.unregister(line)
+    ended = [process for process, answer in answers.items() if "bye" in answer or "failed" in answer]
+    if ended:
+        raise ValueError(f"{several('process', ended)} has ended; its own output says why.")
+    return answers
+
+
+def _hello(launch: Launch, token: str = "") -> Message:
+    return {
+        "program": _MARK,
+        "process": launch.process,
+        "processes": launch.processes,
+        "at": f"host {socket.gethostname()}, pid {os.getpid()}",
+        "token": token,
+    }
+
+
+def _misfit(launch: Launch, who: dict[int, Message], hello: Message, own: str) -> str:
+    """Returns why a process that has come is not one of this run; nothing if it is."""
+    process, processes = hello.get("process"), hello.get("processes")
+    if processes != launch.processes:
+        return (
+            f"--num-processes is {launch.processes} in process 0, but {processes} in process {process} "
+            f"({hello.get('at')}). Give all of them the same number."
+        )
+    if not isinstance(process, int) or not 0 <= process < launch.processes:
+        return f"a process has the number {process}; it must be from 0 to {launch.processes - 1}."
+    before = who.get(process)
+    if process == 0 and hello.get("token") != own:
+        before = _hello(launch)
+    if before is not None:
+        return (
+            f"two processes have --process-id {process}: {before['at']}, and {hello.get('at')}. Give each of them a "
+            f"number of its own, from 0 to {launch.processes - 1}."
+        )
+    return ""
+
+
+def _address(launch: Launch) -> tuple[str, int]:
+    host, _, port = str(launch.coordinator).rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _listen(launch: Launch) -> socket.socket:
+    """Returns a socket that listens at the coordinator's port, on all addresses of this host, as JAX will.
+
+    Raises:
+        NoCoordinator: if the port is taken.
+    """
+    port = _address(launch)[1]
+    try:
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=dual)
+    except (OSError, OverflowError) as error:
+        raise NoCoordinator(
+            f"process 0 cannot listen at port {port}, of --coordinator {launch.coordinator}: {error}. Another program "
+            "uses it, or another process has --process-id 0. Choose a free port, the same for all processes."
+        ) from None
+
+
+def _connect_to_itself(launch: Launch) -> str:
+    """Makes process 0 reach itself as others do, and returns the token that it has sent.
+
+    Raises:
+        NoCoordinator: if it cannot.
+    """
+    token = os.urandom(16).hex()
+    try:
+        with socket.create_connection(_address(launch), timeout=_ITSELF_S) as connection:
+            Line(connection).send(_hello(launch, token))
+    except OSError as error:
+        raise NoCoordinator(_NOT_HERE.format(launch.coordinator, error)) from None
+    return token
+
+
+def _prepared(connection: socket.socket) -> socket.socket:
+    """Returns a connection that waits, and notices when the other host is gone."""
+    connection.settimeout(None)
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection

@@ -1,0 +1,213 @@
+"""Processes find each other, and everything in which they differ is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gtp_jax._flags import flag_of, from_settings, knobs, settings_of
+from gtp_jax.data import Corpus
+from gtp_jax.trainer import Launch, NoCoordinator, TrainConfig
+from gtp_jax.trainer._agreement import check_agreement, describe, differences
+from gtp_jax.trainer._peers import Peers, several
+
+OWN = {"--out", "--data", "--tokenizer", "--from"}
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def run(launches: list[Launch], body, timeout_s: float = 20) -> list[Any]:
+    """What each process returns or raises, played by a thread with sockets of its own."""
+    results: list[Any] = [None] * len(launches)
+
+    def play(i: int) -> None:
+        try:
+            with Peers(launches[i], timeout_s=timeout_s) as peers:
+                results[i] = body(peers, launches[i].process)
+        except Exception as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=play, args=(i,)) for i in range(len(launches))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+def launches(*numbers: int, processes: int | None = None) -> list[Launch]:
+    address = f"127.0.0.1:{free_port()}"
+    return [Launch(processes or len(numbers), number, address) for number in numbers]
+
+
+def description(**changes: Any) -> dict[str, Any]:
+    corpus = Corpus(
+        name="text",
+        train=np.zeros(4, np.uint8),
+        held_out=np.zeros(4, np.uint8),
+        vocab_size=256,
+        fingerprint="00",
+        **{
+            field.name: 1
+            for field in dataclasses.fields(Corpus)
+            if field.name not in ("name", "train", "held_out", "vocab_size", "fingerprint")
+        },
+    )
+    return describe(from_settings(TrainConfig, changes), corpus, resume=False, force=False, order={})
+
+
+def test_process_0_decides_by_what_all_say_as_often_as_asked():
+    def body(peers: Peers, process: int):
+        return [peers.ask(process, sum), peers.ask([process], lambda every: every[::-1])]
+
+    assert run(launches(2, 0, 3, 1), body) == [[6, [[3], [2], [1], [0]]]] * 4
+
+
+def test_every_setting_is_compared_but_for_paths_whose_contents_are():
+    described = description()
+    flags = {flag_of(field) for field in knobs(TrainConfig)}
+    assert flags - described.keys() == OWN
+    assert {"what is in the text", "what is in the tokenizer", "what is in --from"} < described.keys()
+    for name in ("code of gtp_jax", "version of jaxlib", "version of flax", "XLA_FLAGS", "jax_enable_x64"):
+        assert described[name] is not None
+    json.dumps(described)
+    assert settings_of(TrainConfig())["seed"] == described["--seed"]
+
+
+def test_all_that_differs_is_named_once_with_who_has_it():
+    same, other = description(), description(seed=7, lr=0.5, out="elsewhere", recipe="mxfp8")
+    assert differences([same, same]) == []
+    lines = differences([same, other, same, other])
+    assert sorted(line.split(":")[0].strip() for line in lines) == ["--lr", "--recipe", "--seed"]
+    assert "  --seed: 0 in processes 0, 2; 7 in processes 1, 3" in lines
+    assert several("process", range(12)) == "processes 0, 1, 2, 3, 4, 5, 6, 7 and 4 more"
+    long = [{"flags": ["-" * 90 + str(i)]} for i in range(2)]
+    assert len(differences(long)) == 1 and len(differences(long)[0]) < 200
+
+
+def test_all_processes_raise_the_same():
+    def body(peers: Peers, process: int) -> None:
+        check_agreement(peers, description(steps=200 + (process == 2)))
+
+    raised = run(launches(0, 1, 2), body)
+    assert len({str(error) for error in raised}) == 1
+    assert "do not agree:\n  --steps: 200 in processes 0, 1; 201 in process 2\nGive all" in str(raised[0])
+
+
+def test_environment_and_kind_of_a_missing_field_are_compared(monkeypatch):
+    before = description()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/mine --xla_gpu_autotune_level=0")
+    [line] = differences([before, description()])
+    assert "XLA_FLAGS" in line and "--xla_gpu_autotune_level=0" in line and "/mine" not in line
+    assert differences([{"a": 1}, {}]) == ["  a: 1 in process 0; null in process 1"]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "processes", "message"),
+    [
+        ([0, 1, 1], 3, "two processes have --process-id 1: host "),
+        ([0, 0], 2, "cannot listen at port"),
+    ],
+)
+def test_two_processes_with_one_number_are_told_at_once(numbers, processes, message):
+    began = time.monotonic()
+    raised = run(launches(*numbers, processes=processes), lambda *_: None, timeout_s=5 if numbers[1] else 1)
+    assert sum(message in str(error) for error in raised) >= (3 if numbers[1] else 1), raised
+    assert all(isinstance(error, NoCoordinator) for error in raised)
+    assert numbers[1] == 0 or time.monotonic() - began < 4
+
+
+def test_other_count_of_processes_is_refused():
+    first, second = launches(0, 1)
+    raised = run([first, dataclasses.replace(second, processes=3)], lambda *_: None)
+    for error in raised:
+        assert "--num-processes is 2 in process 0, but 3 in process 1 (host" in str(error)
+
+
+def test_process_that_does_not_come_is_named():
+    raised = run(launches(0, 2, processes=4), lambda *_: None, timeout_s=1)
+    for error in raised:
+        assert "processes 1, 3 did not reach process 0 at 127.0.0.1:" in str(error)
+    [alone] = run(launches(1, processes=2), lambda *_: None, timeout_s=1)
+    assert "process 1 of 2 found no coordinator at 127.0.0.1:" in str(alone)
+
+
+def test_taken_port_and_a_strange_service_are_refused():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        [taken] = run([Launch(2, 0, address)], lambda *_: None)
+        assert "process 0 cannot listen at port" in str(taken) and "Choose a free port" in str(taken)
+
+        def answer() -> None:
+            server.accept()[0].sendall(b"\x00\x00\x12\x04 not ours \n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        [strange] = run([Launch(2, 1, address)], lambda *_: None)
+        assert "is not process 0 of a run that waits for process 1 of 2" in str(strange)
+
+
+def test_address_of_another_host_is_refused():
+    [raised] = run([Launch(2, 0, f"host.invalid:{free_port()}")], lambda *_: None)
+    assert "process 0 does not reach itself at --coordinator host.invalid:" in str(raised)
+
+
+def test_strangers_at_the_port_do_no_harm():
+    first, second = launches(0, 1)
+    address = ("127.0.0.1", int(first.coordinator.rpartition(":")[2]))
+
+    def bother() -> None:
+        for _ in range(100):
+            try:
+                with socket.create_connection(address) as stranger:
+                    return stranger.sendall(b'GET / HTTP/1.1\r\n\r\n{"process": 1}\n')
+            except OSError:
+                time.sleep(0.02)
+
+    threading.Thread(target=bother, daemon=True).start()
+
+    def late(peers: Peers, process: int) -> str:
+        return peers.ask(None, lambda _: "met")
+
+    results: list[Any] = [None, None]
+    threads = [threading.Thread(target=lambda: results.__setitem__(0, run([first], late)[0]))]
+    threads[0].start()
+    time.sleep(0.3)
+    results[1] = run([second], late)[0]
+    threads[0].join()
+    assert results == ["met", "met"]
+
+
+def test_process_that_ends_is_named():
+    def body(peers: Peers, process: int):
+        if process == 1:
+            raise KeyError("a mistake of ours")
+        return peers.ask(None, len)
+
+    raised = run(launches(0, 1, 2), body)
+    assert "process 1 has ended; its own output says why" in str(raised[0])
+    assert isinstance(raised[2], ValueError)
+
+
+def test_all_refuse_what_one_refuses():
+    def body(peers: Peers, process: int):
+        def check() -> int:
+            if process == 1:
+                raise FileNotFoundError("no such text")
+            return process
+
+        return peers.together(check)
+
+    raised = run(launches(0, 1, 2), body)
+    assert str(raised[0]) == str(raised[2]) == "process 1 refused to start; its own output says why."
+    assert isinstance(raised[1], FileNotFoundError)
