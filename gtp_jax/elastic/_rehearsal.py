@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from ..trainer import EventLog
 from ._devices import Device
-from ._events import EventLog
 from ._fleet import Fleet
 from ._line import Message
 

@@ -16,19 +16,24 @@ from ..checkpoint import Checkpoints
 from ..data import BYTES, Corpus, load_corpus, load_tokenizer, read_text, unigram_entropy
 from ..mesh import check_degrees, choose_devices, on_gpu, use_roles
 from ..models import ModelConfig, build
+from ._account import seconds_by_cause
+from ._attempt import attempt
 from ._config import TrainConfig
 from ._curve import draw_curve
 from ._directory import RunDirectory
 from ._distributed import LaunchOptions, barrier, check_same, find_launch, together
+from ._divergence import Diverged
+from ._events import EventLog, read_lines
 from ._fleet import Fleet, fingerprint, make_fleet, without_sequence_parallelism
 from ._job import abstract_state, compile_step, prepare
 from ._log import read_log
 from ._loop import run_loop
 from ._peer_watch import PeerWatch
-from ._progress import Diverged, Progress
+from ._progress import Progress
+from ._recorder import Recorder
 from ._report import heading, report
 from ._start import check_recipe_fits, check_start
-from ._watch import Supervision, Watch
+from ._watch import Supervision
 
 
 def start(
@@ -82,11 +87,15 @@ def start(
         return 0
     if jax.process_index() == 0:
         directory.prepare(config, keep=resume)
+        if not resume and supervision is None:
+            directory.events.unlink(missing_ok=True)
     barrier("the run directory is ready")
     roles = use_roles(config.parallelism.roles)
     attending = PeerWatch(directory, launch) if supervision is None else supervision.watch
     alone = launch.processes == 1 and supervision is None
-    with jax.set_mesh(fleet.mesh), roles, attending as watch, _failures(watch, alone):
+    events = EventLog(directory.events if jax.process_index() == 0 else None, process=jax.process_index())
+    recorder = Recorder(attending, events)
+    with jax.set_mesh(fleet.mesh), roles, recorder as watch, _failures(watch, alone):
         return _train(config, model, fleet, corpus, directory, watch, alone, resume=resume, changes=changes)
 
 
@@ -109,7 +118,7 @@ def resolve(settings: Mapping[str, Any], *, resume: bool, force: bool) -> tuple[
 
 
 @contextlib.contextmanager
-def _failures(watch: Watch, alone: bool) -> Iterator[None]:
+def _failures(watch: Recorder, alone: bool) -> Iterator[None]:
     """Ends the process at once on an error, before anything on the way out waits for peers; raises it if there are
     none."""
     try:
@@ -117,6 +126,7 @@ def _failures(watch: Watch, alone: bool) -> Iterator[None]:
     except Exception as error:
         if not alone:
             watch.give_up(error, _reason(error))
+        watch.end("failed", _reason(error))
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
             raise ValueError(_reason(error)) from error
         raise
@@ -146,7 +156,7 @@ def _train(
     fleet: Fleet,
     corpus: Corpus,
     directory: RunDirectory,
-    watch: Watch,
+    watch: Recorder,
     alone: bool,
     *,
     resume: bool,
@@ -158,8 +168,10 @@ def _train(
     say(heading(config, model, fleet, corpus, unigram), flush=True)
     opened = Checkpoints(directory.checkpoints, keep=config.keep, keep_best=config.keep_best)
     with opened as checkpoints, _failures(watch, alone):
+        settings, seeds = settings_of(config), {"weights": config.seed, "data": config.seed, "rounding": config.seed}
+        watch.write("resume" if resume else "start", **attempt(), settings=settings, seeds=seeds, changes=changes)
         job, state = prepare(config, model, fleet, corpus, checkpoints, watch, resume=resume)
-        begin = job.begin
+        begin = job.place.step
         if begin > config.steps:
             raise ValueError(
                 f"`steps` is {config.steps}, but the run in {directory.root} has made {begin} already. Ask for more, "
@@ -168,17 +180,20 @@ def _train(
         if changes:
             say(f"changed {', '.join(changes)}: the run goes on, but not as if never stopped", flush=True)
         say(f"{'resumed at step ' + str(begin) if begin else 'ready'}; compiled in {job.compile_s:.1f} s", flush=True)
+        watch.write("ready", step=begin, position=job.place.position)
         if speaks:
             config.save(directory.config)
         with Progress(job, unigram, directory.log, begin) as progress:
             outcome = run_loop(job, state, checkpoints, watch, progress)
+    watch.end(0 if outcome.signal is None else 128 + outcome.signal)
     if speaks:
         records = read_log(directory.log)
+        causes = seconds_by_cause(read_lines(directory.events))
         title = f"{config.preset}, {config.batch} x {config.seq} tokens a step, on {corpus.name}"
         draw_curve(records, unigram, title, directory.curve)
-        text = report(job, outcome, records, unigram)
+        text = report(job, outcome, records, unigram, causes)
         directory.report.write_text(text + "\n")
-        say(f"\n{text}\n\nin {directory.root}: checkpoints, log.jsonl, loss.png, report.txt", flush=True)
+        say(f"\n{text}\n\nin {directory.root}: checkpoints, log.jsonl, events.jsonl, loss.png, report.txt", flush=True)
         if outcome.signal is not None:
             say(f"stopped by a signal after step {outcome.step}. {directory.how_to_resume()}", flush=True)
     return 0 if outcome.signal is None else 128 + outcome.signal

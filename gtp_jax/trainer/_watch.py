@@ -11,7 +11,7 @@ from ..checkpoint import Checkpoints
 from ..nonuniform import Faults
 
 # What a process does. Each lasts until the next begins; `step` begins again after every step.
-Activity = Literal["start", "check", "restore", "compile", "step", "evaluate", "save", "snapshot"]
+Activity = Literal["start", "check", "restore", "compile", "step", "evaluate", "save", "snapshot", "diagnose"]
 
 
 class Watch(abc.ABC):
