@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from ._events import PARTS, EventLog
+from ..trainer import EventLog
+from ._events import PARTS
 from ._failure import Failure
 from ._fleet import Fleet
 from ._goodput import Goodput

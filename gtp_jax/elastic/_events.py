@@ -1,17 +1,11 @@
-"""What a supervisor has done: a file of JSON objects, a line each, to which lines are only added."""
+"""What a supervisor has done, from the record of a run, to which its processes write too."""
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from ..plan import columns
-from ..trainer import read_log
-
-Event = dict[str, Any]
+from ..trainer import Event, read_lines
 
 # The parts of a recovery, in order, and what they mean.
 PARTS = {
@@ -24,42 +18,16 @@ PARTS = {
 }
 
 
-class EventLog:
-    """Appends events to a file and says them.
-
-    Args:
-        path: the file.
-        say: prints a line for people.
-    """
-
-    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
-        self._path, self._say = path, say
-
-    def write(self, event: str, text: str = "", **values: Any) -> None:
-        """Adds an event, on disk when the call returns.
-
-        Args:
-            event: what happened, in a word or two.
-            text: for people; an event without one is not said.
-            values: what else is known, JSON.
-        """
-        line = {"time": time.time(), "event": event, **values}
-        if text:
-            line["text"] = text
-            self._say(f"gtp-jax elastic: {text}")
-        with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-
-
 def read_events(path: Path) -> list[Event]:
-    """Returns the events of a file. A last line that was cut off by a kill is left out.
+    """Returns a supervisor's events, without those of its processes. Lines that a kill has cut off are left out.
 
     Raises:
-        FileNotFoundError: if there is none.
+        FileNotFoundError: if there are none.
     """
-    if not path.exists():
-        raise FileNotFoundError(f"no {path}: the run has not been started with --elastic.")
-    return read_log(path)
+    events = [event for event in read_lines(path) if "process" not in event]
+    if not events:
+        raise FileNotFoundError(f"no event of a supervisor in {path}: the run has not been started with --elastic.")
+    return events
 
 
 def table(events: list[Event]) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ._events import PARTS, Event
+from ..trainer import Event
+from ._events import PARTS
 
 _COLOURS = {
     "training": "#2a6f97",

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from ..trainer import Message
+from ..trainer import EventLog, Message
 from ._devices import Device
-from ._events import EventLog
 from ._fleet import Fleet
 
 _LIMIT_S = 900.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from ..checkpoint import Checkpoints
+from ..trainer import state_is_finite
 from ._memory import check_room
 
 # What snapshots may take of the time, unless an interval is given.
@@ -142,7 +143,7 @@ class Snapshots:
         jax.block_until_ready(state)  # what is measured below is the snapshot's own time
         step_s = self._step_s(step)
         self._next = step + self._cadence.every
-        if not _finite(state):
+        if not state_is_finite(state):
             return  # the loss of the next step will say so, and end the run
         begin = time.monotonic()
         save(self._checkpoints)
@@ -174,19 +175,6 @@ class Snapshots:
         if self._pending is not None and self._checkpoints.latest() == self._pending[0]:
             self._written_s = time.monotonic() - self._pending[1]
             self._pending = None
-
-
-def _finite(state: Any) -> bool:
-    """Returns whether every number of a state is finite, the same in all processes."""
-    floats = [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    found = _all_finite(floats).addressable_shards
-    finite = all(bool(shard.data) for shard in found)  # a process may have no part of the state
-    return bool(np.all(multihost_utils.process_allgather(np.bool_(finite)))) if jax.process_count() > 1 else finite
-
-
-@jax.jit
-def _all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
-    return jnp.stack([jnp.isfinite(array).all() for array in arrays]).all()
 
 
 def _plain(dtype: Any) -> Any:

@@ -14,10 +14,9 @@ from typing import Any
 
 from .._exit_codes import RETRY, of_signal
 from ..checkpoint import Checkpoints
-from ..trainer import LaunchOptions, RunDirectory, TrainConfig, find_launch, resolve
+from ..trainer import EventLog, LaunchOptions, RunDirectory, TrainConfig, find_launch, resolve
 from ._account import Account
 from ._devices import Device, find_devices, uses_gpus
-from ._events import EventLog
 from ._failure import SUSPECTS, Ended, Failure
 from ._fleet import Fleet, free_port
 from ._lock import Lock
@@ -101,7 +100,7 @@ class Supervisor:
     ) -> None:
         self._settings, self._config, self._directory = settings, config, directory
         self._devices, self._degrees, self._options, self._memory = devices, degrees, options, memory
-        self._events = EventLog(directory.events, lambda text: print(text, flush=True))
+        self._events = EventLog(directory.events, lambda text: print(f"gtp-jax elastic: {text}", flush=True))
         self._account = Account(self._events)
         self._checkpoints = Checkpoints(directory.checkpoints, read_only=True)
         self._lost: set[int] = set()

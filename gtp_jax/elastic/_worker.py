@@ -125,7 +125,7 @@ class SupervisedWatch(Watch):
         """Tells the supervisor, at once if it is another activity."""
         if activity == "save" and self._snapshots is not None:
             self._snapshots.wait()  # two commits at the same time would wait for each other's processes
-        if activity == "compile":
+        if activity in ("compile", "step"):  # the state has been restored
             self._from_memory = False
         now = time.monotonic()
         with self._lock:

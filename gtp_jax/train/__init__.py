@@ -2,6 +2,7 @@
 
 from ._check import check as check
 from ._execution import Execution as Execution
+from ._finite import check_finite as check_finite
 from ._nccl import COLLECTIVE_KERNELS as COLLECTIVE_KERNELS
 from ._nccl import OLDEST_NCCL as OLDEST_NCCL
 from ._nccl import Nccl as Nccl

@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..mesh import DP, GTP, TP, axes_of, degree, use_roles
 from ..nonuniform import Exchange, Parts, without_replicas
 from ..recipes import Recipe
-from ._gradients import Request, check_model_state
+from ._gradients import Computed, Request, check_model_state
 from ._jit import Jitted
 from ._loss import mean
 from ._replica_step import ReplicaStep, parts_of, settled
@@ -48,6 +48,7 @@ class NonuniformStep:
         optimizer: any optax optimizer.
         max_grad_norm: scales gradients down to this norm.
         replicas: the meshes.
+        skip_nonfinite: as in `train_step`.
         options: returns XLA options for the mesh in scope.
         recipe: returns the recipe to take.
 
@@ -62,22 +63,26 @@ class NonuniformStep:
         max_grad_norm: float | None,
         replicas: Replicas,
         *,
+        skip_nonfinite: bool,
         options: Callable[[], dict[str, Any]],
         recipe: Callable[[], Recipe | None],
     ) -> None:
         self._request, self._replicas, self._recipe, self._options = request, replicas, recipe, options
-        self._optimizer, self._max_grad_norm = optimizer, max_grad_norm
+        self._optimizer, self._max_grad_norm, self._skip_nonfinite = optimizer, max_grad_norm, skip_nonfinite
         self._gather: Any = Jitted(_gathered, options)
         self._update: Any = Jitted(self._updated, options, donate_argnums=(0, 1))
         self.tell = Told(replicas)
         self._steps: dict[Recipe | None, list[ReplicaStep]] = {}
 
-    def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
+    def __call__(
+        self, state: TrainState, batch: Tree, skip: jax.Array | None = None
+    ) -> tuple[TrainState, dict[str, Any]]:
         """Returns the state after the step, and metrics.
 
         Args:
             state: on the core.
             batch: rows of all replicas; or divided among them already, by `Replicas.place`.
+            skip: a bool scalar, such as `skipped` of the step before; whether to leave out the update in any case.
 
         Raises:
             ValueError: if the state is not of this core, or the batch of another size than the plan's.
@@ -93,7 +98,7 @@ class NonuniformStep:
                 for kept, one in zip((*gradients, *sums), (*found, *map(parts_of, total)), strict=True):
                     kept.update(one)
         with jax.set_mesh(self._replicas.core), use_roles(state.model_def.roles):
-            after, metrics = self._update(state, *self._on_core(state, gradients, sums))
+            after, metrics = self._update(state, *self._on_core(state, gradients, sums), self._flag(skip))
         settled(after)
         return after, self.tell(metrics)
 
@@ -132,7 +137,8 @@ class NonuniformStep:
             with jax.set_mesh(core), use_roles(state.model_def.roles):
                 if _is_divided(state):
                     self._gather = found["gather"] = _compiled(self._gather, state)
-                self._update = found["update"] = _compiled(self._update, state, *self._shapes_on_core(state, sums))
+                shapes = self._shapes_on_core(state, sums)
+                self._update = found["update"] = _compiled(self._update, state, *shapes, self._flag(None))
         return found
 
     def exchanges(self, state: TrainState) -> list[dict[str, Exchange]]:
@@ -195,7 +201,17 @@ class NonuniformStep:
         gradients = jax.tree.map(of, state.model_def.specs, state.params, is_leaf=_is_spec)
         return gradients, [of(PartitionSpec(), x) for x in sums]
 
-    def _updated(self, state: TrainState, found: Tree, sums: list[jax.Array]) -> tuple[TrainState, dict[str, Any]]:
+    def _flag(self, skip: jax.Array | None) -> jax.Array:
+        """Returns whether to leave out the update, on the core: a process without its devices has no part of it."""
+        core = self._replicas.core
+        if skip is not None and is_here(core):
+            return skip
+        whole = NamedSharding(core, PartitionSpec())
+        return jax.make_array_from_callback((), whole, lambda _: np.zeros((), np.bool_), dtype=np.bool_)
+
+    def _updated(
+        self, state: TrainState, found: Tree, sums: list[jax.Array], skip: jax.Array
+    ) -> tuple[TrainState, dict[str, Any]]:
         specs = state.model_def.specs
         into = jax.tree.map(lambda spec, x: _by_replica(spec, x.ndim), specs, state.params, is_leaf=_is_spec)
 
@@ -206,9 +222,11 @@ class NonuniformStep:
         out = (specs, PartitionSpec())
         over_core = jax.shard_map(add_up, in_specs=(into, PartitionSpec(DP)), out_specs=out, check_vma=False)
         found, (total, tokens) = over_core(found, sums)
-        grads = jax.tree.map(lambda g: mean(g, tokens), found)
-        after, norm = updated(state, grads, self._optimizer, self._max_grad_norm, {})
-        return after, {"loss": mean(total, tokens), "tokens": tokens, "grad_norm": norm}
+        computed = Computed(total, tokens, found, {}, ())
+        limits: Any = {"max_grad_norm": self._max_grad_norm, "skip_nonfinite": self._skip_nonfinite}
+        after = updated(state, computed, self._optimizer, **limits, skip=skip)
+        metrics = {"loss": mean(total, tokens), "tokens": tokens, "grad_norm": after.norm, "skipped": after.skipped}
+        return after.state, metrics
 
     def _check(self, state: TrainState) -> None:
         check_model_state(state)

@@ -31,6 +31,7 @@ def train_step(
     has_aux: bool = False,
     microbatches: int = 1,
     max_grad_norm: float | None = None,
+    skip_nonfinite: bool = True,
     recipe: Recipe | None = None,
     pregathered_layers: int | Literal["all"] = 0,
     reduce_over_dp: ReduceOverDp = "each",
@@ -38,7 +39,7 @@ def train_step(
     seed: int = 0,
     replicas: Replicas | None = None,
     compiler_options: dict[str, Any] | None = None,
-) -> Callable[[TrainState, Tree], tuple[TrainState, dict[str, Any]]]:
+) -> Callable[..., tuple[TrainState, dict[str, Any]]]:
     """Returns a jitted optimizer step. The state is donated.
 
     In global view `loss` is given global arrays: model and loss mean what they mean without a mesh, whatever they
@@ -48,6 +49,12 @@ def train_step(
     models whose every operation is written for a rank's own part, such as `gtp_jax.models`.
 
     The optimizer runs outside, on global arrays of logical shapes: any optax optimizer will do.
+
+    A step whose loss, or gradient of any parameter, is NaN or Inf on any device returns the state as it was, bit for
+    bit: parameters, optimizer state, the model's other variables and the step count. A compiled program cannot raise,
+    and a step does not wait for its own result; so `metrics["skipped"]` says it, and `gtp_jax.check_finite(metrics)`
+    raises. It may be called steps later: what was launched meanwhile has used the old state, or, if it was given
+    `skip=metrics["skipped"]` of the step before, has done nothing either.
 
     Args:
         loss: `(model, batch) -> loss`: a scalar, such as a mean; or (sum of token losses, number of tokens), two
@@ -59,6 +66,8 @@ def train_step(
         microbatches: parts of the batch, one after the other: number m is `batch[m::microbatches]`. Batch statistics
             are those of a microbatch, and variables that a model writes go from one to the next.
         max_grad_norm: scales gradients down to this global L2 norm.
+        skip_nonfinite: leave out an update whose loss, or global L2 norm of gradients, is not finite; a norm that
+            overflows counts. `False` for an optimizer that must see such gradients, as one that scales the loss does.
         recipe: what is quantized, such as `gtp_jax.NVFP4()`; by default what the recipe in scope says, if there is one
             (`use_recipe`).
         pregathered_layers: layers of each stack, or `"all"`, whose codes are gathered once a step, ahead of the
@@ -78,10 +87,11 @@ def train_step(
         compiler_options: XLA options, which win over those of `compile_options` for the mesh in scope.
 
     Returns:
-        `step(state, batch) -> (state, metrics)`. `batch` is a pytree of global arrays with the batch first, a multiple
-        of `microbatches`, and of dp * gtp where a gtp_jax module meets it. Metrics are device scalars: `loss` (the mean
-        over tokens, or over microbatches), `grad_norm`, `tokens` where `loss` counts them; and `aux`. XLA options are
-        those for the mesh in scope at the call.
+        `step(state, batch, skip=None) -> (state, metrics)`. `batch` is a pytree of global arrays with the batch first,
+        a multiple of `microbatches`, and of dp * gtp where a gtp_jax module meets it. `skip` is a bool scalar that
+        leaves out the update in any case. Metrics are device scalars: `loss` (the mean over tokens, or over
+        microbatches), `grad_norm`, `skipped` (whether the update was left out), `tokens` where `loss` counts them; and
+        `aux`. XLA options are those for the mesh in scope at the call.
 
     Raises:
         ValueError: if `microbatches` is less than 1, `view` or `reduce_over_dp` is another name, or the latter is
@@ -98,14 +108,15 @@ def train_step(
     _check_view(view, has_aux)
     check_reduce_over_dp(reduce_over_dp, view, microbatches)
 
-    def step(state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
+    def step(state: TrainState, batch: Tree, skip: jax.Array | None = None) -> tuple[TrainState, dict[str, Any]]:
         _check_state(state)
         chosen = current_recipe() if recipe is None else recipe
         request = Request(loss, view, has_aux, microbatches, chosen, pregathered_layers, seed, reduce_over_dp)
         computed = gradients(request, state, batch)
-        grads = jax.tree.map(lambda g: mean(g, computed.tokens), computed.gradients)
-        after, norm = updated(state, grads, optimizer, max_grad_norm, computed.model_state)
-        return after, {**_metrics(computed, state, view, has_aux), "grad_norm": norm}
+        metrics = _metrics(computed, state, view, has_aux)
+        limits: Any = {"max_grad_norm": max_grad_norm, "skip_nonfinite": skip_nonfinite}
+        after = updated(state, computed, optimizer, **limits, skip=skip)
+        return after.state, {**metrics, "grad_norm": after.norm, "skipped": after.skipped}
 
     options = lambda: _options(compiler_options, recipe)  # noqa: E731
     if replicas is None or replicas.plan.uniform:
@@ -117,6 +128,7 @@ def train_step(
         optimizer,
         max_grad_norm,
         replicas,
+        skip_nonfinite=skip_nonfinite,
         options=options,
         recipe=lambda: current_recipe() if recipe is None else recipe,
     )
@@ -130,7 +142,8 @@ def eval_step(
     view: View = "global",
     compiler_options: dict[str, Any] | None = None,
 ) -> Callable[[TrainState, Tree], dict[str, Any]]:
-    """Returns a jitted evaluation: `(state, batch) -> metrics`, those of `train_step` without `grad_norm`.
+    """Returns a jitted evaluation: `(state, batch) -> metrics`, those of `train_step` without `grad_norm` and
+    `skipped`.
 
     What a call writes to the model's variables is dropped. Dropout and batch statistics are as the loss function has
     them: call `model.eval()` in it for those of inference. Arguments as in `train_step`.

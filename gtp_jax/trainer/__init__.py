@@ -10,11 +10,15 @@ from ._distributed import Launch as Launch
 from ._distributed import LaunchOptions as LaunchOptions
 from ._distributed import NoCoordinator as NoCoordinator
 from ._distributed import find_launch as find_launch
+from ._divergence import Diverged as Diverged
+from ._events import Event as Event
+from ._events import EventLog as EventLog
+from ._events import read_lines as read_lines
+from ._finite_state import state_is_finite as state_is_finite
 from ._line import Line as Line
 from ._line import Message as Message
 from ._log import read_log as read_log
 from ._peers import Peers as Peers
-from ._progress import Diverged as Diverged
 from ._run import resolve as resolve
 from ._run import start as start
 from ._watch import Activity as Activity

@@ -14,6 +14,7 @@ from ..models import PRESETS, ModelConfig, preset_of
 from ..nonuniform import FaultPlan, Faults
 from ..recipes import Quantization
 from ..train import Execution
+from ._divergence import Divergence
 
 # the default number without a GPU, unless degrees require another
 VIRTUAL_DEVICES = 8
@@ -107,6 +108,7 @@ class TrainConfig:
     seed: int = knob(0, "training", "seed of the initial weights and of the order of the text", least=0, metavar="N")
 
     execution: Execution = piece(Execution)
+    divergence: Divergence = piece(Divergence)
     parallelism: Parallelism = piece(Parallelism)
     faults: Faults = piece(Faults)
 

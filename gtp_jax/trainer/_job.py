@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import plan
 from ..checkpoint import Checkpoints
@@ -22,6 +22,7 @@ from ..models import ModelConfig, build, family_of
 from ..nn import ModelDef, abstract_model, init
 from ..train import NonuniformStep, TrainState, eval_step, train_step, with_whole_sequences
 from ._config import TrainConfig
+from ._divergence import Place
 from ._fleet import Fleet, ReplicaLoader
 from ._optimizer import adamw, learning_rate
 from ._start import start_params
@@ -42,8 +43,8 @@ class Job:
         learning_rate: `updates made -> rate of the next`.
         train: batches to train on.
         held_out: batches to evaluate on.
-        begin: updates made before.
-        step: the compiled step.
+        place: where the run begins, or goes on.
+        step: the compiled step, `(state, batch, skip) -> (state, metrics)`.
         programs: of which it consists, by what they are, those that communicate.
         evaluate: the evaluation of one batch.
         compile_s: seconds it took to compile the step.
@@ -57,8 +58,8 @@ class Job:
     learning_rate: Callable[[int], float]
     train: Loader | ReplicaLoader
     held_out: Loader
-    begin: int
-    step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+    place: Place
+    step: Callable[[TrainState, Any, jax.Array], tuple[TrainState, Metrics]]
     programs: dict[str, jax.stages.Compiled]
     evaluate: Callable[[TrainState, Any], Metrics]
     compile_s: float
@@ -100,8 +101,10 @@ def prepare(
     source = watch.source(checkpoints, like)
     watch.doing("restore")
     begin = source.latest() if resume else None
+    place = Place(0, 0)
     if begin is not None:
-        state, extra = source.restore(like)
+        state, extra = source.restore(like, begin)
+        place = Place.of_extra(begin, extra)
         if extra["text"] != corpus.fingerprint:
             raise ValueError(
                 f"{corpus.name} is not the text that this run was trained on: its content has changed, or --data "
@@ -112,7 +115,7 @@ def prepare(
         state = TrainState.create(dataclasses.replace(like, params=params).model(), optimizer)
     else:
         state = TrainState.create(init(lambda rngs: build(model, rngs=rngs), nnx.Rngs(config.seed)), optimizer)
-    return compile_step(config, model, fleet, corpus, watch, state, optimizer, begin or 0), state
+    return compile_step(config, model, fleet, corpus, watch, state, optimizer, place), state
 
 
 def abstract_state(config: TrainConfig, model: ModelConfig) -> tuple[TrainState, optax.GradientTransformation]:
@@ -130,7 +133,7 @@ def compile_step(
     watch: Watch,
     state: TrainState,
     optimizer: optax.GradientTransformation,
-    begin: int = 0,
+    place: Place | None = None,
 ) -> Job:
     """Compiles the step, for a state or for its shapes (see `abstract_state`). To be called with the mesh in scope."""
     schedule = learning_rate(config)
@@ -156,7 +159,7 @@ def compile_step(
         programs, run = step.compile(state, train.at(0)), step
         evaluation = functools.partial(_on_core, evaluate, step.tell, with_whole_sequences(state.model_def))
     else:
-        run = step.lower(state, train.at(0)).compile()  # pyright: ignore[reportFunctionMemberAccess]
+        run = step.lower(state, train.at(0), never_skip(fleet.mesh)).compile()  # pyright: ignore[reportFunctionMemberAccess]
         programs, evaluation = {"one step": run}, evaluate
     return Job(
         config=config,
@@ -166,13 +169,19 @@ def compile_step(
         learning_rate=functools.partial(_here, schedule),
         train=train,
         held_out=fleet.held_out_loader(Windows(corpus.held_out, config.seq, config.seed, repeat=False), config.batch),
-        begin=begin,
+        place=place or Place(0, 0),
         step=run,
         programs=programs,
         evaluate=evaluation,
         compile_s=time.perf_counter() - began,
         memory=_memory(programs, state),
     )
+
+
+def never_skip(mesh: Mesh) -> jax.Array:
+    """Returns the flag with which a step is applied if it is finite, whole on every device of a mesh."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.make_array_from_callback((), whole, lambda _: np.zeros((), np.bool_), dtype=np.bool_)
 
 
 def _on_core(

@@ -1,4 +1,4 @@
-"""The log of a run: a JSON object a line, one for each step and one for each evaluation."""
+"""The log of a run: a JSON object a line, one for each step and one for each evaluation. Lines are only added."""
 
 from __future__ import annotations
 
@@ -6,44 +6,60 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ._events import append_line, read_lines
+
 Record = dict[str, Any]
+
+# The key of a record that says that the run goes on from an earlier step.
+_FROM = "continued_from"
 
 
 class Log:
-    """Appends records to a file, each of them on disk when the call returns.
+    """Appends records to a file, each of them in the file when the call returns.
 
     Args:
         path: the file; `None` for a process that does not log.
-        step: updates made so far; records up to there stay, and the rest will be logged again.
+        step: updates made so far; 0 of a new run, whose file is made empty.
     """
 
     def __init__(self, path: Path | None, step: int) -> None:
         self._file = None
         if path is None:
             return
-        kept = [record for record in read_log(path) if record["step"] <= step] if step else []
-        path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        if step:
+            append_line(path, {_FROM: step})
+        else:
+            path.write_text("")
         self._file = path.open("a", buffering=1)
 
     def write(self, step: int, **values: Any) -> None:
         """Adds a record."""
-        if self._file is not None:
-            self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._append({"step": step, **values})
+
+    def rewind(self, step: int) -> None:
+        """Says that the run goes on from an earlier step, behind which steps will be logged again."""
+        self._append({_FROM: step})
 
     def close(self) -> None:
         """Closes the file."""
         if self._file is not None:
             self._file.close()
 
+    def _append(self, record: Record) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+
 
 def read_log(path: Path) -> list[Record]:
-    """Returns the records of a log, none if there is no file. A last line that was cut off by a kill is left out."""
-    if not path.exists():
-        return []
-    records = []
-    for line in path.read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+    """Returns the records of a log that led to the run's state, none if there is no file.
+
+    Steps that a resumed run, or one that was rolled back, has made again are returned once, as they were made last.
+    Records without a step are left out, and so are lines that a kill has cut off.
+    """
+    records: list[Record] = []
+    for record in read_lines(path):
+        if _FROM in record:
+            records = [kept for kept in records if kept["step"] <= record[_FROM]]
+        elif isinstance(record.get("step"), int):
+            records.append(record)
     return records

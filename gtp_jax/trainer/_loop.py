@@ -1,22 +1,36 @@
-"""The training loop: step, evaluate, save, and stop when asked."""
+"""The training loop: step, evaluate, save, go on after a step that was not finite, and stop when asked.
+
+A step that is not finite returns the state as it was. Steps launched behind it are given its flag and change nothing
+either: they are forgotten, and launched again from the next batch. So every decision is made on the state and at the
+place that it would have been made at without steps in flight, and depends on nothing but the state, the place and the
+data: a run that was stopped anywhere makes the same decisions again.
+"""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
+import math
 import time
+from collections.abc import Generator
+from typing import Any
 
 import jax
 
 from ..checkpoint import Checkpoints
 from ..models import saved as saved_of
-from ..train import TrainState
+from ..ops import check_ids
+from ..train import Batches, TrainState
+from ._divergence import Diverged, Place, is_spike
+from ._finite_state import state_is_finite
 from ._interrupt import Interrupt
-from ._job import Job
+from ._job import Job, never_skip
 from ._progress import Progress
+from ._recorder import Recorder
 from ._slow import DeviceProbe, timed_batches
-from ._watch import Activity, Watch
+from ._watch import Activity
 
 # One more step is launched before the last one's loss is looked at, so that GPUs never wait. Virtual CPU devices share
 # a thread pool, where two steps could block each other.
@@ -39,73 +53,203 @@ class Outcome:
 
 
 def run_loop(
-    job: Job, state: TrainState, checkpoints: Checkpoints, watch: Watch, progress: Progress, interrupt: Interrupt
+    job: Job, state: TrainState, checkpoints: Checkpoints, watch: Recorder, progress: Progress, interrupt: Interrupt
 ) -> Outcome:
-    """Trains from the state's step to the last one, or until a signal comes. The state is consumed.
+    """Trains from the job's place to the last step, or until a signal comes. The state is consumed.
 
     Evaluates and saves as the configuration says; at the end the state is saved, and on a signal if there is time.
 
     Raises:
-        Diverged: if the loss is not finite; the state is not saved then.
+        Diverged: if steps are not finite, or losses jump, and the configuration does not go on then; the state is not
+            saved.
+        ValueError: if a batch has ids outside the vocabulary.
     """
-    config = job.config
-    ahead = _AHEAD.get(jax.default_backend(), 0)
-    begin = step = job.begin
-    launched: collections.deque[tuple[int, dict[str, jax.Array]]] = collections.deque()
+    return _Loop(job, state, checkpoints, watch, progress, interrupt).run()
 
-    def settle(left: int = 0) -> None:
-        while len(launched) > left:
-            ended = launched.popleft()
-            progress.step(*ended)
-            watch.doing("step", ended[0])
 
-    held_out: dict[int, float] = {}
-    probe = DeviceProbe() if jax.process_count() > 1 or jax.default_backend() == "gpu" else None
+class _Loop:
+    def __init__(
+        self,
+        job: Job,
+        state: TrainState,
+        checkpoints: Checkpoints,
+        watch: Recorder,
+        progress: Progress,
+        interrupt: Interrupt,
+    ) -> None:
+        self._job, self._config = job, job.config
+        self._state: Any = state
+        self._checkpoints, self._watch, self._progress, self._interrupt = checkpoints, watch, progress, interrupt
+        self._probe = DeviceProbe() if jax.process_count() > 1 or jax.default_backend() == "gpu" else None
+        self._ahead = _AHEAD.get(jax.default_backend(), 0)
+        self._place = job.place
+        self._launched: collections.deque[tuple[int, dict[str, jax.Array]]] = collections.deque()
+        self._go = self._skip = never_skip(job.fleet.mesh)
+        self._held_out: dict[int, float] = {}
+        self._saved = self._place.step
 
-    def evaluate() -> None:
-        settle()
-        watch.doing("evaluate", step)
-        with progress.paused():
-            if probe is not None:
-                probe(watch)
-            loss = job.held_out_loss(state)
-        progress.held_out(step, loss)
-        held_out[step] = loss
-        watch.doing("step", step)
+    def run(self) -> Outcome:
+        interrupt = self._interrupt
+        with interrupt.loop():
+            self._watch.doing("step", self._place.step)
+            if self._place.step == 0:
+                self._evaluate()
+            turn, stopped = self._place.step, False
+            while self._place.step < self._config.steps and not stopped:
+                with contextlib.closing(self._batches()) as batches:
+                    for position, batch in timed_batches(self._watch, batches):
+                        turn, stopped = turn + 1, interrupt.requested(turn)
+                        if stopped or not (self._launch(position, batch) and self._at_boundary()):
+                            break
+                    self._settle()
+            if stopped and interrupt.signal is not None:
+                self._watch.write("signal", signal=int(interrupt.signal), step=self._place.step)
+            if self._saved != self._place.step and interrupt.saves:
+                self._save(self._checkpoints, "save")
+            self._checkpoints.wait()
+            return Outcome(self._place.step, self._progress.tokens_per_s, interrupt.signal)
 
-    def save_to(target: Checkpoints, activity: Activity) -> None:
-        settle()  # so that a state whose loss is not finite is not saved
-        watch.doing(activity, step)
-        save_began = time.perf_counter()
-        with progress.paused():
-            extra = {"text": job.corpus.fingerprint, **saved_of(job.model)}
-            target.save(step, state, extra, loss=held_out.get(step), recipe=config.quantization.to_recipe())
-        interrupt.saved(time.perf_counter() - save_began)
-        watch.doing("step", step)
+    def _batches(self) -> Generator[tuple[int, Any]]:
+        """Yields the batches from the next one on, as many as there are updates to make, with their numbers."""
+        begin = self._place.position
+        end = begin + self._config.steps - self._place.step
+        yield from enumerate(self._job.train.steps(begin, end), begin)
 
-    with interrupt.loop():
-        watch.doing("step", begin)
-        if begin == 0:
-            evaluate()
-        saved = begin
-        for batch in timed_batches(watch, job.train.steps(begin, config.steps)):
-            if interrupt.requested(step):
-                break
-            launch_began = time.perf_counter()
-            state, metrics = job.step(state, batch)
-            watch.timed("dispatch", time.perf_counter() - launch_began)
-            step += 1
-            launched.append((step, metrics))
-            settle(left=ahead)
-            last = step == config.steps
-            if last or step % config.eval_every == 0:
-                evaluate()
-            if last or step % config.save_every == 0:
-                save_to(checkpoints, "save")
-                saved = step
-            if not last:
-                watch.stepped(step, state, functools.partial(save_to, activity="snapshot"))
-        if saved != step and interrupt.saves:
-            save_to(checkpoints, "save")
-        checkpoints.wait()
-        return Outcome(step, progress.tokens_per_s, interrupt.signal)
+    def _launch(self, position: int, batch: Any) -> bool:
+        """Launches a step, waits for all but the latest ones, and returns whether these were finite."""
+        began = time.perf_counter()
+        self._state, metrics = self._job.step(self._state, batch, self._skip)
+        self._watch.timed("dispatch", time.perf_counter() - began)
+        self._skip = metrics["skipped"]
+        self._launched.append((position, metrics))
+        return self._settle(self._ahead)
+
+    def _at_boundary(self) -> bool:
+        """Evaluates and saves where it is due, and returns whether all steps until then were finite."""
+        step, config = self._place.step + len(self._launched), self._config
+        last = step == config.steps
+        evaluates, saves = (last or step % every == 0 for every in (config.eval_every, config.save_every))
+        if (evaluates or saves) and not self._settle():
+            return False
+        if evaluates:
+            self._evaluate()
+        if saves:
+            self._save(self._checkpoints, "save")
+            self._saved = step
+        if not last:
+            save = functools.partial(self._save, activity="snapshot", step=step)
+            self._watch.stepped(step, self._state, save)
+        return True
+
+    def _settle(self, left: int = 0) -> bool:
+        """Waits for steps until so many are in flight, and returns whether the run goes on with the next batch of the
+        same order; if not, those in flight have changed nothing, or have been undone."""
+        while len(self._launched) > left:
+            position, metrics = self._launched.popleft()
+            loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                self._forget_launched()
+                self._after_nonfinite(position, "loss" if not math.isfinite(loss) else "gradient norm", loss, norm)
+                return False
+            spike = self._config.divergence.spike
+            jumps = spike is not None and is_spike(loss, self._place.losses, spike)
+            self._place = self._place.updated(loss, keep_loss=spike is not None)
+            self._progress.step(self._place.step, metrics)
+            self._watch.doing("step", self._place.step)
+            if jumps:
+                self._forget_launched()
+                what = f"the loss of step {self._place.step} is {loss:.4g}, a spike (--spike {spike:g})"
+                self._record("spike", position, loss, norm, what)
+                if self._config.divergence.nonfinite == "raise":
+                    raise Diverged(f"{what}. Take a lower --lr, or --nonfinite rollback to go on from the checkpoint.")
+                self._roll_back(what)
+                return False
+        return True
+
+    def _forget_launched(self) -> None:
+        self._launched.clear()
+        self._skip = self._go
+
+    def _after_nonfinite(self, position: int, name: str, loss: float, norm: float) -> None:
+        """Skips the batch, goes back, or ends the run, as the configuration says."""
+        policy, limit = self._config.divergence.nonfinite, self._config.divergence.nonfinite_in_a_row
+        what = f"the {name} of step {self._place.step + 1} is {norm if name == 'gradient norm' else loss}"
+        self._watch.doing("diagnose", self._place.step)
+        self._check_ids(position)
+        self._place = self._place.skipped()
+        self._record("nonfinite", position, loss, norm, what)
+        if policy == "raise" or (policy == "skip" and self._place.in_a_row >= limit):
+            rows = f" {limit} in a row (--nonfinite-in-a-row)." if policy == "skip" else ""
+            raise Diverged(f"{what}. Take a lower --lr or a longer --warmup.{rows}")
+        if policy == "rollback" and self._place.in_a_row >= limit:
+            self._roll_back(what)
+        else:
+            self._progress.say(f"{what}: its batch, number {position}, is skipped")
+        self._watch.doing("step", self._place.step)
+
+    def _check_ids(self, position: int) -> None:
+        """Refuses ids outside the vocabulary, which make a loss of NaN and are a mistake in the text."""
+        batch = self._job.train.at(position)
+        for part in batch.parts if isinstance(batch, Batches) else (batch,):
+            for name, ids in (part or {}).items():
+                if name in ("tokens", "targets"):
+                    check_ids(ids, self._job.model.vocab_size, name=name, ignore_negative=name == "targets")
+
+    def _roll_back(self, what: str) -> None:
+        """Goes back to the last checkpoint, and on with the data behind what has been seen.
+
+        Raises:
+            Diverged: if it has done so too often, or there is no checkpoint.
+        """
+        limit = self._config.divergence.max_rollbacks
+        if self._place.rollbacks >= limit:
+            raise Diverged(f"{what}, after the run has gone back {limit} times (--max-rollbacks). Take a lower --lr.")
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self._state)
+        source = self._watch.source(self._checkpoints, like)
+        source.wait()
+        if (step := source.latest()) is None:
+            raise Diverged(f"{what}, and there is no checkpoint to go back to. Take a lower --lr, or save more often.")
+        self._watch.doing("restore", step)
+        self._state = None  # its memory is needed
+        self._state, extra = source.restore(like, step)
+        before = self._place
+        self._place = before.rolled_back(Place.of_extra(step, extra))
+        self._saved = step
+        self._progress.rewind(step)
+        self._progress.say(f"{what}: back to step {step}; batches up to number {before.position - 1} are skipped")
+        self._watch.doing("step", step)
+        self._watch.write("rollback", step=step, from_step=before.step, position=before.position)
+
+    def _record(self, event: str, position: int, loss: float, norm: float, what: str) -> None:
+        found = {"loss": repr(loss), "grad_norm": repr(norm)}  # JSON has no NaN
+        self._watch.write(event, what, step=self._place.step, batch=position, **found)
+
+    def _evaluate(self) -> None:
+        step = self._place.step
+        self._watch.doing("evaluate", step)
+        with self._progress.paused():
+            if self._probe is not None:
+                self._probe(self._watch)
+            loss = self._job.held_out_loss(self._state)
+        self._progress.held_out(step, loss)
+        self._held_out[step] = loss
+        self._watch.doing("step", step)
+
+    def _save(self, target: Checkpoints, activity: Activity, step: int | None = None) -> None:
+        """Saves the state, unless a step in flight turns out not to be finite and there is none of this number."""
+        if not self._settle() or (step is not None and step != self._place.step):
+            return
+        step = self._place.step
+        self._watch.doing(activity, step)
+        began = time.perf_counter()
+        with self._progress.paused():
+            if not state_is_finite((self._state.params, self._state.opt_state)):
+                raise Diverged(
+                    f"the state after step {step} is not finite, and is not saved. Take a lower --lr or a longer "
+                    "--warmup."
+                )
+            extra = {"text": self._job.corpus.fingerprint, **saved_of(self._job.model), **self._place.extra()}
+            recipe = self._config.quantization.to_recipe()
+            target.save(step, self._state, extra, loss=self._held_out.get(step), recipe=recipe)
+        self._interrupt.saved(time.perf_counter() - began)
+        self._watch.doing("step", step)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import time
 from collections.abc import Iterator
@@ -13,16 +12,9 @@ from typing import Self
 import jax
 from tqdm import tqdm
 
-from .._exit_codes import DIVERGED
 from ..data import bits_per_byte
 from ._job import Job
 from ._log import Log
-
-
-class Diverged(Exception):
-    """The loss is no number any more."""
-
-    exit_code = DIVERGED
 
 
 class Progress:
@@ -63,11 +55,7 @@ class Progress:
         return self._pace.tokens_per_s
 
     def step(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """Shows a step, once it has ended.
-
-        Raises:
-            Diverged: if its loss or the norm of its gradient is not finite.
-        """
+        """Shows a step, once it has ended."""
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
         self._pace.step()
         rate = self._job.learning_rate(step - 1)
@@ -77,9 +65,18 @@ class Progress:
         self._shown |= {"loss": f"{loss:.3f}", "tokens/s": f"{self._pace.tokens_per_s:,.0f}"}
         self._bar.set_postfix(self._shown, refresh=False)
         self._bar.update(1)
-        for name, value in (("loss", loss), ("gradient norm", norm)):
-            if not math.isfinite(value):
-                raise Diverged(f"the {name} of step {step} is {value}. Take a lower --lr or a longer --warmup.")
+
+    def rewind(self, step: int) -> None:
+        """Shows and logs that the run goes on from an earlier step."""
+        self._log.rewind(step)
+        self._bar.n = step
+        self._bar.refresh()
+
+    def say(self, line: str) -> None:
+        """Prints a line above the bar."""
+        if self._speaks:
+            self._bar.write(line, file=sys.stdout)
+            sys.stdout.flush()
 
     def held_out(self, step: int, loss: float) -> None:
         """Shows an evaluation, beside what it must beat."""

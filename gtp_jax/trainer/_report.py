@@ -9,6 +9,7 @@ from .. import plan
 from ..data import Corpus, bits_per_byte
 from ..models import ModelConfig
 from ..plan import columns
+from ._account import goodput
 from ._config import TrainConfig
 from ._fleet import Fleet
 from ._job import Job
@@ -32,13 +33,28 @@ def heading(config: TrainConfig, model: ModelConfig, fleet: Fleet, corpus: Corpu
     )
 
 
-def report(job: Job, outcome: Outcome, records: list[Record], unigram: float) -> str:
-    """Returns what came out and what it cost, in tables."""
-    parts = [columns(("result", ""), _result(job, outcome, records, unigram)), job.memory.table()]
+def report(job: Job, outcome: Outcome, records: list[Record], unigram: float, causes: dict[str, float]) -> str:
+    """Returns what came out and what it cost, in tables.
+
+    Args:
+        job: that was run.
+        outcome: of it.
+        records: of its log.
+        unigram: entropy of single tokens, in nats a token.
+        causes: seconds of all attempts by cause.
+    """
+    parts = [columns(("result", ""), _result(job, outcome, records, unigram)), _times(causes), job.memory.table()]
     for name, program in job.programs.items():
         collectives = plan.collectives(str(program.as_text()))
         parts.append(f"collectives of {name}\n\n{plan.table(collectives)}")
     return "\n\n".join(parts)
+
+
+def _times(causes: dict[str, float]) -> str:
+    whole = max(1e-9, sum(causes.values()))
+    rows = [(name, f"{s:.1f}", f"{s / whole:.1%}") for name, s in sorted(causes.items(), key=lambda item: -item[1])]
+    rows.append(("goodput", "", f"{goodput(causes):.1%}"))
+    return columns(("time, all attempts", "s", ""), rows, right=(1, 2))
 
 
 def tflops_per_device(job: Job, tokens_per_s: float) -> float:

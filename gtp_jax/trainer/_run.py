@@ -19,11 +19,15 @@ from ..checkpoint import Checkpoints
 from ..data import BYTES, Corpus, load_corpus, load_tokenizer, read_text, unigram_entropy
 from ..mesh import check_degrees, choose_devices, on_gpu, use_roles
 from ..models import ModelConfig, build
+from ._account import seconds_by_cause
 from ._agreement import Description, check_agreement, check_devices, check_shared, describe
+from ._attempt import attempt
 from ._config import TrainConfig
 from ._curve import draw_curve
 from ._directory import RunDirectory
 from ._distributed import Launch, LaunchOptions, find_launch
+from ._divergence import Diverged
+from ._events import EventLog, read_lines
 from ._fleet import Fleet, make_fleet, without_sequence_parallelism
 from ._interrupt import Interrupt, Stopped
 from ._job import abstract_state, compile_step, prepare
@@ -31,10 +35,11 @@ from ._log import read_log
 from ._loop import run_loop
 from ._peer_watch import PeerWatch
 from ._peers import Peers
-from ._progress import Diverged, Progress
+from ._progress import Progress
+from ._recorder import Recorder
 from ._report import heading, report
 from ._start import check_recipe_fits, check_start
-from ._watch import Supervision, Watch
+from ._watch import Supervision
 
 
 def start(
@@ -62,7 +67,7 @@ def start(
         Diverged: if the loss is not finite.
     """
     launch = find_launch(options)
-    watch = PeerWatch(launch) if supervision is None else supervision.watch
+    watch = Recorder(PeerWatch(launch) if supervision is None else supervision.watch)
     interrupt = Interrupt(launch, watch)
     try:
         with interrupt, watch, Peers(launch) as peers:
@@ -79,7 +84,7 @@ def start(
 def _start(
     settings: Mapping[str, Any],
     launch: Launch,
-    watch: Watch,
+    watch: Recorder,
     interrupt: Interrupt,
     peers: Peers,
     *,
@@ -121,7 +126,14 @@ def _start(
         return 0
     if launch.processes > 1:
         check_shared(peers, directory)
-    peers.together(lambda: directory.prepare(config, keep=resume) if launch.process == 0 else None)
+
+    def begin() -> None:
+        directory.prepare(config, keep=resume)
+        if not resume and supervision is None:
+            directory.events.unlink(missing_ok=True)
+
+    peers.together(lambda: begin() if launch.process == 0 else None)
+    watch.events = EventLog(directory.events if launch.process == 0 else None, process=launch.process)
     watch.attend(peers, directory)
     interrupt.attend(peers, directory, config.grace)
     peers.listen(watch.heard, interrupt.heard)
@@ -149,7 +161,7 @@ def resolve(settings: Mapping[str, Any], *, resume: bool, force: bool) -> tuple[
 
 
 @contextlib.contextmanager
-def _failures(watch: Watch, alone: bool) -> Iterator[None]:
+def _failures(watch: Recorder, alone: bool) -> Iterator[None]:
     """Ends the process at once on an error, before anything on the way out waits for peers; raises it if there are
     none."""
     try:
@@ -157,6 +169,7 @@ def _failures(watch: Watch, alone: bool) -> Iterator[None]:
     except Exception as error:
         if not alone:
             watch.give_up(error, _reason(error))
+        watch.end("failed", _reason(error))
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
             raise ValueError(_reason(error)) from error
         raise
@@ -191,7 +204,7 @@ def _train(
     fleet: Fleet,
     corpus: Corpus,
     directory: RunDirectory,
-    watch: Watch,
+    watch: Recorder,
     interrupt: Interrupt,
     alone: bool,
     *,
@@ -204,8 +217,10 @@ def _train(
     say(heading(config, model, fleet, corpus, unigram), flush=True)
     opened = Checkpoints(directory.checkpoints, keep=config.keep, keep_best=config.keep_best)
     with opened as checkpoints, _failures(watch, alone):
+        settings, seeds = settings_of(config), {"weights": config.seed, "data": config.seed, "rounding": config.seed}
+        watch.write("resume" if resume else "start", **attempt(), settings=settings, seeds=seeds, changes=changes)
         job, state = prepare(config, model, fleet, corpus, checkpoints, watch, resume=resume)
-        begin = job.begin
+        begin = job.place.step
         if begin > config.steps:
             raise ValueError(
                 f"`steps` is {config.steps}, but the run in {directory.root} has made {begin} already. Ask for more, "
@@ -214,17 +229,20 @@ def _train(
         if changes:
             say(f"changed {', '.join(changes)}: the run goes on, but not as if never stopped", flush=True)
         say(f"{'resumed at step ' + str(begin) if begin else 'ready'}; compiled in {job.compile_s:.1f} s", flush=True)
+        watch.write("ready", step=begin, position=job.place.position)
         if speaks:
             config.save(directory.config)
         with Progress(job, unigram, directory.log, begin) as progress:
             outcome = run_loop(job, state, checkpoints, watch, progress, interrupt)
+    watch.end(DONE if outcome.signal is None else of_signal(outcome.signal))
     if speaks:
         records = read_log(directory.log)
+        causes = seconds_by_cause(read_lines(directory.events))
         title = f"{config.preset}, {config.batch} x {config.seq} tokens a step, on {corpus.name}"
         draw_curve(records, unigram, title, directory.curve)
-        text = report(job, outcome, records, unigram)
+        text = report(job, outcome, records, unigram, causes)
         directory.report.write_text(text + "\n")
-        say(f"\n{text}\n\nin {directory.root}: checkpoints, log.jsonl, loss.png, report.txt", flush=True)
+        say(f"\n{text}\n\nin {directory.root}: checkpoints, log.jsonl, events.jsonl, loss.png, report.txt", flush=True)
         if outcome.signal is not None:
             why = "" if interrupt.saves else "; saving would not fit --grace, so that it was not saved"
             say(f"stopped by a signal after step {outcome.step}{why}. {directory.how_to_resume()}", flush=True)

@@ -14,7 +14,7 @@ from ._line import Message
 from ._peers import Peers
 
 # What a process does. Each lasts until the next begins; `step` begins again after every step.
-Activity = Literal["start", "check", "join", "restore", "compile", "step", "evaluate", "save", "snapshot"]
+Activity = Literal["start", "check", "join", "restore", "compile", "step", "evaluate", "save", "snapshot", "diagnose"]
 
 
 class Watch(abc.ABC):

@@ -68,7 +68,12 @@ def test_a_batch_without_tokens_is_no_loss_and_moves_nothing(key):
         batch = make_batch(key, weights=jnp.zeros((8, 8)))
         assert float(gtp.eval_step(next_token_loss)(state, batch)["loss"]) == 0
         state, metrics = gtp.train_step(next_token_loss, optax.sgd(1.0))(state, batch)
-    assert {name: float(value) for name, value in metrics.items()} == {"loss": 0, "tokens": 0, "grad_norm": 0}
+    assert {name: float(value) for name, value in metrics.items()} == {
+        "loss": 0,
+        "tokens": 0,
+        "grad_norm": 0,
+        "skipped": 0,
+    }
     for a, b in zip(host(state.params), before, strict=True):
         np.testing.assert_array_equal(a, b)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import socket
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import gtp_jax
+from gtp_jax.trainer import read_log
 
 WORDS = "def return self weight gather slice scatter mesh axis for in range import yield None True assert".split()
 TIMEOUT_S = 120
@@ -110,7 +110,7 @@ def wait_until(condition: Callable[[], bool], run: subprocess.Popen[str], second
 
 def read_records(out: Path) -> list[dict[str, Any]]:
     """The log of a run, without what depends on the clock."""
-    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines() if line.endswith("}")]
+    records = read_log(out / "log.jsonl")
     return [{k: v for k, v in record.items() if k != "tokens_per_s"} for record in records]
 
 

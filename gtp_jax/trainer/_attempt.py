@@ -1,0 +1,77 @@
+"""What an attempt at a run was started with: enough to start it again, and to see how two attempts differ."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from .. import __version__
+from ..train import find_nccl
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jax-cuda13-plugin", "jax-cuda12-plugin")
+
+# Of the environment only these are recorded, all of which say how programs are compiled and run. Others may be secrets.
+_ENVIRONMENT = re.compile(
+    r"(JAX_(PLATFORMS|ENABLE_\w+|DEFAULT_\w+|NUM_CPU_DEVICES|COMPILATION_CACHE_DIR|TRACEBACK_FILTERING)"
+    r"|XLA_FLAGS|LIBTPU_INIT_ARGS|XLA_PYTHON_CLIENT_(PREALLOCATE|MEM_FRACTION|ALLOCATOR)"
+    r"|NCCL_(ALGO|PROTO|DEBUG|IB_DISABLE|P2P_DISABLE|NVLS_ENABLE|CUMEM_ENABLE|SOCKET_IFNAME)"
+    r"|CUDA_(VISIBLE_DEVICES|DEVICE_ORDER)|TF_CPP_MIN_LOG_LEVEL|OMP_NUM_THREADS"
+    r"|SLURM_(JOB_ID|STEP_NUM_TASKS|PROCID|RESTART_COUNT)|OMPI_COMM_WORLD_(SIZE|RANK))"
+)
+
+
+def attempt() -> dict[str, Any]:
+    """Returns the command, the versions, the devices and the allowed part of the environment of this process."""
+    devices = jax.devices()
+    return {
+        "command": shlex.join(["gtp-jax", *sys.argv[1:]]) if sys.argv else "",
+        "directory": os.getcwd(),
+        "commit": commit(Path(__file__).parent),
+        "versions": versions(),
+        "environment": {name: os.environ[name] for name in sorted(os.environ) if _ENVIRONMENT.fullmatch(name)},
+        "processes": jax.process_count(),
+        "devices": len(devices),
+        "device_kind": devices[0].device_kind,
+        "pid": os.getpid(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Returns what is installed, by name; NCCL and the driver where there are GPUs."""
+    found = {"gtp_jax": __version__, "python": sys.version.split()[0]}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    if jax.default_backend() == "gpu":
+        if (nccl := find_nccl()) is not None:
+            found["nccl"] = nccl.version
+        with contextlib.suppress(OSError):
+            line = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+            found["driver"] = next((word for word in line.split() if re.fullmatch(r"\d+(\.\d+)+", word)), line)
+        found["platform"] = devices_version()
+    return found
+
+
+def devices_version() -> str:
+    """Returns what the backend says of CUDA's version, a line."""
+    return " ".join(jax.devices()[0].client.platform_version.split())
+
+
+def commit(directory: Path) -> str | None:
+    """Returns the commit of the source in a directory, `+` behind it if files were changed; `None` if it has none."""
+    try:
+        options: Any = dict(cwd=directory, capture_output=True, text=True, timeout=10, check=True)
+        head = subprocess.run(["git", "rev-parse", "HEAD"], **options).stdout.strip()
+        changed = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no", "."], **options).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return head + "+" * bool(changed.strip())

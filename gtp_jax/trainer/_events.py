@@ -1,0 +1,72 @@
+"""The record of a run: a file of JSON objects, a line each, to which lines are only added."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+
+
+class EventLog:
+    """Appends events to a file. A run's process 0 and its supervisor write to the same one.
+
+    Args:
+        path: the file; `None` for a process that does not write.
+        say: prints a line for people; `None` to print nothing.
+        **fields: of every event, such as the process that writes it.
+    """
+
+    def __init__(self, path: Path | None, say: Callable[[str], None] | None = None, **fields: Any) -> None:
+        self._path, self._say, self._fields = path, say, fields
+
+    def write(self, event: str, text: str = "", **values: Any) -> None:
+        """Adds an event, in the file when the call returns.
+
+        Args:
+            event: what happened, in a word or two.
+            text: for people; an event without one is not said.
+            values: what else is known, JSON.
+        """
+        line = {"time": time.time(), "event": event, **self._fields, **values}
+        if text:
+            line["text"] = text
+            if self._say is not None:
+                self._say(text)
+        if self._path is not None:
+            append_line(self._path, line)
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Adds a record to a file of JSON lines, by one write, so that lines of several processes do not mix.
+
+    A last line that a kill has cut off is ended first.
+    """
+    data = json.dumps(record).encode() + b"\n"
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            data = b"\n" + data
+        os.write(descriptor, data)
+    finally:
+        os.close(descriptor)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Returns the records of a file of JSON lines, none if there is no file; without lines that a kill has cut off."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records

@@ -1,0 +1,24 @@
+"""Whether a state is one that a run could go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+
+def state_is_finite(state: Any) -> bool:
+    """Returns whether every number of a state is finite, the same in all processes."""
+    floats = [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    found = _all_finite(floats).addressable_shards
+    finite = all(bool(shard.data) for shard in found)  # a process may have no part of the state
+    return bool(np.all(multihost_utils.process_allgather(np.bool_(finite)))) if jax.process_count() > 1 else finite
+
+
+@jax.jit
+def _all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
+    return jnp.stack([jnp.isfinite(array).all() for array in arrays]).all()

@@ -1,0 +1,116 @@
+"""A step whose loss or gradients are not finite changes nothing, says so, and costs no memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+
+WIDTH, BATCH = 16, 16
+
+
+class Model(nnx.Module):
+    """A layer of this library, batch statistics and dropout, whose counts are variables too."""
+
+    def __init__(self, rngs):
+        self.dense = gtp.Dense(WIDTH, WIDTH, parallel="column", dtype=jnp.float32, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.dense(x)))
+
+
+def loss(model, batch):
+    """A mean; NaN if a row is marked 1, and with a gradient that is not finite if one is marked 2."""
+    y = model(batch["x"])
+    bad = jnp.where(batch["mark"] == 1, jnp.nan, 0.0)
+    steep = jnp.sqrt(0.0 * y.sum((1, 2)) + jnp.where(batch["mark"] == 2, 0.0, 1.0))
+    return jnp.mean(y**2) + bad.sum() + steep.sum()
+
+
+def make_batch(key, mark=0):
+    marks = np.zeros(BATCH, np.int32)
+    marks[5] = mark  # of one rank's rows, in one microbatch
+    return {"x": jax.random.normal(key, (BATCH, 8, WIDTH)), "mark": jnp.asarray(marks)}
+
+
+def make_state(optimizer):
+    return gtp.TrainState.create(gtp.init(lambda rngs: Model(rngs), nnx.Rngs(0)), optimizer)
+
+
+def host(state):
+    """Values of a copy: a view of an array would keep its memory from being donated."""
+    return [np.asarray(jnp.copy(leaf)) for leaf in jax.tree.leaves(state)]
+
+
+def assert_equal(one, other):
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(host(one), other, strict=True))
+
+
+def test_a_flagged_step_changes_nothing_and_the_next_goes_on_from_there(key):
+    optimizer = optax.adamw(1e-2)
+    good, nan, steep = (make_batch(key, mark) for mark in (0, 1, 2))
+    with jax.set_mesh(gtp.make_mesh(dp=2, gtp=2, tp=2)):
+        step = gtp.train_step(loss, optimizer, microbatches=2, max_grad_norm=1.0)
+        state, never_skip = make_state(optimizer), jnp.zeros((), bool)
+        compiled = step.lower(state, good, never_skip).compile()
+        size = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(state))
+        assert compiled.memory_analysis().alias_size_in_bytes >= size  # donated, whatever the branch
+        state, first = step(state, good, never_skip)
+        before, donated = host(state), jax.tree.leaves((state.params, state.opt_state))
+        assert not first["skipped"] and int(state.step) == 1
+        gtp.check_finite(first)
+        for bad, losses_finite in ((nan, False), (steep, True)):
+            state, metrics = step(state, bad, never_skip)
+            assert metrics["skipped"] and bool(jnp.isfinite(metrics["loss"])) == losses_finite
+            assert_equal(state, before)
+            with pytest.raises(
+                FloatingPointError, match=r"the .* of step 7 is (nan|inf)\. The update was left out: the"
+            ):
+                gtp.check_finite(metrics, step=7)
+            state, metrics = step(state, good, metrics["skipped"])  # launched behind it: does nothing either
+            assert metrics["skipped"]
+            gtp.check_finite(metrics)
+            assert_equal(state, before)
+        assert all(array.is_deleted() for array in donated)
+        state, _ = step(state, good, never_skip)
+        other = make_state(optimizer)
+        for _ in range(2):
+            other, _ = step(other, good, never_skip)
+        assert_equal(state, host(other))
+
+
+def test_on_one_device_a_finite_step_is_bit_for_bit_the_step_without_a_branch(key):
+    optimizer, batch = optax.adamw(1e-2), make_batch(key)
+    with jax.set_mesh(gtp.make_mesh(devices=jax.devices()[:1])):
+        found = []
+        for skip_nonfinite in (True, False):
+            step = gtp.train_step(loss, optimizer, max_grad_norm=1.0, skip_nonfinite=skip_nonfinite)
+            state = make_state(optimizer)
+            for _ in range(3):
+                state, _ = step(state, batch)
+            found.append(state)
+        assert_equal(found[0], host(found[1]))
+        state, metrics = step(state, make_batch(key, 2))  # which applies whatever it is
+    assert not metrics["skipped"] and np.isnan(np.asarray(state.params["dense"]["kernel"])).any()
+    with pytest.raises(FloatingPointError, match="the gradient norm of a step is nan.$"):
+        gtp.check_finite(metrics)
+
+
+def test_a_loss_that_raises_leaves_the_state_alive(key):
+    optimizer = optax.adamw(1e-2)
+
+    def broken(model, batch):
+        model(batch["x"])
+        raise KeyError("labels")
+
+    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
+        state = make_state(optimizer)
+        before = host(state)
+        with pytest.raises(KeyError, match="labels"):
+            gtp.train_step(broken, optimizer)(state, make_batch(key))
+        assert_equal(state, before)
