@@ -54,7 +54,11 @@ def check_knobs(config: Any) -> None:
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if "piece" in field.metadata or (value is None and field.default is None):
+        if "piece" in field.metadata:
+            continue
+        if value is None:
+            if field.default is not None:
+                raise ValueError(f"`{field.name}` is None; give a value, or leave it out.")
             continue
         name, least, above = field.name.rstrip("_"), *field.metadata["range"].values()
         _check_type(name, value, field)

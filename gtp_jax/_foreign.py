@@ -24,7 +24,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
     Raises:
         ValueError: if it is something else, a device for instance.
-        OSError: if it cannot be opened.
+        OSError: if it is a directory, or cannot be opened.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -43,7 +43,7 @@ def check_regular(path: str | os.PathLike[str], mode: int) -> None:
         mode: its `st_mode`.
 
     Raises:
-        ValueError: naming what it is.
+        IsADirectoryError, ValueError: naming what it is.
     """
     if stat.S_ISREG(mode):
         return
@@ -54,7 +54,8 @@ def check_regular(path: str | os.PathLike[str], mode: int) -> None:
         stat.S_IFSOCK: "a socket",
         stat.S_IFDIR: "a directory",
     }
-    raise ValueError(
+    kind = IsADirectoryError if stat.S_ISDIR(mode) else ValueError
+    raise kind(
         f"{printable(os.fspath(path))} is {kinds.get(stat.S_IFMT(mode), 'no regular file')}, and a regular file is "
         "expected. Give another, or leave it out."
     )

@@ -98,7 +98,7 @@ class LlamaConfig:
                 raise ValueError(f"`{field}` is {getattr(self, field)!r}; it must be True or False.")
         for field, allowed in (("rope_theta", "above 0"), ("epsilon", "of at least 0")):
             value = getattr(self, field)
-            number = isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= value < math.inf
+            number = isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= float(value) < math.inf
             if not number or (value == 0 and field == "rope_theta"):
                 raise ValueError(f"`{field}` is {value!r}; it must be a number {allowed}.")
         check_rotary(self.head_dim, None, self.rope_scaling)
