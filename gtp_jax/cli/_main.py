@@ -12,6 +12,7 @@ from ..mesh import has_gpu
 from ..train import all_reduce_with_nccl
 from ..trainer import Diverged
 from . import _bench, _checkpoint, _convert, _doctor, _elastic, _inspect, _plan_faults, _profile, _train
+from ._errors import EXPECTED, explanation
 
 _EXAMPLES = """\
 examples:
@@ -49,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         all_reduce_with_nccl()  # before the backend starts, which reads XLA_FLAGS
     try:
         return args.run(args)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        if args.traceback:
+    except EXPECTED as error:
+        if args.traceback or (text := explanation(error)) is None:
             raise
-        print(f"gtp-jax {args.command}: error: {error}", file=sys.stderr)
+        print(f"gtp-jax {args.command}: error: {text}", file=sys.stderr)
         return 2
     except Diverged as error:
         print(f"gtp-jax {args.command}: stopped: {error}", file=sys.stderr)

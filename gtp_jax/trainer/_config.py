@@ -73,6 +73,7 @@ class TrainConfig:
     tokenizer: str | None = knob(
         None, "text", "a Hugging Face tokenizer.json (default: every byte is a token)", kind=str, metavar="FILE"
     )
+    follow_links: bool = knob(False, "text", "follow links that lead out of a directory of texts", kind=bool)
     seq: int = knob(128, "text", "tokens of a sequence", metavar="N")
 
     steps: int = knob(200, "training", "optimizer steps in all", metavar="N")

@@ -135,7 +135,7 @@ def _check(config: TrainConfig, supervision: Supervision | None) -> tuple[dict[s
             "`dtype` is 'float64', for which JAX must be started with JAX_ENABLE_X64=1 in the environment."
         )
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else BYTES
-    corpus = load_corpus(read_text(config.data), tokenizer)
+    corpus = load_corpus(read_text(config.data, follow_links=config.follow_links), tokenizer)
     corpus.check(batch=config.batch, seq=config.seq)
     return degrees, corpus
 
