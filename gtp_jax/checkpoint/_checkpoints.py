@@ -18,6 +18,7 @@ from ..recipes import Recipe, check_recipe
 from ._digest import Digests
 from ._leaf import Leaf, check_savable, leaves
 from ._manifest import check, complete, manifest
+from ._quiet import keep_quiet, work_abandoned
 from ._retention import Retention
 from ._static import static_fields
 from ._step import ARRAYS, check_files, damaged, loss_of, new_manager, read_arrays, read_manifest, write_step
@@ -72,6 +73,7 @@ class Checkpoints:
         self._retention = Retention(keep, keep_best, functools.partial(loss_of, self._directory))
         self._read_only = read_only
         self._manager: ocp.CheckpointManager | None = None
+        keep_quiet()
 
     def steps(self) -> list[int]:
         """Returns the committed steps, ascending; a step still being written is not among them."""
@@ -281,6 +283,7 @@ class Checkpoints:
         try:
             yield
         except (OSError, ValueError) as error:
+            work_abandoned()
             refused = refused_write(self._directory, error)
             if refused is None:
                 raise

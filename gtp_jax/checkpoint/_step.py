@@ -17,6 +17,7 @@ from ._foreign_json import read_file, strange_files
 from ._leaf import Leaf
 from ._manifest import read
 from ._pruning import Pruning
+from ._quiet import work_abandoned
 from ._steps import steps_in
 from ._streamed import StreamedArray
 from ._sums import SummedArrays, SummedStreams, created, damage
@@ -132,6 +133,7 @@ def read_arrays(path: Any, leaves: Sequence[Leaf], *, partial: bool) -> list[jax
                 path / ARRAYS, args=ocp.args.PyTreeRestore(target, restore_args, partial_restore=partial)
             )
     except Exception as error:  # whatever the decoders below make of damaged bytes
+        work_abandoned()
         broken = damage(path / ARRAYS)
         if not broken:
             raise
