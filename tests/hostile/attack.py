@@ -22,6 +22,7 @@ import hypothesis
 from .targets import ACCEPTED, HUNG, REFUSED, SILENT, TRACEBACK, Folder, Outcome, drawn, outcome
 
 KINDS = (REFUSED, ACCEPTED, SILENT, TRACEBACK, HUNG)
+BAD = KINDS[2:]
 _BYTES = 8 << 30
 _SECONDS = 600
 
@@ -80,9 +81,7 @@ def _one(name: str, count: int) -> None:
         ended = attempts(folder, name, count)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024
     counts = collections.Counter(how.kind for _, how in ended)
-    worst = [
-        f"{name}: {how.kind}: {how.text[:300]} <- {hostile!r:.600}" for hostile, how in ended if how.kind in KINDS[2:]
-    ]
+    worst = [f"{name}: {how.kind}: {how.text[:300]} <- {hostile!r:.600}" for hostile, how in ended if how.kind in BAD]
     print("\n" + json.dumps({"counts": counts, "worst": worst, "memory": grown}))
 
 

@@ -270,12 +270,9 @@ def _command(words: list[str]) -> str | None:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(words)
-    said = [
-        line for line in err.getvalue().splitlines() if ": error: " in line or not line.startswith(("import", "export"))
-    ]
     text = out.getvalue()
     if code == 2:
-        raise ValueError("\n".join(said).partition(": error: ")[2])
+        raise ValueError(err.getvalue().strip().partition(": error: ")[2])
     strange = {c for c in text if not c.isprintable() and c != "\n"}
     if strange or SECRET in text:
         return f"printed {strange} in {text[:200]!r}"
