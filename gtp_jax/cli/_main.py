@@ -6,8 +6,10 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from .. import __version__
+from .._foreign import printable
 from ..mesh import has_gpu
 from ..train import all_reduce_with_nccl
 from ..trainer import Diverged
@@ -63,9 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
+class _Parser(argparse.ArgumentParser):
+    """Repeats words that it does not know in a form that a terminal shows and does not obey."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands."""
-    command_line = argparse.ArgumentParser(
+    command_line = _Parser(
         prog="gtp-jax",
         description="Trains models whose weights are stored as shards and gathered just in time.",
         epilog=_EXAMPLES,

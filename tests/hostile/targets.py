@@ -181,9 +181,10 @@ def attack_flags(folder: Folder, words: list[str]) -> str | None:
         try:
             args = parser().parse_args(["train", *words])
         except SystemExit as error:
-            if error.code == 2:
+            strange = {c for c in said.getvalue() if not c.isprintable() and c != "\n"}
+            if error.code == 2 and not strange:
                 raise ValueError(said.getvalue().strip().rpartition("\n")[2]) from error
-            return None  # --help
+            return f"printed {strange}" if strange else None  # --help
     return _odd_types(from_settings(TrainConfig, given(args, TrainConfig)))
 
 

@@ -133,6 +133,7 @@ FOUND = {
     "nothing": (attack_settings, lambda _: settings(seq=None), "`seq` is None; give a value, or leave it out"),
     "a text as a list": (attack_settings, lambda _: settings(data="text.txt"), "`data` is 'text.txt'; it must be a"),
     "a list as a name": (attack_settings, lambda _: settings(preset=["tiny"]), "`preset` is .'tiny'.; it must be"),
+    "unknown words": (attack_flags, lambda _: ["\x1b[2J"], r"unrecognized arguments: .x1b\[2J"),
     "flags": (attack_flags, lambda _: ["--lr", "nan"], "`lr` is nan; it must be a number above 0"),
 }
 
