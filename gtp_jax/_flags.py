@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import numbers
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -47,16 +48,21 @@ def piece(kind: type) -> Any:
 
 
 def check_knobs(config: Any) -> None:
-    """Checks ranges and choices of a dataclass's own knobs; `None` stands for a default that is decided later.
+    """Checks types, ranges and choices of a dataclass's own knobs; `None` stands for a default that is decided later.
 
     Raises:
         ValueError: naming the field, its value and what is allowed.
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if "piece" in field.metadata or value is None:
+        if "piece" in field.metadata:
+            continue
+        if value is None:
+            if field.default is not None:
+                raise ValueError(f"`{field.name}` is None; give a value, or leave it out.")
             continue
         name, least, above = field.name.rstrip("_"), *field.metadata["range"].values()
+        _check_type(name, value, field)
         whole = isinstance(value, int) and not isinstance(value, bool)
         if least is not None and not (whole and value >= least):
             raise ValueError(f"`{name}` is {value}; it must be a whole number of at least {least}.")
@@ -65,6 +71,35 @@ def check_knobs(config: Any) -> None:
         choices = field.metadata["options"].get("choices")
         if choices is not None and value not in choices:
             raise ValueError(f"`{name}` is {value!r}; it must be one of {', '.join(choices)}.")
+
+
+# Types by the `kind` of a knob; bool counts as a number nowhere. A kind that is a parser has checks of its own.
+_TYPES: dict[Any, tuple[type, str]] = {
+    bool: (bool, "true or false"),
+    str: (str, "text"),
+    float: (numbers.Real, "a number"),
+}
+
+
+def _check_type(name: str, value: Any, field: dataclasses.Field[Any]) -> None:
+    allowed, what = _TYPES.get(field.metadata["type"], (object, ""))
+    several = "nargs" in field.metadata["options"]
+    for one in value if several else (value,):
+        if not isinstance(one, allowed) or (allowed is numbers.Real and isinstance(one, bool)):
+            raise ValueError(f"`{name}` is {value!r}; it must be {what}{', once or several times' if several else ''}.")
+
+
+def as_tuple(config: Any, *names: str) -> None:
+    """Makes tuples of a frozen dataclass's fields that are lists, as JSON and argparse give them; `None` stays.
+
+    Raises:
+        ValueError: if a value is neither a tuple nor a list.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not isinstance(value, tuple | list):
+            raise ValueError(f"`{name}` is {value!r}; it must be a list.")
+        object.__setattr__(config, name, value if value is None else tuple(value))
 
 
 def count_or(word: str) -> Callable[[str], int | str]:

@@ -10,14 +10,23 @@ ffi::Error multi_amax(typename B::Context context, ffi::RemainingArgs arrays, ff
                       ffi::Span<const int64_t> parts) {
   return guarded([&]() -> ffi::Error {
     if (parts.size() != arrays.size()) return invalid("parts must be one number per array");
+    GTP_CHECK(check_f32("amax", *amax));
+    // before any part is listed: their number is bounded by memory that the caller has
+    size_t left = amax->element_count();
+    for (const int64_t count : parts) {
+      if (count < 0 || static_cast<uint64_t>(count) > left) return invalid("amax does not have one element per part");
+      left -= count;
+    }
+    if (left) return invalid("amax does not have one element per part");
     std::vector<Array> found;
+    found.reserve(amax->element_count());
     for (size_t i = 0; i < arrays.size(); ++i) {
       const auto array = arrays.get<ffi::AnyBuffer>(i);
       if (!array.has_value()) return array.error();
       DType dtype;
       GTP_CHECK(check_values("array " + std::to_string(i), *array, dtype));
       const int64_t size = static_cast<int64_t>(array->element_count());
-      if (parts[i] < 0 || (parts[i] == 0 ? size : size % parts[i]) != 0) {
+      if ((parts[i] == 0 ? size : size % parts[i]) != 0) {
         return invalid("array " + std::to_string(i) + " cannot be divided into " + std::to_string(parts[i]) +
                        " equal parts");
       }
@@ -27,8 +36,6 @@ ffi::Error multi_amax(typename B::Context context, ffi::RemainingArgs arrays, ff
         found.push_back({data + part * each * dtype_bytes(dtype), each, dtype});
       }
     }
-    GTP_CHECK(check_f32("amax", *amax));
-    if (amax->element_count() != found.size()) return invalid("amax does not have one element per part");
     return B::run(context, B::multi_amax, found, static_cast<float*>(amax->untyped_data()));
   });
 }

@@ -23,6 +23,8 @@ class Schedule:
     keep_gathered: int | Literal["all"] = 1
 
     def __post_init__(self) -> None:
+        if not isinstance(self.prefetch, bool):
+            raise ValueError(f"`prefetch` is {self.prefetch!r}; it must be True or False.")
         if self.unroll != "full" and not _is_count(self.unroll, 1):
             raise ValueError(f"`unroll` is {self.unroll!r}; it must be a number of layers, at least 1, or 'full'.")
         if self.keep_gathered != "all" and not _is_count(self.keep_gathered, 0):

@@ -18,9 +18,10 @@ from ..recipes import Recipe, check_recipe
 from ._digest import Digests
 from ._leaf import Leaf, check_savable, leaves
 from ._manifest import check, complete, manifest
+from ._quiet import keep_quiet, work_abandoned
 from ._retention import Retention
 from ._static import static_fields
-from ._step import ARRAYS, damaged, loss_of, new_manager, read_arrays, read_manifest, write_step
+from ._step import ARRAYS, check_files, damaged, loss_of, new_manager, read_arrays, read_manifest, write_step
 from ._steps import absolute, find_step, refused_write, steps_in
 from ._stored import StoredArray, stored_arrays
 from ._streamed import StreamedArray
@@ -72,6 +73,7 @@ class Checkpoints:
         self._retention = Retention(keep, keep_best, functools.partial(loss_of, self._directory))
         self._read_only = read_only
         self._manager: ocp.CheckpointManager | None = None
+        keep_quiet()
 
     def steps(self) -> list[int]:
         """Returns the committed steps, ascending; a step still being written is not among them."""
@@ -174,6 +176,7 @@ class Checkpoints:
             ValueError: if the manifest is missing or damaged.
         """
         path = self._path(step)
+        check_files(path)
         return stored_arrays(path / ARRAYS, read_manifest(path)["leaves"])
 
     def restore(self, state_like: _State, step: int | None = None) -> tuple[_State, dict[str, Any]]:
@@ -217,6 +220,7 @@ class Checkpoints:
         chosen = [leaf for leaf in leaves(state_like) if leaf.name.startswith(part)]
         path = self._path(step)
         content = read_manifest(path)
+        check_files(path)
         check(content, chosen, static_fields(state_like), f"the checkpoint {path}", part)
         stored = read_arrays(path, chosen, partial=bool(part))
         digests = Digests({leaf.name: array for leaf, array in zip(chosen, stored, strict=True)}).result()
@@ -279,6 +283,7 @@ class Checkpoints:
         try:
             yield
         except (OSError, ValueError) as error:
+            work_abandoned()
             refused = refused_write(self._directory, error)
             if refused is None:
                 raise

@@ -9,13 +9,18 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
+from .._foreign import MAX_JSON_BYTES, parse_json
 from ..recipes import Recipe
+from ._foreign_json import check_manifest
 from ._leaf import Leaf
 
 # Raised when a checkpoint is written that older versions would misread.
 FORMAT = 1
 
 _SHOWN = 8
+
+# The other half is for what the manifest says of the arrays.
+_MAX_EXTRA = MAX_JSON_BYTES // 2
 
 # The key of the checksum of all else.
 _SEAL = "crc32"
@@ -69,15 +74,16 @@ def read(text: str) -> dict[str, Any]:
     """Returns a manifest from its file's text.
 
     Raises:
-        ValueError: if any of it has changed since it was written.
+        ValueError: if any of it has changed since it was written, or a field is not of its type.
     """
     try:
-        content = json.loads(text)
+        content = parse_json(text.encode())
         whole = json.dumps(content) == text and content.pop(_SEAL) == _crc(content)
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+    except (ValueError, KeyError, AttributeError, TypeError):
         whole = False
     if not whole:
         raise ValueError("changed since it was written")
+    check_manifest(content)
     return content
 
 
@@ -127,6 +133,12 @@ def _as_json(extra: dict[str, Any]) -> dict[str, Any]:
     copy = json.loads(text)
     if json.dumps(copy) != text:
         raise TypeError("`extra` has two keys of one dict that are the same in JSON, as 1 and '1' are. Rename one.")
+    if len(text) > _MAX_EXTRA:
+        raise ValueError(f"`extra` has {len(text)} bytes of JSON; at most {_MAX_EXTRA} are read again.")
+    try:
+        parse_json(text.encode())
+    except ValueError as error:
+        raise ValueError(f"`extra` would not be read again: {error}. Put less into it.") from error
     return copy
 
 

@@ -13,9 +13,11 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from ._foreign_json import read_file, strange_files
 from ._leaf import Leaf
 from ._manifest import read
 from ._pruning import Pruning
+from ._quiet import work_abandoned
 from ._steps import steps_in
 from ._streamed import StreamedArray
 from ._sums import SummedArrays, SummedStreams, created, damage
@@ -131,6 +133,7 @@ def read_arrays(path: Any, leaves: Sequence[Leaf], *, partial: bool) -> list[jax
                 path / ARRAYS, args=ocp.args.PyTreeRestore(target, restore_args, partial_restore=partial)
             )
     except Exception as error:  # whatever the decoders below make of damaged bytes
+        work_abandoned()
         broken = damage(path / ARRAYS)
         if not broken:
             raise
@@ -175,7 +178,7 @@ def read_manifest(path: Any) -> dict[str, Any]:
     """
     file = path / _MANIFEST / _MANIFEST_FILE
     try:
-        return read(file.read_bytes().decode(errors="replace"))
+        return read(read_file(file))
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         raise ValueError(
             f"{path} has no {_MANIFEST_FILE}: it was not written by gtp_jax, or has been deleted in part. "
@@ -183,6 +186,16 @@ def read_manifest(path: Any) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise ValueError(damaged(path, [f"{file}: {error}"])) from error
+
+
+def check_files(path: Any) -> None:
+    """Refuses a step of which a file is a link, a FIFO or a device: no such file is opened.
+
+    Raises:
+        ValueError: naming the first few.
+    """
+    if lines := strange_files(path / ARRAYS):
+        raise ValueError(damaged(path, lines))
 
 
 def loss_of(directory: str, step: int) -> float:

@@ -14,7 +14,9 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from .._foreign import parse_json, printable
 from ._file_sums import FileSums
+from ._foreign_json import check_sums, read_file, strange_files
 from ._pruning import COMMITTED
 from ._streamed import StreamedArray, StreamHandler
 
@@ -116,14 +118,17 @@ def created(directory: Any) -> epath.Path:
 def damage(directory: epath.Path) -> list[str]:
     """Returns what is wrong with the files of a step's arrays, a line each; none if all are as they were written."""
     try:
-        sums = unsealed((directory / SUMS).read_bytes().decode(errors="replace"))
+        sums = unsealed(read_file(directory / SUMS))
+        check_sums(sums)
     except (OSError, ValueError) as error:
         return [f"{directory / SUMS}: {error}"]
+    if strange := strange_files(directory):
+        return strange  # which must not be opened
     there = set(files(directory)) - {SUMS, COMMITTED}  # the mark is made after the sums
     with FileSums(directory) as again:
         now = again.finish(name for name in sums if name in there)
-    lines = [f"{directory / name}: missing" for name in sums if name not in there]
-    lines += [f"{directory / name}: not part of the checkpoint" for name in sorted(there - set(sums))]
+    lines = [f"{directory / printable(name)}: missing" for name in sums if name not in there]
+    lines += [f"{directory / printable(name)}: not part of the checkpoint" for name in sorted(there - set(sums))]
     for name, (size, crc) in now.items():
         if size != sums[name][0]:
             lines.append(f"{directory / name}: {size} bytes, {sums[name][0]} were written")
@@ -155,4 +160,4 @@ def unsealed(text: str) -> Any:
     body, _, seal = text.removesuffix("\n").rpartition("\n")
     if f"{zlib.crc32(body.encode()):08x}" != seal:
         raise ValueError("changed since it was written")
-    return json.loads(body)
+    return parse_json(body.encode())

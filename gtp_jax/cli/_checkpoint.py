@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from tqdm import tqdm
 
+from .._foreign import printable
 from ..checkpoint import Checkpoints
 from ..plan import columns, quantity
 from ..trainer import checkpoints_in
@@ -93,10 +94,11 @@ def _show(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(manifest, indent=1))
         return 0
-    print(f"step {manifest['step']}, written by gtp_jax {manifest['gtp_jax']}, format {manifest['format']}")
+    version = printable(manifest["gtp_jax"])
+    print(f"step {manifest['step']}, written by gtp_jax {version}, format {manifest['format']}")
     if recipe := manifest.get("recipe"):
-        settings = ", ".join(f"{key} {json.dumps(value)}" for key, value in recipe.items() if key != "name")
-        print(f"trained with recipe {recipe['name']}" + (f" ({settings})" if settings else ""))
+        settings = ", ".join(f"{printable(key)} {json.dumps(value)}" for key, value in recipe.items() if key != "name")
+        print(f"trained with recipe {printable(recipe['name'])}" + (f" ({settings})" if settings else ""))
     if manifest["extra"]:
         print(f"beside the arrays: {json.dumps(manifest['extra'])}")
     rows = [
@@ -120,7 +122,7 @@ def _verify(args: argparse.Namespace) -> int:
         lines = broken.get(step, [])
         print(f"step {step}: " + (f"{len(lines)} file(s) damaged" if lines else "whole"))
         for line in lines:
-            print(f"  {line}")
+            print(f"  {printable(line)}")
     return 1 if broken else 0
 
 

@@ -6,13 +6,16 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from .. import __version__
 from .._exit_codes import of_error, of_signal
+from .._foreign import printable
 from ..mesh import has_gpu
 from ..train import all_reduce_with_nccl
 from ..trainer import Diverged
 from . import _bench, _checkpoint, _convert, _doctor, _elastic, _inspect, _plan_faults, _profile, _train
+from ._errors import EXPECTED, explanation
 
 _EXAMPLES = """\
 examples:
@@ -51,10 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         all_reduce_with_nccl()  # before the backend starts, which reads XLA_FLAGS
     try:
         return args.run(args)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        if args.traceback:
+    except EXPECTED as error:
+        if args.traceback or (text := explanation(error)) is None:
             raise
-        print(f"gtp-jax {args.command}: error: {error}", file=sys.stderr)
+        print(f"gtp-jax {args.command}: error: {text}", file=sys.stderr)
         return of_error(error)
     except Diverged as error:
         print(f"gtp-jax {args.command}: stopped: {error}", file=sys.stderr)
@@ -64,9 +67,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return of_signal(signal.SIGINT)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Repeats words that it does not know in a form that a terminal shows and does not obey."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands."""
-    command_line = argparse.ArgumentParser(
+    command_line = _Parser(
         prog="gtp-jax",
         description="Trains models whose weights are stored as shards and gathered just in time.",
         epilog=_EXAMPLES,

@@ -6,11 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+from .._foreign import brief, inside, read_json
 from ..models import FAMILIES, ModelConfig, family_of
 from ._encoding import Encoding
 
 CONFIG_FILE = "config.json"
 QUANTIZATION_FILE = "hf_quant_config.json"
+
+# Far beyond published models: a mistake, or a file made to take memory and time.
+_MAX_LAYERS = 10_000
+_MAX_BYTES = 4 << 20
 
 
 def write_config(
@@ -57,19 +62,33 @@ def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
         ValueError: if it is of a model that no family computes, naming what.
     """
     file = path / CONFIG_FILE
-    if not file.is_file():
-        raise FileNotFoundError(f"{path} has no {CONFIG_FILE}. Give a directory with a Hugging Face model.")
     try:
-        fields = json.loads(file.read_text())
+        place = inside(path, CONFIG_FILE)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{path} has no {CONFIG_FILE}. Give a directory with a Hugging Face model.") from error
+    try:
+        fields = read_json(place, limit=_MAX_BYTES)
         kind, names = fields.get("model_type"), fields.get("architectures")
-    except (ValueError, AttributeError, RecursionError) as error:
+    except (ValueError, AttributeError) as error:
         raise ValueError(f"{file} is not a JSON object ({error}). Download or write it again.") from error
     for family in FAMILIES:
         theirs = family.hugging_face
         if kind == theirs.model_type and (not names or names == [theirs.architecture]):
-            return theirs.from_json(fields, str(file)), fields
+            config = theirs.from_json(fields, str(file))
+            check_layers(config, str(file))
+            return config, fields
     known = " or ".join(f"{f.hugging_face.model_type!r} and {[f.hugging_face.architecture]}" for f in FAMILIES)
     raise ValueError(
-        f"{file} has model_type {kind!r} and architectures {names}; {known} are expected. Only "
+        f"{file} has model_type {brief(kind)} and architectures {brief(names)}; {known} are expected. Only "
         f"{' and '.join(f'{family.name}s' for family in FAMILIES)} can be imported."
     )
+
+
+def check_layers(config: ModelConfig, where: str) -> None:
+    """Checks that a foreign model has not so many layers that its tensors cannot be listed.
+
+    Raises:
+        ValueError: saying how many it has.
+    """
+    if config.num_layers > _MAX_LAYERS:
+        raise ValueError(f"{where} has {config.num_layers} layers; at most {_MAX_LAYERS} can be converted.")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
+from .._foreign import brief, inside, read_json
 from ._safetensors import Reader
 
 SINGLE_FILE = "model.safetensors"
@@ -25,24 +24,27 @@ def open_tensors(directory: Path) -> dict[str, Reader]:
         ValueError: if a file is not whole, or index and files do not agree.
     """
     index = directory / INDEX_FILE
-    if not index.is_file():
-        if not (directory / SINGLE_FILE).is_file():
-            raise FileNotFoundError(
-                f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}. Give a directory with a Hugging Face model "
-                "in safetensors; other formats can be converted with transformers' `save_pretrained`."
-            )
-        reader = Reader(directory / SINGLE_FILE)
+    if _is_there(index):
+        where = _weight_map(index)
+    elif _is_there(directory / SINGLE_FILE):
+        reader = Reader(directory / SINGLE_FILE, place=inside(directory, SINGLE_FILE))
         return dict.fromkeys(reader.entries, reader)
-    try:
-        where: dict[str, str] = {
-            name: _text(file) for name, file in json.loads(index.read_text())["weight_map"].items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{index} has no object `weight_map` ({error!r}). Download or write it again.") from error
-    missing = sorted({file for file in where.values() if not (directory / file).is_file()})
+    else:
+        raise FileNotFoundError(
+            f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}. Give a directory with a Hugging Face model "
+            "in safetensors; other formats can be converted with transformers' `save_pretrained`."
+        )
+    missing, places = [], {}
+    for file in sorted(set(where.values())):
+        try:
+            places[file] = inside(directory, file)
+        except FileNotFoundError:
+            missing.append(file)
+        except ValueError as error:
+            raise ValueError(f"{index} names a file that is not to be read: {error}") from error
     if missing:
         raise FileNotFoundError(f"{index} names {', '.join(missing)}, not in {directory}. Download them as well.")
-    readers = {file: Reader(directory / file) for file in sorted(set(where.values()))}
+    readers = {file: Reader(directory / file, place=place) for file, place in places.items()}
     held = {name: file for file, reader in readers.items() for name in reader.entries}
     for name in {**where, **held}:
         if where.get(name) != held.get(name):
@@ -53,7 +55,17 @@ def open_tensors(directory: Path) -> dict[str, Reader]:
     return {name: readers[file] for name, file in held.items()}
 
 
-def _text(file: Any) -> str:
-    if not isinstance(file, str):
-        raise TypeError(f"a file is named {file!r}")
-    return file
+def _is_there(path: Path) -> bool:
+    return path.is_symlink() or path.exists()
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Returns which file has which tensor, as the index says."""
+    try:
+        where = read_json(inside(index.parent, index.name))["weight_map"]
+        strange = [file for file in where.values() if not isinstance(file, str)]
+        if strange:
+            raise ValueError(f"a file is named {brief(strange[0])}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} has no object `weight_map` ({error!r}). Download or write it again.") from error
+    return where

@@ -41,7 +41,7 @@ def import_llama(hugging_face: str | Path, out: str | Path, *, progress: bool = 
     Raises:
         FileNotFoundError: if a file is missing.
         ValueError: if the model is not one that our Llama computes, if tensors are missing, too many, or of another
-            shape or dtype, if a file is damaged, or if `out` is not empty.
+            shape or dtype, if a value is NaN or Inf, if a file is damaged, or if `out` is not empty.
     """
     source = Path(hugging_face).expanduser()
     config, original = read_config(source)
@@ -54,6 +54,11 @@ def import_llama(hugging_face: str | Path, out: str | Path, *, progress: bool = 
     def make(rows: list[Tensor], begin: int) -> np.ndarray:
         tensor = rows[begin]
         values = readers[tensor.name].read(tensor.name)
+        if not np.isfinite(values).all():
+            raise ValueError(
+                f"{tensor.name} in {readers[tensor.name].path} holds NaN or Inf, so that every result would be NaN. "
+                "Download it again, or take another checkpoint of the model."
+            )
         bar.update(values.nbytes)
         whole = np.ascontiguousarray(values.T if tensor.linear else values, np.float32)
         return whole if tensor.layer is None else whole[None]

@@ -18,6 +18,8 @@ from typing import Any, Self
 import ml_dtypes
 import numpy as np
 
+from .._foreign import brief, open_regular, parse_json
+
 # Name in the header: numpy's type and bits of an element. Of elements narrower than a byte, numpy holds packed bytes.
 DTYPES: dict[str, tuple[np.dtype[Any], int]] = {
     "BOOL": (np.dtype(np.bool_), 8),
@@ -43,6 +45,8 @@ _METADATA = "__metadata__"
 _LENGTH_BYTES = 8
 # The reference implementation refuses more.
 _MAX_HEADER_BYTES = 100_000_000
+_MAX_DIMS = 32
+_MAX_NAME = 1_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +119,10 @@ class Writer:
 class Reader:
     """A file, whose header is read and checked at once and whose tensors are read one at a time.
 
+    Args:
+        path: of the file, as messages have it.
+        place: where it is, links followed; `path` by default.
+
     Attributes:
         path: of the file.
         entries: its tensors by name.
@@ -125,10 +133,11 @@ class Reader:
             wanted.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, place: Path | None = None) -> None:
         self.path = path
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        self._place = path if place is None else place
+        with open_regular(self._place) as file:
+            size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
                 raise self._broken(
@@ -138,12 +147,14 @@ class Reader:
             text = file.read(length)
         self._begin = _LENGTH_BYTES + length
         try:
-            header = json.loads(text, object_pairs_hook=_unique)
-        except (ValueError, RecursionError) as error:
+            header = parse_json(text)
+        except ValueError as error:
             raise self._broken(f"its header is not JSON: {error}") from error
         if not isinstance(header, dict):
             raise self._broken(f"its header is a {type(header).__name__}, not an object of tensors")
         self.metadata: dict[str, str] = header.pop(_METADATA, {})
+        if not isinstance(self.metadata, dict):
+            raise self._broken(f"its metadata are {brief(self.metadata)}, not an object of strings")
         parsed = {name: self._entry(name, fields) for name, fields in header.items()}
         self.entries: dict[str, Entry] = {name: entry for name, (entry, _) in parsed.items()}
         self._offsets = {name: begin for name, (_, begin) in parsed.items()}
@@ -161,7 +172,7 @@ class Reader:
     def read(self, name: str) -> np.ndarray:
         """Returns a tensor's values; packed bytes where an element is narrower than a byte."""
         entry = self.entries[name]
-        with self.path.open("rb") as file:
+        with open_regular(self._place) as file:
             file.seek(self._begin + self._offsets[name])
             flat = np.fromfile(file, np.uint8, entry.nbytes)
         if flat.nbytes != entry.nbytes:
@@ -169,16 +180,23 @@ class Reader:
         return flat.view(DTYPES[entry.dtype][0]).reshape(entry.packed_shape)
 
     def _entry(self, name: str, fields: Any) -> tuple[Entry, int]:
+        if len(name) > _MAX_NAME or not name.isprintable():
+            raise self._broken(f"a tensor has the name {brief(name)}; at most {_MAX_NAME} printable characters can be")
         try:
             dtype, shape, (begin, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
         except (TypeError, KeyError, ValueError) as error:
             raise self._broken(
-                f"{name} is described by {fields}; dtype, shape and data_offsets are expected"
+                f"{name} is described by {brief(fields)}; dtype, shape and data_offsets are expected"
             ) from error
         if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise self._broken(f"{name} has the unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
-        if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
-            raise self._broken(f"{name} has shape {list(shape)} and offsets {[begin, end]}; whole numbers are expected")
+            raise self._broken(f"{name} has the unknown dtype {brief(dtype)}; known are {', '.join(DTYPES)}")
+        if not all(type(number) is int and 0 <= number < 1 << 63 for number in (*shape, begin, end)):
+            raise self._broken(
+                f"{name} has shape {brief(list(shape))} and offsets {brief([begin, end])}; whole numbers of 63 bits "
+                "are expected"
+            )
+        if len(shape) > _MAX_DIMS:
+            raise self._broken(f"{name} has {len(shape)} dimensions; at most {_MAX_DIMS} can be")
         entry = Entry(name, dtype, shape)
         if math.prod(shape) * DTYPES[dtype][1] % 8 or (shape and shape[-1] * DTYPES[dtype][1] % 8):
             raise self._broken(f"{name}, {dtype}{list(shape)}, does not fill whole bytes")
@@ -188,14 +206,6 @@ class Reader:
 
     def _broken(self, what: str) -> ValueError:
         return ValueError(f"{self.path} is not a whole safetensors file: {what}. Download or write it again.")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
-    return fields
 
 
 def shard(entries: Sequence[Entry], limit: int) -> Iterator[list[Entry]]:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
+import stat
 import sysconfig
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from .._foreign import open_regular
 
 # Directories that hold other people's packages or compiled files.
 _SKIPPED = ("site-packages", "dist-packages", "__pycache__")
@@ -32,28 +37,34 @@ class Text:
         return sum(map(len, self.documents))
 
 
-def read_text(paths: Sequence[str | os.PathLike[str]] = ()) -> Text:
+def read_text(paths: Sequence[str | os.PathLike[str]] = (), *, follow_links: bool = False) -> Text:
     """Reads files and, recursively, directories; the source of the Python standard library if none are given.
 
     Documents come in the order of `paths`, those of a directory sorted by their path within it, so that the order is
     the same on every machine. Hidden files, installed packages and, within a directory, files that are not UTF-8 text
     are left out.
 
+    Args:
+        paths: of files and directories.
+        follow_links: follow links in a directory to files and directories outside of it; otherwise such links are left
+            out, with a warning. A path that is a link itself is always followed.
+
     Raises:
-        ValueError: if a path is missing, cannot be read or is no text, or if there is no text at all.
+        ValueError: if a path is missing, is no file or directory, cannot be read or is no text, or if there is no text
+            at all.
     """
     if not paths:
         return standard_library()
     documents: list[bytes] = []
-    skipped = 0
+    skipped, links = 0, 0
     for path in map(Path, paths):
-        if not path.exists():
-            raise ValueError(f"`data` {path} does not exist. Give a text file, or a directory of text files.")
         before = len(documents)
-        if path.is_dir():
-            texts = [_read(file) for file in _files(path)]
+        if _is_directory(path):
+            outside: list[str] = []
+            texts = [_read(file) for file in _files(path, outside=None if follow_links else outside)]
             documents += [text for text in texts if text]
             skipped += sum(text is None for text in texts)
+            links += len(outside)
             what = f"directory holds no UTF-8 text ({len(texts)} files looked at, {skipped} of them not text)"
         else:
             text = _read(path)
@@ -62,7 +73,14 @@ def read_text(paths: Sequence[str | os.PathLike[str]] = ()) -> Text:
             documents += [text] if text else []
             what = "file is empty"
         if len(documents) == before:
-            raise ValueError(f"`data` {path}: the {what}. Give files with text in them.")
+            left_out = f"; {links} links lead out of it, and are followed if you ask for it" if links else ""
+            raise ValueError(f"`data` {path}: the {what}{left_out}. Give files with text in them.")
+    if links:
+        warnings.warn(
+            f"{links} links in `data` lead out of their directory and are left out. Follow them with `follow_links` "
+            "(`--follow-links`), or give what they lead to as `data`.",
+            stacklevel=2,
+        )
     name = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
     return Text(name, tuple(documents), skipped)
 
@@ -75,35 +93,81 @@ def standard_library() -> Text:
         ValueError: if this Python has been installed without its source.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    texts = [_read(file) for file in _files(root, suffix=".py")] if root.is_dir() else []
+    texts = [_read(file) for file in _files(root, ".py", directories=False)] if root.is_dir() else []
     documents = tuple(text for text in texts if text)
     if not documents:
         raise ValueError(f"{root} holds no source of the Python standard library. Give text of your own as `data`.")
     return Text("the source of the Python standard library", documents, sum(text is None for text in texts))
 
 
-def _files(root: Path, suffix: str = "") -> Iterator[Path]:
-    """Yields the files below a directory, ordered by their path within it, part by part."""
+def _is_directory(path: Path) -> bool:
+    """Says whether a path is a directory, and not a file.
+
+    Raises:
+        ValueError: if there is nothing, or what cannot be looked at.
+    """
     try:
-        entries = sorted(os.scandir(root), key=lambda entry: entry.name)
-    except OSError as error:
-        raise ValueError(f"`data` {root} cannot be read: {error.strerror}. Check its permissions.") from error
-    for entry in entries:
-        if entry.name.startswith(".") or entry.name in _SKIPPED:
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            yield from _files(Path(entry.path), suffix)
-        elif entry.is_file() and entry.name.endswith(suffix):
-            yield Path(entry.path)
+        return stat.S_ISDIR(path.stat().st_mode)
+    except FileNotFoundError as error:
+        raise ValueError(f"`data` {path} does not exist. Give a text file, or a directory of text files.") from error
+    except (OSError, ValueError) as error:  # a ValueError for a zero byte
+        reason = "it is a link that leads to itself" if getattr(error, "errno", 0) == errno.ELOOP else str(error)
+        raise ValueError(f"`data` {path} cannot be read: {reason}. Give another path.") from error
+
+
+def _files(
+    root: Path, suffix: str = "", *, outside: list[str] | None = None, directories: bool = True
+) -> Iterator[Path]:
+    """Yields the files below a directory, ordered by their path within it, part by part.
+
+    Args:
+        root: the directory.
+        suffix: of the files' names.
+        outside: takes links that lead out of the directory, which are then not followed; with `None` they are.
+        directories: follow links to directories too.
+    """
+    home, seen = root.resolve(), set[tuple[int, int]]()
+
+    def below(directory: Path) -> Iterator[Path]:
+        try:
+            status = directory.stat()
+            entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+        except OSError as error:
+            raise ValueError(f"`data` {directory} cannot be read: {error.strerror}. Check its permissions.") from error
+        if (status.st_dev, status.st_ino) in seen:  # by another link
+            return
+        seen.add((status.st_dev, status.st_ino))
+        for entry in entries:
+            if entry.name.startswith(".") or entry.name in _SKIPPED or _is_broken(entry):
+                continue
+            link = entry.is_symlink()
+            if link and outside is not None and not Path(entry.path).resolve().is_relative_to(home):
+                outside.append(entry.path)
+            elif entry.is_dir(follow_symlinks=False) or (link and outside is None and directories and entry.is_dir()):
+                yield from below(Path(entry.path))
+            elif entry.is_file() and entry.name.endswith(suffix):
+                yield Path(entry.path)
+
+    return below(root)
+
+
+def _is_broken(entry: os.DirEntry[str]) -> bool:
+    """Says whether an entry is a link to nothing, or in a loop of links."""
+    return entry.is_symlink() and not os.path.exists(entry.path)
 
 
 def _read(path: Path) -> bytes | None:
     """Returns the content of a file; `None` if it is not UTF-8 text. A zero byte, which separates documents, is no
     text."""
     try:
-        content = path.read_bytes()
+        with open_regular(path) as file:
+            content = file.read()
     except OSError as error:
         raise ValueError(f"`data` {path} cannot be read: {error.strerror}. Check its permissions.") from error
+    except ValueError as error:
+        raise ValueError(f"`data` {error}") from error
+    except MemoryError as error:
+        raise ValueError(f"`data` {path} is larger than this machine's memory. Give less of it.") from error
     if b"\0" in content:
         return None
     try:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from .._foreign import open_regular
 from ..ops import check_ids
 
 # Names that published tokenizers give to the end of a document.
@@ -16,6 +18,12 @@ _END = ("<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "</s>", "<eos>", "[SEP
 
 # Documents handed to the tokenizer's threads at a time.
 _CHUNK = 256
+# Bytes of them; a longer document is encoded in parts.
+_PART_BYTES = 1 << 24
+
+_MAX_FILE_BYTES = 1 << 28
+# A model has a row for every id.
+_MAX_IDS = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +69,14 @@ BYTES = Tokenizer("bytes", 256, 0, lambda documents: (np.frombuffer(text, np.uin
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """Reads a Hugging Face `tokenizer.json`.
 
-    Its own end-of-text token separates documents; if it has none, one more token is added behind its vocabulary.
+    Its own end-of-text token separates documents, if it is a special token, which no text contains; otherwise one more
+    token is added behind its vocabulary, whose size is the largest id and one. Text that reads like a special token is
+    split as any other. A large document is encoded in parts that end with a line.
 
     Raises:
         ModuleNotFoundError: if the `tokenizers` package is not installed.
-        ValueError: if the file is missing or is no tokenizer.
+        ValueError: if the file is missing or is no tokenizer, or if an id is beyond 16,777,215; while encoding, if a
+            line is too long to be encoded, or a word is the separator.
     """
     try:
         import tokenizers
@@ -76,23 +87,77 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         ) from error
     if not Path(path).is_file():
         raise ValueError(f"`tokenizer` {path} is not a file. Give the tokenizer.json of a Hugging Face model.")
+    name = Path(path).name
+    loaded = _loaded(tokenizers.Tokenizer.from_buffer, path)
+    loaded.no_truncation()
+    loaded.no_padding()
+    loaded.encode_special_tokens = True  # as ordinary text, so that no document holds a separator
+    ids = loaded.get_vocab(with_added_tokens=True).values()
+    size = 1 + max(ids, default=-1)  # ids may have gaps
+    if not 0 < size <= _MAX_IDS:
+        what = f"has the id {size - 1}; ids up to {_MAX_IDS - 1} can be" if size else "has no token"
+        raise ValueError(f"`tokenizer` {path} {what}. Give the tokenizer.json of a Hugging Face model.")
+    special = {token.content for token in loaded.get_added_tokens_decoder().values() if token.special}
+    known = [loaded.token_to_id(token) for token in _END if token in special]
+    separator = known[0] if known else size
+
+    def encode(documents: Iterable[bytes]) -> Iterable[np.ndarray]:
+        for batch in _batches(documents, name):
+            parts = [part for document in batch for part in document]
+            encodings = iter(loaded.encode_batch_fast([part.decode() for part in parts], add_special_tokens=False))
+            for document in batch:
+                ids = np.concatenate([np.asarray(next(encodings).ids, np.int64) for _ in document])
+                if (ids == separator).any():
+                    raise ValueError(
+                        f"`tokenizer` {name} makes the token {separator}, which separates documents, of a word in a "
+                        f"document that begins with {document[0][:40]!r}. Leave the document out, or give a tokenizer "
+                        "whose end-of-text token is special."
+                    )
+                yield ids
+
+    return Tokenizer(name, max(size, separator + 1), separator, encode)
+
+
+def _loaded(from_buffer: Callable[[bytes], Any], path: str | os.PathLike[str]) -> Any:
     try:
-        loaded = tokenizers.Tokenizer.from_file(os.fspath(path))
-    except Exception as error:  # the package raises bare Exceptions
+        with open_regular(path) as file:
+            content = file.read(_MAX_FILE_BYTES + 1)
+        if len(content) > _MAX_FILE_BYTES:
+            raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")
+        return from_buffer(content)
+    except BaseException as error:  # the package raises bare Exceptions, and its panics are not even that
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise ValueError(
             f"`tokenizer` {path} cannot be read as a Hugging Face tokenizer.json: {error}. A SentencePiece model must "
             "be converted first."
         ) from error
-    loaded.no_truncation()
-    loaded.no_padding()
-    size = 1 + max(loaded.get_vocab(with_added_tokens=True).values(), default=-1)  # ids may have gaps
-    known = [token for token in map(loaded.token_to_id, _END) if token is not None]
-    separator = known[0] if known else size
 
-    def encode(documents: Iterable[bytes]) -> Iterable[np.ndarray]:
-        texts = [text.decode() for text in documents]
-        for start in range(0, len(texts), _CHUNK):
-            for encoding in loaded.encode_batch_fast(texts[start : start + _CHUNK], add_special_tokens=False):
-                yield np.asarray(encoding.ids, np.int64)
 
-    return Tokenizer(Path(path).name, max(size, separator + 1), separator, encode)
+def _batches(documents: Iterable[bytes], name: str) -> Iterator[list[list[bytes]]]:
+    """Yields documents, each in parts, as many at a time as the tokenizer's threads are given."""
+    batch: list[list[bytes]] = []
+    nbytes = 0
+    for document in documents:
+        batch.append(_parts(document, name))
+        nbytes += len(document)
+        if len(batch) == _CHUNK or nbytes >= _PART_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def _parts(document: bytes, name: str) -> list[bytes]:
+    """Splits a document behind lines into parts that a tokenizer can take: it needs 100 times their memory."""
+    parts, begin = [], 0
+    while len(document) - begin > _PART_BYTES:
+        end = document.rfind(b"\n", begin, begin + _PART_BYTES) + 1
+        if not end:
+            raise ValueError(
+                f"`data` has a line of more than {_PART_BYTES} bytes, which `tokenizer` {name} cannot take at once; it "
+                f"begins with {document[begin : begin + 40]!r}. Break it into lines, or leave out the tokenizer."
+            )
+        parts.append(document[begin:end])
+        begin = end
+    return [*parts, document[begin:]]

@@ -64,8 +64,8 @@ class FaultOptions:
     )
 
     def __post_init__(self) -> None:
-        preset_of(self.preset)
         check_knobs(self)
+        preset_of(self.preset)
 
     def plan(self) -> FaultPlan:
         """Returns the plan.

@@ -51,8 +51,8 @@ class InspectOptions:
     )
 
     def __post_init__(self) -> None:
-        preset_of(self.preset)
         check_knobs(self)
+        preset_of(self.preset)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from .._flags import check_knobs, knob
+from .._flags import as_tuple, check_knobs, knob
 from ._faults import FaultPlan, plan_faults
 
 
@@ -47,9 +47,7 @@ class Faults:
     )
 
     def __post_init__(self) -> None:
-        for name in ("failed_devices", "replica_batches"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, value if value is None else tuple(value))  # a list, out of JSON or argparse
+        as_tuple(self, "failed_devices", "replica_batches")
         check_knobs(self)
 
     @property

@@ -55,7 +55,8 @@ def quantize(
     """Writes an array in one of `gtp_jax.formats`, row-wise, column-wise, or both in one pass over it.
 
     The formulas are TransformerEngine's, bit for bit on finite input (`gtp_jax/formats/README.md`). Unlike there, a
-    block with NaN or Inf comes back as NaN, and no other block is touched. A stack of matrices has one amax, unless
+    block with NaN or Inf comes back as NaN, and no other block is touched. In NVFP4 an amax above 7.5955e35, FLT_MAX / 448,
+    lets finite numbers come back as Inf. A stack of matrices has one amax, unless
     `amax` says otherwise or the call is vmapped.
 
     Not to be called on a sharded array outside `jax.shard_map`: XLA gathers the operands of a kernel silently.
@@ -70,6 +71,8 @@ def quantize(
         hadamard: transform the column-wise copy first (`NVFP4_1D` only); its amax is taken after, and its M is
             rounded up to 16. `dequantize` gives the transformed array, and `gtp_jax.hadamard(..., inverse=True)` x.
         key: round stochastically (NVFP4 only): a JAX key of two words, or uint32 `(2,)`. A new key, no new compilation.
+            Right on average but for elements above 6 scales of their block, which saturate: the scale is rounded to the
+            nearest e4m3, so that a block's largest element may be up to 1/16 above.
         implementation: `"reference"`, `"native"`, or `None` for the best at hand.
 
     Returns:

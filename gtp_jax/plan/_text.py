@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable, Sequence
 
+from .._foreign import printable
+
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 _SMALL = ("", "m", "µ", "n")
 
@@ -31,10 +33,10 @@ def columns(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: I
 
     Args:
         header: names of the columns.
-        rows: cells; anything `str` takes.
+        rows: cells; anything `str` takes, of which what is not printable is escaped.
         right: indices of the columns to align to the right.
     """
-    lines = [list(map(str, row)) for row in (header, *rows)]
+    lines = [[printable(str(cell)) for cell in row] for row in (header, *rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     align = [str.rjust if i in set(right) else str.ljust for i in range(len(header))]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from .._flags import count_or, flag_of, knob
+from .._flags import as_tuple, check_knobs, count_or, flag_of, knob
 from ._recipe import GRAD_WIRES, RECIPES, Recipe
 
 
@@ -54,16 +54,14 @@ class Quantization:
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "override", tuple(self.override))  # a list, out of JSON or argparse
-        if self.pregathered_layers != "all" and (
-            not isinstance(self.pregathered_layers, int) or self.pregathered_layers < 0
-        ):
+        as_tuple(self, "override")
+        check_knobs(self)
+        count = self.pregathered_layers
+        if count != "all" and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
             raise ValueError(
                 f"`pregathered_layers` is {self.pregathered_layers!r}; it must be a number of layers, at least 0, or "
                 "'all'."
             )
-        if self.recipe not in RECIPES:
-            raise ValueError(f"`recipe` is {self.recipe!r}; it must be one of {', '.join(RECIPES)}.")
         self.to_recipe()  # checks the others
 
     def to_recipe(self) -> Recipe:

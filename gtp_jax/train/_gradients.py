@@ -60,11 +60,13 @@ class Computed(NamedTuple):
 
 def gradients(request: Request, state: TrainState, batch: Tree) -> Computed:
     """Returns loss and gradients of a batch, in the view that the request names."""
+    _check_filled(batch)
     return (_on_global_arrays if request.view == "global" else _on_each_rank)(request, state, batch)
 
 
 def losses(request: Request, state: TrainState, batch: Tree) -> Computed:
     """Returns the loss of a batch, without gradients; variables that the model writes are dropped."""
+    _check_filled(batch)
     if request.view == "global":
         state.model_def.check_mesh()
         with use_roles(state.model_def.roles):
@@ -227,6 +229,16 @@ def _sums(returned: Returned) -> Returned:
             "`gtp_jax.cross_entropy(logits, targets)` does, or take `view='global'`."
         )
     return returned
+
+
+def _check_filled(batch: Tree) -> None:
+    """Refuses a batch of no rows, or of rows without tokens, whose mean loss is not a number."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if 0 in jnp.shape(leaf):
+            raise ValueError(
+                f"`batch`{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}, and so holds nothing. Leave out "
+                "batches without rows; a row that does not count has `weights` of 0."
+            )
 
 
 def _sharded(batch: Tree, roles: Roles) -> Tree:

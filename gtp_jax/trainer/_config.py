@@ -8,7 +8,8 @@ import math
 from pathlib import Path
 
 from .. import __version__
-from .._flags import check_knobs, from_settings, knob, knobs, piece, settings_of
+from .._flags import as_tuple, check_knobs, from_settings, knob, knobs, piece, settings_of
+from .._foreign import read_json
 from ..mesh import Parallelism, check_degrees
 from ..models import PRESETS, ModelConfig, preset_of
 from ..nonuniform import FaultPlan, Faults
@@ -80,6 +81,7 @@ class TrainConfig:
         metavar="FILE",
         per_process=True,
     )
+    follow_links: bool = knob(False, "text", "follow links that lead out of a directory of texts", kind=bool)
     seq: int = knob(128, "text", "tokens of a sequence", metavar="N")
 
     steps: int = knob(200, "training", "optimizer steps in all", metavar="N")
@@ -138,9 +140,9 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "data", tuple(self.data))  # a list, out of JSON or argparse
-        preset_of(self.preset)
+        as_tuple(self, "data")
         check_knobs(self)
+        preset_of(self.preset)
         if self.seed >= 1 << 32:
             raise ValueError(f"`seed` is {self.seed}; it must be a whole number from 0 to {(1 << 32) - 1}.")
         if not 0 <= self.weight_decay < math.inf:
@@ -236,7 +238,7 @@ class TrainConfig:
             ValueError: if the file is not one that `save` wrote.
         """
         try:
-            settings = json.loads(path.read_text())
+            settings = read_json(path)
             settings.pop(_MARK)
             return from_settings(
                 cls, {_RENAMED[key] if key in _RENAMED else key: value for key, value in settings.items()}

@@ -178,7 +178,7 @@ def _failures(watch: Recorder, alone: bool) -> Iterator[None]:
 def _read(config: TrainConfig) -> Corpus:
     """Returns the text, after checking it."""
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else BYTES
-    corpus = load_corpus(read_text(config.data), tokenizer)
+    corpus = load_corpus(read_text(config.data, follow_links=config.follow_links), tokenizer)
     corpus.check(batch=config.batch, seq=config.seq)
     return corpus
 

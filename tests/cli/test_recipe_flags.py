@@ -59,7 +59,7 @@ def test_a_configuration_that_was_saved_has_its_recipe_again(tmp_path):
 
 
 BAD = {
-    "--high-precision-last -1": "`high_precision_last` is -1; it must be a number of layers, at least 0",
+    "--high-precision-last -1": "`high_precision_last` is -1; it must be a whole number of at least 0",
     "--pregathered-layers -1": "`pregathered_layers` is -1; it must be a number of layers, at least 0, or 'all'",
     "--override mlp.down": "`override` has 'mlp.down'; it must be PATTERN=RECIPE, such as mlp.down=mxfp8-matmuls",
     "--override =fp8": "`override` has '=fp8'; it must be PATTERN=RECIPE",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from gtp_jax.data import read_text, standard_library
@@ -72,3 +74,34 @@ def test_name_says_what_was_read(tmp_path):
     (tmp_path / "b").write_text(document(1))
     assert read_text([tmp_path / "a"]).name.endswith("a")
     assert read_text([tmp_path / "a", tmp_path / "b"]).name.endswith("a and 1 more")
+
+
+def test_what_is_no_file_is_refused_without_waiting(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    for name, message in (
+        ("fifo", "is a FIFO, and a regular file is expected"),
+        ("loop", "cannot be read: it is a link that leads to itself"),
+        ("device", "is a device, and a regular file is expected"),
+        ("zero\0byte", "cannot be read: embedded null byte"),
+    ):
+        with pytest.raises(ValueError, match=rf"`data` .*{message}"):
+            read_text([tmp_path / name])
+    with pytest.raises(ValueError, match=r"directory holds no UTF-8 text \(0 files.*1 links lead out of it"):
+        read_text([tmp_path])
+
+
+def test_links_out_of_a_directory_are_followed_only_if_asked(tmp_path):
+    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    for folder in (inside, outside):
+        folder.mkdir()
+    (inside / "a").write_text("a")
+    (outside / "b").write_text("b")
+    (inside / "again").symlink_to("a")
+    (inside / "b").symlink_to(outside / "b")
+    (inside / "c").symlink_to(outside)
+    (outside / "home").symlink_to(inside)  # a loop of directories
+    with pytest.warns(UserWarning, match=r"2 links in `data` lead out .*Follow them with `follow_links`"):
+        assert read_text([inside]).documents == (b"a", b"a")
+    assert read_text([inside], follow_links=True).documents == (b"a", b"a", b"b", b"b")

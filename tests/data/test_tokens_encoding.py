@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 
 import numpy as np
 import pytest
 
 from gtp_jax.data import BYTES, Text, load_corpus, load_tokenizer
+from gtp_jax.data._tokens import _parts
 
 from .texts import document
 
@@ -54,6 +56,20 @@ def test_corpus_counts_bytes_a_token(tokenizer_file):
     assert load_corpus(text, BYTES).bytes_per_token == 1
 
 
+def test_parts_of_documents_are_the_tokens_of_each(tokenizer_file, monkeypatch):
+    documents = ["\n".join(textwrap.wrap(document(i), 80)).encode() for i in range(5)]
+    whole = load_tokenizer(tokenizer_file).stream(documents)
+    monkeypatch.setattr("gtp_jax.data._tokens._PART_BYTES", 400)
+    assert sum(len(_parts(d, "name")) for d in documents) > 5
+    parts = load_tokenizer(tokenizer_file)
+    stream = parts.stream(documents)
+    assert np.sum(stream == parts.separator) == np.sum(whole == parts.separator) == 5
+    plain = tokenizers.Tokenizer.from_file(str(tokenizer_file))
+    ends = np.flatnonzero(stream == parts.separator)
+    for text, ids in zip(documents, np.split(stream, ends + 1), strict=False):
+        assert plain.decode(ids[:-1].tolist()).encode() == text
+
+
 def test_bad_files_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"`tokenizer` .*none\.json is not a file\. Give the tokenizer\.json"):
         load_tokenizer(tmp_path / "none.json")
@@ -67,8 +83,44 @@ def test_ids_with_gaps_are_all_within_the_vocabulary(tmp_path):
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
     loaded = load_tokenizer(tmp_path / "tokenizer.json")
-    assert (loaded.vocab_size, loaded.separator) == (301, 7)
-    assert loaded.stream([b"b a b"]).tolist() == [300, 0, 300, 7]
+    assert (loaded.vocab_size, loaded.separator) == (302, 301)  # [SEP] is a word of it, and no special token
+    assert loaded.stream([b"b a b"]).tolist() == [300, 0, 300, 301]
+
+
+def words_with_an_end(path, **end):
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1, "?": 2}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.add_tokens([tokenizers.AddedToken("</s>", **end)])
+    words.save(str(path))
+    return load_tokenizer(path)
+
+
+def test_a_separator_is_never_a_word(tmp_path):
+    special = words_with_an_end(tmp_path / "special.json", special=True)
+    assert special.separator == 1 and special.stream([b"a b</s>"]).tolist() == [0, 2, 1]  # split as other text is
+    with pytest.raises(ValueError, match=r"`tokenizer` special.json makes the token 1, which separates .*b'a </s> a'"):
+        special.stream([b"a </s> a"])
+    plain = words_with_an_end(tmp_path / "plain.json", special=False)
+    assert plain.separator == 3 and plain.stream([b"a </s>"]).tolist() == [0, 1, 3]
+
+
+def test_ids_without_end_are_refused(tmp_path):
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 2**24}, unk_token="a"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"has the id 16777216; ids up to 16777215 can be\. Give the tokenizer.json"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({})).save(str(tmp_path / "none.json"))
+    with pytest.raises(ValueError, match=r"none.json has no token"):
+        load_tokenizer(tmp_path / "none.json")
+
+
+def test_a_large_document_is_encoded_in_parts_that_end_with_a_line():
+    document = b"some words\n" * 2_000_000
+    parts = _parts(document, "name")
+    assert b"".join(parts) == document and len(parts) == 2 and parts[0].endswith(b"\n")
+    assert max(map(len, parts)) <= 1 << 24
+    with pytest.raises(ValueError, match=r"a line of more than 16777216 bytes, which `tokenizer` name cannot take"):
+        _parts(b"a\n" + b"x" * (1 + (1 << 24)), "name")
 
 
 def test_a_token_outside_the_vocabulary_is_refused_by_name_and_position():

@@ -162,6 +162,20 @@ CASES = {
         "Index out of range",
     ),
     "amax size": ("gtp_multi_amax", shape(2, dtype=jnp.float32), [X], PARTS, "not have one element per part"),
+    "parts without end": (
+        "gtp_multi_amax",
+        shape(1, dtype=jnp.float32),
+        [jnp.zeros(0)],
+        {"parts": np.array([2**40], np.int64)},
+        "not have one element per part",
+    ),
+    "less than no parts": (
+        "gtp_multi_amax",
+        shape(1, dtype=jnp.float32),
+        [X, X],
+        {"parts": np.array([-1, 2], np.int64)},
+        "not have one element per part",
+    ),
     "no parts": ("gtp_multi_amax", shape(1, dtype=jnp.float32), [X, X], PARTS, "parts must be one number per array"),
     "uneven parts": (
         "gtp_multi_amax",

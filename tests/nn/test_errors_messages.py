@@ -1,6 +1,7 @@
 """Bad input is refused at the door, in words that name the argument, what came, and the remedy."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -244,8 +245,8 @@ def test_views_are_known_and_aux_is_for_global_view():
             make(next_token_loss, view="local", has_aux=True)
 
 
-def step_on(loss, *shape: int, microbatches: int = 1, view="global", has_aux=False):
-    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+def step_on(loss, *shape: int, microbatches: int = 1, view="global", has_aux=False, mesh=None):
+    with jax.set_mesh(gtp.make_mesh(**mesh or dict(gtp=8))):
         optimizer = optax.sgd(0.1)
         model = gtp.nn.abstract_model(lambda rngs: Llama(dataclasses.replace(TINY), rngs=rngs))
         state = gtp.TrainState.create(model, optimizer)
@@ -263,6 +264,20 @@ def test_batch_that_does_not_divide_is_refused():
         step_on(next_token_loss, 12, 4)
     with pytest.raises(ValueError, match=r"`batch`\['targets'\] has shape \(9, 4\); .* a multiple of microbatches = 2"):
         step_on(next_token_loss, 9, 4, microbatches=2)
+
+
+def test_a_batch_without_rows_or_tokens_is_refused():
+    for shape, view in (((0, 4), "local"), ((8, 0), "global")):
+        with pytest.raises(
+            ValueError, match=rf"`batch`\['targets'\] has shape {re.escape(str(shape))}, and so holds no"
+        ):
+            step_on(next_token_loss, *shape, view=view)
+
+
+@pytest.mark.parametrize("view", ["local", "global"])
+def test_a_sequence_that_tp_does_not_divide_is_refused(view):
+    with pytest.raises(ValueError, match=r"which tp 2 does not divide|must be a multiple of tp|does not divide it"):
+        step_on(next_token_loss, 8, 5, view=view, mesh=dict(gtp=4, tp=2))
 
 
 def test_loss_returns_a_scalar_or_a_sum_and_a_number():

@@ -85,6 +85,16 @@ def test_quantizing_again_changes_nothing(format, implementation):
     assert_same_bits(gtp.dequantize(again, jnp.float32, implementation=implementation), once)
 
 
+def test_an_amax_whose_product_with_a_scale_overflows_is_where_it_is_documented(implementation):
+    limit = np.float32(np.finfo(np.float32).max / 448)
+    for amax, comes_back in ((limit, True), (np.nextafter(limit, np.float32(np.inf)) * np.float32(1.0001), False)):
+        for format in (NVFP4, NVFP4_1D):
+            x = jnp.full((16, 16), amax, jnp.float32)
+            q = gtp.quantize(x, format, implementation=implementation)
+            again = np.asarray(gtp.dequantize(q, jnp.float32, implementation=implementation))
+            assert np.all(np.isfinite(again)) == comes_back and np.all(np.isinf(again)) != comes_back
+
+
 def test_mxfp8_is_exact_in_bfloat16(implementation):
     x = np.random.default_rng(0).normal(size=(64, 128)).astype(np.float32)
     q = gtp.quantize(jnp.asarray(x), MXFP8, implementation=implementation)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from selection import diagonal
@@ -78,6 +79,28 @@ def rounded(x: np.ndarray, implementation) -> np.ndarray:
     q = gtp.quantize(jnp.asarray(x), NVFP4_1D, amax=2688.0, key=jax.random.key(0), implementation=implementation)
     assert (np.asarray(q.scales) == 0x38).all(), "the scale is 1"
     return np.asarray(gtp.dequantize(q, jnp.float32), np.float64)
+
+
+@pytest.mark.parametrize("format, slope, share", [(NVFP4_1D, 0.9966, 0.035), (NVFP4, 0.9994, 0.003)], ids=str)
+def test_it_is_right_on_average_but_for_what_saturates(format, slope, share):
+    x, keys = np.random.default_rng(0).normal(size=(256, 256)).astype(np.float32), 64
+    total = np.zeros(x.shape)
+    for seed in range(keys):
+        q = gtp.quantize(jnp.asarray(x), format, key=jnp.array([seed, 7], jnp.uint32))
+        total += np.asarray(gtp.dequantize(q, jnp.float32), np.float64)
+    mean = total / keys
+    scales = np.asarray(q.scales).view(ml_dtypes.float8_e4m3fn).astype(np.float64) * float(q.amax) / 2688
+    largest = 6 * np.repeat(np.repeat(scales, format.block[0], 0), format.block[1], 1)
+    inside = np.abs(x) <= largest
+
+    def slope_of(those: np.ndarray) -> float:
+        return float((mean * x)[those].sum() / (x.astype(np.float64) ** 2)[those].sum())
+
+    # an element's rounding has a standard deviation of at most a unit of 6 in `largest`, so that of all is 1e-4
+    assert abs(slope_of(inside) - 1) < 4e-4
+    np.testing.assert_allclose(np.abs(mean)[~inside], largest[~inside], rtol=1e-6)
+    assert np.max(np.abs(x) / largest) < 17 / 16
+    assert abs(slope_of(np.ones_like(inside)) - slope) < 4e-4 and abs(np.mean(~inside) - share) < 0.1 * share
 
 
 @formats

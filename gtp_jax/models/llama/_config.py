@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 from typing import Any, Literal
 
 from ...chain import Remat, Schedule
@@ -89,12 +91,20 @@ class LlamaConfig:
             "head_dim",
             "intermediate_size",
         ):
-            if getattr(self, field) < 1:
-                raise ValueError(f"`{field}` is {getattr(self, field)}; it must be a whole number of at least 1.")
+            if not _is_whole(getattr(self, field)) or getattr(self, field) < 1:
+                raise ValueError(f"`{field}` is {getattr(self, field)!r}; it must be a whole number of at least 1.")
+        for field in ("tie_embeddings", "sequence_parallel"):
+            if not isinstance(getattr(self, field), bool):
+                raise ValueError(f"`{field}` is {getattr(self, field)!r}; it must be True or False.")
+        for field, allowed in (("rope_theta", "above 0"), ("epsilon", "of at least 0")):
+            value = getattr(self, field)
+            number = isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= float(value) < math.inf
+            if not number or (value == 0 and field == "rope_theta"):
+                raise ValueError(f"`{field}` is {value!r}; it must be a number {allowed}.")
         check_rotary(self.head_dim, None, self.rope_scaling)
         check_heads(self.num_heads, self.num_kv_heads, 1)
-        if self.num_experts < 0:
-            raise ValueError(f"`num_experts` is {self.num_experts}; it must be a whole number, 0 for an MLP.")
+        if not _is_whole(self.num_experts) or self.num_experts < 0:
+            raise ValueError(f"`num_experts` is {self.num_experts!r}; it must be a whole number, 0 for an MLP.")
         if self.num_experts:
             check_moe(self.num_experts, self.top_k, self.aux_loss_coeff)
         reduction_of(self.grad_reduce, self.dtype)
@@ -138,3 +148,7 @@ class LlamaConfig:
             else 0
         )
         return self.matmul_params() + idle + embedding + (2 * self.num_layers + 1) * self.hidden_size
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

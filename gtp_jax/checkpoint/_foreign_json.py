@@ -1,0 +1,146 @@
+"""Reads a step's JSON files as foreign ones: bounded, and every field of its type, before anything relies on it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from .._foreign import MAX_JSON_BYTES, brief, check_regular, open_regular, printable
+
+_MAX_DIMS = 32
+
+
+def read_file(path: Any) -> str:
+    """Returns the text of a step's JSON file.
+
+    Raises:
+        ValueError: if it is no regular file, or larger than any that is written.
+        OSError: if it cannot be read.
+    """
+    if "://" in str(path):
+        size = path.stat().length
+        content = path.read_bytes() if size <= MAX_JSON_BYTES else b""
+    else:
+        with open_regular(path) as file:
+            content = file.read(MAX_JSON_BYTES + 1)
+        size = len(content)
+    if size > MAX_JSON_BYTES:
+        raise ValueError(f"has more than {MAX_JSON_BYTES} bytes, which is the most that is read")
+    return content.decode(errors="replace")
+
+
+def check_manifest(content: Any) -> None:
+    """Checks the types of a manifest's fields.
+
+    Raises:
+        ValueError: naming the first field that is not as it is written.
+    """
+    _expect("the manifest", content, "an object", _is_object)
+    for name, what, fits in _FIELDS:
+        if name in content:
+            _expect(f"`{name}`", content[name], what, fits)
+        elif name in _ALWAYS:
+            raise ValueError(f"has no `{name}`")
+    for name, leaf in content["leaves"].items():
+        _expect(f"`leaves` {brief(name)}", leaf, "an object with shape, dtype and digest", _is_leaf)
+
+
+def check_sums(content: Any) -> None:
+    """Checks the types of a file of sizes and sums.
+
+    Raises:
+        ValueError: naming the first entry that is not as it is written.
+    """
+    _expect("it", content, "an object", _is_object)
+    for name, pair in content.items():
+        _expect(brief(name), pair, "a size and a sum", lambda pair: _is_counts(pair) and len(pair) == 2)
+
+
+def strange_files(directory: Any) -> list[str]:
+    """Returns what lies in a local directory, however deep, that is neither a regular file nor a directory, a line
+    each: opening one may wait forever, or lead elsewhere."""
+    if "://" in str(directory) or not os.path.isdir(directory):
+        return []
+    lines = []
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                lines += strange_files(entry.path)
+            elif entry.is_symlink():
+                lines.append(f"{printable(entry.path)}: a link, which no checkpoint has")
+            else:
+                try:
+                    check_regular(entry.path, entry.stat(follow_symlinks=False).st_mode)
+                except ValueError as error:
+                    lines.append(str(error))
+    return lines
+
+
+def _expect(name: str, value: Any, what: str, fits: Callable[[Any], bool]) -> None:
+    if not fits(value):
+        raise ValueError(f"{name} is {brief(value)}; it must be {what}")
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _is_counts(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= _MAX_DIMS and all(map(_is_count, value))
+
+
+def _is_leaf(value: Any) -> bool:
+    return (
+        _is_object(value)
+        and _is_counts(value.get("shape"))
+        and _is_dtype(value.get("dtype"))
+        and _is_text(value.get("digest"))
+    )
+
+
+def _is_dtype(value: Any) -> bool:
+    if not _is_text(value) or value.startswith("key<"):
+        return _is_text(value)
+    try:
+        return str(jnp.dtype(value)) == value
+    except (TypeError, ValueError, SyntaxError):  # numpy parses lists of types
+        return False
+
+
+def _is_recipe(value: Any) -> bool:
+    return value is None or (_is_object(value) and _is_text(value.get("name")))
+
+
+def _is_loss(value: Any) -> bool:
+    return value is None or type(value) in (int, float)
+
+
+def _is_texts(value: Any) -> bool:
+    return _is_object(value) and all(map(_is_text, value.values()))
+
+
+_FIELDS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+    ("format", "a whole number", _is_count),
+    ("gtp_jax", "text", _is_text),
+    ("jax", "text", _is_text),
+    ("orbax-checkpoint", "text", _is_text),
+    ("step", "a whole number", _is_count),
+    ("leaves", "an object of arrays", _is_object),
+    ("static", "an object of texts", _is_texts),
+    ("extra", "an object", _is_object),
+    ("recipe", "an object with a name", _is_recipe),
+    ("loss", "a number", _is_loss),
+)
+# Later fields are missing in what earlier versions wrote.
+_ALWAYS = ("format", "gtp_jax", "step", "leaves", "extra")

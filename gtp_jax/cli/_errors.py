@@ -1,0 +1,25 @@
+"""Errors that a person can do something about, as one message without a traceback."""
+
+from __future__ import annotations
+
+import jax
+
+from .._foreign import message
+
+EXPECTED = (ValueError, OSError, ModuleNotFoundError, MemoryError, jax.errors.JaxRuntimeError)
+
+_LESS = (
+    "Take a smaller --preset, --seq or --batch, more --microbatches or more devices; `gtp-jax inspect` says how much a "
+    "step needs."
+)
+_EXHAUSTED = "RESOURCE_EXHAUSTED"
+
+
+def explanation(error: BaseException) -> str | None:
+    """Returns what to print for an error of `EXPECTED`; `None` if it is a defect, whose traceback is wanted."""
+    if isinstance(error, MemoryError):
+        return f"out of memory{f': {message(error)}' if str(error) else ''}. {_LESS}"
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        first = message(error).partition("\n")[0]
+        return f"out of memory: {first.removeprefix(f'{_EXHAUSTED}: ')} {_LESS}" if _EXHAUSTED in first else None
+    return message(error)

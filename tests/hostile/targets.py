@@ -1,0 +1,298 @@
+"""What reads foreign files, fed with hostile ones: how each ends, in this process, within a time limit."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import shlex
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+import tokenizers
+from convert.hugging_face import random_tensors, write_model
+from hypothesis import strategies as st
+
+from gtp_jax._flags import from_settings, given, settings_of
+from gtp_jax.cli import main, parser
+from gtp_jax.cli._errors import EXPECTED, explanation
+from gtp_jax.convert import import_llama
+from gtp_jax.data import load_tokenizer
+from gtp_jax.trainer import TrainConfig
+
+from .files import PATHS, TEXTS, changed, headed, json_of, sealed
+
+REFUSED, ACCEPTED, SILENT, TRACEBACK, HUNG = "refused", "accepted", "silent", "raw traceback", "did not return"
+SECONDS = 10.0
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 6,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "intermediate_size": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    "tie_word_embeddings": False,
+}
+SECRET = "the secret outside of the folder"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended.
+
+    Attributes:
+        kind: one of the five.
+        text: what was printed, or the exception.
+    """
+
+    kind: str
+    text: str
+
+
+class Folder:
+    """A model, a checkpoint of it and a tokenizer, good to begin with, beside things that must not be opened."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        (root / "secret").write_text(SECRET)
+        model = write_model(root / "good", random_tensors(CONFIG), CONFIG, files=2)
+        for name in ("fifo", "loop", "device", "folder"):
+            special(name, model / name)
+        shutil.copytree(model, root / "hf", symlinks=True, copy_function=_copy)
+        import_llama(model, root / "run")
+        self.index = json.loads((model / "model.safetensors.index.json").read_text())
+        self.manifest_file = root / "run/0/manifest/manifest.json"
+        self.manifest = json.loads(self.manifest_file.read_text())
+        self.shard = model / "model-00001-of-00002.safetensors"
+        shard = self.shard.read_bytes()
+        length = int.from_bytes(shard[:8], "little")
+        self.header, self.data = json.loads(shard[8 : 8 + length]), shard[8 + length :]
+        words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+        words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        words.add_special_tokens(["</s>"])
+        self.tokenizer = json.loads(words.to_str())
+
+    def path(self, name: str) -> Path:
+        """A file of the model that is attacked."""
+        return self.root / "hf" / name
+
+    def mend(self) -> None:
+        """Makes all as it was."""
+        for name in ("config.json", "model.safetensors.index.json", self.shard.name):
+            self.path(name).unlink(missing_ok=True)
+            shutil.copyfile(self.root / "good" / name, self.path(name))
+        self.manifest_file.unlink(missing_ok=True)
+        self.manifest_file.write_text(json.dumps(self.manifest))
+
+
+def _copy(source: str, target: str) -> None:
+    if os.path.isfile(source):
+        shutil.copyfile(source, target)
+    else:
+        special(Path(source).name, Path(target))
+
+
+def special(kind: str, path: Path) -> None:
+    """Makes something that is no regular file."""
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "loop":
+        path.symlink_to(path.name)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "outside":
+        path.symlink_to("../secret")
+
+
+# The targets: what may be drawn, and what is done with it.
+Attack = Callable[[Folder, Any], str | None]
+
+
+def attack_config(folder: Folder, content: bytes) -> str | None:
+    """`gtp-jax convert import` of another config.json."""
+    folder.path("config.json").write_bytes(content)
+    return _import(folder)
+
+
+def attack_index(folder: Folder, content: bytes) -> str | None:
+    """`gtp-jax convert import` with another index."""
+    folder.path("model.safetensors.index.json").write_bytes(content)
+    return _import(folder)
+
+
+def attack_safetensors(folder: Folder, content: bytes) -> str | None:
+    """`gtp-jax convert import` of another file of tensors; what is read must be what the reference reads."""
+    path = folder.path(folder.shard.name)
+    path.write_bytes(content)
+    failure = _import(folder)
+    if failure is None:
+        safetensors.numpy.load_file(path)  # refuses what is no such file
+    return failure
+
+
+def attack_manifest(folder: Folder, drawn: tuple[bytes, str]) -> str | None:
+    """`gtp-jax checkpoint` and `gtp-jax convert export` of a forged manifest."""
+    content, command = drawn
+    folder.manifest_file.write_bytes(content)
+    with tempfile.TemporaryDirectory() as out:
+        words = command.format(run=shlex.quote(str(folder.root / "run")), out=shlex.quote(f"{out}/out"))
+        return _command(shlex.split(words))
+
+
+def attack_tokenizer(folder: Folder, content: bytes) -> str | None:
+    """A tokenizer.json: all ids are within its vocabulary, and the separator stands behind each document only."""
+    path = folder.root / "tokenizer.json"
+    path.write_bytes(content)
+    tokenizer = load_tokenizer(path)
+    stream = tokenizer.stream([b"a b c", b"</s> a"])
+    if stream.max() >= tokenizer.vocab_size or stream[-1] != tokenizer.separator:
+        return "an id outside of the vocabulary, or no separator"
+    return None if np.sum(stream == tokenizer.separator) == 2 else "a separator is a word"
+
+
+def attack_settings(folder: Folder, content: bytes) -> str | None:
+    """A run's config.json: what is accepted has the types of the defaults."""
+    path = folder.root / "settings.json"
+    path.write_bytes(content)
+    return _odd_types(TrainConfig.load(path))
+
+
+def attack_flags(folder: Folder, words: list[str]) -> str | None:
+    """The words of `gtp-jax train`."""
+    del folder
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            args = parser().parse_args(["train", *words])
+        except SystemExit as error:
+            strange = {c for c in said.getvalue() if not c.isprintable() and c != "\n"}
+            if error.code == 2 and not strange:
+                raise ValueError(said.getvalue().strip().rpartition("\n")[2]) from error
+            return f"printed {strange}" if strange else None  # --help
+    return _odd_types(from_settings(TrainConfig, given(args, TrainConfig)))
+
+
+def _odd_types(config: TrainConfig) -> str | None:
+    good = settings_of(TrainConfig())
+    odd = [
+        name
+        for name, value in settings_of(config).items()
+        if isinstance(good[name], bool) != isinstance(value, bool)
+        or (isinstance(good[name], tuple) and not all(isinstance(one, str | int) for one in value))
+        or (type(good[name]) is float and not isinstance(value, int | float))
+    ]
+    return f"of another type: {', '.join(odd)}" if odd else None
+
+
+_COMMANDS = (
+    "checkpoint list {run}",
+    "checkpoint show {run}",
+    "checkpoint show --json {run}",
+    "checkpoint verify {run}",
+    "checkpoint diff {run} {run}@0",
+    "convert export {run} {out}",
+)
+_WORDS = ["--batch", "--steps", "--lr", "--prefetch", "--no-prefetch", "--unroll", "--failed-devices", "--data", "--dp"]
+
+
+def drawn(folder: Folder) -> dict[str, tuple[Attack, st.SearchStrategy[Any]]]:
+    """The targets by name, and what is drawn for each."""
+    settings = json.loads(json.dumps({"gtp_jax": "0.1.0", **settings_of(TrainConfig())}))
+    header = json_of(folder.header).map(lambda text: headed(text, folder.data))
+    lengths = st.integers(0, 1 << 64).map(lambda n: min(n, (1 << 64) - 1).to_bytes(8, "little") + folder.data)
+    manifest = json_of(folder.manifest).map(sealed) | json_of(folder.manifest)
+    words = st.sampled_from(_WORDS) | st.sampled_from(TEXTS[:7] + PATHS) | st.integers(-3, 1 << 70).map(str)
+    return {
+        "safetensors": (attack_safetensors, header | lengths | st.binary(max_size=64)),
+        "config": (attack_config, json_of(CONFIG)),
+        "index": (attack_index, json_of(folder.index) | _renamed(folder.index)),
+        "manifest": (attack_manifest, st.tuples(manifest, st.sampled_from(_COMMANDS))),
+        "tokenizer": (attack_tokenizer, json_of(folder.tokenizer)),
+        "settings": (attack_settings, changed(settings).map(lambda new: json.dumps(new).encode()) | json_of(settings)),
+        "flags": (attack_flags, st.lists(words, max_size=6)),
+    }
+
+
+def _renamed(index: Any) -> st.SearchStrategy[bytes]:
+    def rename(drawn: tuple[str, str]) -> bytes:
+        tensor, file = drawn
+        return json.dumps({**index, "weight_map": {**index["weight_map"], tensor: file}}).encode()
+
+    return st.tuples(st.sampled_from(sorted(index["weight_map"])), st.sampled_from(PATHS + TEXTS)).map(rename)
+
+
+def outcome(folder: Folder, attack: Attack, hostile: Any, seconds: float = SECONDS) -> Outcome:
+    """Runs an attempt and says how it ended."""
+    try:
+        with _within(seconds):
+            failure = attack(folder, hostile)
+    except _Late:
+        return Outcome(HUNG, f"after {seconds} s")
+    except EXPECTED as error:
+        text = explanation(error)
+        return Outcome(TRACEBACK, repr(error)) if text is None else _refusal(text)
+    except BaseException as error:  # a panic of Rust is not even an Exception
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        return Outcome(TRACEBACK, repr(error))
+    finally:
+        folder.mend()
+    return Outcome(ACCEPTED, "") if failure is None else Outcome(SILENT, failure)
+
+
+def _refusal(text: str) -> Outcome:
+    shown = all(c.isprintable() or c in "\n\t" for c in text) and len(text) < 5_000
+    return Outcome(REFUSED if shown and SECRET not in text else SILENT, text)
+
+
+def _import(folder: Folder) -> str | None:
+    with tempfile.TemporaryDirectory() as out:
+        return _command(["convert", "import", str(folder.root / "hf"), f"{out}/out"])
+
+
+def _command(words: list[str]) -> str | None:
+    """Runs a command; raises its refusal, and returns what is wrong with what it printed."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(words)
+    text = out.getvalue()
+    if code == 2:
+        raise ValueError(err.getvalue().strip().partition(": error: ")[2])
+    strange = {c for c in text if not c.isprintable() and c != "\n"}
+    if strange or SECRET in text:
+        return f"printed {strange} in {text[:200]!r}"
+    return None
+
+
+class _Late(BaseException):
+    """An attempt takes longer than it may."""
+
+
+@contextlib.contextmanager
+def _within(seconds: float) -> Iterator[None]:
+    def late(*_: Any) -> None:
+        raise _Late
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,204 @@
+"""Hostile files are refused with a message, in bounded time and memory, and nothing outside of their folder is read."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.cli import main
+
+from .attack import BAD, attempts, run
+from .files import headed, sealed
+from .targets import (
+    CONFIG,
+    REFUSED,
+    Folder,
+    attack_config,
+    attack_flags,
+    attack_index,
+    attack_manifest,
+    attack_safetensors,
+    attack_settings,
+    attack_tokenizer,
+    outcome,
+    special,
+)
+
+SAMPLE = 6
+TARGETS = ("safetensors", "config", "index", "manifest", "tokenizer", "settings", "flags")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Folder:
+    return Folder(tmp_path_factory.mktemp("hostile"))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_sample_ends_as_it_should(folder, target):
+    ended = attempts(folder, target, SAMPLE)
+    assert len(ended) == SAMPLE
+    assert [(hostile, how) for hostile, how in ended if how.kind in BAD] == []
+
+
+@pytest.mark.slow
+def test_a_thousand_end_as_they_should():
+    found = run(1000)
+    print(json.dumps(found["counts"], indent=1), f"memory grew by {found['memory']} MB at most")
+    assert found["worst"] == []
+    assert sum(sum(counts.values()) for counts in found["counts"].values()) >= 1000
+    assert all(counts.get(REFUSED, 0) for counts in found["counts"].values())
+    assert found["memory"] < 1500
+
+
+def with_layers(layers: int) -> bytes:
+    return json.dumps({**CONFIG, "num_hidden_layers": layers}).encode()
+
+
+def settings(**values) -> bytes:
+    return json.dumps({"gtp_jax": "0.1.0", **values}).encode()
+
+
+def manifest(folder: Folder, **fields) -> bytes:
+    return sealed(json.dumps({**folder.manifest, **fields}).encode())
+
+
+def tensor(folder: Folder, name: str = "w", **fields) -> bytes:
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **fields}
+    return headed(json.dumps({name: entry}).encode(), b"\0" * 8)
+
+
+LEAF = {"shape": [2], "dtype": "float32", "digest": "0"}
+# What was found, kept: the target, the file, and the message.
+FOUND = {
+    "10^8 layers": (attack_config, lambda _: with_layers(10**8), "has 100000000 layers; at most 10000"),
+    "deep": (attack_config, lambda _: b"[" * 100_000, "is not a JSON object.*more than 64 levels"),
+    "levels": (attack_config, lambda _: b'{"a":' * 70 + b"1" + b"}" * 70, "more than 64 levels"),
+    "many": (attack_config, lambda _: b"[" + b"0," * 2_000_000 + b"0]", "more than"),
+    "a key twice": (attack_config, lambda _: b'{"a": 1, "a": 2}', "'a' is there twice"),
+    "escapes": (
+        attack_config,
+        lambda _: json.dumps({**CONFIG, "model_type": "\x1b[2J"}).encode(),
+        r"has model_type '\\x1b\[2J'",
+    ),
+    "absolute": (
+        attack_index,
+        lambda folder: json.dumps({"weight_map": {"w": str(folder.root / "secret")}}).encode(),
+        "names a file that is not to be read: .* is not the name of a file in",
+    ),
+    "parent": (attack_index, lambda _: b'{"weight_map": {"w": "../secret"}}', "'../secret' is not the name of a file"),
+    "a device": (attack_index, lambda _: b'{"weight_map": {"w": "device"}}', "is a link to /dev/zero, outside of the"),
+    "a FIFO": (attack_index, lambda _: b'{"weight_map": {"w": "fifo"}}', "is a FIFO, and a regular file is expected"),
+    "a loop": (attack_index, lambda _: b'{"weight_map": {"w": "loop"}}', "is a link that leads to itself"),
+    "names": (attack_safetensors, lambda folder: tensor(folder, "\x1b[2J"), r"has the name '\\x1b\[2J'"),
+    "dimensions": (attack_safetensors, lambda folder: tensor(folder, shape=[1] * 40), "has 40 dimensions; at most 32"),
+    "large": (attack_safetensors, lambda folder: tensor(folder, shape=[10**40]), "whole numbers of 63 bits"),
+    "metadata": (attack_safetensors, lambda _: headed(b'{"__metadata__": 5}', b""), "its metadata are 5"),
+    "leaves": (attack_manifest, lambda f: (manifest(f, leaves=[1]), "checkpoint show {run}"), r"`leaves` is \[1\]; it"),
+    "dtype": (
+        attack_manifest,
+        lambda f: (manifest(f, leaves={"w": {**LEAF, "dtype": "f4,f4"}}), "checkpoint list {run}"),
+        None,  # listed as damaged
+    ),
+    "shape": (
+        attack_manifest,
+        lambda f: (manifest(f, leaves={"w": {**LEAF, "shape": [-1]}}), "checkpoint diff {run} {run}"),
+        "`leaves` 'w' is .*; it must be an object with shape, dtype and digest",
+    ),
+    "layers of a manifest": (
+        attack_manifest,
+        lambda f: (
+            manifest(f, extra={"model": {**f.manifest["extra"]["model"], "num_layers": 10**9}}),
+            "convert export {run} {out}",
+        ),
+        "has 1000000000 layers; at most 10000",
+    ),
+    "types of a manifest": (
+        attack_manifest,
+        lambda f: (
+            manifest(f, extra={"model": {**f.manifest["extra"]["model"], "num_layers": 1.5}}),
+            "convert export {run} {out}",
+        ),
+        "`num_layers` is 1.5; it must be a whole number of at least 1",
+    ),
+    "no tokenizer": (attack_tokenizer, lambda _: b"[" * 100_000, "cannot be read as a Hugging Face tokenizer.json"),
+    "prefetch": (attack_settings, lambda _: settings(prefetch="no"), "`prefetch` is 'no'; it must be true or false"),
+    "a number as text": (attack_settings, lambda _: settings(lr="0.1"), "`lr` is '0.1'; it must be a number"),
+    "true as a number": (attack_settings, lambda _: settings(steps=True), "`steps` is True; it must be a whole number"),
+    "nothing": (attack_settings, lambda _: settings(seq=None), "`seq` is None; give a value, or leave it out"),
+    "a text as a list": (attack_settings, lambda _: settings(data="text.txt"), "`data` is 'text.txt'; it must be a"),
+    "a list as a name": (attack_settings, lambda _: settings(preset=["tiny"]), "`preset` is .'tiny'.; it must be"),
+    "unknown words": (attack_flags, lambda _: ["\x1b[2J"], r"unrecognized arguments: .x1b\[2J"),
+    "flags": (attack_flags, lambda _: ["--lr", "nan"], "`lr` is nan; it must be a number above 0"),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found_stays_refused(folder, name):
+    attack, content, message = FOUND[name]
+    ended = outcome(folder, attack, content(folder))
+    if message is None:
+        assert ended.kind not in BAD
+    else:
+        assert ended.kind == REFUSED and re.search(message, ended.text), ended
+
+
+@pytest.mark.parametrize("kind", ["fifo", "loop", "device", "folder", "outside"])
+def test_what_is_no_file_of_the_folder_is_not_opened(folder, kind):
+    for path, command in (
+        (folder.path("config.json"), ["convert", "import", str(folder.root / "hf"), str(folder.root / "out")]),
+        (folder.path("model.safetensors.index.json"), ["convert", "import", str(folder.root / "hf"), "out"]),
+        (folder.path(folder.shard.name), ["convert", "import", str(folder.root / "hf"), str(folder.root / "out")]),
+        (folder.manifest_file, ["checkpoint", "show", str(folder.root / "run")]),
+    ):
+
+        def replaced(at: Folder, words: list[str], path: Path = path) -> None:
+            path.unlink()
+            special(kind, path)
+            try:
+                if main(words) == 2:
+                    raise ValueError("refused")
+            finally:
+                path.rmdir() if path.is_dir() else path.unlink()
+
+        ended = outcome(folder, replaced, command)  # pyright: ignore[reportArgumentType]
+        assert ended.kind == REFUSED, (path, ended)
+    assert not (folder.root / "out").exists()
+
+
+def test_special_files_within_a_step_are_damage_and_are_not_opened(folder):
+    arrays = folder.root / "run/0/arrays"
+    for kind in ("fifo", "loop", "device"):
+        special(kind, arrays / "strange")
+        checkpoints = Checkpoints(folder.root / "run", read_only=True)
+        lines = checkpoints.verify(0)
+        assert len(lines) == 1 and re.search("strange: a link|strange is a FIFO", lines[0])
+        with pytest.raises(ValueError, match="is damaged:\n.*strange"):
+            checkpoints.arrays(0)
+        (arrays / "strange").unlink()
+
+
+def test_weights_that_are_not_numbers_are_refused(folder, capsys):
+    path = folder.path(folder.shard.name)
+    tensors = safetensors.numpy.load_file(path)
+    name = max(tensors)
+    safetensors.numpy.save_file({**tensors, name: np.full_like(tensors[name], np.nan)}, path)
+    assert main(["convert", "import", str(folder.root / "hf"), str(folder.root / "out")]) == 2
+    assert f"{name} in {path} holds NaN or Inf" in capsys.readouterr().err
+    assert not (folder.root / "out").exists()
+    folder.mend()
+
+
+def test_snapshots_of_hugging_faces_cache_are_folders_of_links(folder, tmp_path):
+    snapshot, blobs = tmp_path / "models--a--b/snapshots/0", tmp_path / "models--a--b/blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for i, file in enumerate(sorted((folder.root / "good").glob("*.*"))):
+        (blobs / str(i)).write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(f"../../blobs/{i}")
+    assert main(["convert", "import", str(snapshot), str(tmp_path / "out")]) == 0
