@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -11,9 +12,10 @@ from flax import nnx
 from jax import lax
 from jax.nn import initializers
 
-from ..collectives import gather_sequence, reduce_scatter_sequence
+from ..collectives import Transport, check_transport, gather_sequence, reduce_scatter_sequence
 from ..mesh import degree, degrees, loss_copies
-from ..ops import permute, rms_norm, route, save_activation, with_aux_loss_gradient
+from ..ops import permute, rms_norm, route, save_activation, save_routing, with_aux_loss_gradient
+from ._exchange import exchange
 from ._grouped import GroupedDense
 from ._layer import Layer
 from ._weight import make_vector, make_whole
@@ -49,11 +51,18 @@ class MoE(Layer):
         epsilon: of the norm.
         sequence_parallel: whether input and output are sharded along the sequence over tp.
         axes: as in `GroupedDense`.
+        transport: how tokens travel to experts of other ranks: `"gather"`, `"padded"` or `"ragged"`; see
+            `gtp_jax.collectives.choose_transport`, which decides by default.
+        round_size: rows that a rank's experts multiply at once, as a multiple of an even share of all tokens. Where they
+            have more, they multiply again, and the layer takes longer; where less room is given, it takes less memory.
         rngs: the `params` stream is used.
         options: passed to both `GroupedDense` layers.
 
+    Where the mesh has an axis for experts (`Roles.experts`, ep), its ranks divide them, and tokens travel to the ranks
+    of theirs and back; `parallel` and `axes` then say how each rank's own experts are sharded further.
+
     Raises:
-        ValueError: if `top_k` is not between 1 and `num_experts`.
+        ValueError: if `top_k` is not between 1 and `num_experts`, or ep does not divide `num_experts`.
     """
 
     def __init__(
@@ -70,6 +79,8 @@ class MoE(Layer):
         epsilon: float = 1e-6,
         sequence_parallel: bool = True,
         axes: tuple[str, ...] | None = None,
+        transport: Transport | None = None,
+        round_size: float = 1.25,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
         **options: Any,
@@ -80,8 +91,12 @@ class MoE(Layer):
             raise ValueError(f"`parallel` is {parallel!r}; it must be 'features', 'expert' or None.")
         if loss_reduction not in get_args(LossReduction):
             raise ValueError(f"`loss_reduction` is {loss_reduction!r}; it must be 'sum' or 'mean'.")
+        check_transport(transport)
+        if not 0 < round_size < math.inf:
+            raise ValueError(f"`round_size` is {round_size}; it must be a number above 0, such as 1.25.")
         first, second = _PARALLEL[parallel]
-        shared: dict[str, Any] = {"axes": axes, "param_dtype": param_dtype, "summed": False, "rngs": rngs, **options}
+        of_ranks: dict[str, Any] = {"axes": axes, "experts_axis": self.roles.experts}
+        shared: dict[str, Any] = {**of_ranks, "param_dtype": param_dtype, "summed": False, "rngs": rngs, **options}
         self.scale = make_vector(features, initializers.ones, rngs.params(), param_dtype)
         self.router = make_whole((features, num_experts), router_init, rngs.params(), param_dtype)
         self.up = GroupedDense(num_experts, features, {"gate": hidden, "up": hidden}, parallel=first, **shared)
@@ -91,6 +106,8 @@ class MoE(Layer):
         self.parallel = parallel
         self.aux_loss_coeff = aux_loss_coeff
         self.loss_reduction = loss_reduction
+        self.transport = transport
+        self.round_size = round_size
         self.activation = activation
         self.epsilon = epsilon
         self.sequence_parallel = sequence_parallel
@@ -101,18 +118,42 @@ class MoE(Layer):
         if self.parallel is not None:
             x = gather_sequence(x, self.roles.tensor, sequence_parallel=self.sequence_parallel)
         chosen, combine_weights = self._route(x)
-        rows = jnp.reshape(x.astype(self.up.dtype), (-1, x.shape[-1]))
+        experts = self._on_their_ranks if degree(self.roles.experts) > 1 else self._gathered
+        y = experts(x.astype(self.up.dtype), chosen, combine_weights)
+        if self.parallel is None:
+            return y
+        return reduce_scatter_sequence(y, self.roles.tensor, sequence_parallel=self.sequence_parallel)
+
+    def _on_their_ranks(self, x: jax.Array, chosen: jax.Array, combine_weights: jax.Array) -> jax.Array:
+        """Returns the weighted sums of experts that ranks divide."""
+        rows, chosen, shares = (jnp.reshape(a, (-1, a.shape[-1])) for a in (x, chosen, combine_weights))
+        axis = self.roles.experts
+        assert axis is not None
+        y = exchange(
+            rows,
+            chosen,
+            shares,
+            self.up,
+            self.down,
+            self.activation,
+            axis=axis,
+            transport=self.transport,
+            round_size=self.round_size,
+        )
+        return jnp.reshape(y, x.shape)
+
+    def _gathered(self, x: jax.Array, chosen: jax.Array, combine_weights: jax.Array) -> jax.Array:
+        """Returns the weighted sums of experts whose kernels every rank gathers: products and sums in float32."""
+        rows = jnp.reshape(x, (-1, x.shape[-1]))
         expert_of = jnp.reshape(chosen, -1)  # of each token's every choice, one after another
-        order = jnp.argsort(expert_of, stable=True)
+        order = save_routing(jnp.argsort(expert_of, stable=True))
         inverse = jnp.argsort(order)
         sizes = jnp.bincount(expert_of, length=self.num_experts).astype(jnp.int32)
         hidden = self.up(permute(jnp.repeat(rows, self.top_k, axis=0), order, inverse), sizes)
         outputs = self.down(save_activation(self.activation(hidden["gate"]) * hidden["up"]), sizes)
         by_token = jnp.reshape(permute(outputs, inverse, order), (*x.shape[:-1], self.top_k, -1))
-        y = jnp.sum(by_token * combine_weights[..., None].astype(by_token.dtype), axis=-2)
-        if self.parallel is None:
-            return y
-        return reduce_scatter_sequence(y, self.roles.tensor, sequence_parallel=self.sequence_parallel)
+        wide = combine_weights.dtype
+        return jnp.sum(by_token.astype(wide) * combine_weights[..., None], axis=-2).astype(by_token.dtype)
 
     def _route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         wide = jnp.promote_types(x.dtype, jnp.float32)

@@ -10,6 +10,10 @@ from ._attention import check_mask as check_mask
 from ._attention import cudnn_lacks as cudnn_lacks
 from ._cross_entropy import token_cross_entropy as token_cross_entropy
 from ._embedding_lookup import embedding_lookup as embedding_lookup
+from ._expand import Window as Window
+from ._expand import expand as expand
+from ._expand import weighted_sum as weighted_sum
+from ._expand import window_of as window_of
 from ._grouped_matmul import grouped_matmul as grouped_matmul
 from ._grouped_quantized import grouped_quantized as grouped_quantized
 from ._ids import check_concrete_ids as check_concrete_ids
@@ -35,11 +39,14 @@ from ._rope import check_rotary as check_rotary
 from ._rope import rope as rope
 from ._route import route as route
 from ._route import with_aux_loss_gradient as with_aux_loss_gradient
+from ._rounds import in_rounds as in_rounds
 from ._save import ACTIVATION as ACTIVATION
+from ._save import ROUTING as ROUTING
 from ._save import SAVED as SAVED
 from ._save import row_major as row_major
 from ._save import save_activation as save_activation
 from ._save import save_for_backward as save_for_backward
+from ._save import save_routing as save_routing
 from ._segments import positions_of as positions_of
 from ._slot import SlottedWeight as SlottedWeight
 from ._slot import values_and_slot as values_and_slot
