@@ -4,7 +4,7 @@
 |---|---|---|---|
 | `gather` | all-gather of every token | all-to-all of every partial sum | ranks x tokens, to all |
 | `padded` | all-to-all of slots for all tokens of a rank | the same back | ranks x tokens, of which some are real |
-| `ragged` | ragged all-to-all of the rows that go somewhere | the same back | what there is, in room for ranks x tokens |
+| `ragged` | ragged all-to-all of the rows that go somewhere | the same back | as many as come here |
 
 Whichever it is, results have the same bits: the same rows arrive, and partial sums are added in order of rank.
 

@@ -121,8 +121,9 @@ def inspect(options: InspectOptions) -> Inspection:
     config = dataclasses.replace(preset_of(options.preset), **execution.of_model)
     degrees = options.parallelism.degrees(target.devices if target else _DEFAULT_DEVICES)
     config.check_mesh(tp=degrees["tp"], seq=options.seq)
-    batch = options.batch or degrees["dp"] * degrees["gtp"] * execution.microbatches
-    execution.check_batch(batch, dp=degrees["dp"], gtp=degrees["gtp"])
+    ranks = math.prod(degrees[axis] for axis in options.parallelism.roles.batch)
+    batch = options.batch or ranks * execution.microbatches
+    execution.check_batch(batch, degrees)
     # also for a target: compiling needs no GPU, and takes none
     host = _cpu_devices(1 if target else math.prod(degrees.values()))
     mesh = make_mesh(**degrees, devices=plan.topology_devices(target) if target else host)
@@ -141,7 +142,8 @@ def inspect(options: InspectOptions) -> Inspection:
         )
         model = abstract_model(lambda rngs: build(config, rngs=rngs))
         state = TrainState.create(model, optimizer)
-        lowered = step.lower(state, _batch(mesh, batch, options.seq))  # pyright: ignore[reportFunctionMemberAccess]
+        tokens = _batch(mesh, options.parallelism.roles, batch, options.seq)
+        lowered = step.lower(state, tokens)  # pyright: ignore[reportFunctionMemberAccess]
         began = time.perf_counter()
         compiled = lowered.compile(compiler_options=dict(plan.COMPILE_OPTIONS) if target else None)
         compile_s = time.perf_counter() - began
@@ -190,8 +192,8 @@ def _cpu_devices(count: int) -> list[Any]:
     return devices[:count]
 
 
-def _batch(mesh: Mesh, batch: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
-    tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(Roles().batch)))
+def _batch(mesh: Mesh, roles: Roles, batch: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
+    tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(roles.batch)))
     return {"tokens": tokens, "targets": tokens}
 
 
@@ -216,7 +218,8 @@ def _note(layout: Layout, degrees: dict[str, int]) -> str:
     """Says what of a weight stays whole, what is padded in use, and what its output costs outside a chain."""
     notes = []
     split = layout.split
-    whole = [axis for axis in layout.roles.weights if degrees[axis] > 1 and axis not in layout.axes]
+    sharded = (*layout.axes, layout.experts_axis)
+    whole = [axis for axis in layout.roles.weights if degrees[axis] > 1 and axis not in sharded]
     if layout.takes_part and split is not None and split.axis is not None and split.axis not in layout.axes:
         whole.insert(0, split.axis)
     replicas = [axis for axis in layout.roles.over_optimizer if axis not in (*layout.axes, *layout.optimizer_axes)]

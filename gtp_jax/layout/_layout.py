@@ -249,8 +249,8 @@ def layouts_of_kernels(
     if experts_axis is not None:
         if experts_axis in axes:
             raise ValueError(
-                f"`axes` {axes} of a weight of shape {shapes[0]} has {experts_axis!r}, whose ranks have experts of their "
-                "own, which are not gathered over it. Leave it out."
+                f"`axes` {axes} of a weight of shape {shapes[0]} has {experts_axis!r}, whose ranks have experts of "
+                "their own, which are not gathered over it. Leave it out."
             )
         if shapes[0][0] % experts:
             raise ValueError(
@@ -272,9 +272,7 @@ def layouts_of_kernels(
     even = all(split is None or split.even for split in splits)
     parts = degree(roles.tensor) if split_dim is not None and even else 1
     local = [
-        tuple(
-            size // ((parts if d == split_dim else 1) * (experts if d == 0 else 1)) for d, size in enumerate(shape)
-        )
+        tuple(size // ((parts if d == split_dim else 1) * (experts if d == 0 else 1)) for d, size in enumerate(shape))
         for shape in shapes
     ]
     cols = 2 * len(shapes[0]) - 3 - rows

@@ -23,7 +23,7 @@ from ..ops import (
     window_of,
 )
 from ._grouped import GroupedDense
-from ._weight import with_weights
+from ._weight import apply_gathered
 
 # Places of a round are a multiple of this.
 _TILE = 16
@@ -95,7 +95,7 @@ def exchange(
 
     keys = up.call_key(), down.call_key()
     of_rows = journey.of_rows(lax.all_gather(shares, axis))
-    partial_sums = with_weights((up, down), experts, dispatch(x, journey), of_rows)
+    partial_sums = apply_gathered((up, down), experts, dispatch(x, journey), of_rows)
     return save_for_backward(combine(partial_sums, journey))
 
 

@@ -53,8 +53,8 @@ class MoE(Layer):
         axes: as in `GroupedDense`.
         transport: how tokens travel to experts of other ranks: `"gather"`, `"padded"` or `"ragged"`; see
             `gtp_jax.collectives.choose_transport`, which decides by default.
-        round_size: rows that a rank's experts multiply at once, as a multiple of an even share of all tokens. Where they
-            have more, they multiply again, and the layer takes longer; where less room is given, it takes less memory.
+        round_size: rows that a rank's experts multiply at once, as a multiple of an even share of all tokens. Where
+            they have more, they multiply again, and the layer takes longer; a smaller size takes less memory.
         rngs: the `params` stream is used.
         options: passed to both `GroupedDense` layers.
 
@@ -106,7 +106,7 @@ class MoE(Layer):
         self.parallel = parallel
         self.aux_loss_coeff = aux_loss_coeff
         self.loss_reduction = loss_reduction
-        self.transport = transport
+        self.transport: Transport | None = transport
         self.round_size = round_size
         self.activation = activation
         self.epsilon = epsilon

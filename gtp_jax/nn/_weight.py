@@ -352,8 +352,8 @@ class Weight(abc.ABC):
             layout.check_mesh(f"the weight of shape {shape} of {self.name}")
 
     def with_weight(self, function: Callable[..., Any], *operands: Any) -> Any:
-        """Returns `function(weight, *operands)`; see `with_weights`."""
-        return with_weights((self,), function, *operands)
+        """Returns `function(weight, *operands)`; see `apply_gathered`."""
+        return apply_gathered((self,), function, *operands)
 
     def _gather_one(self, sent: Shards | Packed | StoredCodes) -> Any:
         group = self.group
@@ -367,7 +367,7 @@ class Weight(abc.ABC):
         return () if group.frozen else scatter({(): group}, {(): array})[()]
 
 
-def with_weights(owners: Sequence[Weight], function: Callable[..., Any], *operands: Any) -> Any:
+def apply_gathered(owners: Sequence[Weight], function: Callable[..., Any], *operands: Any) -> Any:
     """Returns `function(*weights, *operands)`, the weights gathered for it here, and again in backward, unless a chain
     did."""
     for owner in owners:

@@ -37,9 +37,9 @@ from ._quantize import quantize as quantize
 from ._rope import RopeScaling as RopeScaling
 from ._rope import check_rotary as check_rotary
 from ._rope import rope as rope
+from ._rounds import in_rounds as in_rounds
 from ._route import route as route
 from ._route import with_aux_loss_gradient as with_aux_loss_gradient
-from ._rounds import in_rounds as in_rounds
 from ._save import ACTIVATION as ACTIVATION
 from ._save import ROUTING as ROUTING
 from ._save import SAVED as SAVED
