@@ -20,7 +20,7 @@ from .._flags import check_knobs, knob, piece
 from ..layout import Layout
 from ..mesh import Parallelism, Roles, make_mesh, use_roles
 from ..models import PRESETS, build, family_of, preset_of
-from ..nn import Explanation, abstract_model, explain
+from ..nn import Exchange, Explanation, abstract_model, exchanges, explain
 from ..recipes import Quantization
 from ..train import Execution, TrainState, train_step
 
@@ -87,6 +87,7 @@ class Inspection:
         param_count: parameters of the model.
         parameters: how each lies on the mesh.
         wire: how each travels.
+        exchanges: how tokens travel to experts of other ranks.
         memory: bytes a device.
         collectives: of the compiled step.
         flops: operations of a step over all devices, recomputation not counted.
@@ -101,6 +102,7 @@ class Inspection:
     param_count: int
     parameters: tuple[Parameter, ...]
     wire: Explanation
+    exchanges: tuple[Exchange, ...]
     memory: plan.Memory
     collectives: tuple[plan.Collective, ...]
     flops: int
@@ -142,6 +144,7 @@ def inspect(options: InspectOptions) -> Inspection:
         )
         model = abstract_model(lambda rngs: build(config, rngs=rngs))
         state = TrainState.create(model, optimizer)
+        found = exchanges(model, tokens=batch * options.seq // (ranks * execution.microbatches))
         tokens = _batch(mesh, options.parallelism.roles, batch, options.seq)
         lowered = step.lower(state, tokens)  # pyright: ignore[reportFunctionMemberAccess]
         began = time.perf_counter()
@@ -156,6 +159,7 @@ def inspect(options: InspectOptions) -> Inspection:
         param_count=config.param_count(),
         parameters=_parameters(state),
         wire=explain(model, recipe),
+        exchanges=found,
         memory=plan.memory(compiled, params=state.params, opt_state=state.opt_state),
         collectives=tuple(plan.collectives(module)),
         flops=plan.step_flops(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, Literal, get_args
@@ -12,10 +13,10 @@ from flax import nnx
 from jax import lax
 from jax.nn import initializers
 
-from ..collectives import Transport, check_transport, gather_sequence, reduce_scatter_sequence
+from ..collectives import Transport, check_transport, choose_transport, gather_sequence, reduce_scatter_sequence
 from ..mesh import degree, degrees, loss_copies
 from ..ops import permute, rms_norm, route, save_activation, save_routing, with_aux_loss_gradient
-from ._exchange import exchange
+from ._exchange import exchange, places_of_round, worst_case
 from ._grouped import GroupedDense
 from ._layer import Layer
 from ._weight import make_vector, make_whole
@@ -155,6 +156,11 @@ class MoE(Layer):
         wide = combine_weights.dtype
         return jnp.sum(by_token.astype(wide) * combine_weights[..., None], axis=-2).astype(by_token.dtype)
 
+    @property
+    def divides_sequence(self) -> bool:
+        """Says whether tensor ranks route their own parts of the sequence."""
+        return self.parallel is None and self.sequence_parallel
+
     def _route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         wide = jnp.promote_types(x.dtype, jnp.float32)
         logits = x.astype(wide) @ self.router.get_value().astype(wide)
@@ -163,7 +169,7 @@ class MoE(Layer):
         here = jnp.sum(jax.nn.one_hot(chosen, self.num_experts, dtype=wide), axis=(1, 2))  # (batch, experts)
         length, weight = x.shape[1], self.aux_loss_coeff
         tensor = self.roles.tensor
-        if self.parallel is None and self.sequence_parallel and tensor is not None and degree(tensor) > 1:
+        if self.divides_sequence and tensor is not None and degree(tensor) > 1:
             # A rank sees a part of the sequence; but all see every token's loss, so that it counts tp times.
             here, length, weight = lax.psum(here, tensor), length * degree(tensor), weight * degree(tensor)
         weight /= loss_copies(self.roles)
@@ -171,6 +177,73 @@ class MoE(Layer):
             weight /= x.shape[0] * degrees(self.roles.batch) * length
         load = here * (self.num_experts / (self.top_k * length))
         return route(with_aux_loss_gradient(probs, load, weight), self.top_k)
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """How the tokens of a `MoE` travel to experts of other ranks, and how many rows that takes.
+
+    Attributes:
+        module: its path in the model.
+        axis: of the ranks that divide the experts.
+        ranks: how many.
+        transport: how tokens travel.
+        tokens: of a rank, each time the layer runs.
+        round_rows: rows that a rank's experts multiply at once; of which matmuls' outputs may be kept for backward.
+        worst_rows: rows if every token chooses as many experts of one rank as it can: multiplied in several rounds.
+        arrived_bytes: of the array in which tokens arrive, and of that of partial sums: transient.
+        sent_bytes: that leave a rank in a dispatch, and arrive in a combine, if every expert is as likely as another.
+    """
+
+    module: str
+    axis: str
+    ranks: int
+    transport: Transport
+    tokens: int
+    round_rows: int
+    worst_rows: int
+    arrived_bytes: int
+    sent_bytes: int
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds there are at most; 1 if experts are evenly loaded."""
+        return -(-self.worst_rows // self.round_rows)
+
+
+def exchanges(model: nnx.Module, *, tokens: int) -> tuple[Exchange, ...]:
+    """Returns how tokens travel in each `MoE` of a model whose experts ranks divide.
+
+    Args:
+        model: may be abstract.
+        tokens: of a rank that shards the batch, in one microbatch.
+    """
+    found = []
+    for path, module in nnx.iter_modules(model):
+        axis = module.roles.experts if isinstance(module, MoE) else None
+        if not isinstance(module, MoE) or axis is None or degree(axis) == 1:
+            continue
+        own = tokens // (degree(module.roles.tensor) if module.divides_sequence else 1)
+        ranks, experts = degree(axis), module.up.own_experts
+        sizes = own, module.top_k, ranks, experts
+        transport = module.transport or choose_transport(ranks)
+        row = module.up.in_features * module.up.dtype.itemsize
+        none = math.comb(module.num_experts - experts, module.top_k) / math.comb(module.num_experts, module.top_k)
+        travels = 1.0 if transport != "ragged" else 1 - none  # the share of tokens that go to a given rank
+        found.append(
+            Exchange(
+                module=".".join(map(str, path)),
+                axis=axis,
+                ranks=ranks,
+                transport=transport,
+                tokens=own,
+                round_rows=places_of_round(*sizes, module.round_size),
+                worst_rows=worst_case(*sizes),
+                arrived_bytes=ranks * own * row,
+                sent_bytes=int((ranks - 1) * own * row * travels),
+            )
+        )
+    return tuple(found)
 
 
 def check_loss_reduction(model: nnx.Module, reduction: LossReduction) -> None:
