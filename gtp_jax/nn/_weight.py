@@ -65,6 +65,13 @@ def make_whole(shape: tuple[int, ...], init: Initializer, key: jax.Array, dtype:
     return _sharded(init(key, shape, dtype), PartitionSpec(*(None,) * len(shape)))
 
 
+def make_router_bias(num_experts: int, rate: float) -> nnx.Param:
+    """Makes a router's bias: float32 zeros, whole on every rank, which a step moves by `rate` and no optimizer does."""
+    bias = _sharded(jnp.zeros(num_experts, jnp.float32), PartitionSpec(None))
+    bias.set_metadata(bias_rate=rate)
+    return bias
+
+
 def weight_owners(module: nnx.Module) -> dict[Path, Weight]:
     """Returns the weights within a module: of the modules that own any, itself included, by the module's path, and
     arrays of any shape by their own."""

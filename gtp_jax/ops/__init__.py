@@ -38,8 +38,8 @@ from ._rope import RopeScaling as RopeScaling
 from ._rope import check_rotary as check_rotary
 from ._rope import rope as rope
 from ._rounds import in_rounds as in_rounds
-from ._route import route as route
-from ._route import with_aux_loss_gradient as with_aux_loss_gradient
+from ._route import with_aux_loss as with_aux_loss
+from ._route import with_load_as_gradient as with_load_as_gradient
 from ._save import ACTIVATION as ACTIVATION
 from ._save import ROUTING as ROUTING
 from ._save import SAVED as SAVED

@@ -207,8 +207,8 @@ class NonuniformStep:
         over_core = jax.shard_map(add_up, in_specs=(into, PartitionSpec(DP)), out_specs=out, check_vma=False)
         found, (total, tokens) = over_core(found, sums)
         grads = jax.tree.map(lambda g: mean(g, tokens), found)
-        after, norm = updated(state, grads, self._optimizer, self._max_grad_norm, {})
-        return after, {"loss": mean(total, tokens), "tokens": tokens, "grad_norm": norm}
+        after, metrics = updated(state, grads, self._optimizer, self._max_grad_norm, {})
+        return after, {"loss": mean(total, tokens), "tokens": tokens, **metrics}
 
     def _check(self, state: TrainState) -> None:
         check_model_state(state)

@@ -104,8 +104,8 @@ def train_step(
         request = Request(loss, view, has_aux, microbatches, chosen, pregathered_layers, seed, reduce_over_dp)
         computed = gradients(request, state, batch)
         grads = jax.tree.map(lambda g: mean(g, computed.tokens), computed.gradients)
-        after, norm = updated(state, grads, optimizer, max_grad_norm, computed.model_state)
-        return after, {**_metrics(computed, state, view, has_aux), "grad_norm": norm}
+        after, metrics = updated(state, grads, optimizer, max_grad_norm, computed.model_state)
+        return after, {**_metrics(computed, state, view, has_aux), **metrics}
 
     options = lambda: _options(compiler_options, recipe)  # noqa: E731
     if replicas is None or replicas.plan.uniform:
