@@ -128,6 +128,25 @@ def combine(partial_sums: Float[jax.Array, "rows features"], journey: Journey) -
     return _combine(partial_sums, journey)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gather_shares(shares: Float[jax.Array, "tokens choices"], axis: str) -> Float[jax.Array, "ranks tokens choices"]:
+    """Returns all ranks' shares. Gradients travel back in an all-to-all: each is one rank's alone, and XLA would join a
+    reduce-scatter with those of weights, which have more time."""
+    return lax.all_gather(shares, axis)
+
+
+def _shares_fwd(shares: jax.Array, axis: str):
+    return lax.all_gather(shares, axis), None
+
+
+def _shares_bwd(axis: str, _: None, gradient: jax.Array):
+    back = lax.all_to_all(gradient, axis, split_axis=0, concat_axis=0, tiled=True)
+    return (functools.reduce(lax.add, list(back)),)
+
+
+gather_shares.defvjp(_shares_fwd, _shares_bwd)
+
+
 def _dispatch(x: jax.Array, journey: Journey) -> jax.Array:
     wire, axis = _as_bits(x), journey.axis
     ranks, tokens = journey.goes.shape

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..collectives import Transport, choose_transport, combine, dispatch, plan_journey
+from ..collectives import Transport, choose_transport, combine, dispatch, gather_shares, plan_journey
 from ..mesh import degree
 from ..ops import (
     SlottedWeight,
@@ -27,6 +27,9 @@ from ._weight import apply_gathered
 
 # Places of a round are a multiple of this.
 _TILE = 16
+
+# What brings tokens to their experts: ahead of the collectives, those, and behind them.
+_MOVES = ("gather", "all_gather", "all_to_all", "ragged_all_to_all", "reshape", "bitcast_convert_type")
 
 
 def exchange(
@@ -94,9 +97,18 @@ def exchange(
         return in_rounds(one_round, operands, constants, jnp.maximum(1, -(-ends[-1] // size)))
 
     keys = up.call_key(), down.call_key()
-    of_rows = journey.of_rows(lax.all_gather(shares, axis))
-    partial_sums = apply_gathered((up, down), experts, dispatch(x, journey), of_rows)
+    of_rows = journey.of_rows(gather_shares(shares, axis))
+
+    def there(x: jax.Array, of_rows: jax.Array) -> jax.Array:
+        return apply_gathered((up, down), experts, dispatch(x, journey), of_rows)
+
+    # whatever else a layer keeps for backward, what has arrived is sent again
+    partial_sums = jax.checkpoint(there, policy=_keeps, prevent_cse=False)(x, of_rows)
     return save_for_backward(combine(partial_sums, journey))
+
+
+def _keeps(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name not in _MOVES
 
 
 def places_of_round(tokens: int, top_k: int, ranks: int, experts: int, round_size: float) -> int:

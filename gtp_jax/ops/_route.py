@@ -20,11 +20,11 @@ def with_aux_loss(x: Float[jax.Array, "*shape"], term: Float[jax.Array, ""]) -> 
 
 
 def _aux_fwd(x: jax.Array, term: jax.Array):
-    return x, jnp.ones_like(term)
+    return x, term
 
 
-def _aux_bwd(one: jax.Array, gradient: jax.Array):
-    return gradient, one
+def _aux_bwd(term: jax.Array, gradient: jax.Array):
+    return gradient, jnp.ones_like(term)
 
 
 with_aux_loss.defvjp(_aux_fwd, _aux_bwd)
