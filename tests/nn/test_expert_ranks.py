@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.ad_checkpoint import print_saved_residuals
@@ -14,7 +15,9 @@ from selection import others_slow
 import gtp_jax as gtp
 from gtp_jax import plan
 from gtp_jax.chain import with_remat
+from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.collectives import choose_transport
+from gtp_jax.nn import Routing
 
 from ..parity.plain_moe import plain_experts
 
@@ -111,7 +114,7 @@ def test_transports_agree_bit_for_bit_and_so_do_two_runs():
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-@pytest.mark.parametrize("remat", ["matmuls", "nothing", "everything"])
+@pytest.mark.parametrize("remat", others_slow(["matmuls", "nothing", "everything"], ["everything"]))
 def test_nothing_that_travels_is_kept_for_backward(remat, capsys):
     """Traced alone: tokens arrive in ranks x tokens rows, and no more than a round's are kept, of any width."""
     with mesh_of(dict(ep=8)):
@@ -124,6 +127,7 @@ def test_nothing_that_travels_is_kept_for_backward(remat, capsys):
     assert rows <= 8 * tokens * TOP_K, "a round's rows; 8 * 8 * tokens would have arrived"
 
 
+@pytest.mark.slow
 def test_exchanges_are_as_designed():
     """In a layer and pass: choices and shares once, tokens there, partial sums back; in backward the same the other
     way round, and the tokens again."""
@@ -195,3 +199,24 @@ def test_roles_name_an_axis_of_experts_that_shards_the_batch():
         graph, state, _ = build(dict(ep=2, gtp=2), dtype="float32", param_dtype="float32")
     with mesh_of(dict(ep=4)), pytest.raises(ValueError, match="was built for a mesh with .*ep 2.*has .*ep 4"):
         nnx.merge(graph, state)(jnp.zeros((8, 4, FEATURES)))
+
+
+@pytest.mark.slow
+def test_checkpoints_move_between_degrees_of_ep_bit_for_bit(tmp_path):
+    optimizer = optax.adamw(1e-2)
+    make = lambda rngs: gtp.MoE(  # noqa: E731
+        FEATURES, HIDDEN, num_experts=EXPERTS, routing=Routing(score="sigmoid", bias_rate=0.1), rngs=rngs
+    )
+    with mesh_of(dict(ep=4)):
+        state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optimizer)
+        loss = lambda model, x: (jnp.sum(model(x) ** 2), x.shape[0] * x.shape[1])  # noqa: E731
+        state, _ = gtp.train_step(loss, optimizer)(state, np.ones((8, 4, FEATURES), np.float32))
+        with Checkpoints(tmp_path) as checkpoints:
+            checkpoints.save(1, state)
+        wanted = jax.tree.map(np.asarray, state)
+    for degrees in (dict(ep=2, gtp=2), dict(gtp=4), dict(ep=8)):
+        with mesh_of(degrees):
+            like = gtp.TrainState.create(gtp.nn.abstract_model(make), optimizer)
+            found, _ = Checkpoints(tmp_path).restore(like)
+            for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+                np.testing.assert_array_equal(np.asarray(a), b)
