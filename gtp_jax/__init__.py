@@ -21,6 +21,7 @@ from .nn import LayerNormDense as LayerNormDense
 from .nn import Metric as Metric
 from .nn import MoE as MoE
 from .nn import Param as Param
+from .nn import Routing as Routing
 from .nn import Stack as Stack
 from .nn import TiedHead as TiedHead
 from .nn import cross_entropy as cross_entropy

@@ -84,6 +84,8 @@ def degrees_within(parallelism: Parallelism, count: int) -> dict[str, int]:
         ValueError: if there are too few.
     """
     degrees = parallelism.degrees(count)
+    if parallelism.ep > 1:
+        raise ValueError(f"`ep` is {parallelism.ep}; benchmarks compare steps over gtp and tp. Leave --ep out.")
     needed = degrees["dp"] * degrees["gtp"] * degrees["tp"]
     if needed > count:
         raise ValueError(f"gtp {degrees['gtp']} x tp {degrees['tp']} needs {needed} devices, and there are {count}.")

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from ..ops import ACTIVATION, SAVED
+from ..ops import ACTIVATION, ROUTING, SAVED
 
 Remat = Literal["nothing", "matmuls", "activations", "everything"]
 REMAT: tuple[Remat, ...] = get_args(Remat)
@@ -20,7 +20,7 @@ def _saves_matmuls(primitive: Any, *_: Any, **params: Any) -> bool:
     # Of a row-parallel product the sum over tp is kept, in place of the partial product; of products made part by part
     # (`collectives.gather_linear`), which this does not see into, the name.
     if primitive.name == "name":
-        return params["name"] == SAVED
+        return params["name"] in (SAVED, ROUTING)
     return primitive.name in ("reduce_scatter", "psum") or "dot_product_attention_fwd" in primitive.name
 
 
@@ -31,7 +31,7 @@ def _saves_activations(primitive: Any, *avals: Any, **params: Any) -> bool:
 
 
 _POLICIES: dict[str, Callable[..., Any] | None] = {
-    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "nothing": jax.checkpoint_policies.save_only_these_names(ROUTING),
     "matmuls": _saves_matmuls,
     "activations": _saves_activations,
     "everything": None,
@@ -41,7 +41,8 @@ _POLICIES: dict[str, Callable[..., Any] | None] = {
 def with_remat(function: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     """Returns `function`, keeping for backward only what the policy names.
 
-    - `nothing`: the input alone; the forward pass is run again. Least memory.
+    - `nothing`: the input alone; the forward pass is run again. Least memory. As under every policy, choices of experts
+      are kept (`ops.save_routing`).
     - `matmuls`: outputs of matmuls, summed over tp where they are partial, and of fused attention, or what takes their
       place ahead of norms and attention (`ops.save_for_backward`); norms, activations and the tp axis' gathers of
       activations are run again. The default.

@@ -44,7 +44,7 @@ def add_topic(topics: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     topic.add_argument("--preset", choices=PRESETS, help="whose layer (default: reference on GPUs, tiny on a CPU)")
-    add_flags(topic, Parallelism, but=("dp",))
+    add_flags(topic, Parallelism, but=("dp", "ep"))
     topic.add_argument("--mebibytes", type=positive, metavar="MIB", help="of the large message (512; 16 on a CPU)")
     topic.add_argument("--json", type=Path, metavar="FILE", help="write the measurements there too")
     topic.set_defaults(run=_run)

@@ -53,7 +53,7 @@ def add_topic(topics: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_flags(topic, bench.StepOptions, but=("dp",))
+    add_flags(topic, bench.StepOptions, but=("dp", "ep"))
     topic.add_argument(
         "--axes",
         nargs="+",

@@ -41,7 +41,7 @@ def add_topic(topics: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     topic.add_argument("--preset", choices=PRESETS, help="whose layer (default: reference on GPUs, tiny on a CPU)")
-    add_flags(topic, Parallelism, but=("dp", "gtp"))
+    add_flags(topic, Parallelism, but=("dp", "gtp", "ep"))
     topic.add_argument("--part", type=whole, metavar="N", help="tokens of a rank's part (default: 4096; 32 on a CPU)")
     topic.add_argument("--shares", type=whole, metavar="N", help="ranks that a weight is divided among (default: tp)")
     topic.add_argument(

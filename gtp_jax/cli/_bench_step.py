@@ -59,7 +59,7 @@ def add_topic(topics: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_flags(topic, bench.StepOptions, but=("dp",))
+    add_flags(topic, bench.StepOptions, but=("dp", "ep"))
     add_flags(topic, Quantization, but=("recipe",))
     topic.add_argument(
         "--remat",

@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_flags(parser, bench.StepOptions, but=("dp",))
+    add_flags(parser, bench.StepOptions, but=("dp", "ep"))
     parser.add_argument("--contender", default="gtp_jax bf16 regather", metavar="WORDS", help="(default: %(default)s)")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="read this trace and run nothing")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the trace there, for other tools too")

@@ -26,6 +26,15 @@ from ._sequence import reduce_scatter_sequence as reduce_scatter_sequence
 from ._stored import gather_stored as gather_stored
 from ._stored import is_divided as is_divided
 from ._stored import scatter_stored as scatter_stored
+from ._tokens import Journey as Journey
+from ._tokens import combine as combine
+from ._tokens import dispatch as dispatch
+from ._tokens import gather_shares as gather_shares
+from ._tokens import plan_journey as plan_journey
+from ._transports import TRANSPORTS as TRANSPORTS
+from ._transports import Transport as Transport
+from ._transports import check_transport as check_transport
+from ._transports import choose_transport as choose_transport
 from ._weight import Shards as Shards
 from ._weight import bytes_of as bytes_of
 from ._weight import gather_weight as gather_weight

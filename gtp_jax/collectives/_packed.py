@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,16 +89,12 @@ class Bundle:
         return [quantizable(x) for shards, layouts in weights for x in _matrices(shards, layouts)]
 
     @property
-    def divided(self) -> np.ndarray:
-        """Says for each amax, layer by layer of a stack, whether every tensor rank has its own value (experts divided
-        among them) or all share one."""
-        kinds = [
-            one.divided and not one.takes_part
-            for layouts in self.fused
-            for _ in range(layouts[0].matrices)
-            for one in layouts
-        ]
-        return np.repeat(kinds, [1 if x.ndim == 2 else x.shape[0] for x in self.kernels])
+    def own_axes(self) -> list[tuple[str, ...]]:
+        """For each amax, layer by layer of a stack, the axes of whose ranks each has its own value, as it has experts
+        of its own; all other ranks share one."""
+        kinds = [_own_axes(one) for layouts in self.fused for _ in range(layouts[0].matrices) for one in layouts]
+        layers = [1 if x.ndim == 2 else x.shape[0] for x in self.kernels]
+        return [axes for axes, count in zip(kinds, layers, strict=True) for _ in range(count)]
 
 
 def pack_all(bundles: Sequence[Bundle]) -> list[Packed]:
@@ -216,22 +213,36 @@ def _over_shards(vector: jax.Array, bundles: Sequence[Bundle]) -> jax.Array:
     """Returns the maximum of each weight's amax over the axes that shard any of them; on the others all ranks agree
     already.
 
-    Experts that the tensor axis divides are other ones on each of its ranks: they go into the vector side by side.
+    Experts that an axis divides are other ones on each of its ranks: they go into the vector side by side, so that no
+    amax is of several experts.
     """
     kernels = [layout for bundle in bundles for layouts in bundle.fused for layout in layouts]
     axes = axes_in_use(kernels)
     names = tuple(axis for axis in reversed(jax.sharding.get_abstract_mesh().axis_names) if axis in axes)
     if degrees(names) == 1:
         return vector
-    own = np.concatenate([bundle.divided for bundle in bundles])
-    if not own.any():
-        return lax.pmax(vector, names)
-    tensor = next(one.split.axis for one in kernels if one.divided and one.split is not None and one.split.axis)
-    rank, ranks = lax.axis_index(tensor), degrees((tensor,))
-    side_by_side = jnp.zeros((ranks, int(own.sum())), vector.dtype).at[rank].set(vector[own])
-    whole = lax.pmax(jnp.concatenate([vector[~own], jnp.ravel(side_by_side)]), names)
-    shared, divided = jnp.split(whole, [int((~own).sum())])
-    return vector.at[~own].set(shared).at[own].set(jnp.reshape(divided, (ranks, -1))[rank])
+    places: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for place, own in enumerate(own for bundle in bundles for own in bundle.own_axes):
+        places[own].append(place)
+    parts = []
+    for own, members in places.items():
+        mine = vector[np.array(members)] if len(places) > 1 else vector
+        side_by_side = jnp.zeros((degrees(own), len(members)), vector.dtype)
+        parts.append(jnp.ravel(side_by_side.at[lax.axis_index(own)].set(mine)) if own else mine)
+    whole = lax.pmax(jnp.concatenate(parts) if len(parts) > 1 else parts[0], names)
+    for (own, members), part in zip(
+        places.items(), jnp.split(whole, np.cumsum([x.size for x in parts])[:-1]), strict=True
+    ):
+        mine = jnp.reshape(part, (degrees(own), -1))[lax.axis_index(own)] if own else part
+        vector = vector.at[np.array(members)].set(mine) if len(places) > 1 else mine
+    return vector
+
+
+def _own_axes(layout: Layout) -> tuple[str, ...]:
+    """Returns the axes of whose ranks each has experts of its own."""
+    experts = () if layout.experts_axis is None else (layout.experts_axis,)
+    tensor = layout.split.axis if layout.divided and not layout.takes_part and layout.split is not None else None
+    return experts if tensor is None else (*experts, tensor)
 
 
 def gather_packed(packed: Packed, fused: Fused, dtype: jax.typing.DTypeLike) -> tuple[Float[jax.Array, "... _ _"], ...]:

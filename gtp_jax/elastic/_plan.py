@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from fractions import Fraction
 
-from ..mesh import DP, GTP, TP
+from ..mesh import DP, EP, GTP, TP
 from ..nonuniform import plan_faults
 
 
@@ -55,8 +55,13 @@ def plan_fleet(
         unequal: whether replicas of unequal tp are possible.
 
     Raises:
-        ValueError: if too few devices are left.
+        ValueError: if too few devices are left, or experts are divided over ep.
     """
+    if degrees.get(EP, 1) > 1:
+        raise ValueError(
+            f"no plan: experts are divided over ep {degrees[EP]}, and a run cannot yet divide them anew among fewer "
+            "devices. Start another run with another --ep from the last checkpoint (--from)."
+        )
     total = degrees[DP] * degrees[GTP] * degrees[TP]
     if not set(lost) <= set(range(total)):
         raise ValueError(f"`lost` is {sorted(lost)}; the run has devices 0 to {total - 1}.")

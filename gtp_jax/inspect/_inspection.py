@@ -20,7 +20,7 @@ from .._flags import check_knobs, knob, piece
 from ..layout import Layout
 from ..mesh import Parallelism, Roles, make_mesh, use_roles
 from ..models import PRESETS, build, family_of, preset_of
-from ..nn import Explanation, abstract_model, explain
+from ..nn import Exchange, Explanation, abstract_model, exchanges, explain
 from ..recipes import Quantization
 from ..train import Execution, TrainState, train_step
 
@@ -87,6 +87,7 @@ class Inspection:
         param_count: parameters of the model.
         parameters: how each lies on the mesh.
         wire: how each travels.
+        exchanges: how tokens travel to experts of other ranks.
         memory: bytes a device.
         collectives: of the compiled step.
         flops: operations of a step over all devices, recomputation not counted.
@@ -101,6 +102,7 @@ class Inspection:
     param_count: int
     parameters: tuple[Parameter, ...]
     wire: Explanation
+    exchanges: tuple[Exchange, ...]
     memory: plan.Memory
     collectives: tuple[plan.Collective, ...]
     flops: int
@@ -121,8 +123,9 @@ def inspect(options: InspectOptions) -> Inspection:
     config = dataclasses.replace(preset_of(options.preset), **execution.of_model)
     degrees = options.parallelism.degrees(target.devices if target else _DEFAULT_DEVICES)
     config.check_mesh(tp=degrees["tp"], seq=options.seq)
-    batch = options.batch or degrees["dp"] * degrees["gtp"] * execution.microbatches
-    execution.check_batch(batch, dp=degrees["dp"], gtp=degrees["gtp"])
+    ranks = math.prod(degrees[axis] for axis in options.parallelism.roles.batch)
+    batch = options.batch or ranks * execution.microbatches
+    execution.check_batch(batch, degrees)
     # also for a target: compiling needs no GPU, and takes none
     host = _cpu_devices(1 if target else math.prod(degrees.values()))
     mesh = make_mesh(**degrees, devices=plan.topology_devices(target) if target else host)
@@ -141,7 +144,9 @@ def inspect(options: InspectOptions) -> Inspection:
         )
         model = abstract_model(lambda rngs: build(config, rngs=rngs))
         state = TrainState.create(model, optimizer)
-        lowered = step.lower(state, _batch(mesh, batch, options.seq))  # pyright: ignore[reportFunctionMemberAccess]
+        found = exchanges(model, tokens=batch * options.seq // (ranks * execution.microbatches))
+        tokens = _batch(mesh, options.parallelism.roles, batch, options.seq)
+        lowered = step.lower(state, tokens)  # pyright: ignore[reportFunctionMemberAccess]
         began = time.perf_counter()
         compiled = lowered.compile(compiler_options=dict(plan.COMPILE_OPTIONS) if target else None)
         compile_s = time.perf_counter() - began
@@ -154,6 +159,7 @@ def inspect(options: InspectOptions) -> Inspection:
         param_count=config.param_count(),
         parameters=_parameters(state),
         wire=explain(model, recipe),
+        exchanges=found,
         memory=plan.memory(compiled, params=state.params, opt_state=state.opt_state),
         collectives=tuple(plan.collectives(module)),
         flops=plan.step_flops(
@@ -190,8 +196,8 @@ def _cpu_devices(count: int) -> list[Any]:
     return devices[:count]
 
 
-def _batch(mesh: Mesh, batch: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
-    tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(Roles().batch)))
+def _batch(mesh: Mesh, roles: Roles, batch: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
+    tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(roles.batch)))
     return {"tokens": tokens, "targets": tokens}
 
 
@@ -216,7 +222,8 @@ def _note(layout: Layout, degrees: dict[str, int]) -> str:
     """Says what of a weight stays whole, what is padded in use, and what its output costs outside a chain."""
     notes = []
     split = layout.split
-    whole = [axis for axis in layout.roles.weights if degrees[axis] > 1 and axis not in layout.axes]
+    sharded = (*layout.axes, layout.experts_axis)
+    whole = [axis for axis in layout.roles.weights if degrees[axis] > 1 and axis not in sharded]
     if layout.takes_part and split is not None and split.axis is not None and split.axis not in layout.axes:
         whole.insert(0, split.axis)
     replicas = [axis for axis in layout.roles.over_optimizer if axis not in (*layout.axes, *layout.optimizer_axes)]

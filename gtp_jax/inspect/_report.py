@@ -19,6 +19,7 @@ def as_text(inspection: Inspection) -> str:
         _heading(inspection),
         _parameters(inspection),
         f"how weights travel, recipe {inspection.options.quantization.summary}\n\n{inspection.wire}",
+        *([_exchanges(inspection)] if inspection.exchanges else []),
         inspection.memory.table() + _capacity(inspection),
         "collectives of one step\n\n" + plan.table(inspection.collectives),
     ]
@@ -39,6 +40,7 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
         "compile_s": inspection.compile_s,
         "parameters": [dataclasses.asdict(p) for p in inspection.parameters],
         "wire": [dataclasses.asdict(fact) for fact in inspection.wire.facts],
+        "exchanges": [{**dataclasses.asdict(one), "rounds": one.rounds} for one in inspection.exchanges],
         "untouched": list(inspection.wire.untouched),
         "memory": {**dataclasses.asdict(inspection.memory), "peak_bytes": inspection.memory.peak_bytes},
         "collectives": [{"count": count, **_collective(c)} for c, count in plan.summary(inspection.collectives)],
@@ -125,6 +127,31 @@ def _overlap(inspection: Inspection) -> str:
         f"  collectives at {quantity(line.link_rate.value, line.link_rate.unit)}: {line.link_rate.source}\n"
         "  elementwise work, launches, contention and slower links between hosts are left out: compare schedules with "
         "it, predict no step time"
+    )
+
+
+def _exchanges(inspection: Inspection) -> str:
+    rows = [
+        (
+            one.module,
+            f"{one.axis} {one.ranks}",
+            one.transport,
+            f"{one.tokens:,}",
+            f"{one.round_rows:,}",
+            f"{one.worst_rows:,}",
+            str(one.rounds),
+            quantity(one.arrived_bytes, "B"),
+            quantity(one.sent_bytes, "B"),
+        )
+        for one in inspection.exchanges
+    ]
+    header = ("module", "over", "transport", "tokens", "rows a round", "at worst", "rounds", "transient", "dispatch")
+    return (
+        "how tokens travel to experts of other ranks, each time a layer runs, on each rank\n\n"
+        + columns(header, rows, right=(3, 4, 5, 6, 7, 8))
+        + "\n\nno token is dropped: where experts have more rows than a round, they multiply in several, at most in "
+        "`rounds`.\nOf these rows backward keeps no more than a round has. `dispatch` leaves a rank whose experts are "
+        "evenly loaded,\nand a combine returns as much."
     )
 
 

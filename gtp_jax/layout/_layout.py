@@ -45,6 +45,10 @@ class Layout:
         optimizer_axes: the mesh axes that divide a shard in storage, outermost first.
         optimizer_degrees: sizes of `optimizer_axes`.
         optimizer_dim: the dimension that they divide, or `None`.
+        experts_axis: the mesh axis whose ranks have experts of their own, in storage and in use, equally many: a
+            contiguous run of the first dimension. What a gather joins, and what the tensor axis divides, is a rank's
+            own. `None` if all its ranks have all.
+        experts_degree: size of `experts_axis`.
 
     Raises:
         ValueError: if the axes that shard a dimension do not divide it.
@@ -62,6 +66,8 @@ class Layout:
     optimizer_axes: tuple[str, ...] = ()
     optimizer_degrees: tuple[int, ...] = ()
     optimizer_dim: int | None = None
+    experts_axis: str | None = None
+    experts_degree: int = 1
 
     def __post_init__(self) -> None:
         if self.shard_dim is None:
@@ -114,6 +120,8 @@ class Layout:
     def spec(self) -> PartitionSpec:
         """Partition of the stored array."""
         entries: list[list[str]] = [[] for _ in self.shape]
+        if self.experts_axis is not None:
+            entries[0].append(self.experts_axis)
         if self._stored_split is not None and self.split is not None and self.split.axis is not None:
             entries[self._stored_split].append(self.split.axis)
         entries[self.shard_dim or 0] += self.axes
@@ -129,7 +137,7 @@ class Layout:
     @property
     def shards(self) -> int:
         """Returns how many different shards a weight has."""
-        return self.ranks * (1 if self._stored_split is None else self.tensor_degree)
+        return self.ranks * self.experts_degree * (1 if self._stored_split is None else self.tensor_degree)
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
@@ -152,12 +160,12 @@ class Layout:
     def use_shape(self) -> tuple[int, ...]:
         """Shape of what one rank multiplies with, padding included, in the dimensions' stored order."""
         width = 0 if self.split is None else self.split.width
-        return tuple(width if d == self.split_dim else size for d, size in enumerate(self.shape))
+        return tuple(width if d == self.split_dim else size for d, size in enumerate(self._own_shape))
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """Shape of what a gather makes of the shards, before an uneven split takes its part."""
-        return self.shape if self.takes_part else self.use_shape
+        return self._own_shape if self.takes_part else self.use_shape
 
     def matrix_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Returns rows and columns of a shape of this weight's kind."""
@@ -177,6 +185,8 @@ class Layout:
         built = dict(zip(self.axes, self.degrees, strict=True))
         if self.split is not None and self.split.axis is not None:
             built[self.split.axis] = self.tensor_degree
+        if self.experts_axis is not None:
+            built[self.experts_axis] = self.experts_degree
         built |= dict(zip(self.optimizer_axes, self.optimizer_degrees, strict=True))
         here = {axis: degree(axis) for axis in built}
         if built != here:
@@ -187,7 +197,13 @@ class Layout:
 
     def _parts(self, dim: int) -> int:
         """Returns how many shards divide a dimension."""
-        return (self.tensor_degree if dim == self._stored_split else 1) * (self.ranks if dim == self.shard_dim else 1)
+        of_tensor = self.tensor_degree if dim == self._stored_split else 1
+        return of_tensor * (self.ranks if dim == self.shard_dim else 1) * (self.experts_degree if dim == 0 else 1)
+
+    @property
+    def _own_shape(self) -> tuple[int, ...]:
+        """Shape of the weight as far as it belongs to this rank's experts."""
+        return (self.shape[0] // self.experts_degree, *self.shape[1:])
 
     @property
     def _stored_split(self) -> int | None:
@@ -202,6 +218,7 @@ def layouts_of_kernels(
     split_dim: int | None = None,
     units: Sequence[int] | None = None,
     axes: tuple[str, ...] | None = None,
+    experts_axis: str | None = None,
 ) -> tuple[Layout, ...]:
     """Lays out kernels that meet the same input, and travel in one gather, on the mesh in scope.
 
@@ -218,14 +235,28 @@ def layouts_of_kernels(
         split_dim: the dimension that the tensor axis divides, if any.
         units: elements a unit of that dimension, for each kernel; 1 by default.
         axes: gather over these; the roles in scope say which by default.
+        experts_axis: the axis whose ranks divide the first dimension, if any; see `Layout`.
 
     Raises:
-        ValueError: if `axes` is no tuple of different axes, or has the tensor axis of a weight that it divides already.
+        ValueError: if `axes` is no tuple of different axes, or has an axis that divides the weight already; or if the
+            ranks of `experts_axis` do not divide the experts.
     """
     roles = current_roles()
-    axes = roles.weights if axes is None else axes
+    axes = (roles.weights if experts_axis is None else roles.over_experts) if axes is None else axes
     if not isinstance(axes, tuple) or len(set(axes)) < len(axes):
         raise ValueError(f"`axes` is {axes!r}; it must be a tuple of different mesh axes, such as ('gtp',).")
+    experts = degree(experts_axis)
+    if experts_axis is not None:
+        if experts_axis in axes:
+            raise ValueError(
+                f"`axes` {axes} of a weight of shape {shapes[0]} has {experts_axis!r}, whose ranks have experts of "
+                "their own, which are not gathered over it. Leave it out."
+            )
+        if shapes[0][0] % experts:
+            raise ValueError(
+                f"{shapes[0][0]} experts cannot be divided among the {experts} ranks of {experts_axis}. Choose an ep "
+                "that divides the number of experts."
+            )
     splits: list[Split | None] = [None] * len(shapes)
     if split_dim is not None:
         if roles.tensor in axes:
@@ -235,11 +266,15 @@ def layouts_of_kernels(
             )
         units = [1] * len(shapes) if units is None else units
         splits = [
-            Split.in_blocks(shape[split_dim], unit, roles.tensor) for shape, unit in zip(shapes, units, strict=True)
+            Split.in_blocks(shape[split_dim] // (experts if split_dim == 0 else 1), unit, roles.tensor)
+            for shape, unit in zip(shapes, units, strict=True)
         ]
     even = all(split is None or split.even for split in splits)
     parts = degree(roles.tensor) if split_dim is not None and even else 1
-    local = [tuple(size // parts if d == split_dim else size for d, size in enumerate(shape)) for shape in shapes]
+    local = [
+        tuple(size // ((parts if d == split_dim else 1) * (experts if d == 0 else 1)) for d, size in enumerate(shape))
+        for shape in shapes
+    ]
     cols = 2 * len(shapes[0]) - 3 - rows
     for chosen in axes_choices(axes, None if even else roles.tensor):
         ranks = degrees(chosen)
@@ -248,7 +283,19 @@ def layouts_of_kernels(
             warn_of_whole(shapes[0], [axis for axis in axes if axis not in chosen])
             sizes = tuple(map(degree, chosen))
             layouts = tuple(
-                Layout(shape, rows, split_dim, split, dim, chosen, sizes, not even, roles)
+                Layout(
+                    shape,
+                    rows,
+                    split_dim,
+                    split,
+                    dim,
+                    chosen,
+                    sizes,
+                    not even,
+                    roles,
+                    experts_axis=experts_axis,
+                    experts_degree=experts,
+                )
                 for shape, split in zip(shapes, splits, strict=True)
             )
             return _divided_further(layouts)
@@ -266,7 +313,8 @@ def _dim_divided(shapes: Sequence[tuple[int, ...]], ranks: int, rows: int, cols:
 def _divided_further(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
     """Returns the layouts, their shards divided over the optimizer's axes, as many ranks as can be."""
     first = layouts[0]
-    axes = tuple(axis for axis in first.roles.over_optimizer if axis not in first.axes and degree(axis) > 1)
+    taken = (*first.axes, first.experts_axis)
+    axes = tuple(axis for axis in first.roles.over_optimizer if axis not in taken and degree(axis) > 1)
     shapes = [layout.shard_shape for layout in layouts]
     for chosen in axes_choices(axes, None):
         dim = _dim_divided(shapes, degrees(chosen), first.rows, first.cols)

@@ -1,7 +1,9 @@
 """Mesh axes, their roles, and what the devices can do."""
 
 from ._axes import AXES as AXES
+from ._axes import AXES_WITH_EP as AXES_WITH_EP
 from ._axes import DP as DP
+from ._axes import EP as EP
 from ._axes import GTP as GTP
 from ._axes import TP as TP
 from ._axes import View as View
@@ -26,6 +28,7 @@ from ._paths import of_parameter as of_parameter
 from ._paths import with_paths as with_paths
 from ._roles import Roles as Roles
 from ._roles import current_roles as current_roles
+from ._roles import default_roles as default_roles
 from ._roles import loss_copies as loss_copies
 from ._roles import use_loss_counted_once as use_loss_counted_once
 from ._roles import use_roles as use_roles

@@ -11,20 +11,26 @@ from jax.sharding import AxisType, Mesh
 
 from ._degrees import check_degrees, fill_degrees
 
-DP, GTP, TP = "dp", "gtp", "tp"
+DP, GTP, EP, TP = "dp", "gtp", "ep", "tp"
 
-# Outermost first. tp is innermost, so that its ranks are neighbours; `ep` will go between dp and gtp.
+# Outermost first. tp is innermost, so that its ranks are neighbours.
 AXES = (DP, GTP, TP)
+
+# Those of a mesh with an axis of experts.
+AXES_WITH_EP = (DP, GTP, EP, TP)
 
 View = Literal["plain", "global", "local"]
 
 
-def make_mesh(*, dp: int | None = None, gtp: int = 1, tp: int = 1, devices: Any = None) -> Mesh:
-    """Returns a device mesh with the axes `dp`, `gtp` and `tp`, in that order.
+def make_mesh(*, dp: int | None = None, gtp: int = 1, ep: int = 1, tp: int = 1, devices: Any = None) -> Mesh:
+    """Returns a device mesh with the axes `dp`, `gtp` and `tp`, in that order; with `ep` ahead of `tp` if its degree is
+    above 1, so that meshes without experts stay as they are.
 
     Args:
         dp: replicas of the sharded weights. `None` takes whatever the other degrees leave over.
         gtp: shards of a weight, gathered just before use.
+        ep: ranks that divide the experts of each layer and exchange tokens (`MoE`). They work on different examples,
+            and shard dense weights like those of gtp.
         tp: tensor-parallel degree.
         devices: the devices to use; all of them by default.
 
@@ -32,13 +38,13 @@ def make_mesh(*, dp: int | None = None, gtp: int = 1, tp: int = 1, devices: Any 
         ValueError: if the degrees do not multiply to the number of devices.
     """
     array = np.asarray(jax.devices() if devices is None else devices, dtype=object).reshape(-1)
-    sizes = fill_degrees({DP: dp, GTP: gtp, TP: tp}, array.size)
+    sizes = fill_degrees({DP: dp, GTP: gtp, **({} if ep == 1 else {EP: ep}), TP: tp}, array.size)
     check_degrees(sizes, array.size, remedy=", or pass `devices`")
-    shape = tuple(sizes[axis] for axis in AXES)
-    types = (AxisType.Auto,) * len(AXES)
+    shape, names = tuple(sizes.values()), tuple(sizes)
+    types = (AxisType.Auto,) * len(names)
     if devices is None:
-        return jax.make_mesh(shape, AXES, axis_types=types)  # may reorder for the topology
-    return Mesh(array.reshape(shape), AXES, axis_types=types)
+        return jax.make_mesh(shape, names, axis_types=types)  # may reorder for the topology
+    return Mesh(array.reshape(shape), names, axis_types=types)
 
 
 def current_view() -> View:

@@ -6,8 +6,9 @@ import dataclasses
 import math
 
 from .._flags import check_knobs, knob
+from ._axes import EP
 from ._degrees import fill_degrees
-from ._roles import Roles
+from ._roles import Roles, default_roles
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,8 @@ class Parallelism:
     """
 
     dp: int = knob(1, "mesh", "groups of ranks that gather weights among themselves", metavar="N")
-    gtp: int | None = knob(None, "mesh", "shards of a weight (default: what dp and tp leave over)", metavar="N")
+    gtp: int | None = knob(None, "mesh", "shards of a weight (default: what the others leave over)", metavar="N")
+    ep: int = knob(1, "mesh", "ranks that divide the experts of each layer and exchange tokens", metavar="N")
     tp: int | None = knob(
         None,
         "mesh",
@@ -38,11 +40,13 @@ class Parallelism:
     @property
     def roles(self) -> Roles:
         """The roles of the axes."""
-        return Roles() if self.shard_optimizer else Roles(optimizer=())
+        roles = default_roles(() if self.ep == 1 else (EP,))
+        return roles if self.shard_optimizer else dataclasses.replace(roles, optimizer=())
 
     def degrees(self, devices: int) -> dict[str, int]:
         """Returns the degrees on this many devices, of which some may be left over."""
-        return fill_degrees({"dp": self.dp, "gtp": self.gtp, "tp": self.tp or 1}, devices)
+        ep = {} if self.ep == 1 else {EP: self.ep}
+        return fill_degrees({"dp": self.dp, "gtp": self.gtp, **ep, "tp": self.tp or 1}, devices)
 
     def virtual_devices(self, usual: int) -> int:
         """Returns how many virtual devices the degrees need: `usual`, or the next number that fits, if gtp is open."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Collection
 
 import jax
 
-from ._axes import DP, GTP, TP, degrees
+from ._axes import DP, EP, GTP, TP, degrees
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,16 +24,19 @@ class Roles:
             first; a train step gathers over them once. By default those of `batch` that `weights` does not name; `()`
             keeps a replica on each of their ranks.
         tensor: the axis of tensor parallelism, which also shards the sequence between parallel layers; `None` for none.
+        experts: the axis whose ranks divide the experts of each layer and exchange tokens (`MoE`), one of `batch`;
+            `None` for none. What `weights` says of it holds for all other weights: experts are gathered over the rest.
 
     Raises:
-        ValueError: if an axis is named twice in a role, `tensor` has another role too, or `optimizer` names an axis
-            that shards weights, or one that does not shard the batch.
+        ValueError: if an axis is named twice in a role, `tensor` has another role too, `optimizer` names an axis that
+            shards weights, or one that does not shard the batch, or `experts` one that does not shard the batch.
     """
 
     batch: tuple[str, ...] = (DP, GTP)
     weights: tuple[str, ...] = (GTP,)
     optimizer: tuple[str, ...] | None = None
     tensor: str | None = TP
+    experts: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "weights", "optimizer"):
@@ -56,6 +60,16 @@ class Roles:
             )
         if self.tensor is not None and not isinstance(self.tensor, str):
             raise ValueError(f"`tensor` is {self.tensor!r}; it must be the name of one mesh axis, or `None`.")
+        if self.experts is not None and self.experts not in self.batch:
+            raise ValueError(
+                f"`experts` is {self.experts!r}; it must be one of `batch` {self.batch!r}, or `None`: the ranks that "
+                "divide the experts exchange tokens of different examples."
+            )
+
+    @property
+    def over_experts(self) -> tuple[str, ...]:
+        """The axes over which experts are gathered, unless they name their own."""
+        return tuple(axis for axis in self.weights if axis != self.experts)
 
     @property
     def over_optimizer(self) -> tuple[str, ...]:
@@ -67,7 +81,8 @@ class Roles:
         return tuple(axis for axis in self.batch if axis not in self.weights)
 
 
-_scope = jax.make_user_context(default_value=Roles())
+_scope = jax.make_user_context(default_value=None)
+_WITH_EXPERTS = Roles(batch=(DP, GTP, EP), weights=(GTP, EP), experts=EP)
 
 
 def use_roles(roles: Roles) -> contextlib.AbstractContextManager[None]:
@@ -99,6 +114,12 @@ def loss_copies(roles: Roles) -> int:
 
 
 def current_roles() -> Roles:
-    """Returns the roles in scope. By default: batch over dp and gtp, weights over gtp, what is stored of them over dp
-    too, tensor parallelism over tp."""
-    return _scope.value
+    """Returns the roles in scope; by default those of `default_roles` for the mesh in scope."""
+    return _scope.value or default_roles(jax.sharding.get_abstract_mesh().axis_names)
+
+
+def default_roles(axes: Collection[str]) -> Roles:
+    """Returns the roles of a mesh's axes where nothing says otherwise: batch over dp and gtp, weights over gtp, what is
+    stored of them over dp too, tensor parallelism over tp; of a mesh with an axis ep, batch and weights over that too,
+    and experts over ep."""
+    return _WITH_EXPERTS if EP in axes else Roles()

@@ -27,10 +27,12 @@ from ._loss import cross_entropy as cross_entropy
 from ._mlp import MLP as MLP
 from ._model_def import ModelDef as ModelDef
 from ._model_def import split_model as split_model
+from ._moe import Exchange as Exchange
 from ._moe import ExpertParallel as ExpertParallel
 from ._moe import MoE as MoE
 from ._moe import check_loss_reduction as check_loss_reduction
 from ._moe import check_moe as check_moe
+from ._moe import exchanges as exchanges
 from ._outputs import AuxLoss as AuxLoss
 from ._outputs import Metric as Metric
 from ._quantized import join_in_view as join_in_view
@@ -39,6 +41,7 @@ from ._quantized import quantize_in_view as quantize_in_view
 from ._quantized import quantize_weights as quantize_weights
 from ._quantized import shards_of as shards_of
 from ._quantized import with_groups as with_groups
+from ._routing import Routing as Routing
 from ._stack import Stack as Stack
 from ._stack import run_chain as run_chain
 from ._weight import structure_of as structure_of

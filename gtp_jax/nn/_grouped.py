@@ -54,6 +54,9 @@ class GroupedDense(WeightOwner):
             sums does it later: of other ranks' experts they are zeros.
         axes: mesh axes over which kernels are gathered, those of dense layers by default. Their product may be another:
             `("dp", "gtp")` leaves no replicas, `("tp", "gtp")` shards further what is not parallel.
+        experts_axis: a mesh axis whose ranks each have experts of their own, equally many, and are given the rows of
+            these alone: `group_sizes` are of a rank's own experts. `axes` are then those of `Roles.over_experts` by
+            default. tp divides what a rank has.
         dtype: compute dtype; input and weight are cast to it.
         param_dtype: dtype of the stored shards.
         grad_reduce: how weight gradients are summed over `axes`: `"float32"`, `"bf16-wire"` or `"bf16"`; see
@@ -62,7 +65,7 @@ class GroupedDense(WeightOwner):
         rngs: the `params` stream is used.
 
     Raises:
-        ValueError: if a size is not positive.
+        ValueError: if a size is not positive, or the ranks of `experts_axis` do not divide the experts.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class GroupedDense(WeightOwner):
         parallel: GroupedParallel = None,
         summed: bool = True,
         axes: tuple[str, ...] | None = None,
+        experts_axis: str | None = None,
         dtype: Any = jnp.bfloat16,
         param_dtype: Any = jnp.float32,
         grad_reduce: GradReduce = "float32",
@@ -90,6 +94,7 @@ class GroupedDense(WeightOwner):
                 "numbers of at least 1."
             )
         self.num_experts = num_experts
+        self.own_experts = num_experts // degree(experts_axis)
         self.in_features = in_features
         self.names = tuple(sizes)
         self.parallel = parallel
@@ -101,6 +106,7 @@ class GroupedDense(WeightOwner):
             rows=2,
             split_dim=_SPLIT_DIM[parallel],
             axes=axes if axes is None else tuple(axes),
+            experts_axis=experts_axis,
         )
 
         def kernel(layout: Layout) -> nnx.Param:
@@ -131,9 +137,9 @@ class GroupedDense(WeightOwner):
         expected = self.layouts[0].use_shape[1]
         if x.ndim != 2 or x.shape[1] != expected:
             raise ValueError(f"GroupedDense takes (rows, {expected}), sorted by expert; got shape {x.shape}.")
-        if group_sizes.shape != (self.num_experts,):
+        if group_sizes.shape != (self.own_experts,):
             raise ValueError(
-                f"`group_sizes` has shape {group_sizes.shape}; it must be ({self.num_experts},), the rows of each "
+                f"`group_sizes` has shape {group_sizes.shape}; it must be ({self.own_experts},), the rows of each "
                 "expert."
             )
         if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
@@ -143,6 +149,19 @@ class GroupedDense(WeightOwner):
     def local(self, x: tuple[jax.Array, jax.Array]) -> Any:
         self.check_mesh()
         rows, sizes = x[0].astype(self.dtype), x[1].astype(jnp.int32)
+        return self.with_weight(self.product_of, rows, sizes)
+
+    def product_of(
+        self, weight: jax.Array | SlottedWeight, rows: jax.Array, sizes: jax.Array, key: jax.Array | None = None
+    ) -> Any:
+        """Returns what a call returns, given the gathered weight.
+
+        Args:
+            weight: as `with_weight` hands it over.
+            rows: of the compute dtype, as a call takes them.
+            sizes: int32, likewise.
+            key: of stochastic rounding; that of a new call by default.
+        """
         split, tensor = self.layouts[0].split, self.roles.tensor
         divided = self.parallel == "expert" and degree(tensor) > 1
         if self.parallel == "row" and split is not None:
@@ -151,7 +170,7 @@ class GroupedDense(WeightOwner):
         if divided and split is not None:  # this rank's experts come first
             before = (jnp.cumsum(sizes) - sizes)[split.start()]  # of no rows at all on a rank without experts
             sizes, rows = split.take(sizes, 0), jnp.roll(rows, -before, axis=0)
-        outputs = split_features(self.with_weight(self._product, rows, sizes), self.layouts)
+        outputs = split_features(self._multiplied(weight, rows, sizes, key), self.layouts)
         if divided:
             outputs = tuple(jnp.roll(y, before, axis=0) for y in outputs)
         if self.parallel == "column":
@@ -160,12 +179,13 @@ class GroupedDense(WeightOwner):
             outputs = tuple(lax.psum(outputs, tensor))
         return outputs[0] if self.names == ("",) else dict(zip(self.names, outputs, strict=True))
 
-    def _product(self, weight: jax.Array | SlottedWeight, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+    def _multiplied(
+        self, weight: jax.Array | SlottedWeight, rows: jax.Array, sizes: jax.Array, key: jax.Array | None
+    ) -> jax.Array:
         if self.operands is None:
             return grouped_matmul(rows, weight, sizes)
         return self.in_blocks(
-            weight,
-            lambda weight, key, operands: grouped_quantized(rows, weight, sizes, key, operands),
+            weight, lambda weight, key, operands: grouped_quantized(rows, weight, sizes, key, operands), key
         )
 
 

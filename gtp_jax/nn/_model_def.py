@@ -34,6 +34,7 @@ class ModelDef:
         key_impls: names of the generators of variables that hold random keys, by path; a state holds their words.
         roles: of mesh axes.
         frozen_specs: nested dict of the partitions of frozen weights.
+        bias_rates: how far a step moves each router's bias, by its path; see `Routing`.
     """
 
     graph: Any
@@ -44,6 +45,7 @@ class ModelDef:
     key_impls: dict[Any, str] = dataclasses.field(default_factory=dict)
     roles: Roles = Roles()
     frozen_specs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    bias_rates: dict[tuple[str, ...], float] = dataclasses.field(default_factory=dict)
 
     def check_mesh(self) -> None:
         """Refuses a mesh in scope that the model was not built for.
@@ -128,6 +130,11 @@ def split_model(model: nnx.Module) -> Split:
         {path: str(jax.random.key_impl(value_of(v))) for path, v in others if _is_key(value_of(v))},
         _roles_of((layouts, [layout_of(v) for _, v in frozen])),
         _nested([(path, _partitions(v)) for path, v in frozen]),
+        {
+            tuple(map(str, path)): v.get_metadata()["bias_rate"]
+            for path, v in nnx.to_flat_state(variables)
+            if isinstance(v, nnx.Param) and "bias_rate" in v.get_metadata()
+        },
     )
     values = _dicts(jax.tree.map(lambda v: v.get_value(), params, is_leaf=_is_variable))
     return Split(model_def, values, _nested(others), _nested(frozen))

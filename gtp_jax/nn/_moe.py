@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -11,12 +13,15 @@ from flax import nnx
 from jax import lax
 from jax.nn import initializers
 
-from ..collectives import gather_sequence, reduce_scatter_sequence
+from ..collectives import Transport, check_transport, choose_transport, gather_sequence, reduce_scatter_sequence
 from ..mesh import degree, degrees, loss_copies
-from ..ops import permute, rms_norm, route, save_activation, with_aux_loss_gradient
+from ..ops import permute, rms_norm, save_activation, save_routing, with_aux_loss, with_load_as_gradient
+from ._exchange import exchange, places_of_round, worst_case
 from ._grouped import GroupedDense
 from ._layer import Layer
-from ._weight import make_vector, make_whole
+from ._mlp import MLP
+from ._routing import Routing
+from ._weight import make_router_bias, make_vector, make_whole
 
 ExpertParallel = Literal["features", "expert"] | None
 LossReduction = Literal["sum", "mean"]
@@ -31,7 +36,8 @@ class MoE(Layer):
     """Each token through its `top_k` likeliest experts, each an `MLP` with SwiGLU, summed by their combine weights.
 
     As in Mixtral (arXiv 2401.04088): RMSNorm, a softmax over all experts, the `top_k` largest scaled to a sum of 1. No
-    token is dropped. The router is computed in float32 at least, and is neither sharded nor quantized.
+    token is dropped. The router is computed in float32 at least, and is neither sharded nor quantized. `Routing` has
+    other routers, such as DeepSeek-V3's.
 
     Args:
         features: size of the input and of the output.
@@ -40,8 +46,10 @@ class MoE(Layer):
         top_k: experts a token.
         parallel: what tp does: `features` divides every expert's hidden features, `expert` divides the experts among
             the ranks, `None` leaves a rank its own part of the sequence.
-        aux_loss_coeff: weight of the term that keeps experts evenly loaded; see `gtp_jax.ops.with_aux_loss_gradient`.
-            It is added to the gradient and not to the loss that is reported.
+        aux_loss_coeff: weight of the term that keeps experts evenly loaded: the sum over experts of their load, 1 if it
+            is even, times their mean probability. By default load and mean are those of each sequence (DeepSeek-V3,
+            arXiv 2412.19437, equations 17 to 20), which neither the mesh nor microbatches change; see `Routing`. It is
+            added to the gradient and not to the loss that is reported.
         loss_reduction: `"sum"` if the loss that is differentiated is a sum over tokens, as `cross_entropy` returns it;
             `"mean"` if it is a mean, where each token's share of the term is that much smaller. A train step refuses
             the other one; a step of one's own cannot tell.
@@ -49,11 +57,21 @@ class MoE(Layer):
         epsilon: of the norm.
         sequence_parallel: whether input and output are sharded along the sequence over tp.
         axes: as in `GroupedDense`.
+        routing: how experts are chosen; by default as in Mixtral.
+        shared_hidden: size in between of an MLP that every token goes through as well, DeepSeek's shared experts; 0 for
+            none.
+        transport: how tokens travel to experts of other ranks: `"gather"`, `"padded"` or `"ragged"`; see
+            `gtp_jax.collectives.choose_transport`, which decides by default.
+        round_size: rows that a rank's experts multiply at once, as a multiple of an even share of all tokens. Where
+            they have more, they multiply again, and the layer takes longer; a smaller size takes less memory.
         rngs: the `params` stream is used.
         options: passed to both `GroupedDense` layers.
 
+    Where the mesh has an axis for experts (`Roles.experts`, ep), its ranks divide them, and tokens travel to the ranks
+    of theirs and back; `parallel` and `axes` then say how each rank's own experts are sharded further.
+
     Raises:
-        ValueError: if `top_k` is not between 1 and `num_experts`.
+        ValueError: if `top_k` is not between 1 and `num_experts`, or ep does not divide `num_experts`.
     """
 
     def __init__(
@@ -70,66 +88,238 @@ class MoE(Layer):
         epsilon: float = 1e-6,
         sequence_parallel: bool = True,
         axes: tuple[str, ...] | None = None,
+        routing: Routing | None = None,
+        shared_hidden: int = 0,
+        transport: Transport | None = None,
+        round_size: float = 1.25,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
         super().__init__()
         check_moe(num_experts, top_k, aux_loss_coeff)
+        routing = Routing() if routing is None else routing
+        routing.check(num_experts, top_k)
         if parallel not in _PARALLEL:
             raise ValueError(f"`parallel` is {parallel!r}; it must be 'features', 'expert' or None.")
         if loss_reduction not in get_args(LossReduction):
             raise ValueError(f"`loss_reduction` is {loss_reduction!r}; it must be 'sum' or 'mean'.")
+        check_transport(transport)
+        if not 0 < round_size < math.inf:
+            raise ValueError(f"`round_size` is {round_size}; it must be a number above 0, such as 1.25.")
         first, second = _PARALLEL[parallel]
-        shared: dict[str, Any] = {"axes": axes, "param_dtype": param_dtype, "summed": False, "rngs": rngs, **options}
+        of_ranks: dict[str, Any] = {"axes": axes, "experts_axis": self.roles.experts}
+        shared: dict[str, Any] = {**of_ranks, "param_dtype": param_dtype, "summed": False, "rngs": rngs, **options}
         self.scale = make_vector(features, initializers.ones, rngs.params(), param_dtype)
         self.router = make_whole((features, num_experts), router_init, rngs.params(), param_dtype)
+        rate = routing.bias_rate
+        self.router_bias: Any = nnx.data(None) if rate is None else make_router_bias(num_experts, rate)
         self.up = GroupedDense(num_experts, features, {"gate": hidden, "up": hidden}, parallel=first, **shared)
         self.down = GroupedDense(num_experts, hidden, features, parallel=second, **shared)
+        of_shared = {name: value for name, value in options.items() if name in ("dtype", "grad_reduce")}
+        self.shared: Any = nnx.data(None)
+        if shared_hidden:
+            self.shared = MLP(
+                features,
+                shared_hidden,
+                activation=activation,
+                norm=None,
+                sequence_parallel=sequence_parallel,
+                param_dtype=param_dtype,
+                rngs=rngs,
+                **of_shared,
+            )
+        self.routing = routing
         self.num_experts = num_experts
         self.top_k = top_k
         self.parallel = parallel
         self.aux_loss_coeff = aux_loss_coeff
         self.loss_reduction = loss_reduction
+        self.transport: Transport | None = transport
+        self.round_size = round_size
         self.activation = activation
         self.epsilon = epsilon
         self.sequence_parallel = sequence_parallel
 
-    def local(self, x: jax.Array) -> jax.Array:
-        """Maps `(batch, sequence, features)` to the same shape."""
+    def local(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
+        """Maps `(batch, sequence, features)` to the same shape.
+
+        Args:
+            x: activations.
+            key: of the router's jitter, the same on every rank; without one there is none.
+        """
         x = rms_norm(x, self.scale.get_value(), epsilon=self.epsilon)
+        y = self._mixture(x, key)
+        return y if self.shared is None else y + self.shared(x)
+
+    def _mixture(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
         if self.parallel is not None:
             x = gather_sequence(x, self.roles.tensor, sequence_parallel=self.sequence_parallel)
-        chosen, combine_weights = self._route(x)
-        rows = jnp.reshape(x.astype(self.up.dtype), (-1, x.shape[-1]))
+        chosen, combine_weights = self._route(x, key)
+        experts = self._on_their_ranks if degree(self.roles.experts) > 1 else self._gathered
+        y = experts(x.astype(self.up.dtype), chosen, combine_weights)
+        if self.parallel is None:
+            return y
+        return reduce_scatter_sequence(y, self.roles.tensor, sequence_parallel=self.sequence_parallel)
+
+    def _on_their_ranks(self, x: jax.Array, chosen: jax.Array, combine_weights: jax.Array) -> jax.Array:
+        """Returns the weighted sums of experts that ranks divide."""
+        rows, chosen, shares = (jnp.reshape(a, (-1, a.shape[-1])) for a in (x, chosen, combine_weights))
+        axis = self.roles.experts
+        assert axis is not None
+        y = exchange(
+            rows,
+            chosen,
+            shares,
+            self.up,
+            self.down,
+            self.activation,
+            axis=axis,
+            transport=self.transport,
+            round_size=self.round_size,
+        )
+        return jnp.reshape(y, x.shape)
+
+    def _gathered(self, x: jax.Array, chosen: jax.Array, combine_weights: jax.Array) -> jax.Array:
+        """Returns the weighted sums of experts whose kernels every rank gathers: products and sums in float32."""
+        rows = jnp.reshape(x, (-1, x.shape[-1]))
         expert_of = jnp.reshape(chosen, -1)  # of each token's every choice, one after another
-        order = jnp.argsort(expert_of, stable=True)
+        order = save_routing(jnp.argsort(expert_of, stable=True))
         inverse = jnp.argsort(order)
         sizes = jnp.bincount(expert_of, length=self.num_experts).astype(jnp.int32)
         hidden = self.up(permute(jnp.repeat(rows, self.top_k, axis=0), order, inverse), sizes)
         outputs = self.down(save_activation(self.activation(hidden["gate"]) * hidden["up"]), sizes)
         by_token = jnp.reshape(permute(outputs, inverse, order), (*x.shape[:-1], self.top_k, -1))
-        y = jnp.sum(by_token * combine_weights[..., None].astype(by_token.dtype), axis=-2)
-        if self.parallel is None:
-            return y
-        return reduce_scatter_sequence(y, self.roles.tensor, sequence_parallel=self.sequence_parallel)
+        wide = combine_weights.dtype
+        return jnp.sum(by_token.astype(wide) * combine_weights[..., None], axis=-2).astype(by_token.dtype)
 
-    def _route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _route(self, x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Returns each token's experts and their shares, in float32 at least."""
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        logits = x.astype(wide) @ self.router.get_value().astype(wide)
-        probs = jax.nn.softmax(logits, axis=-1)
-        chosen, _ = route(lax.stop_gradient(probs), self.top_k)
-        here = jnp.sum(jax.nn.one_hot(chosen, self.num_experts, dtype=wide), axis=(1, 2))  # (batch, experts)
-        length, weight = x.shape[1], self.aux_loss_coeff
-        tensor = self.roles.tensor
-        if self.parallel is None and self.sequence_parallel and tensor is not None and degree(tensor) > 1:
+        inputs = x.astype(wide)
+        if self.routing.jitter and key is not None:
+            inputs = inputs * self._jitter(key, x.shape, wide)
+        # on GPUs the default precision of float32 is TF32, which has 10 bits
+        logits = jnp.matmul(inputs, self.router.get_value().astype(wide), precision=lax.Precision.HIGHEST)
+        scores = self.routing.scores(logits)
+        bias = None if self.router_bias is None else self.router_bias.get_value()
+        chosen = self.routing.choose(scores, bias, self.top_k)
+        load = jnp.sum(jax.nn.one_hot(chosen, self.num_experts, dtype=wide), axis=(1, 2))  # (batch, experts)
+        shares = with_aux_loss(self.routing.shares(scores, chosen), self._terms(logits, scores, load))
+        if bias is not None:
+            shares = with_load_as_gradient(shares, bias, jnp.sum(load, axis=0))
+        return chosen, shares
+
+    def _terms(self, logits: jax.Array, scores: jax.Array, load: jax.Array) -> jax.Array:
+        """Returns the terms that are added to the loss in the gradient: sums over tokens, or means of all of them."""
+        length, weight, tensor = logits.shape[1], 1.0, self.roles.tensor
+        if self.divides_sequence and tensor is not None:
             # A rank sees a part of the sequence; but all see every token's loss, so that it counts tp times.
-            here, length, weight = lax.psum(here, tensor), length * degree(tensor), weight * degree(tensor)
+            load, length, weight = lax.psum(load, tensor), length * degree(tensor), float(degree(tensor))
+        batch, tokens = self._batch_axes, length
+        if self.routing.aux_loss == "microbatch":
+            load, tokens = jnp.sum(load, axis=0, keepdims=True), logits.shape[0] * degrees(batch) * length
+            load = lax.psum(load, batch) if batch else load
         weight /= loss_copies(self.roles)
         if self.loss_reduction == "mean":
-            weight /= x.shape[0] * degrees(self.roles.batch) * length
-        load = here * (self.num_experts / (self.top_k * length))
-        return route(with_aux_loss_gradient(probs, load, weight), self.top_k)
+            weight /= logits.shape[0] * degrees(batch) * length
+        share = load * (self.num_experts / (self.top_k * tokens))  # 1 of an expert with an even share
+        term = self.aux_loss_coeff * jnp.sum(share[:, None] * self.routing.probs(scores))
+        if self.routing.z_loss_coeff:
+            term += self.routing.z_loss_coeff * jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2)
+        return weight * term
+
+    def _jitter(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        """Returns random factors for the router's inputs, of each example the same ones on every mesh."""
+        tensor = self.roles.tensor if self.divides_sequence else None
+        length = shape[1] * degree(tensor)
+        first = lax.axis_index(self._batch_axes) * shape[0] if self._batch_axes else 0
+
+        def of_example(number: jax.Array) -> jax.Array:
+            low, high = 1 - self.routing.jitter, 1 + self.routing.jitter
+            return jax.random.uniform(jax.random.fold_in(key, number), (length, *shape[2:]), dtype, low, high)
+
+        whole = jax.vmap(of_example)(first + jnp.arange(shape[0]))
+        if tensor is None:
+            return whole
+        return lax.dynamic_slice_in_dim(whole, lax.axis_index(tensor) * shape[1], shape[1], axis=1)
+
+    @property
+    def _batch_axes(self) -> tuple[str, ...]:
+        """Axes of more than one rank that shard the batch."""
+        return tuple(axis for axis in self.roles.batch if degree(axis) > 1)
+
+    @property
+    def divides_sequence(self) -> bool:
+        """Says whether tensor ranks route their own parts of the sequence."""
+        return self.parallel is None and self.sequence_parallel and degree(self.roles.tensor) > 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """How the tokens of a `MoE` travel to experts of other ranks, and how many rows that takes.
+
+    Attributes:
+        module: its path in the model.
+        axis: of the ranks that divide the experts.
+        ranks: how many.
+        transport: how tokens travel.
+        tokens: of a rank, each time the layer runs.
+        round_rows: rows that a rank's experts multiply at once; of which matmuls' outputs may be kept for backward.
+        worst_rows: rows if every token chooses as many experts of one rank as it can: multiplied in several rounds.
+        arrived_bytes: of the array in which tokens arrive, and of that of partial sums: transient.
+        sent_bytes: that leave a rank in a dispatch, and arrive in a combine, if every expert is as likely as another.
+    """
+
+    module: str
+    axis: str
+    ranks: int
+    transport: Transport
+    tokens: int
+    round_rows: int
+    worst_rows: int
+    arrived_bytes: int
+    sent_bytes: int
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds there are at most; 1 if experts are evenly loaded."""
+        return -(-self.worst_rows // self.round_rows)
+
+
+def exchanges(model: nnx.Module, *, tokens: int) -> tuple[Exchange, ...]:
+    """Returns how tokens travel in each `MoE` of a model whose experts ranks divide.
+
+    Args:
+        model: may be abstract.
+        tokens: of a rank that shards the batch, in one microbatch.
+    """
+    found = []
+    for path, module in nnx.iter_modules(model):
+        axis = module.roles.experts if isinstance(module, MoE) else None
+        if not isinstance(module, MoE) or axis is None or degree(axis) == 1:
+            continue
+        own = tokens // (degree(module.roles.tensor) if module.divides_sequence else 1)
+        ranks, experts = degree(axis), module.up.own_experts
+        sizes = own, module.top_k, ranks, experts
+        transport = module.transport or choose_transport(ranks)
+        row = module.up.in_features * module.up.dtype.itemsize
+        none = math.comb(module.num_experts - experts, module.top_k) / math.comb(module.num_experts, module.top_k)
+        travels = 1.0 if transport != "ragged" else 1 - none  # the share of tokens that go to a given rank
+        found.append(
+            Exchange(
+                module=".".join(map(str, path)),
+                axis=axis,
+                ranks=ranks,
+                transport=transport,
+                tokens=own,
+                round_rows=places_of_round(*sizes, module.round_size),
+                worst_rows=worst_case(*sizes),
+                arrived_bytes=ranks * own * row,
+                sent_bytes=int((ranks - 1) * own * row * travels),
+            )
+        )
+    return tuple(found)
 
 
 def check_loss_reduction(model: nnx.Module, reduction: LossReduction) -> None:

@@ -65,6 +65,13 @@ def make_whole(shape: tuple[int, ...], init: Initializer, key: jax.Array, dtype:
     return _sharded(init(key, shape, dtype), PartitionSpec(*(None,) * len(shape)))
 
 
+def make_router_bias(num_experts: int, rate: float) -> nnx.Param:
+    """Makes a router's bias: float32 zeros, whole on every rank, which a step moves by `rate` and no optimizer does."""
+    bias = _sharded(jnp.zeros(num_experts, jnp.float32), PartitionSpec(None))
+    bias.set_metadata(bias_rate=rate)
+    return bias
+
+
 def weight_owners(module: nnx.Module) -> dict[Path, Weight]:
     """Returns the weights within a module: of the modules that own any, itself included, by the module's path, and
     arrays of any shape by their own."""
@@ -322,12 +329,21 @@ class Weight(abc.ABC):
             return linear_fp8(x, weight, self.operands.gradient)
         return self.in_blocks(weight, lambda weight, key, operands: linear_blocks(x, weight, key, operands))
 
-    def in_blocks(self, weight: Any, multiply: Callable[[Any, jax.Array, Operands], jax.Array]) -> jax.Array:
+    def call_key(self) -> jax.Array:
+        """Returns uint32 `(2,)` for the stochastic rounding of the call made now; zeros where nothing is rounded so."""
+        return jnp.zeros(2, jnp.uint32) if self.keys is None else self.keys.next()
+
+    def in_blocks(
+        self,
+        weight: Any,
+        multiply: Callable[[Any, jax.Array, Operands], jax.Array],
+        key: jax.Array | None = None,
+    ) -> jax.Array:
         """Returns `multiply(weight, key, operands)`, with each kernel's rows as `WeightGroup.rows_in_blocks` has
-        them."""
+        them; the key is that of a new call by default."""
         assert self.operands is not None
         rows, padded = use_rows(self.layouts), self.group.rows_in_blocks
-        key = jnp.zeros(2, jnp.uint32) if self.keys is None else self.keys.next()
+        key = self.call_key() if key is None else key
         weight = jax.tree.map(lambda a: _resized(a, rows, padded, -2), weight)  # and its slot
         return _resized(multiply(weight, key, self.operands), padded, rows, -1)
 
@@ -343,30 +359,44 @@ class Weight(abc.ABC):
             layout.check_mesh(f"the weight of shape {shape} of {self.name}")
 
     def with_weight(self, function: Callable[..., Any], *operands: Any) -> Any:
-        """Returns `function(weight, *operands)`, the weight gathered for it here, and again in backward, unless a chain
-        did."""
-        self.check_mesh()
-        if isinstance(self.value, Gathered):
-            return function(self.value.weight, *operands)
-        group, sent = self.group, self.sent()
-        ahead = isinstance(sent, Packed | StoredCodes) or group.frozen or self.joined() is not None
+        """Returns `function(weight, *operands)`; see `apply_gathered`."""
+        return apply_gathered((self,), function, *operands)
 
-        def gather_one(sent: Shards | Packed | StoredCodes) -> Any:
-            weight = gather(group, sent)
-            slot = group.slot(weight)
-            return weight if slot is None else SlottedWeight(weight, slot)
+    def _gather_one(self, sent: Shards | Packed | StoredCodes) -> Any:
+        group = self.group
+        weight = gather(group, sent)
+        slot = group.slot(weight)
+        return weight if slot is None else SlottedWeight(weight, slot)
 
-        def to_shards(gradient: Any) -> Shards:
-            array = gradient.slot if isinstance(gradient, SlottedWeight) else gradient
-            return () if group.frozen else scatter({(): group}, {(): array})[()]
+    def _to_shards(self, gradient: Any) -> Shards:
+        group = self.group
+        array = gradient.slot if isinstance(gradient, SlottedWeight) else gradient
+        return () if group.frozen else scatter({(): group}, {(): array})[()]
 
-        def gather_and_apply(shards: Shards, *operands: Any) -> Any:
-            inputs = sent if ahead else shards
-            return function(gathered(shards, inputs, gather_one, to_shards), *operands)
 
-        if group.ranks > 1 or group.divided:
-            gather_and_apply = jax.checkpoint(gather_and_apply)  # else backward would keep the gathered weight
-        return gather_and_apply(self.shards(), *operands)
+def apply_gathered(owners: Sequence[Weight], function: Callable[..., Any], *operands: Any) -> Any:
+    """Returns `function(*weights, *operands)`, the weights gathered for it here, and again in backward, unless a chain
+    did."""
+    for owner in owners:
+        owner.check_mesh()
+    if all(isinstance(owner.value, Gathered) for owner in owners):
+        return function(*(owner.value.weight for owner in owners), *operands)
+    groups, sent = [owner.group for owner in owners], [owner.sent() for owner in owners]
+    ahead = [
+        isinstance(own, Packed | StoredCodes) or group.frozen or owner.joined() is not None
+        for owner, group, own in zip(owners, groups, sent, strict=True)
+    ]
+
+    def gather_and_apply(shards: Sequence[Shards], *operands: Any) -> Any:
+        weights = (
+            gathered(own, given if is_ahead else own, owner._gather_one, owner._to_shards)
+            for own, given, is_ahead, owner in zip(shards, sent, ahead, owners, strict=True)
+        )
+        return function(*weights, *operands)
+
+    if any(group.ranks > 1 or group.divided for group in groups):
+        gather_and_apply = jax.checkpoint(gather_and_apply)  # else backward would keep the gathered weights
+    return gather_and_apply([owner.shards() for owner in owners], *operands)
 
 
 class WeightOwner(Weight, Layer):

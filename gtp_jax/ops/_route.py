@@ -1,56 +1,58 @@
-"""Routes tokens to experts."""
+"""What a router of experts adds to the gradients, and not to the loss that is reported."""
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Float, Int32
+from jaxtyping import Float
 
 
-def route(
-    probs: Float[jax.Array, "*tokens experts"], count: int
-) -> tuple[Int32[jax.Array, "*tokens {count}"], Float[jax.Array, "*tokens {count}"]]:
-    """Returns the likeliest experts of each token, and their combine weights, which sum to 1.
+@jax.custom_vjp
+def with_aux_loss(x: Float[jax.Array, "*shape"], term: Float[jax.Array, ""]) -> Float[jax.Array, "*shape"]:
+    """Returns `x` as it is; in backward gradients of `term` are added, as if it were a part of the loss.
 
     Args:
-        probs: `(..., experts)`, positive.
-        count: experts a token.
-
-    Returns:
-        `(..., count)` experts, int32; `(..., count)` combine weights.
+        x: what the loss depends on.
+        term: a scalar.
     """
-    highest, chosen = lax.top_k(probs, count)
-    return chosen, highest / jnp.sum(highest, axis=-1, keepdims=True)
+    del term
+    return x
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def with_aux_loss_gradient(
-    probs: Float[jax.Array, "batch sequence experts"], load: Float[jax.Array, "batch experts"], weight: float
-) -> Float[jax.Array, "batch sequence experts"]:
-    """Returns `probs` as it is; in backward the gradient of a balance term is added, as if the loss had it.
+def _aux_fwd(x: jax.Array, term: jax.Array):
+    return x, term
 
-    The term is `weight * sum(load * probs)`, which is least where every expert has as much to do: the sequence-wise
-    balance loss of DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20), summed over tokens. It depends on nothing but
-    the token's own sequence, so that neither the mesh nor microbatches change it.
+
+def _aux_bwd(term: jax.Array, gradient: jax.Array):
+    return gradient, jnp.ones_like(term)
+
+
+with_aux_loss.defvjp(_aux_fwd, _aux_bwd)
+
+
+@jax.custom_vjp
+def with_load_as_gradient(
+    x: Float[jax.Array, "*shape"], bias: Float[jax.Array, " experts"], load: Float[jax.Array, " experts"]
+) -> Float[jax.Array, "*shape"]:
+    """Returns `x` as it is; in backward `load` becomes the gradient of `bias`.
+
+    So it is summed over microbatches and ranks as gradients are, in the same reductions, and in training alone.
 
     Args:
-        probs: `(batch, sequence, experts)`, a token's summing to 1.
-        load: `(batch, experts)`: how many times its even share of a sequence's tokens an expert has. Held constant.
-        weight: of the term.
+        x: what the loss depends on.
+        bias: of a router.
+        load: how many tokens chose each expert.
     """
-    del load, weight
-    return probs
+    del bias, load
+    return x
 
 
-def _fwd(probs: jax.Array, load: jax.Array, weight: float):
-    return probs, load
+def _load_fwd(x: jax.Array, bias: jax.Array, load: jax.Array):
+    return x, load.astype(bias.dtype)
 
 
-def _bwd(weight: float, load: jax.Array, gradient: jax.Array):
-    return gradient + weight * load[:, None, :].astype(gradient.dtype), None
+def _load_bwd(load: jax.Array, gradient: jax.Array):
+    return gradient, load, None
 
 
-with_aux_loss_gradient.defvjp(_fwd, _bwd)
+with_load_as_gradient.defvjp(_load_fwd, _load_bwd)

@@ -11,6 +11,7 @@ from jaxtyping import Shaped
 
 SAVED = "gtp_saved"
 ACTIVATION = "gtp_activation"
+ROUTING = "gtp_routing"
 
 
 def save_for_backward(x: Any) -> Any:
@@ -28,6 +29,15 @@ def save_activation(x: Any) -> Any:
     Backward needs it only for the weight's gradient. Other policies recompute it from the matmuls' outputs.
     """
     return checkpoint_name(x, ACTIVATION)
+
+
+def save_routing(x: Any) -> Any:
+    """Saves choices of experts, and orders that follow from them, for backward under every policy.
+
+    They are integers, a few a token. Computed again, in a program that XLA fuses otherwise, two nearly equal choices
+    could come out in the other order, and gradients would be of other experts than the loss.
+    """
+    return checkpoint_name(x, ROUTING)
 
 
 def row_major(x: Shaped[jax.Array, "*shape"]) -> Shaped[jax.Array, "*shape"]:

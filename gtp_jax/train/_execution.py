@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from .._flags import check_knobs, count_or, knob
 from ..chain import REMAT, Remat, Schedule
+from ..mesh import TP
 from ..nn import GRAD_REDUCE, GradReduce
 from ._zero import REDUCE_OVER_DP, ReduceOverDp
 
@@ -59,15 +62,21 @@ class Execution:
         names = ("prefetch", "unroll", "keep_gathered", "grad_reduce", "remat")
         return {name: getattr(self, name) for name in names}
 
-    def check_batch(self, batch: int, *, dp: int, gtp: int) -> None:
+    def check_batch(self, batch: int, degrees: Mapping[str, int]) -> None:
         """Checks that every rank has as many sequences in each microbatch.
+
+        Args:
+            batch: sequences of a step.
+            degrees: of the mesh's axes, by name; tp does not shard the batch.
 
         Raises:
             ValueError: if the ranks and microbatches do not divide the batch.
         """
-        parts = dp * gtp * self.microbatches
+        factors = {axis: size for axis, size in degrees.items() if axis != TP} | {"microbatches": self.microbatches}
+        parts = math.prod(factors.values())
         if batch % parts:
             raise ValueError(
-                f"`batch` is {batch}, which is not divisible by dp * gtp * microbatches = {dp} * {gtp} * "
-                f"{self.microbatches} = {parts}. Take {max(1, batch // parts) * parts}, for instance."
+                f"`batch` is {batch}, which is not divisible by {' * '.join(factors)} = "
+                f"{' * '.join(map(str, factors.values()))} = {parts}. Take {max(1, batch // parts) * parts}, for "
+                "instance."
             )

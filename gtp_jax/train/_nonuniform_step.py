@@ -224,9 +224,8 @@ class NonuniformStep:
         found, (total, tokens) = over_core(found, sums)
         computed = Computed(total, tokens, found, {}, ())
         limits: Any = {"max_grad_norm": self._max_grad_norm, "skip_nonfinite": self._skip_nonfinite}
-        after = updated(state, computed, self._optimizer, **limits, skip=skip)
-        metrics = {"loss": mean(total, tokens), "tokens": tokens, "grad_norm": after.norm, "skipped": after.skipped}
-        return after.state, metrics
+        after, metrics = updated(state, computed, self._optimizer, **limits, skip=skip)
+        return after, {"loss": mean(total, tokens), "tokens": tokens, **metrics}
 
     def _check(self, state: TrainState) -> None:
         check_model_state(state)

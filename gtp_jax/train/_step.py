@@ -113,10 +113,9 @@ def train_step(
         chosen = current_recipe() if recipe is None else recipe
         request = Request(loss, view, has_aux, microbatches, chosen, pregathered_layers, seed, reduce_over_dp)
         computed = gradients(request, state, batch)
-        metrics = _metrics(computed, state, view, has_aux)
         limits: Any = {"max_grad_norm": max_grad_norm, "skip_nonfinite": skip_nonfinite}
-        after = updated(state, computed, optimizer, **limits, skip=skip)
-        return after.state, {**metrics, "grad_norm": after.norm, "skipped": after.skipped}
+        after, metrics = updated(state, computed, optimizer, **limits, skip=skip)
+        return after, {**_metrics(computed, state, view, has_aux), **metrics}
 
     options = lambda: _options(compiler_options, recipe)  # noqa: E731
     if replicas is None or replicas.plan.uniform:

@@ -177,12 +177,12 @@ class TrainConfig:
             self.fault_plan(degrees).devices_of(range(devices))
             preset_of(self.preset).check_mesh(tp=degrees["tp"], seq=self.seq)
             return degrees
-        if virtual and asked.tp is None and asked.gtp is None and devices % (2 * asked.dp) == 0:
+        if virtual and asked.tp is None and asked.gtp is None and devices % (2 * asked.dp * asked.ep) == 0:
             asked = dataclasses.replace(asked, tp=2)
         degrees = asked.degrees(devices)
         check_degrees(degrees, devices)
         preset_of(self.preset).check_mesh(tp=degrees["tp"], seq=self.seq)
-        self.execution.check_batch(self.batch, dp=degrees["dp"], gtp=degrees["gtp"])
+        self.execution.check_batch(self.batch, degrees)
         return degrees
 
     def fault_plan(self, degrees: dict[str, int]) -> FaultPlan:
@@ -192,8 +192,13 @@ class TrainConfig:
             degrees: of the healthy run.
 
         Raises:
-            ValueError: as `plan_faults`.
+            ValueError: as `plan_faults`, or if experts are divided over ep.
         """
+        if self.parallelism.ep > 1:
+            raise ValueError(
+                f"`ep` is {self.parallelism.ep}, and devices have failed: replicas of unequal degree have no ranks to "
+                "exchange tokens with. Leave --ep out."
+            )
         return self.faults.plan(**degrees, batch=self.batch, microbatches=self.execution.microbatches)
 
     def model(self, vocab_size: int, *, dtype: str) -> ModelConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ..data import Loader, Windows, ahead
-from ..mesh import make_mesh
+from ..mesh import Roles, default_roles, make_mesh
 from ..nonuniform import FaultPlan
 from ..train import Batches, Replicas, is_here, with_best_core
 from ._config import TrainConfig
@@ -29,6 +30,11 @@ class Fleet:
     replicas: Replicas | None = None
 
     @property
+    def roles(self) -> Roles:
+        """The roles of the mesh's axes."""
+        return default_roles(self.mesh.axis_names)
+
+    @property
     def plan(self) -> FaultPlan | None:
         """Who goes on after failures; `None` without any."""
         return None if self.replicas is None else self.replicas.plan
@@ -41,16 +47,16 @@ class Fleet:
     def loader(self, windows: Windows, batch: int, microbatches: int) -> Loader | ReplicaLoader:
         """Returns the batches to train on."""
         if self.replicas is None or self.replicas.plan.uniform:
-            return Loader(windows, batch, self.mesh, fill=self._fill(batch, microbatches))
+            return Loader(windows, batch, self.mesh, fill=self._fill(batch, microbatches), roles=self.roles)
         return ReplicaLoader(self.replicas, windows, batch)
 
     def held_out_loader(self, windows: Windows, batch: int) -> Loader:
         """Returns the batches to evaluate on."""
-        return Loader(windows, batch, self.mesh, fill=self._fill(batch, 1))
+        return Loader(windows, batch, self.mesh, fill=self._fill(batch, 1), roles=self.roles)
 
     def _fill(self, batch: int, microbatches: int) -> int:
         """Returns the rows of weight 0 to add, so that the ranks divide a batch: after a failure they may not."""
-        return -batch % (self.mesh.shape["dp"] * self.mesh.shape["gtp"] * microbatches)
+        return -batch % (math.prod(self.mesh.shape[axis] for axis in self.roles.batch) * microbatches)
 
 
 class ReplicaLoader:

@@ -48,6 +48,14 @@ CASES = {
         dict(expert_parallel=None, expert_axes=("dp", "tp", "gtp")),
         1,
     ),
+    "ep 2": (dict(ep=2), {}, 1),
+    "ep 4, four microbatches": (dict(ep=4), {}, 4),
+    "ep 8, as many experts": (dict(ep=8), dict(num_experts=8, top_k=3), 1),
+    "ep 2 x gtp 2: dense gtp 4 beside ep 2 x egtp 2": (dict(gtp=2, ep=2), {}, 1),
+    "ep 2 x gtp 2 x tp 2": (dict(gtp=2, ep=2, tp=2), {}, 1),
+    "ep 2 x gtp 2 x tp 2, a part of the sequence each": (dict(gtp=2, ep=2, tp=2), dict(expert_parallel=None), 1),
+    "dp 2 x ep 2 x tp 2, experts over ep and tp": (dict(dp=2, ep=2, tp=2), dict(expert_parallel="expert"), 1),
+    "dp 2 x ep 4, experts gathered over dp": (dict(dp=2, ep=4), dict(expert_axes=("dp",)), 1),
     "gtp 2 x tp 2, whole sequence": (dict(gtp=2, tp=2), dict(expert_parallel=None, sequence_parallel=False), 1),
 }
 

@@ -37,6 +37,7 @@ class LlamaConfig:
         num_heads: query heads.
         num_kv_heads: key-value heads.
         head_dim: width of a head.
+        qk_norm: normalise each head of queries and keys by RMSNorm, as Qwen3 does.
         intermediate_size: hidden width of the MLP, or of each expert.
         num_experts: how many stand in place of each MLP; 0 for an MLP.
         top_k: experts a token.
@@ -67,6 +68,7 @@ class LlamaConfig:
     aux_loss_coeff: float = 0.01
     expert_parallel: ExpertParallel = "features"
     expert_axes: tuple[str, ...] | None = None
+    qk_norm: bool = False
     tie_embeddings: bool = False
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
@@ -128,6 +130,8 @@ class LlamaConfig:
     def architecture(self) -> dict[str, Any]:
         """Returns the fields that say which model the weights are of; the others say how it is computed."""
         fields = {name: getattr(self, name) for name in (*_ARCHITECTURE, *(_OF_EXPERTS if self.num_experts else ()))}
+        if self.qk_norm:
+            fields["qk_norm"] = True
         scaling = self.rope_scaling
         return fields if scaling is None else {**fields, "rope_scaling": dataclasses.asdict(scaling)}
 
@@ -147,7 +151,12 @@ class LlamaConfig:
             if self.num_experts
             else 0
         )
-        return self.matmul_params() + idle + embedding + (2 * self.num_layers + 1) * self.hidden_size
+        return self.matmul_params() + idle + embedding + self._norms()
+
+    def _norms(self) -> int:
+        """Returns the parameters of norms."""
+        heads = 2 * self.num_layers * self.head_dim if self.qk_norm else 0
+        return (2 * self.num_layers + 1) * self.hidden_size + heads
 
 
 def _is_whole(value: Any) -> bool:

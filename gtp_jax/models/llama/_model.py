@@ -42,6 +42,7 @@ class LlamaBlock(Layer):
             head_dim=config.head_dim,
             rope_theta=config.rope_theta,
             rope_scaling=config.rope_scaling,
+            qk_norm=config.qk_norm,
             epsilon=config.epsilon,
             rngs=rngs,
             **shared,

@@ -38,6 +38,22 @@ PRESETS: dict[str, LlamaConfig] = {
     "tiny-moe": replace(_TINY, intermediate_size=256, num_experts=8, top_k=2),
     # Mixtral 8x7B (arXiv 2401.04088, table 1)
     "mixtral": replace(_8B, vocab_size=32000, num_experts=8, top_k=2, rope_theta=1_000_000.0),
+    # config.json of Qwen/Qwen3-30B-A3B
+    "qwen3-30b-a3b": LlamaConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        num_layers=48,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        qk_norm=True,
+        intermediate_size=768,
+        num_experts=128,
+        top_k=8,
+        aux_loss_coeff=0.001,
+        rope_theta=1_000_000.0,
+        epsilon=1e-6,
+    ),
     # the step that the benchmarks time: 3.6 B parameters in matmuls
     "reference": replace(_8B, vocab_size=32768, num_layers=16, rope_theta=10_000.0),
     # Llama 3 and 3.1

@@ -1,0 +1,246 @@
+"""Tokens to the ranks whose experts they chose, and partial sums back. Called inside a `shard_map`.
+
+A token travels once to each rank that has an expert of its choice, however many it chose there, and one partial sum
+comes back. Ranks know each other's choices from one all-gather of integers, which tells counts and places to all, so
+that none are exchanged. Of what arrives nothing need be kept for backward, which sends it again.
+
+[Note: bounds]
+XLA's arrays have fixed sizes: what arrives lies in an array for the worst case, in which every token chooses this rank:
+`ranks * tokens` rows. It is transient: with the rows that experts multiply, which `gtp_jax.ops.in_rounds` bounds, the
+worst case would be `min(top_k, experts of a rank)` times as many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Bool, Float, Int32, Shaped
+
+from ..ops import save_routing
+from ._stored import WIRE
+from ._transports import Transport
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("goes", "sent", "comes", "counts"),
+    meta_fields=("axis", "transport", "most"),
+)
+@dataclasses.dataclass(frozen=True)
+class Journey:
+    """Where this rank's tokens go, and where the ones that come lie.
+
+    Attributes:
+        goes: bool `(ranks, tokens)`: which of this rank's tokens go to each rank.
+        sent: int32 `(ranks, tokens)`: the number of each among the tokens that go there.
+        comes: bool `(ranks, tokens)`: which tokens of each rank come here.
+        counts: int32 `(ranks, ranks)`: how many tokens go from the first to the second.
+        axis: the ranks'.
+        transport: how they travel.
+        most: to how many ranks a token goes at most.
+    """
+
+    goes: jax.Array
+    sent: jax.Array
+    comes: jax.Array
+    counts: jax.Array
+    axis: str
+    transport: Transport
+    most: int
+
+    def of_rows(self, table: Shaped[jax.Array, "ranks tokens choices"]) -> jax.Array:
+        """Returns, of a value for each token of each rank, that of every row that `dispatch` returns: `(ranks * tokens,
+        choices)`. Of rows that no token has it is any token's: see `real`."""
+        flat = jnp.reshape(table, (-1, table.shape[-1]))
+        return flat if self.transport == "gather" else flat[self._tokens_of_rows]
+
+    @property
+    def real(self) -> Bool[jax.Array, " rows"]:
+        """Says which rows are tokens that chose an expert of this rank."""
+        ranks, tokens = self.comes.shape
+        if self.transport == "gather":
+            return jnp.reshape(self.comes, -1)
+        come = self.counts[:, lax.axis_index(self.axis)]
+        if self.transport == "padded":
+            return jnp.reshape(jnp.arange(tokens) < come[:, None], -1)
+        return jnp.arange(ranks * tokens) < jnp.sum(come)
+
+    @property
+    def _tokens_of_rows(self) -> jax.Array:
+        """The number of the token in each row, counted over all ranks' tokens."""
+        ranks, tokens = self.comes.shape
+        number = jnp.cumsum(self.comes, axis=1, dtype=jnp.int32) - 1
+        starts = jnp.arange(ranks, dtype=jnp.int32) * tokens
+        if self.transport == "ragged":
+            come = self.counts[:, lax.axis_index(self.axis)]
+            starts = jnp.cumsum(come, dtype=jnp.int32) - come
+        place = jnp.where(self.comes, starts[:, None] + number, ranks * tokens)
+        every = jnp.arange(ranks * tokens, dtype=jnp.int32)
+        return jnp.zeros_like(every).at[jnp.ravel(place)].set(every, mode="drop")
+
+
+def plan_journey(
+    chosen: Int32[jax.Array, "tokens choices"], axis: str, experts: int, transport: Transport
+) -> tuple[Journey, Int32[jax.Array, "ranks tokens choices"]]:
+    """Returns where tokens go, and all ranks' choices.
+
+    Args:
+        chosen: of this rank's tokens, numbers of experts among those of all ranks.
+        axis: the mesh axis of the ranks.
+        experts: of each rank.
+        transport: how tokens travel.
+    """
+    every = save_routing(lax.all_gather(chosen, axis))
+    ranks, rank = every.shape[0], lax.axis_index(axis)
+    of_rank = jnp.arange(ranks)[:, None, None]
+    owners = every // experts
+    to = jnp.any(owners[:, None] == of_rank, axis=-1)  # (from, to, tokens)
+    goes = to[rank]
+    sent = jnp.cumsum(goes, axis=1, dtype=jnp.int32) - 1
+    counts = jnp.sum(to, axis=-1, dtype=jnp.int32)
+    return Journey(goes, sent, to[:, rank], counts, axis, transport, min(ranks, chosen.shape[-1])), every
+
+
+@jax.custom_vjp
+def dispatch(x: Float[jax.Array, "tokens features"], journey: Journey) -> Float[jax.Array, "rows features"]:
+    """Returns the tokens that chose an expert of this rank, rank after rank, in `ranks * tokens` rows, of which
+    `journey.real` says which are any.
+
+    Its gradient is `combine`: so gradients travel in their own dtype, and are added in float32 in order of rank.
+    """
+    return _dispatch(x, journey)
+
+
+@jax.custom_vjp
+def combine(partial_sums: Float[jax.Array, "rows features"], journey: Journey) -> Float[jax.Array, "tokens features"]:
+    """Returns the sum of each token's rows on all ranks, which travel in their own dtype and are added in float32, in
+    order of rank. Its gradient is `dispatch`.
+
+    Args:
+        partial_sums: in the order of what `dispatch` returned; zeros in rows that are no token's.
+        journey: the same.
+    """
+    return _combine(partial_sums, journey)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gather_shares(shares: Float[jax.Array, "tokens choices"], axis: str) -> Float[jax.Array, "ranks tokens choices"]:
+    """Returns all ranks' shares. Gradients travel back in an all-to-all: each is one rank's alone, and XLA would join a
+    reduce-scatter with those of weights, which have more time."""
+    return lax.all_gather(shares, axis)
+
+
+def _shares_fwd(shares: jax.Array, axis: str):
+    return lax.all_gather(shares, axis), None
+
+
+def _shares_bwd(axis: str, _: None, gradient: jax.Array):
+    back = lax.all_to_all(gradient, axis, split_axis=0, concat_axis=0, tiled=True)
+    return (functools.reduce(lax.add, list(back)),)
+
+
+gather_shares.defvjp(_shares_fwd, _shares_bwd)
+
+
+def _dispatch(x: jax.Array, journey: Journey) -> jax.Array:
+    wire, axis = _as_bits(x), journey.axis
+    ranks, tokens = journey.goes.shape
+    if journey.transport == "gather":
+        arrived = lax.all_gather(wire, axis)
+    elif journey.transport == "padded":
+        arrived = lax.all_to_all(wire[_senders(journey)], axis, split_axis=0, concat_axis=0, tiled=True)
+    else:
+        arrived = _ragged(wire[_flat_senders(journey)], ranks * tokens, journey.counts, axis)
+    return _from_bits(jnp.reshape(arrived, (ranks * tokens, *x.shape[1:])), x.dtype)
+
+
+def _combine(partial_sums: jax.Array, journey: Journey) -> jax.Array:
+    wire, axis = _as_bits(partial_sums), journey.axis
+    ranks, tokens = journey.goes.shape
+    if journey.transport == "ragged":
+        back = _ragged(wire, tokens * journey.most, journey.counts.T, axis)
+        sent = jnp.sum(journey.goes, axis=1, dtype=jnp.int32)
+        places = (jnp.cumsum(sent) - sent)[:, None] + journey.sent
+        parts = [back[jnp.where(journey.goes[rank], places[rank], 0)] for rank in range(ranks)]
+    else:
+        blocks = jnp.reshape(wire, (ranks, tokens, *wire.shape[1:]))
+        back = lax.all_to_all(blocks, axis, split_axis=0, concat_axis=0, tiled=True)
+        if journey.transport == "gather":
+            parts = list(back)
+        else:
+            parts = [back[rank, jnp.where(journey.goes[rank], journey.sent[rank], 0)] for rank in range(ranks)]
+    dtype = partial_sums.dtype
+    wide = jnp.promote_types(dtype, jnp.float32)
+    own = [
+        jnp.where(journey.goes[rank][:, None], _from_bits(part, dtype).astype(wide), 0)
+        for rank, part in enumerate(parts)
+    ]
+    return functools.reduce(lax.add, own).astype(dtype)
+
+
+def _dispatch_fwd(x: jax.Array, journey: Journey):
+    return _dispatch(x, journey), journey
+
+
+def _dispatch_bwd(journey: Journey, gradient: jax.Array):
+    return _combine(gradient, journey), None
+
+
+def _combine_fwd(partial_sums: jax.Array, journey: Journey):
+    return _combine(partial_sums, journey), journey
+
+
+def _combine_bwd(journey: Journey, gradient: jax.Array):
+    return _dispatch(gradient, journey), None
+
+
+dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+combine.defvjp(_combine_fwd, _combine_bwd)
+
+
+def _senders(journey: Journey) -> jax.Array:
+    """Returns, for each rank, the tokens that go there, ahead of any others: `(ranks, tokens)`."""
+    ranks, tokens = journey.goes.shape
+    place = jnp.where(journey.goes, journey.sent, tokens)
+    every = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (ranks, tokens))
+    return jnp.zeros_like(every).at[jnp.arange(ranks)[:, None], place].set(every, mode="drop")
+
+
+def _flat_senders(journey: Journey) -> jax.Array:
+    """Returns the tokens that are sent, rank after rank."""
+    ranks, tokens = journey.goes.shape
+    sent = jnp.sum(journey.goes, axis=1, dtype=jnp.int32)
+    place = jnp.where(journey.goes, (jnp.cumsum(sent) - sent)[:, None] + journey.sent, ranks * tokens)
+    every = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (ranks, tokens))
+    return jnp.zeros(tokens * journey.most, jnp.int32).at[jnp.ravel(place)].set(jnp.ravel(every), mode="drop")
+
+
+def _ragged(rows: jax.Array, room: int, counts: jax.Array, axis: str) -> jax.Array:
+    """Sends runs of rows, of which this rank's lie one after another in order of rank, into `room` rows.
+
+    Args:
+        rows: what is sent.
+        room: rows of the result, zeros where nothing arrives.
+        counts: `(ranks, ranks)`: rows from the first to the second.
+        axis: the ranks'.
+    """
+    rank = lax.axis_index(axis)
+    sizes, arriving = counts[rank], counts[:, rank]
+    starts = jnp.cumsum(sizes) - sizes
+    there = (jnp.cumsum(counts, axis=0) - counts)[rank]  # behind what lower ranks send there
+    out = jnp.zeros((room, *rows.shape[1:]), rows.dtype)
+    return lax.ragged_all_to_all(rows, out, starts, sizes, there, arriving, axis_name=axis)
+
+
+def _as_bits(x: jax.Array) -> jax.Array:
+    wire = WIRE.get(x.dtype)
+    return x if wire is None else lax.bitcast_convert_type(x, wire)
+
+
+def _from_bits(x: jax.Array, dtype: Any) -> jax.Array:
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)

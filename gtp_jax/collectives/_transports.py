@@ -1,0 +1,47 @@
+"""How tokens travel to the ranks of their experts: the one table.
+
+| name | dispatch | combine | rows that a rank takes in |
+|---|---|---|---|
+| `gather` | all-gather of every token | all-to-all of every partial sum | ranks x tokens, to all |
+| `padded` | all-to-all of slots for all tokens of a rank | the same back | ranks x tokens, of which some are real |
+| `ragged` | ragged all-to-all of the rows that go somewhere | the same back | as many as come here |
+
+Whichever it is, results have the same bits: the same rows arrive, and partial sums are added in order of rank.
+
+The rule below is not measured yet. It follows from published figures for H100: within a host an all-gather beats
+`ragged_all_to_all`, which launches a copy for each peer (marin#6979: 20.7 % of the peak against 5.8 % at 8 ranks), and
+with 8 choices a token most tokens go to most ranks anyway; beyond a host its rows are what travels through the network.
+XLA's CPU backend (jaxlib 0.12.0) has no ragged all-to-all.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from ..mesh import platform
+
+Transport = Literal["gather", "padded", "ragged"]
+TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
+
+# Ranks of one host, which NVLink connects.
+_HOST = 8
+
+
+def choose_transport(ranks: int) -> Transport:
+    """Returns the transport for so many ranks, which lie side by side, on the devices of the mesh in scope."""
+    if platform() != "gpu":
+        return "padded"
+    return "gather" if ranks <= _HOST else "ragged"
+
+
+def check_transport(transport: object) -> None:
+    """Refuses names that are none.
+
+    Raises:
+        ValueError: naming what there is.
+    """
+    if transport is not None and transport not in TRANSPORTS:
+        raise ValueError(
+            f"`transport` is {transport!r}; it must be one of {', '.join(map(repr, TRANSPORTS))}, or `None` for what "
+            "the table says."
+        )

@@ -1,0 +1,222 @@
+"""Experts that ranks divide: exact against every token through every expert, and bounded in memory."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.ad_checkpoint import print_saved_residuals
+from selection import others_slow
+
+import gtp_jax as gtp
+from gtp_jax import plan
+from gtp_jax.chain import with_remat
+from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.collectives import choose_transport
+from gtp_jax.nn import Routing
+
+from ..parity.plain_moe import plain_experts
+
+FEATURES, HIDDEN, EXPERTS, TOP_K, COEFF = 8, 12, 8, 3, 0.1
+
+
+def mesh_of(degrees):
+    count = math.prod(degrees.values())
+    return jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[:count]))
+
+
+def build(degrees, **options):
+    """A mixture on a mesh, in pieces, and the inputs of sixteen sequences."""
+    defaults = dict(num_experts=EXPERTS, top_k=TOP_K, aux_loss_coeff=COEFF, parallel=None)
+    dtypes = dict(dtype="float64", param_dtype="float64")
+    make = lambda rngs: gtp.MoE(FEATURES, HIDDEN, rngs=rngs, **{**defaults, **dtypes, **options})  # noqa: E731
+    graph, state = nnx.split(gtp.init(make, nnx.Rngs(0)))
+    x = np.random.default_rng(0).normal(size=(16, 4, FEATURES))
+    x[..., 0] = 3 + np.abs(x[..., 0])  # a feature by which a router can send every token to the same experts
+    return graph, state, jnp.asarray(x)
+
+
+def plain(state):
+    params = {path: np.asarray(v.get_value()) for path, v in nnx.to_flat_state(state)}
+    nested = {"scale": params["scale",], "router": params["router",], "up": {"kernel": {}}, "down": {}}
+    nested["up"]["kernel"] = {name: params["up", "kernel", name] for name in ("gate", "up")}
+    nested["down"]["kernel"] = params["down", "kernel"]
+    return nested
+
+
+def routers(state):
+    """Parameters with other routers: as drawn; every token to the last experts; to the first of them, evenly behind."""
+    drawn = next(v.get_value() for path, v in nnx.to_flat_state(state) if path == ("router",))
+    yield "as drawn", state
+    for name, order in (("the last take all", np.arange(EXPERTS)), ("the first take all", -np.arange(EXPERTS))):
+        router = np.asarray(drawn) * 0.01
+        router[0] += order
+        with_router = jax.tree.map(lambda a: a, state)
+        with_router["router"] = with_router["router"].replace(jax.device_put(router, drawn.sharding))
+        yield name, with_router
+
+
+def oracle(params, x, top_k):
+    def loss(params, x):
+        y, balance = plain_experts(params, x, top_k, 1e-6)
+        return jnp.sum(jnp.sin(y)) + COEFF * balance, jnp.sum(jnp.sin(y))
+
+    gradients, value = jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x)
+    return value, gradients
+
+
+MESHES = {
+    "ep 2 x gtp 2, in rounds": (dict(ep=2, gtp=2), dict(round_size=0.2)),
+    "ep 2": (dict(ep=2), {}),
+    "ep 4": (dict(ep=4), {}),
+    "ep 8": (dict(ep=8), {}),
+    "ep 4, all-gather": (dict(ep=4), dict(transport="gather")),
+    "ep 8, one choice, in rounds": (dict(ep=8), dict(top_k=1, round_size=0.5)),
+    "ep 2 x gtp 2 x tp 2, features": (dict(ep=2, gtp=2, tp=2), dict(parallel="features")),
+    "ep 2 x gtp 2 x tp 2, experts over both": (dict(ep=2, gtp=2, tp=2), dict(parallel="expert")),
+    "ep 2 x gtp 2 x tp 2, parts of sequences": (dict(ep=2, gtp=2, tp=2), dict(round_size=0.2)),
+    "ep 2 x dp 2, gathered over dp": (dict(ep=2, dp=2), dict(axes=("dp",))),
+}
+
+
+@pytest.mark.parametrize("name", others_slow(MESHES, ["ep 2 x gtp 2, in rounds"]))
+def test_every_routing_agrees_with_every_token_through_every_expert(name, x64):
+    """The last two send no token to most experts, and none to most ranks."""
+    degrees, options = MESHES[name]
+    with mesh_of(degrees):
+        graph, state, x = build(degrees, **options)
+        loss = lambda state, x: jnp.sum(jnp.sin(nnx.merge(graph, state)(x)))  # noqa: E731
+        run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+        for routing, given in routers(state):
+            value, (to_state, to_x) = run(given, x)
+            expected, (to_params, to_inputs) = oracle(plain(given), x, options.get("top_k", TOP_K))
+            found = {**plain(to_state), "x": np.asarray(to_x), "value": np.asarray(value)}
+            wanted = {**to_params, "x": to_inputs, "value": expected}
+            for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+                error = np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)
+                assert error < 1e-12, f"{routing}: {jax.tree_util.keystr(path)} is off by {error:.1e}"
+
+
+@pytest.mark.slow
+def test_transports_agree_bit_for_bit_and_so_do_two_runs():
+    found = []
+    for transport in ("gather", "padded", "padded"):
+        with mesh_of(dict(ep=4)):
+            graph, state, x = build(dict(ep=4), transport=transport, dtype="bfloat16", param_dtype="float32")
+            loss = lambda state, x: jnp.sum(jnp.sin(nnx.merge(graph, state)(x)))  # noqa: B023, E731
+            found.append(jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(state, x.astype(jnp.bfloat16)))
+    for other in found[1:]:
+        for a, b in zip(jax.tree.leaves(found[0]), jax.tree.leaves(other), strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize("remat", others_slow(["matmuls", "nothing", "everything"], ["everything"]))
+def test_nothing_that_travels_is_kept_for_backward(remat, capsys):
+    """Traced alone: tokens arrive in ranks x tokens rows, and no more than a round's are kept, of any width."""
+    with mesh_of(dict(ep=8)):
+        graph, state, x = build(dict(ep=8), dtype="float32", param_dtype="float32", round_size=1.0)
+        x = jnp.zeros((16, 64, FEATURES), jnp.float32)
+        print_saved_residuals(with_remat(lambda state, x: nnx.merge(graph, state)(x), remat), state, x)
+    shapes = re.findall(r"f32\[([\d,]+)\]", capsys.readouterr().out)
+    rows = max(math.prod(map(int, dims.split(",")[:-1])) for dims in shapes if dims.split(",")[-1] != str(TOP_K))
+    tokens = 2 * 64  # of a rank; of all ranks what is kept lies side by side
+    assert rows <= 8 * tokens * TOP_K, "a round's rows; 8 * 8 * tokens would have arrived"
+
+
+@pytest.mark.slow
+def test_exchanges_are_as_designed():
+    """In a layer and pass: choices and shares once, tokens there, partial sums back; in backward the same the other
+    way round, and the tokens again."""
+    with mesh_of(dict(ep=4)):
+        options = dict(num_experts=EXPERTS, top_k=TOP_K, parallel=None)
+        make = lambda rngs: gtp.Stack(lambda rngs: gtp.MoE(FEATURES, HIDDEN, rngs=rngs, **options), 1, rngs=rngs)  # noqa: E731
+        graph, state = nnx.split(gtp.init(make, nnx.Rngs(0)))
+        loss = lambda state, x: jnp.sum(nnx.merge(graph, state)(x) ** 2)  # noqa: E731
+        x = jnp.zeros((16, 4, FEATURES), jnp.bfloat16)
+        text = jax.jit(jax.value_and_grad(loss)).lower(state, x).compile().as_text()
+    found = [c for c in plan.collectives(text) if c.axes == ("ep",) and c.kind in ("all-to-all", "all-gather")]
+    kinds = sorted((c.kind, c.direction, c.dtype) for c in found)
+    assert kinds == [
+        ("all-gather", "backward", "f32"),  # shares, to weight by
+        ("all-gather", "forward", "f32"),
+        ("all-gather", "forward", "s32"),  # choices, which are kept
+        ("all-to-all", "backward", "f32"),  # gradients of shares
+        ("all-to-all", "backward", "u16"),  # tokens, again
+        ("all-to-all", "backward", "u16"),  # gradients of partial sums
+        ("all-to-all", "backward", "u16"),  # gradients of tokens
+        ("all-to-all", "forward", "u16"),  # tokens
+        ("all-to-all", "forward", "u16"),  # partial sums
+    ]
+
+
+@pytest.mark.slow
+def test_an_amax_is_of_one_expert_alone(x64):
+    """Experts of very different size, quantized as they travel: their gradients are those of any other mesh."""
+    scaled = lambda key, shape, dtype: (  # noqa: E731
+        jax.random.normal(key, shape, dtype) * 10.0 ** jnp.arange(shape[0])[:, None, None] / 1e4
+    )
+    found = []
+    for degrees in (dict(gtp=2), dict(ep=2, gtp=2), dict(ep=2, gtp=2, tp=2)):
+        with mesh_of(degrees), gtp.use_recipe(gtp.NVFP4()):
+            options = dict(kernel_init=scaled, parallel="expert" if "tp" in degrees else None)
+            graph, state, x = build(degrees, **options)
+            loss = lambda state, x: jnp.sum(jnp.sin(nnx.merge(graph, state)(x)))  # noqa: B023, E731
+            gradient = jax.jit(jax.grad(loss))(state, x)
+            found.append({path: np.asarray(v.get_value()) for path, v in nnx.to_flat_state(gradient)})
+    for other in found[1:]:
+        for path, value in found[0].items():
+            for a, b in zip(value, other[path], strict=True):
+                np.testing.assert_allclose(b, a, rtol=0, atol=1e-11 * np.abs(a).max(), err_msg=str(path))
+
+
+def test_choices_of_the_table():
+    assert choose_transport(4) == "padded"  # XLA's CPU backend has no ragged one
+
+
+REFUSED = {
+    "experts": (dict(num_experts=6), "6 experts cannot be divided among the 4 ranks of ep. Choose an ep that divides"),
+    "axes": (dict(axes=("ep",)), r"`axes` \('ep',\) of a weight .* has 'ep', whose ranks have experts of their own"),
+    "transport": (dict(transport="ring"), "`transport` is 'ring'; it must be one of 'gather', 'padded', 'ragged'"),
+    "rounds": (dict(round_size=0), "`round_size` is 0; it must be a number above 0"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_argument_is_named(name):
+    options, message = REFUSED[name]
+    with mesh_of(dict(ep=4)), pytest.raises(ValueError, match=message):
+        build(dict(ep=4), dtype="float32", param_dtype="float32", **options)
+
+
+def test_roles_name_an_axis_of_experts_that_shards_the_batch():
+    with pytest.raises(ValueError, match=r"`experts` is 'x'; it must be one of `batch` \('dp', 'gtp'\)"):
+        gtp.Roles(experts="x")
+    with mesh_of(dict(ep=2, gtp=2)):
+        graph, state, _ = build(dict(ep=2, gtp=2), dtype="float32", param_dtype="float32")
+    with mesh_of(dict(ep=4)), pytest.raises(ValueError, match="was built for a mesh with .*ep 2.*has .*ep 4"):
+        nnx.merge(graph, state)(jnp.zeros((8, 4, FEATURES)))
+
+
+@pytest.mark.slow
+def test_checkpoints_move_between_degrees_of_ep_bit_for_bit(tmp_path):
+    optimizer = optax.adamw(1e-2)
+    make = lambda rngs: gtp.MoE(  # noqa: E731
+        FEATURES, HIDDEN, num_experts=EXPERTS, routing=Routing(score="sigmoid", bias_rate=0.1), rngs=rngs
+    )
+    with mesh_of(dict(ep=4)):
+        state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optimizer)
+        loss = lambda model, x: (jnp.sum(model(x) ** 2), x.shape[0] * x.shape[1])  # noqa: E731
+        state, _ = gtp.train_step(loss, optimizer)(state, np.ones((8, 4, FEATURES), np.float32))
+        with Checkpoints(tmp_path) as checkpoints:
+            checkpoints.save(1, state)
+        wanted = jax.tree.map(np.asarray, state)
+    for degrees in (dict(ep=2, gtp=2), dict(gtp=4), dict(ep=8)):
+        with mesh_of(degrees):
+            like = gtp.TrainState.create(gtp.nn.abstract_model(make), optimizer)
+            found, _ = Checkpoints(tmp_path).restore(like)
+            for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+                np.testing.assert_array_equal(np.asarray(a), b)
