@@ -20,6 +20,7 @@ LIMITS_S: Mapping[Activity, float] = {
     "evaluate": 3600.0,
     "save": 3600.0,
     "snapshot": 3600.0,
+    "diagnose": 3600.0,
 }
 
 # A warm step may take this many times the longest before it, and this long in any case.

@@ -42,14 +42,19 @@ _LAUNCHERS = {
 LAUNCH_GROUP = "several processes"
 
 _JOIN_TIMEOUT_S = 120
-# jax ends a process this long after its peer died, and says nothing about checkpoints. The watch is quicker.
-_HEARTBEAT_TIMEOUT_S = 60
+# jax ends a process this long after its peer fell silent, and says nothing about checkpoints. The watch is quicker, and
+# forgives processes that were suspended, as jax does not.
+_HEARTBEAT_TIMEOUT_S = 900
 
 
 class NoCoordinator(ValueError):
-    """The processes of a run do not find each other, which may pass."""
+    """The processes of a run do not find each other, or lose one another, which may pass.
 
-    exit_code = RETRY
+    Attributes:
+        exit_code: of a process that this ends.
+    """
+
+    exit_code: int = RETRY
 
 
 @dataclasses.dataclass(frozen=True)

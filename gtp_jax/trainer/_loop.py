@@ -80,7 +80,8 @@ class _Loop:
         self._job, self._config = job, job.config
         self._state: Any = state
         self._checkpoints, self._watch, self._progress, self._interrupt = checkpoints, watch, progress, interrupt
-        self._probe = DeviceProbe() if jax.process_count() > 1 or jax.default_backend() == "gpu" else None
+        # virtual CPU devices share the host's cores: their times say nothing about one of them
+        self._probe = DeviceProbe() if jax.default_backend() == "gpu" else None
         self._ahead = _AHEAD.get(jax.default_backend(), 0)
         self._place = job.place
         self._launched: collections.deque[tuple[int, dict[str, jax.Array]]] = collections.deque()

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from .._exit_codes import of_error
+from .._exit_codes import MISTAKE, RETRY, of_error
 from ._distributed import Launch, NoCoordinator
 from ._line import Line, Message
 
@@ -83,7 +83,7 @@ class Peers:
             The decision.
 
         Raises:
-            ValueError: if a process has ended, or says nothing in time.
+            NoCoordinator: if a process has ended, or says nothing in time.
         """
         deadline = time.monotonic() + timeout_s
         if not self._first:
@@ -198,13 +198,15 @@ def _gather(launch: Launch, deadline: float) -> dict[int, Line]:
                         continue
                     [hello, *_] = messages
                     if trouble := _misfit(launch, who, hello, own):
-                        raise NoCoordinator(trouble)
+                        raise _with_code(trouble, MISTAKE)
                     who[hello["process"]] = hello
                     lines[hello["process"]] = line
                     waiting.remove(line)
         except (NoCoordinator, TimeoutError) as error:
             for line in [*lines.values(), *waiting]:
-                line.send({"refused": str(error)})
+                line.send(
+                    {"refused": str(error), "code": error.exit_code if isinstance(error, NoCoordinator) else RETRY}
+                )
                 line.close()
             raise
     for line in [lines.pop(0), *waiting]:
@@ -233,14 +235,14 @@ def _reach(launch: Launch, deadline: float) -> Line:
         line.send(_hello(launch))
         try:
             [answer] = _answers({0: line}, deadline + _ITSELF_S).values()  # which names those that have not come
-        except ValueError:
+        except NoCoordinator:
             raise NoCoordinator(
                 f"what listens at {launch.coordinator} is not process 0 of a run that waits for process "
                 f"{launch.process} of {launch.processes}. Another program uses the port, or the run has all its "
                 "processes already because another one has this --process-id, or process 0 has just ended."
             ) from None
         if "refused" in answer:
-            raise NoCoordinator(str(answer["refused"]))
+            raise _with_code(str(answer["refused"]), int(answer["code"]))
         return line
     where = f"at {launch.coordinator} ({trouble})"
     raise TimeoutError(f"process {launch.process} of {launch.processes} found no coordinator {where}")
@@ -250,7 +252,7 @@ def _answers(lines: dict[int, Line], deadline: float) -> dict[int, Message]:
     """Returns the next message of each connection.
 
     Raises:
-        ValueError: if one ends, or says nothing in time.
+        NoCoordinator: if one ends, or says nothing in time.
     """
     answers: dict[int, Message] = {}
     with selectors.DefaultSelector() as selector:
@@ -262,19 +264,26 @@ def _answers(lines: dict[int, Line], deadline: float) -> dict[int, Message]:
         while len(answers) < len(lines):
             ready = selector.select(max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise ValueError(f"{several('process', sorted(lines.keys() - answers))} did not answer in time.")
+                raise NoCoordinator(f"{several('process', sorted(lines.keys() - answers))} did not answer in time.")
             for key, _ in ready:
                 line: Any = key.fileobj
                 messages = line.receive()
                 if messages is None:
-                    raise ValueError(f"process {key.data} has ended; its own output says why.")
+                    raise NoCoordinator(f"process {key.data} has ended; its own output says why.")
                 if messages:
                     answers[key.data], line.unread = messages[0], messages[1:]
                     selector.unregister(line)
-    ended = [process for process, answer in answers.items() if "bye" in answer or "failed" in answer]
-    if ended:
-        raise ValueError(f"{several('process', ended)} has ended; its own output says why.")
+    for process, answer in sorted(answers.items()):
+        if "bye" in answer or "failed" in answer:
+            code = int(answer.get("code", RETRY))
+            raise _with_code(f"process {process} has ended; its own output says why.", code)
     return answers
+
+
+def _with_code(text: str, exit_code: int) -> NoCoordinator:
+    error = NoCoordinator(text)
+    error.exit_code = exit_code
+    return error
 
 
 def _hello(launch: Launch, token: str = "") -> Message:

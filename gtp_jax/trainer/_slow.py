@@ -17,6 +17,7 @@ from ._watch import Watch
 # Medians over so many steps, so that a single pause names nobody.
 _STEPS = 20
 _FEWEST = 5
+_FEWEST_PROBES = 3
 # How much slower than the others counts, and how much of a step it must cost.
 _TIMES = 2.0
 _OF_A_STEP = 0.1
@@ -41,11 +42,11 @@ class Stopwatch:
         self._seconds[what].append(seconds)
 
     def medians(self) -> dict[str, float]:
-        """Returns the median of each time that is known well; of a device's at once, which is the least of several."""
+        """Returns the median of each time of which enough are known; of devices' fewer, each the least of several."""
         return {
             what: statistics.median(list(seconds))
             for what, seconds in list(self._seconds.items())
-            if len(seconds) >= _FEWEST or (what.startswith("device") and seconds)
+            if len(seconds) >= (_FEWEST_PROBES if what.startswith("device") else _FEWEST)
         }
 
 
@@ -100,7 +101,9 @@ class DeviceProbe:
         for device in jax.local_devices():
             with jax.set_mesh(Mesh(np.array([device]), ("local",))):
                 x = jax.device_put(jnp.full((_SIZE, _SIZE), 1e-3), device)
-                self._products[f"device {device}"] = jax.jit(jnp.matmul).lower(x, x).compile(), x
+                product = jax.jit(jnp.matmul).lower(x, x).compile()
+                product(x, x).block_until_ready()  # the first one also loads it
+                self._products[f"device {device}"] = product, x
 
     def __call__(self, watch: Watch) -> None:
         """Tells the least of several times of each device, which load from elsewhere disturbs least."""

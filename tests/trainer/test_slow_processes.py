@@ -1,0 +1,89 @@
+"""Of processes that wait for each other in every step, only the one that is slow is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import gtp_jax
+
+# Steps that end together, as collectives make them; batches and launches take each process its own time.
+_PROCESS = """
+import socket, sys, time
+from pathlib import Path
+from gtp_jax.trainer import Launch, RunDirectory
+from gtp_jax.trainer import _peer_watch
+from gtp_jax.trainer._peer_watch import PeerWatch
+from gtp_jax.trainer._peers import Peers
+from gtp_jax.trainer._slow import timed_batches
+
+_peer_watch._SLOW_EVERY_S = 1.0
+process, address, out = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+launch = Launch(2, process, address)
+
+def batches():
+    while True:
+        began = time.thread_time()
+        while time.thread_time() - began < 0.004:
+            pass
+        yield None
+
+with PeerWatch(launch) as watch, Peers(launch) as peers:
+    peers.ask(None, len)
+    watch.attend(peers, RunDirectory(out))
+    peers.listen(watch.heard)
+    print("ready", flush=True)
+    for step, _ in enumerate(timed_batches(watch, batches())):
+        watch.doing("step", step)
+        time.sleep(max(0.0, 0.1 - time.time() % 0.1))  # the end of the step, for all
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slow", ["nothing", "host"])
+def test_only_the_slow_host_is_named(slow, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    environment = {**os.environ, "PYTHONPATH": str(Path(gtp_jax.__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
+    files = [tmp_path / f"{i}.txt" for i in range(2)]
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", _PROCESS, str(i), address, str(tmp_path / "run")],
+            stdout=files[i].open("w"),
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+        for i in range(2)
+    ]
+    try:
+        deadline = time.monotonic() + 90
+        while not all("ready" in file.read_text() for file in files):
+            assert time.monotonic() < deadline, files[0].read_text()
+            time.sleep(0.1)
+        deadline = time.monotonic() + (12 if slow == "nothing" else 40)
+        while "slow: " not in files[0].read_text() and time.monotonic() < deadline:
+            if slow != "host":
+                time.sleep(0.1)
+                continue
+            runs[1].send_signal(signal.SIGSTOP)  # a host that does other work nine tenths of the time
+            time.sleep(0.045)
+            runs[1].send_signal(signal.SIGCONT)
+            time.sleep(0.005)
+        said = [line for line in files[0].read_text().splitlines() if "slow: " in line]
+    finally:
+        for run in runs:
+            run.kill()
+            run.wait()
+    if slow == "nothing":
+        assert said == []
+    else:
+        assert said and all("slow: process 1: " in line for line in said), said
+        assert any("process 1: input takes" in line for line in said), said
