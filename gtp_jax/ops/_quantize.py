@@ -55,9 +55,9 @@ def quantize(
     """Writes an array in one of `gtp_jax.formats`, row-wise, column-wise, or both in one pass over it.
 
     The formulas are TransformerEngine's, bit for bit on finite input (`gtp_jax/formats/README.md`). Unlike there, a
-    block with NaN or Inf comes back as NaN, and no other block is touched. In NVFP4 an amax above 7.5955e35, which is
-    FLT_MAX / 448, lets finite numbers come back as Inf. A stack of matrices has one amax, unless
-    `amax` says otherwise or the call is vmapped.
+    block with NaN or Inf comes back as NaN, and no other block is touched. In NVFP4 an amax above FLT_MAX / 448,
+    7.5955e35, lets finite numbers come back as Inf. A stack of matrices has one amax, unless `amax` says otherwise or
+    the call is vmapped.
 
     Not to be called on a sharded array outside `jax.shard_map`: XLA gathers the operands of a kernel silently.
 

@@ -83,7 +83,7 @@ def rounded(x: np.ndarray, implementation) -> np.ndarray:
 
 @pytest.mark.parametrize("format, slope, share", [(NVFP4_1D, 0.9966, 0.035), (NVFP4, 0.9994, 0.003)], ids=str)
 def test_it_is_right_on_average_but_for_what_saturates(format, slope, share):
-    x, keys = np.random.default_rng(0).normal(size=(256, 256)).astype(np.float32), 64
+    x, keys = np.random.default_rng(0).normal(size=(256, 256)).astype(np.float32), 32
     total = np.zeros(x.shape)
     for seed in range(keys):
         q = gtp.quantize(jnp.asarray(x), format, key=jnp.array([seed, 7], jnp.uint32))
@@ -96,11 +96,11 @@ def test_it_is_right_on_average_but_for_what_saturates(format, slope, share):
     def slope_of(those: np.ndarray) -> float:
         return float((mean * x)[those].sum() / (x.astype(np.float64) ** 2)[those].sum())
 
-    # an element's rounding has a standard deviation of at most a unit of 6 in `largest`, so that of all is 1e-4
-    assert abs(slope_of(inside) - 1) < 4e-4
+    # one rounding has a standard deviation of at most a sixth of `largest`, so that the slope's is below 2e-4
+    assert abs(slope_of(inside) - 1) < 6e-4
     np.testing.assert_allclose(np.abs(mean)[~inside], largest[~inside], rtol=1e-6)
     assert np.max(np.abs(x) / largest) < 17 / 16
-    assert abs(slope_of(np.ones_like(inside)) - slope) < 4e-4 and abs(np.mean(~inside) - share) < 0.1 * share
+    assert abs(slope_of(np.ones_like(inside)) - slope) < 6e-4 and abs(np.mean(~inside) - share) < 0.2 * share
 
 
 @formats
