@@ -49,6 +49,7 @@ def mixture(x64=True, **options):
     return lambda rngs: gtp.MoE(8, 12, num_experts=4, rngs=rngs, **dtypes, **options)
 
 
+@pytest.mark.slow
 def test_terms_are_means_over_the_microbatch_and_enter_the_gradient_alone(x64):
     routing = Routing(aux_loss="microbatch", z_loss_coeff=0.3)
     model = gtp.init(mixture(aux_loss_coeff=0.2, loss_reduction="mean", routing=routing), nnx.Rngs(0))
