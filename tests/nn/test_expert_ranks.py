@@ -29,13 +29,13 @@ def mesh_of(degrees):
     return jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[:count]))
 
 
-def build(degrees, **options):
+def build(degrees, features=FEATURES, hidden=HIDDEN, **options):
     """A mixture on a mesh, in pieces, and the inputs of sixteen sequences."""
     defaults = dict(num_experts=EXPERTS, top_k=TOP_K, aux_loss_coeff=COEFF, parallel=None)
     dtypes = dict(dtype="float64", param_dtype="float64")
-    make = lambda rngs: gtp.MoE(FEATURES, HIDDEN, rngs=rngs, **{**defaults, **dtypes, **options})  # noqa: E731
+    make = lambda rngs: gtp.MoE(features, hidden, rngs=rngs, **{**defaults, **dtypes, **options})  # noqa: E731
     graph, state = nnx.split(gtp.init(make, nnx.Rngs(0)))
-    x = np.random.default_rng(0).normal(size=(16, 4, FEATURES))
+    x = np.random.default_rng(0).normal(size=(16, 4, features))
     x[..., 0] = 3 + np.abs(x[..., 0])  # a feature by which a router can send every token to the same experts
     return graph, state, jnp.asarray(x)
 
@@ -101,10 +101,23 @@ def test_every_routing_agrees_with_every_token_through_every_expert(name, x64):
                 assert error < 1e-12, f"{routing}: {jax.tree_util.keystr(path)} is off by {error:.1e}"
 
 
+def ragged_as_documented(operand, output, starts, sizes, places, arriving, *, axis_name):
+    """What jax's documentation says of `ragged_all_to_all`, which XLA's CPU backend cannot run."""
+    rank = jax.lax.axis_index(axis_name)
+    every = jax.lax.all_gather((operand, starts, sizes, places), axis_name)
+    number = jnp.arange(operand.shape[0])
+    for rows, start, size, place in zip(*every, strict=True):
+        to = jnp.where(number < size[rank], place[rank] + number, output.shape[0])
+        output = output.at[to].set(rows[jnp.minimum(start[rank] + number, operand.shape[0] - 1)], mode="drop")
+    del arriving
+    return output
+
+
 @pytest.mark.slow
-def test_transports_agree_bit_for_bit_and_so_do_two_runs():
+def test_transports_agree_bit_for_bit_and_so_do_two_runs(monkeypatch):
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_as_documented)
     found = []
-    for transport in ("gather", "padded", "padded"):
+    for transport in ("gather", "padded", "padded", "ragged"):
         with mesh_of(dict(ep=4)):
             graph, state, x = build(dict(ep=4), transport=transport, dtype="bfloat16", param_dtype="float32")
             loss = lambda state, x: jnp.sum(jnp.sin(nnx.merge(graph, state)(x)))  # noqa: B023, E731
@@ -157,12 +170,12 @@ def test_exchanges_are_as_designed():
 def test_an_amax_is_of_one_expert_alone(x64):
     """Experts of very different size, quantized as they travel: their gradients are those of any other mesh."""
     scaled = lambda key, shape, dtype: (  # noqa: E731
-        jax.random.normal(key, shape, dtype) * 10.0 ** jnp.arange(shape[0])[:, None, None] / 1e4
+        jax.random.normal(key, shape, dtype) * 2.0 ** jnp.arange(shape[0])[:, None, None] / 64
     )
     found = []
     for degrees in (dict(gtp=2), dict(ep=2, gtp=2), dict(ep=2, gtp=2, tp=2)):
         with mesh_of(degrees), gtp.use_recipe(gtp.NVFP4()):
-            options = dict(kernel_init=scaled, parallel="expert" if "tp" in degrees else None)
+            options = dict(features=64, hidden=96, kernel_init=scaled, parallel="expert" if "tp" in degrees else None)
             graph, state, x = build(degrees, **options)
             loss = lambda state, x: jnp.sum(jnp.sin(nnx.merge(graph, state)(x)))  # noqa: B023, E731
             gradient = jax.jit(jax.grad(loss))(state, x)
