@@ -16,6 +16,8 @@ from ._events import EventLog as EventLog
 from ._events import read_lines as read_lines
 from ._finite_state import state_is_finite as state_is_finite
 from ._log import read_log as read_log
+from ._replay import Replay as Replay
+from ._replay import replay as replay
 from ._run import resolve as resolve
 from ._run import start as start
 from ._watch import Activity as Activity
