@@ -130,7 +130,7 @@ def test_a_run_that_stops_names_its_reason_and_saves_nothing_more(text, tmp_path
     assert run(text, tmp_path / "run") == 1
     said = capsys.readouterr().err
     assert "the loss of step 16 is nan. Take a lower --lr or a longer --warmup. Batch 15: sample " in said
-    assert "of rank dp 0 x gtp " in said and "look at the loss function, behind the last layer." in said
+    assert "of rank dp 0 x gtp " in said and "the first gradient that is not finite is that of head." in said
     assert Checkpoints(tmp_path / "run/checkpoints", read_only=True).latest() == 12
     assert [e["status"] for e in events(tmp_path / "run", "end")] == ["failed"]
     assert main(["replay", f"--out={tmp_path / 'run'}", "--step=16"]) == 0  # from step 12, on two placements
