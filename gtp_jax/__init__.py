@@ -50,6 +50,7 @@ from .train import Replicas as Replicas
 from .train import TrainState as TrainState
 from .train import check as check
 from .train import check_finite as check_finite
+from .train import diagnose as diagnose
 from .train import eval_step as eval_step
 from .train import loss_and_gradients as loss_and_gradients
 from .train import train_step as train_step

@@ -14,7 +14,7 @@ from .._foreign import printable
 from ..mesh import has_gpu
 from ..train import all_reduce_with_nccl
 from ..trainer import Diverged
-from . import _bench, _checkpoint, _convert, _doctor, _elastic, _inspect, _plan_faults, _profile, _train
+from . import _bench, _checkpoint, _convert, _doctor, _elastic, _inspect, _plan_faults, _profile, _replay, _train
 from ._errors import EXPECTED, explanation
 
 _EXAMPLES = """\
@@ -32,6 +32,7 @@ examples:
   gtp-jax convert export gtp-run hf     its weights as Hugging Face's safetensors; also import
   gtp-jax bench step                    a training step here and in its rivals; also collectives, kernels, checkpoint
   gtp-jax profile                       what the devices do during one step, and what waits for what
+  gtp-jax replay --out gtp-run          a step again, on two placements: is it the program or a device?
   gtp-jax doctor                        what is installed, what is missing, what to do
 
 `gtp-jax COMMAND --help` explains a command's options.
@@ -85,6 +86,7 @@ def parser() -> argparse.ArgumentParser:
     command_line.add_argument("--version", action="version", version=f"gtp_jax {__version__}")
     command_line.add_argument("--traceback", action="store_true", help="show where in the code an error was raised")
     commands = command_line.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (_train, _elastic, _inspect, _plan_faults, _checkpoint, _convert, _bench, _profile, _doctor):
+    tools = (_elastic, _inspect, _plan_faults, _checkpoint, _convert, _bench, _profile, _replay, _doctor)
+    for command in (_train, *tools):
         command.add_parser(commands)
     return command_line

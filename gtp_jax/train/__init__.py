@@ -1,8 +1,11 @@
 """Training on plain pytrees: state, step, evaluation."""
 
 from ._check import check as check
+from ._diagnose import Diagnosis as Diagnosis
+from ._diagnose import diagnose as diagnose
 from ._execution import Execution as Execution
 from ._finite import check_finite as check_finite
+from ._loss import Loss as Loss
 from ._nccl import COLLECTIVE_KERNELS as COLLECTIVE_KERNELS
 from ._nccl import OLDEST_NCCL as OLDEST_NCCL
 from ._nccl import Nccl as Nccl

@@ -19,6 +19,8 @@ from ._line import Line as Line
 from ._line import Message as Message
 from ._log import read_log as read_log
 from ._peers import Peers as Peers
+from ._replay import Replay as Replay
+from ._replay import replay as replay
 from ._run import resolve as resolve
 from ._run import start as start
 from ._watch import Activity as Activity

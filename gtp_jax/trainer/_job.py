@@ -20,7 +20,7 @@ from ..checkpoint import Checkpoints
 from ..data import Corpus, Loader, Windows
 from ..models import ModelConfig, build, family_of
 from ..nn import ModelDef, abstract_model, init
-from ..train import NonuniformStep, TrainState, eval_step, train_step, with_whole_sequences
+from ..train import Loss, NonuniformStep, TrainState, eval_step, train_step, with_whole_sequences
 from ._config import TrainConfig
 from ._divergence import Place
 from ._fleet import Fleet, ReplicaLoader
@@ -43,6 +43,7 @@ class Job:
         learning_rate: `updates made -> rate of the next`.
         train: batches to train on.
         held_out: batches to evaluate on.
+        loss: of the model's family.
         place: where the run begins, or goes on.
         step: the compiled step, `(state, batch, skip) -> (state, metrics)`.
         programs: of which it consists, by what they are, those that communicate.
@@ -58,6 +59,7 @@ class Job:
     learning_rate: Callable[[int], float]
     train: Loader | ReplicaLoader
     held_out: Loader
+    loss: Loss
     place: Place
     step: Callable[[TrainState, Any, jax.Array], tuple[TrainState, Metrics]]
     programs: dict[str, jax.stages.Compiled]
@@ -134,6 +136,7 @@ def compile_step(
     state: TrainState,
     optimizer: optax.GradientTransformation,
     place: Place | None = None,
+    compiler_options: dict[str, Any] | None = None,
 ) -> Job:
     """Compiles the step, for a state or for its shapes (see `abstract_state`). To be called with the mesh in scope."""
     schedule = learning_rate(config)
@@ -152,6 +155,7 @@ def compile_step(
         seed=config.seed,
         reduce_over_dp=config.execution.reduce_over_dp,
         replicas=fleet.replicas,
+        compiler_options=compiler_options,
     )
     evaluate: Callable[..., Metrics] = eval_step(loss, recipe=recipe, view="local")
     began = time.perf_counter()
@@ -169,6 +173,7 @@ def compile_step(
         learning_rate=functools.partial(_here, schedule),
         train=train,
         held_out=fleet.held_out_loader(Windows(corpus.held_out, config.seq, config.seed, repeat=False), config.batch),
+        loss=loss,
         place=place or Place(0, 0),
         step=run,
         programs=programs,

@@ -22,7 +22,7 @@ import jax
 from ..checkpoint import Checkpoints
 from ..models import saved as saved_of
 from ..ops import check_ids
-from ..train import Batches, TrainState
+from ..train import Batches, TrainState, diagnose
 from ._divergence import Diverged, Place, is_spike
 from ._finite_state import state_is_finite
 from ._interrupt import Interrupt
@@ -181,12 +181,26 @@ class _Loop:
         self._record("nonfinite", position, loss, norm, what)
         if policy == "raise" or (policy == "skip" and self._place.in_a_row >= limit):
             rows = f" {limit} in a row (--nonfinite-in-a-row)." if policy == "skip" else ""
-            raise Diverged(f"{what}. Take a lower --lr or a longer --warmup.{rows}")
+            raise Diverged(f"{what}. Take a lower --lr or a longer --warmup.{rows}{self._diagnosis(position)}")
         if policy == "rollback" and self._place.in_a_row >= limit:
             self._roll_back(what)
         else:
             self._progress.say(f"{what}: its batch, number {position}, is skipped")
         self._watch.doing("step", self._place.step)
+
+    def _diagnosis(self, position: int) -> str:
+        """Returns what makes the step that was not finite so, a sentence; nothing of replicas of unequal degree."""
+        job = self._job
+        if job.fleet.plan is not None and not job.fleet.plan.uniform:
+            return ""
+        recipe = self._config.quantization.to_recipe()
+        options: Any = {"recipe": recipe, "view": "local", "seed": self._config.seed}
+        try:
+            found = str(diagnose(job.loss, self._state, job.train.at(position), **options))
+        except Exception as error:  # which must not hide what is to be diagnosed
+            found = f"no diagnosis: {error}".splitlines()[0]
+        self._watch.write("diagnosis", found, batch=position)
+        return f" Batch {position}: {found}."
 
     def _check_ids(self, position: int) -> None:
         """Refuses ids outside the vocabulary, which make a loss of NaN and are a mistake in the text."""

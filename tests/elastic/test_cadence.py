@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gtp_jax.checkpoint import Checkpoints
-from gtp_jax.elastic._snapshots import COST, Cadence, Snapshots, _finite
+from gtp_jax.elastic._snapshots import COST, Cadence, Snapshots
+from gtp_jax.trainer import state_is_finite
 
 seconds = st.floats(1e-4, 1e3)
 
@@ -57,7 +58,7 @@ def test_the_cadence_is_measured_and_reported(tmp_path):
 
 def test_a_state_that_is_not_finite_is_not_taken(tmp_path):
     good, bad = {"w": jnp.ones(3), "n": jnp.int32(1)}, {"w": jnp.array([1.0, jnp.nan]), "n": jnp.int32(1)}
-    assert _finite(good) and not _finite(bad)
+    assert state_is_finite(good) and not state_is_finite(bad)
     snapshots = Snapshots(tmp_path / "snapshots", 1, None, lambda _: None)
     snapshots.stepped(1, bad, lambda target: target.save(1, bad))
     snapshots.close()

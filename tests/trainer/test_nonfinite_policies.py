@@ -129,9 +129,16 @@ def test_a_run_that_went_back_skips_the_data_since_wherever_it_is_killed(text, t
 def test_a_run_that_stops_names_its_reason_and_saves_nothing_more(text, tmp_path, capsys):
     assert run(text, tmp_path / "run") == 1
     said = capsys.readouterr().err
-    assert "the loss of step 16 is nan. Take a lower --lr or a longer --warmup." in said
+    assert "the loss of step 16 is nan. Take a lower --lr or a longer --warmup. Batch 15: sample " in said
+    assert "of rank dp 0 x gtp " in said and "the first gradient that is not finite is that of head." in said
     assert Checkpoints(tmp_path / "run/checkpoints", read_only=True).latest() == 12
     assert [e["status"] for e in events(tmp_path / "run", "end")] == ["failed"]
+    assert main(["replay", f"--out={tmp_path / 'run'}", "--step=16"]) == 0  # from step 12, on two placements
+    said = capsys.readouterr().out
+    assert "from the checkpoint of step 12: reproducible: both placements give the same bits twice" in said
+    assert said.count("nan") == 4 and said.count("\n0 1 2 3 4 5 6 7") == said.count("\n7 0 1 2 3 4 5 6") == 2
+    assert main(["replay", f"--out={tmp_path / 'run'}", "--step=3"]) == 2
+    assert "there is no checkpoint in" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,0 +1,46 @@
+"""`gtp-jax replay`: runs a step of a run again, to tell a fault of the program from one of a device."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ..plan import columns
+from ..trainer import replay
+from ._arguments import whole
+
+_DESCRIPTION = """\
+Runs a step of a run again from the last checkpoint before it, compiled deterministically, twice on each of two
+placements of the ranks on the devices, and compares every bit: the step is reproducible, so that its data or program is
+at fault; a device is suspected; or it is inconclusive. In one process, with all devices of the run. Writes nothing.
+"""
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Adds the subcommand."""
+    parser = subparsers.add_parser(
+        "replay",
+        help="run a step again on two placements: is it the program or a device?",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, default=Path("gtp-run"), metavar="DIR", help="of the run")
+    parser.add_argument("--step", type=whole, metavar="N", help="the update (default: behind the latest checkpoint)")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the subcommand; the status is 0 if the step is reproducible, else 1.
+
+    Raises:
+        ValueError: if there is nothing to replay.
+    """
+    found = replay(args.out, args.step)
+    rows = [
+        (" ".join(map(str, one.placement)), repr(one.loss), repr(one.norms[-1]), one.digest[:16]) for one in found.runs
+    ]
+    print(columns(("devices", f"loss of step {found.step}", "gradient norm", "state"), rows))
+    print(f"\nfrom the checkpoint of step {found.begin}: {found.conclusion}: {found.reason}")
+    return 0 if found.conclusion == "reproducible" else 1

@@ -1,0 +1,150 @@
+"""Finds out which sample, rank and layer make a step's loss or gradients not finite."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+
+from ..mesh import degrees
+from ..recipes import Recipe, current_recipe
+from ._gradients import Request, View, gradients
+from ._loss import Loss, mean
+from ._probes import Probes
+from ._state import TrainState
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """What makes a step not finite.
+
+    Attributes:
+        parameter: path of the first parameter that is not finite itself, of which nothing more is asked; or `None`.
+        sample: row of the batch whose loss or gradients alone are not finite; `None` if there is none.
+        rank: coordinates on the mesh axes that shard the batch, of the ranks that computed it.
+        devices: numbers of these ranks' devices.
+        layer: path of the first module whose output or gradient is not finite, with the layer's number in a `Stack`;
+            `None` if every module's are finite: it is the loss function.
+        kind: `output`, or `gradient`, of the loss with respect to the module's output.
+    """
+
+    parameter: str | None = None
+    sample: int | None = None
+    rank: dict[str, int] | None = None
+    devices: tuple[int, ...] = ()
+    layer: str | None = None
+    kind: str | None = None
+
+    def __str__(self) -> str:
+        if self.parameter is not None:
+            return f"the parameter {self.parameter} is not finite itself: an earlier update has ruined the state"
+        if self.sample is None:
+            return (
+                "each sample alone gives finite numbers from this state: a device may have computed wrongly, or only "
+                "the batch as a whole is not finite"
+            )
+        where = " x ".join(f"{axis} {index}" for axis, index in (self.rank or {}).items())
+        of_rank = f" of rank {where} (devices {', '.join(map(str, self.devices))})" if where else ""
+        if self.layer is None:
+            what = "every layer's output and gradient are finite: look at the loss function, behind the last layer"
+        else:
+            what = f"the first {self.kind} that is not finite is that of {self.layer}"
+        return f"sample {self.sample} of the batch{of_rank}: {what}"
+
+
+def diagnose(
+    loss: Loss,
+    state: TrainState,
+    batch: Tree,
+    *,
+    has_aux: bool = False,
+    recipe: Recipe | None = None,
+    view: View = "global",
+    seed: int = 0,
+) -> Diagnosis:
+    """Finds the sample, the rank and the first layer that make the loss or a gradient of a batch NaN or Inf.
+
+    Runs the samples in groups of one a rank, then those of a group alone, repeated on every rank, and the one it finds
+    once more with every module's output and gradient looked at. It compiles two programs; it is for the state that a
+    step returned as it was, and the batch of that step. Arguments as in `train_step`; neither is consumed. Call it in
+    every process.
+
+    Raises:
+        ValueError: if the batch has not as many rows as the ranks that shard it, or a multiple.
+    """
+    flags, names = _finite_leaves(state.params)
+    if not flags.all():
+        return Diagnosis(parameter=names[int(np.argmin(flags))])
+    roles, mesh = state.model_def.roles, jax.sharding.get_mesh()
+    ranks = 1 if mesh.empty else degrees(roles.batch)
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    if rows % ranks:
+        raise ValueError(f"`batch` has {rows} rows; {' * '.join(roles.batch)} = {ranks} ranks do not divide them.")
+    chosen = current_recipe() if recipe is None else recipe
+    request = Request(loss, view, has_aux, 1, chosen, 0, seed)
+    probes = Probes(state)
+
+    def finite(state: TrainState, batch: Tree, places: jax.Array) -> jax.Array:
+        found = gradients(request, state, jax.tree.map(lambda a: jnp.take(a, places, axis=0), batch))
+        norm = optax.tree.norm(jax.tree.map(lambda g: mean(g, found.tokens), found.gradients))
+        return jnp.isfinite(mean(found.total, found.tokens)) & jnp.isfinite(norm)
+
+    jitted = jax.jit(finite)
+
+    def is_finite(places: Sequence[int]) -> bool:
+        return bool(jitted(state, batch, np.asarray(places, np.int32)))
+
+    sample = next(
+        (
+            row
+            for first in range(0, rows, ranks)
+            if not is_finite(range(first, first + ranks))
+            for row in range(first, first + ranks)
+            if not is_finite([row] * ranks)
+        ),
+        None,
+    )
+    if sample is None:
+        return Diagnosis()
+    with probes as observed:
+        # a function of its own, so that it is traced anew
+        watched = jax.jit(lambda *args: finite(*args))
+        jax.block_until_ready(watched(observed, batch, np.asarray([sample] * ranks, np.int32)))
+        jax.effects_barrier()
+    kind, layer = _first(probes)
+    rank, devices = _rank(sample // (rows // ranks), roles.batch, mesh)
+    return Diagnosis(None, sample, rank, devices, layer, kind)
+
+
+def _finite_leaves(params: Tree) -> tuple[np.ndarray, list[str]]:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    flags = jax.jit(lambda xs: jnp.stack([jnp.isfinite(x).all() for x in xs]))([x for _, x in leaves])
+    names = [".".join(str(getattr(key, "key", key)) for key in path) for path, _ in leaves]
+    return np.asarray(flags.addressable_shards[0].data), names
+
+
+def _first(probes: Probes) -> tuple[str | None, str | None]:
+    """Returns the first output or gradient that is not finite in any process."""
+    never = np.int32(np.iinfo(np.int32).max)
+    mine = np.int32(min(probes.fired, default=int(never)))
+    first = int(np.min(multihost_utils.process_allgather(mine))) if jax.process_count() > 1 else int(mine)
+    return (None, None) if first == never else probes.name(first)
+
+
+def _rank(number: int, axes: Sequence[str], mesh: Any) -> tuple[dict[str, int], tuple[int, ...]]:
+    """Returns the coordinates and the devices of the ranks with a part of the batch."""
+    if mesh.empty:
+        return {}, ()
+    axes = [axis for axis in axes if axis in mesh.shape]
+    where = np.unravel_index(number, [mesh.shape[axis] for axis in axes])
+    rank = {axis: int(index) for axis, index in zip(axes, where, strict=True)}
+    devices = mesh.devices[tuple(rank.get(axis, slice(None)) for axis in mesh.axis_names)]
+    return rank, tuple(int(device.id) for device in np.asarray(devices).reshape(-1))

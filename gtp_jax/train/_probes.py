@@ -1,0 +1,116 @@
+"""Looks at the output of every module of a model, and at its gradient, while a program runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ..nn import Stack, split_model
+from ._state import TrainState
+
+# An attribute of modules, for the time of a probe, with their place in the model.
+_PATH = "_path_in_model"
+
+
+class Probes:
+    """A context manager, in which modules of a model's classes are traced with probes at their outputs.
+
+    Each probe is an identity that reports from within the program whether what passes is finite, forward and backward.
+    Probes are numbered as they are traced, which is the order in which a model computes: callbacks of a program arrive
+    in any order. Layers of a `Stack` are unrolled for it.
+
+    Args:
+        state: of the model; without values of its own if it is abstract.
+
+    Attributes:
+        fired: numbers of the probes that something not finite passed.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self.fired: set[int] = set()
+        self._names: list[tuple[str, str]] = []
+        self._calls: Counter[tuple[str, str]] = Counter()
+        self._lengths: dict[str, int] = {}
+        model = state.model()
+        for path, module in nnx.iter_modules(model):
+            name = ".".join(map(str, path))
+            setattr(module, _PATH, name)
+            if isinstance(module, Stack):
+                self._lengths[name] = module.length
+                module.schedule = dataclasses.replace(module.schedule, unroll="full")
+                module.remat = "everything"  # `jax.checkpoint` would trace layers alike once, and number them alike
+        self._classes = {type(module) for path, module in nnx.iter_modules(model) if callable(module) and path}
+        self._state = dataclasses.replace(state, model_def=split_model(model).model_def)
+
+    def __enter__(self) -> TrainState:
+        """Returns the state, whose model has probes."""
+        originals = {cls: cls.__call__ for cls in self._classes}
+        self._own = {cls: vars(cls).get("__call__") for cls in self._classes}
+        for cls, call in originals.items():
+            setattr(cls, "__call__", self._probed(call))  # noqa: B010
+        return self._state
+
+    def __exit__(self, *_: object) -> None:
+        for cls, call in self._own.items():
+            if call is None:
+                delattr(cls, "__call__")
+            else:
+                setattr(cls, "__call__", call)  # noqa: B010
+
+    def name(self, number: int) -> tuple[str, str]:
+        """Returns the kind of a probe, `output` or `gradient`, and the module."""
+        return self._names[number]
+
+    def _probed(self, call: Any) -> Any:
+        @functools.wraps(call)
+        def probed(module: Any, *args: Any, **kwargs: Any) -> Any:
+            y = call(module, *args, **kwargs)
+            path = getattr(module, _PATH, None)
+            if path is None:
+                return y
+            layer = self._layer(path)
+            return jax.tree.map(lambda x: self._probe(x, layer) if _is_float(x) else x, y)
+
+        return probed
+
+    def _layer(self, path: str) -> str:
+        """Returns a module's path, with the number of its layer: how often it has been called."""
+        stack = next((name for name in self._lengths if path.startswith(f"{name}.layers")), None)
+        if stack is None:
+            return path
+        number = self._calls[stack, path] % self._lengths[stack]
+        self._calls[stack, path] += 1
+        return f"{stack}.layers[{number}]{path.removeprefix(f'{stack}.layers')}"
+
+    def _probe(self, x: jax.Array, layer: str) -> jax.Array:
+        """Returns `x`, looked at."""
+
+        @jax.custom_vjp
+        def probe(x: jax.Array) -> jax.Array:
+            return self._report(x, "output", layer)
+
+        probe.defvjp(
+            lambda x: (self._report(x, "output", layer), None), lambda _, g: (self._report(g, "gradient", layer),)
+        )
+        return probe(x)
+
+    def _report(self, x: jax.Array, kind: str, layer: str) -> jax.Array:
+        number = len(self._names)
+        self._names.append((kind, layer))
+
+        def note(finite: Any) -> None:
+            if not finite.all():
+                self.fired.add(number)
+
+        jax.debug.callback(note, jnp.isfinite(x).all())
+        return x
+
+
+def _is_float(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)

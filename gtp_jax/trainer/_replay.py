@@ -1,0 +1,187 @@
+"""Replays a step of a run on two placements, to tell a fault of the program or its data from one of a device."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from ..checkpoint import Checkpoints
+from ..data import BYTES, load_corpus, load_tokenizer, read_text
+from ..mesh import choose_devices, make_mesh, on_gpu, use_roles
+from ._config import TrainConfig
+from ._directory import RunDirectory
+from ._divergence import Place
+from ._fleet import Fleet
+from ._job import abstract_state, compile_step, never_skip
+from ._log import read_log
+from ._unwatched import Unwatched
+
+Conclusion = Literal["reproducible", "device suspected", "inconclusive"]
+
+# XLA's own programs for GPUs that add up in an order of their own each time are left out.
+_DETERMINISTIC = {"xla_gpu_deterministic_ops": True, "xla_gpu_exclude_nondeterministic_ops": True}
+
+# Losses of one step that differ by no more than this, relatively, may differ by the order of sums alone.
+_ROUNDING = 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Replayed:
+    """One run of the steps.
+
+    Attributes:
+        placement: devices' numbers, in the order of the mesh.
+        losses: of each step.
+        norms: of each step's gradients.
+        digest: of the state after them.
+    """
+
+    placement: tuple[int, ...]
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    digest: str
+
+    def same(self, other: Replayed) -> bool:
+        """Says whether every bit is the same."""
+        mine, theirs = ([repr(x) for x in (*one.losses, *one.norms, one.digest)] for one in (self, other))
+        return mine == theirs
+
+    @property
+    def loss(self) -> float:
+        """The loss of the step asked for."""
+        return self.losses[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """What a replay has shown.
+
+    Attributes:
+        conclusion: in a word or two.
+        reason: a sentence.
+        begin: step of the checkpoint.
+        step: that was asked for.
+        runs: two of each placement.
+    """
+
+    conclusion: Conclusion
+    reason: str
+    begin: int
+    step: int
+    runs: tuple[Replayed, ...]
+
+
+def replay(out: Path, step: int | None = None) -> Replay:
+    """Runs a step again from the last checkpoint before it, twice on each of two placements of the ranks.
+
+    Programs are compiled deterministically. In one process, with all devices of the run; nothing is written.
+
+    Args:
+        out: directory of a run.
+        step: number of the update; by default that behind the latest checkpoint.
+
+    Raises:
+        ValueError: if there is no run, no checkpoint before the step, or the devices do not fit.
+    """
+    directory = RunDirectory(out.expanduser().absolute())
+    directory.check(resume=True, force=False)
+    config = TrainConfig.load(directory.config)
+    if config.faults.any:
+        raise ValueError("a run on replicas of unequal degree is not replayed: its ranks have fixed places.")
+    checkpoints = Checkpoints(directory.checkpoints, read_only=True)
+    before = [at for at in checkpoints.steps() if step is None or at < step]
+    if not before:
+        raise ValueError(f"there is no checkpoint in {directory.checkpoints} before step {step or 1} to replay from.")
+    begin = before[-1]
+    step = begin + 1 if step is None else step
+    choose_devices(config.virtual_devices(1), processes=1, local=None)
+    degrees = config.degrees(jax.device_count(), virtual=not on_gpu())
+    first = np.arange(jax.device_count())
+    placements = [first] if first.size == 1 else [first, np.roll(first, 1)]
+    runs = tuple(run for place in placements for run in _twice(config, degrees, place, checkpoints, begin, step))
+    logged = next((r["loss"] for r in read_log(directory.log) if r["step"] == step and "loss" in r), None)
+    return Replay(*conclude(runs, logged), begin, step, runs)
+
+
+def conclude(runs: tuple[Replayed, ...], logged: float | None) -> tuple[Conclusion, str]:
+    """Returns what follows from two runs on each placement, and the reason.
+
+    Args:
+        runs: of one placement or two, each twice.
+        logged: the loss that the run has logged, if it made the update.
+    """
+    pairs = list(zip(runs[::2], runs[1::2], strict=True))
+    unstable = [list(a.placement) for a, b in pairs if not a.same(b)]
+    if len(unstable) == len(pairs):
+        return "inconclusive", "no placement gives the same bits twice: the program is not deterministic here"
+    if unstable:
+        return "device suspected", f"the placement {unstable[0]} does not give the same bits twice, the other does"
+    first, last = runs[0], runs[-1]
+    if len(pairs) == 2 and not first.same(last):
+        if _close(first.loss, last.loss):
+            return "inconclusive", "placements differ by rounding: collectives add up in an order that follows them"
+        return "device suspected", f"the loss is {first.loss} on one placement and {last.loss} on the other"
+    if logged is not None and not _close(first.loss, logged):
+        return "device suspected", f"the run has logged the loss {logged}, and every replay gives {first.loss}"
+    if len(pairs) == 1:
+        return "inconclusive", "the one device gives the same bits twice, and there is none to compare it with"
+    what = "finite" if math.isfinite(first.loss) and math.isfinite(first.norms[-1]) else "not finite"
+    return "reproducible", f"both placements give the same bits twice, and the step is {what}"
+
+
+def _close(one: float, other: float) -> bool:
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return math.isfinite(one) == math.isfinite(other)
+    return abs(one - other) <= _ROUNDING * max(abs(one), abs(other))
+
+
+def _twice(
+    config: TrainConfig, degrees: dict[str, int], place: np.ndarray, checkpoints: Checkpoints, begin: int, step: int
+) -> list[Replayed]:
+    """Returns two runs on the devices in this order."""
+    tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else BYTES
+    corpus = load_corpus(read_text(config.data, follow_links=config.follow_links), tokenizer)
+    model = config.model(corpus.vocab_size, dtype="bfloat16" if on_gpu() else "float32")
+    roles = config.parallelism.roles
+    with use_roles(roles):
+        ordinary = make_mesh(**degrees)
+    devices = np.asarray(ordinary.devices).reshape(-1)[place].reshape(ordinary.devices.shape)
+    fleet = Fleet(Mesh(devices, ordinary.axis_names, axis_types=ordinary.axis_types))
+    options: Any = _DETERMINISTIC if on_gpu() else None
+    with jax.set_mesh(fleet.mesh), use_roles(roles):
+        like, optimizer = abstract_state(config, model)
+        job = compile_step(config, model, fleet, corpus, Unwatched(), like, optimizer, compiler_options=options)
+        return [_run(job, like, checkpoints, begin, step) for _ in range(2)]
+
+
+def _run(job: Any, like: Any, checkpoints: Checkpoints, begin: int, step: int) -> Replayed:
+    state, extra = checkpoints.restore(like, begin)
+    if extra["text"] != job.corpus.fingerprint:
+        raise ValueError(f"{job.corpus.name} is not the text that this run was trained on. Put it back as it was.")
+    at = Place.of_extra(begin, extra)
+    go, losses, norms = never_skip(job.fleet.mesh), [], []
+    position, made = at.position, begin
+    while made < step:
+        state, metrics = job.step(state, job.train.at(position), go)
+        losses.append(float(metrics["loss"]))
+        norms.append(float(metrics["grad_norm"]))
+        position += 1
+        if bool(metrics["skipped"]) and made + 1 == step:
+            break
+        made += not bool(metrics["skipped"])
+    devices = tuple(int(device.id) for device in np.asarray(job.fleet.mesh.devices).reshape(-1))
+    return Replayed(devices, tuple(losses), tuple(norms), _digest((state.params, state.opt_state)))
+
+
+def _digest(tree: Any) -> str:
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()
