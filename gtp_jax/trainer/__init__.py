@@ -10,6 +10,9 @@ from ._distributed import Launch as Launch
 from ._distributed import LaunchOptions as LaunchOptions
 from ._distributed import NoCoordinator as NoCoordinator
 from ._distributed import find_launch as find_launch
+from ._lock import Lock as Lock
+from ._lock import LostLock as LostLock
+from ._lock import Ownership as Ownership
 from ._log import read_log as read_log
 from ._progress import Diverged as Diverged
 from ._run import resolve as resolve

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ class Log:
     Args:
         path: the file; `None` for a process that does not log.
         step: updates made so far; records up to there stay, and the rest will be logged again.
+        guard: called before anything is written; raises if the file is not this run's any more.
     """
 
-    def __init__(self, path: Path | None, step: int) -> None:
-        self._file = None
+    def __init__(self, path: Path | None, step: int, guard: Callable[[], None] = lambda: None) -> None:
+        self._file, self._guard = None, guard
         if path is None:
             return
         kept = [record for record in read_log(path) if record["step"] <= step] if step else []
@@ -28,6 +30,7 @@ class Log:
     def write(self, step: int, **values: Any) -> None:
         """Adds a record."""
         if self._file is not None:
+            self._guard()
             self._file.write(json.dumps({"step": step, **values}) + "\n")
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ._fleet import Fleet, fingerprint, make_fleet, without_sequence_parallelism
 from ._job import abstract_state, compile_step, prepare
 from ._log import read_log
 from ._loop import run_loop
+from ._owner import owning
 from ._peer_watch import PeerWatch
 from ._progress import Diverged, Progress
 from ._report import heading, report
@@ -37,6 +38,7 @@ def start(
     *,
     resume: bool = False,
     force: bool = False,
+    at: int | None = None,
     supervision: Supervision | None = None,
 ) -> int:
     """Trains from text to a report, in this process and those launched with it.
@@ -46,6 +48,7 @@ def start(
         options: how the processes find each other.
         resume: go on with the run in `out`.
         force: replace the run in `out`.
+        at: the step to resume from; the latest that is not damaged by default.
         supervision: of a process that a supervisor has started.
 
     Returns:
@@ -55,6 +58,8 @@ def start(
         ValueError: on a mistake in the settings or in what they name, before anything is compiled.
         Diverged: if the loss is not finite.
     """
+    if at is not None and not resume:
+        raise ValueError("`--step` says where a run goes on. Give --resume too, or leave it out.")
     config, directory, changes = resolve(settings, resume=resume, force=force)
     launch = find_launch(options)
     choose_devices(config.virtual_devices(launch.processes), processes=launch.processes, local=launch.local_devices)
@@ -80,14 +85,19 @@ def start(
         with jax.set_mesh(fleet.mesh), use_roles(config.parallelism.roles), supervision.watch as watch:
             compile_step(config, model, fleet, corpus, watch, *abstract_state(config, model))
         return 0
-    if jax.process_index() == 0:
-        directory.prepare(config, keep=resume)
-    barrier("the run directory is ready")
-    roles = use_roles(config.parallelism.roles)
-    attending = PeerWatch(directory, launch) if supervision is None else supervision.watch
-    alone = launch.processes == 1 and supervision is None
-    with jax.set_mesh(fleet.mesh), roles, attending as watch, _failures(watch, alone):
-        return _train(config, model, fleet, corpus, directory, watch, alone, resume=resume, changes=changes)
+    with owning(directory, supervision) as guard:
+        if jax.process_index() == 0:
+            if resolve(settings, resume=resume, force=force)[0] != config:
+                raise ValueError(f"{directory.config} has changed while this run waited for another. Start it again.")
+            directory.prepare(config, keep=resume)
+        barrier("the run directory is ready")
+        roles = use_roles(config.parallelism.roles)
+        attending = PeerWatch(directory, launch) if supervision is None else supervision.watch
+        alone = launch.processes == 1 and supervision is None
+        with jax.set_mesh(fleet.mesh), roles, attending as watch, _failures(watch, alone):
+            return _train(
+                config, model, fleet, corpus, directory, watch, alone, guard, resume=resume, at=at, changes=changes
+            )
 
 
 def resolve(settings: Mapping[str, Any], *, resume: bool, force: bool) -> tuple[TrainConfig, RunDirectory, list[str]]:
@@ -148,17 +158,19 @@ def _train(
     directory: RunDirectory,
     watch: Watch,
     alone: bool,
+    guard: Callable[[], None],
     *,
     resume: bool,
+    at: int | None,
     changes: list[str],
 ) -> int:
     unigram = unigram_entropy(corpus.train, corpus.held_out, corpus.vocab_size)
     speaks = jax.process_index() == 0
     say = print if speaks else lambda *_, **__: None
     say(heading(config, model, fleet, corpus, unigram), flush=True)
-    opened = Checkpoints(directory.checkpoints, keep=config.keep, keep_best=config.keep_best)
+    opened = Checkpoints(directory.checkpoints, keep=config.keep, keep_best=config.keep_best, guard=guard)
     with opened as checkpoints, _failures(watch, alone):
-        job, state = prepare(config, model, fleet, corpus, checkpoints, watch, resume=resume)
+        job, state = prepare(config, model, fleet, corpus, checkpoints, watch, resume=resume, at=at)
         begin = job.begin
         if begin > config.steps:
             raise ValueError(
@@ -169,10 +181,12 @@ def _train(
             say(f"changed {', '.join(changes)}: the run goes on, but not as if never stopped", flush=True)
         say(f"{'resumed at step ' + str(begin) if begin else 'ready'}; compiled in {job.compile_s:.1f} s", flush=True)
         if speaks:
+            guard()
             config.save(directory.config)
-        with Progress(job, unigram, directory.log, begin) as progress:
+        with Progress(job, unigram, directory.log, begin, guard) as progress:
             outcome = run_loop(job, state, checkpoints, watch, progress)
     if speaks:
+        guard()
         records = read_log(directory.log)
         title = f"{config.preset}, {config.batch} x {config.seq} tokens a step, on {corpus.name}"
         draw_curve(records, unigram, title, directory.curve)
