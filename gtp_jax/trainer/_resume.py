@@ -57,6 +57,8 @@ def resume_from(
         try:
             state, extra, step = source.restore_last_whole(like, lambda one, error: damaged.update({one: error}))
         except FileNotFoundError:
+            if source.steps():
+                raise  # one has gone meanwhile; not a reason to begin anew
             return None
         except DamagedCheckpoint as error:
             if len(damaged) < 2:
