@@ -1,6 +1,7 @@
 """Sharded checkpoints that any mesh can read: logical arrays, plain nested dicts, a manifest beside them."""
 
 from ._checkpoints import Checkpoints as Checkpoints
+from ._damage import DamagedCheckpoint as DamagedCheckpoint
 from ._digest import DIGEST_EVENT
 from ._digest import Digest as Digest
 from ._stored import StoredArray as StoredArray

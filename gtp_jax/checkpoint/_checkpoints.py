@@ -7,25 +7,31 @@ import functools
 import math
 import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, Self, TypeVar
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from ..recipes import Recipe, check_recipe
+from ._agreement import read_together
+from ._aside import set_aside
+from ._damage import DamagedCheckpoint, damaged
 from ._digest import Digests
 from ._leaf import Leaf, check_savable, leaves
-from ._manifest import check, complete, manifest
+from ._manifest import SAVE, check, complete, manifest
+from ._pruning import nothing_guards
 from ._quiet import keep_quiet, work_abandoned
 from ._retention import Retention
 from ._static import static_fields
-from ._step import ARRAYS, check_files, damaged, loss_of, new_manager, read_arrays, read_manifest, write_step
-from ._steps import absolute, find_step, refused_write, steps_in
+from ._step import ARRAYS, loss_of, new_manager, read_arrays, read_manifest, write_step
+from ._steps import absolute, agreed_steps, find_step, no_step, refused_write, steps_in
 from ._stored import StoredArray, stored_arrays
 from ._streamed import StreamedArray
-from ._sums import damage
+from ._whole import read_bound_manifest, step_damage
 
 _State = TypeVar("_State")
 
@@ -51,6 +57,8 @@ class Checkpoints:
         keep: how many steps to keep, the latest ones; `None` keeps all.
         keep_best: how many of the lowest loss to keep beside them, of those that were saved with one.
         read_only: never write, so that the directory need not be writable.
+        guard: called in the first process before anything is published, deleted or renamed, to raise if that must not
+            be; a run checks there that the directory is still its own.
 
     Raises:
         ValueError: if `keep` is less than 1, or `keep_best` less than 0.
@@ -64,6 +72,7 @@ class Checkpoints:
         *,
         keep_best: int = 0,
         read_only: bool = False,
+        guard: Callable[[], None] = nothing_guards,
     ) -> None:
         if keep_best < 0:
             raise ValueError(f"`keep_best` is {keep_best}; it must be a whole number of at least 0.")
@@ -71,7 +80,7 @@ class Checkpoints:
             raise ValueError(f"`keep` is {keep}; at least 1 step must be kept, or `None` for all of them.")
         self._directory = absolute(directory, writable=not read_only)
         self._retention = Retention(keep, keep_best, functools.partial(loss_of, self._directory))
-        self._read_only = read_only
+        self._read_only, self._guard = read_only, guard
         self._manager: ocp.CheckpointManager | None = None
         keep_quiet()
 
@@ -131,8 +140,9 @@ class Checkpoints:
                 # Not before the first save: it sweeps what looks half-written, which would be another run's work in
                 # progress if this object only reads.
                 if self._manager is None:
-                    self._manager = new_manager(self._directory, self._retention)
-                write_step(self._manager, step, arrays, description)
+                    self._check_guard()
+                    self._manager = new_manager(self._directory, self._retention, guard=self._guard)
+                write_step(self._manager, step, arrays, description, content[SAVE])
             description.set_result(complete(content, digests.result()))
         finally:
             if description.cancel():  # the background must not wait for what never comes
@@ -160,13 +170,14 @@ class Checkpoints:
             saved.append(Leaf(path, jax.ShapeDtypeStruct(array.shape, array.dtype)))
             digests[saved[-1].name] = array.digest()
         description: Future[dict[str, Any]] = Future()
-        description.set_result(complete(manifest(step, saved, {} if extra is None else extra), digests))
+        content = manifest(step, saved, {} if extra is None else extra)
+        description.set_result(complete(content, digests))
         self.close()
         # orbax makes directories in the background; they must exist before the first part is written.
-        manager = new_manager(self._directory, self._retention, background=False)
+        manager = new_manager(self._directory, self._retention, background=False, guard=self._guard)
         with self._failures(), contextlib.closing(manager):
             arrays = {leaf.name: array for leaf, array in zip(saved, params.values(), strict=True)}
-            write_step(manager, step, arrays, description)
+            write_step(manager, step, arrays, description, content[SAVE])
 
     def arrays(self, step: int | None = None) -> dict[str, StoredArray]:
         """Returns a step's arrays by name, to be read in part.
@@ -176,8 +187,7 @@ class Checkpoints:
             ValueError: if the manifest is missing or damaged.
         """
         path = self._path(step)
-        check_files(path)
-        return stored_arrays(path / ARRAYS, read_manifest(path)["leaves"])
+        return stored_arrays(path / ARRAYS, read_bound_manifest(path)["leaves"])
 
     def restore(self, state_like: _State, step: int | None = None) -> tuple[_State, dict[str, Any]]:
         """Restores a train state onto the shardings of another.
@@ -192,11 +202,66 @@ class Checkpoints:
         Raises:
             FileNotFoundError: if there is no such step.
             ValueError: if the checkpoint holds other arrays or static fields than `state_like`, naming their paths,
-                before any is read; if an array's values are not those that were saved, naming it; or if files are
-                damaged.
+                before any is read.
+            DamagedCheckpoint: a `ValueError`, if files are missing or are not as they were written, or if an array's
+                values are not those that were saved; the same in all processes.
+            OSError: if files cannot be read, after several attempts.
         """
         content, arrays = self._read(state_like, step)
         return jax.tree.unflatten(jax.tree.structure(state_like), arrays), content["extra"]
+
+    def restore_last_whole(
+        self, state_like: _State, note: Callable[[int, DamagedCheckpoint], None] = lambda step, error: None
+    ) -> tuple[_State, dict[str, Any], int]:
+        """Restores the latest step that is not damaged, the same in all processes. Deletes and renames nothing.
+
+        Only proven damage makes it go back by a step; see `restore`.
+
+        Args:
+            state_like: as in `restore`.
+            note: is told of each step that is passed over, and why.
+
+        Returns:
+            The state, the `extra` it was saved with, and its step.
+
+        Raises:
+            FileNotFoundError: if there is no step.
+            DamagedCheckpoint: of the latest step, if all of them are damaged.
+            ValueError, OSError: as in `restore`.
+        """
+        self.wait()
+        first: DamagedCheckpoint | None = None
+        for step in reversed(agreed_steps(self._directory)):
+            try:
+                return *self.restore(state_like, step), step
+            except DamagedCheckpoint as error:
+                note(step, error)
+                first = first or error
+        if first is not None:
+            raise first
+        raise no_step(self._directory)
+
+    def set_aside_after(self, step: int, damaged: Collection[int] = ()) -> list[str]:
+        """Renames the steps after one, so that a run that goes on from there can save them again. Every process must
+        call this.
+
+        They are steps no more: they are not listed, kept, counted or pruned, and whoever wants them renames them back.
+
+        Args:
+            step: that the run goes on from.
+            damaged: those of the later steps that are damaged; the others are abandoned.
+
+        Returns:
+            The new paths.
+        """
+        self.close()
+        self._check_guard()
+        later = [one for one in agreed_steps(self._directory) if one > step]
+        paths = steps_in(self._directory)
+        kept = [str(set_aside(paths[one], "damaged" if one in damaged else "abandoned")) for one in later]
+        if later and jax.process_count() > 1:
+            multihost_utils.process_allgather(np.int32(0))  # renamed before anybody looks again
+        return kept
 
     def restore_params(self, state_like: Any, step: int | None = None) -> dict[str, Any]:
         """Restores the parameters alone, of any checkpoint: of a run, or imported.
@@ -219,14 +284,13 @@ class Checkpoints:
         names."""
         chosen = [leaf for leaf in leaves(state_like) if leaf.name.startswith(part)]
         path = self._path(step)
-        content = read_manifest(path)
-        check_files(path)
+        content = read_together(lambda: read_bound_manifest(path), path)
         check(content, chosen, static_fields(state_like), f"the checkpoint {path}", part)
-        stored = read_arrays(path, chosen, partial=bool(part))
+        stored = read_together(lambda: read_arrays(path, chosen, partial=bool(part)), path)
         digests = Digests({leaf.name: array for leaf, array in zip(chosen, stored, strict=True)}).result()
         wrong = [name for name, digest in digests.items() if digest != content["leaves"][name]["digest"]]
         if wrong:
-            raise ValueError(damaged(path, [f"{name}: other values than were saved" for name in wrong]))
+            raise DamagedCheckpoint(path, [f"{name}: other values than were saved" for name in wrong])
         return content, [leaf.to_memory(array) for leaf, array in zip(chosen, stored, strict=True)]
 
     def manifest(self, step: int | None = None) -> dict[str, Any]:
@@ -245,14 +309,9 @@ class Checkpoints:
 
         Raises:
             FileNotFoundError: if there is no such step.
+            OSError: if a file cannot be read.
         """
-        path = self._path(step)
-        lines = damage(path / ARRAYS)
-        try:
-            read_manifest(path)
-        except ValueError as error:
-            lines.append(str(error))
-        return lines
+        return step_damage(self._path(step))
 
     def damage_report(self, step: int, names: Sequence[str]) -> str:
         """Returns what to tell about arrays that read otherwise than they were saved."""
@@ -289,6 +348,10 @@ class Checkpoints:
                 raise
             self._manager = None
             raise refused from error
+
+    def _check_guard(self) -> None:
+        if jax.process_index() == 0:
+            self._guard()
 
     def _path(self, step: int | None) -> Any:
         self.wait()

@@ -140,6 +140,7 @@ _FIELDS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("static", "an object of texts", _is_texts),
     ("extra", "an object", _is_object),
     ("recipe", "an object with a name", _is_recipe),
+    ("save", "text", _is_text),
     ("loss", "a number", _is_loss),
 )
 # Later fields are missing in what earlier versions wrote.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 import zlib
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -24,6 +25,10 @@ _MAX_EXTRA = MAX_JSON_BYTES // 2
 
 # The key of the checksum of all else.
 _SEAL = "crc32"
+
+# The key of a random number that a step's manifest and its arrays share, so that no other step's arrays pass for its
+# own. Earlier versions did not write it.
+SAVE = "save"
 
 
 def manifest(
@@ -54,6 +59,7 @@ def manifest(
         "format": FORMAT,
         **versions,
         "step": step,
+        SAVE: secrets.token_hex(16),
         "leaves": entries,
         "static": dict(static or {}),
         "extra": _as_json(extra),

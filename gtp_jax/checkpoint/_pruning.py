@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 from etils import epath
@@ -14,6 +14,10 @@ _HALF_WRITTEN = ".orbax-checkpoint-tmp"
 COMMITTED = "commit_success.txt"
 
 
+def nothing_guards() -> None:
+    """Lets everything be published and deleted."""
+
+
 class Pruning:
     """Deletes steps so that one killed halfway is no step: first it loses its name, then its files.
 
@@ -22,16 +26,18 @@ class Pruning:
 
     Args:
         directory: of all steps.
+        guard: called before each; raises if nothing may be deleted.
     """
 
-    def __init__(self, directory: str) -> None:
-        self._directory = directory
+    def __init__(self, directory: str, guard: Callable[[], None]) -> None:
+        self._directory, self._guard = directory, guard
 
     def delete(self, step: int) -> None:
         """Deletes a step, in the first process."""
         path = steps_in(self._directory).get(step)
         if path is None or jax.process_index() != 0:
             return
+        self._guard()
         if "://" in self._directory:
             (path / COMMITTED).unlink(missing_ok=True)
         else:

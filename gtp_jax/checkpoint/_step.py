@@ -1,21 +1,23 @@
-"""The directory of one step: how orbax writes and reads it, and what is said when it is damaged."""
+"""The directory of one step: how orbax writes and reads it."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
+from ._damage import DamagedCheckpoint
 from ._foreign_json import read_file, strange_files
 from ._leaf import Leaf
-from ._manifest import read
+from ._manifest import SAVE, read
 from ._pruning import Pruning
 from ._quiet import work_abandoned
 from ._steps import steps_in
@@ -23,27 +25,28 @@ from ._streamed import StreamedArray
 from ._sums import SummedArrays, SummedStreams, created, damage
 
 # Its two parts.
-ARRAYS, _MANIFEST = "arrays", "manifest"
-_MANIFEST_FILE = "manifest.json"
-
-_SHOWN = 8
+ARRAYS, MANIFEST = "arrays", "manifest"
+MANIFEST_FILE = "manifest.json"
 
 # Host memory for what is on its way to the devices, if no device's part of an array is larger. Orbax's own limit is 96.
 _ON_THE_WAY_GB = 16
 
 
-def new_manager(directory: str, preservation: Any, *, background: bool = True) -> ocp.CheckpointManager:
+def new_manager(
+    directory: str, preservation: Any, *, guard: Callable[[], None], background: bool = True
+) -> ocp.CheckpointManager:
     """Returns what writes steps. Makes the directory, and sweeps steps that look half-written.
 
     Args:
         directory: of all steps.
         preservation: orbax's policy of which steps to keep.
+        guard: called in the first process before a step is published or deleted; raises if it must not be.
         background: whether it writes while the caller goes on.
     """
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    registry.add(ARRAYS, ocp.args.StandardSave, SummedArrays())
-    registry.add(ARRAYS, ocp.args.PyTreeSave, SummedStreams())
-    registry.add(_MANIFEST, ocp.args.JsonSave, _Manifests())
+    registry.add(ARRAYS, ocp.args.StandardSave, SummedArrays(guard))
+    registry.add(ARRAYS, ocp.args.PyTreeSave, SummedStreams(guard))
+    registry.add(MANIFEST, ocp.args.JsonSave, _Manifests())
     options = ocp.CheckpointManagerOptions(
         preservation_policy=preservation,
         cleanup_tmp_directories=True,
@@ -51,12 +54,16 @@ def new_manager(directory: str, preservation: Any, *, background: bool = True) -
         enable_async_checkpointing=background,
     )
     manager = ocp.CheckpointManager(directory, options=options, handler_registry=registry)
-    manager._checkpoint_deleter = Pruning(directory)  # it takes no other by its options
+    manager._checkpoint_deleter = Pruning(directory, guard)  # it takes no other by its options
     return manager
 
 
 def write_step(
-    manager: ocp.CheckpointManager, step: int, arrays: Mapping[str, Any], description: Future[dict[str, Any]]
+    manager: ocp.CheckpointManager,
+    step: int,
+    arrays: Mapping[str, Any],
+    description: Future[dict[str, Any]],
+    save: str,
 ) -> None:
     """Writes a step: arrays by name, all in memory or all streamed, and their manifest.
 
@@ -66,6 +73,7 @@ def write_step(
         arrays: by name.
         description: the manifest, which may come later: the step is not committed before. If it never comes but an
             error does, that is the save's.
+        save: the manifest's random number, to be written beside the arrays too.
 
     Raises:
         ValueError: if the step is not above the latest one.
@@ -78,13 +86,13 @@ def write_step(
         )
     tree = _nested({_keys(name): array for name, array in arrays.items()})
     if any(isinstance(array, StreamedArray) for array in arrays.values()):
-        save: Any = ocp.args.PyTreeSave(tree)
+        written: Any = ocp.args.PyTreeSave(tree, custom_metadata={SAVE: save})
     else:
         # A stack of matrices lies on disk by the matrix, so that a reader of one need not read them all.
         chunks = jax.tree.map(lambda array: ocp.SaveArgs(shard_axes=(0,) if array.ndim > 2 else ()), tree)
-        save = ocp.args.StandardSave(tree, save_args=chunks)
+        written = ocp.args.StandardSave(tree, save_args=chunks, custom_metadata={SAVE: save})
     promised: Any = description
-    items = {ARRAYS: save, _MANIFEST: ocp.args.JsonSave(promised)}
+    items = {ARRAYS: written, MANIFEST: ocp.args.JsonSave(promised)}
     manager.save(step, args=ocp.args.Composite(**items), force=True)
 
 
@@ -106,7 +114,7 @@ class _Promised:
     def result(self, timeout: float | None = None) -> None:
         content = self._description.result(timeout)
         if jax.process_index() == 0:
-            (created(self._directory) / _MANIFEST_FILE).write_text(json.dumps(content))
+            (created(self._directory) / MANIFEST_FILE).write_text(json.dumps(content))
 
 
 def read_arrays(path: Any, leaves: Sequence[Leaf], *, partial: bool) -> list[jax.Array]:
@@ -118,17 +126,20 @@ def read_arrays(path: Any, leaves: Sequence[Leaf], *, partial: bool) -> list[jax
         partial: whether there are others.
 
     Raises:
-        ValueError: if files are damaged.
+        DamagedCheckpoint: if files are not as they were written.
+        OSError: if they cannot be read.
     """
     if not any(leaf.array.sharding.addressable_devices for leaf in leaves):
-        return _read_nothing(path, leaves)
+        shapes = [leaf.stored() for leaf in leaves]
+        return [jax.make_array_from_single_device_arrays(x.shape, x.sharding, [], dtype=x.dtype) for x in shapes]
     target = _nested({_keys(leaf.name): leaf.stored() for leaf in leaves})
     restore_args = jax.tree.map(
         lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype), target
     )
     try:
         limit = max(_ON_THE_WAY_GB, _largest_part(path, leaves) // 10**9 + 1)  # orbax refuses a part that is larger
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit)) as reader:
+        # Not by a Checkpointer, which makes processes wait for each other: one of them may find damage and raise.
+        with contextlib.closing(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit)) as reader:
             arrays = reader.restore(
                 path / ARRAYS, args=ocp.args.PyTreeRestore(target, restore_args, partial_restore=partial)
             )
@@ -137,21 +148,8 @@ def read_arrays(path: Any, leaves: Sequence[Leaf], *, partial: bool) -> list[jax
         broken = damage(path / ARRAYS)
         if not broken:
             raise
-        raise ValueError(damaged(path, broken)) from error
+        raise DamagedCheckpoint(path, broken) from error
     return [functools.reduce(operator.getitem, _keys(leaf.name), arrays) for leaf in leaves]
-
-
-def _read_nothing(path: Any, leaves: Sequence[Leaf]) -> list[jax.Array]:
-    """Returns arrays of which this process has no part, as it has none of their devices.
-
-    It reads the smallest one, as orbax waits for every process to read, and refuses to make an array without a part.
-    """
-    shapes = [leaf.stored() for leaf in leaves]
-    least = min(range(len(leaves)), key=lambda i: math.prod(shapes[i].shape))
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    shape, dtype = shapes[least].shape, shapes[least].dtype
-    read_arrays(path, [Leaf(leaves[least].path, jax.ShapeDtypeStruct(shape, dtype, sharding=here))], partial=True)
-    return [jax.make_array_from_single_device_arrays(x.shape, x.sharding, [], dtype=x.dtype) for x in shapes]
 
 
 def _largest_part(path: Any, leaves: Sequence[Leaf]) -> int:
@@ -174,47 +172,40 @@ def read_manifest(path: Any) -> dict[str, Any]:
     """Returns the manifest of a step's directory.
 
     Raises:
-        ValueError: if it is missing or damaged.
+        DamagedCheckpoint: if it is missing or damaged, or that of another step.
+        OSError: if it cannot be read.
     """
-    file = path / _MANIFEST / _MANIFEST_FILE
+    file = path / MANIFEST / MANIFEST_FILE
     try:
-        return read(read_file(file))
+        content = read(read_file(file))
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
-        raise ValueError(
-            f"{path} has no {_MANIFEST_FILE}: it was not written by gtp_jax, or has been deleted in part. "
-            "Choose another step or directory."
-        ) from error
+        line = f"{path} has no {MANIFEST_FILE}: it was not written by gtp_jax, or has been deleted in part"
+        raise DamagedCheckpoint(path, [line]) from error
     except ValueError as error:
-        raise ValueError(damaged(path, [f"{file}: {error}"])) from error
+        raise DamagedCheckpoint(path, [f"{file}: {error}"]) from error
+    if str(content["step"]) != path.name:
+        line = f"{file}: of step {content['step']}; the directory has been renamed, or its files replaced"
+        raise DamagedCheckpoint(path, [line])
+    return content
 
 
 def check_files(path: Any) -> None:
     """Refuses a step of which a file is a link, a FIFO or a device: no such file is opened.
 
     Raises:
-        ValueError: naming the first few.
+        DamagedCheckpoint: naming the first few.
     """
-    if lines := strange_files(path / ARRAYS):
-        raise ValueError(damaged(path, lines))
+    if lines := strange_files(path):
+        raise DamagedCheckpoint(path, lines)
 
 
 def loss_of(directory: str, step: int) -> float:
     """Returns the loss of a step in a directory; NaN if it has none, or no readable manifest."""
     try:
         loss = read_manifest(steps_in(directory)[step])["loss"]
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, OSError):
         return math.nan
     return math.nan if loss is None else loss
-
-
-def damaged(path: Any, lines: Sequence[str]) -> str:
-    """Returns what to tell about a step's directory of which this is damaged."""
-    shown = "\n".join(f"  {line}" for line in lines[:_SHOWN])
-    more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-    return (
-        f"the checkpoint {path} is damaged:\n{shown}{more}\nRestore another step; `gtp-jax checkpoint verify "
-        f"{path.parent}` says which are whole."
-    )
 
 
 def _keys(name: str) -> tuple[str, ...]:

@@ -57,24 +57,46 @@ def find_step(directory: str, step: int | None) -> Any:
     if step is None:
         step = max(paths, default=None)
     mine = -1 if step not in paths else step
-    if jax.process_count() > 1:
-        # All of them must raise, or none: the others would wait for the one that did.
-        seen = np.ravel(multihost_utils.process_allgather(np.int32(mine)))
-        if len(set(seen.tolist())) > 1:
-            raise OSError(
-                f"the processes see different checkpoints in {directory}: step {seen.tolist()} in process "
-                f"0 to {len(seen) - 1} (-1: none). The directory must be on a file system that all of them share."
-            )
+    _check_same(directory, mine)
     if mine >= 0:
         return paths[mine]
     if paths:
         raise FileNotFoundError(f"no step {step} in {directory}; it has {sorted(paths)}.")
+    raise no_step(directory)
+
+
+def no_step(directory: str) -> FileNotFoundError:
+    """Returns what to raise if a directory has no step."""
     missing = "://" not in directory and not os.path.isdir(directory)
-    raise FileNotFoundError(
+    return FileNotFoundError(
         f"no checkpoint in {directory}: "
         + ("no such directory" if missing else "it holds no complete step")
         + ". Give the directory that an earlier run saved to, or start without restoring."
     )
+
+
+def agreed_steps(directory: str) -> list[int]:
+    """Returns the committed steps, ascending, the same in all processes. Every process must call this.
+
+    Raises:
+        OSError: if the processes do not see the same.
+    """
+    steps = sorted(steps_in(directory))
+    _check_same(directory, max(steps, default=-1), len(steps))
+    return steps
+
+
+def _check_same(directory: str, step: int, count: int = 0) -> None:
+    """Checks that all processes see this step, -1 if none, and so many. All of them raise, or none: the others would
+    wait for the one that did."""
+    if jax.process_count() == 1:
+        return
+    seen = np.asarray(multihost_utils.process_allgather(np.array([step, count], np.int32))).reshape(-1, 2).tolist()
+    if any(one != seen[0] for one in seen):
+        raise OSError(
+            f"the processes see different checkpoints in {directory}: step {[one for one, _ in seen]} in process "
+            f"0 to {len(seen) - 1} (-1: none). The directory must be on a file system that all of them share."
+        )
 
 
 def refused_write(directory: str, error: Exception) -> OSError | None:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
@@ -34,7 +34,14 @@ class _Summed:
     Each process sums what it writes while it is written, in the background, from the memory that the system writes to
     disk; the first process adds what it merges at the end. So `sums.json` is there before the step appears under its
     name.
+
+    Args:
+        guard: called in the first process when all is written; raises if the step must not appear.
     """
+
+    def __init__(self, guard: Callable[[], None], **options: Any) -> None:
+        super().__init__(**options)
+        self._guard = guard
 
     async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
         if _has_no_part(args, kwargs):  # which orbax 0.12.8 takes for an error
@@ -51,6 +58,7 @@ class _Summed:
         with _told(), FileSums(directory) as merged:
             sums.update(merged.finish(name for name in files(directory) if name not in sums))
         (directory / SUMS).write_text(sealed(sums))
+        self._guard()
 
 
 def _has_no_part(*saved: Any) -> bool:
@@ -71,10 +79,10 @@ class SummedArrays(_Summed, ocp.StandardCheckpointHandler):
 class SummedStreams(_Summed, ocp.PyTreeCheckpointHandler):
     """orbax's handler of trees, for arrays that are made while they are written."""
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Callable[[], None]) -> None:
         handlers = (StreamedArray, StreamHandler()), (jax.Array, ocp.type_handlers.ArrayHandler())
         registry = ocp.type_handlers.create_type_handler_registry(*handlers)
-        super().__init__(type_handler_registry=registry)
+        super().__init__(guard, type_handler_registry=registry)
 
 
 class _Summing:
@@ -116,11 +124,17 @@ def created(directory: Any) -> epath.Path:
 
 
 def damage(directory: epath.Path) -> list[str]:
-    """Returns what is wrong with the files of a step's arrays, a line each; none if all are as they were written."""
+    """Returns what is wrong with the files of a step's arrays, a line each; none if all are as they were written.
+
+    Raises:
+        OSError: if a file is there and cannot be read, which proves no damage.
+    """
     try:
         sums = unsealed(read_file(directory / SUMS))
         check_sums(sums)
-    except (OSError, ValueError) as error:
+    except (FileNotFoundError, NotADirectoryError):
+        return [f"{directory / SUMS}: missing"]
+    except ValueError as error:
         return [f"{directory / SUMS}: {error}"]
     if strange := strange_files(directory):
         return strange  # which must not be opened

@@ -116,7 +116,13 @@ def _verify(args: argparse.Namespace) -> int:
         raise ValueError(f"no complete step in {args.directory}. Give the directory of a run that has saved one.")
     broken = {}
     for step in tqdm(steps, desc="verify", unit="step", disable=None):
-        if lines := checkpoints.verify(step):
+        try:
+            lines = checkpoints.verify(step)
+        except OSError as error:
+            if step not in checkpoints.steps():
+                raise
+            lines = [f"cannot be read: {error}"]
+        if lines:
             broken[step] = lines
     for step in steps:
         lines = broken.get(step, [])

@@ -23,6 +23,7 @@ examples:
   gtp-jax train                                   see it work
   gtp-jax train --data books/ notes.txt           on text of your own
   gtp-jax train --resume                          go on as if never stopped, data order included
+  gtp-jax train --resume --step 100               go on from an earlier step; later ones are set aside
   gtp-jax train --gtp 2 --tp 2 --microbatches 4   on 4 devices
   gtp-jax train --preset 1b --steps 500 --seq 2048 --out runs/1b
   gtp-jax train --recipe nvfp4-matmuls --high-precision-last 2 --override mlp.down=mxfp8-matmuls
@@ -54,6 +55,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     output = groups["output"].add_mutually_exclusive_group()
     output.add_argument("--resume", action="store_true", help="go on with the run in --out")
     output.add_argument("--force", action="store_true", help="replace the run in --out")
+    groups["output"].add_argument("--step", type=int, metavar="N", help="with --resume: go on from this step")
     elastic = add_flags(parser, ElasticOptions)[GROUP]
     elastic.description = _ELASTIC
     elastic.add_argument("--elastic", action="store_true", help="start a process a device under a supervisor")
@@ -71,8 +73,9 @@ def run(args: argparse.Namespace) -> int:
     launch = LaunchOptions(**given(args, LaunchOptions))
     settings, elastic = given(args, TrainConfig), given(args, ElasticOptions)
     if args.elastic:
-        return supervise(settings, launch, ElasticOptions(**elastic), resume=args.resume, force=args.force)
+        options = ElasticOptions(**elastic)
+        return supervise(settings, launch, options, resume=args.resume, force=args.force, at=args.step)
     if elastic:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in elastic)
         raise ValueError(f"{flags}: only a run under a supervisor has that. Add --elastic.")
-    return start(settings, launch, resume=args.resume, force=args.force)
+    return start(settings, launch, resume=args.resume, force=args.force, at=args.step)

@@ -14,12 +14,21 @@ from typing import Any
 
 from .._exit_codes import RETRY, of_signal
 from ..checkpoint import Checkpoints
-from ..trainer import EventLog, LaunchOptions, RunDirectory, TrainConfig, find_launch, resolve
+from ..trainer import (
+    EventLog,
+    LaunchOptions,
+    Lock,
+    LostLock,
+    Ownership,
+    RunDirectory,
+    TrainConfig,
+    find_launch,
+    resolve,
+)
 from ._account import Account
 from ._devices import Device, find_devices, uses_gpus
 from ._failure import SUSPECTS, Ended, Failure
 from ._fleet import Fleet, free_port
-from ._lock import Lock
 from ._memory import Memory
 from ._options import ElasticOptions
 from ._plan import FleetPlan, plan_fleet
@@ -36,7 +45,13 @@ _TRAINING = ("step", "evaluate", "save", "snapshot")
 
 
 def supervise(
-    settings: Mapping[str, Any], launch: LaunchOptions, options: ElasticOptions, *, resume: bool, force: bool
+    settings: Mapping[str, Any],
+    launch: LaunchOptions,
+    options: ElasticOptions,
+    *,
+    resume: bool,
+    force: bool,
+    at: int | None = None,
 ) -> int:
     """Trains as `trainer.start` does, in a process a device, and goes on when one of them fails.
 
@@ -48,13 +63,17 @@ def supervise(
         options: of the supervisor.
         resume: go on with the run in its directory.
         force: replace it.
+        at: the step to resume from; the latest that is not damaged by default.
 
     Returns:
         The status of the run; 75 if it could not go on; 128 and the number of the signal that ended it.
 
     Raises:
         ValueError: on a mistake in the settings.
+        LostLock: if another run has taken over the directory.
     """
+    if at is not None and not resume:
+        raise ValueError("`--step` says where a run goes on. Give --resume too, or leave it out.")
     if launch != LaunchOptions() or find_launch(launch).processes > 1:
         raise ValueError(
             "`--elastic` starts the processes of one host by itself. Leave out --coordinator, --num-processes, "
@@ -68,11 +87,14 @@ def supervise(
         )
     devices = find_devices(config.virtual_devices(1))
     degrees = config.degrees(len(devices), virtual=not uses_gpus())
-    with Lock(directory.elastic / "lock"), Memory(Path(options.snapshot_dir)) as memory:
+    waited = Lock(directory.lock, note=lambda text: print(f"gtp-jax train: {text}", file=sys.stderr, flush=True))
+    with waited.acquire() as lock, Memory(Path(options.snapshot_dir)) as memory:
+        if resolve(settings, resume=resume, force=force)[0] != config:
+            raise ValueError(f"{directory.config} has changed while this run waited for another. Start it again.")
         if not resume:
             directory.events.unlink(missing_ok=True)
-        run = Supervisor(dict(settings), config, directory, devices, degrees, options, memory)
-        return run.run(resume=resume, force=force)
+        run = Supervisor(dict(settings), config, directory, devices, degrees, options, memory, lock.ownership)
+        return run.run(resume=resume, force=force, at=at)
 
 
 class Supervisor:
@@ -86,6 +108,7 @@ class Supervisor:
         degrees: of their mesh.
         options: of the supervisor.
         memory: for the snapshots.
+        ownership: of the directory.
     """
 
     def __init__(
@@ -97,9 +120,11 @@ class Supervisor:
         degrees: dict[str, int],
         options: ElasticOptions,
         memory: Memory,
+        ownership: Ownership,
     ) -> None:
         self._settings, self._config, self._directory = settings, config, directory
         self._devices, self._degrees, self._options, self._memory = devices, degrees, options, memory
+        self._ownership = ownership
         self._events = EventLog(directory.events, lambda text: print(f"gtp-jax elastic: {text}", flush=True))
         self._account = Account(self._events)
         self._checkpoints = Checkpoints(directory.checkpoints, read_only=True)
@@ -107,15 +132,15 @@ class Supervisor:
         self._strikes: Counter[int] = Counter()
         self._cadence: dict[str, int] | None = None
         self._signal: int | None = None
-        self._begun = False
+        self._begun = self._restored = False
         self._unequal = True
         self._rehearsed: set[int] = set()
         self._returning: dict[int, Probe] = {}
         self._sound: set[int] = set()
 
-    def run(self, *, resume: bool, force: bool) -> int:
+    def run(self, *, resume: bool, force: bool, at: int | None = None) -> int:
         """Runs until the run has ended or cannot go on."""
-        self._resume, self._force = resume, force
+        self._resume, self._force, self._at = resume, force, at
         plan = self._plan(self._lost)
         interval = self._options.snapshot_interval
         most = "" if interval is None else f"; a failure costs {interval} steps at most"
@@ -131,7 +156,11 @@ class Supervisor:
         with self._signals():
             while True:
                 fleet = self._launch(plan, fleet)
-                outcome = self._attend(fleet, plan)
+                try:
+                    outcome = self._attend(fleet, plan)
+                except LostLock:
+                    fleet.kill()
+                    raise
                 if isinstance(outcome, Ended):
                     if not (outcome.reason and plan.failed and fleet.first_step_at is None):
                         return self._finish(fleet, outcome)
@@ -196,6 +225,9 @@ class Supervisor:
             "interval": self._options.snapshot_interval,
             "cadence": self._cadence,
             "rehearse": rehearse,
+            "token": self._ownership.token,
+            # later steps are set aside once the first fleet has restored this one
+            "at": None if self._restored else self._at,
         }
 
     def _environment(self) -> dict[str, str]:
@@ -217,7 +249,9 @@ class Supervisor:
         try:
             while True:
                 fleet.poll(_POLL_S)
+                self._ownership.check()
                 self._begun = self._begun or "restore" in fleet.marks
+                self._restored = self._restored or "compile" in fleet.marks
                 if self._signal is not None and sent is None:
                     sent = self._signal
                     if all(member.activity not in _TRAINING for member in fleet.members):

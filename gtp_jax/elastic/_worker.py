@@ -26,6 +26,7 @@ from ..trainer import (
     Diverged,
     LaunchOptions,
     Line,
+    LostLock,
     Message,
     NoCoordinator,
     Peers,
@@ -59,6 +60,8 @@ class Order:
         interval: steps that a failure may cost at most; `None` to choose it by its cost.
         cadence: chosen by an earlier fleet.
         rehearse: only compile.
+        token: of the supervisor's lock on the directory.
+        at: the step to resume from; the latest by default.
     """
 
     settings: dict[str, Any]
@@ -74,6 +77,8 @@ class Order:
     interval: int | None
     cadence: dict[str, int] | None
     rehearse: bool
+    token: str
+    at: int | None
 
 
 class SupervisedWatch(Watch):
@@ -159,7 +164,7 @@ class SupervisedWatch(Watch):
             cause = "unconnected"
         elif isinstance(error, Diverged):
             cause = "diverged"
-        elif isinstance(error, (ValueError, ModuleNotFoundError)) or self._is_refusal(error):
+        elif isinstance(error, (ValueError, ModuleNotFoundError, LostLock)) or self._is_refusal(error):
             cause = "refused"
         else:
             device = isinstance(error, jax.errors.JaxRuntimeError)
@@ -221,9 +226,12 @@ def work(descriptor: int) -> NoReturn:
         process_id=order.process if several else None,
         local_devices=1 if order.virtual else None,
     )
-    supervision = Supervision(watch, order.degrees, Faults(failed_devices=tuple(order.failed)), order.rehearse)
+    faults = Faults(failed_devices=tuple(order.failed))
+    supervision = Supervision(watch, order.degrees, faults, order.rehearse, order.token)
     try:
-        status = start(order.settings, options, resume=order.resume, force=order.force, supervision=supervision)
+        status = start(
+            order.settings, options, resume=order.resume, force=order.force, at=order.at, supervision=supervision
+        )
     except Exception as error:
         watch.give_up(error, f"{type(error).__name__}: {error}" if not str(error) else str(error))
     line.send({"kind": "ended", "status": status})

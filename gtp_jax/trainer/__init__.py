@@ -17,6 +17,9 @@ from ._events import read_lines as read_lines
 from ._finite_state import state_is_finite as state_is_finite
 from ._line import Line as Line
 from ._line import Message as Message
+from ._lock import Lock as Lock
+from ._lock import LostLock as LostLock
+from ._lock import Ownership as Ownership
 from ._log import read_log as read_log
 from ._peers import Peers as Peers
 from ._replay import Replay as Replay

@@ -64,7 +64,7 @@ _LONGEST_SHOWN = 48
 
 
 def describe(
-    config: TrainConfig, corpus: Corpus, *, resume: bool, force: bool, order: Mapping[str, Any]
+    config: TrainConfig, corpus: Corpus, *, resume: bool, force: bool, at: int | None, order: Mapping[str, Any]
 ) -> Description:
     """Returns all that processes of a run must have in common, by name, JSON.
 
@@ -73,6 +73,7 @@ def describe(
         corpus: the text that it reads.
         resume: go on with the run in its directory.
         force: replace it.
+        at: the step to resume from.
         order: what else decides what is computed, from a supervisor.
     """
     values = settings_of(config)
@@ -81,6 +82,7 @@ def describe(
         **flags,
         "--resume": resume,
         "--force": force,
+        "--step": at,
         **order,
         "what is in the text": corpus.fingerprint,
         "what is in the tokenizer": _digest(Path(config.tokenizer)) if config.tokenizer else None,

@@ -233,7 +233,9 @@ class TrainConfig:
 
     def save(self, path: Path) -> None:
         """Writes the configuration as JSON."""
-        path.write_text(json.dumps({_MARK: __version__, **settings_of(self)}, indent=2) + "\n")
+        new = path.with_name(f"{path.name}.new")  # so that a kill leaves the old one
+        new.write_text(json.dumps({_MARK: __version__, **settings_of(self)}, indent=2) + "\n")
+        new.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> TrainConfig:

@@ -47,13 +47,18 @@ class RunDirectory:
         return self.root / "checkpoints"
 
     @property
+    def lock(self) -> Path:
+        """Says which run writes here; see `Lock`."""
+        return self.root / "lock"
+
+    @property
     def events(self) -> Path:
         """What a supervisor has done, a JSON object a line."""
         return self.root / "events.jsonl"
 
     @property
     def elastic(self) -> Path:
-        """Files of a supervisor: its lock, compiled programs, requests."""
+        """Files of a supervisor: compiled programs, requests."""
         return self.root / "elastic"
 
     def check(self, *, resume: bool, force: bool) -> None:
@@ -65,6 +70,11 @@ class RunDirectory:
         """
         if self.root.exists() and not self.root.is_dir():
             raise ValueError(f"`out` {self.root} is a file. Choose a directory.")
+        if self.checkpoints.is_symlink() and not self.checkpoints.is_dir():
+            raise ValueError(
+                f"{self.checkpoints} is a link to {self.checkpoints.readlink()}, where there is no directory. Make it, "
+                "or delete the link."
+            )
         ours = self.config.exists()
         if ours:
             TrainConfig.load(self.config)
@@ -77,6 +87,12 @@ class RunDirectory:
                 )
         if resume and not ours:
             raise ValueError(f"there is no run in {self.root} to resume. Leave out --resume, or give its --out.")
+        if ours and force and self.checkpoints.is_symlink():
+            raise ValueError(
+                f"{self.checkpoints} is a link to {self.checkpoints.readlink()}, and --force deletes nothing outside "
+                "--out: the old steps there would pass for those of the new run. Delete the steps and the link "
+                "yourself, or choose another --out."
+            )
         if ours and not (resume or force):
             raise ValueError(
                 f"{self.root} holds a run already. Go on with it (--resume), replace it (--force), or choose another "
@@ -89,12 +105,21 @@ class RunDirectory:
         Args:
             config: of the run.
             keep: this is the same run, resumed. Otherwise what an earlier run has written is deleted, and nothing else.
+
+        Raises:
+            OSError: if something cannot be deleted.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         if not keep:
-            for file in (self.config, self.log, self.curve, self.report):
+            # First the steps, all at once, so that a kill leaves no old step with a new configuration.
+            doomed = self.root / "checkpoints.deleted"
+            if doomed.exists():
+                shutil.rmtree(doomed)
+            if self.checkpoints.exists() and not self.checkpoints.is_symlink():
+                self.checkpoints.rename(doomed)
+                shutil.rmtree(doomed)
+            for file in (self.log, self.curve, self.report):
                 file.unlink(missing_ok=True)
-            shutil.rmtree(self.checkpoints, ignore_errors=True)
             config.save(self.config)
 
     def how_to_resume(self) -> str:

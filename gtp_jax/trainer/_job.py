@@ -25,6 +25,7 @@ from ._config import TrainConfig
 from ._divergence import Place
 from ._fleet import Fleet, ReplicaLoader
 from ._optimizer import adamw, learning_rate
+from ._resume import resume_from
 from ._start import start_params
 from ._watch import Watch
 
@@ -84,6 +85,7 @@ def prepare(
     watch: Watch,
     *,
     resume: bool,
+    at: int | None = None,
 ) -> tuple[Job, TrainState]:
     """Makes or restores the state and compiles the step. To be called with the mesh in scope.
 
@@ -94,24 +96,20 @@ def prepare(
         corpus: the text.
         checkpoints: of the run.
         watch: says where the state is restored from.
-        resume: start from the latest checkpoint, if there is one.
+        resume: start from the latest checkpoint that is not damaged, if there is one.
+        at: the step to resume from, in place of the latest.
 
     Raises:
-        ValueError: if the checkpoint is of another model, or was trained on other text.
+        ValueError: if the checkpoint is of another model, or was trained on other text, or if none is whole.
     """
     like, optimizer = abstract_state(config, model)
     source = watch.source(checkpoints, like)
     watch.doing("restore")
-    begin = source.latest() if resume else None
+    resumed = resume_from(source, like, at, corpus, in_memory=source is not checkpoints) if resume else None
     place = Place(0, 0)
-    if begin is not None:
-        state, extra = source.restore(like, begin)
-        place = Place.of_extra(begin, extra)
-        if extra["text"] != corpus.fingerprint:
-            raise ValueError(
-                f"{corpus.name} is not the text that this run was trained on: its content has changed, or --data "
-                "names another. Resume with the text as it was, or start a new run with another --out."
-            )
+    if resumed is not None:
+        state = resumed.state
+        place = Place.of_extra(resumed.step, resumed.extra)
     elif config.from_ is not None:
         params = start_params(Path(config.from_), like)
         state = TrainState.create(dataclasses.replace(like, params=params).model(), optimizer)

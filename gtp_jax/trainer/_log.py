@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ class Log:
     Args:
         path: the file; `None` for a process that does not log.
         step: updates made so far; 0 of a new run, whose file is made empty.
+        guard: called before anything is written; raises if the file is not this run's any more.
     """
 
-    def __init__(self, path: Path | None, step: int) -> None:
-        self._file = None
+    def __init__(self, path: Path | None, step: int, guard: Callable[[], None] = lambda: None) -> None:
+        self._file, self._guard = None, guard
         if path is None:
             return
         if step:
@@ -47,6 +49,7 @@ class Log:
 
     def _append(self, record: Record) -> None:
         if self._file is not None:
+            self._guard()
             self._file.write(json.dumps(record) + "\n")
 
 

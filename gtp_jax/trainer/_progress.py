@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Self
 
@@ -25,12 +25,13 @@ class Progress:
         unigram: entropy of single tokens, in nats a token.
         log: file of the log.
         begin: updates made before.
+        guard: of the log.
     """
 
-    def __init__(self, job: Job, unigram: float, log: Path, begin: int) -> None:
+    def __init__(self, job: Job, unigram: float, log: Path, begin: int, guard: Callable[[], None]) -> None:
         self._job, self._unigram = job, unigram
         self._speaks = jax.process_index() == 0
-        self._log = Log(log if self._speaks else None, begin)
+        self._log = Log(log if self._speaks else None, begin, guard)
         self._pace = _Pace(job.config.batch * job.config.seq)
         self._shown = {"unigram": f"{unigram:.2f}"}
         self._bar = tqdm(

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from ._interrupt import Interrupt, Stopped
 from ._job import abstract_state, compile_step, prepare
 from ._log import read_log
 from ._loop import run_loop
+from ._owner import owning
 from ._peer_watch import PeerWatch
 from ._peers import Peers
 from ._progress import Progress
@@ -48,6 +49,7 @@ def start(
     *,
     resume: bool = False,
     force: bool = False,
+    at: int | None = None,
     supervision: Supervision | None = None,
 ) -> int:
     """Trains from text to a report, in this process and those launched with it.
@@ -57,6 +59,7 @@ def start(
         options: how the processes find each other.
         resume: go on with the run in `out`.
         force: replace the run in `out`.
+        at: the step to resume from; the latest that is not damaged by default.
         supervision: of a process that a supervisor has started.
 
     Returns:
@@ -66,13 +69,15 @@ def start(
         ValueError: on a mistake in the settings or in what they name, before anything is compiled.
         Diverged: if the loss is not finite.
     """
+    if at is not None and not resume:
+        raise ValueError("`--step` says where a run goes on. Give --resume too, or leave it out.")
     launch = find_launch(options)
     watch = Recorder(PeerWatch(launch) if supervision is None else supervision.watch)
     interrupt = Interrupt(launch, watch)
     try:
         with interrupt, watch, Peers(launch) as peers:
             return _start(
-                settings, launch, watch, interrupt, peers, resume=resume, force=force, supervision=supervision
+                settings, launch, watch, interrupt, peers, resume=resume, force=force, at=at, supervision=supervision
             )
     except Stopped as error:
         print(f"gtp-jax: process {launch.process} was {error}; nothing was saved since", file=sys.stderr, flush=True)
@@ -90,6 +95,7 @@ def _start(
     *,
     resume: bool,
     force: bool,
+    at: int | None,
     supervision: Supervision | None,
 ) -> int:
     def check() -> tuple[TrainConfig, RunDirectory, list[str], Corpus, Description]:
@@ -102,7 +108,7 @@ def _start(
         description: Description = {}
         if launch.processes > 1:
             order = {} if supervision is None else supervision.order
-            description = describe(config, corpus, resume=resume, force=force, order=order)
+            description = describe(config, corpus, resume=resume, force=force, at=at, order=order)
         return config, directory, changes, corpus, description
 
     config, directory, changes, corpus, description = peers.together(check)
@@ -126,20 +132,36 @@ def _start(
         return 0
     if launch.processes > 1:
         check_shared(peers, directory)
+    with owning(directory, supervision, peers) as guard:
 
-    def begin() -> None:
-        directory.prepare(config, keep=resume)
-        if not resume and supervision is None:
-            directory.events.unlink(missing_ok=True)
+        def begin() -> None:
+            if resolve(settings, resume=resume, force=force)[0] != config:
+                raise ValueError(f"{directory.config} has changed while this run waited for another. Start it again.")
+            directory.prepare(config, keep=resume)
+            if not resume and supervision is None:
+                directory.events.unlink(missing_ok=True)
 
-    peers.together(lambda: begin() if launch.process == 0 else None)
-    watch.events = EventLog(directory.events if launch.process == 0 else None, process=launch.process)
-    watch.attend(peers, directory)
-    interrupt.attend(peers, directory, config.grace)
-    peers.listen(watch.heard, interrupt.heard)
-    alone = launch.processes == 1 and supervision is None
-    with jax.set_mesh(fleet.mesh), use_roles(config.parallelism.roles), _failures(watch, alone):
-        return _train(config, model, fleet, corpus, directory, watch, interrupt, alone, resume=resume, changes=changes)
+        peers.together(lambda: begin() if launch.process == 0 else None)
+        watch.events = EventLog(directory.events if launch.process == 0 else None, process=launch.process)
+        watch.attend(peers, directory)
+        interrupt.attend(peers, directory, config.grace)
+        peers.listen(watch.heard, interrupt.heard)
+        alone = launch.processes == 1 and supervision is None
+        with jax.set_mesh(fleet.mesh), use_roles(config.parallelism.roles), _failures(watch, alone):
+            return _train(
+                config,
+                model,
+                fleet,
+                corpus,
+                directory,
+                watch,
+                interrupt,
+                alone,
+                guard,
+                resume=resume,
+                at=at,
+                changes=changes,
+            )
 
 
 def resolve(settings: Mapping[str, Any], *, resume: bool, force: bool) -> tuple[TrainConfig, RunDirectory, list[str]]:
@@ -207,19 +229,21 @@ def _train(
     watch: Recorder,
     interrupt: Interrupt,
     alone: bool,
+    guard: Callable[[], None],
     *,
     resume: bool,
+    at: int | None,
     changes: list[str],
 ) -> int:
     unigram = unigram_entropy(corpus.train, corpus.held_out, corpus.vocab_size)
     speaks = jax.process_index() == 0
     say = print if speaks else lambda *_, **__: None
     say(heading(config, model, fleet, corpus, unigram), flush=True)
-    opened = Checkpoints(directory.checkpoints, keep=config.keep, keep_best=config.keep_best)
+    opened = Checkpoints(directory.checkpoints, keep=config.keep, keep_best=config.keep_best, guard=guard)
     with opened as checkpoints, _failures(watch, alone):
         settings, seeds = settings_of(config), {"weights": config.seed, "data": config.seed, "rounding": config.seed}
         watch.write("resume" if resume else "start", **attempt(), settings=settings, seeds=seeds, changes=changes)
-        job, state = prepare(config, model, fleet, corpus, checkpoints, watch, resume=resume)
+        job, state = prepare(config, model, fleet, corpus, checkpoints, watch, resume=resume, at=at)
         begin = job.place.step
         if begin > config.steps:
             raise ValueError(
@@ -231,11 +255,13 @@ def _train(
         say(f"{'resumed at step ' + str(begin) if begin else 'ready'}; compiled in {job.compile_s:.1f} s", flush=True)
         watch.write("ready", step=begin, position=job.place.position)
         if speaks:
+            guard()
             config.save(directory.config)
-        with Progress(job, unigram, directory.log, begin) as progress:
+        with Progress(job, unigram, directory.log, begin, guard) as progress:
             outcome = run_loop(job, state, checkpoints, watch, progress, interrupt)
     watch.end(DONE if outcome.signal is None else of_signal(outcome.signal))
     if speaks:
+        guard()
         records = read_log(directory.log)
         causes = seconds_by_cause(read_lines(directory.events))
         title = f"{config.preset}, {config.batch} x {config.seq} tokens a step, on {corpus.name}"

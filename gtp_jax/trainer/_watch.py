@@ -105,12 +105,14 @@ class Supervision:
         degrees: of the mesh, in place of those of the configuration; those of the healthy mesh if there are `faults`.
         faults: devices that are lost, whose replicas go on at a lower degree.
         rehearse: only compile the step, into the persistent compilation cache.
+        token: of the supervisor's lock on the directory of the run.
     """
 
     watch: Watch
     degrees: Mapping[str, int]
     faults: Faults = Faults()
     rehearse: bool = False
+    token: str | None = None
 
     @property
     def order(self) -> dict[str, Any]:

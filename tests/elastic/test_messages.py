@@ -10,7 +10,6 @@ from gtp_jax.cli import main
 from gtp_jax.elastic import ElasticOptions, draw_timeline, read_events, table
 from gtp_jax.elastic._devices import find_devices
 from gtp_jax.elastic._failure import how_it_ended
-from gtp_jax.elastic._lock import Lock
 from gtp_jax.elastic._patience import Patience
 from gtp_jax.elastic._picture import spans_of
 from gtp_jax.elastic._requests import take_rejoins
@@ -67,14 +66,6 @@ def test_a_supervisor_starts_its_processes_itself(capsys, tmp_path):
 def test_options_out_of_range_are_refused(name, value, message):
     with pytest.raises(ValueError, match=message):
         ElasticOptions(**{name: value})
-
-
-def test_a_second_supervisor_of_a_directory_is_refused(tmp_path):
-    with Lock(tmp_path / "run" / "elastic" / "lock"):
-        with pytest.raises(ValueError, match="another supervisor runs in .*run. Wait for it or end it"):
-            Lock(tmp_path / "run" / "elastic" / "lock")
-    with Lock(tmp_path / "run" / "elastic" / "lock"):
-        pass
 
 
 def test_a_rejoin_is_asked_for_by_a_command(capsys, tmp_path):

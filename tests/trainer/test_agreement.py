@@ -65,7 +65,7 @@ def description(**changes: Any) -> dict[str, Any]:
             if field.name not in ("name", "train", "held_out", "vocab_size", "fingerprint")
         },
     )
-    return describe(from_settings(TrainConfig, changes), corpus, resume=False, force=False, order={})
+    return describe(from_settings(TrainConfig, changes), corpus, resume=False, force=False, at=None, order={})
 
 
 def test_process_0_decides_by_what_all_say_as_often_as_asked():

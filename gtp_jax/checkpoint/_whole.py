@@ -1,0 +1,75 @@
+"""Whether a step's directory is whole: every file in it, and that its arrays and its manifest were saved together."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ._damage import DamagedCheckpoint
+from ._foreign_json import read_file, strange_files
+from ._manifest import SAVE
+from ._pruning import COMMITTED
+from ._step import ARRAYS, MANIFEST, MANIFEST_FILE, check_files, read_manifest
+from ._sums import damage, files
+
+# orbax's names: of its description of the arrays, and of the step.
+_METADATA, _STEP_METADATA = "_METADATA", "_CHECKPOINT_METADATA"
+# Files that nothing is read from, and that orbax writes last, when sums are taken already: only their form is checked.
+_WITHOUT_SUM = (_STEP_METADATA, COMMITTED, f"{ARRAYS}/{COMMITTED}", f"{MANIFEST}/{COMMITTED}")
+_MARK = b"Checkpoint commit was successful to "
+
+
+def step_damage(path: Any) -> list[str]:
+    """Returns what is wrong with the files of a step, a line each; none if all are as they were written.
+
+    Reads every file in it.
+
+    Raises:
+        OSError: if a file is there and cannot be read.
+    """
+    if strange := strange_files(path):
+        return strange  # which must not be opened
+    lines = damage(path / ARRAYS)
+    try:
+        read_manifest(path) if lines else read_bound_manifest(path)
+    except DamagedCheckpoint as error:
+        lines += error.lines
+    for name in sorted(files(path)):
+        if name in _WITHOUT_SUM:
+            if not _is_orbax(name, (path / name).read_bytes()):
+                lines.append(f"{path / name}: changed since it was written")
+        elif name != f"{MANIFEST}/{MANIFEST_FILE}" and not name.startswith(f"{ARRAYS}/"):
+            lines.append(f"{path / name}: not part of the checkpoint")
+    return lines
+
+
+def _is_orbax(name: str, content: bytes) -> bool:
+    """Says whether this is what orbax writes into a file."""
+    if name.endswith(COMMITTED):
+        return content.startswith(_MARK) or not content
+    try:
+        items = json.loads(content)["item_handlers"]
+        return set(items) == {ARRAYS, MANIFEST}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+def read_bound_manifest(path: Any) -> dict[str, Any]:
+    """Returns the manifest of a step's directory, after checking that its arrays were saved with it.
+
+    Raises:
+        DamagedCheckpoint: if it is missing or damaged, or if the arrays are another step's.
+        OSError: if files cannot be read.
+    """
+    check_files(path)
+    content = read_manifest(path)
+    file = path / ARRAYS / _METADATA
+    try:
+        theirs = (json.loads(read_file(file)).get("custom_metadata") or {}).get(SAVE)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DamagedCheckpoint(path, [f"{file}: missing"]) from error
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpoint(path, [f"{file}: changed since it was written"]) from error
+    if theirs != content.get(SAVE):
+        raise DamagedCheckpoint(path, [f"{path / ARRAYS}: not the arrays that were saved with this manifest"])
+    return content

@@ -1,0 +1,59 @@
+"""A run owns its directory while it writes there."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import jax
+
+from ._directory import RunDirectory
+from ._lock import Lock, Ownership
+from ._peers import Peers
+from ._watch import Supervision
+
+_PAUSE_S = 0.5
+_WAITING, _OWNED, _REFUSED = range(3)
+
+
+@contextlib.contextmanager
+def owning(directory: RunDirectory, supervision: Supervision | None, peers: Peers) -> Iterator[Callable[[], None]]:
+    """Holds the lock of a directory, in the first process; waits while another run does. Every process must enter.
+
+    A supervisor holds the lock over all its fleets, so that its processes only check it.
+
+    Yields:
+        What the first process calls before it publishes, deletes or logs something; raises `LostLock` if it must not.
+
+    Raises:
+        ValueError: if another run has the lock and goes on.
+    """
+    if supervision is not None and supervision.token is not None:
+        yield Ownership(directory.lock, supervision.token).check
+        return
+    lock = Lock(directory.lock, note=lambda text: print(f"gtp-jax train: {text}", file=sys.stderr, flush=True))
+    while not _attempt_together(lock, peers):
+        time.sleep(_PAUSE_S)
+    if jax.process_index() == 0:
+        with lock:
+            yield lock.ownership.check
+    else:
+        yield lambda: None
+
+
+def _attempt_together(lock: Lock, peers: Peers) -> bool:
+    """Tries in the first process, and returns in all processes whether it has the lock."""
+    outcome, refusal = _WAITING, None
+    if jax.process_index() == 0:
+        try:
+            outcome = _OWNED if lock.attempt() else _WAITING
+        except (ValueError, OSError) as error:
+            outcome, refusal = _REFUSED, error
+    outcome = peers.ask(outcome, max)
+    if refusal is not None:
+        raise refusal
+    if outcome == _REFUSED:
+        raise ValueError("process 0 may not write to the directory of the run; its own output says why.")
+    return outcome == _OWNED

@@ -1,0 +1,86 @@
+"""Where a run goes on from: its latest checkpoint that is whole, or the step that was asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import jax
+
+from ..checkpoint import Checkpoints, DamagedCheckpoint
+from ..data import Corpus
+from ..train import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """What a run goes on from.
+
+    Attributes:
+        state: the train state.
+        extra: what was saved beside it.
+        step: updates made.
+    """
+
+    state: TrainState
+    extra: dict[str, Any]
+    step: int
+
+
+def resume_from(
+    source: Checkpoints, like: TrainState, at: int | None, corpus: Corpus, *, in_memory: bool
+) -> Resumed | None:
+    """Restores the state, and sets later steps aside; `None` if there is no step.
+
+    Every process must call this; all of them restore the same step.
+
+    Args:
+        source: of the run, or its snapshots.
+        like: shapes and shardings of the state.
+        at: the step asked for; the latest that is not damaged by default.
+        corpus: the text.
+        in_memory: the steps are snapshots: the latest is restored, and its supervisor drops it if it is damaged.
+
+    Raises:
+        FileNotFoundError: if there is no step `at`.
+        ValueError: if the checkpoint is of another model or was trained on other text; if step `at`, or every step, is
+            damaged.
+        OSError: if files cannot be read, after several attempts.
+    """
+    damaged: dict[int, DamagedCheckpoint] = {}
+    exactly = source.latest() if in_memory else at
+    if exactly is not None:
+        state, extra = source.restore(like, exactly)
+        step = exactly
+    else:
+        try:
+            state, extra, step = source.restore_last_whole(like, lambda one, error: damaged.update({one: error}))
+        except FileNotFoundError:
+            if source.steps():
+                raise  # one has gone meanwhile; not a reason to begin anew
+            return None
+        except DamagedCheckpoint as error:
+            if len(damaged) < 2:
+                raise
+            raise ValueError(
+                f"all checkpoints of the run are damaged: steps {sorted(damaged)}. Of the latest: {error}"
+            ) from error
+    if extra["text"] != corpus.fingerprint:
+        raise ValueError(
+            f"{corpus.name} is not the text that this run was trained on: its content has changed, or --data "
+            "names another. Resume with the text as it was, or start a new run with another --out."
+        )
+    if in_memory:
+        return Resumed(state, extra, step)
+    for one, error in damaged.items():
+        _say(f"step {one} is damaged: {'; '.join(error.lines[:3])}{'; ...' if len(error.lines) > 3 else ''}")
+    kept = source.set_aside_after(step, damaged)
+    if kept:
+        _say(f"going on from step {step}; later steps are set aside: {', '.join(kept)}")
+    return Resumed(state, extra, step)
+
+
+def _say(text: str) -> None:
+    if jax.process_index() == 0:
+        print(f"gtp-jax train: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,185 @@
+"""A step is what was saved under its number, and a damaged one does not cost the run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gtp_jax
+from gtp_jax.checkpoint import Checkpoints, DamagedCheckpoint
+from gtp_jax.checkpoint import _agreement as agreement
+from gtp_jax.checkpoint import _step as step_module
+from gtp_jax.cli import main
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(agreement, "PAUSES", (0.0, 0.0))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, plain):
+    """A state, and checkpoints of it at steps 2, 4 and 6."""
+    directory = tmp_path_factory.mktemp("saved")
+    with Checkpoints(directory, keep=None) as checkpoints:
+        for step in (2, 4, 6):
+            checkpoints.save(step, plain({"w": jnp.full((4, 3), step), "b": jnp.ones(5)}), {"text": "abc"})
+    return plain({"w": jnp.zeros((4, 3), int), "b": jnp.ones(5)}), directory
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    return Path(shutil.copytree(saved[1], tmp_path / "run"))
+
+
+def damage(directory: Path, step: int) -> Path:
+    """Changes a byte of a step's largest file."""
+    path = max((directory / str(step) / "arrays").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+    return path
+
+
+def test_a_step_under_another_number_is_not_whole(saved, copy, capsys):
+    (copy / "6").rename(copy / "8")
+    checkpoints = Checkpoints(copy, read_only=True)
+    (line,) = checkpoints.verify(8)
+    assert "of step 6; the directory has been renamed, or its files replaced" in line
+    with pytest.raises(DamagedCheckpoint, match="of step 6; the directory has been renamed"):
+        checkpoints.restore(saved[0], 8)
+    assert main(["checkpoint", "verify", str(copy)]) == 1
+    assert "step 4: whole\nstep 8: 1 file(s) damaged\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("part", ["arrays", "manifest"])
+def test_parts_of_two_steps_are_not_whole_though_each_is_as_it_was_written(part, saved, copy):
+    shutil.rmtree(copy / "4" / part)
+    shutil.copytree(copy / "2" / part, copy / "4" / part)
+    checkpoints = Checkpoints(copy, read_only=True)
+    lines = checkpoints.verify(4)
+    message = "not the arrays that were saved with this manifest" if part == "arrays" else "of step 2; the directory"
+    assert len(lines) == 1 and message in lines[0]
+    with pytest.raises(DamagedCheckpoint, match=message):
+        checkpoints.restore(saved[0], 4)
+    with pytest.raises(DamagedCheckpoint, match=message):
+        checkpoints.arrays(4)
+
+
+def test_verify_looks_at_every_file_of_a_step(copy):
+    checkpoints = Checkpoints(copy, read_only=True)
+    assert [checkpoints.verify(step) for step in (2, 4, 6)] == [[], [], []]
+    for path in [p for p in (copy / "4").rglob("*") if p.is_file()]:
+        before = path.read_bytes()
+        path.write_bytes(b"\xff" + before[1:])
+        assert any(str(path) in line for line in checkpoints.verify(4)), path
+        path.write_bytes(before)
+    for place in ("", "arrays", "arrays/d", "manifest"):
+        foreign = copy / "4" / place / "foreign"
+        foreign.write_text("x")
+        assert checkpoints.verify(4) == [f"{foreign}: not part of the checkpoint"]
+        foreign.unlink()
+    assert checkpoints.verify(4) == []
+
+
+def test_a_run_goes_on_before_the_damage_saves_past_it_and_prunes(saved, copy, plain, capsys):
+    wrong = damage(copy, 6)
+    missing = next((copy / "4" / "arrays" / "d").iterdir())
+    missing.unlink()
+    passed = {}
+    with Checkpoints(copy, keep=2) as checkpoints:
+        state, extra, step = checkpoints.restore_last_whole(saved[0], lambda step, error: passed.update({step: error}))
+        assert step == 2 and extra == {"text": "abc"} and (np.asarray(state.params["w"]) == 2).all()
+        assert list(passed) == [6, 4]
+        assert f"{wrong}: changed since it was written" in passed[6].lines
+        assert f"{missing}: missing" in passed[4].lines
+        kept = checkpoints.set_aside_after(step, passed)
+        assert kept == [str(copy / "4.damaged"), str(copy / "6.damaged")] and checkpoints.steps() == [2]
+        for step in (4, 6, 8):
+            checkpoints.save(step, plain({"w": jnp.full((4, 3), 10 * step), "b": jnp.ones(5)}))
+            checkpoints.wait()
+        assert checkpoints.steps() == [6, 8]  # those set aside count for nothing
+        # back to 6 because somebody wants it: 8 is whole, and abandoned
+        assert checkpoints.set_aside_after(6) == [str(copy / "8.abandoned")]
+        checkpoints.save(8, state)
+        checkpoints.wait()
+        assert checkpoints.set_aside_after(6, [8]) == [str(copy / "8.damaged")]
+        checkpoints.save(8, state)
+        checkpoints.wait()
+        assert checkpoints.set_aside_after(6) == [str(copy / "8.abandoned-2")]
+    assert sorted(p.name for p in copy.iterdir()) == [
+        "4.damaged", "6", "6.damaged", "8.abandoned", "8.abandoned-2", "8.damaged",
+    ]  # fmt: skip
+    assert Checkpoints(copy).verify(6) == []
+
+
+def test_all_steps_damaged_is_an_error_and_renames_nothing(saved, copy):
+    for step in (2, 4, 6):
+        damage(copy, step)
+    with pytest.raises(DamagedCheckpoint, match="6 is damaged"):
+        Checkpoints(copy).restore_last_whole(saved[0])
+    assert Checkpoints(copy).steps() == [2, 4, 6]
+    with pytest.raises(FileNotFoundError, match="no checkpoint in"):
+        Checkpoints(copy / "none").restore_last_whole(saved[0])
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_read_that_fails_is_tried_again_and_then_ends_the_run(number, saved, copy, monkeypatch):
+    attempts = []
+    read = step_module.read_arrays
+
+    def failing(*args, **kwargs):
+        attempts.append(None)
+        if len(attempts) < times:
+            raise OSError(number, os.strerror(number))
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr("gtp_jax.checkpoint._checkpoints.read_arrays", failing)
+    times = 3
+    _, _, step = Checkpoints(copy).restore_last_whole(saved[0])
+    assert step == 6 and len(attempts) == 3
+    attempts.clear()
+    times = 99
+    wanted = f"6 could not be read in 3 attempts, though nothing proves that it is damaged: .*{os.strerror(number)}"
+    with pytest.raises(OSError, match=wanted):
+        Checkpoints(copy).restore_last_whole(saved[0])
+    assert len(attempts) == 3 and Checkpoints(copy).steps() == [2, 4, 6]
+
+
+SAVE = """
+import os, sys
+os.umask(int(sys.argv[2], 8))
+import jax.numpy as jnp
+from gtp_jax import TrainState
+from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.nn import ModelDef
+with Checkpoints(sys.argv[1]) as checkpoints:
+    checkpoints.save(1, TrainState({"w": jnp.ones((64, 64))}, (), jnp.int32(0), ModelDef(None, None, {}, {})))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("umask", ["000", "027", "077"])
+def test_files_have_the_users_umask(umask, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(Path(gtp_jax.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", SAVE, str(tmp_path / "run"), umask], env=environment, check=True)
+    found: dict[bool, set[int]] = {True: set(), False: set()}
+    for path in [tmp_path / "run", *(tmp_path / "run").rglob("*")]:
+        found[path.is_dir()].add(path.stat().st_mode & 0o777)
+    assert found == {True: {0o777 & ~int(umask, 8)}, False: {0o666 & ~int(umask, 8)}}
+
+
+def test_the_manifest_and_the_arrays_share_a_number_of_their_own(copy):
+    numbers = [json.loads((copy / str(step) / "manifest/manifest.json").read_text())["save"] for step in (2, 4, 6)]
+    beside = [json.loads((copy / str(step) / "arrays/_METADATA").read_text())["custom_metadata"] for step in (2, 4, 6)]
+    assert [{"save": number} for number in numbers] == beside
+    assert len(set(numbers)) == 3 and all(len(number) == 32 for number in numbers)

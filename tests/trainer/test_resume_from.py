@@ -1,0 +1,87 @@
+"""A run goes on from the latest whole step or the one asked for; `--force` and `--step` say what they cannot do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.cli import main
+from gtp_jax.trainer import RunDirectory, TrainConfig, read_log
+
+from .runs import small, write_text
+
+
+def damage(step: Path) -> None:
+    path = max((step / "arrays").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.slow
+def test_a_run_falls_back_goes_back_and_refuses_a_linked_directory(tmp_path, capsys):
+    text, out = write_text(tmp_path / "text"), tmp_path / "run"
+    flags = small(text, out, steps=6, save_every=2, eval_every=6)
+    steps = lambda: Checkpoints(out / "checkpoints", read_only=True).steps()  # noqa: E731
+    assert main(["train", *flags]) == 0
+    assert steps() == [2, 4, 6] and not (out / "lock").exists()
+    never_stopped = [record for record in read_log(out / "log.jsonl") if "loss" in record]
+
+    damage(out / "checkpoints" / "6")
+    capsys.readouterr()
+    assert main(["train", f"--out={out}", "--resume"]) == 0
+    said = capsys.readouterr()
+    assert "step 6 is damaged: " in said.err
+    assert "going on from step 4; later steps are set aside: " in said.err and "6.damaged" in said.err
+    assert "resumed at step 4" in said.out and steps() == [2, 4, 6]
+    again = [record for record in read_log(out / "log.jsonl") if "loss" in record]
+    assert [record["loss"] for record in again] == [record["loss"] for record in never_stopped]
+
+    assert main(["train", f"--out={out}", "--resume", "--step=2"]) == 0
+    said = capsys.readouterr()
+    assert "going on from step 2; later steps are set aside: " in said.err and "4.abandoned" in said.err
+    assert "resumed at step 2" in said.out and steps() == [2, 4, 6]
+    assert main(["train", f"--out={out}", "--resume", "--step=3"]) == 2
+    assert "no step 3 in" in capsys.readouterr().err
+    damage(out / "checkpoints" / "2")
+    assert main(["train", f"--out={out}", "--resume", "--step=2"]) == 2
+    assert "2 is damaged:" in capsys.readouterr().err and steps() == [2, 4, 6]
+
+    (out / "checkpoints").rename(tmp_path / "large_disk")
+    (out / "checkpoints").symlink_to(tmp_path / "large_disk")
+    assert main(["train", *flags, "--force"]) == 2
+    assert steps() == [2, 4, 6]
+    assert main(["train", f"--out={out}", "--resume", "--steps=8"]) == 0  # a link does no harm to a run that goes on
+    assert steps() == [4, 6, 8] and (tmp_path / "large_disk" / "8").is_dir()
+    (out / "checkpoints").unlink()
+    assert main(["train", *flags, "--force", "--steps=2"]) == 0
+    assert steps() == [2] and (tmp_path / "large_disk" / "8").is_dir()
+
+
+def test_a_step_without_resume_and_a_link_to_nothing_are_refused(tmp_path, capsys):
+    assert main(["train", f"--out={tmp_path / 'run'}", "--step=2"]) == 2
+    assert "`--step` says where a run goes on. Give --resume too, or leave it out." in capsys.readouterr().err
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "nowhere")
+    assert main(["train", f"--out={tmp_path / 'run'}"]) == 2
+    assert "nowhere, where there is no directory. Make it, or delete the link." in capsys.readouterr().err
+
+
+def test_force_refuses_a_linked_directory_and_otherwise_deletes_the_steps_first(tmp_path):
+    config, directory = TrainConfig(), RunDirectory(tmp_path / "run")
+    directory.prepare(config, keep=False)
+    (tmp_path / "disk" / "2").mkdir(parents=True)
+    directory.checkpoints.symlink_to(tmp_path / "disk")
+    message = (
+        "checkpoints is a link to .*disk, and --force deletes nothing outside --out: the old steps there would pass"
+    )
+    with pytest.raises(ValueError, match=message):
+        directory.check(resume=False, force=True)
+    directory.check(resume=True, force=False)
+    directory.checkpoints.unlink()
+    (tmp_path / "disk").rename(directory.checkpoints)
+    directory.check(resume=False, force=True)
+    directory.prepare(config, keep=False)
+    assert sorted(path.name for path in directory.root.iterdir()) == ["alive", "config.json"]
