@@ -284,9 +284,14 @@ class Checkpoints:
         names."""
         chosen = [leaf for leaf in leaves(state_like) if leaf.name.startswith(part)]
         path = self._path(step)
-        content = read_together(lambda: read_bound_manifest(path), path)
+        content = read_together(lambda: read_manifest(path), path)
         check(content, chosen, static_fields(state_like), f"the checkpoint {path}", part)
-        stored = read_together(lambda: read_arrays(path, chosen, partial=bool(part)), path)
+
+        def read() -> list[jax.Array]:
+            read_bound_manifest(path)
+            return read_arrays(path, chosen, partial=bool(part))
+
+        stored = read_together(read, path)
         digests = Digests({leaf.name: array for leaf, array in zip(chosen, stored, strict=True)}).result()
         wrong = [name for name, digest in digests.items() if digest != content["leaves"][name]["digest"]]
         if wrong:

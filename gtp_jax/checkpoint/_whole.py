@@ -16,7 +16,7 @@ from ._sums import damage, files
 _METADATA, _STEP_METADATA = "_METADATA", "_CHECKPOINT_METADATA"
 # Files that nothing is read from, and that orbax writes last, when sums are taken already: only their form is checked.
 _WITHOUT_SUM = (_STEP_METADATA, COMMITTED, f"{ARRAYS}/{COMMITTED}", f"{MANIFEST}/{COMMITTED}")
-_MARK = b"Checkpoint commit was successful to "
+_MARK = b"Checkpoint commit was successful"
 
 
 def step_damage(path: Any) -> list[str]:

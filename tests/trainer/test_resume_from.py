@@ -84,4 +84,4 @@ def test_force_refuses_a_linked_directory_and_otherwise_deletes_the_steps_first(
     (tmp_path / "disk").rename(directory.checkpoints)
     directory.check(resume=False, force=True)
     directory.prepare(config, keep=False)
-    assert sorted(path.name for path in directory.root.iterdir()) == ["alive", "config.json"]
+    assert sorted(path.name for path in directory.root.iterdir()) == ["config.json"]
