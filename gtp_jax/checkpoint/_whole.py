@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from ._damage import DamagedCheckpoint
@@ -15,7 +16,7 @@ from ._sums import damage, files
 _METADATA, _STEP_METADATA = "_METADATA", "_CHECKPOINT_METADATA"
 # Files that nothing is read from, and that orbax writes last, when sums are taken already: only their form is checked.
 _WITHOUT_SUM = (_STEP_METADATA, COMMITTED, f"{ARRAYS}/{COMMITTED}", f"{MANIFEST}/{COMMITTED}")
-_MARK = b"Checkpoint commit was successful to "
+_MARK = b"Checkpoint commit was successful"
 
 
 def step_damage(path: Any) -> list[str]:
@@ -28,7 +29,9 @@ def step_damage(path: Any) -> list[str]:
     """
     lines = damage(path / ARRAYS)
     try:
-        read_manifest(path) if lines else read_bound_manifest(path)
+        content = read_manifest(path)
+        if not lines:
+            check_bound(path, content)
     except DamagedCheckpoint as error:
         lines += error.lines
     for name in sorted(files(path)):
@@ -51,14 +54,17 @@ def _is_orbax(name: str, content: bytes) -> bool:
         return False
 
 
-def read_bound_manifest(path: Any) -> dict[str, Any]:
-    """Returns the manifest of a step's directory, after checking that its arrays were saved with it.
+def check_bound(path: Any, content: Mapping[str, Any]) -> None:
+    """Checks that the arrays in a step's directory were saved with its manifest.
+
+    Args:
+        path: of the step's directory.
+        content: the manifest.
 
     Raises:
-        DamagedCheckpoint: if it is missing or damaged, or if the arrays are another step's.
-        OSError: if files cannot be read.
+        DamagedCheckpoint: if they are another step's.
+        OSError: if their description cannot be read.
     """
-    content = read_manifest(path)
     file = path / ARRAYS / _METADATA
     try:
         theirs = (json.loads(file.read_bytes()).get("custom_metadata") or {}).get(SAVE)
@@ -68,4 +74,3 @@ def read_bound_manifest(path: Any) -> dict[str, Any]:
         raise DamagedCheckpoint(path, [f"{file}: changed since it was written"]) from error
     if theirs != content.get(SAVE):
         raise DamagedCheckpoint(path, [f"{path / ARRAYS}: not the arrays that were saved with this manifest"])
-    return content

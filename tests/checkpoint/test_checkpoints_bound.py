@@ -42,8 +42,8 @@ def copy(saved, tmp_path):
 
 
 def damage(directory: Path, step: int) -> Path:
-    """Changes a byte of a step's largest file."""
-    path = max((directory / str(step) / "arrays").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
+    """Changes a byte of a file that every restore reads."""
+    path = directory / str(step) / "arrays" / "manifest.ocdbt"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(bytes(content))
