@@ -31,7 +31,7 @@ from ._step import ARRAYS, loss_of, new_manager, read_arrays, read_manifest, wri
 from ._steps import absolute, agreed_steps, find_step, no_step, refused_write, steps_in
 from ._stored import StoredArray, stored_arrays
 from ._streamed import StreamedArray
-from ._whole import read_bound_manifest, step_damage
+from ._whole import check_bound, step_damage
 
 _State = TypeVar("_State")
 
@@ -187,7 +187,9 @@ class Checkpoints:
             ValueError: if the manifest is missing or damaged.
         """
         path = self._path(step)
-        return stored_arrays(path / ARRAYS, read_bound_manifest(path)["leaves"])
+        content = read_manifest(path)
+        check_bound(path, content)
+        return stored_arrays(path / ARRAYS, content["leaves"])
 
     def restore(self, state_like: _State, step: int | None = None) -> tuple[_State, dict[str, Any]]:
         """Restores a train state onto the shardings of another.
@@ -286,12 +288,8 @@ class Checkpoints:
         path = self._path(step)
         content = read_together(lambda: read_manifest(path), path)
         check(content, chosen, static_fields(state_like), f"the checkpoint {path}", part)
-
-        def read() -> list[jax.Array]:
-            read_bound_manifest(path)
-            return read_arrays(path, chosen, partial=bool(part))
-
-        stored = read_together(read, path)
+        read_together(lambda: check_bound(path, content), path)
+        stored = read_together(lambda: read_arrays(path, chosen, partial=bool(part)), path)
         digests = Digests({leaf.name: array for leaf, array in zip(chosen, stored, strict=True)}).result()
         wrong = [name for name, digest in digests.items() if digest != content["leaves"][name]["digest"]]
         if wrong:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from ._damage import DamagedCheckpoint
@@ -31,7 +32,9 @@ def step_damage(path: Any) -> list[str]:
         return strange  # which must not be opened
     lines = damage(path / ARRAYS)
     try:
-        read_manifest(path) if lines else read_bound_manifest(path)
+        content = read_manifest(path)
+        if not lines:
+            check_bound(path, content)
     except DamagedCheckpoint as error:
         lines += error.lines
     for name in sorted(files(path)):
@@ -54,15 +57,18 @@ def _is_orbax(name: str, content: bytes) -> bool:
         return False
 
 
-def read_bound_manifest(path: Any) -> dict[str, Any]:
-    """Returns the manifest of a step's directory, after checking that its arrays were saved with it.
+def check_bound(path: Any, content: Mapping[str, Any]) -> None:
+    """Checks that the arrays in a step's directory were saved with its manifest.
+
+    Args:
+        path: of the step's directory.
+        content: the manifest.
 
     Raises:
-        DamagedCheckpoint: if it is missing or damaged, or if the arrays are another step's.
-        OSError: if files cannot be read.
+        DamagedCheckpoint: if they are another step's.
+        OSError: if their description cannot be read.
     """
     check_files(path)
-    content = read_manifest(path)
     file = path / ARRAYS / _METADATA
     try:
         theirs = (json.loads(read_file(file)).get("custom_metadata") or {}).get(SAVE)
@@ -72,4 +78,3 @@ def read_bound_manifest(path: Any) -> dict[str, Any]:
         raise DamagedCheckpoint(path, [f"{file}: changed since it was written"]) from error
     if theirs != content.get(SAVE):
         raise DamagedCheckpoint(path, [f"{path / ARRAYS}: not the arrays that were saved with this manifest"])
-    return content

@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Self
 
+from .._exit_codes import RETRY
+
 BEAT_S = 5.0
 # A lock that has not changed for so long is taken over. Longer than a compiler may keep Python from running.
 STALE_S = 60.0
@@ -35,6 +37,8 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 class LostLock(OSError):
     """Another run has taken over the directory."""
+
+    exit_code = RETRY
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,8 +42,8 @@ def copy(saved, tmp_path):
 
 
 def damage(directory: Path, step: int) -> Path:
-    """Changes a byte of the largest file of a step's values."""
-    path = max((directory / str(step) / "arrays" / "d").iterdir(), key=lambda p: p.stat().st_size)
+    """Changes a byte of a file that every restore reads."""
+    path = directory / str(step) / "arrays" / "manifest.ocdbt"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(bytes(content))
