@@ -334,6 +334,8 @@ def _listen(launch: Launch) -> socket.socket:
         family = socket.AF_INET6 if dual else socket.AF_INET
         return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=dual)
     except (OSError, OverflowError) as error:
+        with contextlib.suppress(NoCoordinator, OverflowError):
+            _connect_to_itself(launch)  # if another process 0 listens there, it learns of this one and ends too
         raise NoCoordinator(
             f"process 0 cannot listen at port {port}, of --coordinator {launch.coordinator}: {error}. Another program "
             "uses it, or another process has --process-id 0. Choose a free port, the same for all processes."
