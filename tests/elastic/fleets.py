@@ -114,8 +114,8 @@ def wait(condition: Callable[[], Any], run: subprocess.Popen[str], seconds: floa
 
 
 def events(out: Path, name: str | None = None) -> list[dict[str, Any]]:
-    """The events of a run, or those of one name."""
+    """The events of a run's supervisor, or those of one name; its processes write to the same file."""
     path = out / "events.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     found = [json.loads(line) for line in lines if line.endswith("}")]
-    return [event for event in found if name in (None, event["event"])]
+    return [event for event in found if "process" not in event and name in (None, event["event"])]

@@ -39,13 +39,15 @@ def in_environment(name: str, value: str, says: str) -> Fault:
 
 def when(stage: str, number: int, what: signal.Signals, says: str, **options) -> Fault:
     """Something is sent to a process at a stage of the run."""
-    patterns = {"start": "", "compilation": "collectives|compil", "steps": r"step +\d+", "saving": "held|step +5"}
 
     def then(pair: Pair) -> None:
-        if patterns[stage]:
-            pair.wait_for(patterns[stage])
-        else:
+        if stage == "start":
             time.sleep(1.5)
+        elif stage == "compilation":
+            pair.wait_for("mesh ")
+            time.sleep(2)
+        else:
+            pair.wait_for_step(7)
         pair.send(number, what)
 
     victim = number if what in (signal.SIGKILL, signal.SIGSTOP) else None
@@ -148,19 +150,19 @@ MEETING = [
 
 
 def remove_out(pair: Pair) -> None:
-    pair.wait_for(r"step +5")
+    pair.wait_for_step(7)
     shutil.rmtree(pair.out, ignore_errors=True)
 
 
 def remove_signs_of_life(pair: Pair) -> None:
-    pair.wait_for(r"step +5")
+    pair.wait_for_step(7)
     for file in pair.out.rglob("*"):
         if re.search("alive|heartbeat|process", file.name):
             shutil.rmtree(file, ignore_errors=True) if file.is_dir() else file.unlink(missing_ok=True)
 
 
 def suspend_both(pair: Pair) -> None:
-    pair.wait_for(r"step +[1-9]")
+    pair.wait_for_step(2)
     for what, pause in ((signal.SIGSTOP, 25.0), (signal.SIGCONT, 0.0)):
         for number in (0, 1):
             pair.send(number, what)
@@ -168,7 +170,7 @@ def suspend_both(pair: Pair) -> None:
 
 
 def interrupt_both(pair: Pair) -> None:
-    pair.wait_for(r"step +[1-9]")
+    pair.wait_for_step(2)
     for number in (0, 1):
         pair.send(number, signal.SIGINT)
 
@@ -185,7 +187,7 @@ ENDS = [
             stage,
             number,
             what,
-            DEAD if stage in ("steps", "saving") else "cannot go on|found no|gone|ended|no sign|process",
+            DEAD if stage == "steps" else "cannot go on|found no|gone|ended|no sign|process",
         )
         for what in (signal.SIGKILL, signal.SIGSTOP)
         for stage in ("start", "compilation", "steps")

@@ -73,6 +73,18 @@ class Pair:
                 raise TimeoutError(f"process {number} did not print {pattern!r}: {self.printed(number)[-2000:]}")
             time.sleep(0.05)
 
+    def wait_for_step(self, step: int, seconds: float = 120) -> None:
+        """Waits until a step has been logged.
+
+        Raises:
+            TimeoutError: if it is not, or a process ends before.
+        """
+        log, deadline = self.out / "log.jsonl", time.monotonic() + seconds
+        while not (log.exists() and f'"step": {step}, "loss"' in log.read_text()):
+            if time.monotonic() > deadline or any(run.poll() is not None for run in self._runs.values()):
+                raise TimeoutError(f"step {step} was not logged: {self.printed(0)[-2000:]}")
+            time.sleep(0.05)
+
     def codes(self, seconds: float) -> dict[int, int | None]:
         """Waits for both; returns their exit codes, `None` of one that goes on for longer."""
         deadline = time.monotonic() + seconds
