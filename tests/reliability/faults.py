@@ -29,7 +29,7 @@ DEAD = f"cannot go on(.|\n)*{LAST}"
 def differs(field: str, *flags: str, value: str | None = None) -> Fault:
     """Process 1 was given another value of one flag."""
     given = " ".join(flags) if flags else f"--{field}={value}"
-    return Fault(f"{given} on one of the two", rf"`?{re.escape(field.replace('-', '_'))}`?", other=flags or (given,))
+    return Fault(f"{given} on one of the two", rf"  --{field}: ", other=flags or (given,))
 
 
 def in_environment(name: str, value: str, says: str) -> Fault:
@@ -117,7 +117,7 @@ INPUTS = [
     Fault("another directory of the run on one of the two", "out", other=("--out=elsewhere",)),
     Fault("--resume on one of the two", "resume|no run", other=("--resume",)),
     Fault("--force on one of the two", "force", other=("--force",)),
-    Fault("--from on one of the two", "from", other=("--from=nowhere",)),
+    Fault("--from on one of the two", "nowhere", other=("--from=nowhere",)),
     Fault(
         "another version of the code on one of the two",
         "code|version",
