@@ -103,6 +103,10 @@ def changed_code(pair: Pair) -> None:
     shutil.copytree(Path(__file__).parents[2] / "gtp_jax", pair.folder / "changed" / "gtp_jax")
     with (pair.folder / "changed" / "gtp_jax" / "ops" / "_norm.py").open("a") as file:
         file.write("\n# changed\n")
+    # the finder of an editable installation comes before PYTHONPATH
+    (pair.folder / "changed" / "sitecustomize.py").write_text(
+        "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if 'ScikitBuild' not in type(f).__name__]\n"
+    )
 
 
 INPUTS = [
@@ -228,7 +232,7 @@ SAMPLE = [
     "--steps=6 on one of the two",
     "another number of devices on one of the two",
     "another directory of the run on one of the two",
-    "another version of the code on one of the two",
+    "other text on one of the two",
     "the same number twice",
     "a port that is taken",
     "SIGKILL to process 1 at steps",
