@@ -51,7 +51,9 @@ def when(stage: str, number: int, what: signal.Signals, says: str, **options) ->
             pair.wait_for_step(7)
         pair.send(number, what)
 
-    victim = number if what in (signal.SIGKILL, signal.SIGSTOP) else None
+    victim = number if stage == "start" or what in (signal.SIGKILL, signal.SIGSTOP) else None
+    if stage == "start":
+        options["seconds"] = 180  # the other one waits 120 s for it
     return Fault(f"{what.name} to process {number} at {stage}", says, flags=LONG, then=then, victim=victim, **options)
 
 
