@@ -95,7 +95,7 @@ def prepare(
         fleet: the devices.
         corpus: the text.
         checkpoints: of the run.
-        watch: says where the state is restored from.
+        watch: says where the state is restored from, and is told what is done.
         resume: start from the latest checkpoint that is not damaged, if there is one.
         at: the step to resume from, in place of the latest.
 
@@ -115,7 +115,8 @@ def prepare(
         state = TrainState.create(dataclasses.replace(like, params=params).model(), optimizer)
     else:
         state = TrainState.create(init(lambda rngs: build(model, rngs=rngs), nnx.Rngs(config.seed)), optimizer)
-    return compile_step(config, model, fleet, corpus, watch, state, optimizer, place), state
+    watch.doing("compile")
+    return compile_step(config, model, fleet, corpus, state, optimizer, place), state
 
 
 def abstract_state(config: TrainConfig, model: ModelConfig) -> tuple[TrainState, optax.GradientTransformation]:
@@ -130,7 +131,6 @@ def compile_step(
     model: ModelConfig,
     fleet: Fleet,
     corpus: Corpus,
-    watch: Watch,
     state: TrainState,
     optimizer: optax.GradientTransformation,
     place: Place | None = None,
@@ -141,7 +141,6 @@ def compile_step(
     train = fleet.loader(Windows(corpus.train, config.seq, config.seed), config.batch, config.execution.microbatches)
     recipe = config.quantization.to_recipe()
     loss = family_of(model).loss
-    watch.doing("compile")
     step = train_step(
         loss,
         optimizer,

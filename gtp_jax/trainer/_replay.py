@@ -21,7 +21,6 @@ from ._divergence import Place
 from ._fleet import Fleet
 from ._job import abstract_state, compile_step, never_skip
 from ._log import read_log
-from ._unwatched import Unwatched
 
 Conclusion = Literal["reproducible", "device suspected", "inconclusive"]
 
@@ -157,7 +156,7 @@ def _twice(
     options: Any = _DETERMINISTIC if on_gpu() else None
     with jax.set_mesh(fleet.mesh), use_roles(roles):
         like, optimizer = abstract_state(config, model)
-        job = compile_step(config, model, fleet, corpus, Unwatched(), like, optimizer, compiler_options=options)
+        job = compile_step(config, model, fleet, corpus, like, optimizer, compiler_options=options)
         return [_run(job, like, checkpoints, begin, step) for _ in range(2)]
 
 

@@ -128,7 +128,8 @@ def _start(
     check_recipe_fits(config.quantization, model, fleet.mesh)
     if supervision is not None and supervision.rehearse:
         with jax.set_mesh(fleet.mesh), use_roles(config.parallelism.roles):
-            compile_step(config, model, fleet, corpus, watch, *abstract_state(config, model))
+            watch.doing("compile")
+            compile_step(config, model, fleet, corpus, *abstract_state(config, model))
         return 0
     if launch.processes > 1:
         check_shared(peers, directory)
