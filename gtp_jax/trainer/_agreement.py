@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -22,30 +21,9 @@ from ..mesh import has_gpu
 from ._config import TrainConfig
 from ._directory import RunDirectory, checkpoints_in
 from ._peers import Peers, several
+from ._versions import installed
 
 Description = dict[str, Any]
-
-# Distributions whose versions decide what a run computes. One that is missing everywhere is the same everywhere.
-_PACKAGES = (
-    "gtp_jax",
-    "jax",
-    "jaxlib",
-    "jax-cuda13-plugin",
-    "jax-cuda13-pjrt",
-    "jax-cuda12-plugin",
-    "jax-cuda12-pjrt",
-    "nvidia-nccl-cu13",
-    "nvidia-nccl-cu12",
-    "nvidia-cudnn-cu13",
-    "nvidia-cudnn-cu12",
-    "nvidia-cublas",
-    "flax",
-    "optax",
-    "numpy",
-    "ml_dtypes",
-    "orbax-checkpoint",
-    "tokenizers",
-)
 
 # Settings of JAX that are a process's own: devices, addresses, and where and how much it writes.
 _OWN_JAX_SETTINGS = (
@@ -207,24 +185,15 @@ def _software() -> Description:
         for name, value in jax.config.values.items()  # pyright: ignore[reportAttributeAccessIssue]
         if name not in _OWN_JAX_SETTINGS and not name.endswith(_OWN_JAX_SUFFIXES)
     }
-    driver = Path("/sys/module/nvidia/version")
     return {
         "code of gtp_jax": _digest(*sorted(package.rglob("*.py")), root=package),
         "kernels of gtp_jax": _digest(*sorted(package.glob("native/*.so")), root=package),
         "Python": platform.python_version(),
-        **{f"version of {name}": _version(name) for name in _PACKAGES},
-        "NVIDIA driver": driver.read_text().strip() if driver.exists() else None,
+        **{f"version of {name}": version for name, version in installed().items()},
         "a GPU": has_gpu(),
         "XLA_FLAGS": sorted(flag for flag in flags if not flag.startswith(_OWN_XLA_FLAGS)),
         **settings,
     }
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _digest(*files: Path, root: Path | None = None) -> str:

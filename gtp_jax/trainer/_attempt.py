@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,7 @@ import jax
 
 from .. import __version__
 from ..train import find_nccl
-
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jax-cuda13-plugin", "jax-cuda12-plugin")
+from ._versions import installed
 
 # Of the environment only these are recorded, all of which say how programs are compiled and run. Others may be secrets.
 _ENVIRONMENT = re.compile(
@@ -46,17 +43,11 @@ def attempt() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Returns what is installed, by name; NCCL and the driver where there are GPUs."""
-    found = {"gtp_jax": __version__, "python": sys.version.split()[0]}
-    for name in _PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
+    """Returns what is installed, by name; NCCL and CUDA's platform where there are GPUs."""
+    found = {**installed(), "gtp_jax": __version__, "python": sys.version.split()[0]}
     if jax.default_backend() == "gpu":
         if (nccl := find_nccl()) is not None:
             found["nccl"] = nccl.version
-        with contextlib.suppress(OSError):
-            line = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
-            found["driver"] = next((word for word in line.split() if re.fullmatch(r"\d+(\.\d+)+", word)), line)
         found["platform"] = devices_version()
     return found
 
