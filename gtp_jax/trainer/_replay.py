@@ -13,9 +13,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ..checkpoint import Checkpoints
-from ..data import BYTES, load_corpus, load_tokenizer, read_text
+from ..data import Corpus
 from ..mesh import choose_devices, make_mesh, on_gpu, use_roles
 from ._config import TrainConfig
+from ._corpus import read_corpus
 from ._directory import RunDirectory
 from ._divergence import Place
 from ._fleet import Fleet
@@ -101,10 +102,11 @@ def replay(out: Path, step: int | None = None) -> Replay:
     begin = before[-1]
     step = begin + 1 if step is None else step
     choose_devices(config.virtual_devices(1), processes=1, local=None)
+    corpus = read_corpus(config)
     degrees = config.degrees(jax.device_count(), virtual=not on_gpu())
     first = np.arange(jax.device_count())
     placements = [first] if first.size == 1 else [first, np.roll(first, 1)]
-    runs = tuple(run for place in placements for run in _twice(config, degrees, place, checkpoints, begin, step))
+    runs = tuple(r for place in placements for r in _twice(config, corpus, degrees, place, checkpoints, begin, step))
     logged = next((r["loss"] for r in read_log(directory.log) if r["step"] == step and "loss" in r), None)
     return Replay(*conclude(runs, logged), begin, step, runs)
 
@@ -142,11 +144,15 @@ def _close(one: float, other: float) -> bool:
 
 
 def _twice(
-    config: TrainConfig, degrees: dict[str, int], place: np.ndarray, checkpoints: Checkpoints, begin: int, step: int
+    config: TrainConfig,
+    corpus: Corpus,
+    degrees: dict[str, int],
+    place: np.ndarray,
+    checkpoints: Checkpoints,
+    begin: int,
+    step: int,
 ) -> list[Replayed]:
     """Returns two runs on the devices in this order."""
-    tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else BYTES
-    corpus = load_corpus(read_text(config.data, follow_links=config.follow_links), tokenizer)
     model = config.model(corpus.vocab_size, dtype="bfloat16" if on_gpu() else "float32")
     roles = config.parallelism.roles
     with use_roles(roles):

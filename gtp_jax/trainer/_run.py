@@ -16,13 +16,14 @@ import jax
 from .._exit_codes import DONE, of_signal
 from .._flags import from_settings, settings_of
 from ..checkpoint import Checkpoints
-from ..data import BYTES, Corpus, load_corpus, load_tokenizer, read_text, unigram_entropy
+from ..data import Corpus, unigram_entropy
 from ..mesh import check_degrees, choose_devices, on_gpu, use_roles
 from ..models import ModelConfig, build
 from ._account import seconds_by_cause
 from ._agreement import Description, check_agreement, check_devices, check_shared, describe
 from ._attempt import attempt
 from ._config import TrainConfig
+from ._corpus import read_corpus
 from ._curve import draw_curve
 from ._directory import RunDirectory
 from ._distributed import Launch, LaunchOptions, find_launch
@@ -102,7 +103,7 @@ def _start(
         config, directory, changes = resolve(settings, resume=resume, force=force)
         choose_devices(config.virtual_devices(launch.processes), processes=launch.processes, local=launch.local_devices)
         watch.doing("check")
-        corpus = _read(config)
+        corpus = read_corpus(config)
         if config.from_ is not None and not resume:
             check_start(Path(config.from_), config.model(corpus.vocab_size, dtype="float32"))
         description: Description = {}
@@ -196,14 +197,6 @@ def _failures(watch: Recorder, alone: bool) -> Iterator[None]:
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
             raise ValueError(_reason(error)) from error
         raise
-
-
-def _read(config: TrainConfig) -> Corpus:
-    """Returns the text, after checking it."""
-    tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else BYTES
-    corpus = load_corpus(read_text(config.data, follow_links=config.follow_links), tokenizer)
-    corpus.check(batch=config.batch, seq=config.seq)
-    return corpus
 
 
 def _degrees(config: TrainConfig, supervision: Supervision | None) -> dict[str, int]:
