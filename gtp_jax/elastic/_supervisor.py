@@ -125,7 +125,9 @@ class Supervisor:
         self._settings, self._config, self._directory = settings, config, directory
         self._devices, self._degrees, self._options, self._memory = devices, degrees, options, memory
         self._ownership = ownership
-        self._events = EventLog(directory.events, lambda text: print(f"gtp-jax elastic: {text}", flush=True))
+        self._events = EventLog(
+            directory.events, lambda text: print(f"gtp-jax elastic: {text}", flush=True), ownership.check
+        )
         self._account = Account(self._events)
         self._checkpoints = Checkpoints(directory.checkpoints, read_only=True)
         self._lost: set[int] = set()

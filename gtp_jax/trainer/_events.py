@@ -18,11 +18,18 @@ class EventLog:
     Args:
         path: the file; `None` for a process that does not write.
         say: prints a line for people; `None` to print nothing.
+        guard: called before anything is written; raises if the file is not this run's any more.
         **fields: of every event, such as the process that writes it.
     """
 
-    def __init__(self, path: Path | None, say: Callable[[str], None] | None = None, **fields: Any) -> None:
-        self._path, self._say, self._fields = path, say, fields
+    def __init__(
+        self,
+        path: Path | None,
+        say: Callable[[str], None] | None = None,
+        guard: Callable[[], None] = lambda: None,
+        **fields: Any,
+    ) -> None:
+        self._path, self._say, self._guard, self._fields = path, say, guard, fields
 
     def write(self, event: str, text: str = "", **values: Any) -> None:
         """Adds an event, in the file when the call returns.
@@ -38,6 +45,7 @@ class EventLog:
             if self._say is not None:
                 self._say(text)
         if self._path is not None:
+            self._guard()
             append_line(self._path, line)
 
 

@@ -28,6 +28,7 @@ class Log:
         self._file, self._guard = None, guard
         if path is None:
             return
+        guard()
         if step:
             append_line(path, {_FROM: step})
         else:

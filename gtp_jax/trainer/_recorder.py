@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn, Self
@@ -62,9 +63,15 @@ class Recorder(Watch):
         self.events.write(event, text, **values, seconds=self.seconds)
 
     def end(self, status: int | str, reason: str = "") -> None:
-        """Records the end of this attempt; its first one, if it is called again."""
-        if not self._ended:
-            self._ended = True
+        """Records the end of this attempt; its first one, if it is called again.
+
+        What ends the attempt may also keep the record from being written, a full disk or a lock that is lost, and the
+        end goes on without it.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        with contextlib.suppress(OSError):
             self.write("end", status=status, step=self._step, **({"reason": reason} if reason else {}))
 
     def give_up(self, error: Exception, reason: str) -> NoReturn:

@@ -144,7 +144,7 @@ def _start(
                 directory.events.unlink(missing_ok=True)
 
         peers.together(lambda: begin() if launch.process == 0 else None)
-        watch.events = EventLog(directory.events if launch.process == 0 else None, process=launch.process)
+        watch.events = EventLog(directory.events if launch.process == 0 else None, guard=guard, process=launch.process)
         watch.attend(peers, directory)
         interrupt.attend(peers, directory, config.grace)
         peers.listen(watch.heard, interrupt.heard)

@@ -17,9 +17,11 @@ import gtp_jax
 from gtp_jax import TrainState
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.nn import ModelDef
-from gtp_jax.trainer import Lock, LostLock, Ownership
+from gtp_jax.trainer import EventLog, Launch, Lock, LostLock, Ownership
 from gtp_jax.trainer import _lock as module
 from gtp_jax.trainer._log import Log
+from gtp_jax.trainer._peer_watch import PeerWatch
+from gtp_jax.trainer._recorder import Recorder
 
 # Its owner counts in its lock until it is killed.
 OWNER = """
@@ -133,14 +135,22 @@ def test_who_has_lost_the_lock_publishes_prunes_and_logs_nothing(tmp_path):
     state = TrainState({"w": jnp.ones(3)}, (), jnp.int32(0), ModelDef(None, None, {}, {}))
     lock = Lock(tmp_path / "lock").acquire()
     log = Log(tmp_path / "log.jsonl", 0, lock.ownership.check)
+    recorder = Recorder(PeerWatch(Launch()))
+    recorder.events = EventLog(tmp_path / "events.jsonl", guard=lock.ownership.check)
     with Checkpoints(tmp_path / "c", keep=1, guard=lock.ownership.check) as checkpoints:
         checkpoints.save(1, state)
         checkpoints.wait()
         log.write(1, loss=2.0)
+        recorder.write("start")
         (tmp_path / "lock").write_text("another\n\nprocess 7 on \x1b[31melsewhere\n")
-        before = (tmp_path / "log.jsonl").read_text()
+        before = [(tmp_path / name).read_text() for name in ("log.jsonl", "events.jsonl")]
         with pytest.raises(LostLock, match="that of process 7 on .\\[31melsewhere"):
             log.write(2, loss=1.0)
+        with pytest.raises(LostLock):
+            Log(tmp_path / "log.jsonl", 0, lock.ownership.check)  # would empty the file
+        with pytest.raises(LostLock):
+            recorder.write("save")
+        recorder.end("failed")  # which must not keep the process from ending
         with pytest.raises(LostLock):
             checkpoints.save(2, state)
             checkpoints.wait()
@@ -149,7 +159,7 @@ def test_who_has_lost_the_lock_publishes_prunes_and_logs_nothing(tmp_path):
     with pytest.raises(LostLock, match="has lost"), Checkpoints(tmp_path / "c", guard=lock.ownership.check) as late:
         late.save(3, state)
     assert Checkpoints(tmp_path / "c", read_only=True).steps() == [1]
-    assert (tmp_path / "log.jsonl").read_text() == before
+    assert [(tmp_path / name).read_text() for name in ("log.jsonl", "events.jsonl")] == before
     np.testing.assert_array_equal(Checkpoints(tmp_path / "c").restore(state)[0].params["w"], 1)
     (tmp_path / "lock").unlink()
     with pytest.raises(LostLock, match="It has been deleted"):
