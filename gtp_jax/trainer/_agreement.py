@@ -105,30 +105,23 @@ def check_shared(peers: Peers, directory: RunDirectory) -> None:
         ValueError: naming the processes whose directory is another.
     """
     root = directory.root
+    name = f".shared-{os.urandom(16).hex()}"
 
-    def write() -> str:
-        root.mkdir(parents=True, exist_ok=True)
-        name = f".shared-{os.urandom(16).hex()}"
-        (root / name).touch(exist_ok=False)
-        return name
-
-    name = ""
-
-    def begin(_: list[Any]) -> Any:
-        nonlocal name
+    def write(names: list[str]) -> dict[str, str]:
         try:
-            name = write()
-            return {"name": name}
+            root.mkdir(parents=True, exist_ok=True)
+            (root / names[0]).touch(exist_ok=False)
         except OSError as error:
             return {"error": f"process 0 cannot write to `out` {root}: {error}"}
+        return {"name": names[0]}
 
-    begun = peers.ask(None, begin)
-    if "error" in begun:
-        raise ValueError(begun["error"])
+    written = peers.ask(name, write)
+    if "error" in written:
+        raise ValueError(written["error"])
     try:
-        found = peers.ask(_appears(root / begun["name"]), list)
+        found = peers.ask(_appears(root / written["name"]), list)
     finally:
-        if name:
+        if written["name"] == name:
             (root / name).unlink(missing_ok=True)
     others = [process for process, seen in enumerate(found) if not seen]
     if others:

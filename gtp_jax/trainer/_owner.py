@@ -15,7 +15,6 @@ from ._peers import Peers
 from ._watch import Supervision
 
 _PAUSE_S = 0.5
-_WAITING, _OWNED, _REFUSED = range(3)
 
 
 @contextlib.contextmanager
@@ -34,26 +33,11 @@ def owning(directory: RunDirectory, supervision: Supervision | None, peers: Peer
         yield Ownership(directory.lock, supervision.token).check
         return
     lock = Lock(directory.lock, note=lambda text: print(f"gtp-jax train: {text}", file=sys.stderr, flush=True))
-    while not _attempt_together(lock, peers):
+    first = jax.process_index() == 0
+    while not peers.ask(peers.together(lambda: not first or lock.attempt()), all):
         time.sleep(_PAUSE_S)
-    if jax.process_index() == 0:
+    if first:
         with lock:
             yield lock.ownership.check
     else:
         yield lambda: None
-
-
-def _attempt_together(lock: Lock, peers: Peers) -> bool:
-    """Tries in the first process, and returns in all processes whether it has the lock."""
-    outcome, refusal = _WAITING, None
-    if jax.process_index() == 0:
-        try:
-            outcome = _OWNED if lock.attempt() else _WAITING
-        except (ValueError, OSError) as error:
-            outcome, refusal = _REFUSED, error
-    outcome = peers.ask(outcome, max)
-    if refusal is not None:
-        raise refusal
-    if outcome == _REFUSED:
-        raise ValueError("process 0 may not write to the directory of the run; its own output says why.")
-    return outcome == _OWNED
