@@ -7,7 +7,6 @@ import random
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,8 +18,6 @@ from gtp_jax.trainer import read_log
 
 WORDS = "def return self weight gather slice scatter mesh axis for in range import yield None True assert".split()
 TIMEOUT_S = 120
-
-_COMPILED = tempfile.TemporaryDirectory()
 
 
 def write_text(folder: Path, documents: int = 40) -> Path:
@@ -44,9 +41,6 @@ def start(flags: list[str], *, output: Path | None = None, gpus: str | None = No
         **os.environ,
         **({"JAX_PLATFORMS": "cpu"} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}),
         "PYTHONPATH": str(root),
-        # one program for all tests: of the session on CPUs, of a module on GPUs
-        "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", _COMPILED.name),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     }
     where: Any = subprocess.PIPE if output is None else output.open("w")
     return subprocess.Popen(
