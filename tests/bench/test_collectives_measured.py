@@ -16,7 +16,7 @@ ELEMENTS = CONFIG.matmul_params() - 64 * 64
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("degrees", [dict(gtp=2, tp=2), pytest.param(dict(gtp=4), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("degrees", [dict(gtp=2, tp=2), dict(gtp=4)])
 def test_bytes_are_those_of_the_format_and_rates_come_from_this_run(degrees):
     ranks, tp = degrees["gtp"], degrees.get("tp", 1)
     each = {"bf16": 2.0, "nvfp4": 0.5 + 1 / 256}

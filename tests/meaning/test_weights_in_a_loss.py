@@ -97,8 +97,8 @@ def test_over_dp_it_means_what_it_means_without_a_mesh(loss, microbatches, x64):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("degrees", [DP, pytest.param(dict(gtp=4), marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("loss", others_slow(LOSSES[2:], LOSSES[4:]), ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("degrees", [DP, dict(gtp=4)], ids=str)
+@pytest.mark.parametrize("loss", LOSSES[2:], ids=lambda loss: loss.__name__)
 def test_under_a_recipe_what_a_loss_computes_with_is_quantized(loss, degrees, x64):
     recipe = gtp.MXFP8(exclude=(), high_precision_first=1)
     found = computed(loss, degrees, recipe)[0]

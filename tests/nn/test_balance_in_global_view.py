@@ -38,7 +38,7 @@ def gradients(degrees, parallel, roles=None, reduction="sum"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", others_slow(["features", "expert", None], ["expert"]))
+@pytest.mark.parametrize("parallel", ["features", "expert", None])
 def test_gradients_under_plain_jit_are_those_without_a_mesh(parallel, x64):
     expected = gradients(None, parallel)
     for degrees, roles in ((dict(tp=2), None), (dict(gtp=2), gtp.Roles(batch=("dp",)))):

@@ -61,9 +61,7 @@ def _variables(state):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "degrees", [pytest.param(dict(gtp=8), marks=pytest.mark.slow), dict(dp=2, gtp=2, tp=2)], ids=str
-)
+@pytest.mark.parametrize("degrees", [dict(gtp=8), dict(dp=2, gtp=2, tp=2)], ids=str)
 def test_a_row_under_plain_jit_is_the_modules_one_after_the_other(degrees, key, x64):
     tokens, targets = jax.random.randint(key, (2, 8, 6), 0, 40)
     wanted, gradients = loss_and_gradients(None, False, tokens, targets)

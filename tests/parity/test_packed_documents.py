@@ -101,7 +101,7 @@ def measured(name, mesh, batches):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "llama")) for n in MODELS])
+@pytest.mark.parametrize("name", MODELS)
 def test_packed_documents_have_the_losses_and_gradients_that_they_have_alone(name, x64):
     rows = documents()
     by_length = {n: np.stack([d for row in rows for d in row if len(d) == n]) for n in (2, 4, 6)}

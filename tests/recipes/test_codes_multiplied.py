@@ -87,15 +87,16 @@ def written_out():
     return gradients({})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes, pregathered_layers",
     [
-        pytest.param(dict(unroll=1), 0, marks=pytest.mark.slow),
-        pytest.param(dict(keep_gathered="all"), 2, marks=pytest.mark.slow),
-        pytest.param(dict(prefetch=False), 0, marks=pytest.mark.slow),
-        pytest.param(dict(unroll=1, keep_gathered=0), 1, marks=pytest.mark.slow),
-        pytest.param(dict(unroll=2, remat="everything"), 0, marks=pytest.mark.slow),
-        pytest.param(dict(remat="nothing"), "all", marks=pytest.mark.slow),
+        (dict(unroll=1), 0),
+        (dict(keep_gathered="all"), 2),
+        (dict(prefetch=False), 0),
+        (dict(unroll=1, keep_gathered=0), 1),
+        (dict(unroll=2, remat="everything"), 0),
+        (dict(remat="nothing"), "all"),
     ],
     ids=str,
 )

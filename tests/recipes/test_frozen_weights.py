@@ -282,7 +282,7 @@ class Experts(nnx.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [gtp.FP8(), pytest.param(gtp.MXFP8(), marks=pytest.mark.slow)], ids=["fp8", "mxfp8"])
+@pytest.mark.parametrize("recipe", [gtp.FP8(), gtp.MXFP8()], ids=["fp8", "mxfp8"])
 def test_experts_and_weights_of_any_shape_are_those_of_a_step_of_masters(recipe, hsdp):
     x = np.random.default_rng(0).normal(size=(BATCH, LENGTH, WIDTH))
     mean = lambda model, x: jnp.mean(jnp.sin(model(x)))  # noqa: E731

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from selection import others_slow
 
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
@@ -72,15 +73,7 @@ CASES = [
 DEFAULT = [("of gradients", {})]
 
 
-def slow_but(default, cases):
-    """The cases, those marked slow that are not among the default ones."""
-    return [
-        pytest.param(*case, marks=[] if case in default else pytest.mark.slow)
-        for case in (case if isinstance(case, tuple) else (case,) for case in cases)
-    ]
-
-
-@pytest.mark.parametrize("name, changes", slow_but(DEFAULT, CASES), ids=str)
+@pytest.mark.parametrize("name, changes", others_slow(CASES, DEFAULT), ids=str)
 def test_no_attribute_is_written_in_a_step(name, changes, written):
     recipe = EVERY[name]
     if "tie_embeddings" in changes:
@@ -99,7 +92,7 @@ def test_no_attribute_is_written_in_a_step(name, changes, written):
     assert not written
 
 
-@pytest.mark.parametrize("name", slow_but([("mxfp8",)], UNSTOCHASTIC))
+@pytest.mark.parametrize("name", others_slow(UNSTOCHASTIC, ["mxfp8"]))
 def test_no_attribute_is_written_under_a_recipe_in_scope(name, written):
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
         model = gtp.init(lambda rngs: Llama(CONFIG, rngs=rngs), nnx.Rngs(0))

@@ -64,7 +64,7 @@ def test_two_recipes_around_one_jitted_function_give_each_ones_numbers():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "gradients")) for n in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_nnx_optimizer_takes_the_steps_of_train_step(name, tokens):
     (recipe, degrees), optimizer = CASES[name], optax.sgd(0.1)
     with jax.set_mesh(gtp.make_mesh(**degrees)):

@@ -151,7 +151,7 @@ def test_gradients_are_those_of_the_plain_model_at_quantized_weights(recipe, mes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["FP8", pytest.param("NVFP4 1x16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", ["FP8", "NVFP4 1x16"])
 def test_other_recipes_too(recipe, x64):
     check(*MESHES["gtp 4"], RECIPES[recipe], 1e-12)
 
@@ -242,12 +242,13 @@ def test_a_module_outside_a_chain_gathers_bytes_too():
     assert "u8[4," in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "gradient, degrees",
     [
-        pytest.param("e5m2", dict(gtp=2, tp=2), marks=pytest.mark.slow),
-        pytest.param("e5m2", dict(gtp=4), marks=pytest.mark.slow),
-        pytest.param("e4m3", dict(gtp=4), marks=pytest.mark.slow),
+        ("e5m2", dict(gtp=2, tp=2)),
+        ("e5m2", dict(gtp=4)),
+        ("e4m3", dict(gtp=4)),
     ],
 )
 def test_fp8_matmuls_stay_within_the_formats_error_of_the_wire_alone(gradient, degrees):

@@ -52,9 +52,7 @@ def close(found, expected, tolerance=1e-12):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "recipes", [(None, None), pytest.param((gtp.FP8(), gtp.NVFP4()), marks=pytest.mark.slow)], ids=["bf16", "quantized"]
-)
+@pytest.mark.parametrize("recipes", [(None, None), (gtp.FP8(), gtp.NVFP4())], ids=["bf16", "quantized"])
 def test_two_models_of_different_roles_train_side_by_side_each_as_without_a_mesh(recipes, x64):
     """A made-up second batch axis in one, a made-up second weight axis in the other; their steps take turns."""
     places = (PODS, NODES)

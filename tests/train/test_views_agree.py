@@ -66,17 +66,15 @@ def computed(block, view, recipe, degrees, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [pytest.param(LlamaBlock, marks=pytest.mark.slow), UserBlock])
+@pytest.mark.parametrize("block", [LlamaBlock, UserBlock])
 @pytest.mark.parametrize(
     "name, degrees, options",
     [
-        pytest.param("none", dict(dp=2, gtp=2, tp=2), {}, marks=pytest.mark.slow),
+        ("none", dict(dp=2, gtp=2, tp=2), {}),
         ("NVFP4, ends in high precision", dict(gtp=4, tp=2), {}),
-        pytest.param(
-            "NVFP4, ends in high precision", dict(gtp=4, tp=2), dict(pregathered_layers=1), marks=pytest.mark.slow
-        ),
-        pytest.param("MXFP8 matmuls", dict(dp=2, gtp=2, tp=2), {}, marks=pytest.mark.slow),
-        pytest.param("FP8 matmuls", dict(gtp=8), dict(pregathered_layers="all"), marks=pytest.mark.slow),
+        ("NVFP4, ends in high precision", dict(gtp=4, tp=2), dict(pregathered_layers=1)),
+        ("MXFP8 matmuls", dict(dp=2, gtp=2, tp=2), {}),
+        ("FP8 matmuls", dict(gtp=8), dict(pregathered_layers="all")),
     ],
 )
 def test_both_views_have_the_same_gradients_and_gather_as_often(block, name, degrees, options, x64):

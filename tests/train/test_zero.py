@@ -128,7 +128,7 @@ RECIPES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if i else n for i, n in enumerate(RECIPES)])
+@pytest.mark.parametrize("name", RECIPES)
 def test_what_travels_is_that_of_replicas_bit_for_bit(name):
     """Codes of stored parts, joined, are those of whole shards, and what is in no format is rounded alike."""
     options, dim = RECIPES[name]
@@ -168,9 +168,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if i else n for i, n in enumerate(OPTIMIZERS)]
-)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_agree_with_one_device(name, x64):
     one, sharded = (train(degrees, OPTIMIZERS[name](), rows=8)[2] for degrees in (None, CUBE))
     assert_close(sharded, one, 1e-9, "after 3 steps ")
