@@ -45,12 +45,17 @@ def of_signal(number: int) -> int:
     return 128 + number
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Says whether a device had too little memory."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
 def of_error(error: BaseException) -> int:
     """Returns the status of a command that an error has ended; an error may have one of its own, `exit_code`."""
     if (own := getattr(error, "exit_code", None)) is not None:
         return own
     if isinstance(error, jax.errors.JaxRuntimeError):  # memory that is too small will be so again
-        return MISTAKE if "RESOURCE_EXHAUSTED" in str(error) else RETRY
+        return MISTAKE if out_of_memory(error) else RETRY
     if isinstance(error, OSError):
         return RETRY if error.errno in _PASSING else MISTAKE
     return MISTAKE if isinstance(error, (ValueError, ModuleNotFoundError)) else FAILED

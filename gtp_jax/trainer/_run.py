@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from .._exit_codes import DONE, of_signal
+from .._exit_codes import DONE, of_signal, out_of_memory
 from .._flags import from_settings, settings_of
 from ..checkpoint import Checkpoints
 from ..data import Corpus, unigram_entropy
@@ -194,7 +194,7 @@ def _failures(watch: Recorder, alone: bool) -> Iterator[None]:
         if not alone:
             watch.give_up(error, _reason(error))
         watch.end("failed", _reason(error))
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+        if out_of_memory(error):
             raise ValueError(_reason(error)) from error
         raise
 
@@ -272,12 +272,12 @@ def _train(
 def _reason(error: Exception) -> str:
     """Says in plain words why a run failed, and what to do about it."""
     first = (str(error).splitlines() or [""])[0]
+    if out_of_memory(error):
+        return (
+            f"a device is out of memory ({first}). Take a smaller --batch, more --microbatches, or shard the "
+            "weights further with --gtp; `gtp-jax inspect` shows what takes how much"
+        )
     if isinstance(error, jax.errors.JaxRuntimeError):
-        if "RESOURCE_EXHAUSTED" in str(error):
-            return (
-                f"a device is out of memory ({first}). Take a smaller --batch, more --microbatches, or shard the "
-                "weights further with --gtp; `gtp-jax inspect` shows what takes how much"
-            )
         return f"communication failed, most likely because another process died ({first})"
     if not isinstance(error, (ValueError, OSError, Diverged)):
         traceback.print_exception(error)
