@@ -38,7 +38,7 @@ class RunDirectory:
 
     @property
     def report(self) -> Path:
-        """Returns what is printed at the end."""
+        """What is printed at the end."""
         return self.root / "report.txt"
 
     @property
@@ -53,7 +53,7 @@ class RunDirectory:
 
     @property
     def events(self) -> Path:
-        """What a supervisor has done, a JSON object a line."""
+        """The record of the run, a JSON object a line; see `EventLog`."""
         return self.root / "events.jsonl"
 
     @property
