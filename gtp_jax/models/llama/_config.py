@@ -8,6 +8,7 @@ import numbers
 from typing import Any, Literal
 
 from ...chain import Remat, Schedule
+from ...collectives import Transport
 from ...nn import ExpertParallel, GradReduce, check_heads, check_moe, reduction_of
 from ...ops import RopeScaling, check_rotary
 
@@ -44,6 +45,7 @@ class LlamaConfig:
         aux_loss_coeff: weight of the term that keeps experts evenly loaded; see `MoE`.
         expert_parallel: what tp does to experts; see `MoE`.
         expert_axes: mesh axes over which experts are gathered, those of dense layers by default; see `GroupedDense`.
+        transport, round_size: how tokens travel over ep, and how many rows experts multiply at once; see `MoE`.
         tie_embeddings: whether the head uses the embedding's table.
         rope_theta: base of the rotary wavelengths.
         rope_scaling: of the rotary frequencies, as Llama 3.1 has it; a `RopeScaling`, or a dict of its fields.
@@ -68,6 +70,8 @@ class LlamaConfig:
     aux_loss_coeff: float = 0.01
     expert_parallel: ExpertParallel = "features"
     expert_axes: tuple[str, ...] | None = None
+    transport: Transport | None = None
+    round_size: float = 1.25
     qk_norm: bool = False
     tie_embeddings: bool = False
     rope_theta: float = 10_000.0
