@@ -1,5 +1,6 @@
 """Reference models, a folder a family."""
 
+from ._expert_options import ExpertOptions as ExpertOptions
 from ._families import FAMILIES as FAMILIES
 from ._families import PRESETS as PRESETS
 from ._families import build as build

@@ -56,6 +56,8 @@ class LlamaBlock(Layer):
                 parallel=config.expert_parallel,
                 aux_loss_coeff=config.aux_loss_coeff,
                 axes=config.expert_axes,
+                routing=config.routing,
+                shared_hidden=config.shared_hidden,
                 transport=config.transport,
                 round_size=config.round_size,
                 epsilon=config.epsilon,
