@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import gtp_jax
 
@@ -83,7 +84,7 @@ class StepOptions:
                 f"{whole // tp if whole % tp == 0 else share * seq}."
             )
         fields = {f.name for f in dataclasses.fields(Workload)} & {f.name for f in dataclasses.fields(config)}
-        sizes = {name: getattr(config, name) for name in fields}
+        sizes: dict[str, Any] = {name: getattr(config, name) for name in fields}
         return Workload(
             **sizes
             | {

@@ -11,6 +11,7 @@ from flax import nnx
 import gtp_jax as gtp
 from gtp_jax import bench
 from gtp_jax.cli import main
+from gtp_jax.mesh import Parallelism
 from gtp_jax.models import PRESETS, ExpertOptions, LlamaConfig, build, saved, saved_config
 from gtp_jax.nn import Routing, abstract_model
 
@@ -98,11 +99,23 @@ def test_the_commands_refuse_experts_that_are_not_there(capsys):
             ["inspect", "--preset", "tiny-moe", "--ep", "3", "--gtp", "1"],
             "8 experts cannot be divided among the 3 ranks of ep",
         ),
-        (["bench", "step", "--preset", "tiny", "--top-k", "1"], "the preset 'tiny' has no experts"),
-        (["bench", "growth", "--preset", "tiny-moe"], "whose layers have experts; this command measures dense models"),
     ):
         assert main(command) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_benchmark_of_dense_models_refuses_experts_and_contenders_without_them_too():
+    step = bench.StepOptions(preset="tiny-moe", parallelism=Parallelism(ep=2, gtp=1))
+    with pytest.raises(ValueError, match="whose layers have experts; this command measures dense models. Take another"):
+        step.workload("cpu", 4, steps=1)
+    work = step.workload("cpu", 4, steps=1, experts=ExpertOptions())
+    assert (work.ep, work.devices, work.sequences) == (2, 2, 2)
+    (other,) = bench.chosen_contenders(["partitioner scan keep"])
+    row = bench.measure_step(other, work, environment={}, timeout_s=1)
+    assert row.failure == "computes plain Llamas alone: no experts, and no norms of queries and keys"
+    ours = bench.with_experts(bench.chosen_contenders(["gtp_jax bf16 keep"]), ["--round-size=2"], ["gather", "ragged"])
+    assert [c.name for c in ours] == ["gtp_jax bf16 gather keep", "gtp_jax bf16 ragged keep"]
+    assert ours[1].flags[-2:] == ("--round-size=2", "--transport=ragged")
 
 
 def test_a_configuration_takes_routing_as_checkpoints_have_it():
