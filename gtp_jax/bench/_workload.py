@@ -85,12 +85,9 @@ class StepOptions:
             )
         fields = {f.name for f in dataclasses.fields(Workload)} & {f.name for f in dataclasses.fields(config)}
         sizes: dict[str, Any] = {name: getattr(config, name) for name in fields}
+        changed = {name: getattr(self, name) for name in ("num_layers", "vocab_size") if getattr(self, name)}
         return Workload(
-            **sizes
-            | {
-                "num_layers": self.num_layers or config.num_layers,
-                "vocab_size": self.vocab_size or config.vocab_size,
-            },
+            **{**sizes, **changed},
             seq=seq,
             sequences=total // seq,
             microbatches=self.microbatches,
