@@ -16,6 +16,7 @@ from ._checkpoint_picture import draw_checkpoints as draw_checkpoints
 from ._contender import CONTENDERS as CONTENDERS
 from ._contender import Contender as Contender
 from ._contender import chosen_contenders as chosen_contenders
+from ._contender import with_experts as with_experts
 from ._contender import with_grad_reductions as with_grad_reductions
 from ._contender import with_recipe as with_recipe
 from ._contender import with_remat_policies as with_remat_policies

@@ -126,8 +126,20 @@ def with_grad_reductions(contenders: Sequence[Contender], names: Sequence[str]) 
     return _once_for_each(contenders, names, "bf16", "--grad-reduce", "grads {}")
 
 
+def with_experts(contenders: Sequence[Contender], flags: Sequence[str], transports: Sequence[str]) -> list[Contender]:
+    """Returns the contenders, those of gtp_jax with flags about experts, and once for each way that tokens travel.
+
+    Args:
+        contenders: to begin with.
+        flags: as `ExpertOptions.flags` has them; those of the workload may be among them.
+        transports: names; none for the one that suits the devices.
+    """
+    ours = [dataclasses.replace(c, flags=(*c.flags, *flags)) if c.family == OURS else c for c in contenders]
+    return _once_for_each(ours, transports, None, "--transport", "{}") if transports else ours
+
+
 def _once_for_each(
-    contenders: Sequence[Contender], values: Sequence[str], usual: str, flag: str, word: str
+    contenders: Sequence[Contender], values: Sequence[str], usual: str | None, flag: str, word: str
 ) -> list[Contender]:
     """Returns the contenders, those of gtp_jax once for each value of a flag, with `word` beside their names; as they
     were for the usual value alone."""

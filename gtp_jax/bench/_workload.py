@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import gtp_jax
 
 from .._flags import check_knobs, knob, piece
-from ..mesh import Parallelism, has_gpu
-from ..models import PRESETS, preset_of
+from ..mesh import EP, Parallelism, has_gpu
+from ..models import PRESETS, ExpertOptions, preset_of
 from .contenders.workload import Workload
 
 # The default workload, by platform.
@@ -35,6 +37,7 @@ class StepOptions:
         None, _GROUP, "the model (default: reference on GPUs, tiny on a CPU)", kind=str, choices=tuple(PRESETS)
     )
     num_layers: int | None = knob(None, _GROUP, "in place of the preset's", metavar="N")
+    vocab_size: int | None = knob(None, _GROUP, "in place of the preset's", metavar="N")
     seq: int | None = knob(None, _GROUP, "tokens of a sequence (default: 8192 on GPUs, 128 on a CPU)", metavar="N")
     tokens: int | None = knob(
         None, _GROUP, "of a step, a device (default: one sequence a rank and microbatch)", metavar="N"
@@ -45,33 +48,51 @@ class StepOptions:
     def __post_init__(self) -> None:
         check_knobs(self)
 
-    def workload(self, platform: str, count: int, *, steps: int) -> Workload:
+    def workload(self, platform: str, count: int, *, steps: int, experts: ExpertOptions | None = None) -> Workload:
         """Returns the workload on so many devices of a platform, of which it may leave some.
 
+        Args:
+            platform: `"gpu"` or `"cpu"`.
+            count: devices.
+            steps: timed.
+            experts: what differs from the preset's experts; `None` of a benchmark that takes no model with experts.
+
         Raises:
-            ValueError: if there are too few devices, or the tokens make no whole sequences.
+            ValueError: if there are too few devices, the tokens make no whole sequences, or the model has experts that
+                the benchmark does not take.
         """
         degrees = degrees_within(self.parallelism, count)
-        gtp, tp = degrees["gtp"], degrees["tp"]
-        config = preset_of(self.preset or _PRESET[platform])
+        gtp, ep, tp = degrees["gtp"], degrees.get(EP, 1), degrees["tp"]
+        name = self.preset or _PRESET[platform]
+        config = preset_of(name)
+        if experts is not None:
+            config = experts.of(config, name)
+        elif getattr(config, "num_experts", 0):
+            raise ValueError(
+                f"`preset` is {name!r}, whose layers have experts; this command measures dense models. Take another "
+                "preset, or `gtp-jax bench step`."
+            )
         seq = self.seq or _SEQ[platform]
-        share = gtp * self.microbatches
-        total = self.tokens * gtp * tp if self.tokens else share * seq
+        share = gtp * ep * self.microbatches
+        total = self.tokens * gtp * ep * tp if self.tokens else share * seq
         if total % (share * seq):
             whole = self.microbatches * seq
+            ranks = f"{gtp} gtp ranks" if ep == 1 else f"{gtp * ep} gtp x ep ranks"
             raise ValueError(
                 f"`--tokens` is {self.tokens} a device, {total} a step; that is no whole number of sequences of {seq} "
-                f"for each of {gtp} gtp ranks and {self.microbatches} microbatches. Make it a multiple of "
+                f"for each of {ranks} and {self.microbatches} microbatches. Make it a multiple of "
                 f"{whole // tp if whole % tp == 0 else share * seq}."
             )
         fields = {f.name for f in dataclasses.fields(Workload)} & {f.name for f in dataclasses.fields(config)}
-        sizes = {name: getattr(config, name) for name in fields}
+        sizes: dict[str, Any] = {name: getattr(config, name) for name in fields}
+        changed = {name: getattr(self, name) for name in ("num_layers", "vocab_size") if getattr(self, name)}
         return Workload(
-            **{**sizes, "num_layers": self.num_layers or config.num_layers},
+            **{**sizes, **changed},
             seq=seq,
             sequences=total // seq,
             microbatches=self.microbatches,
             gtp=gtp,
+            ep=ep,
             tp=tp,
             steps=steps,
         )
@@ -84,19 +105,20 @@ def degrees_within(parallelism: Parallelism, count: int) -> dict[str, int]:
         ValueError: if there are too few.
     """
     degrees = parallelism.degrees(count)
-    if parallelism.ep > 1:
-        raise ValueError(f"`ep` is {parallelism.ep}; benchmarks compare steps over gtp and tp. Leave --ep out.")
-    needed = degrees["dp"] * degrees["gtp"] * degrees["tp"]
+    needed = math.prod(degrees.values())
     if needed > count:
-        raise ValueError(f"gtp {degrees['gtp']} x tp {degrees['tp']} needs {needed} devices, and there are {count}.")
+        words = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if axis != "dp" or degree > 1)
+        raise ValueError(f"{words} needs {needed} devices, and there are {count}.")
     return degrees
 
 
 def describe(work: Workload, device: str) -> str:
     """Returns a step in one line."""
+    ep = "" if work.ep == 1 else f"ep {work.ep}, "
+    experts = f", {work.top_k} of {work.num_experts} experts a token" if work.num_experts else ""
     return (
-        f"{work.devices} x {device}, gtp {work.gtp}, tp {work.tp}: {work.num_layers} layers of width "
-        f"{work.hidden_size}, "
+        f"{work.devices} x {device}, gtp {work.gtp}, {ep}tp {work.tp}: {work.num_layers} layers of width "
+        f"{work.hidden_size}{experts}, "
         f"{work.tokens // work.devices} tokens a device, sequences of {work.seq}, microbatches {work.microbatches}"
     )
 

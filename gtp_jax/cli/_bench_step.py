@@ -13,6 +13,8 @@ from tqdm import tqdm
 from .. import bench
 from .._flags import add_flags, from_settings, given
 from ..chain import REMAT
+from ..collectives import TRANSPORTS
+from ..models import ExpertOptions
 from ..nn import GRAD_REDUCE
 from ..plan import columns, quantity
 from ..recipes import Quantization
@@ -28,6 +30,8 @@ examples:
   gtp-jax bench step --contenders "gtp_jax bf16" --remat matmuls activations    what keeping more brings
   gtp-jax bench step --contenders "gtp_jax bf16 regather" "fsdp2 bf16 regather" --grad-reduce float32 bf16-wire bf16
                                                         what it costs to sum weight gradients in float32
+  gtp-jax bench step --preset qwen3-30b-a3b --num-layers 12 --vocab-size 32768 --seq 4096 --tokens 16384 --gtp 1 \
+      --ep 2 --transport gather ragged --contenders "gtp_jax bf16 regather"     experts on ranks of their own
   gtp-jax bench step --compare run.json                 the same again, and what has become slower since
   gtp-jax bench step --contenders "gtp_jax nvfp4"       on a machine without a GPU: a tiny model on virtual devices
 
@@ -59,7 +63,15 @@ def add_topic(topics: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_flags(topic, bench.StepOptions, but=("dp", "ep"))
+    add_flags(topic, bench.StepOptions, but=("dp",))
+    add_flags(topic, ExpertOptions, but=("transport",))
+    topic.add_argument(
+        "--transport",
+        nargs="+",
+        choices=TRANSPORTS,
+        default=[],
+        help="how tokens travel over ep; several are compared (default: what suits the devices)",
+    )
     add_flags(topic, Quantization, but=("recipe",))
     topic.add_argument(
         "--remat",
@@ -93,13 +105,16 @@ def _run(args: argparse.Namespace) -> int:
     chosen = bench.with_recipe(bench.chosen_contenders(args.contenders, tp=step.parallelism.tp or 1), options)
     chosen = bench.with_remat_policies(chosen, args.remat)
     chosen = bench.with_grad_reductions(chosen, args.grad_reduce)
+    words = {name: value for name, value in given(args, ExpertOptions).items() if name != "transport"}
+    experts = ExpertOptions(**words)
+    chosen = bench.with_experts(chosen, experts.flags(but=("top_k", "aux_loss_coeff", "shared_hidden")), args.transport)
     check_files(args.json, args.png)
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
     saved = None if args.compare is None else _read(args.compare)
     environment = bench.environment_of(step.parallelism.virtual_devices(bench.VIRTUAL_DEVICES))
     device, platform, count = bench.probe(environment)
-    work = step.workload(platform, count, steps=args.steps)
+    work = step.workload(platform, count, steps=args.steps, experts=experts)
     if saved is not None:
         bench.changes(bench.record([bench.Row(c, failure="to be run") for c in chosen], work, device), saved)
     rows: list[bench.Row] = []

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .._foreign import brief, inside, read_json
-from ..models import FAMILIES, ModelConfig, family_of
+from ..models import FAMILIES, ModelConfig, hugging_face_of
 from ._encoding import Encoding
 
 CONFIG_FILE = "config.json"
@@ -30,7 +30,7 @@ def write_config(
         imported: the config.json that the model once came with; what it says of other things is kept.
         max_positions: longest sequence that readers should allow; if `None`, as imported, or what readers assume.
     """
-    family = family_of(config).hugging_face
+    family = hugging_face_of(config)
     fields = {
         **imported,
         "architectures": [family.architecture],
@@ -71,16 +71,16 @@ def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
         kind, names = fields.get("model_type"), fields.get("architectures")
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{file} is not a JSON object ({error}). Download or write it again.") from error
-    for family in FAMILIES:
-        theirs = family.hugging_face
+    layouts = [layout for family in FAMILIES for layout in family.hugging_face]
+    for theirs in layouts:
         if kind == theirs.model_type and (not names or names == [theirs.architecture]):
             config = theirs.from_json(fields, str(file))
             check_layers(config, str(file))
             return config, fields
-    known = " or ".join(f"{f.hugging_face.model_type!r} and {[f.hugging_face.architecture]}" for f in FAMILIES)
+    known = " or ".join(f"{layout.model_type!r} and {[layout.architecture]}" for layout in layouts)
     raise ValueError(
-        f"{file} has model_type {brief(kind)} and architectures {brief(names)}; {known} are expected. Only "
-        f"{' and '.join(f'{family.name}s' for family in FAMILIES)} can be imported."
+        f"{file} has model_type {brief(kind)} and architectures {brief(names)}; {known} are expected. "
+        "Others cannot be imported."
     )
 
 

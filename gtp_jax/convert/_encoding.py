@@ -32,6 +32,13 @@ class Encoding:
         Raises:
             ValueError: naming one.
         """
+        tensors = list(tensors)
+        expert = next((tensor.name for tensor in tensors if tensor.expert is not None), None)
+        if self.quantized is not None and expert is not None:
+            raise ValueError(
+                f"`dtype` {self.quantized.name!r} quantizes no experts, and the model has {expert}. Export it as "
+                "'bfloat16'."
+            )
         if self.quantized is not None:
             self.quantized.check(tensor for tensor in tensors if _in_a_layer(tensor))
 

@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ..checkpoint import Checkpoints, Digest, StoredArray
-from ..models import ModelConfig, Tensor, array_shapes, family_of, saved_config
+from ..models import ModelConfig, Tensor, array_shapes, hugging_face_of, saved_config
 from ..ops import multi_amax
 from ._config import check_layers, write_config
 from ._converted import Converted
@@ -38,8 +38,8 @@ def export_llama(
 ) -> Converted:
     """Writes the parameters of a checkpoint as a Hugging Face Llama: safetensors, their index, config.json.
 
-    One tensor is in memory at a time. What was read is checked against the checkpoint's digests, and `out` appears at
-    the end, complete. The tokenizer is not part of a checkpoint; copy its files there.
+    One tensor is in memory at a time, or the experts of one layer. What was read is checked against the checkpoint's
+    digests, and `out` appears at the end, complete. The tokenizer is not part of a checkpoint; copy its files there.
 
     Args:
         checkpoint: the directory of checkpoints.
@@ -70,7 +70,7 @@ def export_llama(
     config = _config(manifest["extra"], str(checkpoint)) if config is None else config
     check_layers(config, f"the checkpoint in {checkpoint}")
     encoding = ENCODINGS[dtype]
-    tensors = family_of(config).hugging_face.tensors(config)
+    tensors = hugging_face_of(config).tensors(config)
     where = f"step {manifest['step']} in {checkpoint}"
     stored = _parameters(checkpoints.arrays(manifest["step"]), config, tensors, where)
     encoding.check(tensors)
@@ -101,6 +101,7 @@ class _Values:
         self._stored = stored
         self._tensors = tensors
         self._digests: dict[str, Digest] = collections.defaultdict(Digest)
+        self._row: dict[str, tuple[int, np.ndarray]] = {}  # of stacked experts, the layer that was read last
         self._fused = ""
         self._amax = np.float32(0)
 
@@ -117,12 +118,23 @@ class _Values:
 
     def _read(self, tensor: Tensor, *, digest: bool) -> np.ndarray:
         array = self._stored[tensor.path]
+        if tensor.expert is not None:
+            return self._of_expert(tensor, array).T
         begin, end = (0, array.shape[0]) if tensor.layer is None else (tensor.layer, tensor.layer + 1)
         part = array.read(begin, end)
         if digest:
             self._digests[tensor.path].add(begin, part)
         whole = part if tensor.layer is None else part[0]
         return whole.T if tensor.linear else whole
+
+    def _of_expert(self, tensor: Tensor, array: StoredArray) -> np.ndarray:
+        assert tensor.layer is not None
+        layer, row = self._row.get(tensor.path, (None, None))
+        if layer != tensor.layer or row is None:
+            row = array.read(tensor.layer, tensor.layer + 1)
+            self._digests[tensor.path].add(tensor.layer, row)
+            self._row[tensor.path] = (tensor.layer, row)
+        return row[0, tensor.expert]
 
     def _fused_amax(self, tensor: Tensor) -> np.float32:
         if tensor.fused != self._fused:  # they come one after the other

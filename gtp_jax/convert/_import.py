@@ -10,7 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ..checkpoint import Checkpoints, StreamedArray
-from ..models import Tensor, array_shapes, family_of, saved
+from ..models import Tensor, array_shapes, hugging_face_of, saved
 from ._config import read_config
 from ._converted import Converted
 from ._files import open_tensors
@@ -28,7 +28,8 @@ _SHOWN = 8
 def import_llama(hugging_face: str | Path, out: str | Path, *, progress: bool = False) -> Converted:
     """Makes a checkpoint at step 0 of a Hugging Face Llama in safetensors: float32 parameters, no optimizer state.
 
-    One tensor is in memory at a time, and is read twice. `out` appears at the end, complete.
+    One tensor is in memory at a time, or the experts of one layer and kernel, and is read twice. `out` appears at the
+    end, complete.
 
     Args:
         hugging_face: directory with config.json and safetensors, in one file or in several with an index.
@@ -46,13 +47,12 @@ def import_llama(hugging_face: str | Path, out: str | Path, *, progress: bool = 
     source = Path(hugging_face).expanduser()
     config, original = read_config(source)
     readers = open_tensors(source)
-    tensors = family_of(config).hugging_face.tensors(config)
+    tensors = hugging_face_of(config).tensors(config)
     _check(source, readers, tensors)
     nbytes = sum(readers[tensor.name].entries[tensor.name].nbytes for tensor in tensors)
     bar = tqdm(total=2 * nbytes, desc="import", unit="B", unit_scale=True, disable=None if progress else True)
 
-    def make(rows: list[Tensor], begin: int) -> np.ndarray:
-        tensor = rows[begin]
+    def read(tensor: Tensor) -> np.ndarray:
         values = readers[tensor.name].read(tensor.name)
         if not np.isfinite(values).all():
             raise ValueError(
@@ -60,15 +60,25 @@ def import_llama(hugging_face: str | Path, out: str | Path, *, progress: bool = 
                 "Download it again, or take another checkpoint of the model."
             )
         bar.update(values.nbytes)
-        whole = np.ascontiguousarray(values.T if tensor.linear else values, np.float32)
-        return whole if tensor.layer is None else whole[None]
+        return np.ascontiguousarray(values.T if tensor.linear else values, np.float32)
 
-    rows: dict[str, list[Tensor]] = {}
+    def make(rows: list[list[Tensor]], begin: int) -> np.ndarray:
+        row = rows[begin]
+        if row[0].expert is not None:
+            return np.stack([read(tensor) for tensor in row])[None]
+        return read(row[0]) if row[0].layer is None else read(row[0])[None]
+
+    # of each array its layers, and of each of those its experts
+    rows: dict[str, list[list[Tensor]]] = {}
     for tensor in tensors:
-        rows.setdefault(tensor.path, []).append(tensor)
+        layers = rows.setdefault(tensor.path, [])
+        if layers and tensor.expert:
+            layers[-1].append(tensor)
+        else:
+            layers.append([tensor])
     params = {
         path: StreamedArray(
-            shape, np.float32, shape[0] if rows[path][0].layer is None else 1, functools.partial(make, rows[path])
+            shape, np.float32, shape[0] if rows[path][0][0].layer is None else 1, functools.partial(make, rows[path])
         )
         for path, shape in array_shapes(tensors).items()
     }

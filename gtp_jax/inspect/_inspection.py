@@ -19,7 +19,7 @@ from .. import plan
 from .._flags import check_knobs, knob, piece
 from ..layout import Layout
 from ..mesh import Parallelism, Roles, make_mesh, use_roles
-from ..models import PRESETS, build, family_of, preset_of
+from ..models import PRESETS, ExpertOptions, build, family_of, preset_of
 from ..nn import Exchange, Explanation, abstract_model, exchanges, explain
 from ..recipes import Quantization
 from ..train import Execution, TrainState, train_step
@@ -40,6 +40,7 @@ class InspectOptions:
     seq: int = knob(2048, "model", "tokens of a sequence")
     batch: int | None = knob(None, "model", "sequences of a step (default: one a rank and microbatch)")
     parallelism: Parallelism = piece(Parallelism)
+    experts: ExpertOptions = piece(ExpertOptions)
     execution: Execution = piece(Execution)
     quantization: Quantization = piece(Quantization)
     target: str | None = knob(
@@ -52,7 +53,7 @@ class InspectOptions:
 
     def __post_init__(self) -> None:
         check_knobs(self)
-        preset_of(self.preset)
+        self.experts.of(preset_of(self.preset), self.preset)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +121,7 @@ def inspect(options: InspectOptions) -> Inspection:
     """
     target = None if options.target is None else plan.parse_target(options.target)
     execution, recipe = options.execution, options.quantization.to_recipe()
-    config = dataclasses.replace(preset_of(options.preset), **execution.of_model)
+    config = dataclasses.replace(options.experts.of(preset_of(options.preset), options.preset), **execution.of_model)
     degrees = options.parallelism.degrees(target.devices if target else _DEFAULT_DEVICES)
     config.check_mesh(tp=degrees["tp"], seq=options.seq)
     ranks = math.prod(degrees[axis] for axis in options.parallelism.roles.batch)
@@ -145,6 +146,7 @@ def inspect(options: InspectOptions) -> Inspection:
         model = abstract_model(lambda rngs: build(config, rngs=rngs))
         state = TrainState.create(model, optimizer)
         found = exchanges(model, tokens=batch * options.seq // (ranks * execution.microbatches))
+        wire = explain(model, recipe)
         tokens = _batch(mesh, options.parallelism.roles, batch, options.seq)
         lowered = step.lower(state, tokens)  # pyright: ignore[reportFunctionMemberAccess]
         began = time.perf_counter()
@@ -158,7 +160,7 @@ def inspect(options: InspectOptions) -> Inspection:
         batch=batch,
         param_count=config.param_count(),
         parameters=_parameters(state),
-        wire=explain(model, recipe),
+        wire=wire,
         exchanges=found,
         memory=plan.memory(compiled, params=state.params, opt_state=state.opt_state),
         collectives=tuple(plan.collectives(module)),

@@ -1,9 +1,11 @@
 """Reference models, a folder a family."""
 
+from ._expert_options import ExpertOptions as ExpertOptions
 from ._families import FAMILIES as FAMILIES
 from ._families import PRESETS as PRESETS
 from ._families import build as build
 from ._families import family_of as family_of
+from ._families import hugging_face_of as hugging_face_of
 from ._families import preset_of as preset_of
 from ._families import saved as saved
 from ._families import saved_architecture as saved_architecture

@@ -8,7 +8,7 @@ from typing import Any
 
 from flax import nnx
 
-from ._family import Family, ModelConfig
+from ._family import Family, HuggingFace, ModelConfig
 from .llama import LLAMA
 
 FAMILIES: tuple[Family, ...] = (LLAMA,)
@@ -42,6 +42,23 @@ def family_of(config: ModelConfig) -> Family:
             return family
     known = ", ".join(family.config.__name__ for family in FAMILIES)
     raise TypeError(f"`config` is {config!r}; it must be a configuration of a known family: {known}.")
+
+
+def hugging_face_of(config: ModelConfig) -> HuggingFace:
+    """Returns how Hugging Face stores a model.
+
+    Raises:
+        ValueError: if it does not, saying what there is.
+    """
+    family = family_of(config)
+    for layout in family.hugging_face:
+        if layout.fits(config):
+            return layout
+    known = ", ".join(layout.architecture for layout in family.hugging_face)
+    raise ValueError(
+        f"the model is none of {known}, which alone can be converted: {config.architecture()}. Take its parameters "
+        "from the checkpoint with `gtp_jax.checkpoint.Checkpoints.restore_params`."
+    )
 
 
 def saved(config: ModelConfig) -> dict[str, Any]:

@@ -74,6 +74,7 @@ class HuggingFace:
         tensors: a model's tensors, in the order in which Hugging Face writes them.
         to_json: the fields of config.json that the model decides.
         from_json: the model of a config.json; the second argument names the file in messages.
+        fits: whether a model can be stored so.
     """
 
     model_type: str
@@ -81,6 +82,7 @@ class HuggingFace:
     tensors: Callable[[Any], list[Tensor]]
     to_json: Callable[[Any], dict[str, Any]]
     from_json: Callable[[dict[str, Any], str], ModelConfig]
+    fits: Callable[[Any], bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +96,7 @@ class Family:
         block: `(config, rngs=)` to one layer, for measurements.
         loss: `(model, batch)` to the sum of token losses and the number of tokens.
         presets: sizes by name.
-        hugging_face: how Hugging Face stores its models.
+        hugging_face: the ways in which Hugging Face stores its models, of which one or none fits a model.
     """
 
     name: str
@@ -103,4 +105,4 @@ class Family:
     block: Callable[..., nnx.Module]
     loss: Callable[[Any, Mapping[str, jax.Array]], tuple[jax.Array, jax.Array]]
     presets: Mapping[str, Any]
-    hugging_face: HuggingFace
+    hugging_face: tuple[HuggingFace, ...]

@@ -11,13 +11,14 @@ from collections.abc import Iterable
 class Tensor:
     """A tensor of a Hugging Face model, and where it is among our parameters.
 
-    A linear layer's weight is (out, in) there and (in, out) here; layers are separate there and stacked here.
+    A linear layer's weight is (out, in) there and (in, out) here; layers and experts are separate there, stacked here.
 
     Attributes:
         name: theirs.
         shape: theirs.
         path: of our array, joined by slashes, below `params`.
         layer: the row of our array that this is; `None` if it is the whole array.
+        expert: the row of that row that this is, where experts are stacked too; `None` if it is the whole row.
         linear: whether it is the weight of a linear layer, whose two dimensions change places.
     """
 
@@ -26,6 +27,7 @@ class Tensor:
     path: str
     layer: int | None
     linear: bool
+    expert: int | None = None
 
     @property
     def fused(self) -> str:
@@ -36,8 +38,11 @@ class Tensor:
 def array_shapes(tensors: Iterable[Tensor]) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of our arrays by path."""
     shapes: dict[str, tuple[int, ...]] = {}
-    layers: collections.Counter[str] = collections.Counter()
+    layers: dict[str, set[int | None]] = collections.defaultdict(set)
+    experts: dict[str, set[int | None]] = collections.defaultdict(set)
     for tensor in tensors:
         shapes[tensor.path] = tensor.shape[::-1] if tensor.linear else tensor.shape
-        layers[tensor.path] += tensor.layer is not None
-    return {path: (layers[path], *shape) if layers[path] else shape for path, shape in shapes.items()}
+        layers[tensor.path].add(tensor.layer)
+        experts[tensor.path].add(tensor.expert)
+    stacked = {path: [len(of[path]) for of in (layers, experts) if None not in of[path]] for path in shapes}
+    return {path: (*stacked[path], *shape) for path, shape in shapes.items()}

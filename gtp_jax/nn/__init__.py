@@ -41,7 +41,9 @@ from ._quantized import quantize_in_view as quantize_in_view
 from ._quantized import quantize_weights as quantize_weights
 from ._quantized import shards_of as shards_of
 from ._quantized import with_groups as with_groups
+from ._routing import AuxLossOf as AuxLossOf
 from ._routing import Routing as Routing
+from ._routing import Score as Score
 from ._stack import Stack as Stack
 from ._stack import run_chain as run_chain
 from ._weight import structure_of as structure_of

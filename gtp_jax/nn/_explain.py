@@ -7,9 +7,9 @@ import dataclasses
 import numpy as np
 from flax import nnx
 
-from ..collectives import bytes_of, wire_bytes
+from ..collectives import bytes_of, choose_transport, wire_bytes
 from ..formats import Format, Operands
-from ..mesh import supports_block_scaled_matmul, supports_fp8_matmul, supports_packed_attention
+from ..mesh import degree, supports_block_scaled_matmul, supports_fp8_matmul, supports_packed_attention
 from ..plan import columns, quantity
 from ..recipes import BF16, Recipe, check_recipe
 from ..weights import Layers, Path, WeightGroup, resolve
@@ -17,6 +17,7 @@ from ._attention_core import AttentionCore
 from ._dense import Dense
 from ._grouped import GroupedDense
 from ._layer import layout_of
+from ._moe import MoE
 from ._weight import Weight, structure_of, weight_owners
 
 _READS = "reads a mask or segments, if there are any, as an array of (queries, keys)"
@@ -72,12 +73,32 @@ class AttentionFact:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertsFact:
+    """How the experts of one `MoE` are chosen, and where they are on the mesh in scope.
+
+    Attributes:
+        module: its path in the model.
+        experts: how many, and how many of them a token takes.
+        router: its score, and what differs from the usual.
+        training: what keeps the load even, and logits small.
+        where: how a rank comes to the experts of its tokens.
+    """
+
+    module: str
+    experts: str
+    router: str
+    training: str
+    where: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Explanation:
     """A line a module, as tables when printed: the wire, the matmuls where their operands are quantized, and attention.
 
     Attributes:
         facts: of each module whose weights are gathered.
         attentions: of each `Attention` and `CrossAttention`.
+        experts: of each `MoE`.
         untouched: paths of all other parameters, which no recipe touches: norms, biases, routers, and modules that are
             not gtp_jax's.
     """
@@ -85,6 +106,7 @@ class Explanation:
     facts: tuple[WireFact, ...]
     untouched: tuple[str, ...] = ()
     attentions: tuple[AttentionFact, ...] = ()
+    experts: tuple[ExpertsFact, ...] = ()
 
     def __str__(self) -> str:
         header = ("module", "layers", "kernels", "wire", "a layer", "B/element", "matmul", "gradient")
@@ -108,6 +130,9 @@ class Explanation:
         if self.attentions:
             rows = [(fact.module, fact.implementation, fact.reason) for fact in self.attentions]
             parts.append(columns(("module", "attention", "why"), rows))
+        if self.experts:
+            rows = [dataclasses.astuple(fact) for fact in self.experts]
+            parts.append(columns(("module", "experts", "router", "trained with", "reached by"), rows))
         if self.untouched:
             parts.append(f"neither gathered nor quantized, used as they are: {', '.join(self.untouched)}")
         return "\n\n".join(parts)
@@ -138,7 +163,8 @@ def explain(model: nnx.Module, recipe: Recipe | None) -> Explanation:
     params = nnx.to_flat_state(nnx.state(model, nnx.Param))
     others = (".".join(map(str, path)) for path, variable in params if layout_of(variable) is None)
     attentions = tuple(_attention(path, m) for path, m in nnx.iter_modules(model) if isinstance(m, AttentionCore))
-    return Explanation(facts, tuple(others), attentions)
+    experts = tuple(_experts(path, m) for path, m in nnx.iter_modules(model) if isinstance(m, MoE))
+    return Explanation(facts, tuple(others), attentions, experts)
 
 
 def _attention(path: Path, core: AttentionCore) -> AttentionFact:
@@ -149,6 +175,32 @@ def _attention(path: Path, core: AttentionCore) -> AttentionFact:
     if core.window is not None and not core.causal:
         return AttentionFact(module, "cuDNN", "reads a window to both sides as an array of (queries, keys)")
     return AttentionFact(module, "cuDNN", _PACKS if supports_packed_attention() else _READS)
+
+
+def _experts(path: Path, moe: MoE) -> ExpertsFact:
+    routing, axis = moe.routing, moe.roles.experts
+    router = [routing.score]
+    if routing.num_groups > 1:
+        router.append(f"{routing.top_groups} of {routing.num_groups} groups")
+    router += [] if routing.normalize else ["shares not normalized"]
+    router += [] if routing.scale == 1 else [f"shares times {routing.scale:g}"]
+    router += [f"jitter {routing.jitter:g}"] if routing.jitter else []
+    training = [f"loss of a {routing.aux_loss}, {moe.aux_loss_coeff:g}"] if moe.aux_loss_coeff else []
+    training += [f"biases, {routing.bias_rate:g} a step"] if routing.bias_rate else []
+    training += [f"z loss, {routing.z_loss_coeff:g}"] if routing.z_loss_coeff else []
+    if (ranks := degree(axis)) > 1:
+        transport = moe.transport or choose_transport(ranks)
+        where = f"sending tokens over {axis} {ranks} ({transport}), {moe.up.own_experts} experts a rank"
+    else:
+        where = "gathering their weights"
+    shared = " and a shared one" if moe.shared is not None else ""
+    return ExpertsFact(
+        module=".".join(map(str, path)),
+        experts=f"{moe.top_k} of {moe.num_experts}{shared}",
+        router=", ".join(router),
+        training=", ".join(training) or "nothing",
+        where=where,
+    )
 
 
 def _fact(path: Path, owner: Weight, group: WeightGroup, layers: Layers) -> WireFact:

@@ -11,7 +11,7 @@ from .. import __version__
 from .._flags import as_tuple, check_knobs, from_settings, knob, knobs, piece, settings_of
 from .._foreign import read_json
 from ..mesh import Parallelism, check_degrees
-from ..models import PRESETS, ModelConfig, preset_of
+from ..models import PRESETS, ExpertOptions, ModelConfig, preset_of
 from ..nonuniform import FaultPlan, Faults
 from ..recipes import Quantization
 from ..train import Execution
@@ -63,6 +63,7 @@ class TrainConfig:
     dtype: str | None = knob(
         None, "model", "compute dtype (default: bfloat16 on GPUs, float32 on CPUs)", kind=str, choices=DTYPES
     )
+    experts: ExpertOptions = piece(ExpertOptions)
     quantization: Quantization = piece(Quantization)
     data: tuple[str, ...] = knob(
         (),
@@ -142,7 +143,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         as_tuple(self, "data")
         check_knobs(self)
-        preset_of(self.preset)
+        self.experts.of(preset_of(self.preset), self.preset)
         if self.seed >= 1 << 32:
             raise ValueError(f"`seed` is {self.seed}; it must be a whole number from 0 to {(1 << 32) - 1}.")
         if not 0 <= self.weight_decay < math.inf:
@@ -208,7 +209,7 @@ class TrainConfig:
             vocab_size: number of different tokens; rounded up, so that every tp degree divides the model's.
             dtype: compute dtype.
         """
-        preset = preset_of(self.preset)
+        preset = self.experts.of(preset_of(self.preset), self.preset)
         vocab_size = -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
         return dataclasses.replace(
             preset, vocab_size=max(vocab_size, preset.vocab_size), dtype=self.dtype or dtype, **self.execution.of_model

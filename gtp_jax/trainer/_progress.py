@@ -60,8 +60,9 @@ class Progress:
         loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
         self._pace.step()
         rate = self._job.learning_rate(step - 1)
+        extra = {"expert_load": float(metrics["expert_load"])} if "expert_load" in metrics else {}
         self._log.write(
-            step, loss=loss, grad_norm=norm, learning_rate=rate, tokens_per_s=round(self._pace.tokens_per_s, 1)
+            step, loss=loss, grad_norm=norm, **extra, learning_rate=rate, tokens_per_s=round(self._pace.tokens_per_s, 1)
         )
         self._shown |= {"loss": f"{loss:.3f}", "tokens/s": f"{self._pace.tokens_per_s:,.0f}"}
         self._bar.set_postfix(self._shown, refresh=False)

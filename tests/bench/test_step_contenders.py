@@ -1,5 +1,6 @@
 """`gtp-jax bench step`: the contenders run the same step, make the choice they are named after, and are reported."""
 
+import dataclasses
 import importlib
 import json
 import re
@@ -290,3 +291,19 @@ def test_every_contender_runs_the_step(degrees, tmp_path, capsys):
     config = gtp.models.PRESETS["tiny"]
     assert len({row["parameters"] for row in steps}) == 1 and {row["reduce_dtype"] for row in steps} == {"bfloat16"}
     assert all(abs(row["loss"] - np.log(config.vocab_size)) < 1 and row["last_loss"] < row["loss"] for row in steps)
+
+
+@pytest.mark.slow
+def test_experts_over_ep_are_timed_by_transport(tmp_path, capsys):
+    saved = tmp_path / "run.json"
+    model = ["--preset", "tiny-moe", "--num-layers", "1", "--seq", "32", "--steps", "2", "--shared-hidden", "32"]
+    words = ["gtp_jax bf16 regather", "partitioner scan regather"]
+    flags = ["--ep", "2", "--gtp", "2", "--transport", "gather", "padded", "--contenders", *words, "--json", str(saved)]
+    assert main(["bench", "step", *model, *flags]) == 0
+    assert "4 x cpu, gtp 2, ep 2, tp 1: 1 layers of width 128, 2 of 8 experts a token" in capsys.readouterr().out
+    gather, padded, other = json.loads(saved.read_text())["contenders"]
+    assert [row["variant"] for row in (gather, padded)] == ["bf16 gather", "bf16 padded"]
+    assert gather["loss"] == padded["loss"] and gather["last_loss"] == padded["last_loss"]  # bit for bit
+    config = dataclasses.replace(PRESETS["tiny-moe"], num_layers=1, shared_hidden=32)
+    assert gather["parameters"] == config.param_count()
+    assert other["failure"] == "computes plain Llamas alone: no experts, and no norms of queries and keys"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import ml_dtypes
@@ -36,6 +37,40 @@ CONFIG = {
 }
 
 
+# Mixtral in small, with as many experts as it has; and Qwen3's, of which a file names other sizes.
+_OF_EXPERTS = {"num_hidden_layers": 2, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02, "intermediate_size": 48}
+MIXTRAL = {
+    **CONFIG,
+    **_OF_EXPERTS,
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "sliding_window": None,
+}
+QWEN3_MOE = {
+    **CONFIG,
+    **_OF_EXPERTS,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": False,
+    "use_sliding_window": False,
+}
+# Names of an expert's gate, up and down, below a layer.
+_NAMES = {
+    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+}
+
+
+def experts_of(config: dict) -> int:
+    """How many experts a layer has."""
+    return config.get("num_local_experts", config.get("num_experts", 0))
+
+
 def shapes(config: dict) -> dict[str, tuple[int, ...]]:
     """Names and shapes, as transformers' `LlamaForCausalLM` has them."""
     dim, ffn, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
@@ -54,6 +89,17 @@ def shapes(config: dict) -> dict[str, tuple[int, ...]]:
             f"model.layers.{i}.mlp.up_proj.weight": (ffn, dim),
             f"model.layers.{i}.mlp.down_proj.weight": (dim, ffn),
         }
+        if config["model_type"].startswith("qwen3"):
+            found |= {f"model.layers.{i}.self_attn.{x}_norm.weight": (config["head_dim"],) for x in "qk"}
+        if count := experts_of(config):
+            found = {name: shape for name, shape in found.items() if f"model.layers.{i}.mlp." not in name}
+            block, names = _NAMES[config["model_type"]]
+            width = config.get("moe_intermediate_size", ffn)
+            found[f"model.layers.{i}.{block}.gate.weight"] = (count, dim)
+            for expert in range(count):
+                at = f"model.layers.{i}.{block}.experts.{expert}"
+                shapes_of = ((width, dim), (width, dim), (dim, width))
+                found |= {f"{at}.{name}.weight": shape for name, shape in zip(names, shapes_of, strict=True)}
     return found if config["tie_word_embeddings"] else {**found, "lm_head.weight": (vocab, dim)}
 
 
@@ -134,6 +180,30 @@ def scaled(frequency: float, scaling: dict | None) -> float:
     return (1 - smooth) * frequency / scaling["factor"] + smooth * frequency
 
 
+def mlp(h: np.ndarray, linear: Callable, gate: str, up: str, down: str) -> np.ndarray:
+    """Silu of the gate, times up, through down."""
+    gated = linear(h, gate)
+    return linear(gated / (1 + np.exp(-gated)) * linear(h, up), down)
+
+
+def mixture(h: np.ndarray, at: str, linear: Callable, config: dict) -> np.ndarray:
+    """Every token through every expert, and the likeliest ones' sum: `MixtralSparseMoeBlock`, `Qwen3MoeSparseMoeBlock`
+    of transformers."""
+    block, names = _NAMES[config["model_type"]]
+    scores = linear(h, f"{at}{block}.gate.weight")
+    probs = np.exp(scores - scores.max(-1, keepdims=True))
+    probs /= probs.sum(-1, keepdims=True)
+    least = np.sort(probs, -1)[..., -config["num_experts_per_tok"], None]
+    shares = np.where(probs >= least, probs, 0)
+    if config.get("norm_topk_prob", True):
+        shares /= shares.sum(-1, keepdims=True)
+    outputs = [
+        mlp(h, linear, *(f"{at}{block}.experts.{expert}.{name}.weight" for name in names))
+        for expert in range(experts_of(config))
+    ]
+    return sum(shares[..., i, None] * output for i, output in enumerate(outputs))
+
+
 def logits(tensors: dict[str, np.ndarray], config: dict, tokens: np.ndarray) -> np.ndarray:
     """What transformers' Llama computes, in float64."""
     weights = {name: values.astype(np.float64) for name, values in tensors.items()}
@@ -158,8 +228,11 @@ def logits(tensors: dict[str, np.ndarray], config: dict, tokens: np.ndarray) -> 
     for i in range(config["num_hidden_layers"]):
         at = f"model.layers.{i}."
         h = norm(x, at + "input_layernorm.weight")
-        q = rotate(linear(h, at + "self_attn.q_proj.weight").reshape(batch, length, heads, width))
-        k = rotate(linear(h, at + "self_attn.k_proj.weight").reshape(batch, length, kv_heads, width))
+        q = linear(h, at + "self_attn.q_proj.weight").reshape(batch, length, heads, width)
+        k = linear(h, at + "self_attn.k_proj.weight").reshape(batch, length, kv_heads, width)
+        if config["model_type"].startswith("qwen3"):
+            q, k = norm(q, at + "self_attn.q_norm.weight"), norm(k, at + "self_attn.k_norm.weight")
+        q, k = rotate(q), rotate(k)
         v = linear(h, at + "self_attn.v_proj.weight").reshape(batch, length, kv_heads, width)
         k, v = (np.repeat(t, heads // kv_heads, axis=2) for t in (k, v))
         scores = np.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(width)
@@ -168,8 +241,9 @@ def logits(tensors: dict[str, np.ndarray], config: dict, tokens: np.ndarray) -> 
         mixed = np.einsum("bhqk,bkhd->bqhd", weight / weight.sum(-1, keepdims=True), v)
         x = x + linear(mixed.reshape(batch, length, -1), at + "self_attn.o_proj.weight")
         h = norm(x, at + "post_attention_layernorm.weight")
-        gate = linear(h, at + "mlp.gate_proj.weight")
-        up = linear(h, at + "mlp.up_proj.weight")
-        x = x + linear(gate / (1 + np.exp(-gate)) * up, at + "mlp.down_proj.weight")
+        if experts_of(config):
+            x = x + mixture(h, at, linear, config)
+        else:
+            x = x + mlp(h, linear, *(f"{at}mlp.{name}_proj.weight" for name in ("gate", "up", "down")))
     x = norm(x, "model.norm.weight")
     return linear(x, "model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight")

@@ -14,6 +14,7 @@ from gtp_jax.models import (
     array_shapes,
     build,
     family_of,
+    hugging_face_of,
     preset_of,
     saved,
     saved_config,
@@ -50,10 +51,10 @@ def test_what_is_no_configuration_is_refused():
         family_of(3)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("preset", ["tiny", "8b"])
+@pytest.mark.parametrize("preset", ["tiny", "8b", "mixtral", "qwen3-30b-a3b"])
 def test_the_tensors_of_hugging_face_are_all_parameters_of_the_model(preset):
     config = preset_of(preset)
-    tensors = family_of(config).hugging_face.tensors(config)
+    tensors = hugging_face_of(config).tensors(config)
     model = abstract_model(lambda rngs: build(config, rngs=rngs))
     assert sum(math.prod(tensor.shape) for tensor in tensors) == config.param_count()
     assert len(array_shapes(tensors)) == len(jax.tree.leaves(model))

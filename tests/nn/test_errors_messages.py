@@ -11,8 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import gtp_jax as gtp
-from gtp_jax.models import Llama, LlamaConfig, next_token_loss
-from gtp_jax.models.llama._hf_names import tensors
+from gtp_jax.models import Llama, LlamaConfig, hugging_face_of, next_token_loss
 
 TINY = LlamaConfig(
     vocab_size=32, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8, intermediate_size=16
@@ -132,8 +131,8 @@ WITHOUT_A_MESH = {
         "`top_k` is 5 of 4 experts; it must be at",
     ),
     "conversion": (
-        lambda: tensors(dataclasses.replace(TINY, num_experts=4)),
-        "the model has 4 experts in a layer; only Lla",
+        lambda: hugging_face_of(dataclasses.replace(TINY, num_experts=4, shared_hidden=8)),
+        "the model is none of LlamaForCausalLM, Mixtr",
     ),
     "degree": (lambda: gtp.make_mesh(gtp=8.0), "`gtp` is 8.0; a degree is a whole number of at least 1"),
 }

@@ -15,7 +15,7 @@ from workload import LEARNING_RATE, REDUCE_DTYPE, WEIGHT_DECAY, parser, workload
 
 import gtp_jax as gtp
 from gtp_jax._flags import add_flags, given
-from gtp_jax.models import Llama, LlamaConfig, next_token_loss
+from gtp_jax.models import ExpertOptions, Llama, LlamaConfig, next_token_loss
 from gtp_jax.nn import abstract_model
 from gtp_jax.recipes import Quantization
 from gtp_jax.train import Execution
@@ -27,16 +27,19 @@ _REDUCE_DTYPES = {"float32": "float32", "bf16-wire": "bf16, sums float32", "bf16
 def main() -> None:
     flags = parser(__doc__)
     add_flags(flags, Quantization)
+    add_flags(flags, ExpertOptions, but=("top_k", "aux_loss_coeff", "shared_hidden"))  # the workload has them
     add_flags(flags, Execution, but=("microbatches",))  # the workload has them
     flags.set_defaults(grad_reduce=next(name for name, dtype in _REDUCE_DTYPES.items() if dtype == REDUCE_DTYPE))
     flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step there")
     add_target(flags)
     args = flags.parse_args()
-    work, recipe = workload(args), Quantization(**given(args, Quantization))
+    work, recipe = workload(args, experts=True), Quantization(**given(args, Quantization))
     execution = Execution(**given(args, Execution))
-    config = LlamaConfig(**work.model, **execution.of_model)
+    experts = ExpertOptions(**given(args, ExpertOptions))
+    config = experts.of(LlamaConfig(**work.model, **execution.of_model), "of the workload")
     devices = devices_of(args.target, work)
-    with jax.set_mesh(gtp.make_mesh(gtp=work.gtp, tp=work.tp, devices=None if devices == jax.devices() else devices)):
+    degrees = {"gtp": work.gtp, **({} if work.ep == 1 else {"ep": work.ep}), "tp": work.tp}
+    with jax.set_mesh(gtp.make_mesh(**degrees, devices=None if devices == jax.devices() else devices)):
         mesh: Any = jax.sharding.get_mesh()
         optimizer = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
         step = gtp.train_step(
@@ -48,7 +51,7 @@ def main() -> None:
             view="local",
             reduce_over_dp=execution.reduce_over_dp,
         )
-        placed = NamedSharding(mesh, PartitionSpec(("dp", "gtp")))
+        placed = NamedSharding(mesh, PartitionSpec(tuple(axis for axis in mesh.axis_names if axis != "tp")))
         if args.target:
             like: Any = jax.ShapeDtypeStruct((work.sequences, work.seq), jnp.int32, sharding=placed)
             state = gtp.TrainState.create(abstract_model(lambda rngs: Llama(config, rngs=rngs)), optimizer)

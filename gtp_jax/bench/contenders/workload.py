@@ -20,6 +20,8 @@ WEIGHT_DECAY = 1e-4  # AdamW with b1 0.9, b2 0.999, eps 1e-8: what optax takes b
 # FSDP2's mixed precision, the compute dtype, and not that of gtp_jax, which sums in float32.
 REDUCE_DTYPE = "bfloat16"
 
+NO_EXPERTS = "computes plain Llamas alone: no experts, and no norms of queries and keys"
+
 MARK = "RESULT "  # what the line with the figures begins with
 
 
@@ -28,12 +30,13 @@ class Workload:
     """One training step of a Llama: float32 masters and moments, bfloat16 compute and gradient reduction, AdamW.
 
     Attributes:
-        vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim, intermediate_size, rope_theta, epsilon:
-            the model, as in `LlamaConfig`.
+        vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_dim, intermediate_size, num_experts, top_k,
+            aux_loss_coeff, shared_hidden, qk_norm, rope_theta, epsilon: the model, as in `LlamaConfig`.
         seq: tokens of a sequence.
         sequences: of a step, over all devices.
         microbatches: parts that a step's sequences are divided into, one after the other.
         gtp: shards of a weight, whose ranks have sequences of their own.
+        ep: ranks that divide the experts, likewise with sequences of their own.
         tp: tensor-parallel degree, with sequence parallelism.
         warmup: steps ahead of the clock.
         steps: steps timed.
@@ -46,20 +49,27 @@ class Workload:
     num_kv_heads: int = 8
     head_dim: int = 128
     intermediate_size: int = 14336
+    num_experts: int = 0
+    top_k: int = 2
+    aux_loss_coeff: float = 0.01
+    shared_hidden: int = 0
+    qk_norm: bool = False
     rope_theta: float = 10_000.0
     epsilon: float = 1e-5
     seq: int = 8192
     sequences: int = 1
     microbatches: int = 1
     gtp: int = 1
+    ep: int = 1
     tp: int = 1
     warmup: int = 3
     steps: int = 12
 
     def __post_init__(self) -> None:
-        if self.sequences % (self.gtp * self.microbatches):
+        if self.sequences % (self.gtp * self.ep * self.microbatches):
+            ranks = f"gtp {self.gtp}" if self.ep == 1 else f"gtp {self.gtp} x ep {self.ep}"
             raise ValueError(
-                f"{self.sequences} sequences a step do not divide by gtp {self.gtp} x {self.microbatches} microbatches."
+                f"{self.sequences} sequences a step do not divide by {ranks} x {self.microbatches} microbatches."
             )
 
     @property
@@ -70,7 +80,12 @@ class Workload:
     @property
     def devices(self) -> int:
         """Returns how many it runs on."""
-        return self.gtp * self.tp
+        return self.gtp * self.ep * self.tp
+
+    @property
+    def has_experts(self) -> bool:
+        """Says whether layers have experts, which gtp_jax's contenders alone have."""
+        return self.num_experts > 0 or self.ep > 1
 
     @property
     def tokens(self) -> int:
@@ -91,6 +106,11 @@ _OF_MODEL = (
     "num_kv_heads",
     "head_dim",
     "intermediate_size",
+    "num_experts",
+    "top_k",
+    "aux_loss_coeff",
+    "shared_hidden",
+    "qk_norm",
     "rope_theta",
     "epsilon",
 )
@@ -100,17 +120,31 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     """Returns a parser with a flag for each field of a workload."""
     flags = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for field in dataclasses.fields(Workload):
-        kind = float if isinstance(field.default, float) else int
+        kind: Any = _truth if isinstance(field.default, bool) else type(field.default)
         flags.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default, help=" ")
     return flags
 
 
-def workload(args: argparse.Namespace) -> Workload:
-    """Returns the workload of parsed flags."""
+def workload(args: argparse.Namespace, *, experts: bool = False) -> Workload:
+    """Returns the workload of parsed flags.
+
+    Args:
+        args: parsed.
+        experts: whether the contender computes layers of experts; those that do not end here if there are any.
+    """
     try:
-        return Workload(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Workload)})
+        work = Workload(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Workload)})
     except ValueError as error:
         sys.exit(f"error: {error}")
+    if not experts and (work.has_experts or work.qk_norm):
+        sys.exit(f"error: {NO_EXPERTS}")
+    return work
+
+
+def _truth(text: str) -> bool:
+    if text not in ("True", "False"):
+        raise argparse.ArgumentTypeError(f"is {text!r}; it must be True or False")
+    return text == "True"
 
 
 def report(seconds: Sequence[float], **facts: Any) -> None:

@@ -8,7 +8,8 @@ import numbers
 from typing import Any, Literal
 
 from ...chain import Remat, Schedule
-from ...nn import ExpertParallel, GradReduce, check_heads, check_moe, reduction_of
+from ...collectives import Transport, check_transport
+from ...nn import ExpertParallel, GradReduce, Routing, check_heads, check_moe, reduction_of
 from ...ops import RopeScaling, check_rotary
 
 _ARCHITECTURE = (
@@ -24,6 +25,8 @@ _ARCHITECTURE = (
     "epsilon",
 )
 _OF_EXPERTS = ("num_experts", "top_k")
+# What a router chooses, and whether it has a bias; its terms and the bias's rate say how it is trained.
+_OF_ROUTING = ("score", "normalize", "scale", "num_groups", "top_groups", "bias_rate")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,10 @@ class LlamaConfig:
         aux_loss_coeff: weight of the term that keeps experts evenly loaded; see `MoE`.
         expert_parallel: what tp does to experts; see `MoE`.
         expert_axes: mesh axes over which experts are gathered, those of dense layers by default; see `GroupedDense`.
+        routing: how a token's experts are chosen, by default as in Mixtral; a `Routing`, or a dict of its fields.
+        shared_hidden: hidden width of an MLP that every token goes through as well, DeepSeek's shared experts; 0 for
+            none.
+        transport, round_size: how tokens travel over ep, and how many rows experts multiply at once; see `MoE`.
         tie_embeddings: whether the head uses the embedding's table.
         rope_theta: base of the rotary wavelengths.
         rope_scaling: of the rotary frequencies, as Llama 3.1 has it; a `RopeScaling`, or a dict of its fields.
@@ -68,6 +75,10 @@ class LlamaConfig:
     aux_loss_coeff: float = 0.01
     expert_parallel: ExpertParallel = "features"
     expert_axes: tuple[str, ...] | None = None
+    routing: Routing = Routing()
+    shared_hidden: int = 0
+    transport: Transport | None = None
+    round_size: float = 1.25
     qk_norm: bool = False
     tie_embeddings: bool = False
     rope_theta: float = 10_000.0
@@ -84,6 +95,8 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         if isinstance(self.rope_scaling, dict):  # as checkpoints have it
             object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
+        if isinstance(self.routing, dict):
+            object.__setattr__(self, "routing", Routing(**self.routing))
         for field in (
             "vocab_size",
             "hidden_size",
@@ -107,10 +120,26 @@ class LlamaConfig:
         check_heads(self.num_heads, self.num_kv_heads, 1)
         if not _is_whole(self.num_experts) or self.num_experts < 0:
             raise ValueError(f"`num_experts` is {self.num_experts!r}; it must be a whole number, 0 for an MLP.")
-        if self.num_experts:
-            check_moe(self.num_experts, self.top_k, self.aux_loss_coeff)
+        self._check_experts()
         reduction_of(self.grad_reduce, self.dtype)
         self.schedule  # noqa: B018  validates its three fields
+
+    def _check_experts(self) -> None:
+        if not _is_whole(self.shared_hidden) or self.shared_hidden < 0:
+            raise ValueError(f"`shared_hidden` is {self.shared_hidden!r}; it must be a whole number, 0 for none.")
+        if not isinstance(self.routing, Routing):
+            raise ValueError(f"`routing` is {self.routing!r}; it must be a `gtp_jax.Routing`, or a dict of its fields.")
+        if self.routing.jitter:
+            raise ValueError(
+                f"`jitter` is {self.routing.jitter}; a Llama passes no keys to its layers, so that there would be no "
+                "jitter. Leave it 0, or call `gtp_jax.MoE` with `key=` in a model of your own."
+            )
+        if self.num_experts:
+            check_moe(self.num_experts, self.top_k, self.aux_loss_coeff)
+            self.routing.check(self.num_experts, self.top_k)
+            check_transport(self.transport)
+        elif self.shared_hidden:
+            raise ValueError(f"`shared_hidden` is {self.shared_hidden}, but `num_experts` is 0: it goes with experts.")
 
     @property
     def schedule(self) -> Schedule:
@@ -132,6 +161,14 @@ class LlamaConfig:
         fields = {name: getattr(self, name) for name in (*_ARCHITECTURE, *(_OF_EXPERTS if self.num_experts else ()))}
         if self.qk_norm:
             fields["qk_norm"] = True
+        if self.shared_hidden:
+            fields["shared_hidden"] = self.shared_hidden
+        usual = Routing()
+        routing = {name: getattr(self.routing, name) for name in _OF_ROUTING}
+        if routing["bias_rate"] is not None:
+            routing["bias_rate"] = 0.0  # there is a bias; how fast it moves says how it is trained
+        if routing := {name: value for name, value in routing.items() if value != getattr(usual, name)}:
+            fields["routing"] = routing
         scaling = self.rope_scaling
         return fields if scaling is None else {**fields, "rope_scaling": dataclasses.asdict(scaling)}
 
@@ -141,6 +178,7 @@ class LlamaConfig:
         mlp = 3 * self.hidden_size * self.intermediate_size
         if self.num_experts:
             mlp = self.top_k * mlp + self.hidden_size * self.num_experts  # and the router's
+            mlp += 3 * self.hidden_size * self.shared_hidden
         return self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size
 
     def param_count(self) -> int:
@@ -151,7 +189,8 @@ class LlamaConfig:
             if self.num_experts
             else 0
         )
-        return self.matmul_params() + idle + embedding + self._norms()
+        biases = self.num_layers * self.num_experts if self.routing.bias_rate is not None else 0
+        return self.matmul_params() + idle + embedding + biases + self._norms()
 
     def _norms(self) -> int:
         """Returns the parameters of norms."""

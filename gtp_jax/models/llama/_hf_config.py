@@ -5,65 +5,50 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ...nn import Routing
 from ...ops import RopeScaling
 from ._config import LlamaConfig
+from ._hf_kinds import Kind
 
-ARCHITECTURE, MODEL_TYPE = "LlamaForCausalLM", "llama"
-
-# Theirs, ours.
-_FIELDS = (
-    ("vocab_size", "vocab_size"),
-    ("hidden_size", "hidden_size"),
-    ("num_hidden_layers", "num_layers"),
-    ("num_attention_heads", "num_heads"),
-    ("num_key_value_heads", "num_kv_heads"),
-    ("head_dim", "head_dim"),
-    ("intermediate_size", "intermediate_size"),
-    ("rms_norm_eps", "epsilon"),
-    ("rope_theta", "rope_theta"),
-    ("tie_word_embeddings", "tie_embeddings"),
-)
-# Their types in JSON; sizes are whole numbers.
-_TYPES: dict[str, tuple[type, ...]] = {"epsilon": (int, float), "rope_theta": (int, float), "tie_embeddings": (bool,)}
-# The defaults of LlamaConfig in transformers; no other field may be missing.
-_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
-# Fields with the one value that our Llama computes, and what it cannot do otherwise.
-_FIXED = {
-    "hidden_act": ("silu", "does not compute another activation"),
-    "attention_bias": (False, "does not compute biases in the attention"),
-    "mlp_bias": (False, "does not compute biases in the MLP"),
-    "quantization_config": (None, "cannot import quantized weights"),
+# Types of fields in JSON; sizes are whole numbers.
+_NUMBER: tuple[type, ...] = (int, float)
+_TYPES: dict[str, tuple[type, ...]] = {
+    "epsilon": _NUMBER,
+    "rope_theta": _NUMBER,
+    "tie_embeddings": (bool,),
+    "normalize": (bool,),
 }
 
 
-def to_json(config: LlamaConfig) -> dict[str, Any]:
+def to_json(kind: Kind, config: LlamaConfig) -> dict[str, Any]:
     """Returns the fields of config.json that the model decides."""
     return {
-        **{theirs: getattr(config, ours) for theirs, ours in _FIELDS},
+        **{theirs: getattr(config.routing if ours == "normalize" else config, ours) for theirs, ours in kind.fields},
         "rope_scaling": _scaling_json(config.rope_scaling),
-        **{name: value for name, (value, _) in _FIXED.items() if value is not None},
+        **{name: value for name, (value, _) in kind.fixed.items() if value is not None},
     }
 
 
-def from_json(content: dict[str, Any], file: str) -> LlamaConfig:
+def from_json(kind: Kind, content: dict[str, Any], file: str) -> LlamaConfig:
     """Returns the model of a config.json.
 
     Args:
+        kind: of the file.
         content: of the file.
         file: its name, for messages.
 
     Raises:
         ValueError: if it is of a model that our Llama does not compute, naming what.
     """
-    for name, (value, what) in _FIXED.items():
+    for name, (value, what) in kind.fixed.items():
         if name in content and content[name] != value:
             raise ValueError(f"{file} has {name} {content[name]!r}, {value!r} is expected: gtp_jax {what}.")
-    fields = {**_DEFAULTS, **content, **_rotary(file, content)}
+    fields = {**kind.defaults, **content, **_rotary(file, content)}
     if fields.get("num_key_value_heads") is None:
         fields["num_key_value_heads"] = fields.get("num_attention_heads")
     wrong = [
         f"{theirs} {fields[theirs]!r}"
-        for theirs, ours in _FIELDS
+        for theirs, ours in kind.fields
         if fields.get(theirs) is not None and not _is_of(fields[theirs], _TYPES.get(ours, (int,)))
     ]
     if wrong:
@@ -73,12 +58,17 @@ def from_json(content: dict[str, Any], file: str) -> LlamaConfig:
         )
     if fields.get("head_dim") is None and fields.get("hidden_size") and fields.get("num_attention_heads"):
         fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
-    missing = [theirs for theirs, _ in _FIELDS if fields.get(theirs) is None]
+    missing = [theirs for theirs, _ in kind.fields if fields.get(theirs) is None]
     if missing:
         raise ValueError(f"{file} lacks {', '.join(missing)}. Take the config.json that belongs to the weights.")
+    count = next((theirs for theirs, ours in kind.fields if ours == "num_experts"), None)
+    if count is not None and fields[count] < 1:
+        raise ValueError(f"{file} has {count} {fields[count]!r}; a model of type {kind.model_type!r} has at least 1.")
     scaling = _scaling(file, content)
     try:
-        sizes: dict[str, Any] = {ours: fields[theirs] for theirs, ours in _FIELDS}
+        sizes: dict[str, Any] = {ours: fields[theirs] for theirs, ours in kind.fields}
+        routing = {"routing": Routing(normalize=sizes.pop("normalize"))} if "normalize" in sizes else {}
+        sizes |= {**routing, "qk_norm": kind.qk_norm}
         return LlamaConfig(**sizes, rope_scaling=None if scaling is None else RopeScaling(**scaling))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{file}: {error}") from error

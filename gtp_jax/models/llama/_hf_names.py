@@ -8,50 +8,80 @@ from __future__ import annotations
 from .._tensor import Tensor
 from ._config import LlamaConfig
 
+Row = tuple[str, str, tuple[str, ...]]
+
 # Theirs, ours, shape of theirs. A norm and the layers it feeds are one module here.
 _BEFORE = (("model.embed_tokens.weight", "embed/table", ("vocab_size", "hidden_size")),)
-_LAYER = (
+_ATTENTION = (
     ("input_layernorm.weight", "attention/qkv/scale", ("hidden_size",)),
     ("self_attn.q_proj.weight", "attention/qkv/kernel/query", ("query", "hidden_size")),
     ("self_attn.k_proj.weight", "attention/qkv/kernel/key", ("key", "hidden_size")),
     ("self_attn.v_proj.weight", "attention/qkv/kernel/value", ("key", "hidden_size")),
     ("self_attn.o_proj.weight", "attention/out/kernel", ("hidden_size", "query")),
+)
+_QK_NORM = (
+    ("self_attn.q_norm.weight", "attention/core/query_scale", ("head_dim",)),
+    ("self_attn.k_norm.weight", "attention/core/key_scale", ("head_dim",)),
+)
+_MLP = (
     ("post_attention_layernorm.weight", "mlp/up/scale", ("hidden_size",)),
     ("mlp.gate_proj.weight", "mlp/up/kernel/gate", ("intermediate_size", "hidden_size")),
     ("mlp.up_proj.weight", "mlp/up/kernel/up", ("intermediate_size", "hidden_size")),
     ("mlp.down_proj.weight", "mlp/down/kernel", ("hidden_size", "intermediate_size")),
 )
+# Of layers with experts; one of each expert's has its number in place of the {}.
+_NORM = ("post_attention_layernorm.weight", "mlp/scale", ("hidden_size",))
+_EXPERTS = {
+    "mixtral": (
+        ("block_sparse_moe.gate.weight", "mlp/router", ("num_experts", "hidden_size")),
+        ("block_sparse_moe.experts.{}.w1.weight", "mlp/up/kernel/gate", ("intermediate_size", "hidden_size")),
+        ("block_sparse_moe.experts.{}.w2.weight", "mlp/down/kernel", ("hidden_size", "intermediate_size")),
+        ("block_sparse_moe.experts.{}.w3.weight", "mlp/up/kernel/up", ("intermediate_size", "hidden_size")),
+    ),
+    "qwen3_moe": (
+        ("mlp.gate.weight", "mlp/router", ("num_experts", "hidden_size")),
+        ("mlp.experts.{}.gate_proj.weight", "mlp/up/kernel/gate", ("intermediate_size", "hidden_size")),
+        ("mlp.experts.{}.up_proj.weight", "mlp/up/kernel/up", ("intermediate_size", "hidden_size")),
+        ("mlp.experts.{}.down_proj.weight", "mlp/down/kernel", ("hidden_size", "intermediate_size")),
+    ),
+}
 _AFTER = (("model.norm.weight", "head/scale", ("hidden_size",)),)
 # A tied head has no weight of its own.
 _HEAD = (("lm_head.weight", "head/kernel", ("vocab_size", "hidden_size")),)
 
 
-def tensors(config: LlamaConfig) -> list[Tensor]:
-    """Returns all tensors of a model, in the order in which Hugging Face writes them.
+def tensors(model_type: str, config: LlamaConfig) -> list[Tensor]:
+    """Returns all tensors of a model, layer after layer, as Hugging Face names them.
 
-    Raises:
-        ValueError: if the model has experts, whose tensors have other names.
+    Args:
+        model_type: which of Hugging Face's kinds the model is.
+        config: of the model.
     """
-    if config.num_experts:
-        raise ValueError(
-            f"the model has {config.num_experts} experts in a layer; only Llamas without are converted. Take its "
-            "parameters from the checkpoint with `gtp_jax.checkpoint.Checkpoints.restore_params`."
-        )
     sizes = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
+        "head_dim": config.head_dim,
+        "num_experts": config.num_experts,
         "query": config.num_heads * config.head_dim,
         "key": config.num_kv_heads * config.head_dim,
     }
 
-    def tensor(row: tuple[str, str, tuple[str, ...]], layer: int | None = None) -> Tensor:
+    def tensor(row: Row, layer: int | None = None, expert: int | None = None) -> Tensor:
         theirs, ours, dims = row
         if layer is not None:
-            theirs, ours = f"model.layers.{layer}.{theirs}", f"blocks/layers/{ours}"
-        return Tensor(theirs, tuple(sizes[dim] for dim in dims), ours, layer, linear="kernel" in ours.split("/"))
+            theirs, ours = f"model.layers.{layer}.{theirs.format(expert)}", f"blocks/layers/{ours}"
+        linear = "kernel" in ours.split("/") or ours.endswith("/router")
+        return Tensor(theirs, tuple(sizes[dim] for dim in dims), ours, layer, linear, expert)
 
+    attention = (*_ATTENTION, *(_QK_NORM if config.qk_norm else ()))
+    if config.num_experts:
+        router, *of_expert = _EXPERTS[model_type]
+        own = [(row, None) for row in (*attention, _NORM, router)]
+        rows = [*own, *((row, expert) for expert in range(config.num_experts) for row in of_expert)]
+    else:
+        rows = [(row, None) for row in (*attention, *_MLP)]
     before = [tensor(row) for row in _BEFORE]
-    layers = [tensor(row, layer) for layer in range(config.num_layers) for row in _LAYER]
+    layers = [tensor(row, layer, expert) for layer in range(config.num_layers) for row, expert in rows]
     after = [tensor(row) for row in (*_AFTER, *(() if config.tie_embeddings else _HEAD))]
     return [*before, *layers, *after]

@@ -1,0 +1,123 @@
+"""Experts of a preset as command lines change them: counted, saved and refused as what they are."""
+
+import dataclasses
+import math
+import re
+
+import jax
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+from gtp_jax import bench
+from gtp_jax.cli import main
+from gtp_jax.mesh import Parallelism
+from gtp_jax.models import PRESETS, ExpertOptions, LlamaConfig, build, saved, saved_config
+from gtp_jax.nn import Routing, abstract_model
+
+CHANGED = ExpertOptions(
+    top_k=3,
+    shared_hidden=48,
+    transport="padded",
+    round_size=2.0,
+    router_score="sigmoid",
+    router_normalize=False,
+    router_num_groups=4,
+    router_top_groups=2,
+    router_bias_rate=0.001,
+)
+
+
+def test_what_differs_from_a_preset_is_counted_and_saved():
+    preset = PRESETS["tiny-moe"]
+    assert ExpertOptions().of(preset, "tiny-moe") == preset and "routing" not in preset.architecture()
+    config = CHANGED.of(preset, "tiny-moe")
+    routing = Routing(score="sigmoid", normalize=False, num_groups=4, top_groups=2, bias_rate=0.001)
+    assert (config.top_k, config.transport, config.round_size, config.routing) == (3, "padded", 2.0, routing)
+    model = nnx.eval_shape(lambda: build(config, rngs=nnx.Rngs(0)))
+    block = model.blocks.layers.mlp
+    assert (block.top_k, block.transport, block.round_size, block.routing) == (3, "padded", 2.0, routing)
+    arrays = jax.tree.leaves(nnx.state(model, nnx.Param))
+    assert config.param_count() == sum(math.prod(a.shape) for a in arrays)
+    with jax.set_mesh(gtp.make_mesh(gtp=1, ep=2, devices=jax.devices()[:2])):
+        text = str(gtp.explain(abstract_model(lambda rngs: build(config, rngs=rngs)), None))
+    assert "3 of 8 and a shared one  sigmoid, 2 of 4 groups, shares not normalized" in text
+    assert "biases, 0.001 a step" in text and "sending tokens over ep 2 (padded), 4 experts a rank" in text
+    # what a checkpoint says is enough to build the model again; the rate of its biases is how it was trained
+    found = saved_config(saved(config))
+    assert found.architecture() == config.architecture() and found.routing.bias_rate == 0.0
+    faster = dataclasses.replace(config, routing=dataclasses.replace(routing, bias_rate=0.1))
+    assert faster.architecture() == config.architecture()
+
+
+def test_a_benchmark_counts_active_parameters():
+    for name, layers in (("qwen3-30b-a3b", 12), ("mixtral", 4)):
+        step = bench.StepOptions(preset=name, num_layers=layers, vocab_size=32768, seq=4096, tokens=16384)
+        work = step.workload("gpu", 1, steps=1, experts=ExpertOptions())
+        config = dataclasses.replace(PRESETS[name], num_layers=layers, vocab_size=32768)
+        scores = 6 * layers * 16384 * 4096 * config.num_heads * config.head_dim
+        assert bench.workload_flops(work) == 6 * config.matmul_params() * 16384 + scores
+        again = bench.Workload(**{f.name: getattr(work, f.name) for f in dataclasses.fields(work)})
+        assert dataclasses.replace(config, **again.model) == config
+    # attention, 8 experts of 768, the router; and the head: by hand, as published: 3.3 B active of 30.5 B
+    qwen = PRESETS["qwen3-30b-a3b"]
+    assert qwen.matmul_params() == 48 * (2048 * 128 * 72 + 8 * 3 * 2048 * 768 + 2048 * 128) + 151936 * 2048
+    assert round(qwen.param_count() / 1e9, 1) == 30.5
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ExpertOptions(transport="fast"), "`transport` is 'fast'; it must be one of gather, padded, ragged"),
+        (
+            lambda: ExpertOptions(transport="ragged", top_k=2).of(PRESETS["tiny"], "tiny"),
+            "the preset 'tiny' has no experts. Leave --top-k, --transport out, or take a preset with experts",
+        ),
+        (lambda: ExpertOptions(top_k=9).of(PRESETS["tiny-moe"], "tiny-moe"), "`top_k` is 9 of 8 experts"),
+        (
+            lambda: ExpertOptions(router_num_groups=3).of(PRESETS["tiny-moe"], "tiny-moe"),
+            "`num_groups` is 3, which does not divide 8 experts into equal groups",
+        ),
+        (
+            lambda: dataclasses.replace(PRESETS["tiny-moe"], routing=Routing(jitter=0.1)),
+            "`jitter` is 0.1; a Llama passes no keys to its layers",
+        ),
+        (lambda: dataclasses.replace(PRESETS["tiny"], shared_hidden=8), "`num_experts` is 0: it goes with experts"),
+        (lambda: dataclasses.replace(PRESETS["tiny-moe"], routing="sigmoid"), "it must be a `gtp_jax.Routing`, or a"),
+    ],
+)
+def test_experts_that_a_model_cannot_have_are_refused(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+def test_the_commands_refuse_experts_that_are_not_there(capsys):
+    for command, message in (
+        (["train", "--preset", "tiny", "--transport", "ragged"], "the preset 'tiny' has no experts"),
+        (["inspect", "--preset", "tiny", "--router-bias-rate", "0"], "the preset 'tiny' has no experts"),
+        (
+            ["inspect", "--preset", "tiny-moe", "--ep", "3", "--gtp", "1"],
+            "8 experts cannot be divided among the 3 ranks of ep",
+        ),
+    ):
+        assert main(command) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_benchmark_of_dense_models_refuses_experts_and_contenders_without_them_too():
+    step = bench.StepOptions(preset="tiny-moe", parallelism=Parallelism(ep=2, gtp=1))
+    with pytest.raises(ValueError, match="whose layers have experts; this command measures dense models. Take another"):
+        step.workload("cpu", 4, steps=1)
+    work = step.workload("cpu", 4, steps=1, experts=ExpertOptions())
+    assert (work.ep, work.devices, work.sequences) == (2, 2, 2)
+    (other,) = bench.chosen_contenders(["partitioner scan keep"])
+    row = bench.measure_step(other, work, environment={}, timeout_s=1)
+    assert row.failure == "computes plain Llamas alone: no experts, and no norms of queries and keys"
+    ours = bench.with_experts(bench.chosen_contenders(["gtp_jax bf16 keep"]), ["--round-size=2"], ["gather", "ragged"])
+    assert [c.name for c in ours] == ["gtp_jax bf16 gather keep", "gtp_jax bf16 ragged keep"]
+    assert ours[1].flags[-2:] == ("--round-size=2", "--transport=ragged")
+
+
+def test_a_configuration_takes_routing_as_checkpoints_have_it():
+    config = dataclasses.replace(PRESETS["tiny-moe"], routing={"score": "sigmoid"})
+    assert isinstance(config, LlamaConfig) and config.routing == Routing(score="sigmoid")
