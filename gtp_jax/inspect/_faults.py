@@ -15,7 +15,7 @@ from .._flags import check_knobs, knob, piece
 from ..layout import Layout
 from ..mesh import AXES, DP, TP, Roles, axes_of, use_roles, with_paths
 from ..models import PRESETS, build, preset_of
-from ..nn import ModelDef
+from ..nn import GRAD_REDUCE, GradReduce, ModelDef
 from ..nonuniform import (
     Exchanged,
     FaultPlan,
@@ -54,6 +54,9 @@ class FaultOptions:
     faults: Faults = piece(Faults)
     batch: int = knob(64, "training", "sequences of a step, over all replicas", metavar="N")
     microbatches: int = knob(1, "training", "parts of each replica's sequences", metavar="N")
+    grad_reduce: GradReduce = knob(
+        "float32", "training", "as in training: what gradients travel in", kind=str, choices=GRAD_REDUCE
+    )
     chip: str = knob("h200", "speed", f"whose links set the time of exchanges: {', '.join(CHIPS)}", kind=str)
     memory: float | None = knob(
         None, "memory", "refuse a plan that needs more than this on a device", kind=float, above=0, metavar="GB"
@@ -136,7 +139,8 @@ def inspect_faults(options: FaultOptions) -> FaultReport:
     Raises:
         ValueError: if the plan cannot work, or a device needs more memory than there is.
     """
-    plan, config = options.plan(), preset_of(options.preset)
+    plan = options.plan()
+    config = dataclasses.replace(preset_of(options.preset), grad_reduce=options.grad_reduce)
     with use_roles(Roles() if options.shard_optimizer else Roles(optimizer=())):
         if options.faults.core_tp is None:
             plan = with_best_core(lambda rngs: build(config, rngs=rngs), plan)

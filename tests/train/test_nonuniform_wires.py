@@ -13,6 +13,7 @@ from flax import nnx
 
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
+from gtp_jax.nn import abstract_model
 from gtp_jax.train import _nonuniform_step, wires_of
 
 SIZES = dict(vocab_size=96, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48)
@@ -104,3 +105,11 @@ def test_a_loss_that_reads_a_rounded_array_is_refused_by_message():
     mesh, state, step = begin(factory(), loss=decayed)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="a loss reads the array of a weight of shape .* rounded"):
         step(state, next(data(1)))
+
+
+def test_frozen_weights_are_refused_by_message():
+    mesh, _, step = begin(factory())
+    with jax.set_mesh(mesh), gtp.use_roles(gtp.Roles()):
+        model = abstract_model(lambda rngs: gtp.freeze(factory()(rngs), trained=nnx.PathContains("head")))
+        with pytest.raises(ValueError, match="the state has frozen weights, which are stored in formats and are not"):
+            step(gtp.TrainState.create(model, OPTIMIZER), next(data(1)))
