@@ -29,5 +29,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: if the plan cannot work, or does not fit into memory.
     """
-    print(fault_text(inspect_faults(from_settings(FaultOptions, given(args, FaultOptions)))))
+    options = from_settings(FaultOptions, given(args, FaultOptions))
+    print(fault_text(inspect_faults(options), options.chip))
     return 0

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from fractions import Fraction
 
-from ..plan import columns, quantity
+from ..plan import columns, fact, quantity
 from ._faults import FaultReport
 
 _SHOWN = 6
 
 
-def fault_text(report: FaultReport) -> str:
-    """Returns who goes on, what moves, how much memory it takes, and how fast it is at best."""
+def fault_text(report: FaultReport, chip: str = "h200") -> str:
+    """Returns who goes on, what moves, how long and how much memory it takes, and how fast it is at best.
+
+    Args:
+        report: of the plan.
+        chip: whose rates set the times.
+    """
     plan = report.plan
-    parts = [_replicas(report), _exchanges(report), _memory(report), _owners(report)]
+    parts = [_replicas(report), _exchanges(report), _times(report, chip), _memory(report), _owners(report)]
     named = {tp: names for tp, names in report.whole.items() if names}
     for tp, names in sorted(named.items(), reverse=True):
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
@@ -51,6 +57,22 @@ def _exchanges(report: FaultReport) -> str:
             rows.append((f"{name} {replica.number}", len(one.rounds), *(quantity(n, "B") for n in sizes)))
     header = ("exchange", "rounds", "needed", "with padding", "most sent", "most received", "in turn")
     return columns(header, rows, right=range(1, 7))
+
+
+def _times(report: FaultReport, chip: str) -> str:
+    link, memory = fact(chip, "link_ceiling", "link_peak").value, fact(chip, "memory_rate").value
+    sizes = dataclasses.asdict(report.exchanged)
+    seconds = {name: size / (memory if name == "copies" else link) for name, size in sizes.items()}
+    names = {
+        "gather": "weights, gathered over replicas",
+        "unfold": "weights, unfolded",
+        "fold": "gradients, folded",
+        "reduction": "gradients, summed over replicas",
+        "copies": "copies within a device, ahead of and behind these",
+    }
+    rows = [(text, quantity(sizes[name], "B"), f"{1000 * seconds[name]:.1f} ms") for name, text in names.items()]
+    header = (f"a step exchanges, one after the other, on {chip}", "bytes", "predicted")
+    return columns(header, [*rows, ("in all", "", f"{1000 * sum(seconds.values()):.1f} ms")], right=(1, 2))
 
 
 def _memory(report: FaultReport) -> str:

@@ -13,10 +13,11 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from .._flags import check_knobs, knob, piece
 from ..layout import Layout
-from ..mesh import AXES, TP, Roles, axes_of, use_roles, with_paths
+from ..mesh import AXES, DP, TP, Roles, axes_of, use_roles, with_paths
 from ..models import PRESETS, build, preset_of
-from ..nn import ModelDef
+from ..nn import GRAD_REDUCE, GradReduce, ModelDef
 from ..nonuniform import (
+    Exchanged,
     FaultPlan,
     Faults,
     LeafSpecs,
@@ -24,12 +25,13 @@ from ..nonuniform import (
     Replica,
     box_of,
     elements,
+    exchanged,
     plan_fold,
     plan_unfold,
     without_replicas,
 )
-from ..plan import quantity
-from ..train import lay_out, leaf_specs, state_specs, with_best_core
+from ..plan import CHIPS, quantity
+from ..train import lay_out, leaf_specs, state_specs, wires_of, with_best_core
 
 _GB = 1e9
 
@@ -52,6 +54,10 @@ class FaultOptions:
     faults: Faults = piece(Faults)
     batch: int = knob(64, "training", "sequences of a step, over all replicas", metavar="N")
     microbatches: int = knob(1, "training", "parts of each replica's sequences", metavar="N")
+    grad_reduce: GradReduce = knob(
+        "float32", "training", "as in training: what gradients travel in", kind=str, choices=GRAD_REDUCE
+    )
+    chip: str = knob("h200", "speed", f"whose links set the time of exchanges: {', '.join(CHIPS)}", kind=str)
     memory: float | None = knob(
         None, "memory", "refuse a plan that needs more than this on a device", kind=float, above=0, metavar="GB"
     )
@@ -66,6 +72,8 @@ class FaultOptions:
     def __post_init__(self) -> None:
         check_knobs(self)
         preset_of(self.preset)
+        if self.chip not in CHIPS:
+            raise ValueError(f"`chip` is {self.chip!r}; it must be one of {', '.join(CHIPS)}.")
 
     def plan(self) -> FaultPlan:
         """Returns the plan.
@@ -83,7 +91,7 @@ class Use:
 
     Attributes:
         masters: what it stores of parameters and optimizer state; 0 outside of the core.
-        weights: parameters in its replica's layout, and those of the core's while they are one and the same.
+        weights: parameters in its replica's layout, in the dtypes in which they travel; none that the core stores so.
         gradients: in its replica's layout.
         exchange: buffers, and gradients in the core's layout, or parameters gathered over replicas: the larger.
         activations: what else it needs for its sequences, scaled from the healthy run's.
@@ -111,6 +119,7 @@ class FaultReport:
         fold: for each replica, what moves so that the core has its gradients.
         memory: for each replica, of its devices, row by row.
         owners: for each weight that tp divides, units each rank owns, by degree.
+        exchanged: bytes of a step that travel one after another, over all parts of it.
         whole: weights that some replica stores whole on every rank of tp, as its degree divides none of their
             dimensions, by degree.
     """
@@ -120,6 +129,7 @@ class FaultReport:
     fold: tuple[Moves, ...]
     memory: tuple[tuple[Use, ...], ...]
     owners: dict[str, dict[int, tuple[int, ...]]]
+    exchanged: Exchanged
     whole: dict[int, tuple[str, ...]]
 
 
@@ -129,31 +139,45 @@ def inspect_faults(options: FaultOptions) -> FaultReport:
     Raises:
         ValueError: if the plan cannot work, or a device needs more memory than there is.
     """
-    plan, config = options.plan(), preset_of(options.preset)
+    plan = options.plan()
+    config = dataclasses.replace(preset_of(options.preset), grad_reduce=options.grad_reduce)
     with use_roles(Roles() if options.shard_optimizer else Roles(optimizer=())):
         if options.faults.core_tp is None:
             plan = with_best_core(lambda rngs: build(config, rngs=rngs), plan)
         core, params = _laid_out(config, len(plan.replicas), plan.gtp, plan.core_tp)
         of_degree = {tp: _laid_out(config, 1, plan.gtp, tp)[0] for tp in {r.tp for r in plan.replicas}}
         state = _state_bytes(core, params, plan)
+        sizes = dict(zip(AXES, (len(plan.replicas), plan.gtp, plan.core_tp), strict=True))
+        with jax.sharding.use_abstract_mesh(_abstract(sizes)):
+            wires = wires_of(core, params, None)
     unfold, fold, memory = [], [], []
     for replica in plan.replicas:
-        leaves = leaf_specs(core, params, of_degree[replica.tp])
-        unfold.append(plan_unfold(replica, leaves))
-        fold.append(plan_fold(replica, leaves))
+        model_def = of_degree[replica.tp]
+        weights, gradients = (leaf_specs(core, params, model_def, dtypes) for dtypes in wires[:2])
+        unfold.append(plan_unfold(replica, weights))
+        fold.append(plan_fold(replica, gradients))
         share = Fraction(replica.batch, replica.tp) / Fraction(plan.batch, plan.dp * plan.tp)
-        sizes = {"gtp": plan.gtp, "core_tp": plan.core_tp, "state": state}
+        stored = leaf_specs(core, params, model_def)
+        # several microbatches are added up in the dtype of the parameters
+        leaves = stored, weights, stored if plan.microbatches > 1 else gradients
+        exchanges = unfold[-1], fold[-1]
         activations = int(options.activations * _GB * share)
-        memory.append(_memory(replica, leaves, (unfold[-1], fold[-1]), **sizes, activations=activations))
+        memory.append(_memory(replica, leaves, exchanges, sizes, state=state, activations=activations))
     whole = {tp: _whole(model_def, tp) for tp, model_def in of_degree.items()}
-    report = FaultReport(plan, tuple(unfold), tuple(fold), tuple(memory), _owners(of_degree), whole)
+    of_core = [leaf_specs(core, params, core, dtypes) for dtypes in (wires.weights, wires.gradients)]
+    times = exchanged(of_core[0], of_core[1], unfold, fold, sizes)
+    report = FaultReport(plan, tuple(unfold), tuple(fold), tuple(memory), _owners(of_degree), times, whole)
     _check_memory(report, options.memory)
     return report
 
 
 def _laid_out(config: Any, dp: int, gtp: int, tp: int) -> tuple[ModelDef, Any]:
-    mesh = AbstractMesh((dp, gtp, tp), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    mesh = _abstract(dict(zip(AXES, (dp, gtp, tp), strict=True)))
     return lay_out(lambda rngs: build(config, rngs=rngs), mesh)
+
+
+def _abstract(sizes: dict[Any, int]) -> AbstractMesh:
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def _state_bytes(core: ModelDef, params: Any, plan: FaultPlan) -> int:
@@ -172,31 +196,39 @@ def _part_bytes(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec, sizes: 
 
 def _memory(
     replica: Replica,
-    leaves: list[LeafSpecs],
+    leaves: tuple[list[LeafSpecs], list[LeafSpecs], list[LeafSpecs]],
     exchanges: tuple[Moves, Moves],
+    core: dict[Any, int],
     *,
-    gtp: int,
-    core_tp: int,
     state: int,
     activations: int,
 ) -> tuple[Use, ...]:
-    here, core = dict(zip(AXES, (1, gtp, replica.tp), strict=True)), dict(zip(AXES, (1, gtp, core_tp), strict=True))
-    own = [_part_bytes(leaf.shape, leaf.dtype, leaf.replica, here) for leaf in leaves]
-    folded = sum(_part_bytes(leaf.shape, leaf.dtype, without_replicas(leaf.core), core) for leaf in leaves)
-    divided = any(without_replicas(leaf.core) != leaf.core for leaf in leaves)
+    stored, sent, sent_back = leaves
+    here = core | {DP: 1, TP: replica.tp}
+    own = [_part_bytes(leaf.shape, leaf.dtype, leaf.replica, here) for leaf in sent]
+    gradients = sum(_part_bytes(leaf.shape, leaf.dtype, leaf.replica, here) for leaf in sent_back)
+    folded, gathered = (
+        sum(_part_bytes(leaf.shape, leaf.dtype, without_replicas(leaf.core), core) for leaf in some)
+        for some in (sent_back, sent)
+    )
+    divided = any(without_replicas(leaf.core) != leaf.core for leaf in stored)
     buffers = 2 * max(moves.bytes_in_turn for moves in exchanges)  # what is sent and what is received
     stores = {slot for row in replica.core for slot in row}
     found = []
     for number, slot in enumerate(slot for row in replica.slots for slot in row):
-        pairs = zip(own, exchanges[0].leaves, strict=True)
-        shared = sum(n for n, leaf in pairs if not divided and leaf.before.get(number) == leaf.after[number])
+        rows = zip(own, exchanges[0].leaves, stored, strict=True)
+        shared = sum(
+            n
+            for n, leaf, one in rows
+            if not divided and leaf.dtype == one.dtype and leaf.before.get(number) == leaf.after[number]
+        )
         is_core = slot in stores
         found.append(
             Use(
                 masters=state if is_core else 0,
                 weights=sum(own) - shared,
-                gradients=sum(own),
-                exchange=buffers + (folded if is_core else 0),
+                gradients=gradients,
+                exchange=buffers + (max(folded, gathered) if is_core else 0),
                 activations=activations,
             )
         )

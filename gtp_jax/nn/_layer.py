@@ -65,6 +65,7 @@ def with_value(variable: Leaf, value: Any) -> Leaf:
     if not isinstance(value, Stored):
         return variable.replace(value)
     read = {"on_get_value": _refuse_read} if value.stands_in else {}
+    read = {"on_get_value": _refuse_rounded_read} if value.rounded else read
     return variable.replace(value.shard, beside=Beside(value), **read)
 
 
@@ -74,6 +75,15 @@ def _refuse_read(variable: nnx.Variable, value: Any) -> Any:
         f"a loss reads the array of a weight of shape {layout.shape}, in a step with `reduce_over_dp='last'`, where it "
         "is a placeholder: gradients are taken of whole shards, of which this rank stores a part. Take "
         "`reduce_over_dp='each'`."
+    )
+
+
+def _refuse_rounded_read(variable: nnx.Variable, value: Any) -> Any:
+    layout = variable.get_metadata()["layout"]
+    raise ValueError(
+        f"a loss reads the array of a weight of shape {layout.shape}, in a step over replicas of unequal degree, where "
+        "weights travel in the dtype in which they are multiplied and are rounded to it. Leave such a term to the "
+        "optimizer (weight decay), or build the model with `dtype='float32'`."
     )
 
 

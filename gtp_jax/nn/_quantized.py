@@ -57,6 +57,7 @@ def with_groups(
     joined: Joined | None = None,
     *,
     stands_in: bool = False,
+    rounded: Collection[Path] = (),
 ) -> Any:
     """Returns a copy of the model that gathers these codes and shards, and multiplies and sums gradients as its weight
     groups say. Gradients still go to its own parameters.
@@ -68,6 +69,7 @@ def with_groups(
         keys: of stochastic rounding, by path, see `keys_of`; without gradients none.
         joined: what `gtp_jax.weights.join_stored` made of what ranks store; each module joins its own by default.
         stands_in: whether the model's weights are placeholders, as `as_shards` makes them.
+        rounded: modules whose weights have been rounded to the dtype in which they travel.
     """
     keys, joined = keys or {}, joined or {}
     by_path: dict[Path, list[tuple[Layers, WeightGroup]]] = {}
@@ -84,7 +86,8 @@ def with_groups(
         for i, shard in enumerate(shards):
             first = {"packed": quantized.get(path, ()), "keys": keys.get(path)} if i == 0 else {}
             own = tuple(kernels[i] for kernels in ahead.values())
-            stored.append(Stored(shard, decided, joined=own, starts=tuple(ahead), stands_in=stands_in, **first))
+            kind = {"stands_in": stands_in, "rounded": path in rounded}
+            stored.append(Stored(shard, decided, joined=own, starts=tuple(ahead), **kind, **first))
         values[path] = stored
     return with_weights(model, values)
 
@@ -132,11 +135,13 @@ def quantize_in_view(
     return {**of_stacks, **others}
 
 
-def join_in_view(groups: Groups, stored: Mapping[Path, Shards], written_out: Collection[Path]) -> Joined:
+def join_in_view(
+    groups: Groups, stored: Mapping[Path, Shards], written_out: Collection[Path], rounded: Collection[Path] = ()
+) -> Joined:
     """Returns `gtp_jax.weights.join_stored(...)`; in global view of global arrays, which are then sharded as a gather
     wants them."""
     if current_view() != "global":
-        return join_stored(groups, stored, written_out)
+        return join_stored(groups, stored, written_out, rounded=rounded)
 
     def gather(stored: Shards, layouts: Sequence[Layout], dtype: Any) -> Shards:
         into = tuple(stacked_spec(layout.spec, x.ndim) for layout, x in zip(layouts, stored, strict=True))

@@ -5,6 +5,8 @@ from ._boxes import box_of as box_of
 from ._boxes import elements as elements
 from ._exchange import Exchange as Exchange
 from ._exchange import Parts as Parts
+from ._exchanged import Exchanged as Exchanged
+from ._exchanged import exchanged as exchanged
 from ._faults import FaultPlan as FaultPlan
 from ._faults import Grid as Grid
 from ._faults import Replica as Replica

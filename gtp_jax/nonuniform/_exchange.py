@@ -109,11 +109,19 @@ class Exchange:
         pairs = [[(m.sender, m.receiver) for m in one.messages] for one in self.moves.rounds]
 
         def permute(buffers: list[jax.Array]) -> list[jax.Array]:
-            return [lax.ppermute(buffer, _AXIS, way) for buffer, way in zip(buffers, pairs, strict=True)]
+            return [_sent(buffer, way) for buffer, way in zip(buffers, pairs, strict=True)]
 
         return jax.shard_map(
             permute, mesh=self._mesh, in_specs=PartitionSpec(_AXIS), out_specs=PartitionSpec(_AXIS), check_vma=False
         )
+
+
+def _sent(buffer: jax.Array, way: Sequence[tuple[int, int]]) -> jax.Array:
+    if buffer.dtype.itemsize != 2:
+        return lax.ppermute(buffer, _AXIS, way)
+    # XLA's CPU backend widens 16-bit floats in collectives; as integers they keep their true size on every backend
+    sent = lax.ppermute(lax.bitcast_convert_type(buffer, jnp.uint16), _AXIS, way)
+    return lax.bitcast_convert_type(sent, buffer.dtype)
 
 
 def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

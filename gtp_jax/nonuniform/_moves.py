@@ -109,6 +109,17 @@ class Moves:
         """Bytes that travel one after another, as rounds do: what sets the time on links of one speed."""
         return sum(r.elements * r.dtype.itemsize for r in self.rounds)
 
+    @property
+    def bytes_copied(self) -> int:
+        """Bytes that the busiest device reads and writes, to fill its buffers and to assemble what it stores after."""
+        buffers = 2 * self.bytes_in_turn if self.rounds else 0
+        made: dict[int, int] = defaultdict(int)
+        for leaf in self.leaves:
+            for device, box in leaf.after.items():
+                if leaf.before.get(device) != box:
+                    made[device] += 2 * elements(box) * leaf.dtype.itemsize
+        return buffers + max(made.values(), default=0)
+
     def sent(self) -> dict[int, int]:
         """Returns the bytes that each device sends, without padding."""
         return self._by_device("sender")

@@ -14,7 +14,7 @@ from ..collectives import sum_over_replicas
 from ..mesh import Roles, degrees, use_roles
 from ..nn import check_loss_reduction, join_in_view, keys_of, quantize_in_view, shards_of, structure_of, with_groups
 from ..recipes import Recipe
-from ..weights import of_shards, resolve
+from ..weights import Path, of_shards, resolve
 from ._loss import Loss, Returned, evaluate, refuse_number_with_gradient
 from ._rounding import rounding_key
 from ._state import TrainState, constrained
@@ -37,6 +37,7 @@ class Request(NamedTuple):
     seed: int
     reduce_over_dp: ReduceOverDp = "each"
     replica: int = 0
+    rounded: frozenset[Path] = frozenset()
 
 
 class Computed(NamedTuple):
@@ -205,17 +206,19 @@ def _model_of(
     model = model_def.model(params, state.model_state, frozen)
     structure = structure_of(model)
     groups = resolve(structure, request.recipe)
-    if request.recipe is None and not any(group.divided for group in groups.values()):
+    if request.recipe is None and not request.rounded and not any(group.divided for group in groups.values()):
         return lambda params, model_state, key=None: model_def.model(params, model_state, frozen, read_only=True)
     stored = lax.stop_gradient(shards_of(model))
-    joined = join_in_view(groups, stored, structure.written_out)
+    # what has been rounded is here already: there is nothing to hide under compute
+    joined = join_in_view(groups, stored, () if request.rounded else structure.written_out, request.rounded)
     quantized = quantize_in_view(groups, stored, request.pregathered_layers)
     decided = of_shards(groups) if whole_gradients else groups
 
     def model_of(params: Tree, model_state: Tree, key: jax.Array | None = None) -> Any:
         keys = None if key is None else keys_of(key, groups)
         model = model_def.model(params, model_state, frozen, read_only=True)
-        return with_groups(model, decided, quantized, keys, joined, stands_in=whole_gradients)
+        kind = {"stands_in": whole_gradients, "rounded": request.rounded}
+        return with_groups(model, decided, quantized, keys, joined, **kind)
 
     return model_of
 

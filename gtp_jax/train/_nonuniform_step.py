@@ -1,7 +1,8 @@
 """One optimizer step over replicas of unequal degree.
 
 [Note: a step of replicas] The state is on the core, as on any mesh. A step
-1. gathers the master weights over replicas, if these divide them (ZeRO);
+1. rounds the master weights to the dtype in which they travel, and gathers them over replicas, if these divide them
+   (ZeRO);
 2. for each replica moves them to its own layout, at its own degree (`unfold`); computes the sums of loss, tokens and
    gradients over its own rows, in a program of its own; and moves the gradients to the core's layout (`fold`);
 3. on the core adds up what the replicas found, divides by all tokens, clips and updates.
@@ -36,6 +37,7 @@ from ._replicas import Batches, Replicas, is_here
 from ._state import TrainState, constrained
 from ._told import Told
 from ._update import updated
+from ._wires import Wires, wires_of
 
 Tree = Any
 
@@ -69,7 +71,8 @@ class NonuniformStep:
     ) -> None:
         self._request, self._replicas, self._recipe, self._options = request, replicas, recipe, options
         self._optimizer, self._max_grad_norm, self._skip_nonfinite = optimizer, max_grad_norm, skip_nonfinite
-        self._gather: Any = Jitted(_gathered, options)
+        self._wires: dict[Recipe | None, Wires] = {}
+        self._send: dict[Recipe | None, Any] = {}
         self._update: Any = Jitted(self._updated, options, donate_argnums=(0, 1))
         self.tell = Told(replicas)
         self._steps: dict[Recipe | None, list[ReplicaStep]] = {}
@@ -103,8 +106,8 @@ class NonuniformStep:
         return after, self.tell(metrics)
 
     def weights(self, state: TrainState) -> list[Tree]:
-        """Returns the parameters on the mesh of each replica, as the next step computes with them; `None` for one that
-        this process has no device of."""
+        """Returns the parameters on the mesh of each replica, as the next step computes with them and in the dtypes in
+        which they travel; `None` for one that this process has no device of."""
         stored, replicas = self._stored(state), self._replicas
         return [
             step.weights(_of_devices(stored, mesh))[0] if is_here(mesh) else None
@@ -120,8 +123,9 @@ class NonuniformStep:
 
         Returns:
             By name: `gradients` of each replica, `unfold` and `fold` of those of another layout than the core, followed
-            by the replica's place in the plan; `gather`, if replicas divide what is stored; `update`. The slices of
-            single devices ahead of and behind `unfold` and `fold` are not among them.
+            by the replica's place in the plan; `gather`, if replicas divide what is stored, or weights travel in a
+            narrower dtype; `update`. The slices of single devices ahead of and behind `unfold` and `fold` are not among
+            them.
         """
         batches = batch if isinstance(batch, Batches) else self._replicas.place(batch)
         found: dict[str, jax.stages.Compiled] = {}
@@ -135,8 +139,8 @@ class NonuniformStep:
         if is_here(core):
             state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
             with jax.set_mesh(core), use_roles(state.model_def.roles):
-                if _is_divided(state):
-                    self._gather = found["gather"] = _compiled(self._gather, state)
+                if (send := self._sends(state)) is not None:
+                    self._send[self._recipe()] = found["gather"] = _compiled(send, state)
                 shapes = self._shapes_on_core(state, sums)
                 self._update = found["update"] = _compiled(self._update, state, *shapes, self._flag(None))
         return found
@@ -157,6 +161,7 @@ class NonuniformStep:
                     mesh,
                     model_def,
                     state,
+                    self._wires_of(state),
                     options=self._options,
                     donates=divided,
                 )
@@ -166,13 +171,35 @@ class NonuniformStep:
             ]
         return self._steps[recipe]
 
+    def _wires_of(self, state: TrainState) -> Wires:
+        """Returns the dtypes in which weights and gradients travel, with the recipe in scope."""
+        recipe = self._recipe()
+        if recipe not in self._wires:
+            with jax.sharding.use_abstract_mesh(self._replicas.core.abstract_mesh):
+                reduce_over_dp = "each" if self._request.microbatches == 1 else self._request.reduce_over_dp
+                self._wires[recipe] = wires_of(state.model_def, state.params, recipe, reduce_over_dp)
+        return self._wires[recipe]
+
+    def _sends(self, state: TrainState) -> Any:
+        """Returns the program that makes what is sent of the parameters; `None` if they are sent as they are."""
+        wires, recipe = self._wires_of(state), self._recipe()
+        if not wires.rounded and not _is_divided(state):
+            return None
+        if recipe not in self._send:
+
+            def gather(state: TrainState) -> Tree:
+                return _sent(wires, state)
+
+            self._send[recipe] = Jitted(gather, self._options)
+        return self._send[recipe]
+
     def _stored(self, state: TrainState) -> Parts:
-        """Returns what the core's devices store of every parameter, whole over replicas, and of the number of updates
+        """Returns what the core's devices send of every parameter, whole over replicas, and of the number of updates
         made."""
         params = state.params
-        if _is_divided(state) and is_here(self._replicas.core):
+        if is_here(self._replicas.core) and (send := self._sends(state)) is not None:
             with jax.set_mesh(self._replicas.core):
-                params = self._gather(state)
+                params = send(state)
                 settled(params)
         return [parts_of(x) for x in (*jax.tree.leaves(params), state.step)]
 
@@ -193,13 +220,14 @@ class NonuniformStep:
     def _shapes_on_core(self, state: TrainState, sums: Any) -> tuple[Tree, list[Any]]:
         core, count = self._replicas.core, len(self._replicas.meshes)
 
-        def of(spec: PartitionSpec, x: Any) -> Any:
+        def of(spec: PartitionSpec, x: Any, dtype: Any) -> Any:
             rows, *rest = x.shape or (1,)
             sharding = NamedSharding(core, _by_replica(spec, x.ndim))
-            return jax.ShapeDtypeStruct((count * rows, *rest), x.dtype, sharding=sharding)
+            return jax.ShapeDtypeStruct((count * rows, *rest), dtype, sharding=sharding)
 
-        gradients = jax.tree.map(of, state.model_def.specs, state.params, is_leaf=_is_spec)
-        return gradients, [of(PartitionSpec(), x) for x in sums]
+        dtypes = jax.tree.unflatten(jax.tree.structure(state.params), self._wires_of(state).gradients)
+        gradients = jax.tree.map(of, state.model_def.specs, state.params, dtypes, is_leaf=_is_spec)
+        return gradients, [of(PartitionSpec(), x, x.dtype) for x in sums]
 
     def _flag(self, skip: jax.Array | None) -> jax.Array:
         """Returns whether to leave out the update, on the core: a process without its devices has no part of it."""
@@ -267,12 +295,19 @@ def _sum_over_replicas(spec: PartitionSpec, found: jax.Array, param: Any) -> jax
     alike = tuple(axis for axis in (GTP, TP) if axis not in axes_of(spec) and degree(axis) > 1)
     if alike:
         total = lax.psum(jnp.where(lax.axis_index(alike) == 0, total, 0), alike)
+    total = total.astype(param.dtype)
     return total if param.shape else total[0]
 
 
-def _gathered(state: TrainState) -> Tree:
-    specs = jax.tree.map(without_replicas, state.model_def.specs, is_leaf=_is_spec)
-    return constrained(state.params, specs)
+def _sent(wires: Wires, state: TrainState) -> Tree:
+    """Returns the parameters in the dtypes in which they travel, whole over replicas."""
+    leaves, structure = jax.tree.flatten(state.params)
+    cast = [x.astype(dtype) for x, dtype in zip(leaves, wires.weights, strict=True)]
+    if not _is_divided(state):
+        return jax.tree.unflatten(structure, cast)  # what is not rounded stays the same array
+    specs = jax.tree.leaves(state.model_def.specs, is_leaf=_is_spec)
+    rounded = constrained(cast, specs)  # ahead of the gather
+    return jax.tree.unflatten(structure, constrained(rounded, list(map(without_replicas, specs))))
 
 
 def _compiled(program: Any, *args: Any) -> jax.stages.Compiled:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from ._gradients import Request, gradients
 from ._jit import Jitted
 from ._replicas import leaf_specs, with_whole_sequences
 from ._state import TrainState
+from ._wires import Wires
 
 Tree = Any
 Sums = tuple[jax.Array, jax.Array]
@@ -32,6 +33,7 @@ class ReplicaStep:
         mesh: of the replica's devices.
         model_def: of the model on that mesh.
         state: on the core; arrays, or their shapes and dtypes.
+        wires: dtypes in which weights and gradients travel.
         options: XLA options for the mesh in scope.
         donates: whether the weights may be overwritten, as the core holds others.
     """
@@ -43,19 +45,24 @@ class ReplicaStep:
         mesh: Mesh,
         model_def: ModelDef,
         state: TrainState,
+        wires: Wires,
         *,
         options: Callable[[], dict[str, Any]],
         donates: bool,
     ) -> None:
-        self._request, self._mesh, self._model_def = request, mesh, model_def
+        self._request, self._mesh, self._model_def = request._replace(rounded=wires.rounded), mesh, model_def
         leaves, self._structure = jax.tree.flatten(state.params)
-        params = leaf_specs(state.model_def, state.params, model_def)
+        core = state.model_def
+        params = leaf_specs(core, state.params, model_def, wires.weights)
+        gradients = leaf_specs(core, state.params, model_def, wires.gradients)
         number = LeafSpecs((), np.dtype(state.step.dtype), PartitionSpec(), PartitionSpec())
-        counted = [*leaves, state.step]  # the number of updates made goes with the weights
         devices = list(mesh.devices.flat)
         self.unfold = Exchange(plan_unfold(replica, [*params, number]), devices, "unfold")
-        self.fold = Exchange(plan_fold(replica, params), devices, "fold")
-        self._shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in counted]
+        self.fold = Exchange(plan_fold(replica, gradients), devices, "fold")
+        # the number of updates made goes with the weights
+        self._shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in (*params, number)]
+        self._stored = [np.dtype(x.dtype) for x in leaves]
+        self._sent_back = wires.gradients
         self._shardings = [NamedSharding(mesh, leaf.replica) for leaf in (*params, number)]
         self._sums: Sums | None = None
         self._program: Any = Jitted(self._sum_gradients, options, donate_argnums=(0,) if donates else ())
@@ -104,7 +111,8 @@ class ReplicaStep:
         return found, self._sums
 
     def weights(self, stored: Parts) -> tuple[Tree, jax.Array]:
-        """Returns the parameters and the number of updates made on this replica's mesh, see `__call__`."""
+        """Returns the parameters, in the dtypes in which they travel, and the number of updates made on this replica's
+        mesh, see `__call__`."""
         arrays = [
             jax.make_array_from_single_device_arrays(x.shape, sharding, list(part.values()), dtype=x.dtype)
             for x, sharding, part in zip(self._shapes, self._shardings, self.unfold(stored), strict=True)
@@ -119,15 +127,21 @@ class ReplicaStep:
         model_def = self._model_def
         if any(length % copies for length in lengths):
             model_def = with_whole_sequences(model_def)
+        # nothing reads these arrays: a weight that has been rounded is taken as such, see `with_groups`
+        params = self._cast(params, self._stored)
         computed = gradients(self._request, TrainState(params, (), number, model_def), batch)
         assert computed.tokens is not None
-        found = jax.tree.map(lambda g: g / copies, computed.gradients)
+        found = self._cast(jax.tree.map(lambda g: g / copies, computed.gradients), self._sent_back)
         whole = jnp.issubdtype(computed.tokens.dtype, jnp.integer)
         tokens = computed.tokens // copies if whole else computed.tokens / copies
         sums = (jnp.reshape(computed.total / copies, (1,)), jnp.reshape(tokens, (1,)))
         pairs = zip(jax.tree.leaves(found), self._shardings[:-1], strict=True)
         held = [lax.with_sharding_constraint(g, sharding) for g, sharding in pairs]
         return jax.tree.unflatten(self._structure, held), sums
+
+    def _cast(self, tree: Tree, dtypes: Sequence[np.dtype]) -> Tree:
+        leaves = [x.astype(dtype) for x, dtype in zip(jax.tree.leaves(tree), dtypes, strict=True)]
+        return jax.tree.unflatten(self._structure, leaves)
 
 
 def parts_of(array: jax.Array) -> dict[Any, jax.Array]:

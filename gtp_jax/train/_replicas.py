@@ -14,7 +14,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from ..mesh import AXES, DP, GTP, TP, Roles, current_roles, make_mesh
 from ..nn import ModelDef, abstract_model, split_model
-from ..nonuniform import FaultPlan, Grid, LeafSpecs, plan_fold, plan_unfold
+from ..nonuniform import FaultPlan, Grid, LeafSpecs, exchanged, plan_fold, plan_unfold
+from ._wires import wires_of
 
 Tree = Any
 
@@ -122,41 +123,57 @@ def lay_out(factory: Callable[[nnx.Rngs], nnx.Module], mesh: AbstractMesh) -> tu
 
 
 def with_best_core(factory: Callable[[nnx.Rngs], nnx.Module], plan: FaultPlan) -> FaultPlan:
-    """Returns the plan with the core at the degree at which the slowest exchange of a step takes least.
+    """Returns the plan with the core at the degree at which the exchanges of a step take least, the sums over replicas
+    among them.
 
-    Where a degree divides no dimension of a weight, each rank of tp stores it whole, which is much to move; a core of
-    fewer devices may divide it. Of degrees at which exchanges take as long it is the highest, which stores least.
+    Where a degree divides no dimension of a weight, each rank of tp stores it whole, which is much to move and to sum;
+    a core of fewer devices may divide it. Of degrees at which exchanges take as long it is the highest, which stores
+    least.
     """
     if plan.uniform:
         return plan
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of weights that stay whole, at degrees that are not taken
-        laid_out = {tp: lay_out(factory, _abstract(plan.gtp, tp)) for tp in range(1, plan.tp + 1)}
+        of_degree = {tp: lay_out(factory, _abstract(1, plan.gtp, tp))[0] for tp in {r.tp for r in plan.replicas}}
 
-    def slowest(core_tp: int) -> int:
-        leaves_of = {r.tp: leaf_specs(*laid_out[core_tp], laid_out[r.tp][0]) for r in plan.replicas}
-        found = plan.with_core(core_tp).replicas
-        moves = [(plan_unfold(r, leaves_of[r.tp]), plan_fold(r, leaves_of[r.tp])) for r in found]
-        return max(one.bytes_in_turn + other.bytes_in_turn for one, other in moves)
+    def in_turn(core_tp: int) -> int:
+        mesh = _abstract(len(plan.replicas), plan.gtp, core_tp)
+        with warnings.catch_warnings(), jax.sharding.use_abstract_mesh(mesh):
+            warnings.simplefilter("ignore")
+            core, params = lay_out(factory, mesh)
+            wires = wires_of(core, params, None)
+        of_core = [leaf_specs(core, params, core, dtypes) for dtypes in (wires.weights, wires.gradients)]
+        unfold, fold = [], []
+        for replica in plan.with_core(core_tp).replicas:
+            model_def = of_degree[replica.tp]
+            unfold.append(plan_unfold(replica, leaf_specs(core, params, model_def, wires.weights)))
+            fold.append(plan_fold(replica, leaf_specs(core, params, model_def, wires.gradients)))
+        sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+        return exchanged(of_core[0], of_core[1], unfold, fold, sizes).over_links
 
-    return plan.with_core(min(range(min(replica.tp for replica in plan.replicas), 0, -1), key=slowest))
+    return plan.with_core(min(range(min(replica.tp for replica in plan.replicas), 0, -1), key=in_turn))
 
 
-def leaf_specs(core: ModelDef, params: Tree, replica: ModelDef) -> list[LeafSpecs]:
-    """Returns how the core and a replica store each parameter.
+def leaf_specs(
+    core: ModelDef, params: Tree, replica: ModelDef, dtypes: Sequence[np.dtype] | None = None
+) -> list[LeafSpecs]:
+    """Returns how the core and a replica store each parameter, or its gradient.
 
     Args:
         core: of the model on the core.
         params: arrays, or their shapes and dtypes.
         replica: of the model in the replica.
+        dtypes: in which they travel; those of the parameters by default.
     """
     specs = [jax.tree.leaves(one.specs, is_leaf=lambda s: isinstance(s, PartitionSpec)) for one in (core, replica)]
-    triples = zip(jax.tree.leaves(params), *specs, strict=True)
-    return [LeafSpecs(x.shape, np.dtype(x.dtype), one, other) for x, one, other in triples]
+    leaves = jax.tree.leaves(params)
+    dtypes = [np.dtype(x.dtype) for x in leaves] if dtypes is None else dtypes
+    rows = zip(leaves, dtypes, *specs, strict=True)
+    return [LeafSpecs(x.shape, dtype, one, other) for x, dtype, one, other in rows]
 
 
-def _abstract(gtp: int, tp: int) -> AbstractMesh:
-    return AbstractMesh((1, gtp, tp), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+def _abstract(dp: int, gtp: int, tp: int) -> AbstractMesh:
+    return AbstractMesh((dp, gtp, tp), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def _check_roles(roles: Roles) -> None:

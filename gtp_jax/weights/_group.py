@@ -107,6 +107,12 @@ class WeightGroup:
         reduce-scattered."""
         return self.grad_reduce.wire if self.reduction is None else self.reduction
 
+    @property
+    def stored_sums(self) -> np.dtype:
+        """dtype in which gradients of shards are summed over the optimizer's axes, on the wire too; where these divide
+        nothing, that of the parameters."""
+        return _dtypes(self)[0]
+
     def slot(self, weight: jax.Array | QuantizedArray) -> jax.Array | None:
         """Returns zeros, where the gradient of a gathered weight goes; `None` where its own gradient has the dtype, or
         it has none."""
@@ -171,7 +177,7 @@ def scatter(groups: Mapping[Any, WeightGroup], gradients: Mapping[Any, jax.Array
         found.update(zip(names, shards, strict=True))
     divided = {name: group for name, group in groups.items() if group.divided}
     return found | {
-        name: scatter_stored(found[name], group.layouts, _dtypes(group)[0], group.param_dtypes)
+        name: scatter_stored(found[name], group.layouts, group.stored_sums, group.param_dtypes)
         for name, group in divided.items()
     }
 

@@ -27,6 +27,7 @@ def join_stored(
     stored: Mapping[Path, Shards],
     written_out: Collection[Path] = (),
     gather: Callable[..., Shards] = gather_stored,
+    rounded: Collection[Path] = (),
 ) -> Joined:
     """Gathers over the optimizer's axes what ranks store of shards, in the dtype in which the shards travel.
 
@@ -39,11 +40,15 @@ def join_stored(
         stored: by path of the module.
         written_out: stacks without loops, by path of their layers.
         gather: `gather_stored`, or what does the same with global arrays.
+        rounded: modules whose arrays have the dtype in which they travel, but for a conversion: taken as they are,
+            although no axes divide them further.
     """
     found: Joined = {}
     later: dict[int, dict[Path, Shards]] = {}
     coded = {path for (path, _), group in groups.items() if group.wire is not None}
-    kinds = {path: group for (path, _), group in groups.items() if group.wire is None and group.divided}
+    kinds = {
+        path: group for (path, _), group in groups.items() if group.wire is None and (group.divided or path in rounded)
+    }
     for (path, layers), group in groups.items():
         if path not in kinds or group.wire is not None or (path not in coded and path in found):
             continue

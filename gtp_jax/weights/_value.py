@@ -17,7 +17,7 @@ from ._rounding import CallKeys
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("shard", "packed", "keys", "joined"),
-    meta_fields=("groups", "starts", "changed", "stands_in"),
+    meta_fields=("groups", "starts", "changed", "stands_in", "rounded"),
 )
 @dataclasses.dataclass(frozen=True)
 class Stored:
@@ -33,6 +33,7 @@ class Stored:
         starts: the first layer of each of `joined`.
         changed: whether the array is another than the one of which codes and shards were gathered ahead.
         stands_in: whether `shard` is a placeholder, whose values mean nothing.
+        rounded: whether `shard` has values of a narrower dtype, that in which it travels.
     """
 
     shard: jax.Array
@@ -43,6 +44,7 @@ class Stored:
     starts: tuple[int, ...] = ()
     changed: bool = False
     stands_in: bool = False
+    rounded: bool = False
 
     def joined_layers(self, start: int, stop: int) -> jax.Array:
         """Returns `joined` of layers `start` to `stop` (exclusive) of a stack."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import jax
 import numpy as np
 import optax
@@ -11,9 +13,9 @@ from flax import nnx
 import gtp_jax as gtp
 from gtp_jax.cli import main
 from gtp_jax.inspect import FaultOptions, fault_text, inspect_faults
-from gtp_jax.models import build, preset_of
+from gtp_jax.models import build, next_token_loss, preset_of
 from gtp_jax.nonuniform import Faults
-from gtp_jax.plan import bytes_per_device
+from gtp_jax.plan import bytes_per_device, collectives
 
 
 def report(failed=(5,), **changes):
@@ -38,7 +40,7 @@ def test_bytes_and_memory_are_those_of_the_arrays():
         one = 4  # the number of updates made goes with the weights, in a round of its own
         rounds = len({(m.sender, m.receiver) for r in exchange["unfold"].moves.rounds for m in r.messages}) > 0
         assert exchange["unfold"].moves.bytes_in_turn == found.unfold[place].bytes_in_turn + one * rounds
-        assert bytes_per_device(weights[place]) == found.memory[place][0].gradients
+        assert bytes_per_device(weights[place]) == found.memory[place][0].weights
     masters = bytes_per_device((state.params, state.opt_state))
     stored = {use.masters for uses in found.memory for use in uses}
     assert stored == {masters, 0}
@@ -49,11 +51,31 @@ def test_the_core_is_where_least_is_moved():
     """3 divides few dimensions of this model; 2 divides all."""
     best = report()
     others = [report(core_tp=core_tp) for core_tp in (1, 2, 3)]
+    assert best.plan.core_tp == 2
+    assert best.exchanged.over_links == min(one.exchanged.over_links for one in others)
 
-    def slowest(one):
-        return max(u.bytes_in_turn + f.bytes_in_turn for u, f in zip(one.unfold, one.fold, strict=True))
 
-    assert slowest(best) == min(map(slowest, others))
+@pytest.mark.slow
+def test_bytes_over_links_are_those_of_the_collectives_of_the_programs():
+    found = report(core_tp=2)
+    config = preset_of("tiny")
+    factory = lambda rngs: build(config, rngs=rngs)  # noqa: E731
+    replicas = gtp.Replicas(factory, found.plan)
+    optimizer = optax.sgd(1e-3)
+    with jax.set_mesh(replicas.core):
+        state = gtp.TrainState.create(gtp.init(factory, nnx.Rngs(0)), optimizer)
+        step = gtp.train_step(next_token_loss, optimizer, view="local", replicas=replicas)
+        tokens = np.zeros((14, 16), np.int32)
+        programs = step.compile(state, {"tokens": tokens, "targets": tokens})
+    kinds = collections.defaultdict(int)
+    for name in ("gather", "update"):
+        for one in collectives(programs[name].as_text() or ""):
+            kinds[name, one.kind] += one.operand_bytes
+    # of two replicas each sends the other half of what it has of a gradient, and what it stores of a weight
+    assert kinds["gather", "all-gather"] in (found.exchanged.gather, 2 * found.exchanged.gather)  # CPUs widen bf16
+    whole = sum(n for (name, kind), n in kinds.items() if name == "update" and kind == "all-reduce")
+    assert kinds["update", "reduce-scatter"] / 2 <= found.exchanged.reduction
+    assert found.exchanged.reduction <= kinds["update", "reduce-scatter"] / 2 + 2 * whole
 
 
 def test_the_tables_name_devices_owners_bytes_and_throughput():

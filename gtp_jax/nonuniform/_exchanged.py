@@ -1,0 +1,87 @@
+"""What a step over replicas of unequal degree exchanges, from shapes alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..mesh import DP, axes_of
+from ._boxes import box_of, elements
+from ._layouts import LeafSpecs, without_replicas
+from ._moves import Moves
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchanged:
+    """Bytes that pass one after another through the link of the busiest device in a step, none of them under compute.
+
+    Attributes:
+        gather: of weights, over the replicas that divide them in storage.
+        unfold: of weights, from the core to a replica's layout.
+        fold: of gradients, back to the core's.
+        reduction: of gradients, over replicas.
+        copies: that this device reads and writes in its own memory, to fill buffers and to take them apart.
+    """
+
+    gather: int
+    unfold: int
+    fold: int
+    reduction: int
+    copies: int
+
+    @property
+    def over_links(self) -> int:
+        """Bytes of all parts but the copies."""
+        return self.gather + self.unfold + self.fold + self.reduction
+
+
+def exchanged(
+    weights: Sequence[LeafSpecs],
+    gradients: Sequence[LeafSpecs],
+    unfold: Sequence[Moves],
+    fold: Sequence[Moves],
+    sizes: Mapping[Any, int],
+) -> Exchanged:
+    """Counts the bytes of a step.
+
+    Args:
+        weights: how the core stores parameters, in the dtypes in which they travel.
+        gradients: likewise, of gradients.
+        unfold: for each replica, what moves so that it has its weights.
+        fold: for each replica, what moves so that the core has its gradients.
+        sizes: of the core's mesh axes.
+    """
+    copies = [moves.bytes_copied for moves in (max(unfold, key=_copied), max(fold, key=_copied))]
+    return Exchanged(
+        gather=sum(_gathered(leaf, sizes) for leaf in weights),
+        unfold=max(moves.bytes_in_turn for moves in unfold),
+        fold=max(moves.bytes_in_turn for moves in fold),
+        reduction=sum(_reduced(leaf, sizes) for leaf in gradients),
+        copies=sum(copies),
+    )
+
+
+def _copied(moves: Moves) -> int:
+    return moves.bytes_copied
+
+
+def _gathered(leaf: LeafSpecs, sizes: Mapping[Any, int]) -> int:
+    """Returns the bytes that a device receives of a weight that replicas divide."""
+    return (sizes[DP] - 1) * _stored(leaf, sizes) if DP in axes_of(leaf.core) else 0
+
+
+def _reduced(leaf: LeafSpecs, sizes: Mapping[Any, int]) -> int:
+    """Returns the bytes that a device sends of a gradient: in a reduce-scatter, or in an all-reduce; and in one more,
+    over the ranks that store the same, which are to have the same bits."""
+    own, replicas = _stored(leaf, sizes), sizes[DP]
+    sent = (replicas - 1) * own if DP in axes_of(leaf.core) else 2 * (replicas - 1) * own // replicas
+    alike = int(np.prod([size for axis, size in sizes.items() if axis != DP and axis not in axes_of(leaf.core)]))
+    return sent + 2 * (alike - 1) * own // alike
+
+
+def _stored(leaf: LeafSpecs, sizes: Mapping[Any, int]) -> int:
+    spec = leaf.core if DP in axes_of(leaf.core) else without_replicas(leaf.core)
+    return elements(box_of(leaf.shape, spec, sizes, dict.fromkeys(sizes, 0))) * leaf.dtype.itemsize

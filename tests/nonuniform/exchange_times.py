@@ -1,0 +1,186 @@
+"""Times what a step over replicas of unequal degree exchanges, on two GPUs.
+
+    python tests/nonuniform/exchange_times.py
+    python tests/nonuniform/exchange_times.py --preset tiny --seq 64 --layers 2 --step-layers 2     # on CPU
+
+Unequal degrees need three devices. Of tp 2 and tp 1 two devices have either the replica of tp 2 and its core of one
+device, between which weights are unfolded and gradients folded; or the core of both replicas, over which weights are
+gathered and gradients summed. So each exchange of a step has its full size here. Then a step of two equal replicas
+through these programs is timed beside that of one mesh, of fewer layers, which take as long to compute as to exchange
+in the same proportion.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from gtp_jax.train import all_reduce_with_nccl
+
+all_reduce_with_nccl()  # ahead of the backend
+jax.config.update("jax_num_cpu_devices", 2)  # of no account on GPUs
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+
+import gtp_jax as gtp  # noqa: E402
+from gtp_jax.models import Llama, next_token_loss, preset_of  # noqa: E402
+from gtp_jax.nn import abstract_model  # noqa: E402
+from gtp_jax.nonuniform import FaultPlan, plan_faults  # noqa: E402
+from gtp_jax.train import Wires, _nonuniform_step, wires_of  # noqa: E402
+
+WIDE, NARROW = "as stored, float32", "as on one mesh"
+
+
+class Unequal(FaultPlan):
+    """Equal replicas that count as unequal, so that a step goes through their programs."""
+
+    @property
+    def uniform(self) -> bool:
+        return False
+
+
+def as_stored(core: Any, params: Any, recipe: Any, reduce_over_dp: Any) -> Wires:
+    """Everything travels in the dtype in which it is stored."""
+    wide = tuple(np.dtype(x.dtype) for x in jax.tree.leaves(params))
+    return wires_of(core, params, recipe, reduce_over_dp)._replace(weights=wide, gradients=wide, rounded=frozenset())
+
+
+def milliseconds(function: Callable[[], Any], calls: int = 5) -> float:
+    """Returns the median time of a call, of which two have been made before."""
+    for _ in range(2):
+        jax.block_until_ready(function())
+    seconds = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        jax.block_until_ready(function())
+        seconds.append(time.perf_counter() - start)
+    return 1000 * statistics.median(seconds)
+
+
+def random_like(tree: Any) -> Any:
+    """Returns arrays of small random numbers, as zeros would draw less power."""
+
+    def one(like: Any) -> jax.Array:
+        if not jnp.issubdtype(like.dtype, jnp.floating):
+            return jax.device_put(jnp.ones(like.shape, like.dtype), like.sharding)
+        make = jax.jit(lambda: jax.random.normal(jax.random.key(0), like.shape, like.dtype) * 0.02)
+        return jax.jit(make, out_shardings=like.sharding)()
+
+    return jax.tree.map(one, tree)
+
+
+def prepare(config: Any, plan: FaultPlan, wires: str, optimizer: Any) -> tuple[gtp.Replicas, Any, Any]:
+    """Returns the replicas, a state and a step."""
+    _nonuniform_step.wires_of = wires_of if wires == NARROW else as_stored
+    factory = lambda rngs: Llama(config, rngs=rngs)  # noqa: E731
+    replicas = gtp.Replicas(factory, plan, jax.devices()[:2])
+    with jax.set_mesh(replicas.core):
+        state = random_like(gtp.TrainState.create(abstract_model(factory), optimizer))
+    return replicas, state, gtp.train_step(next_token_loss, optimizer, view="local", replicas=replicas)
+
+
+def time_exchanges(config: Any, wires: str) -> None:
+    """Prints the milliseconds of each exchange of a step at tp 2 and tp 1."""
+    plan = plan_faults(dp=1, tp=2, batch=2, core_tp=1)
+    replicas, state, step = prepare(config, plan, wires, optax.sgd(1e-3))
+    with jax.set_mesh(replicas.core):
+        stored = step._stored(state)
+        weights = step.weights(state)[0]
+        kinds = step._wires_of(state).gradients
+        with jax.set_mesh(replicas.meshes[0]):
+            arrays = [x.astype(kind) for x, kind in zip(jax.tree.leaves(weights), kinds, strict=True)]
+        gradients = [{shard.device: shard.data for shard in x.addressable_shards} for x in arrays]
+        del weights, arrays
+        [exchanges] = step.exchanges(state)
+        for name, parts in (("unfold", stored), ("fold", gradients)):
+            exchange = exchanges[name]
+            took = milliseconds(lambda e=exchange, parts=parts: [list(one.values()) for one in e(parts)])
+            here = [number for number, _ in exchange._here]
+            buffers = [exchange._pack[number](exchange._own(parts, number)) for number in here]
+            joined = [exchange._global(one, [b[i] for b in buffers]) for i, one in enumerate(exchange.moves.rounds)]
+            with jax.set_mesh(exchange._mesh):
+                wire = milliseconds(lambda exchange=exchange, joined=joined: exchange._permute(joined))
+            size = exchange.moves.bytes_in_turn
+            rate = f"{size / wire / 1e6:.0f} GB/s"
+            print(f"  {name:9}{size / 1e9:8.2f} GB{took:9.2f} ms, of which permutes {wire:.2f} ms, {rate}", flush=True)
+            del buffers, joined
+    del stored, gradients, state
+    plan = Unequal(**vars(plan_faults(dp=2, tp=1, batch=2)))
+    replicas, state, step = prepare(config, plan, wires, optax.sgd(1e-3))
+    with jax.set_mesh(replicas.core):
+        send = step._sends(state)
+        took = milliseconds(lambda: send(state))
+        print(f"  gather             {took:9.2f} ms", flush=True)
+        sums = [jax.ShapeDtypeStruct((1,), np.float32)] * 2
+        shapes, of_sums = step._shapes_on_core(state, sums)
+        found, totals, flag = random_like(shapes), random_like(of_sums), step._flag(None)
+        update = jax.jit(step._updated)
+        took = milliseconds(lambda: update(state, found, totals, flag))
+        print(f"  sum, and SGD       {took:9.2f} ms", flush=True)
+
+
+def time_step(config: Any, seq: int, wires: str | None) -> None:
+    """Prints the milliseconds of a step of two equal replicas; on one mesh if no `wires` are named."""
+    plan, optimizer = plan_faults(dp=2, tp=1, batch=2), optax.adamw(1e-4)
+    plan = plan if wires is None else Unequal(**vars(plan))
+    replicas, state, step = prepare(config, plan, wires or NARROW, optimizer)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, seq), dtype=np.int32)
+    batch: Any = {"tokens": tokens, "targets": np.roll(tokens, -1, 1)}
+    if wires is not None:
+        batch = replicas.place(batch)
+    with jax.set_mesh(replicas.core):
+        seconds = []
+        for _ in range(8):
+            start = time.perf_counter()
+            state, metrics = step(state, batch)
+            jax.block_until_ready((state, metrics))
+            seconds.append(time.perf_counter() - start)
+    where = "one mesh" if wires is None else f"replicas, {wires}"
+    print(f"  {where:30}{1000 * statistics.median(seconds[3:]):9.1f} ms a step", flush=True)
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    flags.add_argument("--preset", default="reference")
+    flags.add_argument("--seq", type=int, default=8192, help="tokens of a sequence (default: 8192)")
+    flags.add_argument("--layers", type=int, default=16, help="of the exchanges (default: 16)")
+    flags.add_argument("--step-layers", type=int, default=4, help="of the steps (default: 4)")
+    flags.add_argument("--limit", type=float, default=1e9, help="begin nothing more after these seconds")
+    options = flags.parse_args()
+    began = time.perf_counter()
+    print(f"{jax.devices()}, jax {jax.__version__}, preset {options.preset}", flush=True)
+
+    def config(layers: int, grad_reduce: Any) -> Any:
+        sizes = {"num_layers": layers, "dtype": "bfloat16", "grad_reduce": grad_reduce}
+        return dataclasses.replace(preset_of(options.preset), **sizes)
+
+    def late() -> bool:
+        return time.perf_counter() - began > options.limit
+
+    for wires, grad_reduce in ((NARROW, "bf16"), (NARROW, "float32"), (WIDE, "float32")):
+        if not late():
+            print(f"{options.layers} layers, {wires}, grad_reduce {grad_reduce!r}", flush=True)
+            time_exchanges(config(options.layers, grad_reduce), wires)
+    for wires, grad_reduce in (
+        (None, "bf16"),
+        (NARROW, "bf16"),
+        (WIDE, "bf16"),
+        (None, "float32"),
+        (NARROW, "float32"),
+    ):
+        if not late():
+            print(f"{options.step_layers} layers, seq {options.seq}, grad_reduce {grad_reduce!r}", flush=True)
+            time_step(config(options.step_layers, grad_reduce), options.seq, wires)
+    print(f"{time.perf_counter() - began:.0f} s in all", flush=True)
+
+
+if __name__ == "__main__":
+    main()
