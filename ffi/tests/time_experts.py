@@ -12,7 +12,10 @@ import collections
 import contextlib
 import functools
 import json
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -24,17 +27,23 @@ from flax import nnx
 
 import gtp_jax as gtp
 from gtp_jax import inspect as seen
+from gtp_jax import native
+from gtp_jax.ops import _grouped_fp8 as codes_multiplied
+from gtp_jax.ops import _grouped_triton as triton
+from gtp_jax.ops import grouped_fp8
+from gtp_jax.ops._tiles import cut_into_tiles
 
 TOKENS, SEQUENCE = 16384, 4096
 SHAPES = {
     "qwen3": dict(features=2048, hidden=768, num_experts=128, top_k=8),
     "mixtral": dict(features=4096, hidden=14336, num_experts=8, top_k=2),
 }
+_FP8 = gtp.FP8(matmuls=True, exclude=())
+# name: recipe, and whether codes are multiplied as they are; else their values, in bfloat16
 RECIPES = {
-    "bf16": None,
-    "fp8 e5m2": gtp.FP8(matmuls=True, exclude=()),
-    "fp8 e4m3": gtp.FP8(matmuls=True, gradient="e4m3", exclude=()),
-    "mxfp8": gtp.MXFP8(matmuls=True, exclude=()),
+    "bf16": (None, False),
+    "fp8 of values": (_FP8, False),
+    "fp8": (_FP8, True),
 }
 FEW = 3  # steps that are traced
 
@@ -43,7 +52,87 @@ def say(*words: object) -> None:
     print(*words, flush=True)
 
 
-def layer_step(shape: dict[str, int], recipe: gtp.Recipe | None):
+@contextlib.contextmanager
+def multiplying_codes(wanted: bool):
+    """Lets experts multiply codes as they are, or not."""
+    kept = codes_multiplied.multiplies_codes
+    codes_multiplied.multiplies_codes = kept if wanted else lambda weight: False
+    try:
+        yield
+    finally:
+        codes_multiplied.multiplies_codes = kept
+
+
+def check() -> None:
+    """Compares products of codes with those of their values, in float32, on groups of awkward sizes."""
+    errors = []
+    for sizes, out, features in (([130, 0, 1, 300, 77], 384, 256), ([17, 512, 128, 3], 768, 2048), ([900], 272, 144)):
+        rows = sum(sizes) + 5
+        x, g = (jax.random.normal(jax.random.key(i), (rows, n), jnp.bfloat16) for i, n in ((0, features), (1, out)))
+        weight = jax.random.normal(jax.random.key(2), (1, len(sizes), out, features), jnp.bfloat16)
+        weight = weight * jnp.arange(1, len(sizes) + 1, dtype=jnp.bfloat16)[:, None, None] ** 2
+        for form in (gtp.formats.FP8_E5M2, gtp.formats.FP8_E4M3):
+
+            def run(x, weight, g, implementation, form=form, sizes=sizes):
+                given = jnp.array(sizes, jnp.int32)
+                y, back = jax.vjp(lambda x, w: grouped_fp8(x, w, given, form, implementation=implementation), x, weight)
+                return y, *back(g)
+
+            found = jax.jit(lambda *a: run(*a, "native"))(x, weight, g)
+            wide = [a.astype(jnp.float32) for a in (x, weight, g)]
+            wanted = jax.jit(lambda *a: run(*a, "reference"))(*wide)
+            for name, got, exact in zip(("forward", "dgrad", "wgrad"), found, wanted, strict=True):
+                error = jnp.linalg.norm(jnp.ravel(got.astype(jnp.float32) - exact)) / jnp.linalg.norm(jnp.ravel(exact))
+                worst = jnp.max(jnp.abs(got.astype(jnp.float32) - exact)) / jnp.max(jnp.abs(exact))
+                verdict = "agree" if float(error) < 5e-3 else "DIFFER"
+                say(f"   {sizes} {form.name} {name}: {verdict}, error {float(error):.2e}, at most {float(worst):.2e}")
+                errors.append(float(error))
+    if not max(errors) < 5e-3:
+        sys.exit(1)
+
+
+def time_products(shape: dict[str, int]) -> None:
+    """Times the kernels alone, on codes of zeros and ones beside bfloat16."""
+    rows, groups = TOKENS * shape["top_k"], shape["num_experts"]
+    chosen = jax.random.randint(jax.random.key(0), (rows,), 0, groups)
+    sizes = jnp.bincount(chosen, length=groups).astype(jnp.int32)
+    features, hidden = shape["features"], shape["hidden"]
+    for name, depth, out in (("up", features, 2 * hidden), ("down", hidden, features)):
+        x = jax.random.normal(jax.random.key(1), (rows, depth), jnp.bfloat16)
+        w = jax.random.normal(jax.random.key(2), (groups, out, depth), jnp.bfloat16)
+        y = jax.random.normal(jax.random.key(3), (rows, out), jnp.bfloat16)
+        apart = (rows // 128 + groups + 1) * 128
+        x8, w8, y8, xt, yt = (
+            jax.lax.bitcast_convert_type(a.astype(jnp.float8_e4m3fn), jnp.uint8)
+            for a in (x, w, y, jnp.resize(x, (depth, apart)), jnp.resize(y, (out, apart)))
+        )
+        scales = jnp.ones(groups)
+        tiles = cut_into_tiles(sizes, rows, 128)
+        blocks = -(-sizes // 128) * 128
+        stops = jnp.cumsum(blocks, dtype=jnp.int32)
+        kinds = dict(left_e5m2=False, right_e5m2=False)
+        runs = {
+            "product fp8": jax.jit(lambda a, b: native.grouped_product(a, b, scales, *tiles, **kinds, dtype=jnp.bfloat16)),
+            "product bf16": jax.jit(lambda a, b: triton.product(a, b, sizes, transposed=True)),
+            "outer fp8": jax.jit(
+                lambda a, b: native.grouped_outer(a, b, scales, stops - blocks, stops, **kinds, dtype=jnp.float32)
+            ),
+            "outer bf16": jax.jit(lambda a, b: triton.outer(a, b, sizes, dtype=jnp.dtype(jnp.float32))),
+            "transpose of codes": jax.jit(lambda a, b: jnp.swapaxes(b, 1, 2)),
+            "rows apart, transposed": jax.jit(lambda a, b: codes_multiplied.in_whole_blocks(a, sizes, 128)[0].T),
+        }
+        given = {"product fp8": (x8, w8), "product bf16": (x, w), "outer fp8": (yt, xt), "outer bf16": (y, x)}
+        for what, run in runs.items():
+            try:
+                one = functools.partial(run, *given.get(what, (x8, w8)))
+                timed(one)
+                spent = sum(row[0] for row in table_of(one))
+                say(f"   {name} {what:24s} {spent:7.3f} ms  {2 * rows * depth * out / spent / 1e9:6.0f} TFLOP/s")
+            except Exception:
+                traceback.print_exc()
+
+
+def layer_step(shape: dict[str, int], recipe: gtp.Recipe | None, codes: bool):
     """Returns a compiled step, its arguments and its floating-point operations."""
     module = gtp.MoE(**shape, loss_reduction="sum", rngs=nnx.Rngs(0))
     graph, params = nnx.split(module)
@@ -52,7 +141,7 @@ def layer_step(shape: dict[str, int], recipe: gtp.Recipe | None):
         return jnp.vdot(nnx.merge(graph, params)(x).astype(jnp.float32), gradient.astype(jnp.float32))
 
     def step(params, x, gradient):
-        with gtp.use_recipe(recipe):
+        with gtp.use_recipe(recipe), multiplying_codes(codes):
             return jax.grad(loss, argnums=(0, 1))(params, x, gradient)
 
     size = (TOKENS // SEQUENCE, SEQUENCE, shape["features"])
@@ -96,17 +185,30 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
     parser.add_argument("--recipes", nargs="*", default=list(RECIPES))
     parser.add_argument("--repeat", type=int, default=20)
+    parser.add_argument("--check", action="store_true", help="only compare kernels with their oracle")
     args = parser.parse_args()
+    if args.check:
+        return check()
     args.out.mkdir(parents=True, exist_ok=True)
     say(jax.__version__, jax.devices(), "native:", gtp.native.describe())
     found = {}
+    again = [sys.executable, __file__, "--out", str(args.out), "--check"]
+    try:
+        # a kernel that hangs ends there
+        few = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        agree = subprocess.run(again, timeout=70, check=False, env=few).returncode == 0
+    except subprocess.TimeoutExpired:
+        agree = False
+    say("kernels of codes:", "agree with their oracle" if agree else "FAILED, left out below")
     for shape in args.shapes:
         steps = {}
         for recipe in args.recipes:
             name = f"{shape} {recipe}"
+            if RECIPES[recipe][1] and not agree:
+                continue
             try:
                 began = time.perf_counter()
-                compiled, operands, flops = layer_step(SHAPES[shape], RECIPES[recipe])
+                compiled, operands, flops = layer_step(SHAPES[shape], *RECIPES[recipe])
                 (args.out / f"{name.replace(' ', '_')}.hlo").write_text(compiled.as_text())
                 run = functools.partial(compiled, *operands)
                 timed(run), timed(run)
@@ -133,6 +235,8 @@ def main() -> None:
                 found.setdefault(name, {})["kernels"] = rows
             except Exception:
                 traceback.print_exc()
+        if agree:
+            time_products(SHAPES[shape])
         (args.out / "experts.json").write_text(json.dumps(found, indent=1))
 
 

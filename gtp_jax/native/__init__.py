@@ -5,6 +5,8 @@ call them.
 """
 
 from ._calls import dequantize as dequantize
+from ._calls import grouped_outer as grouped_outer
+from ._calls import grouped_product as grouped_product
 from ._calls import hadamard_amax as hadamard_amax
 from ._calls import multi_amax as multi_amax
 from ._calls import pack as pack

@@ -14,7 +14,7 @@ from jax.nn import initializers
 from ..collectives import split_features
 from ..layout import Layout, Split, layouts_of_kernels
 from ..mesh import current_view, degree
-from ..ops import SlottedWeight, grouped_matmul, grouped_quantized
+from ..ops import SlottedWeight, grouped_fp8, grouped_matmul, grouped_quantized
 from ..weights import GradReduce
 from ._weight import Initializer, WeightOwner, make_weight
 
@@ -67,6 +67,8 @@ class GroupedDense(WeightOwner):
     Raises:
         ValueError: if a size is not positive, or the ranks of `experts_axis` do not divide the experts.
     """
+
+    codes_multiply = True
 
     def __init__(
         self,
@@ -184,6 +186,8 @@ class GroupedDense(WeightOwner):
     ) -> jax.Array:
         if self.operands is None:
             return grouped_matmul(rows, weight, sizes)
+        if self.operands.weight.block is None:
+            return grouped_fp8(rows, weight, sizes, self.operands.gradient)
         return self.in_blocks(
             weight, lambda weight, key, operands: grouped_quantized(rows, weight, sizes, key, operands), key
         )

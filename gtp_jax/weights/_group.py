@@ -111,7 +111,7 @@ class WeightGroup:
         """Returns zeros, where the gradient of a gathered weight goes; `None` where its own gradient has the dtype, or
         it has none."""
         if isinstance(weight, QuantizedArray):
-            return jnp.zeros(weight.matrix, self.grad_reduce.slot)
+            return jnp.zeros(weight.shape, self.grad_reduce.slot)
         if self.frozen or weight.dtype == self.grad_reduce.slot:
             return None
         return jnp.zeros(weight.shape, self.grad_reduce.slot)

@@ -1,0 +1,174 @@
+"""The matmul of a layer of experts in FP8: forward, and both of backward."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Float, Int32
+
+from .. import native
+from ..formats import FP8_E4M3, Format, QuantizedArray
+from ..mesh import supports_grouped_fp8
+from ._amax import multi_amax, power_of_two_amax
+from ._grouped_matmul import by_group, by_shard, check_grouped, kernels_of
+from ._implementation import Implementation
+from ._operand import operand_amax, quantizable, tensor_unit, values_of
+from ._quantize import dequantize, quantize
+from ._save import save_for_backward
+from ._slot import SlottedWeight
+from ._tiles import cut_into_tiles, in_whole_blocks
+
+# Rows of a tile of the kernels for GPUs, and of what groups are filled up to where rows are contracted.
+_TILE = 128
+
+
+def grouped_fp8(
+    x: Float[jax.Array, "rows features_in"],
+    weight: Float[jax.Array, "shards groups part features_in"] | SlottedWeight,
+    group_sizes: Int32[jax.Array, " groups"],
+    gradients: Format,
+    *,
+    implementation: Implementation | None = None,
+) -> Float[jax.Array, "rows features_out"]:
+    """Returns `grouped_matmul` of operands rounded to FP8, each scaled by its own amax, as `linear_fp8` rounds them.
+
+    The input and the incoming gradient have one scale for all rows, each group's weight one of its own. Scales are
+    powers of two, so that a row's product depends on no other row, short of underflow.
+
+    On Hopper the codes are multiplied as they are; sums are those of its tensor cores, which cuBLASLt's fast
+    accumulation uses too: exact products, added with 14 bits at least. Elsewhere the same numbers are multiplied in the
+    dtype of `x`.
+
+    Args:
+        x: as in `grouped_matmul`; bfloat16, float16, float32, or float64, which is rounded to float32 first.
+        weight: likewise; with a slot, also the codes in which it travelled, in E4M3 and row-wise, of one scale a group.
+        group_sizes: likewise.
+        gradients: `FP8_E5M2` or `FP8_E4M3`.
+        implementation: as in `grouped_matmul`.
+
+    Returns:
+        As `grouped_matmul`. Backward keeps the codes of `x`.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as `grouped_matmul`.
+    """
+    codes, slot = weight if isinstance(weight, SlottedWeight) else (weight, weight)
+    if not isinstance(codes, QuantizedArray):
+        codes = _codes_of(lax.stop_gradient(codes))
+    values = jax.ShapeDtypeStruct(codes.shape, x.dtype)
+    run_natively = check_grouped("grouped_fp8", x, values, group_sizes, implementation)
+    fits = run_natively and multiplies_codes(codes)
+    return save_for_backward(_grouped(x, codes, slot, group_sizes, gradients, run_natively, fits, slot.dtype))
+
+
+def multiplies_codes(weight: QuantizedArray) -> bool:
+    """Says whether kernels multiply codes as they are: on Hopper, of sizes that its copies can handle."""
+    shards, _, part, features = weight.codes.shape
+    aligned = features % 16 == 0 and shards * part % 16 == 0
+    return aligned and supports_grouped_fp8() and native.has("gtp_grouped_product", "CUDA")
+
+
+def _codes_of(weight: jax.Array) -> QuantizedArray:
+    """Returns the codes of a weight, with one scale a group."""
+    groups = quantizable(by_group(weight))
+    amax = power_of_two_amax(multi_amax([groups], stacked=True), FP8_E4M3)
+    q = quantize(groups, FP8_E4M3, amax=amax)
+    shards, _, *matrix = weight.shape
+    codes, amaxes = by_shard(q.codes, weight.shape), jnp.broadcast_to(amax, (shards, *amax.shape))
+    return QuantizedArray(codes, None, amaxes, FP8_E4M3, (matrix[0], matrix[1]))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+def _grouped(
+    x: jax.Array,
+    weight: QuantizedArray,
+    slot: jax.Array,
+    group_sizes: jax.Array,
+    gradients: Format,
+    run_natively: bool,
+    fits: bool,
+    dtype: np.dtype,
+) -> jax.Array:
+    return _forward(x, weight, slot, group_sizes, gradients, run_natively, fits, dtype)[0]
+
+
+def _forward(
+    x: jax.Array,
+    weight: QuantizedArray,
+    slot: jax.Array,
+    group_sizes: jax.Array,
+    gradients: Format,
+    run_natively: bool,
+    fits: bool,
+    dtype: np.dtype,
+):
+    del slot, gradients, dtype
+    rows = quantizable(x)
+    codes = quantize(rows, FP8_E4M3, amax=operand_amax(multi_amax([rows]), FP8_E4M3)[0])
+    if fits:
+        y = _product(codes, by_group(weight.codes), _units(weight), group_sizes, x.dtype)
+    else:
+        kernel = by_group(dequantize(weight, _exact(x.dtype)).astype(x.dtype))
+        y = kernels_of(run_natively).product(values_of(codes, x.dtype), kernel, group_sizes, transposed=True)
+    return y, (codes, weight, group_sizes)
+
+
+def _backward(gradients: Format, run_natively: bool, fits: bool, kind: np.dtype, saved, gradient: jax.Array):
+    x, weight, group_sizes = saved
+    rows, dtype = quantizable(gradient), gradient.dtype
+    codes = quantize(rows, gradients, amax=power_of_two_amax(multi_amax([rows])[0], gradients))
+    if fits:
+        kernel = by_group(weight.codes)
+        to_x = _product(codes, jnp.swapaxes(kernel, 1, 2), _units(weight), group_sizes, dtype)
+        to_kernels = _outer(codes, x, group_sizes, kind)
+    else:
+        run = kernels_of(run_natively)
+        kernel = by_group(dequantize(weight, _exact(dtype)).astype(dtype))
+        values = values_of(codes, dtype)
+        to_x = run.product(values, kernel, group_sizes, transposed=False)
+        to_kernels = run.outer(values, values_of(x, dtype), group_sizes, dtype=kind)
+    return to_x, None, by_shard(to_kernels, weight.shape), None
+
+
+_grouped.defvjp(_forward, _backward)
+
+
+def _exact(dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
+    return jnp.float32 if dtype == jnp.float64 else dtype
+
+
+def _units(weight: QuantizedArray) -> jax.Array:
+    """Returns what each group's codes are multiplied with."""
+    return tensor_unit(weight)[0]
+
+
+def _product(
+    x: QuantizedArray, kernels: jax.Array, units: jax.Array, group_sizes: jax.Array, dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    """Returns each row of `x` times its group's codes `(groups, out, in)`."""
+    tiles = cut_into_tiles(group_sizes, x.codes.shape[0], _TILE)
+    scales = units * tensor_unit(x)
+    out = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+    y = native.grouped_product(x.codes, kernels, scales, *tiles, left_e5m2=_is_e5m2(x), right_e5m2=False, dtype=out)
+    return y.astype(dtype)
+
+
+def _outer(y: QuantizedArray, x: QuantizedArray, group_sizes: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Returns the sum over each group's rows of `y[row] x[row]^T`: `(groups, out, in)`."""
+    apart = [in_whole_blocks(q.codes, group_sizes, _TILE) for q in (y, x)]
+    (left, sizes), (right, _) = apart
+    stops = jnp.cumsum(sizes, dtype=jnp.int32)
+    scales = jnp.broadcast_to(tensor_unit(y) * tensor_unit(x), sizes.shape)
+    out = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+    found = native.grouped_outer(
+        left.T, right.T, scales, stops - sizes, stops, left_e5m2=_is_e5m2(y), right_e5m2=False, dtype=out
+    )
+    return found.astype(dtype)
+
+
+def _is_e5m2(q: QuantizedArray) -> bool:
+    return q.format.element == "e5m2"
