@@ -40,8 +40,13 @@ ffi::Error check_out(const ffi::AnyBuffer& out, const Dims& dims, bool& wide) {
   return ffi::Error::Success();
 }
 
-// left: uint8 (rows, depth). right: uint8 (groups, columns, depth). scales: float32 (groups,). tile_groups, starts,
-// stops: int32 (tiles,). out: (rows, columns).
+ffi::Error check_part(int64_t shards, int64_t part) {
+  if (shards > 1 && part % 128 != 0) return invalid("a shard's part of a group must be a multiple of 128");
+  return ffi::Error::Success();
+}
+
+// left: uint8 (rows, depth). right: uint8 (shards, groups, part, depth). scales: float32 (groups,). tile_groups, starts,
+// stops: int32 (tiles,). out: (rows, shards * part).
 ffi::Error grouped_product(Cuda::Context context, ffi::AnyBuffer left, ffi::AnyBuffer right, ffi::AnyBuffer scales,
                            ffi::AnyBuffer tile_groups, ffi::AnyBuffer starts, ffi::AnyBuffer stops,
                            ffi::Result<ffi::AnyBuffer> out, bool left_e5m2, bool right_e5m2) {
@@ -49,8 +54,10 @@ ffi::Error grouped_product(Cuda::Context context, ffi::AnyBuffer left, ffi::AnyB
     if (left.dimensions().size() != 2) return invalid("left must have 2 dimensions");
     const int64_t rows = left.dimensions()[0], depth = left.dimensions()[1];
     GTP_CHECK(check_operand("left", left, 2, depth));
-    GTP_CHECK(check_operand("right", right, 3, depth));
-    const int64_t groups = right.dimensions()[0], columns = right.dimensions()[1];
+    GTP_CHECK(check_operand("right", right, 4, depth));
+    const int64_t shards = right.dimensions()[0], groups = right.dimensions()[1], part = right.dimensions()[2];
+    const int64_t columns = shards * part;
+    GTP_CHECK(check_part(shards, part));
     GTP_CHECK(check_f32("scales", scales));
     if (static_cast<int64_t>(scales.element_count()) != groups) return invalid("scales must be one a group");
     int64_t tiles, count;
@@ -71,6 +78,7 @@ ffi::Error grouped_product(Cuda::Context context, ffi::AnyBuffer left, ffi::AnyB
     job.stops = static_cast<const int32_t*>(stops.untyped_data());
     job.scales = static_cast<const float*>(scales.untyped_data());
     job.out = out->untyped_data();
+    job.shards = static_cast<int>(shards);
     job.groups = static_cast<int>(groups);
     job.tiles = static_cast<int>(tiles);
     job.left_rows = static_cast<int>(rows);
@@ -84,7 +92,7 @@ ffi::Error grouped_product(Cuda::Context context, ffi::AnyBuffer left, ffi::AnyB
 }
 
 // left: uint8 (rows, depth). right: uint8 (columns, depth). scales: float32 (groups,). starts, stops: int32 (groups,).
-// out: (groups, rows, columns).
+// out: (shards, groups, rows / shards, columns).
 ffi::Error grouped_outer(Cuda::Context context, ffi::AnyBuffer left, ffi::AnyBuffer right, ffi::AnyBuffer scales,
                          ffi::AnyBuffer starts, ffi::AnyBuffer stops, ffi::Result<ffi::AnyBuffer> out, bool left_e5m2,
                          bool right_e5m2) {
@@ -102,7 +110,11 @@ ffi::Error grouped_outer(Cuda::Context context, ffi::AnyBuffer left, ffi::AnyBuf
     GTP_CHECK(check_i32("stops", stops, count));
     if (count != groups) return invalid("stops must be one a group");
     bool wide;
-    GTP_CHECK(check_out(*out, {groups, rows, columns}, wide));
+    if (out->dimensions().size() != 4) return invalid("the result must have 4 dimensions");
+    const int64_t shards = out->dimensions()[0], part = out->dimensions()[2];
+    if (shards * part != rows) return invalid("the result must have all rows of left");
+    GTP_CHECK(check_part(shards, part));
+    GTP_CHECK(check_out(*out, {shards, groups, part, columns}, wide));
     if (groups * rows >= kMost || groups * (rows / 128 + 1) * (columns / 256 + 1) >= kMost) {
       return invalid("there are too many tiles");
     }
@@ -114,6 +126,7 @@ ffi::Error grouped_outer(Cuda::Context context, ffi::AnyBuffer left, ffi::AnyBuf
     job.stops = static_cast<const int32_t*>(stops.untyped_data());
     job.scales = static_cast<const float*>(scales.untyped_data());
     job.out = out->untyped_data();
+    job.shards = static_cast<int>(shards);
     job.groups = static_cast<int>(groups);
     job.rows = static_cast<int>(rows);
     job.columns = static_cast<int>(columns);

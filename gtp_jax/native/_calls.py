@@ -123,13 +123,13 @@ def grouped_product(
 
     Args:
         left: uint8 `(rows, depth)`.
-        right: uint8 `(groups, columns, depth)`.
+        right: uint8 `(shards, groups, part, depth)`; of several shards, `part` is a multiple of 128.
         scales: float32 `(groups,)`.
         tile_groups, starts, stops: as `cut_into_tiles` makes them, of 128 rows.
         left_e5m2, right_e5m2: the element; E4M3 otherwise.
-        dtype: of the result `(rows, columns)`, bfloat16 or float32.
+        dtype: of the result `(rows, shards * part)`, bfloat16 or float32.
     """
-    (rows, depth), columns = left.shape, right.shape[1]
+    (rows, depth), columns = left.shape, right.shape[0] * right.shape[2]
     result = jax.ShapeDtypeStruct((rows, columns), dtype)
     operands = [left, right, scales, tile_groups, starts, stops]
     return _multiply("gtp_grouped_product", result, operands, rows * columns * depth, left_e5m2, right_e5m2)
@@ -142,6 +142,7 @@ def grouped_outer(
     starts: jax.Array,
     stops: jax.Array,
     *,
+    shards: int,
     left_e5m2: bool,
     right_e5m2: bool,
     dtype: jax.typing.DTypeLike,
@@ -153,11 +154,12 @@ def grouped_outer(
         right: uint8 `(wide, rows)`.
         scales: float32 `(groups,)`.
         starts, stops: int32 `(groups,)`.
+        shards: of the result; of several, each has a multiple of 128 rows of `left`.
         left_e5m2, right_e5m2: the element; E4M3 otherwise.
-        dtype: of the result `(groups, high, wide)`, bfloat16 or float32.
+        dtype: of the result `(shards, groups, high / shards, wide)`, bfloat16 or float32.
     """
     (high, rows), wide = left.shape, right.shape[0]
-    result = jax.ShapeDtypeStruct((*scales.shape, high, wide), dtype)
+    result = jax.ShapeDtypeStruct((shards, *scales.shape, high // shards, wide), dtype)
     operands = [left, right, scales, starts, stops]
     return _multiply("gtp_grouped_outer", result, operands, high * wide * rows, left_e5m2, right_e5m2)
 

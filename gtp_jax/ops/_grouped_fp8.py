@@ -14,10 +14,10 @@ from .. import native
 from ..formats import FP8_E4M3, Format, QuantizedArray
 from ..mesh import supports_grouped_fp8
 from ._amax import multi_amax, power_of_two_amax
-from ._grouped_matmul import by_group, by_shard, check_grouped, kernels_of
+from ._grouped_matmul import check_grouped, kernels_of
 from ._implementation import Implementation
 from ._operand import operand_amax, quantizable, tensor_unit, values_of
-from ._quantize import dequantize, quantize
+from ._quantize import quantize
 from ._save import save_for_backward
 from ._slot import SlottedWeight
 from ._tiles import cut_into_tiles, in_whole_blocks
@@ -68,18 +68,17 @@ def grouped_fp8(
 def multiplies_codes(weight: QuantizedArray) -> bool:
     """Says whether kernels multiply codes as they are: on Hopper, of sizes that its copies can handle."""
     shards, _, part, features = weight.codes.shape
-    aligned = features % 16 == 0 and shards * part % 16 == 0
+    aligned = features % 16 == 0 and shards * part % 16 == 0 and (shards == 1 or part % _TILE == 0)
     return aligned and supports_grouped_fp8() and native.has("gtp_grouped_product", "CUDA")
 
 
 def _codes_of(weight: jax.Array) -> QuantizedArray:
     """Returns the codes of a weight, with one scale a group."""
-    groups = quantizable(by_group(weight))
-    amax = power_of_two_amax(multi_amax([groups], stacked=True), FP8_E4M3)
-    q = quantize(groups, FP8_E4M3, amax=amax)
-    shards, _, *matrix = weight.shape
-    codes, amaxes = by_shard(q.codes, weight.shape), jnp.broadcast_to(amax, (shards, *amax.shape))
-    return QuantizedArray(codes, None, amaxes, FP8_E4M3, (matrix[0], matrix[1]))
+    values, (shards, groups, *_) = quantizable(weight), weight.shape
+    amax = multi_amax([jnp.reshape(values, (shards * groups, -1))], stacked=True)
+    whole = jnp.max(jnp.reshape(amax, (shards, groups)), axis=0)
+    shared = jnp.broadcast_to(power_of_two_amax(whole, FP8_E4M3), (shards, groups))
+    return quantize(values, FP8_E4M3, amax=shared)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
@@ -110,10 +109,10 @@ def _forward(
     rows = quantizable(x)
     codes = quantize(rows, FP8_E4M3, amax=operand_amax(multi_amax([rows]), FP8_E4M3)[0])
     if fits:
-        y = _product(codes, by_group(weight.codes), _units(weight), group_sizes, x.dtype)
+        y = _product(codes, weight.codes, _units(weight), group_sizes, x.dtype)
     else:
-        kernel = by_group(dequantize(weight, _exact(x.dtype)).astype(x.dtype))
-        y = kernels_of(run_natively).product(values_of(codes, x.dtype), kernel, group_sizes, transposed=True)
+        values = values_of(codes, x.dtype), values_of(weight, x.dtype)
+        y = kernels_of(run_natively).product(*values, group_sizes, transposed=True)
     return y, (codes, weight, group_sizes)
 
 
@@ -122,23 +121,19 @@ def _backward(gradients: Format, run_natively: bool, fits: bool, kind: np.dtype,
     rows, dtype = quantizable(gradient), gradient.dtype
     codes = quantize(rows, gradients, amax=power_of_two_amax(multi_amax([rows])[0], gradients))
     if fits:
-        kernel = by_group(weight.codes)
-        to_x = _product(codes, jnp.swapaxes(kernel, 1, 2), _units(weight), group_sizes, dtype)
-        to_kernels = _outer(codes, x, group_sizes, kind)
+        _, groups, _, features = weight.codes.shape
+        along_out = jnp.reshape(jnp.transpose(weight.codes, (1, 3, 0, 2)), (1, groups, features, -1))
+        to_x = _product(codes, along_out, _units(weight), group_sizes, dtype)
+        to_weight = _outer(codes, x, group_sizes, weight.shape[0], kind)
     else:
         run = kernels_of(run_natively)
-        kernel = by_group(dequantize(weight, _exact(dtype)).astype(dtype))
         values = values_of(codes, dtype)
-        to_x = run.product(values, kernel, group_sizes, transposed=False)
-        to_kernels = run.outer(values, values_of(x, dtype), group_sizes, dtype=kind)
-    return to_x, None, by_shard(to_kernels, weight.shape), None
+        to_x = run.product(values, values_of(weight, dtype), group_sizes, transposed=False)
+        to_weight = run.outer(values, values_of(x, dtype), group_sizes, shards=weight.shape[0], dtype=kind)
+    return to_x, None, to_weight, None
 
 
 _grouped.defvjp(_forward, _backward)
-
-
-def _exact(dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
-    return jnp.float32 if dtype == jnp.float64 else dtype
 
 
 def _units(weight: QuantizedArray) -> jax.Array:
@@ -149,7 +144,7 @@ def _units(weight: QuantizedArray) -> jax.Array:
 def _product(
     x: QuantizedArray, kernels: jax.Array, units: jax.Array, group_sizes: jax.Array, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-    """Returns each row of `x` times its group's codes `(groups, out, in)`."""
+    """Returns each row of `x` times its group's codes `(shards, groups, part, in)`."""
     tiles = cut_into_tiles(group_sizes, x.codes.shape[0], _TILE)
     scales = units * tensor_unit(x)
     out = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
@@ -157,15 +152,25 @@ def _product(
     return y.astype(dtype)
 
 
-def _outer(y: QuantizedArray, x: QuantizedArray, group_sizes: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Returns the sum over each group's rows of `y[row] x[row]^T`: `(groups, out, in)`."""
+def _outer(
+    y: QuantizedArray, x: QuantizedArray, group_sizes: jax.Array, shards: int, dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    """Returns the sum over each group's rows of `y[row] x[row]^T`: `(shards, groups, part, in)`."""
     apart = [in_whole_blocks(q.codes, group_sizes, _TILE) for q in (y, x)]
     (left, sizes), (right, _) = apart
     stops = jnp.cumsum(sizes, dtype=jnp.int32)
     scales = jnp.broadcast_to(tensor_unit(y) * tensor_unit(x), sizes.shape)
     out = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     found = native.grouped_outer(
-        left.T, right.T, scales, stops - sizes, stops, left_e5m2=_is_e5m2(y), right_e5m2=False, dtype=out
+        left.T,
+        right.T,
+        scales,
+        stops - sizes,
+        stops,
+        shards=shards,
+        left_e5m2=_is_e5m2(y),
+        right_e5m2=False,
+        dtype=out,
     )
     return found.astype(dtype)
 

@@ -63,12 +63,14 @@ struct DequantizeJob {
 
 // A matmul of FP8 codes whose rows belong to groups. Operands are matrices with the contraction last, `depth` bytes a row.
 //
-// Product: rows of `left` (left_rows, depth), each by its group's matrix of `right` (groups * columns, depth); out is
-// (left_rows, columns). `tile_groups`, `starts` and `stops` are of tiles of at most 128 rows; tiles of the group `groups`
-// are of rows that belong to none, and become zeros.
+// Product: rows of `left` (left_rows, depth), each by its group's matrix of `right` (shards, groups, columns / shards,
+// depth); out is (left_rows, columns). `tile_groups`, `starts` and `stops` are of tiles of at most 128 rows; tiles of the
+// group `groups` are of rows that belong to none, and become zeros.
 //
 // Outer: of each group, `left` (rows, depth) by `right` (columns, depth), contracted from its start to its stop, in
-// whole 128; out is (groups, rows, columns). `starts` and `stops` are of groups.
+// whole 128; out is (shards, groups, rows / shards, columns). `starts` and `stops` are of groups.
+//
+// Where there are several shards, each one's part of a group is a multiple of 128.
 struct GroupedJob {
   const uint8_t* left;
   const uint8_t* right;
@@ -77,7 +79,7 @@ struct GroupedJob {
   const int32_t* stops;
   const float* scales;  // of each group: what its sums are multiplied with
   void* out;
-  int groups, tiles, left_rows, rows, columns, depth;
+  int shards, groups, tiles, left_rows, rows, columns, depth;
   bool outer;
   bool left_e5m2, right_e5m2;  // e4m3 otherwise
   bool wide;                   // out is float32; bfloat16 otherwise

@@ -15,7 +15,9 @@ namespace gtp::cuda {
 namespace {
 
 constexpr int kRows = 128, kColumns = 256, kDepth = 128;
+constexpr int kBox = 128;  // rows that are copied at once
 constexpr int kStages = 4;
+static_assert(kRows == kBox);
 constexpr int kLeftBytes = kRows * kDepth, kRightBytes = kColumns * kDepth, kStageBytes = kLeftBytes + kRightBytes;
 constexpr int kAlignment = 1024;  // of what is swizzled
 constexpr int kSharedBytes = kStages * kStageBytes + kAlignment;
@@ -25,7 +27,8 @@ constexpr int kConsumerWarps = 8;
 constexpr int kStretch = 8;  // tiles of rows that blocks walk through for every column, so that operands stay in L2
 
 struct Work {
-  int left_row, right_row;  // of the operands
+  int left_row;  // of the operand
+  int right_rows[kColumns / kBox];
   int first, panels;        // of the contraction
   int group;
   int rows, columns;  // of the tile that are written
@@ -45,14 +48,15 @@ __device__ __forceinline__ bool find_work(const Arguments& arguments, int number
     const int high = (job.rows + kRows - 1) / kRows;
     const int within = number % (high * across);
     const int row = within / across * kRows, column = within % across * kColumns;
+    const int part = job.rows / job.shards, shard = row / part;
     work.group = number / (high * across);
     work.left_row = row;
-    work.right_row = column;
+    for (int i = 0; i < kColumns / kBox; ++i) work.right_rows[i] = column + i * kBox;
     work.first = job.starts[work.group];
     work.panels = (job.stops[work.group] - work.first + kDepth - 1) / kDepth;
     work.rows = min(kRows, job.rows - row);
     work.columns = min(kColumns, job.columns - column);
-    work.out = (int64_t{work.group} * job.rows + row) * job.columns + column;
+    work.out = ((int64_t{shard} * job.groups + work.group) * part + row % part) * job.columns + column;
     return true;
   }
   const int stretch = number / (kStretch * across), first = stretch * kStretch;
@@ -61,7 +65,11 @@ __device__ __forceinline__ bool find_work(const Arguments& arguments, int number
   const int start = job.starts[tile];
   work.group = job.tile_groups[tile];
   work.left_row = start;
-  work.right_row = work.group * job.columns + column;
+  const int part = job.columns / job.shards;
+  for (int i = 0; i < kColumns / kBox; ++i) {
+    const int own = column + i * kBox, shard = own < job.columns ? own / part : 0;
+    work.right_rows[i] = (shard * job.groups + work.group) * part + own % part;
+  }
   work.first = 0;
   work.panels = work.group < job.groups ? (job.depth + kDepth - 1) / kDepth : 0;  // rows of no group
   work.rows = min(kRows, job.stops[tile] - start);
@@ -171,7 +179,9 @@ __global__ void __launch_bounds__(kThreads, 1)
           arrive_expecting(barrier, kStageBytes);
           const int depth = work.first + i * kDepth;
           copy_box(target, &left, depth, work.left_row, barrier);
-          copy_box(target + kLeftBytes, &right, depth, work.right_row, barrier);
+          for (int j = 0; j < kColumns / kBox; ++j) {
+            copy_box(target + kLeftBytes + j * kBox * kDepth, &right, depth, work.right_rows[j], barrier);
+          }
           advance();
         }
       }
@@ -192,6 +202,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       wait(full + stage * 8, parity);
       const uint32_t panel = panels + stage * kStageBytes;
       const uint64_t a = describe_rows(panel + part * 64 * kDepth), b = describe_rows(panel + kLeftBytes);
+      keep(d);
       matmul_fence();
 #pragma unroll
       for (int k = 0; k < kDepth / 32; ++k) matmul_64x256x32<kLeftE5M2, kRightE5M2>(d, a + k * 2, b + k * 2);
@@ -202,6 +213,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       advance();
     }
     matmul_wait<0>();
+    keep(d);
     if (work.panels > 0 && speaks) arrive(empty + before * 8);
     write_tile<kWide>(arguments.job, work, d, part);
   }
@@ -222,11 +234,11 @@ Encode encoder() {
   return found;
 }
 
-// Boxes of `rows` x 128 bytes of a matrix of bytes, swizzled.
-bool encode(CUtensorMap& map, const uint8_t* data, int64_t height, int64_t width, uint32_t rows) {
+// Boxes of 128 x 128 bytes of a matrix of bytes, swizzled.
+bool encode(CUtensorMap& map, const uint8_t* data, int64_t height, int64_t width) {
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(height)};
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(width)};
-  const cuuint32_t box[2] = {kDepth, rows}, steps[2] = {1, 1};
+  const cuuint32_t box[2] = {kDepth, kBox}, steps[2] = {1, 1};
   return encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<uint8_t*>(data), sizes, strides, box, steps,
                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
@@ -264,7 +276,7 @@ const char* grouped_matmul(const GroupedJob& job, Stream stream) {
   const int64_t left_rows = job.outer ? job.rows : job.left_rows;
   const int64_t right_rows = job.outer ? job.columns : int64_t{job.groups} * job.columns;
   CUtensorMap left, right;
-  if (!encode(left, job.left, left_rows, job.depth, kRows) || !encode(right, job.right, right_rows, job.depth, kColumns)) {
+  if (!encode(left, job.left, left_rows, job.depth) || !encode(right, job.right, right_rows, job.depth)) {
     return "cuTensorMapEncodeTiled refuses an operand";
   }
   Arguments arguments{job, (job.columns + kColumns - 1) / kColumns, 0};

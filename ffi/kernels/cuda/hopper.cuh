@@ -64,6 +64,12 @@ __device__ __forceinline__ void matmul_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
 
+// Sums of matmuls under way: keeps the compiler from moving what reads or writes them across this.
+__device__ __forceinline__ void keep(float (&d)[128]) {
+#pragma unroll
+  for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
 // d += a b^T: 64 rows of a, 256 of b, 32 codes of each.
 template <bool kLeftE5M2, bool kRightE5M2>
 __device__ __forceinline__ void matmul_64x256x32(float (&d)[128], uint64_t a, uint64_t b) {
