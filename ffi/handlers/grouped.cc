@@ -139,8 +139,40 @@ ffi::Error grouped_outer(Cuda::Context context, ffi::AnyBuffer left, ffi::AnyBuf
   });
 }
 
+// rows: uint8 (rows, cols). starts, stops: int32 (tiles,), of rows; a tile has at most 128. out: uint8 (matrices, cols,
+// 128 * tiles of each).
+ffi::Error transpose(Cuda::Context context, ffi::AnyBuffer rows, ffi::AnyBuffer starts, ffi::AnyBuffer stops,
+                     ffi::Result<ffi::AnyBuffer> out) {
+  return guarded([&]() -> ffi::Error {
+    if (rows.dimensions().size() != 2) return invalid("rows must have 2 dimensions");
+    const int64_t cols = rows.dimensions()[1];
+    GTP_CHECK(check_operand("rows", rows, 2, cols));
+    int64_t tiles, count;
+    GTP_CHECK(check_i32("starts", starts, tiles));
+    GTP_CHECK(check_i32("stops", stops, count));
+    if (count != tiles) return invalid("stops must be one a tile");
+    if (out->dimensions().size() != 3) return invalid("the result must have 3 dimensions");
+    const int64_t matrices = out->dimensions()[0], each = out->dimensions()[2] / 128;
+    GTP_CHECK(check_bytes("the result", *out, {}, {matrices, cols, each * 128}));
+    if (matrices * each != tiles) return invalid("the result must have 128 columns a tile");
+    if (tiles * (cols / 128 + 1) >= kMost) return invalid("there are too many tiles");
+    if (out->element_count() == 0) return ffi::Error::Success();
+    TransposeJob job{};
+    job.rows = static_cast<const uint8_t*>(rows.untyped_data());
+    job.starts = static_cast<const int32_t*>(starts.untyped_data());
+    job.stops = static_cast<const int32_t*>(stops.untyped_data());
+    job.out = static_cast<uint8_t*>(out->untyped_data());
+    job.cols = cols;
+    job.tiles = static_cast<int>(tiles);
+    job.tiles_each = static_cast<int>(each);
+    return Cuda::run(context, cuda::transpose, job);
+  });
+}
+
 }  // namespace
 
+GTP_DEFINE_CUDA_HANDLER(transpose, transpose, .Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>()
+                        .Ret<ffi::AnyBuffer>());
 GTP_DEFINE_CUDA_HANDLER(grouped_product, grouped_product, .Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>()
                         .Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>()
                         .Attr<bool>("left_e5m2").Attr<bool>("right_e5m2"));

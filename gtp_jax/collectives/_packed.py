@@ -119,7 +119,9 @@ def pack_all(bundles: Sequence[Bundle]) -> list[Packed]:
             mine, amaxes = amaxes[: len(bundle.kernels)], amaxes[len(bundle.kernels) :]
             amax = jnp.stack(mine, axis=-1)
             if bundle.one_scale:
-                amax = _largest_of_each(amax, [len(layouts) for layouts in bundle.fused for _ in range(layouts[0].matrices)])
+                amax = _largest_of_each(
+                    amax, [len(layouts) for layouts in bundle.fused for _ in range(layouts[0].matrices)]
+                )
             if bundle.powers_of_two:
                 amax = power_of_two_amax(amax, bundle.format)
         if fits_blocks(bundle.fused, bundle.format):

@@ -164,6 +164,21 @@ def grouped_outer(
     return _multiply("gtp_grouped_outer", result, operands, high * wide * rows, left_e5m2, right_e5m2)
 
 
+def transpose(rows: jax.Array, starts: jax.Array, stops: jax.Array, *, matrices: int) -> jax.Array:
+    """Returns rows of bytes transposed, in tiles of up to 128 rows with zeros behind them; on GPUs alone.
+
+    Args:
+        rows: uint8 `(rows, columns)`, a multiple of 16 columns.
+        starts, stops: int32 `(tiles,)`.
+        matrices: how many to make, of equally many tiles, one beside the other.
+
+    Returns:
+        uint8 `(matrices, columns, tiles // matrices * 128)`.
+    """
+    shape = (matrices, rows.shape[1], starts.shape[0] // matrices * 128)
+    return _call("gtp_transpose", jax.ShapeDtypeStruct(shape, jnp.uint8), [rows, starts, stops], "sequential")
+
+
 def _multiply(
     target: str, result: Any, operands: Sequence[jax.Array], products: int, left_e5m2: bool, right_e5m2: bool
 ) -> Any:

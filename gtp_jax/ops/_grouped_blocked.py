@@ -28,9 +28,7 @@ def product(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, transpos
     return jnp.zeros((x.shape[0], parts.shape[-1]), x.dtype).at[flat].set(parts, mode="drop")
 
 
-def outer(
-    y: jax.Array, x: jax.Array, group_sizes: jax.Array, *, shards: int, dtype: jax.typing.DTypeLike
-) -> jax.Array:
+def outer(y: jax.Array, x: jax.Array, group_sizes: jax.Array, *, shards: int, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Returns the sum over each group's rows of `y[row] x[row]^T`: `(shards, groups, out / shards, in)`, in `dtype`."""
     groups = group_sizes.shape[0]
     tiles, rows, valid = _tiles(group_sizes, x.shape[0])

@@ -18,9 +18,10 @@ from ._grouped_matmul import check_grouped, kernels_of
 from ._implementation import Implementation
 from ._operand import operand_amax, quantizable, tensor_unit, values_of
 from ._quantize import quantize
+from ._quantize_fused import amax_fused, quantize_fused
 from ._save import save_for_backward
 from ._slot import SlottedWeight
-from ._tiles import cut_into_tiles, in_whole_blocks
+from ._tiles import cut_into_tiles
 
 # Rows of a tile of the kernels for GPUs, and of what groups are filled up to where rows are contracted.
 _TILE = 128
@@ -106,8 +107,7 @@ def _forward(
     dtype: np.dtype,
 ):
     del slot, gradients, dtype
-    rows = quantizable(x)
-    codes = quantize(rows, FP8_E4M3, amax=operand_amax(multi_amax([rows]), FP8_E4M3)[0])
+    codes = _quantized(quantizable(x), FP8_E4M3, fits)
     if fits:
         y = _product(codes, weight.codes, _units(weight), group_sizes, x.dtype)
     else:
@@ -118,12 +118,10 @@ def _forward(
 
 def _backward(gradients: Format, run_natively: bool, fits: bool, kind: np.dtype, saved, gradient: jax.Array):
     x, weight, group_sizes = saved
-    rows, dtype = quantizable(gradient), gradient.dtype
-    codes = quantize(rows, gradients, amax=power_of_two_amax(multi_amax([rows])[0], gradients))
+    dtype = gradient.dtype
+    codes = _quantized(quantizable(gradient), gradients, fits)
     if fits:
-        _, groups, _, features = weight.codes.shape
-        along_out = jnp.reshape(jnp.transpose(weight.codes, (1, 3, 0, 2)), (1, groups, features, -1))
-        to_x = _product(codes, along_out, _units(weight), group_sizes, dtype)
+        to_x = _product(codes, _along_out(weight.codes), _units(weight), group_sizes, dtype)
         to_weight = _outer(codes, x, group_sizes, weight.shape[0], kind)
     else:
         run = kernels_of(run_natively)
@@ -134,6 +132,12 @@ def _backward(gradients: Format, run_natively: bool, fits: bool, kind: np.dtype,
 
 
 _grouped.defvjp(_forward, _backward)
+
+
+def _quantized(rows: jax.Array, format: Format, fused: bool) -> QuantizedArray:
+    if fused:
+        return quantize_fused(rows, format, operand_amax(amax_fused(rows), format))
+    return quantize(rows, format, amax=operand_amax(multi_amax([rows])[0], format))
 
 
 def _units(weight: QuantizedArray) -> jax.Array:
@@ -156,14 +160,17 @@ def _outer(
     y: QuantizedArray, x: QuantizedArray, group_sizes: jax.Array, shards: int, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
     """Returns the sum over each group's rows of `y[row] x[row]^T`: `(shards, groups, part, in)`."""
-    apart = [in_whole_blocks(q.codes, group_sizes, _TILE) for q in (y, x)]
-    (left, sizes), (right, _) = apart
+    tiles = cut_into_tiles(group_sizes, x.codes.shape[0], _TILE)
+    # so that every group begins at a multiple of a tile, filled up with zeros; rows of no group are left out
+    ends = jnp.where(tiles.group < group_sizes.shape[0], tiles.stop, tiles.start)
+    left, right = (native.transpose(q.codes, tiles.start, ends, matrices=1)[0] for q in (y, x))
+    sizes = jnp.bincount(tiles.group, length=group_sizes.shape[0]).astype(jnp.int32) * _TILE
     stops = jnp.cumsum(sizes, dtype=jnp.int32)
     scales = jnp.broadcast_to(tensor_unit(y) * tensor_unit(x), sizes.shape)
     out = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     found = native.grouped_outer(
-        left.T,
-        right.T,
+        left,
+        right,
         scales,
         stops - sizes,
         stops,
@@ -173,6 +180,16 @@ def _outer(
         dtype=out,
     )
     return found.astype(dtype)
+
+
+def _along_out(codes: jax.Array) -> jax.Array:
+    """Maps `(shards, groups, part, in)` to `(1, groups, in, shards * part)`."""
+    shards, groups, part, features = codes.shape
+    if part % _TILE:
+        return jnp.reshape(jnp.transpose(codes, (1, 3, 0, 2)), (1, groups, features, shards * part))
+    group, shard, tile = np.mgrid[:groups, :shards, : part // _TILE]
+    starts = jnp.asarray(((shard * groups + group) * part + tile * _TILE).ravel(), jnp.int32)
+    return native.transpose(jnp.reshape(codes, (-1, features)), starts, starts + _TILE, matrices=groups)[None]
 
 
 def _is_e5m2(q: QuantizedArray) -> bool:

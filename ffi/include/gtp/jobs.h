@@ -85,6 +85,17 @@ struct GroupedJob {
   bool wide;                   // out is float32; bfloat16 otherwise
 };
 
+// Rows of bytes, transposed: tile i takes up to 128 rows from starts[i] to stops[i], zeros behind them. Tiles make
+// matrices of `tiles_each`: out is (matrices, cols, tiles_each * 128).
+struct TransposeJob {
+  const uint8_t* rows;
+  const int32_t* starts;
+  const int32_t* stops;
+  uint8_t* out;
+  int64_t cols;  // a multiple of 4
+  int tiles, tiles_each;
+};
+
 struct Array {
   const void* data;
   int64_t size;
