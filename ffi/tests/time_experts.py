@@ -129,58 +129,58 @@ def time_products(shape: dict[str, int]) -> None:
     sizes = jnp.bincount(chosen, length=groups).astype(jnp.int32)
     features, hidden = shape["features"], shape["hidden"]
     for name, depth, out in (("up", features, 2 * hidden), ("down", hidden, features)):
-        x = jax.random.normal(jax.random.key(1), (rows, depth), jnp.bfloat16)
-        w = jax.random.normal(jax.random.key(2), (groups, out, depth), jnp.bfloat16)
-        y = jax.random.normal(jax.random.key(3), (rows, out), jnp.bfloat16)
-        apart = (rows // 128 + groups + 1) * 128
-        x8, w8, y8, xt, yt = (
-            jax.lax.bitcast_convert_type(a.astype(jnp.float8_e4m3fn), jnp.uint8)
-            for a in (x, w, y, jnp.resize(x, (depth, apart)), jnp.resize(y, (out, apart)))
-        )
-        scales = jnp.ones(groups)
-        tiles = cut_into_tiles(sizes, rows, 128)
-        blocks = -(-sizes // 128) * 128
-        stops = jnp.cumsum(blocks, dtype=jnp.int32)
-        kinds = dict(left_e5m2=False, right_e5m2=False)
-        runs = {
-            "product fp8": jax.jit(
-                lambda a, b: native.grouped_product(a, b[None], scales, *tiles, **kinds, dtype=jnp.bfloat16)
-            ),
-            "product fp8, 4 shards": jax.jit(
-                lambda a, b: native.grouped_product(a, b, scales, *tiles, **kinds, dtype=jnp.bfloat16)
-            ),
-            "product bf16, 4 shards": jax.jit(lambda a, b: triton.product(a, b, sizes, transposed=True)),
-            "dgrad bf16": jax.jit(lambda a, b: triton.product(a, b[None], sizes, transposed=False)),
-            "dgrad bf16, 4 shards": jax.jit(lambda a, b: triton.product(a, b, sizes, transposed=False)),
-            "outer bf16, 4 shards": jax.jit(
-                lambda a, b: triton.outer(a, b, sizes, shards=4, dtype=jnp.dtype(jnp.float32))
-            ),
-            "product bf16": jax.jit(lambda a, b: triton.product(a, b[None], sizes, transposed=True)),
-            "outer fp8": jax.jit(
-                lambda a, b: native.grouped_outer(
-                    a, b, scales, stops - blocks, stops, shards=1, **kinds, dtype=jnp.float32
-                )
-            ),
-            "outer bf16": jax.jit(lambda a, b: triton.outer(a, b, sizes, shards=1, dtype=jnp.dtype(jnp.float32))),
-            "transpose of kernels": jax.jit(lambda a, b: codes_multiplied._along_out(b[None])),
-            "the same by XLA": jax.jit(lambda a, b: jnp.swapaxes(b, 1, 2)),
-            "transpose of rows": jax.jit(lambda a, b: native.transpose(a, tiles.start, tiles.stop, matrices=1)),
-            "quantize, amax fused": jax.jit(fused_codes),
-            "quantize, amax kernels": jax.jit(lambda a, b: gtp.quantize(a, gtp.formats.FP8_E4M3).codes),
-        }
-        sharded = [jnp.reshape(a, (4, groups, out // 4, depth)) for a in (w, w8)]
-        given = {"product bf16": (x, w), "outer fp8": (yt, xt), "outer bf16": (y, x), "dgrad bf16": (y, w)}
-        given |= {"quantize, amax fused": (x, w), "quantize, amax kernels": (x, w)}
-        given |= {"product fp8, 4 shards": (x8, sharded[1]), "product bf16, 4 shards": (x, sharded[0])}
-        given |= {"dgrad bf16, 4 shards": (y, sharded[0]), "outer bf16, 4 shards": (y, x)}
-        for what, run in runs.items():
-            try:
-                one = functools.partial(run, *given.get(what, (x8, w8)))
-                timed(one)
-                spent = sum(row[0] for row in table_of(one))
-                say(f"   {name} {what:24s} {spent:7.3f} ms  {2 * rows * depth * out / spent / 1e9:6.0f} TFLOP/s")
-            except Exception:
-                traceback.print_exc()
+        time_layer(name, depth, out, rows, groups, sizes)
+
+
+def time_layer(name: str, depth: int, out: int, rows: int, groups: int, sizes: jax.Array) -> None:
+    x = jax.random.normal(jax.random.key(1), (rows, depth), jnp.bfloat16)
+    w = jax.random.normal(jax.random.key(2), (groups, out, depth), jnp.bfloat16)
+    y = jax.random.normal(jax.random.key(3), (rows, out), jnp.bfloat16)
+    apart = (rows // 128 + groups + 1) * 128
+    x8, w8, y8, xt, yt = (
+        jax.lax.bitcast_convert_type(a.astype(jnp.float8_e4m3fn), jnp.uint8)
+        for a in (x, w, y, jnp.resize(x, (depth, apart)), jnp.resize(y, (out, apart)))
+    )
+    scales = jnp.ones(groups)
+    tiles = cut_into_tiles(sizes, rows, 128)
+    blocks = -(-sizes // 128) * 128
+    stops = jnp.cumsum(blocks, dtype=jnp.int32)
+    kinds = dict(left_e5m2=False, right_e5m2=False)
+    runs = {
+        "product fp8": jax.jit(
+            lambda a, b: native.grouped_product(a, b[None], scales, *tiles, **kinds, dtype=jnp.bfloat16)
+        ),
+        "product fp8, 4 shards": jax.jit(
+            lambda a, b: native.grouped_product(a, b, scales, *tiles, **kinds, dtype=jnp.bfloat16)
+        ),
+        "product bf16, 4 shards": jax.jit(lambda a, b: triton.product(a, b, sizes, transposed=True)),
+        "dgrad bf16": jax.jit(lambda a, b: triton.product(a, b[None], sizes, transposed=False)),
+        "dgrad bf16, 4 shards": jax.jit(lambda a, b: triton.product(a, b, sizes, transposed=False)),
+        "outer bf16, 4 shards": jax.jit(lambda a, b: triton.outer(a, b, sizes, shards=4, dtype=jnp.dtype(jnp.float32))),
+        "product bf16": jax.jit(lambda a, b: triton.product(a, b[None], sizes, transposed=True)),
+        "outer fp8": jax.jit(
+            lambda a, b: native.grouped_outer(a, b, scales, stops - blocks, stops, shards=1, **kinds, dtype=jnp.float32)
+        ),
+        "outer bf16": jax.jit(lambda a, b: triton.outer(a, b, sizes, shards=1, dtype=jnp.dtype(jnp.float32))),
+        "transpose of kernels": jax.jit(lambda a, b: codes_multiplied._along_out(b[None])),
+        "the same by XLA": jax.jit(lambda a, b: jnp.swapaxes(b, 1, 2)),
+        "transpose of rows": jax.jit(lambda a, b: native.transpose(a, tiles.start, tiles.stop, matrices=1)),
+        "quantize, amax fused": jax.jit(fused_codes),
+        "quantize, amax kernels": jax.jit(lambda a, b: gtp.quantize(a, gtp.formats.FP8_E4M3).codes),
+    }
+    sharded = [jnp.reshape(a, (4, groups, out // 4, depth)) for a in (w, w8)]
+    given = {"product bf16": (x, w), "outer fp8": (yt, xt), "outer bf16": (y, x), "dgrad bf16": (y, w)}
+    given |= {"quantize, amax fused": (x, w), "quantize, amax kernels": (x, w)}
+    given |= {"product fp8, 4 shards": (x8, sharded[1]), "product bf16, 4 shards": (x, sharded[0])}
+    given |= {"dgrad bf16, 4 shards": (y, sharded[0]), "outer bf16, 4 shards": (y, x)}
+    for what, run in runs.items():
+        try:
+            one = functools.partial(run, *given.get(what, (x8, w8)))
+            timed(one)
+            spent = sum(row[0] for row in table_of(one))
+            say(f"   {name} {what:24s} {spent:7.3f} ms  {2 * rows * depth * out / spent / 1e9:6.0f} TFLOP/s")
+        except Exception:
+            traceback.print_exc()
 
 
 def layer_step(shape: dict[str, int], recipe: gtp.Recipe | None, codes: bool):

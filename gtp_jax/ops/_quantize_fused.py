@@ -1,4 +1,4 @@
-"""Arrays to FP8 in operations that XLA fuses with what makes the array, so that it is never written in high precision."""
+"""Arrays to FP8 in operations that XLA fuses with what makes them: they are never written in high precision."""
 
 from __future__ import annotations
 
