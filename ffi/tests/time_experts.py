@@ -57,12 +57,12 @@ def say(*words: object) -> None:
 @contextlib.contextmanager
 def multiplying_codes(wanted: bool):
     """Lets experts multiply codes as they are, or not."""
-    kept = codes_multiplied.multiplies_codes
-    codes_multiplied.multiplies_codes = kept if wanted else lambda weight: False
+    kept = codes_multiplied.multiplies_fp8_groups
+    codes_multiplied.multiplies_fp8_groups = kept if wanted else lambda shape: False
     try:
         yield
     finally:
-        codes_multiplied.multiplies_codes = kept
+        codes_multiplied.multiplies_fp8_groups = kept
 
 
 def fused_codes(x: jax.Array, _: jax.Array | None = None, form: gtp.formats.Format = gtp.formats.FP8_E4M3) -> jax.Array:

@@ -30,8 +30,8 @@ class GroupedDense(WeightOwner):
     """`x[row] @ kernel[expert of row]`, for rows that are sorted by expert.
 
     All experts' shards travel in one gather, and their gradients in one reduce-scatter. With a recipe every expert's
-    kernel is a tensor of its own, with its own amax; inputs and gradients have one for all rows, see
-    `gtp_jax.ops.grouped_quantized`.
+    kernel is a tensor of its own, with its own amax, which its kernels of several names share where FP8 codes are
+    multiplied; inputs and gradients have one for all rows, see `gtp_jax.ops.grouped_fp8` and `grouped_quantized`.
 
     | parallel | kernel `(experts, in, out)` is sharded | input | output |
     |---|---|---|---|

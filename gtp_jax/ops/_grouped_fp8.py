@@ -62,13 +62,14 @@ def grouped_fp8(
         codes = _codes_of(lax.stop_gradient(codes))
     values = jax.ShapeDtypeStruct(codes.shape, x.dtype)
     run_natively = check_grouped("grouped_fp8", x, values, group_sizes, implementation)
-    fits = run_natively and multiplies_codes(codes)
+    fits = run_natively and multiplies_fp8_groups(codes.shape)
     return save_for_backward(_grouped(x, codes, slot, group_sizes, gradients, run_natively, fits, slot.dtype))
 
 
-def multiplies_codes(weight: QuantizedArray) -> bool:
-    """Says whether kernels multiply codes as they are: on Hopper, of sizes that its copies can handle."""
-    shards, _, part, features = weight.codes.shape
+def multiplies_fp8_groups(shape: tuple[int, ...]) -> bool:
+    """Says whether kernels multiply the codes of a weight `(shards, groups, part, features)` as they are: on Hopper, of
+    sizes that its copies can handle."""
+    shards, _, part, features = shape
     aligned = features % 16 == 0 and shards * part % 16 == 0 and (shards == 1 or part % _TILE == 0)
     return aligned and supports_grouped_fp8() and native.has("gtp_grouped_product", "CUDA")
 

@@ -169,7 +169,7 @@ class FP8(Recipe):
 
     Attributes:
         matmuls: whether dense layers and experts multiply in FP8 too, forward and backward; see
-            `gtp_jax.ops.linear_fp8` and `grouped_quantized`. Scales are then powers of two.
+            `gtp_jax.ops.linear_fp8` and `grouped_fp8`. Scales are then powers of two.
         gradient: `"e5m2"` or `"e4m3"`, in which incoming gradients are multiplied.
     """
 
