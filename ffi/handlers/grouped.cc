@@ -92,7 +92,7 @@ ffi::Error grouped_product(Cuda::Context context, ffi::AnyBuffer left, ffi::AnyB
 }
 
 // left: uint8 (rows, depth). right: uint8 (columns, depth). scales: float32 (groups,). starts, stops: int32 (groups,).
-// out: (shards, groups, rows / shards, columns).
+// out: (shards * groups, rows / shards, columns).
 ffi::Error grouped_outer(Cuda::Context context, ffi::AnyBuffer left, ffi::AnyBuffer right, ffi::AnyBuffer scales,
                          ffi::AnyBuffer starts, ffi::AnyBuffer stops, ffi::Result<ffi::AnyBuffer> out, bool left_e5m2,
                          bool right_e5m2) {
@@ -110,11 +110,11 @@ ffi::Error grouped_outer(Cuda::Context context, ffi::AnyBuffer left, ffi::AnyBuf
     GTP_CHECK(check_i32("stops", stops, count));
     if (count != groups) return invalid("stops must be one a group");
     bool wide;
-    if (out->dimensions().size() != 4) return invalid("the result must have 4 dimensions");
-    const int64_t shards = out->dimensions()[0], part = out->dimensions()[2];
+    if (out->dimensions().size() != 3) return invalid("the result must have 3 dimensions");
+    const int64_t part = out->dimensions()[1], shards = part > 0 ? rows / part : 1;
     if (shards * part != rows) return invalid("the result must have all rows of left");
     GTP_CHECK(check_part(shards, part));
-    GTP_CHECK(check_out(*out, {shards, groups, part, columns}, wide));
+    GTP_CHECK(check_out(*out, {shards * groups, part, columns}, wide));
     if (groups * rows >= kMost || groups * (rows / 128 + 1) * (columns / 256 + 1) >= kMost) {
       return invalid("there are too many tiles");
     }

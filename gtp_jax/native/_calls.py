@@ -159,9 +159,11 @@ def grouped_outer(
         dtype: of the result `(shards, groups, high / shards, wide)`, bfloat16 or float32.
     """
     (high, rows), wide = left.shape, right.shape[0]
-    result = jax.ShapeDtypeStruct((shards, *scales.shape, high // shards, wide), dtype)
+    # in three dimensions: with four, of which one is 1, XLA transposes in two passes what it can in one
+    result = jax.ShapeDtypeStruct((shards * scales.size, high // shards, wide), dtype)
     operands = [left, right, scales, starts, stops]
-    return _multiply("gtp_grouped_outer", result, operands, high * wide * rows, left_e5m2, right_e5m2)
+    found = _multiply("gtp_grouped_outer", result, operands, high * wide * rows, left_e5m2, right_e5m2)
+    return jnp.reshape(found, (shards, *scales.shape, *result.shape[1:]))
 
 
 def transpose(rows: jax.Array, starts: jax.Array, stops: jax.Array, *, matrices: int) -> jax.Array:

@@ -126,12 +126,14 @@ def outer(
         total = jax.lax.fori_loop(0, pl.cdiv(end - start, block.depth), step, total)
         mask = _outer_mask(total.shape, has_line, has_out)
         shard, own = _of_shard(line, shards, down // shards)
-        pltriton.store(total_of.at[shard, group, own, out[None, :]], total.astype(total_of.dtype), mask=mask)
+        place = total_of.at[shard * groups + group, own, out[None, :]]
+        pltriton.store(place, total.astype(total_of.dtype), mask=mask)
 
     grid = (high * wide, groups)
     flops = 2 * rows * down * across
-    shape = (shards, groups, down // shards, across)
-    return _call(program, grid, shape, dtype, block, flops, interpret)(starts, ends, y, x)
+    shape = (shards * groups, down // shards, across)
+    found = _call(program, grid, shape, dtype, block, flops, interpret)(starts, ends, y, x)
+    return jnp.reshape(found, (shards, groups, *shape[1:]))
 
 
 def _call(program, grid: tuple[int, ...], shape: tuple[int, ...], dtype, block: Block, flops: int, interpret: bool):
