@@ -28,6 +28,10 @@ from ._watch import Activity, Watch
 
 _SLOW_EVERY_S = 10.0
 
+# How long process 0 waits for the others to end before it does. With it ends JAX's coordinator, and then JAX aborts
+# them, perhaps before they have said why they end.
+_OTHERS_END_S = 1.0
+
 
 class PeerWatch(Watch):
     """The watch of one process over itself, from its start on, and over the others. A context manager.
@@ -46,6 +50,7 @@ class PeerWatch(Watch):
         self._stopwatch = Stopwatch()
         self._said: dict[int, Message] = {}  # the last beat of each process
         self._left: set[int] = set()  # those that have ended well
+        self._gone: set[int] = set()  # those whose connection has ended
         self._behind = ""  # as process 0 sees it
         self._slow: list[str] = []
         self._slow_checked = time.monotonic()
@@ -54,6 +59,7 @@ class PeerWatch(Watch):
         self._guard: Guard | None = None
         self._trouble: tuple[str, int] | None = None
         self._stop = threading.Event()
+        self._wake = threading.Event()  # something has happened before the next tick
         self._last_words = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -65,6 +71,7 @@ class PeerWatch(Watch):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stop.set()
+        self._wake.set()
         self._thread.join()
         if self._guard is not None:
             self._guard.dismiss()
@@ -106,9 +113,13 @@ class PeerWatch(Watch):
         self._end(reason, of_error(error))
 
     def leave(self, reason: str, code: int) -> None:
-        """Tells the others, and ends the child without a word."""
+        """Tells the others, lets them end first, and ends the child without a word."""
+        self._stop.set()  # what the others do now is no reason any more
         if self._peers is not None:
             self._peers.tell({"failed": reason, "code": code})
+            deadline = time.monotonic() + _OTHERS_END_S
+            while self._process == 0 and set(self._peers.connected) - self._gone and time.monotonic() < deadline:
+                time.sleep(0.02)
         if self._guard is not None:
             self._guard.dismiss()
 
@@ -119,17 +130,23 @@ class PeerWatch(Watch):
             if message is None or "bye" in message:
                 self._clock.forget(process)
         if message is None:
+            self._gone.add(process)
             if process not in self._left:
-                self._trouble = self._trouble or (f"process {process} has ended without a word", RETRY)
+                self._end_by(f"process {process} has ended without a word", RETRY)
         elif "bye" in message:
             self._said.pop(process, None)
             self._left.add(process)
         elif "failed" in message:
             reason = f"process {process} cannot go on either, which its own output explains: {message['failed']}"
-            self._trouble = self._trouble or (reason, int(message["code"]))
+            self._end_by(reason, int(message["code"]))
         elif "beat" in message:
             self._said[process] = message["beat"]
             self._behind = message.get("behind", self._behind)
+
+    def _end_by(self, reason: str, code: int) -> None:
+        """Lets the watch end the process, for the first of several reasons."""
+        self._trouble = self._trouble or (reason, code)
+        self._wake.set()
 
     def _end(self, reason: str, code: int, *, stacks: bool = False) -> NoReturn:
         if not self._last_words.acquire(blocking=False):
@@ -146,7 +163,10 @@ class PeerWatch(Watch):
         os._exit(code)
 
     def _run(self) -> None:
-        while not self._stop.wait(TICK_S):
+        while True:
+            self._wake.wait(TICK_S)
+            if self._stop.is_set():
+                return
             try:
                 self._tick()
             except Exception:

@@ -23,7 +23,9 @@ _TIMES = 2.0
 _OF_A_STEP = 0.1
 _DEVICE_TIMES = 1.5
 
-_SIZE = 512
+# Products of some milliseconds on a large GPU, beside which a launch is nothing.
+_SIZE = 4096
+_PRODUCTS = 8
 _TRIALS = 5
 
 Times = Mapping[str, float]
@@ -65,7 +67,7 @@ def slow(times: Mapping[int, Times]) -> list[str]:
     devices = {(p, what): s for p, of in times.items() for what, s in of.items() if what.startswith("device")}
     for (process, device), seconds, others in _apart(devices, _DEVICE_TIMES, 0.0):
         lines.append(
-            f"process {process}: {device} takes {seconds:.2f} ms for a product that takes {others:.2f} ms on others"
+            f"process {process}: {device} takes {seconds:.2f} ms for products that take {others:.2f} ms on others"
         )
     return lines
 
@@ -94,23 +96,27 @@ def timed_batches[B](watch: Watch, batches: Iterable[B]) -> Iterator[B]:
 
 
 class DeviceProbe:
-    """Times a product of matrices on each local device. To be used while no step is under way."""
+    """Times products of matrices on each local device. To be used while no step is under way."""
 
     def __init__(self) -> None:
-        self._products = {}
+        self._programs = {}
         for device in jax.local_devices():
             with jax.set_mesh(Mesh(np.array([device]), ("local",))):
-                x = jax.device_put(jnp.full((_SIZE, _SIZE), 1e-3), device)
-                product = jax.jit(jnp.matmul).lower(x, x).compile()
-                product(x, x).block_until_ready()  # the first one also loads it
-                self._products[f"device {device}"] = product, x
+                x = jax.device_put(jnp.full((_SIZE, _SIZE), 1 / _SIZE, jnp.bfloat16), device)
+                program = jax.jit(_products).lower(x).compile()
+                program(x).block_until_ready()  # the first one also loads it
+                self._programs[f"device {device}"] = program, x
 
     def __call__(self, watch: Watch) -> None:
         """Tells the least of several times of each device, which load from elsewhere disturbs least."""
-        for name, (product, x) in self._products.items():
+        for name, (program, x) in self._programs.items():
             seconds = []
             for _ in range(_TRIALS):
                 began = time.perf_counter()
-                product(x, x).block_until_ready()
+                program(x).block_until_ready()
                 seconds.append(time.perf_counter() - began)
             watch.timed(name, min(seconds))
+
+
+def _products(x: jax.Array) -> jax.Array:
+    return jax.lax.fori_loop(0, _PRODUCTS, lambda _, y: y @ x, x)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import random
 import signal
 import time
 from collections.abc import Callable
@@ -13,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from .fleets import elastic, events, finish, flags, logged, read_records, train, wait, write_text
+from .fleets import TIMEOUT_S, elastic, events, finish, flags, logged, read_records, train, wait, write_text
+from .kills import OF_TWO, harmed_run
 
 # One process of a fleet of three is lost: 9 sequences are not divisible by the two that are left.
 SMALL = dict(steps=12, batch=9, gtp=3, eval_every=6, save_every=100, snapshot_interval=2)
-OF_TWO = {**SMALL, "batch": 8, "gtp": 2}
 KILLS = 50
 
 
@@ -91,20 +90,9 @@ def test_a_replica_that_lost_a_device_goes_on_at_a_lower_tp(text, left_alone, tm
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(KILLS))
 def test_harm_at_a_random_moment_to_a_random_process_changes_no_loss(seed, text, left_alone, tmp_path):
-    chance = random.Random(seed)
-    out, number = tmp_path / "run", chance.choice([signal.SIGKILL, signal.SIGSTOP, signal.SIGUSR2])
-    begin, victim = chance.randrange(OF_TWO["steps"]), chance.randrange(2)
-    with elastic(flags(text, out, **OF_TWO), tmp_path) as run:
-        wait(lambda: events(out, "fleet") if begin == 0 else logged(out, begin), run)
-        time.sleep(chance.uniform(0, 20 if begin == 0 else 1))
-        if run.poll() is None:  # the run may have ended before
-            try:
-                os.kill(events(out, "fleet")[0]["processes"][victim], number)
-            except ProcessLookupError:
-                pass
-        finish(run, tmp_path)
-    assert_equal(out, left_alone(OF_TWO))
-    assert all(event["steps_lost"] <= 2 for event in events(out, "recovered"))
+    outcome = harmed_run(seed, text, tmp_path, left_alone(OF_TWO), TIMEOUT_S)
+    assert outcome.equal, outcome
+    assert all(event["steps_lost"] <= 2 for event in outcome.recovered)
 
 
 @pytest.mark.slow

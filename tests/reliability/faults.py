@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import concurrent.futures
 import os
 import re
 import shutil
@@ -50,7 +51,9 @@ def when(stage: str, number: int, what: signal.Signals, says: str, **options) ->
             pair.wait_for_step(7)
         pair.send(number, what)
 
-    victim = number if what in (signal.SIGKILL, signal.SIGSTOP) else None
+    victim = number if stage == "start" or what in (signal.SIGKILL, signal.SIGSTOP) else None
+    if stage == "start":
+        options["seconds"] = 180  # the other one waits 120 s for it
     return Fault(f"{what.name} to process {number} at {stage}", says, flags=LONG, then=then, victim=victim, **options)
 
 
@@ -248,21 +251,25 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", metavar="PATTERN", help="those whose name matches")
     parser.add_argument("--sample", action="store_true", help=f"{len(SAMPLE)} of the {len(FAULTS)}")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="runs at a time, 4 cores each (default: 1)")
     parser.add_argument("--keep", action="store_true", help="say where the output of each that was not found is")
     asked = parser.parse_args()
     chosen = [f for f in FAULTS if re.search(asked.only, f.name) and (not asked.sample or f.name in SAMPLE)]
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     counts: collections.Counter[str] = collections.Counter()
-    for i, fault in enumerate(chosen):
-        outcome = suffer(fault, folder / str(i))
-        counts[outcome.verdict] += 1
-        print(f"{outcome.verdict:<14} {outcome.seconds:5.0f} s {outcome.codes!s:<12} {fault.name}", flush=True)
-        if not outcome.good:
-            (folder / str(i) / "printed.txt").write_text(outcome.printed)
-            if asked.keep:
-                print(f"    {folder / str(i)}{os.sep}printed.txt")
-        else:
-            shutil.rmtree(folder / str(i), ignore_errors=True)
+    with concurrent.futures.ThreadPoolExecutor(asked.at_once) as pool:
+        running = {pool.submit(suffer, fault, folder / str(i)): (i, fault) for i, fault in enumerate(chosen)}
+        for done in concurrent.futures.as_completed(running):
+            i, fault = running[done]
+            outcome = done.result()
+            counts[outcome.verdict] += 1
+            print(f"{outcome.verdict:<14} {outcome.seconds:5.0f} s {outcome.codes!s:<12} {fault.name}", flush=True)
+            if not outcome.good:
+                (folder / str(i) / "printed.txt").write_text(outcome.printed)
+                if asked.keep:
+                    print(f"    {folder / str(i)}{os.sep}printed.txt")
+            else:
+                shutil.rmtree(folder / str(i), ignore_errors=True)
     print(f"\n{len(chosen)} tried: " + ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
     return 0 if set(counts) <= {"found", "went on"} else 1
 

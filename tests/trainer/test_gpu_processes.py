@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import time
 
 import jax
@@ -55,3 +58,27 @@ def test_a_dead_peer_under_nccl_ends_the_run_with_the_last_checkpoint(victim, te
     output = (tmp_path / f"process{1 - victim}.txt").read_text()
     assert f"gtp-jax: process {1 - victim} cannot go on: " in output, output[-3000:]
     assert f"The last checkpoint is of step {latest}" in output
+
+
+_OTHER_WORK = """
+import jax, jax.numpy as jnp
+x = jnp.full((8192, 8192), 1 / 8192, jnp.bfloat16)
+work = jax.jit(lambda x: jax.lax.fori_loop(0, 100, lambda _, y: y @ x, x))
+while True:
+    work(x).block_until_ready()
+"""
+
+
+def test_only_the_device_that_is_slow_is_named(text, tmp_path):
+    flags = small(text, tmp_path / "run", gtp=2, steps=1_000_000, eval_every=10, save_every=1_000_000)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    other = subprocess.Popen([sys.executable, "-c", _OTHER_WORK], env=environment)
+    try:
+        with processes(2, flags, tmp_path, gpu_each=True) as runs:
+            wait_until(lambda: "slow: " in (tmp_path / "process0.txt").read_text(), runs[0])
+            time.sleep(10)  # another would be named by then
+            said = [line for line in (tmp_path / "process0.txt").read_text().splitlines() if "slow: " in line]
+    finally:
+        other.kill()
+        other.wait()
+    assert all("slow: process 1: device " in line for line in said), said

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from gtp_jax._exit_codes import DIVERGED
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.cli import main
 from gtp_jax.models import family_of, next_token_loss
@@ -121,13 +122,13 @@ def test_a_run_that_went_back_skips_the_data_since_wherever_it_is_killed(text, t
     killed_after(monkeypatch, text, killed, 14, *flags, after_rollback=True)
     assert main(["train", f"--out={killed}", "--resume"]) == 0
     assert_same(never, killed, 24)
-    assert run(text, never, *flags, "--force", save_every=100) == 1  # nothing to go back to
+    assert run(text, never, *flags, "--force", save_every=100) == DIVERGED  # nothing to go back to
     assert "and there is no checkpoint to go back to" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_a_run_that_stops_names_its_reason_and_saves_nothing_more(text, tmp_path, capsys):
-    assert run(text, tmp_path / "run") == 1
+    assert run(text, tmp_path / "run") == DIVERGED
     said = capsys.readouterr().err
     assert "the loss of step 16 is nan. Take a lower --lr or a longer --warmup. Batch 15: sample " in said
     assert "of rank dp 0 x gtp " in said and "the first gradient that is not finite is that of head." in said

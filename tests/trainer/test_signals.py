@@ -134,7 +134,7 @@ def test_no_process_saves_if_one_needs_longer_than_the_grace(grace_s, saves):
 
 
 _BUSY = """
-import ctypes, sys
+import hashlib, sys
 from pathlib import Path
 from gtp_jax.trainer import Launch, RunDirectory
 from gtp_jax.trainer._interrupt import Interrupt
@@ -147,7 +147,7 @@ with Interrupt(launch, watch) as interrupt, watch, Peers(launch) as peers:
     interrupt.attend(peers, RunDirectory(Path(sys.argv[1])), GRACE)
     print("ready", flush=True)
     with LOOP:
-        ctypes.CDLL(None).sleep(50)  # native code, as compilation and a step that hangs are
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # minutes of native code, as compilation is
 """
 
 
