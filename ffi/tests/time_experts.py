@@ -38,29 +38,16 @@ SHAPES = {
     "qwen3": dict(features=2048, hidden=768, num_experts=128, top_k=8),
     "mixtral": dict(features=4096, hidden=14336, num_experts=8, top_k=2),
 }
-_FP8 = gtp.FP8(matmuls=True, exclude=())
-# name: recipe, and whether codes are multiplied as they are; else their values, in bfloat16
 RECIPES = {
-    "bf16": (None, False),
-    "fp8 of values": (_FP8, False),
-    "fp8": (_FP8, True),
+    "bf16": None,
+    "fp8": gtp.FP8(matmuls=True, exclude=()),
+    "fp8 codes": gtp.FP8(matmuls=True, expert_codes=True, exclude=()),
 }
 FEW = 3  # steps that are traced
 
 
 def say(*words: object) -> None:
     print(*words, flush=True)
-
-
-@contextlib.contextmanager
-def multiplying_codes(wanted: bool):
-    """Lets experts multiply codes as they are, or not."""
-    kept = codes_multiplied.multiplies_fp8_groups
-    codes_multiplied.multiplies_fp8_groups = kept if wanted else lambda shape: False
-    try:
-        yield
-    finally:
-        codes_multiplied.multiplies_fp8_groups = kept
 
 
 def fused_codes(x: jax.Array, _: jax.Array | None = None, form: gtp.formats.Format = gtp.formats.FP8_E4M3) -> jax.Array:
@@ -151,26 +138,20 @@ def time_layer(name: str, depth: int, out: int, rows: int, groups: int, sizes: j
         "product fp8, 4 shards": jax.jit(
             lambda a, b: native.grouped_product(a, b, scales, *tiles, **kinds, dtype=jnp.bfloat16)
         ),
-        "product bf16, 4 shards": jax.jit(lambda a, b: triton.product(a, b, sizes, transposed=True)),
-        "dgrad bf16": jax.jit(lambda a, b: triton.product(a, b[None], sizes, transposed=False)),
-        "dgrad bf16, 4 shards": jax.jit(lambda a, b: triton.product(a, b, sizes, transposed=False)),
-        "outer bf16, 4 shards": jax.jit(lambda a, b: triton.outer(a, b, sizes, shards=4, dtype=jnp.dtype(jnp.float32))),
-        "product bf16": jax.jit(lambda a, b: triton.product(a, b[None], sizes, transposed=True)),
+        "product bf16": jax.jit(lambda a, b: triton.product(a, b, sizes, transposed=True)),
         "outer fp8": jax.jit(
             lambda a, b: native.grouped_outer(a, b, scales, stops - blocks, stops, shards=1, **kinds, dtype=jnp.float32)
         ),
-        "outer bf16": jax.jit(lambda a, b: triton.outer(a, b, sizes, shards=1, dtype=jnp.dtype(jnp.float32))),
+        "outer bf16": jax.jit(lambda a, b: triton.outer(a, b, sizes, dtype=jnp.dtype(jnp.float32))),
         "transpose of kernels": jax.jit(lambda a, b: codes_multiplied._along_out(b[None])),
         "the same by XLA": jax.jit(lambda a, b: jnp.swapaxes(b, 1, 2)),
         "transpose of rows": jax.jit(lambda a, b: native.transpose(a, tiles.start, tiles.stop, matrices=1)),
         "quantize, amax fused": jax.jit(fused_codes),
         "quantize, amax kernels": jax.jit(lambda a, b: gtp.quantize(a, gtp.formats.FP8_E4M3).codes),
     }
-    sharded = [jnp.reshape(a, (4, groups, out // 4, depth)) for a in (w, w8)]
-    given = {"product bf16": (x, w), "outer fp8": (yt, xt), "outer bf16": (y, x), "dgrad bf16": (y, w)}
+    given = {"product bf16": (x, w), "outer fp8": (yt, xt), "outer bf16": (y, x)}
     given |= {"quantize, amax fused": (x, w), "quantize, amax kernels": (x, w)}
-    given |= {"product fp8, 4 shards": (x8, sharded[1]), "product bf16, 4 shards": (x, sharded[0])}
-    given |= {"dgrad bf16, 4 shards": (y, sharded[0]), "outer bf16, 4 shards": (y, x)}
+    given |= {"product fp8, 4 shards": (x8, jnp.reshape(w8, (4, groups, out // 4, depth)))}
     for what, run in runs.items():
         try:
             one = functools.partial(run, *given.get(what, (x8, w8)))
@@ -181,7 +162,7 @@ def time_layer(name: str, depth: int, out: int, rows: int, groups: int, sizes: j
             traceback.print_exc()
 
 
-def layer_step(shape: dict[str, int], recipe: gtp.Recipe | None, codes: bool):
+def layer_step(shape: dict[str, int], recipe: gtp.Recipe | None):
     """Returns a compiled step, its arguments and its floating-point operations."""
     module = gtp.MoE(**shape, loss_reduction="sum", rngs=nnx.Rngs(0))
     graph, params = nnx.split(module)
@@ -190,7 +171,7 @@ def layer_step(shape: dict[str, int], recipe: gtp.Recipe | None, codes: bool):
         return jnp.vdot(nnx.merge(graph, params)(x).astype(jnp.float32), gradient.astype(jnp.float32))
 
     def step(params, x, gradient):
-        with gtp.use_recipe(recipe), multiplying_codes(codes):
+        with gtp.use_recipe(recipe):
             return jax.grad(loss, argnums=(0, 1))(params, x, gradient)
 
     size = (TOKENS // SEQUENCE, SEQUENCE, shape["features"])
@@ -247,7 +228,7 @@ def main() -> None:
             name = f"{shape} {recipe}"
             try:
                 began = time.perf_counter()
-                compiled, operands, flops = layer_step(SHAPES[shape], *RECIPES[recipe])
+                compiled, operands, flops = layer_step(SHAPES[shape], RECIPES[recipe])
                 (args.out / f"{name.replace(' ', '_')}.hlo").write_text(compiled.as_text())
                 run = functools.partial(compiled, *operands)
                 timed(run), timed(run)

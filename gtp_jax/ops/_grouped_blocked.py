@@ -10,11 +10,9 @@ from ._tiles import Tiles, cut_into_tiles
 
 
 def product(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, transposed: bool) -> jax.Array:
-    """Returns each row of `x` times its group's kernel of `weight`, `(shards, groups, part, features)`: along the
-    features if `transposed`, so that the result has `shards * part` columns, else along the parts."""
+    """See `grouped_matmul`; the kernels are `(groups, out, in)` if `transposed`, else `(groups, in, out)`."""
     tiles, rows, valid = _tiles(group_sizes, x.shape[0])
-    shards, groups, part, features = weight.shape
-    weight = jnp.reshape(jnp.swapaxes(weight, 0, 1), (groups, shards * part, features))
+    groups = weight.shape[0]
     contracted = (((1,), (1 if transposed else 0,)), ((), ()))
 
     def multiply(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -28,8 +26,8 @@ def product(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, transpos
     return jnp.zeros((x.shape[0], parts.shape[-1]), x.dtype).at[flat].set(parts, mode="drop")
 
 
-def outer(y: jax.Array, x: jax.Array, group_sizes: jax.Array, *, shards: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Returns the sum over each group's rows of `y[row] x[row]^T`: `(shards, groups, out / shards, in)`, in `dtype`."""
+def outer(y: jax.Array, x: jax.Array, group_sizes: jax.Array, *, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Returns the sum over each group's rows of `y[row] x[row]^T`: `(groups, out, in)`, in `dtype`."""
     groups = group_sizes.shape[0]
     tiles, rows, valid = _tiles(group_sizes, x.shape[0])
     wide = _wide(x.dtype)
@@ -42,8 +40,7 @@ def outer(y: jax.Array, x: jax.Array, group_sizes: jax.Array, *, shards: int, dt
         return total.at[group].add(part, mode="drop"), None  # out of bounds: rows of no group
 
     zeros = jnp.zeros((groups, y.shape[1], x.shape[1]), wide)
-    kernels = lax.scan(add, zeros, (tiles.group, rows, valid))[0].astype(dtype)
-    return jnp.swapaxes(jnp.reshape(kernels, (groups, shards, -1, x.shape[1])), 0, 1)
+    return lax.scan(add, zeros, (tiles.group, rows, valid))[0].astype(dtype)
 
 
 def _tiles(group_sizes: jax.Array, rows: int) -> tuple[Tiles, jax.Array, jax.Array]:

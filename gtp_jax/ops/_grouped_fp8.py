@@ -14,7 +14,7 @@ from .. import native
 from ..formats import FP8_E4M3, Format, QuantizedArray
 from ..mesh import supports_grouped_fp8
 from ._amax import multi_amax, power_of_two_amax
-from ._grouped_matmul import check_grouped, kernels_of
+from ._grouped_matmul import by_group, by_shard, check_grouped, kernels_of
 from ._implementation import Implementation
 from ._operand import operand_amax, quantizable, tensor_unit, values_of
 from ._quantize import quantize
@@ -112,7 +112,7 @@ def _forward(
     if fits:
         y = _product(codes, weight.codes, _units(weight), group_sizes, x.dtype)
     else:
-        values = values_of(codes, x.dtype), values_of(weight, x.dtype)
+        values = values_of(codes, x.dtype), by_group(values_of(weight, x.dtype))
         y = kernels_of(run_natively).product(*values, group_sizes, transposed=True)
     return y, (codes, weight, group_sizes)
 
@@ -127,8 +127,8 @@ def _backward(gradients: Format, run_natively: bool, fits: bool, kind: np.dtype,
     else:
         run = kernels_of(run_natively)
         values = values_of(codes, dtype)
-        to_x = run.product(values, values_of(weight, dtype), group_sizes, transposed=False)
-        to_weight = run.outer(values, values_of(x, dtype), group_sizes, shards=weight.shape[0], dtype=kind)
+        to_x = run.product(values, by_group(values_of(weight, dtype)), group_sizes, transposed=False)
+        to_weight = by_shard(run.outer(values, values_of(x, dtype), group_sizes, dtype=kind), weight.shape)
     return to_x, None, to_weight, None
 
 

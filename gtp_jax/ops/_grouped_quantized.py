@@ -11,7 +11,7 @@ from jaxtyping import Float, Int32, UInt32
 
 from ..formats import Format, Operands, QuantizedArray
 from ._amax import hadamard_amax, multi_amax
-from ._grouped_matmul import check_grouped, kernels_of
+from ._grouped_matmul import by_group, by_shard, check_grouped, kernels_of
 from ._implementation import Implementation
 from ._operand import operand_amax, quantizable, rounded_weight, values_of
 from ._quantize import quantize
@@ -29,7 +29,7 @@ def grouped_quantized(
     *,
     implementation: Implementation | None = None,
 ) -> Float[jax.Array, "rows features_out"]:
-    """Returns `grouped_matmul` of operands rounded as `linear_blocks` rounds a dense layer's.
+    """Returns `grouped_matmul` of operands rounded as `linear_blocks` or `linear_fp8` round a dense layer's.
 
     | product | operands, and along what their blocks run |
     |---|---|
@@ -91,7 +91,7 @@ def _forward(
     del slot, dtype
     along_in, along_rows, _ = _copies(x, group_sizes, operands.activation, operands.hadamard)
     values = values_of(along_in, x.dtype)
-    y = kernels_of(native).product(values, weight, group_sizes, transposed=True)
+    y = kernels_of(native).product(values, by_group(weight), group_sizes, transposed=True)
     return y, (along_rows, weight, group_sizes, key)
 
 
@@ -101,11 +101,10 @@ def _backward(operands: Operands, native: bool, kind: np.dtype, saved, gradient:
     rounding = key if operands.stochastic else None
     along_out, along_rows, sizes = _copies(gradient, group_sizes, operands.gradient, operands.hadamard, rounding)
     columns = rounded_weight(weight, operands, "column")
-    kernel = values_of(columns, dtype) if isinstance(columns, QuantizedArray) else columns
+    kernel = by_group(values_of(columns, dtype) if isinstance(columns, QuantizedArray) else columns)
     to_x = run.product(values_of(along_out, dtype), kernel, group_sizes, transposed=False)
-    values = values_of(along_rows, dtype), values_of(x_rows, dtype)
-    to_weight = run.outer(*values, sizes, shards=weight.shape[0], dtype=kind)
-    return to_x, None, to_weight, None, None
+    to_kernels = run.outer(values_of(along_rows, dtype), values_of(x_rows, dtype), sizes, dtype=kind)
+    return to_x, None, by_shard(to_kernels, weight.shape), None, None
 
 
 _grouped_quantized.defvjp(_forward, _backward)
@@ -117,7 +116,9 @@ def _copies(
     """Returns an operand in blocks along its features; and along its rows, with groups moved apart, and their sizes
     there."""
     rows = quantizable(x)
-    assert form.block is not None
+    if form.block is None:
+        along = quantize(rows, form, amax=operand_amax(multi_amax([rows]), form)[0], key=key)
+        return along, along, group_sizes
     apart, sizes = in_whole_blocks(rows, group_sizes, form.block[1])
     if not form.has_amax:
         return quantize(rows, form, key=key), quantize(apart, form, axis="column", key=key), sizes

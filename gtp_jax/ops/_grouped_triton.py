@@ -46,11 +46,9 @@ def product(
     block: Block = Block(),  # noqa: B008  immutable
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns each row of `x` times its group's kernel of `weight`, `(shards, groups, part, features)`: along the
-    features if `transposed`, so that the result has `shards * part` columns, else along the parts."""
+    """See `grouped_matmul`; the kernels are `(groups, out, in)` if `transposed`, else `(groups, in, out)`."""
     rows, depth = x.shape
-    shards, groups, part, features = weight.shape
-    columns = shards * part if transposed else features
+    groups, columns = weight.shape[0], weight.shape[1 if transposed else 2]
     tiles = cut_into_tiles(group_sizes, rows, block.rows)
     across = pl.cdiv(columns, block.columns)
     down = tiles.group.shape[0]
@@ -72,11 +70,10 @@ def product(
             def step(i, total):
                 inner, has_inner = _span(i, block.depth, depth)
                 left = _load(x.at[row[:, None], inner[None, :]], real, has_inner)
-                line, has_line, column, has_column = out, has_out, inner, has_inner
-                if not transposed:
-                    line, has_line, column, has_column = inner, has_inner, out, has_out
-                shard, own = _of_shard(line, shards, part)
-                right = _load(weight.at[shard, group, own, column[None, :]], has_line, has_column)
+                if transposed:
+                    right = _load(weight.at[group, out[:, None], inner[None, :]], has_out, has_inner)
+                else:
+                    right = _load(weight.at[group, inner[:, None], out[None, :]], has_inner, has_out)
                 return total + pltriton.dot(left, right, trans_b=transposed)
 
             total = jnp.zeros((block.rows, block.columns), jnp.float32)
@@ -90,18 +87,17 @@ def product(
     return _call(program, (down * across,), (rows, columns), x.dtype, block, flops, interpret)(*tiles, x, weight)
 
 
-@functools.partial(jax.jit, static_argnames=("shards", "dtype", "block", "interpret"))
+@functools.partial(jax.jit, static_argnames=("dtype", "block", "interpret"))
 def outer(
     y: jax.Array,
     x: jax.Array,
     group_sizes: jax.Array,
     *,
-    shards: int,
     dtype: np.dtype,
     block: Block = Block(),  # noqa: B008  immutable
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns the sum over each group's rows of `y[row] x[row]^T`: `(shards, groups, out / shards, in)`, in `dtype`."""
+    """Returns the sum over each group's rows of `y[row] x[row]^T`: `(groups, out, in)`, in `dtype`."""
     rows, down, across, groups = x.shape[0], y.shape[1], x.shape[1], group_sizes.shape[0]
     ends = jnp.minimum(jnp.cumsum(group_sizes, dtype=jnp.int32), rows)
     starts = jnp.append(jnp.int32(0), ends[:-1])
@@ -125,15 +121,11 @@ def outer(
         total = jnp.zeros((block.rows, block.columns), jnp.float32)
         total = jax.lax.fori_loop(0, pl.cdiv(end - start, block.depth), step, total)
         mask = _outer_mask(total.shape, has_line, has_out)
-        shard, own = _of_shard(line, shards, down // shards)
-        place = total_of.at[shard * groups + group, own, out[None, :]]
-        pltriton.store(place, total.astype(total_of.dtype), mask=mask)
+        pltriton.store(total_of.at[group, line[:, None], out[None, :]], total.astype(total_of.dtype), mask=mask)
 
     grid = (high * wide, groups)
     flops = 2 * rows * down * across
-    shape = (shards * groups, down // shards, across)
-    found = _call(program, grid, shape, dtype, block, flops, interpret)(starts, ends, y, x)
-    return jnp.reshape(found, (shards, groups, *shape[1:]))
+    return _call(program, grid, (groups, down, across), dtype, block, flops, interpret)(starts, ends, y, x)
 
 
 def _call(program, grid: tuple[int, ...], shape: tuple[int, ...], dtype, block: Block, flops: int, interpret: bool):
@@ -168,13 +160,6 @@ def _span(number: jax.Array, size: int, limit: int) -> tuple[jax.Array, jax.Arra
     """Returns the indices of a block, and which of them the array has; `None` if all blocks are whole."""
     index = number * size + jnp.arange(size)
     return index, None if limit % size == 0 else index < limit
-
-
-def _of_shard(line: jax.Array, shards: int, part: int) -> tuple[jax.Array | int, jax.Array]:
-    """Returns each line's shard, and its place in that one's part."""
-    line = line[:, None]
-    # a shard of no line is 0, so that nothing beyond the array is loaded where there is one shard
-    return (0, line) if shards == 1 else (line // part, line % part)
 
 
 def _load(block, rows: jax.Array | None, columns: jax.Array | None) -> jax.Array:

@@ -56,18 +56,6 @@ def oracle(sizes, x, weight, gradient):
     return y, to_x, to_weight
 
 
-def in_shards(weight, shards):
-    """`(groups, out, in)` as a gather of so many shards leaves it."""
-    groups, _, features = weight.shape
-    return jnp.swapaxes(weight.reshape(groups, shards, -1, features), 0, 1)
-
-
-def in_groups(weight):
-    """The inverse."""
-    _, groups, _, features = weight.shape
-    return jnp.swapaxes(weight, 0, 1).reshape(groups, -1, features)
-
-
 def assert_close(found, wanted, tolerance):
     for a, b in zip(found, wanted, strict=True):
         error = np.linalg.norm(np.asarray(a, np.float64) - b)
@@ -80,14 +68,12 @@ def assert_close(found, wanted, tolerance):
 def test_kernels_multiply_each_row_with_its_own_groups_kernel(name, case):
     kernels, options = ON_CPU[name]
     sizes, x, weight, gradient = operands(*case, dtype=np.float32)
-    for shards in (1, 2):
-        by_shard = in_shards(weight, shards)
-        found = (
-            kernels.product(x, by_shard, sizes, transposed=True, **options),
-            kernels.product(gradient, by_shard, sizes, transposed=False, **options),
-            in_groups(kernels.outer(gradient, x, sizes, shards=shards, dtype=x.dtype, **options)),
-        )
-        assert_close(found, oracle(sizes, x, weight, gradient), 1e-6)
+    found = (
+        kernels.product(x, weight, sizes, transposed=True, **options),
+        kernels.product(gradient, weight, sizes, transposed=False, **options),
+        kernels.outer(gradient, x, sizes, dtype=x.dtype, **options),
+    )
+    assert_close(found, oracle(sizes, x, weight, gradient), 1e-6)
 
 
 @pytest.mark.parametrize("shards", [1, 4])
@@ -95,7 +81,7 @@ def test_kernels_multiply_each_row_with_its_own_groups_kernel(name, case):
 @pytest.mark.usefixtures("on_cpu")
 def test_gradients_are_those_of_a_matmul_a_group(shards, dtype, tolerance, x64):
     sizes, x, weight, gradient = operands(90, 24, 64, 8, 3, dtype)
-    as_gathered = in_shards(weight, shards)
+    as_gathered = jnp.swapaxes(weight.reshape(8, shards, -1, 24), 0, 1)
 
     @jax.jit
     def run(x, weight, gradient):
@@ -104,7 +90,7 @@ def test_gradients_are_those_of_a_matmul_a_group(shards, dtype, tolerance, x64):
 
     y, to_x, to_weight = run(x, as_gathered, gradient)
     assert y.dtype == to_x.dtype == to_weight.dtype == dtype
-    found = (y, to_x, in_groups(to_weight))
+    found = (y, to_x, jnp.swapaxes(to_weight, 0, 1).reshape(weight.shape))
     assert_close(found, oracle(sizes, x, weight, gradient), tolerance)
 
 
@@ -114,8 +100,8 @@ def test_no_group_sees_what_is_not_finite_in_another():
     last = int(sizes[0]) - 1
     x, gradient = x.at[last].set(np.nan), gradient.at[-1].set(np.inf)  # of group 0, and of none
     for kernels, options in ON_CPU.values():
-        y = kernels.product(x, weight[None], sizes, transposed=True, **options)
-        to_weight = kernels.outer(gradient, x, sizes, shards=1, dtype=x.dtype, **options)[0]
+        y = kernels.product(x, weight, sizes, transposed=True, **options)
+        to_weight = kernels.outer(gradient, x, sizes, dtype=x.dtype, **options)
         assert np.isnan(np.asarray(y)).any(axis=1).nonzero()[0].tolist() == [last]
         assert np.isnan(np.asarray(to_weight)).any(axis=(1, 2)).tolist() == [True, False, False, False]
 
@@ -124,7 +110,7 @@ def test_no_group_sees_what_is_not_finite_in_another():
 def test_sizes_beyond_the_rows_are_cut_off():
     _, x, weight, gradient = operands(60, 16, 16, 4, 0, np.float32)
     for kernels, options in ON_CPU.values():
-        y = kernels.product(x, weight[None], jnp.array([50, 30, 2, 7], jnp.int32), transposed=True, **options)
+        y = kernels.product(x, weight, jnp.array([50, 30, 2, 7], jnp.int32), transposed=True, **options)
         assert_close([y], oracle([50, 10, 0, 0], x, weight, gradient)[:1], 1e-6)
 
 
