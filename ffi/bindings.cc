@@ -8,11 +8,13 @@
 
 #define GTP_FOR_EACH_OPERATION(DO) \
   DO(multi_amax) DO(hadamard_amax) DO(quantize) DO(dequantize) DO(pack) DO(unpack)
+#define GTP_FOR_EACH_CUDA_OPERATION(DO) DO(grouped_product) DO(grouped_outer) DO(transpose)
 
 #define GTP_DECLARE(name)                                             \
   extern "C" XLA_FFI_Error* gtp_##name##_cpu(XLA_FFI_CallFrame* frame); \
   extern "C" XLA_FFI_Error* gtp_##name##_cuda(XLA_FFI_CallFrame* frame);
 GTP_FOR_EACH_OPERATION(GTP_DECLARE)
+GTP_FOR_EACH_CUDA_OPERATION(GTP_DECLARE)
 #undef GTP_DECLARE
 
 namespace py = pybind11;
@@ -33,6 +35,7 @@ py::dict handlers() {
 #ifdef GTP_WITH_CUDA
 #define GTP_ADD(name) cuda["gtp_" #name] = capsule(gtp_##name##_cuda);
   GTP_FOR_EACH_OPERATION(GTP_ADD)
+  GTP_FOR_EACH_CUDA_OPERATION(GTP_ADD)
 #undef GTP_ADD
 #endif
   py::dict platforms;

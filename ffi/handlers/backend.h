@@ -67,11 +67,14 @@ struct Cuda {
   XLA_FFI_DEFINE_HANDLER_SYMBOL(gtp_##name##_cpu, function<::gtp::Cpu>,         \
                                 ::xla::ffi::Ffi::Bind().Ctx<::gtp::Cpu::ContextTag>() __VA_ARGS__)
 #ifdef GTP_WITH_CUDA
-#define GTP_DEFINE_HANDLERS(name, function, ...)                                          \
-  GTP_DEFINE_CPU_HANDLER(name, function, __VA_ARGS__);                                    \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(gtp_##name##_cuda, function<::gtp::Cuda>,                 \
+// The latter alone, of a function that is no template.
+#define GTP_DEFINE_CUDA_HANDLER(name, function, ...)                                      \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(gtp_##name##_cuda, function,                              \
                                 ::xla::ffi::Ffi::Bind().Ctx<::gtp::Cuda::ContextTag>() __VA_ARGS__, \
                                 {::xla::ffi::Traits::kCmdBufferCompatible})
+#define GTP_DEFINE_HANDLERS(name, function, ...)       \
+  GTP_DEFINE_CPU_HANDLER(name, function, __VA_ARGS__); \
+  GTP_DEFINE_CUDA_HANDLER(name, function<::gtp::Cuda>, __VA_ARGS__)
 #else
 #define GTP_DEFINE_HANDLERS(name, function, ...) GTP_DEFINE_CPU_HANDLER(name, function, __VA_ARGS__)
 #endif

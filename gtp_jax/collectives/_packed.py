@@ -119,7 +119,9 @@ def pack_all(bundles: Sequence[Bundle]) -> list[Packed]:
             mine, amaxes = amaxes[: len(bundle.kernels)], amaxes[len(bundle.kernels) :]
             amax = jnp.stack(mine, axis=-1)
             if bundle.one_scale:
-                amax = _largest_of_each(amax, [len(layouts) for layouts in bundle.fused])
+                amax = _largest_of_each(
+                    amax, [len(layouts) for layouts in bundle.fused for _ in range(layouts[0].matrices)]
+                )
             if bundle.powers_of_two:
                 amax = power_of_two_amax(amax, bundle.format)
         if fits_blocks(bundle.fused, bundle.format):
@@ -278,11 +280,11 @@ def _from_whole(weight: jax.Array, layouts: Sequence[Layout]) -> jax.Array:
 
 def gather_codes(packed: Packed, layouts: Sequence[Layout]) -> QuantizedArray:
     """Returns the fused weight of one layer, alone in its bundle and of one scale, as the codes that travel: no kernel
-    runs.
+    runs. Each expert's has a scale of its own.
 
     Args:
         packed: of one layer, in a format without blocks.
-        layouts: of its kernels, no experts'.
+        layouts: of its kernels.
     """
     assert packed.amax is not None and packed.format.block is None
     buffers = packed.buffer if packed.gathered else _of_all_ranks(packed.buffer, [layouts], axis=0)
@@ -293,7 +295,10 @@ def gather_codes(packed: Packed, layouts: Sequence[Layout]) -> QuantizedArray:
         ends = [(section.start, section.start + section.bytes) for section, _ in plan.sections(packed.format)]
         codes = jnp.concatenate([buffers[:, start:end] for start, end in ends], axis=1)
     fused = _from_shards(jnp.reshape(codes, matrix), layouts)  # the code 0 is the number 0, in padding too
-    return QuantizedArray(fused, None, packed.amax[0], packed.format, (fused.shape[0], fused.shape[1]))
+    amax = packed.amax[0]
+    if fused.ndim > 2:  # of every shard of every expert
+        amax = jnp.broadcast_to(packed.amax[:: len(layouts)], fused.shape[:-2])
+    return QuantizedArray(fused, None, amax, packed.format, (fused.shape[-2], fused.shape[-1]))
 
 
 def pregather_layers(packed: Packed, fused: Fused, start: int, stop: int) -> Packed:

@@ -39,6 +39,11 @@ def supports_fp8_matmul() -> bool:
     return platform() == "gpu" and _capability() >= (8, 9)
 
 
+def supports_grouped_fp8() -> bool:
+    """Returns whether this library's grouped matmuls of FP8 codes run on the GPUs: compute capability 9.0, H100."""
+    return platform() == "gpu" and _capability() == (9, 0)
+
+
 def largest_attention_head() -> int:
     """Returns the largest head that cuDNN's fused attention takes on these GPUs, as jax 0.12.0 has it: 256 from compute
     capability 9.0 on, 128 from 8.0, none before. Of GPUs that are not here jax assumes the less."""

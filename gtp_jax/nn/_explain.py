@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..collectives import bytes_of, choose_transport, wire_bytes
+from ..collectives import bytes_of, choose_transport, in_order, use_rows, wire_bytes
 from ..formats import Format, Operands
 from ..mesh import degree, supports_block_scaled_matmul, supports_fp8_matmul, supports_packed_attention
+from ..ops import multiplies_fp8_groups
 from ..plan import columns, quantity
 from ..recipes import BF16, Recipe, check_recipe
 from ..weights import Layers, Path, WeightGroup, resolve
@@ -228,11 +230,21 @@ def _matmul(group: WeightGroup, grouped: bool, operands: Operands | None) -> str
         return group.dtype.name if group.wire is None else f"{group.dtype.name}, of dequantized weights"
     names = list(dict.fromkeys((operands.activation.name, operands.gradient.name)))
     formats, values = ", gradients ".join(names), f"{group.dtype.name} of their values"
+    if grouped and operands.expert_codes and _multiplies_codes(group):
+        return f"{formats}: grouped"
     if grouped:
         return f"{formats}: grouped, {values}"
     if operands.weight.block is None:
         return formats if supports_fp8_matmul() else f"{formats}: {values}"
     return f"{formats}: {_scaled(group, operands, values) if supports_block_scaled_matmul() else values}"
+
+
+def _multiplies_codes(group: WeightGroup) -> bool:
+    """Returns whether experts multiply FP8 codes as they are."""
+    rows, first = sum(use_rows(group.layouts)), group.layouts[0]
+    shards = group.ranks if in_order(group.layouts) else 1
+    shape = shards, first.matrices, rows // shards, first.matrix_of(first.use_shape)[1]
+    return group.dtype in (jnp.bfloat16, jnp.float16) and multiplies_fp8_groups(shape)
 
 
 def _scaled(group: WeightGroup, operands: Operands, values: str) -> str:

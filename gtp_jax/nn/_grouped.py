@@ -14,7 +14,7 @@ from jax.nn import initializers
 from ..collectives import split_features
 from ..layout import Layout, Split, layouts_of_kernels
 from ..mesh import current_view, degree
-from ..ops import SlottedWeight, grouped_matmul, grouped_quantized
+from ..ops import SlottedWeight, grouped_fp8, grouped_matmul, grouped_quantized
 from ..weights import GradReduce
 from ._weight import Initializer, WeightOwner, make_weight
 
@@ -30,8 +30,8 @@ class GroupedDense(WeightOwner):
     """`x[row] @ kernel[expert of row]`, for rows that are sorted by expert.
 
     All experts' shards travel in one gather, and their gradients in one reduce-scatter. With a recipe every expert's
-    kernel is a tensor of its own, with its own amax; inputs and gradients have one for all rows, see
-    `gtp_jax.ops.grouped_quantized`.
+    kernel is a tensor of its own, with its own amax, which its kernels of several names share with
+    `expert_codes`; inputs and gradients have one for all rows, see `gtp_jax.ops.grouped_fp8` and `grouped_quantized`.
 
     | parallel | kernel `(experts, in, out)` is sharded | input | output |
     |---|---|---|---|
@@ -67,6 +67,8 @@ class GroupedDense(WeightOwner):
     Raises:
         ValueError: if a size is not positive, or the ranks of `experts_axis` do not divide the experts.
     """
+
+    codes_multiply = True
 
     def __init__(
         self,
@@ -184,6 +186,8 @@ class GroupedDense(WeightOwner):
     ) -> jax.Array:
         if self.operands is None:
             return grouped_matmul(rows, weight, sizes)
+        if self.operands.expert_codes:
+            return grouped_fp8(rows, weight, sizes, self.operands.gradient)
         return self.in_blocks(
             weight, lambda weight, key, operands: grouped_quantized(rows, weight, sizes, key, operands), key
         )

@@ -14,6 +14,8 @@ from ._expand import Window as Window
 from ._expand import expand as expand
 from ._expand import weighted_sum as weighted_sum
 from ._expand import window_of as window_of
+from ._grouped_fp8 import grouped_fp8 as grouped_fp8
+from ._grouped_fp8 import multiplies_fp8_groups as multiplies_fp8_groups
 from ._grouped_matmul import grouped_matmul as grouped_matmul
 from ._grouped_quantized import grouped_quantized as grouped_quantized
 from ._ids import check_concrete_ids as check_concrete_ids

@@ -58,7 +58,7 @@ def grouped_matmul(
 def check_grouped(
     operation: str,
     x: jax.Array,
-    weight: jax.Array,
+    weight: jax.Array | jax.ShapeDtypeStruct,
     group_sizes: jax.Array,
     implementation: Implementation | None,
 ) -> bool:

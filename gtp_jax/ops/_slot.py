@@ -38,7 +38,7 @@ def values_and_slot(
         return weight, weight
     if isinstance(weight.values, QuantizedArray):
         raise TypeError(
-            f"`weight` is codes of {weight.values.format.name}, which only `linear_fp8` multiplies. Pass their values: "
-            "`gtp_jax.dequantize(codes, dtype)`."
+            f"`weight` is codes of {weight.values.format.name}, which only `linear_fp8` and `grouped_fp8` multiply. "
+            "Pass their values: `gtp_jax.dequantize(codes, dtype)`."
         )
     return weight.values, weight.slot

@@ -80,7 +80,9 @@ class WeightGroup:
     @property
     def as_codes(self) -> bool:
         """Returns whether the codes that travel are multiplied as they are."""
-        return self.codes_multiply and self.operands is not None and self.operands.weight.block is None
+        if not self.codes_multiply or self.operands is None or self.operands.weight.block is not None:
+            return False
+        return self.operands.expert_codes or len(self.layouts[0].shape) == 2
 
     @property
     def stochastic(self) -> bool:
@@ -117,7 +119,7 @@ class WeightGroup:
         """Returns zeros, where the gradient of a gathered weight goes; `None` where its own gradient has the dtype, or
         it has none."""
         if isinstance(weight, QuantizedArray):
-            return jnp.zeros(weight.matrix, self.grad_reduce.slot)
+            return jnp.zeros(weight.shape, self.grad_reduce.slot)
         if self.frozen or weight.dtype == self.grad_reduce.slot:
             return None
         return jnp.zeros(weight.shape, self.grad_reduce.slot)

@@ -69,6 +69,55 @@ def test_kernels_of_one_weight_share_a_scale_and_are_rounded_once(degrees, featu
     assert np.linalg.norm(found - x8.T @ c8) <= 1e-6 * np.linalg.norm(x8.T @ c8)
 
 
+def test_an_expert_s_kernels_share_a_scale_that_no_other_expert_has():
+    ranks, experts, features, outs, groups = 4, 3, 16, {"gate": 8, "up": 24}, [5, 0, 3]
+    rng = np.random.default_rng(0)
+    size = np.array([1, 1, 300], np.float32)[:, None, None]
+    kernels = {n: (rng.normal(size=(experts, features, n)) * size * n).astype(np.float32) for n in outs.values()}
+    x, c = (rng.uniform(-1, 1, (ranks, sum(groups), n)).astype(np.float32) for n in (features, sum(outs.values())))
+    x[..., 0], c[..., 0] = 3, 5  # of every rank the same amax
+
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.experts = gtp.GroupedDense(
+                experts, features, outs, dtype="float32", rngs=rngs,
+                kernel_init=lambda _, shape, __: kernels[shape[2]],
+            )  # fmt: skip
+
+        def __call__(self, x):
+            return self.experts(x[0], jnp.array(groups))
+
+    def loss(model, batch):
+        found = model(batch["x"])
+        return (jnp.concatenate([found["gate"], found["up"]], axis=1) * batch["c"][0]).sum(), jnp.float32(1 / ranks)
+
+    with scope(dict(gtp=ranks)):
+        state = gtp.TrainState.create(gtp.init(Layer, nnx.Rngs(0)), optax.sgd(1.0))
+        run = jax.jit(
+            lambda s, b: gtp.loss_and_gradients(
+                loss, s, b, recipe=gtp.FP8(matmuls=True, expert_codes=True), view="local"
+            )
+        )
+        value, gradient = run(state, {"x": x, "c": c})
+        gradient = host(gradient)["experts"]["kernel"]
+    x8, c8 = (np.stack([rounded(one, form) for one in a]) for a, form in ((x, FP8_E4M3), (c, FP8_E5M2)))
+    wanted, to_kernels, start = 0.0, [], 0
+    for expert, count in enumerate(groups):
+        mine = slice(start, start := start + count)
+        fused = rounded(np.concatenate([kernels[n][expert] for n in outs.values()], axis=1), FP8_E4M3)
+        wanted += (x8[:, mine] @ fused * c[:, mine]).sum()
+        to_kernels.append(np.einsum("rti,rto->io", x8[:, mine], c8[:, mine]))
+    assert abs(float(value) - wanted) <= 1e-6 * np.abs(x8 @ fused).sum()
+    found, to_kernels = np.concatenate([gradient["gate"], gradient["up"]], axis=2), np.stack(to_kernels)
+    assert np.linalg.norm(found - to_kernels) <= 1e-6 * np.linalg.norm(to_kernels)
+
+
+@pytest.mark.bad_input
+def test_codes_of_experts_without_matmuls_are_refused():
+    with pytest.raises(ValueError, match="`expert_codes` is True, and `matmuls` is not"):
+        gtp.FP8(expert_codes=True)
+
+
 def gradients(changes, pregathered_layers=0, parts=2, config=ALIGNED, gtp_degree=2, recipe=RECIPE):
     config = dataclasses.replace(config, dtype="float32", num_layers=4, **changes)
     with scope(dict(gtp=gtp_degree)):

@@ -61,6 +61,41 @@ struct DequantizeJob {
   Layout layout;
 };
 
+// A matmul of FP8 codes whose rows belong to groups. Operands are matrices with the contraction last, `depth` bytes a row.
+//
+// Product: rows of `left` (left_rows, depth), each by its group's matrix of `right` (shards, groups, columns / shards,
+// depth); out is (left_rows, columns). `tile_groups`, `starts` and `stops` are of tiles of at most 128 rows; tiles of the
+// group `groups` are of rows that belong to none, and become zeros.
+//
+// Outer: of each group, `left` (rows, depth) by `right` (columns, depth), contracted from its start to its stop, in
+// whole 128; out is (shards, groups, rows / shards, columns). `starts` and `stops` are of groups.
+//
+// Where there are several shards, each one's part of a group is a multiple of 128.
+struct GroupedJob {
+  const uint8_t* left;
+  const uint8_t* right;
+  const int32_t* tile_groups;
+  const int32_t* starts;
+  const int32_t* stops;
+  const float* scales;  // of each group: what its sums are multiplied with
+  void* out;
+  int shards, groups, tiles, left_rows, rows, columns, depth;
+  bool outer;
+  bool left_e5m2, right_e5m2;  // e4m3 otherwise
+  bool wide;                   // out is float32; bfloat16 otherwise
+};
+
+// Rows of bytes, transposed: tile i takes up to 128 rows from starts[i] to stops[i], zeros behind them. Tiles make
+// matrices of `tiles_each`: out is (matrices, cols, tiles_each * 128).
+struct TransposeJob {
+  const uint8_t* rows;
+  const int32_t* starts;
+  const int32_t* stops;
+  uint8_t* out;
+  int64_t cols;  // a multiple of 4
+  int tiles, tiles_each;
+};
+
 struct Array {
   const void* data;
   int64_t size;

@@ -1,0 +1,35 @@
+"""Arrays to FP8 in operations that XLA fuses with what makes them: they are never written in high precision."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Float
+
+from ..formats import Format, QuantizedArray
+from .reference._minifloat import NAN_CODE
+
+_DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+
+
+def quantize_fused(x: Float[jax.Array, "rows columns"], format: Format, amax: jax.Array) -> QuantizedArray:
+    """Returns `quantize(x, format, amax=amax)` row-wise, bit for bit on GPUs. On CPUs, which take the smallest float32
+    for 0, the same holds of all other numbers.
+
+    Args:
+        x: bfloat16, float16 or float32.
+        format: FP8, of one scale.
+        amax: float32 `()`, as there.
+    """
+    largest = format.largest
+    usable = (amax > 0) & jnp.isfinite(amax)
+    factor = jnp.where(usable, jnp.minimum(largest / jnp.where(usable, amax, 1.0), jnp.finfo(jnp.float32).max), 1.0)
+    scaled = jnp.clip(x.astype(jnp.float32) * factor, -largest, largest)
+    codes = lax.bitcast_convert_type(scaled.astype(_DTYPES[format.element]), jnp.uint8)
+    return QuantizedArray(jnp.where(jnp.isfinite(x), codes, NAN_CODE), None, amax, format, (x.shape[0], x.shape[1]))
+
+
+def amax_fused(x: Float[jax.Array, "rows columns"]) -> Float[jax.Array, ""]:
+    """Returns `multi_amax([x])[0]`, the largest finite magnitude."""
+    return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0), initial=0).astype(jnp.float32)
