@@ -201,7 +201,7 @@ ENDS = [
         for number in (0, 1)
     ),
     *(
-        when(stage, number, what, f"signal|{what.name}")
+        when(stage, number, what, "found no coordinator" if stage == "start" else f"signal|{what.name}")
         for what, stage, number in [
             (signal.SIGTERM, "start", 0),
             (signal.SIGTERM, "compilation", 1),
