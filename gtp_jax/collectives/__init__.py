@@ -6,6 +6,8 @@ from ._codes import codes_specs as codes_specs
 from ._codes import cuts_blocks as cuts_blocks
 from ._codes import pack_codes as pack_codes
 from ._exchange import exchange_gradients as exchange_gradients
+from ._over_gloo import all_gather as all_gather
+from ._over_gloo import reduce_scatter as reduce_scatter
 from ._packed import Bundle as Bundle
 from ._packed import Packed as Packed
 from ._packed import fits_blocks as fits_blocks

@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Float
 
 from ..mesh import degree
+from ._over_gloo import all_gather, reduce_scatter
 
 
 def gather_sequence(
@@ -22,7 +23,7 @@ def gather_sequence(
     matmul."""
     if axis is None or degree(axis) == 1 or not sequence_parallel:
         return x
-    return lax.all_gather(x, axis, axis=1, tiled=True)
+    return all_gather(x, axis, dim=1)
 
 
 def reduce_scatter_sequence(
@@ -42,4 +43,4 @@ def reduce_scatter_sequence(
             f"an output of shape {y.shape} is to be sharded along its sequence, dimension 1, over {axis} = "
             f"{degree(axis)}, which does not divide it. Pad the sequence, or pass `sequence_parallel=False`."
         )
-    return lax.psum_scatter(y, axis, scatter_dimension=1, tiled=True)
+    return reduce_scatter(y, axis, dim=1)

@@ -15,6 +15,7 @@ from jax import lax
 
 from ..layout import Layout
 from ..ops import row_major
+from ._over_gloo import reduce_scatter
 
 # XLA's CPU backend widens 16-bit floats in collectives; as integers they keep their true size on every backend.
 WIRE = {np.dtype(jnp.bfloat16): jnp.uint16, np.dtype(jnp.float16): jnp.uint16}
@@ -76,5 +77,5 @@ def _scatter(x: jax.Array, layout: Layout) -> jax.Array:
     assert layout.optimizer_dim is not None
     dim = x.ndim - len(layout.shape) + layout.optimizer_dim
     parts = jnp.reshape(x, (*x.shape[:dim], layout.copies, x.shape[dim] // layout.copies, *x.shape[dim + 1 :]))
-    own = lax.psum_scatter(jnp.moveaxis(parts, dim, 0), layout.optimizer_axes, scatter_dimension=0, tiled=False)
-    return row_major(own)
+    own = reduce_scatter(jnp.moveaxis(parts, dim, 0), layout.optimizer_axes, dim=0)
+    return row_major(own[0])

@@ -8,11 +8,11 @@
 
 Whichever it is, the same rows arrive, and partial sums are added in order of rank.
 
-The rule below is measured for two ranks alone: on 2 x H200 `gather` makes a step of 12 layers of Qwen3-30B-A3B 1.10 times
-as fast as experts that are gathered (docs/experts.md). It follows from published figures for H100: within a host an all-gather beats
-`ragged_all_to_all`, which launches a copy for each peer (marin#6979: 20.7 % of the peak against 5.8 % at 8 ranks), and
-with 8 choices a token most tokens go to most ranks anyway; beyond a host its rows are what travels through the network.
-XLA's CPU backend (jaxlib 0.12.0) has no ragged all-to-all.
+The rule below is measured for two ranks alone: on 2 x H200 `gather` makes a step of 12 layers of Qwen3-30B-A3B 1.10
+times as fast as experts that are gathered (docs/experts.md). The rest follows from published figures for H100: within
+a host an all-gather beats `ragged_all_to_all`, which launches a copy for each peer (marin#6979: 20.7 % of the peak
+against 5.8 % at 8 ranks), and with 8 choices a token most tokens go to most ranks anyway; beyond a host its rows are
+what travels through the network. XLA's CPU backend (jaxlib 0.12.0) has no ragged all-to-all.
 """
 
 from __future__ import annotations

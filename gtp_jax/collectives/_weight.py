@@ -29,6 +29,7 @@ from jaxtyping import Float
 
 from ..layout import BLOCK, Layout
 from ..ops import row_major
+from ._over_gloo import reduce_scatter
 from ._stored import WIRE, gather_stored
 
 Shards = tuple[jax.Array, ...]
@@ -125,7 +126,7 @@ def scatter_gradient(
     parts = unfuse(gradient.astype(dtype), layouts)
     part = jnp.reshape(parts, (-1, parts.shape[-1]))
     if layouts[0].ranks > 1:
-        part = lax.psum_scatter(part, layouts[0].axes, scatter_dimension=0, tiled=True)
+        part = reduce_scatter(part, layouts[0].axes, dim=0)
     return as_shards(part, layouts, out)
 
 

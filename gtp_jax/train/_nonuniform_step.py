@@ -26,6 +26,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..collectives import reduce_scatter
 from ..mesh import DP, GTP, TP, axes_of, degree, use_roles
 from ..nonuniform import Exchange, Parts, without_replicas
 from ..recipes import Recipe
@@ -289,7 +290,7 @@ def _sum_over_replicas(spec: PartitionSpec, found: jax.Array, param: Any) -> jax
     """
     dims = [d for d, e in enumerate(spec) if e is not None and DP in ((e,) if isinstance(e, str) else e)]
     if dims:
-        total = lax.psum_scatter(found, DP, scatter_dimension=dims[0], tiled=True)
+        total = reduce_scatter(found, DP, dim=dims[0])
     else:
         total = lax.psum(found, DP)
     alike = tuple(axis for axis in (GTP, TP) if axis not in axes_of(spec) and degree(axis) > 1)

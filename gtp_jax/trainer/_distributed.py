@@ -84,8 +84,7 @@ class Launch:
         # Its handler of SIGTERM would take the signal from this program in all phases but the loop.
         jax.config.update("jax_enable_preemption_service", False)
         if (jax.config.jax_platforms or "").split(",")[0] == "cpu":  # pyright: ignore[reportAttributeAccessIssue]
-            # With the persistent cache, 2 of 9 runs of several processes on CPU had gradients that were wrong by 2e-5
-            # from their first step on (jax 0.11.2); without it, none did.
+            # Steps from it differed from fresh ones on CPUs, see docs/troubleshooting.md.
             jax.config.update("jax_enable_compilation_cache", False)
         try:
             jax.distributed.initialize(

@@ -1,0 +1,34 @@
+"""Gathers and reduce-scatters as written between processes on CPUs are the usual ones, and so are their transposes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import gtp_jax as gtp
+from gtp_jax.collectives import _over_gloo, all_gather, reduce_scatter
+
+MOVES = {"gather": all_gather, "scatter": reduce_scatter}
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize(("axes", "dim"), [("gtp", 0), ("gtp", 1), (("gtp", "tp"), 1)])
+def test_both_ways_give_the_same_and_have_the_same_transpose(move, axes, dim, key, monkeypatch):
+    spec = PartitionSpec(("gtp", "tp"))
+    x = jax.random.normal(key, (8 * 8, 8, 3), jnp.float32)
+
+    def found():
+        with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
+            whole = jax.shard_map(
+                lambda x: MOVES[move](x, axes, dim=dim), in_specs=spec, out_specs=spec, check_vma=False
+            )
+            program = jax.jit(lambda x: jax.vjp(whole, x)[1](jnp.cos(whole(x))) + (whole(x),))
+            return jax.tree.map(np.asarray, program(x)), program.lower(x).as_text()
+
+    usual, text = found()
+    monkeypatch.setattr(_over_gloo, "_over_gloo", lambda: True)
+    other, exchanged = found()
+    for one, wanted in zip(other, usual, strict=True):
+        np.testing.assert_allclose(one, wanted, rtol=1e-6, atol=1e-6)
+    assert "reduce_scatter" in text and "reduce_scatter" not in exchanged and "all_to_all" in exchanged
