@@ -212,7 +212,6 @@ def test_the_partitioner_compiles_over_tp_on_h200_with_cudnn_attention(partition
     assert {e.direction for e in found.events if e.kind == "attention"} == {"forward", "backward"}
 
 
-@pytest.mark.slow
 def test_the_command_reports_what_ran_and_why_the_rest_did_not(tmp_path, capsys):
     saved, picture = tmp_path / "run.json", tmp_path / "run.png"
     words = ["gtp_jax bf16 regather", "bound bf16", "fsdp2 bf16 regather"]

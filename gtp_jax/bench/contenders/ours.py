@@ -20,6 +20,8 @@ from gtp_jax.nn import abstract_model
 from gtp_jax.recipes import Quantization
 from gtp_jax.train import Execution
 
+# Options of experts that are part of the workload, of a model without experts too.
+_OF_WORKLOAD = ("top_k", "aux_loss_coeff", "shared_hidden")
 # What the other contenders call the ways to sum weight gradients.
 _REDUCE_DTYPES = {"float32": "float32", "bf16-wire": "bf16, sums float32", "bf16": "bfloat16"}
 
@@ -27,7 +29,7 @@ _REDUCE_DTYPES = {"float32": "float32", "bf16-wire": "bf16, sums float32", "bf16
 def main() -> None:
     flags = parser(__doc__)
     add_flags(flags, Quantization)
-    add_flags(flags, ExpertOptions, but=("top_k", "aux_loss_coeff", "shared_hidden"))  # the workload has them
+    add_flags(flags, ExpertOptions, but=_OF_WORKLOAD)
     add_flags(flags, Execution, but=("microbatches",))  # the workload has them
     flags.set_defaults(grad_reduce=next(name for name, dtype in _REDUCE_DTYPES.items() if dtype == REDUCE_DTYPE))
     flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step there")
@@ -35,7 +37,8 @@ def main() -> None:
     args = flags.parse_args()
     work, recipe = workload(args, experts=True), Quantization(**given(args, Quantization))
     execution = Execution(**given(args, Execution))
-    experts = ExpertOptions(**given(args, ExpertOptions))
+    options = {name: value for name, value in given(args, ExpertOptions).items() if name not in _OF_WORKLOAD}
+    experts = ExpertOptions(**options)
     config = experts.of(LlamaConfig(**work.model, **execution.of_model), "of the workload")
     devices = devices_of(args.target, work)
     degrees = {"gtp": work.gtp, **({} if work.ep == 1 else {"ep": work.ep}), "tp": work.tp}
