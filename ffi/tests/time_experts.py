@@ -41,7 +41,6 @@ SHAPES = {
 RECIPES = {
     "bf16": None,
     "fp8": gtp.FP8(matmuls=True, exclude=()),
-    "fp8 codes": gtp.FP8(matmuls=True, expert_codes=True, exclude=()),
 }
 FEW = 3  # steps that are traced
 

@@ -17,7 +17,6 @@ class Operands:
         gradient: of dgrad and wgrad, the one that comes in.
         hadamard: whether both operands of wgrad are transformed first (see `gtp_jax.hadamard`).
         stochastic: whether the gradient is rounded stochastically, so that it is right on average.
-        expert_codes: whether experts multiply FP8 codes as they travel.
     """
 
     weight: Format
@@ -25,4 +24,3 @@ class Operands:
     gradient: Format
     hadamard: bool = False
     stochastic: bool = False
-    expert_codes: bool = False

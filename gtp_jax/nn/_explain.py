@@ -230,7 +230,7 @@ def _matmul(group: WeightGroup, grouped: bool, operands: Operands | None) -> str
         return group.dtype.name if group.wire is None else f"{group.dtype.name}, of dequantized weights"
     names = list(dict.fromkeys((operands.activation.name, operands.gradient.name)))
     formats, values = ", gradients ".join(names), f"{group.dtype.name} of their values"
-    if grouped and operands.expert_codes and _multiplies_codes(group):
+    if grouped and operands.weight.block is None and _multiplies_codes(group):
         return f"{formats}: grouped"
     if grouped:
         return f"{formats}: grouped, {values}"

@@ -30,8 +30,8 @@ class GroupedDense(WeightOwner):
     """`x[row] @ kernel[expert of row]`, for rows that are sorted by expert.
 
     All experts' shards travel in one gather, and their gradients in one reduce-scatter. With a recipe every expert's
-    kernel is a tensor of its own, with its own amax, which its kernels of several names share with
-    `expert_codes`; inputs and gradients have one for all rows, see `gtp_jax.ops.grouped_fp8` and `grouped_quantized`.
+    kernel is a tensor of its own, with its own amax, which its kernels of several names share where FP8 codes are
+    multiplied; inputs and gradients have one for all rows, see `gtp_jax.ops.grouped_fp8` and `grouped_quantized`.
 
     | parallel | kernel `(experts, in, out)` is sharded | input | output |
     |---|---|---|---|
@@ -186,7 +186,7 @@ class GroupedDense(WeightOwner):
     ) -> jax.Array:
         if self.operands is None:
             return grouped_matmul(rows, weight, sizes)
-        if self.operands.expert_codes:
+        if self.operands.weight.block is None:
             return grouped_fp8(rows, weight, sizes, self.operands.gradient)
         return self.in_blocks(
             weight, lambda weight, key, operands: grouped_quantized(rows, weight, sizes, key, operands), key

@@ -29,7 +29,7 @@ def grouped_quantized(
     *,
     implementation: Implementation | None = None,
 ) -> Float[jax.Array, "rows features_out"]:
-    """Returns `grouped_matmul` of operands rounded as `linear_blocks` or `linear_fp8` round a dense layer's.
+    """Returns `grouped_matmul` of operands rounded in blocks, as `linear_blocks` rounds a dense layer's.
 
     | product | operands, and along what their blocks run |
     |---|---|
@@ -50,7 +50,7 @@ def grouped_quantized(
         weight: likewise, rounded to `operands.weight` already, as it travelled.
         group_sizes: likewise.
         key: uint32 `(2,)`, for stochastic rounding.
-        operands: the formats.
+        operands: the formats, all in blocks.
         implementation: as in `grouped_matmul`.
 
     Returns:
@@ -116,9 +116,7 @@ def _copies(
     """Returns an operand in blocks along its features; and along its rows, with groups moved apart, and their sizes
     there."""
     rows = quantizable(x)
-    if form.block is None:
-        along = quantize(rows, form, amax=operand_amax(multi_amax([rows]), form)[0], key=key)
-        return along, along, group_sizes
+    assert form.block is not None
     apart, sizes = in_whole_blocks(rows, group_sizes, form.block[1])
     if not form.has_amax:
         return quantize(rows, form, key=key), quantize(apart, form, axis="column", key=key), sizes

@@ -169,25 +169,19 @@ class FP8(Recipe):
 
     Attributes:
         matmuls: whether dense layers and experts multiply in FP8 too, forward and backward; see
-            `gtp_jax.ops.linear_fp8` and `grouped_quantized`. Scales are then powers of two.
+            `gtp_jax.ops.linear_fp8` and `grouped_fp8`. Scales are then powers of two; each expert's kernels of a gather
+            have one of their own.
         gradient: `"e5m2"` or `"e4m3"`, in which incoming gradients are multiplied.
-        expert_codes: with `matmuls`, whether experts multiply codes as they travel, with one scale for each expert's
-            kernels of a gather, where Hopper's tensor cores do; see `gtp_jax.ops.grouped_fp8`. The kernels are right on
-            an H200; how long a layer takes with them has not been measured.
     """
 
     matmuls: bool = False
     gradient: str = "e5m2"
-    expert_codes: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_switch("matmuls", self.matmuls)
         if self.gradient not in _GRADIENTS:
             raise ValueError(f"`gradient` is {self.gradient!r}; it must be one of {', '.join(map(repr, _GRADIENTS))}.")
-        _check_switch("expert_codes", self.expert_codes)
-        if self.expert_codes and not self.matmuls:
-            raise ValueError("`expert_codes` is True, and `matmuls` is not; pass `matmuls=True` too, or leave it out.")
 
     @property
     def wire(self) -> Format:
@@ -199,7 +193,7 @@ class FP8(Recipe):
         both = formats.FP8_E4M3
         if not self.matmuls:
             return None
-        return Operands(weight=both, activation=both, gradient=gradient, expert_codes=self.expert_codes)
+        return Operands(weight=both, activation=both, gradient=gradient)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -80,9 +80,7 @@ class WeightGroup:
     @property
     def as_codes(self) -> bool:
         """Returns whether the codes that travel are multiplied as they are."""
-        if not self.codes_multiply or self.operands is None or self.operands.weight.block is not None:
-            return False
-        return self.operands.expert_codes or len(self.layouts[0].shape) == 2
+        return self.codes_multiply and self.operands is not None and self.operands.weight.block is None
 
     @property
     def stochastic(self) -> bool:

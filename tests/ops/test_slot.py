@@ -12,6 +12,7 @@ from gtp_jax.formats import FP8_E4M3, FP8_E5M2
 from gtp_jax.ops import (
     SlottedWeight,
     embedding_lookup,
+    grouped_fp8,
     grouped_matmul,
     grouped_quantized,
     linear,
@@ -27,7 +28,6 @@ KEY = jnp.array([1, 2], jnp.uint32)
 SIZES = jnp.array([40, 0, 24, 64], jnp.int32)
 IDS = jnp.asarray(np.random.default_rng(9).integers(0, 16, 128))
 MX, NV = gtp.MXFP8(matmuls=True).operands, gtp.NVFP4(matmuls=True).operands
-FP8 = gtp.FP8(matmuls=True).operands
 
 # of `(x, weight)`; what has shapes (128, 96), (64, 96) and (128, 64), or four experts' weights
 PRODUCTS = {
@@ -36,7 +36,7 @@ PRODUCTS = {
     "linear_blocks mxfp8": lambda x, w: linear_blocks(x, w, KEY, MX),
     "linear_blocks nvfp4": lambda x, w: linear_blocks(x, w, KEY, NV),
     "grouped_matmul": lambda x, w: grouped_matmul(x, w, SIZES),
-    "grouped_quantized fp8": lambda x, w: grouped_quantized(x, w, SIZES, KEY, FP8),
+    "grouped_fp8": lambda x, w: grouped_fp8(x, w, SIZES, FP8_E5M2),
     "grouped_quantized nvfp4": lambda x, w: grouped_quantized(x, w, SIZES, KEY, NV),
     "embedding_lookup": lambda x, w: embedding_lookup(w, IDS),
 }
@@ -46,7 +46,7 @@ def operands(name):
     """Input, weight and gradient, of numbers that bfloat16 holds."""
     rng = np.random.default_rng(0)
     shapes = {"grouped": ((128, 96), (1, 4, 64, 96), (128, 64)), "embedding_lookup": ((1,), (16, 64), (128, 64))}
-    x, w, g = shapes.get(name.split("_m")[0].split("_q")[0], ((128, 96), (64, 96), (128, 64)))
+    x, w, g = shapes.get("grouped" if name.startswith("grouped") else name, ((128, 96), (64, 96), (128, 64)))
     return tuple(jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in (x, w, g))
 
 

@@ -93,11 +93,7 @@ def test_an_expert_s_kernels_share_a_scale_that_no_other_expert_has():
 
     with scope(dict(gtp=ranks)):
         state = gtp.TrainState.create(gtp.init(Layer, nnx.Rngs(0)), optax.sgd(1.0))
-        run = jax.jit(
-            lambda s, b: gtp.loss_and_gradients(
-                loss, s, b, recipe=gtp.FP8(matmuls=True, expert_codes=True), view="local"
-            )
-        )
+        run = jax.jit(lambda s, b: gtp.loss_and_gradients(loss, s, b, recipe=RECIPE, view="local"))
         value, gradient = run(state, {"x": x, "c": c})
         gradient = host(gradient)["experts"]["kernel"]
     x8, c8 = (np.stack([rounded(one, form) for one in a]) for a, form in ((x, FP8_E4M3), (c, FP8_E5M2)))
@@ -110,12 +106,6 @@ def test_an_expert_s_kernels_share_a_scale_that_no_other_expert_has():
     assert abs(float(value) - wanted) <= 1e-6 * np.abs(x8 @ fused).sum()
     found, to_kernels = np.concatenate([gradient["gate"], gradient["up"]], axis=2), np.stack(to_kernels)
     assert np.linalg.norm(found - to_kernels) <= 1e-6 * np.linalg.norm(to_kernels)
-
-
-@pytest.mark.bad_input
-def test_codes_of_experts_without_matmuls_are_refused():
-    with pytest.raises(ValueError, match="`expert_codes` is True, and `matmuls` is not"):
-        gtp.FP8(expert_codes=True)
 
 
 def gradients(changes, pregathered_layers=0, parts=2, config=ALIGNED, gtp_degree=2, recipe=RECIPE):

@@ -159,12 +159,14 @@ def test_with_quantized_operands_a_mesh_has_the_gradients_of_one_device(name, me
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OPERANDS)
-def test_experts_multiply_rounded_operands(name, x64):
+@pytest.mark.parametrize(
+    "name, degrees", [*((name, dict(gtp=1)) for name in OPERANDS), ("FP8", dict(ep=2, gtp=2)), ("MXFP8", dict(ep=2))]
+)
+def test_experts_multiply_rounded_operands(name, degrees, x64):
     config, recipe = dataclasses.replace(ROUNDED, num_experts=2, top_k=1), OPERANDS[name]
     weights_alone = {"attention": recipe, "mlp": dataclasses.replace(recipe, matmuls=False)}
     (_, found), (_, wanted) = (
-        gradients(config, dict(gtp=1), one, 1) for one in (recipe, gtp.BF16(override=weights_alone))
+        gradients(config, degrees, one, 1) for one in (recipe, gtp.BF16(override=weights_alone))
     )
     rounded, plain = (tree["blocks"]["layers"]["mlp"]["down"]["kernel"] for tree in (found, wanted))
     error = np.linalg.norm(rounded - plain) / np.linalg.norm(plain)
