@@ -24,10 +24,17 @@ _THREADS = 8
 
 
 class _KeptStager(DefaultStager):
-    """A stager whose pinned memory serves all saves."""
+    """A stager whose pinned memory serves all saves.
+
+    PyTorch 2.11 closes a stager after every save, and the object inside that copies; closed, neither stages any more.
+    """
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self._state_dict_stager.close = lambda: None
 
     def close(self) -> None:
-        """Does nothing: PyTorch 2.11 calls it after every save, and a closed stager stages no more."""
+        """Does nothing."""
 
 
 def state(given: Job, mesh: Any) -> dict[str, Any]:
