@@ -21,6 +21,7 @@ from ..mesh import check_degrees, choose_devices, on_gpu, use_roles
 from ..models import ModelConfig, build
 from ._account import seconds_by_cause
 from ._agreement import Description, check_agreement, check_devices, check_shared, describe
+from ._arenas import limit_arenas
 from ._attempt import attempt
 from ._config import TrainConfig
 from ._corpus import read_corpus
@@ -72,6 +73,7 @@ def start(
     """
     if at is not None and not resume:
         raise ValueError("`--step` says where a run goes on. Give --resume too, or leave it out.")
+    limit_arenas()
     launch = find_launch(options)
     watch = Recorder(PeerWatch(launch) if supervision is None else supervision.watch)
     interrupt = Interrupt(launch, watch)

@@ -165,9 +165,7 @@ def test_with_quantized_operands_a_mesh_has_the_gradients_of_one_device(name, me
 def test_experts_multiply_rounded_operands(name, degrees, x64):
     config, recipe = dataclasses.replace(ROUNDED, num_experts=2, top_k=1), OPERANDS[name]
     weights_alone = {"attention": recipe, "mlp": dataclasses.replace(recipe, matmuls=False)}
-    (_, found), (_, wanted) = (
-        gradients(config, degrees, one, 1) for one in (recipe, gtp.BF16(override=weights_alone))
-    )
+    (_, found), (_, wanted) = (gradients(config, degrees, one, 1) for one in (recipe, gtp.BF16(override=weights_alone)))
     rounded, plain = (tree["blocks"]["layers"]["mlp"]["down"]["kernel"] for tree in (found, wanted))
     error = np.linalg.norm(rounded - plain) / np.linalg.norm(plain)
     assert 0.01 < error < (0.3 if name == "NVFP4" else 0.1)
