@@ -98,6 +98,11 @@ FOUND = {
     "names": (attack_safetensors, lambda folder: tensor(folder, "\x1b[2J"), r"has the name '\\x1b\[2J'"),
     "dimensions": (attack_safetensors, lambda folder: tensor(folder, shape=[1] * 40), "has 40 dimensions; at most 32"),
     "large": (attack_safetensors, lambda folder: tensor(folder, shape=[10**40]), "whole numbers of 63 bits"),
+    "metadata that are not text": (
+        attack_safetensors,
+        lambda _: headed(b'{"__metadata__": {"format": {}}}', b""),
+        "its metadata have {} as 'format', where a string is expected",
+    ),
     "metadata": (attack_safetensors, lambda _: headed(b'{"__metadata__": 5}', b""), "its metadata are 5"),
     "leaves": (attack_manifest, lambda f: (manifest(f, leaves=[1]), "checkpoint show {run}"), r"`leaves` is \[1\]; it"),
     "dtype": (
@@ -125,6 +130,13 @@ FOUND = {
             "convert export {run} {out}",
         ),
         "`num_layers` is 1.5; it must be a whole number of at least 1",
+    ),
+    "a word that a tokenizer does not know": (
+        attack_tokenizer,
+        lambda folder: json.dumps(
+            {**folder.tokenizer, "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}}
+        ).encode(),
+        r"`tokenizer` tokenizer.json cannot encode `data`: WordLevel error: Missing .UNK. token from the vocabulary",
     ),
     "no tokenizer": (attack_tokenizer, lambda _: b"[" * 100_000, "cannot be read as a Hugging Face tokenizer.json"),
     "prefetch": (attack_settings, lambda _: settings(prefetch="no"), "`prefetch` is 'no'; it must be true or false"),
