@@ -77,7 +77,7 @@ def supervise(
     if launch != LaunchOptions() or find_launch(launch).processes > 1:
         raise ValueError(
             "`--elastic` starts the processes of one host by itself. Leave out --coordinator, --num-processes, "
-            "--process-id and --local-devices, and start it once, without srun or mpirun."
+            "--process-id, --local-devices and --join-timeout, and start it once, without srun or mpirun."
         )
     config, directory, _ = resolve(settings, resume=resume, force=force)
     if config.faults.any:

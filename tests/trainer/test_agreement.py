@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import socket
 import threading
 import time
@@ -34,7 +35,7 @@ def run(launches: list[Launch], body, timeout_s: float = 20) -> list[Any]:
 
     def play(i: int) -> None:
         try:
-            with Peers(launches[i], timeout_s=timeout_s) as peers:
+            with Peers(dataclasses.replace(launches[i], join_timeout_s=timeout_s)) as peers:
                 results[i] = body(peers, launches[i].process)
         except Exception as error:
             results[i] = error
@@ -140,9 +141,17 @@ def test_other_count_of_processes_is_refused():
 def test_process_that_does_not_come_is_named():
     raised = run(launches(0, 2, processes=4), lambda *_: None, timeout_s=1)
     for error in raised:
-        assert "processes 1, 3 did not reach process 0 at 127.0.0.1:" in str(error)
+        assert re.search(
+            r"^processes 1, 3 did not reach process 0 at 127.0.0.1:\d+ within 1 s. Start all processes with the same "
+            "--coordinator, .* if they start further apart than that, give all of them a longer --join-timeout.$",
+            str(error),
+        )
+        assert of_error(error) == RETRY
     [alone] = run(launches(1, processes=2), lambda *_: None, timeout_s=1)
-    assert "process 1 of 2 found no coordinator at 127.0.0.1:" in str(alone)
+    message = (
+        r"process 1 of 2 found no coordinator, process 0, at 127.0.0.1:\d+ \(.*refused\) within 1 s. .*join-timeout"
+    )
+    assert re.search(message, str(alone)) and of_error(alone) == RETRY
 
 
 def test_taken_port_and_a_strange_service_are_refused():
