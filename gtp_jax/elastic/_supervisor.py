@@ -354,11 +354,12 @@ class Supervisor:
         )
         if failure.kind == "damaged":
             self._memory.drop_latest()
-        stuck = {device.number for device in fleet.kill()}
+        fleet.kill()
         reaped = time.monotonic()
         standby = self._standby(self._lost)
         left = [device for device in self._devices if device.number not in self._lost]
-        findings = probe(left, self._options.probe_timeout)
+        findings = probe(left, self._options.probe_timeout, lambda: standby.poll(_POLL_S))
+        stuck = fleet.stuck
         for finding in findings:
             if finding.trouble:
                 self._drop(finding.device, finding.trouble)

@@ -35,7 +35,7 @@ from ..trainer import (
     Watch,
     start,
 )
-from ._patience import BEAT_S
+from ._patience import BEAT_S, STARTING_S
 from ._snapshots import Cadence, Snapshots
 
 # What the system refuses until a person does something about it.
@@ -225,6 +225,7 @@ def work(descriptor: int) -> NoReturn:
         num_processes=order.processes if several else None,
         process_id=order.process if several else None,
         local_devices=1 if order.virtual else None,
+        join_timeout=STARTING_S,  # the supervisor sees sooner who does not come
     )
     faults = Faults(failed_devices=tuple(order.failed))
     supervision = Supervision(watch, order.degrees, faults, order.rehearse, order.token)

@@ -44,7 +44,7 @@ class PeerWatch(Watch):
 
     def __init__(self, launch: Launch, *, clock: PhaseClock | None = None, frozen_s: float = FROZEN_S) -> None:
         self._process = launch.process
-        limits_s = {**LIMITS_S, "start": LIMITS_S["start"] + launch.join_timeout_s}
+        limits_s: dict[Activity, float] = {**LIMITS_S, "start": LIMITS_S["start"] + launch.join_timeout_s}
         self._clock = PhaseClock(limits_s=limits_s) if clock is None else clock
         self._frozen_s = frozen_s
         self._clock_lock = threading.Lock()
