@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Self
 
 import jax
 
-from .._exit_codes import of_error
+from .._exit_codes import of_error, out_of_memory
 from ..checkpoint import Checkpoints
 from ..mesh import has_gpu
 from ..nonuniform import Faults
@@ -168,7 +168,7 @@ class SupervisedWatch(Watch):
             cause = "refused"
         else:
             device = isinstance(error, jax.errors.JaxRuntimeError)
-            cause = "refused" if "RESOURCE_EXHAUSTED" in str(error) else "device" if device else "error"
+            cause = "refused" if out_of_memory(error) else "device" if device else "error"
         self._line.send({"kind": "failed", "cause": cause, "reason": reason, "code": of_error(error)})
         sys.stdout.flush()
         sys.stderr.flush()
