@@ -16,8 +16,8 @@ import pytest
 from gtp_jax._exit_codes import MISTAKE, RETRY, of_error
 from gtp_jax._flags import flag_of, from_settings, knobs, settings_of
 from gtp_jax.data import Corpus
-from gtp_jax.trainer import Launch, NoCoordinator, TrainConfig
-from gtp_jax.trainer._agreement import check_agreement, describe, differences
+from gtp_jax.trainer import Launch, NoCoordinator, RunDirectory, TrainConfig
+from gtp_jax.trainer._agreement import check_agreement, check_shared, describe, differences
 from gtp_jax.trainer._peers import Peers, several
 
 OWN = {"--out", "--data", "--tokenizer", "--from"}
@@ -210,6 +210,38 @@ def test_process_that_ends_is_named():
     assert "process 1 has ended; its own output says why" in str(raised[0])
     assert of_error(raised[0]) == of_error(raised[1])  # launchers look at any of them
     assert isinstance(raised[2], NoCoordinator)
+
+
+def test_process_that_says_nothing_is_named():
+    said = threading.Event()
+
+    def body(peers: Peers, process: int):
+        if process == 1:
+            return said.wait(10)
+        try:
+            return peers.ask(None, len, timeout_s=0.3)
+        finally:
+            said.set()
+
+    raised = run(launches(0, 1, 2), body)
+    assert [str(raised[0]), of_error(raised[0])] == ["process 1 did not answer in time.", RETRY]
+    assert isinstance(raised[2], NoCoordinator)  # process 0 did not answer either, or has ended
+
+
+def test_directories_that_are_not_one_are_named_and_nothing_is_left_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr("gtp_jax.trainer._agreement._SHARED_WITHIN_S", 0.3)
+
+    def body(*roots: str):
+        return lambda peers, process: check_shared(peers, RunDirectory(tmp_path / roots[process]))
+
+    assert run(launches(0, 1), body("one", "one")) == [None, None]
+    for error in run(launches(0, 1, 2), body("one", "one", "two")):
+        assert f"`out` {tmp_path}" in str(error) and "is not one directory" in str(error)
+        assert "in that of process 2. Give all processes an --out on a file system that they share." in str(error)
+    assert list((tmp_path / "one").iterdir()) == []
+    (tmp_path / "file").touch()
+    for error in run(launches(0, 1), body("file/run", "file/run")):
+        assert f"process 0 cannot write to `out` {tmp_path}/file/run: [Errno 20] Not a directory" in str(error)
 
 
 def test_all_refuse_what_one_refuses():
