@@ -143,6 +143,7 @@ class Supervisor:
     def run(self, *, resume: bool, force: bool, at: int | None = None) -> int:
         """Runs until the run has ended or cannot go on."""
         self._resume, self._force, self._at = resume, force, at
+        self._directory.elastic.mkdir(exist_ok=True)  # for requests
         plan = self._plan(self._lost)
         interval = self._options.snapshot_interval
         most = "" if interval is None else f"; a failure costs {interval} steps at most"
