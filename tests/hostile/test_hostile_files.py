@@ -20,6 +20,7 @@ from .targets import (
     REFUSED,
     Folder,
     attack_config,
+    attack_events,
     attack_flags,
     attack_index,
     attack_manifest,
@@ -31,7 +32,7 @@ from .targets import (
 )
 
 SAMPLE = 6
-TARGETS = ("safetensors", "config", "index", "manifest", "tokenizer", "settings", "flags")
+TARGETS = ("safetensors", "config", "index", "manifest", "tokenizer", "events", "settings", "flags")
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +139,12 @@ FOUND = {
         ).encode(),
         r"`tokenizer` tokenizer.json cannot encode `data`: WordLevel error: Missing .UNK. token from the vocabulary",
     ),
+    "events of others": (
+        attack_events,
+        lambda _: b'{"note": "mine"}\n{"event": "start", "time": "x"}\n{"event": "recovered", "time": 1}',
+        "no event of a supervisor in",
+    ),
+    "deep events": (attack_events, lambda _: b'{"a":' * 100_000, "no event of a supervisor in"),
     "no tokenizer": (attack_tokenizer, lambda _: b"[" * 100_000, "cannot be read as a Hugging Face tokenizer.json"),
     "prefetch": (attack_settings, lambda _: settings(prefetch="no"), "`prefetch` is 'no'; it must be true or false"),
     "a number as text": (attack_settings, lambda _: settings(lr="0.1"), "`lr` is '0.1'; it must be a number"),
