@@ -107,9 +107,10 @@ class Probe:
         return Finding(self.device, trouble, now - self._begin)
 
     def cancel(self) -> None:
-        """Ends it."""
-        kill_group(self._child)
-        wait_s(self._child, 5.0)  # the driver may not let it go
+        """Ends it, if it has not ended."""
+        if self._child.poll() is None:
+            kill_group(self._child)
+            wait_s(self._child, 5.0)  # the driver may not let it go
         assert self._child.stdout is not None
         self._child.stdout.close()
 
