@@ -151,6 +151,16 @@ FOUND = {
     "true as a number": (attack_settings, lambda _: settings(steps=True), "`steps` is True; it must be a whole number"),
     "nothing": (attack_settings, lambda _: settings(seq=None), "`seq` is None; give a value, or leave it out"),
     "a text as a list": (attack_settings, lambda _: settings(data="text.txt"), "`data` is 'text.txt'; it must be a"),
+    "places that are no numbers": (
+        attack_settings,
+        lambda _: settings(failed_devices=[0.5]),
+        r"`failed_devices` is .0.5,.; it must be a list of whole numbers of at least 0",
+    ),
+    "rows that are no numbers": (
+        attack_settings,
+        lambda _: settings(replica_batches=[True]),
+        r"`replica_batches` is .True,.; it must be a list of whole numbers of at least 0",
+    ),
     "a list as a name": (attack_settings, lambda _: settings(preset=["tiny"]), "`preset` is .'tiny'.; it must be"),
     "unknown words": (attack_flags, lambda _: ["\x1b[2J"], r"unrecognized arguments: .x1b\[2J"),
     "flags": (attack_flags, lambda _: ["--lr", "nan"], "`lr` is nan; it must be a number above 0"),
