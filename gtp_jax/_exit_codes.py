@@ -16,6 +16,9 @@ RETRY = 75
 # The loss is not finite.
 DIVERGED = 76
 
+# How JAX begins its message.
+EXHAUSTED = "RESOURCE_EXHAUSTED"
+
 # What a system refuses though nothing is wrong with the command.
 _PASSING = {
     errno.ENOSPC,
@@ -47,7 +50,7 @@ def of_signal(number: int) -> int:
 
 def out_of_memory(error: BaseException) -> bool:
     """Says whether a device had too little memory."""
-    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    return isinstance(error, jax.errors.JaxRuntimeError) and EXHAUSTED in str(error)
 
 
 def of_error(error: BaseException) -> int:

@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from ..recipes import Recipe, check_recipe
 from ._agreement import read_together
 from ._aside import set_aside
-from ._damage import DamagedCheckpoint, damaged
+from ._damage import DamagedCheckpoint, damaged, other_values
 from ._digest import Digests
 from ._leaf import Leaf, check_savable, leaves
 from ._manifest import SAVE, check, complete, manifest
@@ -293,7 +293,7 @@ class Checkpoints:
         digests = Digests({leaf.name: array for leaf, array in zip(chosen, stored, strict=True)}).result()
         wrong = [name for name, digest in digests.items() if digest != content["leaves"][name]["digest"]]
         if wrong:
-            raise DamagedCheckpoint(path, [f"{name}: other values than were saved" for name in wrong])
+            raise DamagedCheckpoint(path, other_values(wrong))
         return content, [leaf.to_memory(array) for leaf, array in zip(chosen, stored, strict=True)]
 
     def manifest(self, step: int | None = None) -> dict[str, Any]:
@@ -318,7 +318,7 @@ class Checkpoints:
 
     def damage_report(self, step: int, names: Sequence[str]) -> str:
         """Returns what to tell about arrays that read otherwise than they were saved."""
-        return damaged(self._path(step), [f"{name}: other values than were saved" for name in names])
+        return damaged(self._path(step), other_values(names))
 
     def wait(self) -> None:
         """Waits until the last save is committed, and raises its error if it failed."""

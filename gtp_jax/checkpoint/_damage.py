@@ -21,6 +21,11 @@ class DamagedCheckpoint(ValueError):
         self.lines = tuple(lines)
 
 
+def other_values(names: Sequence[str]) -> list[str]:
+    """Returns the lines for arrays that read otherwise than they were saved."""
+    return [f"{name}: other values than were saved" for name in names]
+
+
 def damaged(path: Any, lines: Sequence[str]) -> str:
     """Returns what to tell about a step's directory of which this is damaged."""
     shown = "\n".join(f"  {line}" for line in lines[:_SHOWN])

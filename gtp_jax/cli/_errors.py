@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 
+from .._exit_codes import EXHAUSTED, out_of_memory
 from .._foreign import message
 
 EXPECTED = (ValueError, OSError, ModuleNotFoundError, MemoryError, jax.errors.JaxRuntimeError)
@@ -12,7 +13,6 @@ _LESS = (
     "Take a smaller --preset, --seq or --batch, more --microbatches or more devices; `gtp-jax inspect` says how much a "
     "step needs."
 )
-_EXHAUSTED = "RESOURCE_EXHAUSTED"
 
 
 def explanation(error: BaseException) -> str | None:
@@ -21,5 +21,5 @@ def explanation(error: BaseException) -> str | None:
         return f"out of memory{f': {message(error)}' if str(error) else ''}. {_LESS}"
     if isinstance(error, jax.errors.JaxRuntimeError):
         first = message(error).partition("\n")[0]
-        return f"out of memory: {first.removeprefix(f'{_EXHAUSTED}: ')} {_LESS}" if _EXHAUSTED in first else None
+        return f"out of memory: {first.removeprefix(f'{EXHAUSTED}: ')} {_LESS}" if out_of_memory(error) else None
     return message(error)

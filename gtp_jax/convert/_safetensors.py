@@ -155,6 +155,9 @@ class Reader:
         self.metadata: dict[str, str] = header.pop(_METADATA, {})
         if not isinstance(self.metadata, dict):
             raise self._broken(f"its metadata are {brief(self.metadata)}, not an object of strings")
+        for key, value in self.metadata.items():
+            if not isinstance(value, str):
+                raise self._broken(f"its metadata have {brief(value)} as {brief(key)}, where a string is expected")
         parsed = {name: self._entry(name, fields) for name, fields in header.items()}
         self.entries: dict[str, Entry] = {name: entry for name, (entry, _) in parsed.items()}
         self._offsets = {name: begin for name, (_, begin) in parsed.items()}

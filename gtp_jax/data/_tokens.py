@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -76,7 +77,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     Raises:
         ModuleNotFoundError: if the `tokenizers` package is not installed.
         ValueError: if the file is missing or is no tokenizer, or if an id is beyond 16,777,215; while encoding, if a
-            line is too long to be encoded, or a word is the separator.
+            line is too long to be encoded, a word is the separator, or the tokenizer fails.
     """
     try:
         import tokenizers
@@ -104,7 +105,9 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     def encode(documents: Iterable[bytes]) -> Iterable[np.ndarray]:
         for batch in _batches(documents, name):
             parts = [part for document in batch for part in document]
-            encodings = iter(loaded.encode_batch_fast([part.decode() for part in parts], add_special_tokens=False))
+            texts = [part.decode() for part in parts]
+            with _refused(f"`tokenizer` {name} cannot encode `data`", "Give a tokenizer that knows every text."):
+                encodings = iter(loaded.encode_batch_fast(texts, add_special_tokens=False))
             for document in batch:
                 ids = np.concatenate([np.asarray(next(encodings).ids, np.int64) for _ in document])
                 if (ids == separator).any():
@@ -119,19 +122,24 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def _loaded(from_buffer: Callable[[bytes], Any], path: str | os.PathLike[str]) -> Any:
-    try:
+    what = f"`tokenizer` {path} cannot be read as a Hugging Face tokenizer.json"
+    with _refused(what, "A SentencePiece model must be converted first."):
         with open_regular(path) as file:
             content = file.read(_MAX_FILE_BYTES + 1)
         if len(content) > _MAX_FILE_BYTES:
             raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")
         return from_buffer(content)
-    except BaseException as error:  # the package raises bare Exceptions, and its panics are not even that
+
+
+@contextlib.contextmanager
+def _refused(what: str, remedy: str) -> Iterator[None]:
+    """Raises a ValueError for whatever the `tokenizers` package raises: bare Exceptions, and panics of Rust."""
+    try:
+        yield
+    except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ValueError(
-            f"`tokenizer` {path} cannot be read as a Hugging Face tokenizer.json: {error}. A SentencePiece model must "
-            "be converted first."
-        ) from error
+        raise ValueError(f"{what}: {error}. {remedy}") from error
 
 
 def _batches(documents: Iterable[bytes], name: str) -> Iterator[list[list[bytes]]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from .._foreign import printable
 from ..plan import columns
-from ..trainer import Event, read_lines
+from ..trainer import Event, events_in, is_number
 
 # The parts of a recovery, in order, and what they mean.
 PARTS = {
@@ -18,22 +19,39 @@ PARTS = {
 }
 
 
+# The numbers without which these events cannot be shown.
+_NEEDS = {
+    "recovered": ("step", "steps_lost", "total_s", *PARTS),
+    "failure": ("last_sign",),
+    "lost": ("device",),
+    "snapshot": ("step",),
+}
+
+
 def read_events(path: Path) -> list[Event]:
-    """Returns a supervisor's events, without those of its processes. Lines that a kill has cut off are left out.
+    """Returns a supervisor's events, without those of its processes. Lines that a kill has cut off, or that others have
+    added, are left out.
 
     Raises:
         FileNotFoundError: if there are none.
     """
-    events = [event for event in read_lines(path) if "process" not in event]
+    events = [event for event in events_in(path, _NEEDS) if "process" not in event and _devices_are_known(event)]
     if not events:
         raise FileNotFoundError(f"no event of a supervisor in {path}: the run has not been started with --elastic.")
     return events
 
 
+def _devices_are_known(event: Event) -> bool:
+    if event["event"] not in ("start", "fleet"):
+        return True
+    devices, numbered = event.get("devices"), event["event"] == "fleet"
+    return isinstance(devices, list) and all(is_number(d) if numbered else isinstance(d, str) for d in devices)
+
+
 def table(events: list[Event]) -> str:
     """Returns what happened, in lines, and what each recovery took."""
     begin = events[0]["time"] if events else 0.0
-    said = [(f"{e['time'] - begin:.1f}", e["event"], e["text"]) for e in events if "text" in e]
+    said = [(f"{e['time'] - begin:.1f}", printable(e["event"]), printable(e["text"])) for e in events if "text" in e]
     recoveries = [e for e in events if e["event"] == "recovered"]
     parts = [
         (str(e["step"]), str(e["steps_lost"]), *(f"{e[part]:.1f}" for part in PARTS), f"{e['total_s']:.1f}")

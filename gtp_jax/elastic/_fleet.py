@@ -80,10 +80,14 @@ class Fleet:
     Args:
         devices: a process is started for each.
         environment: of all processes.
+        now: the monotonic clock.
     """
 
-    def __init__(self, devices: Sequence[Device], environment: Mapping[str, str]) -> None:
-        self.began = time.monotonic()
+    def __init__(
+        self, devices: Sequence[Device], environment: Mapping[str, str], now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._now = now
+        self.began = now()
         self.marks: dict[str, float] = {}  # when the last member began with each activity
         self.reports: list[Message] = []
         self.begin_step: int | None = None
@@ -135,7 +139,7 @@ class Fleet:
     def poll(self, timeout_s: float) -> None:
         """Hears what the processes say, for so long at most, and sees who has ended."""
         ready = self._selector.select(timeout_s)
-        now = time.monotonic()
+        now = self._now()
         late = now - self._polled - timeout_s
         if late > 1.0:  # this process was suspended or busy: their silence is its own
             for member in self.members:
@@ -166,7 +170,9 @@ class Fleet:
         member.heard = now
 
     def _beat(self, member: Member, message: Message, now: float) -> None:
-        if self.first_step_at is not None:
+        if member.activity is None:
+            self._patience.started(now - member.heard)
+        elif self.first_step_at is not None:
             self._patience.beat(now - member.heard)
         changed = member.activity != message["activity"]
         member.activity, member.step = message["activity"], message["step"]
@@ -187,7 +193,7 @@ class Fleet:
 
     def ended(self) -> Ended | None:
         """Returns how the run ended if all processes have ended as they should, or one has refused."""
-        now = time.monotonic()
+        now = self._now()
         refused = [m for m in self.members if m.said is not None and m.said.get("cause") in _REFUSED]
         if refused and not any(m.said is None and m.code is not None for m in self.members):
             if now - min(m.said_at for m in refused) < _GRACE_S:
@@ -207,7 +213,7 @@ class Fleet:
         Processes that vanish come before those that complain, because a death makes the others complain; then those
         that are silent; then those that are busy for too long.
         """
-        now = time.monotonic()
+        now = self._now()
         vanished = [m for m in self.members if m.code is not None and m.said is None]
         if vanished:
             first = min(vanished, key=lambda m: m.heard)
@@ -243,19 +249,23 @@ class Fleet:
             if member.code is None:
                 member.child.send_signal(number)
 
-    def kill(self) -> list[Device]:
-        """Ends all processes and what they have started, at once, and returns the devices of those that do not end.
+    def kill(self) -> None:
+        """Ends all processes and what they have started, at once; `stuck` then has those that have not ended yet.
 
         SIGTERM asks a run to save, for which all processes are needed. So it is not sent here.
         """
         for member in self.members:
             kill_group(member.child)
         deadline = time.monotonic() + _REAP_S
-        stuck = [m.device for m in self.members if not wait_s(m.child, deadline - time.monotonic())]
         for member in self.members:
+            wait_s(member.child, deadline - time.monotonic())
             self._forget(member)
         self._selector.close()
-        return stuck
+
+    @property
+    def stuck(self) -> set[int]:
+        """Numbers of the devices whose processes have not ended."""
+        return {member.device.number for member in self.members if member.child.poll() is None}
 
 
 def key_of(selector: selectors.BaseSelector, line: Line) -> bool:

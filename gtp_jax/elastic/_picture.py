@@ -109,7 +109,7 @@ def draw_timeline(events: Sequence[Event], path: Path) -> None:
     from matplotlib.figure import Figure  # not pyplot: no display is touched
     from matplotlib.patches import Patch
 
-    names = events[0].get("devices", [])
+    names = next((event["devices"] for event in events if event["event"] == "start"), [])
     spans = spans_of(events)
     figure = Figure(figsize=(9.0, 2.4 + 0.3 * len(names)), layout="constrained")
     rows, steps = figure.subplots(2, 1, sharex=True, height_ratios=[0.3 * len(names) + 0.3, 1.4])

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ._child import kill_group, start_child, wait_s
 from ._devices import Device
+from ._patience import slowness
 
 # Integers that float32 and bfloat16 sum exactly, so that a wrong bit shows.
 _CODE = """
 import jax, numpy as np
+print("imported", flush=True)
 jax.config.update("jax_num_cpu_devices", 1)
 sides = np.arange(512 * 512, dtype=np.int64).reshape(512, 512)
 left, right = sides % 7 - 3, sides % 5 - 2
@@ -28,6 +32,8 @@ for dtype in ("float32", "bfloat16"):
 print("computes")
 """
 _PREFIX = "import sys\n"
+# A device has no part in imports, which wait for the host alone.
+_TIMES_FOR_IMPORTS = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,18 +51,24 @@ class Finding:
     seconds: float
 
 
-def probe(devices: Sequence[Device], timeout_s: float) -> list[Finding]:
+def probe(devices: Sequence[Device], timeout_s: float, meanwhile: Callable[[], object]) -> list[Finding]:
     """Lets every device compute, all at the same time, and returns what was found, in order.
 
     A device is sound if a fresh process that sees only it multiplies two matrices right, within the time.
 
     Args:
         devices: not in use by a process that keeps their memory.
-        timeout_s: seconds after which a probe has failed.
+        timeout_s: seconds after which a probe has failed, see `Probe`.
+        meanwhile: called again and again until all have ended.
     """
-    begin = time.monotonic()
-    children = [_start(device) for device in devices]
-    return [_finding(device, child, begin, timeout_s) for device, child in zip(devices, children, strict=True)]
+    probes = [Probe(device, timeout_s) for device in devices]
+    findings: dict[int, Finding] = {}
+    while len(findings) < len(probes):
+        meanwhile()
+        for i, asked in enumerate(probes):
+            if i not in findings and (finding := asked.result()) is not None:
+                findings[i] = finding
+    return [findings[i] for i in range(len(probes))]
 
 
 class Probe:
@@ -64,43 +76,70 @@ class Probe:
 
     Args:
         device: which one.
-        timeout_s: seconds after which it has failed.
+        timeout_s: seconds after its imports in which it must have computed. Imports that take long show that the host
+            has too little time for all processes; then the device has longer, too.
+        now: the monotonic clock.
     """
 
-    def __init__(self, device: Device, timeout_s: float) -> None:
+    def __init__(self, device: Device, timeout_s: float, now: Callable[[], float] = time.monotonic) -> None:
         self.device = device
-        self._timeout_s = timeout_s
-        self._begin = time.monotonic()
+        self._timeout_s, self._now = timeout_s, now
+        self._begin = now()
+        self._imported_at: float | None = None
+        self._said = b""
         self._child = _start(device)
 
     def result(self) -> Finding | None:
         """Returns what was found, or `None` as long as it is under way."""
-        if self._child.poll() is None and time.monotonic() - self._begin < self._timeout_s:
+        now = self._now()
+        ended = self._child.poll() is not None
+        said = self._heard()
+        if self._imported_at is None and "imported" in said:
+            self._imported_at = now
+        since, limit_s, what = self._limit()
+        if not ended and now - since < limit_s:
             return None
-        return _finding(self.device, self._child, self._begin, self._timeout_s)
+        if ended:
+            trouble = "" if self._child.returncode == 0 and "computes" in said else _last(said, self._child.returncode)
+        else:
+            trouble = f"it has not {what} within {limit_s:.0f} s"
+        self.cancel()
+        return Finding(self.device, trouble, now - self._begin)
 
     def cancel(self) -> None:
-        """Ends it."""
-        kill_group(self._child)
-        self._child.communicate()
+        """Ends it, if it has not ended."""
+        if self._child.poll() is None:
+            kill_group(self._child)
+            wait_s(self._child, 5.0)  # the driver may not let it go
+        assert self._child.stdout is not None
+        self._child.stdout.close()
+
+    def _limit(self) -> tuple[float, float, str]:
+        """Returns since when it has been at it, for how long it may, and what it must have done then."""
+        if self._imported_at is None:
+            return self._begin, _TIMES_FOR_IMPORTS * self._timeout_s, "imported JAX"
+        return self._imported_at, self._timeout_s * slowness(self._imported_at - self._begin), "computed"
+
+    def _heard(self) -> list[str]:
+        """Returns the lines that it has printed so far; does not wait."""
+        assert self._child.stdout is not None
+        with contextlib.suppress(BlockingIOError):
+            while block := os.read(self._child.stdout.fileno(), 1 << 16):
+                self._said += block
+        return self._said.decode(errors="replace").splitlines()
 
 
 def _start(device: Device) -> subprocess.Popen[bytes]:
     kind = "gpu" if "CUDA_VISIBLE_DEVICES" in device.environment else "cpu"
     # the run's processes may hold most of the memory
     environment = {**device.environment, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    return start_child(_PREFIX + _CODE, [kind, str(device.number)], environment, quiet=True)
+    child = start_child(_PREFIX + _CODE, [kind, str(device.number)], environment, quiet=True)
+    assert child.stdout is not None
+    os.set_blocking(child.stdout.fileno(), False)
+    return child
 
 
-def _finding(device: Device, child: subprocess.Popen[bytes], begin: float, timeout_s: float) -> Finding:
-    ended = wait_s(child, begin + timeout_s - time.monotonic())
-    if not ended:
-        kill_group(child)
-        # a process that the driver does not let go would block a read
-        wait_s(child, 5.0)
-        trouble = f"it has not computed within {timeout_s:.0f} s"
-    else:
-        assert child.stdout is not None
-        said = child.stdout.read().decode(errors="replace").strip().splitlines()
-        trouble = "" if child.returncode == 0 and "computes" in said else (said or [f"status {child.returncode}"])[-1]
-    return Finding(device, trouble, time.monotonic() - begin)
+def _last(said: Sequence[str], status: int) -> str:
+    """Returns the last word of a probe that has failed, but for those of one that goes well."""
+    lines = [line.strip() for line in said if line.strip() not in ("", "imported", "computes")]
+    return lines[-1] if lines else f"status {status}"

@@ -77,7 +77,7 @@ def supervise(
     if launch != LaunchOptions() or find_launch(launch).processes > 1:
         raise ValueError(
             "`--elastic` starts the processes of one host by itself. Leave out --coordinator, --num-processes, "
-            "--process-id and --local-devices, and start it once, without srun or mpirun."
+            "--process-id, --local-devices and --join-timeout, and start it once, without srun or mpirun."
         )
     config, directory, _ = resolve(settings, resume=resume, force=force)
     if config.faults.any:
@@ -143,6 +143,7 @@ class Supervisor:
     def run(self, *, resume: bool, force: bool, at: int | None = None) -> int:
         """Runs until the run has ended or cannot go on."""
         self._resume, self._force, self._at = resume, force, at
+        self._directory.elastic.mkdir(exist_ok=True)  # for requests
         plan = self._plan(self._lost)
         interval = self._options.snapshot_interval
         most = "" if interval is None else f"; a failure costs {interval} steps at most"
@@ -354,11 +355,12 @@ class Supervisor:
         )
         if failure.kind == "damaged":
             self._memory.drop_latest()
-        stuck = {device.number for device in fleet.kill()}
+        fleet.kill()
         reaped = time.monotonic()
         standby = self._standby(self._lost)
         left = [device for device in self._devices if device.number not in self._lost]
-        findings = probe(left, self._options.probe_timeout)
+        findings = probe(left, self._options.probe_timeout, lambda: standby.poll(_POLL_S))
+        stuck = fleet.stuck
         for finding in findings:
             if finding.trouble:
                 self._drop(finding.device, finding.trouble)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Self
 
 import jax
 
-from .._exit_codes import of_error
+from .._exit_codes import of_error, out_of_memory
 from ..checkpoint import Checkpoints
 from ..mesh import has_gpu
 from ..nonuniform import Faults
@@ -35,7 +35,7 @@ from ..trainer import (
     Watch,
     start,
 )
-from ._patience import BEAT_S
+from ._patience import BEAT_S, STARTING_S
 from ._snapshots import Cadence, Snapshots
 
 # What the system refuses until a person does something about it.
@@ -168,7 +168,7 @@ class SupervisedWatch(Watch):
             cause = "refused"
         else:
             device = isinstance(error, jax.errors.JaxRuntimeError)
-            cause = "refused" if "RESOURCE_EXHAUSTED" in str(error) else "device" if device else "error"
+            cause = "refused" if out_of_memory(error) else "device" if device else "error"
         self._line.send({"kind": "failed", "cause": cause, "reason": reason, "code": of_error(error)})
         sys.stdout.flush()
         sys.stderr.flush()
@@ -225,6 +225,7 @@ def work(descriptor: int) -> NoReturn:
         num_processes=order.processes if several else None,
         process_id=order.process if several else None,
         local_devices=1 if order.virtual else None,
+        join_timeout=STARTING_S,  # the supervisor sees sooner who does not come
     )
     faults = Faults(failed_devices=tuple(order.failed))
     supervision = Supervision(watch, order.degrees, faults, order.rehearse, order.token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection
 from typing import Any, get_args
 
@@ -108,5 +109,14 @@ class ExpertOptions:
                 f"Leave {', '.join(flags)} out, or take a preset with experts, such as tiny-moe."
             )
         router = {name.removeprefix(_ROUTER): given.pop(name) for name in list(given) if name.startswith(_ROUTER)}
-        routing = dataclasses.replace(config.routing or Routing(), **router)
-        return dataclasses.replace(config, routing=routing, **given)
+        try:
+            routing = dataclasses.replace(config.routing or Routing(), **router)
+            return dataclasses.replace(config, routing=routing, **given)
+        except ValueError as error:
+            raise ValueError(_as_given(str(error))) from error
+
+
+def _as_given(text: str) -> str:
+    """Returns a message in which fields of `Routing` have the names that they have here."""
+    ours = {field.name for field in dataclasses.fields(ExpertOptions)}
+    return re.sub(r"`(\w+)`", lambda name: f"`{_ROUTER}{name[1]}`" if _ROUTER + name[1] in ours else name[0], text)

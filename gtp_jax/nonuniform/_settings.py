@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 
 from .._flags import as_tuple, check_knobs, knob
+from .._foreign import brief
 from ._faults import FaultPlan, plan_faults
 
 
@@ -49,6 +50,10 @@ class Faults:
     def __post_init__(self) -> None:
         as_tuple(self, "failed_devices", "replica_batches")
         check_knobs(self)
+        for name in ("failed_devices", "replica_batches"):  # from a file they may be anything
+            value = getattr(self, name) or ()
+            if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in value):
+                raise ValueError(f"`{name}` is {brief(value)}; it must be a list of whole numbers of at least 0.")
 
     @property
     def any(self) -> bool:

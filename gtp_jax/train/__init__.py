@@ -34,5 +34,6 @@ from ._state import state_specs as state_specs
 from ._step import eval_step as eval_step
 from ._step import loss_and_gradients as loss_and_gradients
 from ._step import train_step as train_step
+from ._update import never_skip as never_skip
 from ._wires import Wires as Wires
 from ._wires import wires_of as wires_of

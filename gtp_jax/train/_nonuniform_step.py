@@ -37,7 +37,7 @@ from ._replica_step import ReplicaStep, parts_of, settled
 from ._replicas import Batches, Replicas, is_here
 from ._state import TrainState, constrained
 from ._told import Told
-from ._update import updated
+from ._update import never_skip, updated
 from ._wires import Wires, wires_of
 
 Tree = Any
@@ -233,10 +233,7 @@ class NonuniformStep:
     def _flag(self, skip: jax.Array | None) -> jax.Array:
         """Returns whether to leave out the update, on the core: a process without its devices has no part of it."""
         core = self._replicas.core
-        if skip is not None and is_here(core):
-            return skip
-        whole = NamedSharding(core, PartitionSpec())
-        return jax.make_array_from_callback((), whole, lambda _: np.zeros((), np.bool_), dtype=np.bool_)
+        return skip if skip is not None and is_here(core) else never_skip(core)
 
     def _updated(
         self, state: TrainState, found: Tree, sums: list[jax.Array], skip: jax.Array

@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..mesh import Path, with_paths
 from ._gradients import Computed
@@ -16,6 +18,12 @@ from ._loss import mean
 from ._state import TrainState, constrained, state_specs
 
 Tree = Any
+
+
+def never_skip(mesh: Mesh) -> jax.Array:
+    """Returns the flag with which a step is applied if it is finite, whole on every device of a mesh."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.make_array_from_callback((), whole, lambda _: np.zeros((), np.bool_), dtype=np.bool_)
 
 
 def updated(

@@ -13,6 +13,8 @@ from ._distributed import find_launch as find_launch
 from ._divergence import Diverged as Diverged
 from ._events import Event as Event
 from ._events import EventLog as EventLog
+from ._events import events_in as events_in
+from ._events import is_number as is_number
 from ._events import read_lines as read_lines
 from ._finite_state import state_is_finite as state_is_finite
 from ._line import Line as Line

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from ._events import Event
 
 _BEGINS = ("start", "resume")
+# The numbers that events must have, beside the time, to be counted.
+NEEDS = {name: ("step",) for name in ("ready", "save", "snapshot", "rollback")}
 
 
 def seconds_by_cause(events: Sequence[Event]) -> dict[str, float]:

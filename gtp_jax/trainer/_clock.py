@@ -11,7 +11,7 @@ TICK_S = 1.0
 
 # Seconds of a phase. The first step and all evaluations compile, and text and checkpoints may come from slow disks.
 LIMITS_S: Mapping[Activity, float] = {
-    "start": 300.0,
+    "start": 180.0,  # and the time in which all processes must have come
     "join": 300.0,
     "check": 3600.0,
     "compile": 3600.0,

@@ -41,7 +41,8 @@ _LAUNCHERS = {
 # The group of these flags in the help.
 LAUNCH_GROUP = "several processes"
 
-_JOIN_TIMEOUT_S = 120
+# Seconds in which all processes come by default, and which JAX then has to connect them.
+_JOIN_S = 120.0
 # jax ends a process this long after its peer fell silent, and says nothing about checkpoints. The watch is quicker, and
 # forgives processes that were suspended, as jax does not.
 _HEARTBEAT_TIMEOUT_S = 900
@@ -66,12 +67,14 @@ class Launch:
         process: number of this one.
         coordinator: address of process 0, `HOST:PORT`; `None` for a single process.
         local_devices: virtual CPU devices of this process; `None` for an even share.
+        join_timeout_s: seconds in which all processes must have come.
     """
 
     processes: int = 1
     process: int = 0
     coordinator: str | None = None
     local_devices: int | None = None
+    join_timeout_s: float = _JOIN_S
 
     def join(self) -> None:
         """Connects the processes. To be called before jax is first used.
@@ -91,7 +94,7 @@ class Launch:
                 coordinator_address=self.coordinator,
                 num_processes=self.processes,
                 process_id=self.process,
-                initialization_timeout=_JOIN_TIMEOUT_S,
+                initialization_timeout=round(_JOIN_S),
                 heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_S,
             )
         except RuntimeError as error:
@@ -110,6 +113,9 @@ class LaunchOptions:
     num_processes: int | None = knob(None, LAUNCH_GROUP, "how many there are", metavar="N")
     process_id: int | None = knob(None, LAUNCH_GROUP, "number of this one, from 0", least=0, metavar="I")
     local_devices: int | None = knob(None, LAUNCH_GROUP, "virtual CPU devices of this process", metavar="N")
+    join_timeout: float = knob(
+        _JOIN_S, LAUNCH_GROUP, "seconds in which all processes must have come", kind=float, above=0, metavar="S"
+    )
 
 
 def find_launch(options: LaunchOptions, environment: Mapping[str, str] = os.environ) -> Launch:
@@ -118,9 +124,12 @@ def find_launch(options: LaunchOptions, environment: Mapping[str, str] = os.envi
     Raises:
         ValueError: if flags are missing or out of range.
     """
-    local = options.local_devices
-    if local is not None and local < 1:
-        raise ValueError(f"--local-devices is {local}; it must be at least 1.")
+    local, join_s = options.local_devices, options.join_timeout
+    for flag, number in {"--local-devices": local, "--num-processes": options.num_processes}.items():
+        if number is not None and number < 1:
+            raise ValueError(f"{flag} is {number}; it must be at least 1.")
+    if not 0 < join_s < float("inf"):
+        raise ValueError(f"--join-timeout is {join_s:g}; it must be a number of seconds above 0.")
     count, rank, address = options.num_processes, options.process_id, options.coordinator
     if address is not None and not (address.rpartition(":")[0] and address.rpartition(":")[2].isdigit()):
         raise ValueError(f"--coordinator is {address!r}; it must be HOST:PORT, 127.0.0.1:9000 for instance.")
@@ -133,16 +142,16 @@ def find_launch(options: LaunchOptions, environment: Mapping[str, str] = os.envi
                         f"{name} does not say where process 0 runs. Add --coordinator HOST:PORT, the address of its "
                         "host and a free port."
                     )
-                return Launch(int(environment[size]), int(environment[number]), address, local)
+                return Launch(int(environment[size]), int(environment[number]), address, local, join_s)
     flags = {"--coordinator": address, "--num-processes": count, "--process-id": rank}
     missing = [flag for flag, value in flags.items() if value is None]
     if count is not None and rank is not None and address is not None:
         if not 0 <= rank < count:
             raise ValueError(f"--process-id is {rank}; with --num-processes {count} it is from 0 to {count - 1}.")
-        return Launch(count, rank, address, local)
+        return Launch(count, rank, address, local, join_s)
     if len(missing) < len(flags):
         raise ValueError(f"{' and '.join(missing)} missing: several processes need all of {_FLAGS}.")
-    return Launch(local_devices=local)
+    return Launch(local_devices=local, join_timeout_s=join_s)
 
 
 _FLAGS = "--coordinator, --num-processes and --process-id"

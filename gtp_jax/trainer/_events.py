@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,32 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text(errors="replace").splitlines():
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):
             records.append(record)
     return records
+
+
+def events_in(path: Path, needs: Mapping[str, Collection[str]]) -> list[Event]:
+    """Returns the events of a record; lines that others have added, or changed, are left out.
+
+    Args:
+        path: of the record.
+        needs: the numbers that an event must have, by its name, beside the time.
+    """
+    return [record for record in read_lines(path) if _is_event(record, needs)]
+
+
+def _is_event(record: Event, needs: Mapping[str, Collection[str]]) -> bool:
+    name, seconds = record.get("event"), record.get("seconds", {})
+    if not (isinstance(name, str) and isinstance(seconds, dict) and isinstance(record.get("text", ""), str)):
+        return False
+    known = [record[field] for field in ("step", "fleet_step") if field in record]
+    needed = [record.get(field) for field in ("time", *needs.get(name, ()))]
+    return all(is_number(value) for value in (*known, *needed, *seconds.values()))
+
+
+def is_number(value: Any) -> bool:
+    """Says whether a value of a record is a number that can be computed with."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300  # no NaN, no Inf

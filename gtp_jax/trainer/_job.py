@@ -13,14 +13,14 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from .. import plan
 from ..checkpoint import Checkpoints
 from ..data import Corpus, Loader, Windows
 from ..models import ModelConfig, build, family_of
 from ..nn import ModelDef, abstract_model, init
-from ..train import Loss, NonuniformStep, TrainState, eval_step, train_step, with_whole_sequences
+from ..train import Loss, NonuniformStep, TrainState, eval_step, never_skip, train_step, with_whole_sequences
 from ._config import TrainConfig
 from ._divergence import Place
 from ._fleet import Fleet, ReplicaLoader
@@ -178,12 +178,6 @@ def compile_step(
         compile_s=time.perf_counter() - began,
         memory=_memory(programs, state),
     )
-
-
-def never_skip(mesh: Mesh) -> jax.Array:
-    """Returns the flag with which a step is applied if it is finite, whole on every device of a mesh."""
-    whole = NamedSharding(mesh, PartitionSpec())
-    return jax.make_array_from_callback((), whole, lambda _: np.zeros((), np.bool_), dtype=np.bool_)
 
 
 def _on_core(

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from .._exit_codes import RETRY
+from .._foreign import printable
 
 BEAT_S = 5.0
 # A lock that has not changed for so long is taken over. Longer than a compiler may keep Python from running.
@@ -217,9 +218,8 @@ def _read(path: Path) -> str:
 
 
 def _described(found: str) -> str:
-    """Returns who has a lock, in letters that a terminal shows as they are."""
-    who = (found.splitlines()[2:3] or ["an unknown process"])[0][:100]
-    return "".join(letter if letter.isprintable() else "?" for letter in who) or "an unknown process"
+    """Returns who has a lock, for a terminal."""
+    return printable("".join(found.splitlines()[2:3])[:100]) or "an unknown process"
 
 
 def _boot() -> str:

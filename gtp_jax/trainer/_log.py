@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ._events import append_line, read_lines
+from ._events import append_line, is_number, read_lines
 
 Record = dict[str, Any]
 
@@ -58,12 +58,12 @@ def read_log(path: Path) -> list[Record]:
     """Returns the records of a log that led to the run's state, none if there is no file.
 
     Steps that a resumed run, or one that was rolled back, has made again are returned once, as they were made last.
-    Records without a step are left out, and so are lines that a kill has cut off.
+    Records without a step, or of anything but numbers, are left out, and so are lines that a kill has cut off.
     """
     records: list[Record] = []
     for record in read_lines(path):
-        if _FROM in record:
-            records = [kept for kept in records if kept["step"] <= record[_FROM]]
-        elif isinstance(record.get("step"), int):
+        if is_number(step := record.get(_FROM)):
+            records = [kept for kept in records if kept["step"] <= step]
+        elif isinstance(record.get("step"), int) and all(isinstance(value, int | float) for value in record.values()):
             records.append(record)
     return records

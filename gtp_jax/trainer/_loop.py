@@ -22,11 +22,11 @@ import jax
 from ..checkpoint import Checkpoints
 from ..models import saved as saved_of
 from ..ops import check_ids
-from ..train import Batches, TrainState, diagnose
+from ..train import Batches, TrainState, diagnose, never_skip
 from ._divergence import Diverged, Place, is_spike
 from ._finite_state import state_is_finite
 from ._interrupt import Interrupt
-from ._job import Job, never_skip
+from ._job import Job
 from ._progress import Progress
 from ._recorder import Recorder
 from ._slow import DeviceProbe, timed_batches

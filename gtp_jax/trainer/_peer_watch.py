@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Self
 
 from .._exit_codes import RETRY, of_error
 from ..checkpoint import Checkpoints
-from ._clock import TICK_S, PhaseClock
+from ._clock import LIMITS_S, TICK_S, PhaseClock
 from ._directory import RunDirectory
 from ._distributed import Launch
 from ._guard import FROZEN_S, Guard, last_words
@@ -44,7 +44,8 @@ class PeerWatch(Watch):
 
     def __init__(self, launch: Launch, *, clock: PhaseClock | None = None, frozen_s: float = FROZEN_S) -> None:
         self._process = launch.process
-        self._clock = PhaseClock() if clock is None else clock
+        limits_s: dict[Activity, float] = {**LIMITS_S, "start": LIMITS_S["start"] + launch.join_timeout_s}
+        self._clock = PhaseClock(limits_s=limits_s) if clock is None else clock
         self._frozen_s = frozen_s
         self._clock_lock = threading.Lock()
         self._stopwatch = Stopwatch()

@@ -20,7 +20,6 @@ from .._exit_codes import MISTAKE, RETRY, of_error
 from ._distributed import Launch, NoCoordinator
 from ._line import Line, Message
 
-MEET_TIMEOUT_S = 120.0
 # Text may be read from a slow file system meanwhile.
 _ANSWER_TIMEOUT_S = 3600.0
 _RETRY_S = 0.2
@@ -34,29 +33,22 @@ class Peers:
     """The processes of a run. A context manager, at whose beginning they meet; does nothing for a single process.
 
     Args:
-        launch: the processes.
-        timeout_s: seconds in which all of them must have come.
+        launch: the processes, and the seconds in which all of them must have come.
 
     Raises:
         NoCoordinator: if they do not find each other, or two of them have one number.
     """
 
-    def __init__(self, launch: Launch, *, timeout_s: float = MEET_TIMEOUT_S) -> None:
-        self._launch, self._timeout_s = launch, timeout_s
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
         self._lines: dict[int, Line] = {}  # of process 0 to all others, or of another to process 0
         self._stop = threading.Event()
         self._listener: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         if self._launch.processes > 1:
-            deadline = time.monotonic() + self._timeout_s
-            try:
-                self._lines = _gather(self._launch, deadline) if self._first else {0: _reach(self._launch, deadline)}
-            except TimeoutError as error:
-                raise NoCoordinator(
-                    f"{error} within {self._timeout_s:.0f} s. Start all processes with the same --coordinator, the "
-                    "address of process 0 and a free port."
-                ) from None
+            deadline = time.monotonic() + self._launch.join_timeout_s
+            self._lines = _gather(self._launch, deadline) if self._first else {0: _reach(self._launch, deadline)}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
@@ -164,8 +156,8 @@ def _gather(launch: Launch, deadline: float) -> dict[int, Line]:
     """Returns connections to all other processes, as process 0.
 
     Raises:
-        NoCoordinator: if the port is taken, the address is not this host's, or processes do not fit each other.
-        TimeoutError: if not all have come in time.
+        NoCoordinator: if the port is taken, the address is not this host's, processes do not fit each other, or not
+            all have come in time.
     """
     who: dict[int, Message] = {}
     lines: dict[int, Line] = {}
@@ -181,7 +173,8 @@ def _gather(launch: Launch, deadline: float) -> dict[int, Line]:
                     raise NoCoordinator(_NOT_HERE.format(launch.coordinator, "another host answers"))
                 if not ready:
                     missing = [process for process in range(launch.processes) if process not in who]
-                    raise TimeoutError(f"{several('process', missing)} did not reach process 0 at {launch.coordinator}")
+                    who_not = several("process", missing)
+                    raise _too_late(f"{who_not} did not reach process 0 at {launch.coordinator}", launch)
                 for key, _ in ready:
                     if key.fileobj is listener:
                         waiting.append(Line(_prepared(listener.accept()[0])))
@@ -202,11 +195,9 @@ def _gather(launch: Launch, deadline: float) -> dict[int, Line]:
                     who[hello["process"]] = hello
                     lines[hello["process"]] = line
                     waiting.remove(line)
-        except (NoCoordinator, TimeoutError) as error:
+        except NoCoordinator as error:
             for line in [*lines.values(), *waiting]:
-                line.send(
-                    {"refused": str(error), "code": error.exit_code if isinstance(error, NoCoordinator) else RETRY}
-                )
+                line.send({"refused": str(error), "code": error.exit_code})
                 line.close()
             raise
     for line in [lines.pop(0), *waiting]:
@@ -220,8 +211,7 @@ def _reach(launch: Launch, deadline: float) -> Line:
     """Returns a connection to process 0.
 
     Raises:
-        NoCoordinator: if process 0 refuses, or something else answers.
-        TimeoutError: if nobody answers in time.
+        NoCoordinator: if process 0 refuses, something else answers, or nobody does in time.
     """
     trouble: object = "no answer"
     while (left := deadline - time.monotonic()) > 0:
@@ -236,16 +226,25 @@ def _reach(launch: Launch, deadline: float) -> Line:
         try:
             [answer] = _answers({0: line}, deadline + _ITSELF_S).values()  # which names those that have not come
         except NoCoordinator:
+            line.close()
             raise NoCoordinator(
                 f"what listens at {launch.coordinator} is not process 0 of a run that waits for process "
                 f"{launch.process} of {launch.processes}. Another program uses the port, or the run has all its "
                 "processes already because another one has this --process-id, or process 0 has just ended."
             ) from None
         if "refused" in answer:
+            line.close()
             raise _with_code(str(answer["refused"]), int(answer["code"]))
         return line
-    where = f"at {launch.coordinator} ({trouble})"
-    raise TimeoutError(f"process {launch.process} of {launch.processes} found no coordinator {where}")
+    who = f"process {launch.process} of {launch.processes}"
+    raise _too_late(f"{who} found no coordinator, process 0, at {launch.coordinator} ({trouble})", launch)
+
+
+def _too_late(text: str, launch: Launch) -> NoCoordinator:
+    return NoCoordinator(
+        f"{text} within {launch.join_timeout_s:g} s. Start all processes with the same --coordinator, the address of "
+        "process 0 and a free port; if they start further apart than that, give all of them a longer --join-timeout."
+    )
 
 
 def _answers(lines: dict[int, Line], deadline: float) -> dict[int, Message]:

@@ -15,12 +15,13 @@ from jax.sharding import Mesh
 from ..checkpoint import Checkpoints
 from ..data import Corpus
 from ..mesh import choose_devices, make_mesh, on_gpu, use_roles
+from ..train import never_skip
 from ._config import TrainConfig
 from ._corpus import read_corpus
 from ._directory import RunDirectory
 from ._divergence import Place
 from ._fleet import Fleet
-from ._job import abstract_state, compile_step, never_skip
+from ._job import abstract_state, compile_step
 from ._log import read_log
 
 Conclusion = Literal["reproducible", "device suspected", "inconclusive"]

@@ -19,7 +19,7 @@ from ..checkpoint import Checkpoints
 from ..data import Corpus, unigram_entropy
 from ..mesh import check_degrees, choose_devices, on_gpu, use_roles
 from ..models import ModelConfig, build
-from ._account import seconds_by_cause
+from ._account import NEEDS, seconds_by_cause
 from ._agreement import Description, check_agreement, check_devices, check_shared, describe
 from ._arenas import limit_arenas
 from ._attempt import attempt
@@ -29,7 +29,7 @@ from ._curve import draw_curve
 from ._directory import RunDirectory
 from ._distributed import Launch, LaunchOptions, find_launch
 from ._divergence import Diverged
-from ._events import EventLog, read_lines
+from ._events import EventLog, events_in
 from ._fleet import Fleet, make_fleet, without_sequence_parallelism
 from ._interrupt import Interrupt, Stopped
 from ._job import abstract_state, compile_step, prepare
@@ -259,7 +259,7 @@ def _train(
     if speaks:
         guard()
         records = read_log(directory.log)
-        causes = seconds_by_cause(read_lines(directory.events))
+        causes = seconds_by_cause(events_in(directory.events, NEEDS))
         title = f"{config.preset}, {config.batch} x {config.seq} tokens a step, on {corpus.name}"
         draw_curve(records, unigram, title, directory.curve)
         text = report(job, outcome, records, unigram, causes)

@@ -1,6 +1,7 @@
 """Under jax.distributed every process writes and reads its own share."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -31,9 +32,9 @@ def values(**degrees):
 """
 
 WORKER = """
-import sys
+import errno, pathlib, shutil, sys
 import jax
-from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.checkpoint import Checkpoints, _checkpoints
 
 address, rank, shared, private = sys.argv[1:]
 jax.distributed.initialize(address, 2, int(rank))
@@ -45,6 +46,23 @@ with jax.set_mesh(gtp.make_mesh(gtp=8)), Checkpoints(shared) as checkpoints:
     checkpoints.save(2, restored, extra)
 try:
     Checkpoints(shared if rank == "0" else private).restore(like)
+except OSError as error:
+    print(error)
+own = shared
+if rank == "1":  # what this process alone reads is damaged
+    own = f"{private}.copy"
+    shutil.copytree(shared, own)
+    for file in sorted(pathlib.Path(own, "2", "arrays").rglob("d/*")):
+        file.write_bytes(bytes(255 - byte for byte in file.read_bytes()))
+passed = []
+_, _, step = Checkpoints(own).restore_last_whole(like, lambda step, error: passed.extend(error.lines))
+print("from step", step, *passed[:1])
+if rank == "1":
+    def refused(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+    _checkpoints.read_arrays = refused
+try:
+    Checkpoints(shared).restore_last_whole(like)
 except OSError as error:
     print(error)
 jax.distributed.shutdown()
@@ -78,6 +96,8 @@ def test_two_processes_share_a_checkpoint_that_one_process_can_read(tmp_path, lo
     for worker, (out, err) in zip(workers, outputs, strict=True):
         assert worker.returncode == 0, err
         assert "the processes see different checkpoints in" in out and "step [2, -1] in process 0 to 1 (-1: no" in out
+        assert re.search("from step 1 .*: changed since it was written", out)
+        assert "could not be read in process 1 in 3 attempts, though nothing proves that it is damaged: " in out
     for step in (1, 2):
         assert {"ocdbt.process_0", "ocdbt.process_1"} <= set(os.listdir(f"{shared}/{step}/arrays"))
         restored, extra = Checkpoints(shared).restore(state, step)

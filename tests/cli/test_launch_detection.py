@@ -29,6 +29,7 @@ def open_mpi(**more: str) -> dict[str, str]:
     [
         ([], {}, Launch()),
         (["--local-devices=4"], {}, Launch(local_devices=4)),
+        (["--join-timeout=900"], slurm("n1"), Launch(16, 3, "n1:61443", join_timeout_s=900)),
         ([], slurm("n[007-009,12],other"), Launch(16, 3, "n007:61443")),
         ([], slurm("gpu-1,gpu-2"), Launch(16, 3, "gpu-1:61443")),
         ([], open_mpi(OMPI_MCA_orte_hnp_uri="12288.0;tcp://10.0.0.1,10.1.0.1:34911"), Launch(2, 1, "10.0.0.1:61443")),

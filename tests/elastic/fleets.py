@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,8 +19,6 @@ import gtp_jax
 ROOT = Path(gtp_jax.__file__).parents[1]
 QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 TIMEOUT_S = 420
-
-_COMPILED = tempfile.TemporaryDirectory()
 
 # Python imports a module of this name by itself, so that every process of a run can be harmed from inside: SIGUSR2
 # raises an exception in it, and the probe of a device that DEVICE_BROKEN names fails.
@@ -62,7 +59,6 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
         "JAX_PLATFORMS": "cpu",
         "JAX_ENABLE_X64": "1",
         "XLA_FLAGS": QUICK_COMPILE,
-        "JAX_COMPILATION_CACHE_DIR": _COMPILED.name,  # one program for all runs of a module
         "PYTHONPATH": os.pathsep.join([str(harm), str(ROOT)]),
         **more,
     }

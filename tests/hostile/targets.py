@@ -26,7 +26,10 @@ from gtp_jax.cli import main, parser
 from gtp_jax.cli._errors import EXPECTED, explanation
 from gtp_jax.convert import import_llama
 from gtp_jax.data import load_tokenizer
-from gtp_jax.trainer import TrainConfig
+from gtp_jax.elastic import read_events
+from gtp_jax.elastic._picture import spans_of
+from gtp_jax.trainer import TrainConfig, events_in, read_log
+from gtp_jax.trainer._account import NEEDS, seconds_by_cause
 
 from .files import PATHS, TEXTS, changed, headed, json_of, sealed
 
@@ -174,6 +177,18 @@ def attack_settings(folder: Folder, content: bytes) -> str | None:
     return _odd_types(TrainConfig.load(path))
 
 
+def attack_events(folder: Folder, content: bytes) -> str | None:
+    """`gtp-jax elastic show` of a record, and what else is computed of it."""
+    path = folder.root / "run" / "events.jsonl"
+    path.write_bytes(content)
+    seconds = seconds_by_cause(events_in(path, NEEDS))
+    logged = read_log(path)
+    if not all(0 <= s < float("inf") for s in seconds.values()) or not all(isinstance(r["step"], int) for r in logged):
+        return f"odd numbers: {seconds}, {logged}"
+    spans_of(read_events(path))
+    return _command(["elastic", "show", str(path.parent)])
+
+
 def attack_flags(folder: Folder, words: list[str]) -> str | None:
     """The words of `gtp-jax train`."""
     del folder
@@ -208,6 +223,23 @@ _COMMANDS = (
     "checkpoint diff {run} {run}@0",
     "convert export {run} {out}",
 )
+_PARTS = dict(detection_s=3.0, start_s=4.0, restore_s=1.0, compile_s=3.0, step_s=1.0)
+# A record of a supervisor and of a run, with a failure.
+_EVENTS = [
+    {"time": 0.0, "event": "start", "devices": ["GPU 0", "GPU 1"], "text": "2 processes"},
+    {"time": 1.0, "event": "fleet", "devices": [0, 1], "text": "a fleet of 2"},
+    {"time": 2.0, "event": "start", "process": 0, "seconds": {"start": 1.0}},
+    {"time": 10.0, "event": "training", "step": 1},
+    {"time": 11.0, "event": "save", "process": 0, "step": 4, "seconds": {"start": 1.0, "step": 5.0}},
+    {"time": 15.0, "event": "snapshot", "step": 50, "fleet_step": 51},
+    {"time": 20.5, "event": "failure", "kind": "killed", "device": 1, "step": 90, "last_sign": 20.0, "text": "killed"},
+    {"time": 23.0, "event": "lost", "device": 1, "text": "GPU 1 is not used any more"},
+    {"time": 23.0, "event": "fleet ended", "step": 90, "kept_step": 50},
+    {"time": 32.0, "event": "recovered", "step": 50, "steps_lost": 40, "total_s": 12.0, "text": "on", **_PARTS},
+    {"step": 3, "loss": 2.0, "tokens_per_s": 7.0},
+    {"continued_from": 2},
+    {"time": 40.0, "event": "end", "step": 200, "text": "goodput 50.0%"},
+]
 _WORDS = ["--batch", "--steps", "--lr", "--prefetch", "--no-prefetch", "--unroll", "--failed-devices", "--data", "--dp"]
 
 
@@ -224,9 +256,15 @@ def drawn(folder: Folder) -> dict[str, tuple[Attack, st.SearchStrategy[Any]]]:
         "index": (attack_index, json_of(folder.index) | _renamed(folder.index)),
         "manifest": (attack_manifest, st.tuples(manifest, st.sampled_from(_COMMANDS))),
         "tokenizer": (attack_tokenizer, json_of(folder.tokenizer)),
+        "events": (attack_events, changed(_EVENTS).map(_lined) | json_of(_EVENTS[9])),
         "settings": (attack_settings, changed(settings).map(lambda new: json.dumps(new).encode()) | json_of(settings)),
         "flags": (attack_flags, st.lists(words, max_size=6)),
     }
+
+
+def _lined(records: Any) -> bytes:
+    records = records if isinstance(records, list) else [records]
+    return b"\n".join(json.dumps(record).encode() for record in records)
 
 
 def _renamed(index: Any) -> st.SearchStrategy[bytes]:

@@ -20,6 +20,7 @@ from .targets import (
     REFUSED,
     Folder,
     attack_config,
+    attack_events,
     attack_flags,
     attack_index,
     attack_manifest,
@@ -31,7 +32,7 @@ from .targets import (
 )
 
 SAMPLE = 6
-TARGETS = ("safetensors", "config", "index", "manifest", "tokenizer", "settings", "flags")
+TARGETS = ("safetensors", "config", "index", "manifest", "tokenizer", "events", "settings", "flags")
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +99,11 @@ FOUND = {
     "names": (attack_safetensors, lambda folder: tensor(folder, "\x1b[2J"), r"has the name '\\x1b\[2J'"),
     "dimensions": (attack_safetensors, lambda folder: tensor(folder, shape=[1] * 40), "has 40 dimensions; at most 32"),
     "large": (attack_safetensors, lambda folder: tensor(folder, shape=[10**40]), "whole numbers of 63 bits"),
+    "metadata that are not text": (
+        attack_safetensors,
+        lambda _: headed(b'{"__metadata__": {"format": {}}}', b""),
+        "its metadata have {} as 'format', where a string is expected",
+    ),
     "metadata": (attack_safetensors, lambda _: headed(b'{"__metadata__": 5}', b""), "its metadata are 5"),
     "leaves": (attack_manifest, lambda f: (manifest(f, leaves=[1]), "checkpoint show {run}"), r"`leaves` is \[1\]; it"),
     "dtype": (
@@ -126,12 +132,35 @@ FOUND = {
         ),
         "`num_layers` is 1.5; it must be a whole number of at least 1",
     ),
+    "a word that a tokenizer does not know": (
+        attack_tokenizer,
+        lambda folder: json.dumps(
+            {**folder.tokenizer, "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}}
+        ).encode(),
+        r"`tokenizer` tokenizer.json cannot encode `data`: WordLevel error: Missing .UNK. token from the vocabulary",
+    ),
+    "events of others": (
+        attack_events,
+        lambda _: b'{"note": "mine"}\n{"event": "start", "time": "x"}\n{"event": "recovered", "time": 1}',
+        "no event of a supervisor in",
+    ),
+    "deep events": (attack_events, lambda _: b'{"a":' * 100_000, "no event of a supervisor in"),
     "no tokenizer": (attack_tokenizer, lambda _: b"[" * 100_000, "cannot be read as a Hugging Face tokenizer.json"),
     "prefetch": (attack_settings, lambda _: settings(prefetch="no"), "`prefetch` is 'no'; it must be true or false"),
     "a number as text": (attack_settings, lambda _: settings(lr="0.1"), "`lr` is '0.1'; it must be a number"),
     "true as a number": (attack_settings, lambda _: settings(steps=True), "`steps` is True; it must be a whole number"),
     "nothing": (attack_settings, lambda _: settings(seq=None), "`seq` is None; give a value, or leave it out"),
     "a text as a list": (attack_settings, lambda _: settings(data="text.txt"), "`data` is 'text.txt'; it must be a"),
+    "places that are no numbers": (
+        attack_settings,
+        lambda _: settings(failed_devices=[0.5]),
+        r"`failed_devices` is .0.5,.; it must be a list of whole numbers of at least 0",
+    ),
+    "rows that are no numbers": (
+        attack_settings,
+        lambda _: settings(replica_batches=[True]),
+        r"`replica_batches` is .True,.; it must be a list of whole numbers of at least 0",
+    ),
     "a list as a name": (attack_settings, lambda _: settings(preset=["tiny"]), "`preset` is .'tiny'.; it must be"),
     "unknown words": (attack_flags, lambda _: ["\x1b[2J"], r"unrecognized arguments: .x1b\[2J"),
     "flags": (attack_flags, lambda _: ["--lr", "nan"], "`lr` is nan; it must be a number above 0"),

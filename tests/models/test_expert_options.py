@@ -76,7 +76,11 @@ def test_a_benchmark_counts_active_parameters():
         (lambda: ExpertOptions(top_k=9).of(PRESETS["tiny-moe"], "tiny-moe"), "`top_k` is 9 of 8 experts"),
         (
             lambda: ExpertOptions(router_num_groups=3).of(PRESETS["tiny-moe"], "tiny-moe"),
-            "`num_groups` is 3, which does not divide 8 experts into equal groups",
+            "`router_num_groups` is 3, which does not divide 8 experts into equal groups",
+        ),
+        (
+            lambda: ExpertOptions(router_num_groups=4, top_k=3).of(PRESETS["tiny-moe"], "tiny-moe"),
+            "`router_top_groups` 1 of `router_num_groups` 4 have 2 experts, fewer than `top_k` 3",
         ),
         (
             lambda: dataclasses.replace(PRESETS["tiny-moe"], routing=Routing(jitter=0.1)),

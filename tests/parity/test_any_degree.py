@@ -47,11 +47,8 @@ CASES = {
 }
 
 
-DEFAULT = ("the same with a tied head",)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", some_slow(CASES, [name for name in CASES if name not in DEFAULT]))
+@pytest.mark.parametrize("name", CASES)
 def test_losses_gradients_and_steps_are_those_without_a_mesh(name, x64):
     degrees, config, length = CASES[name]
     size = int(np.prod([d for axis, d in degrees.items() if axis != "tp"]))
@@ -147,7 +144,6 @@ UNEVEN = {
     "experts of 49 features": (dict(gtp=2, tp=2), EXPERTS),
     "three experts among two ranks": (dict(gtp=2, tp=2), dataclasses.replace(EXPERTS, expert_parallel="expert")),
 }
-SLOW_PAIRS = [(r, m) for r in RECIPES for m in UNEVEN if (r, m) != ("NVFP4", "dense")]
 
 
 def gradients_of(config: LlamaConfig, degrees: dict[str, int], recipe):
@@ -160,10 +156,8 @@ def gradients_of(config: LlamaConfig, degrees: dict[str, int], recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "recipe, name",
-    [("NVFP4", "dense"), *(pytest.param(r, m, marks=pytest.mark.slow) for r, m in [*SLOW_PAIRS])],
-)
+@pytest.mark.parametrize("name", UNEVEN)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_quantized_weights_of_uneven_parts_are_those_of_one_device(recipe, name, x64):
     """Blocks are those of the whole weight, of which each rank takes its part."""
     degrees, config = UNEVEN[name]
@@ -173,7 +167,8 @@ def test_quantized_weights_of_uneven_parts_are_those_of_one_device(recipe, name,
     assert_close(found, expected, 1e-12, "gradient of ")
 
 
-@pytest.mark.parametrize("name", some_slow(names := ["experts of 49 features", "three experts among two ranks"], names))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["experts of 49 features", "three experts among two ranks"])
 def test_experts_of_uneven_parts_are_those_of_one_device(name, x64):
     degrees, config = UNEVEN[name]
     loss, expected = gradients_of(config, dict(gtp=1), None)

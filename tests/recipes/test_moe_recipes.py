@@ -32,11 +32,7 @@ SIZES = dict(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe, parallel",
-    [
-        pytest.param(None, "features", marks=pytest.mark.slow),
-        (gtp.NVFP4(), "features"),
-        pytest.param(gtp.NVFP4(), "expert", marks=pytest.mark.slow),
-    ],
+    [(None, "features"), (gtp.NVFP4(), "features"), (gtp.NVFP4(), "expert")],
     ids=str,
 )
 def test_all_experts_of_a_layer_are_one_gather_a_pass_and_one_scatter(recipe, parallel):

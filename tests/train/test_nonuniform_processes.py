@@ -55,9 +55,7 @@ PLANS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if "gtp" in name else name for name in PLANS]
-)
+@pytest.mark.parametrize("name", PLANS)
 def test_a_process_a_device_equals_one_process(name, x64, tmp_path):
     degrees = PLANS[name]
     plan = gtp.plan_faults(**degrees)

@@ -78,6 +78,18 @@ def test_a_batch_without_tokens_is_no_loss_and_moves_nothing(key):
         np.testing.assert_array_equal(a, b)
 
 
+def test_a_batch_of_nothing_is_refused(key):
+    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
+        state = make_state(optimizer=optax.sgd(1.0))
+        for view in ("global", "local"):
+            step = gtp.train_step(next_token_loss, optax.sgd(1.0), view=view)
+            for size, length in ((0, 8), (8, 0)):
+                message = rf"`batch`\['targets'\] has shape \({size}, {length}\), and so holds nothing. Leave out"
+                for run in (step, gtp.eval_step(next_token_loss, view=view)):
+                    with pytest.raises(ValueError, match=message):
+                        run(state, make_batch(key, size, length))
+
+
 def test_a_negative_target_is_left_out_like_a_weight_of_zero(key):
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
         state, batch = make_state(), make_batch(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import socket
 import threading
 import time
@@ -15,8 +16,8 @@ import pytest
 from gtp_jax._exit_codes import MISTAKE, RETRY, of_error
 from gtp_jax._flags import flag_of, from_settings, knobs, settings_of
 from gtp_jax.data import Corpus
-from gtp_jax.trainer import Launch, NoCoordinator, TrainConfig
-from gtp_jax.trainer._agreement import check_agreement, describe, differences
+from gtp_jax.trainer import Launch, NoCoordinator, RunDirectory, TrainConfig
+from gtp_jax.trainer._agreement import check_agreement, check_shared, describe, differences
 from gtp_jax.trainer._peers import Peers, several
 
 OWN = {"--out", "--data", "--tokenizer", "--from"}
@@ -34,7 +35,7 @@ def run(launches: list[Launch], body, timeout_s: float = 20) -> list[Any]:
 
     def play(i: int) -> None:
         try:
-            with Peers(launches[i], timeout_s=timeout_s) as peers:
+            with Peers(dataclasses.replace(launches[i], join_timeout_s=timeout_s)) as peers:
                 results[i] = body(peers, launches[i].process)
         except Exception as error:
             results[i] = error
@@ -140,9 +141,17 @@ def test_other_count_of_processes_is_refused():
 def test_process_that_does_not_come_is_named():
     raised = run(launches(0, 2, processes=4), lambda *_: None, timeout_s=1)
     for error in raised:
-        assert "processes 1, 3 did not reach process 0 at 127.0.0.1:" in str(error)
+        assert re.search(
+            r"^processes 1, 3 did not reach process 0 at 127.0.0.1:\d+ within 1 s. Start all processes with the same "
+            "--coordinator, .* if they start further apart than that, give all of them a longer --join-timeout.$",
+            str(error),
+        )
+        assert of_error(error) == RETRY
     [alone] = run(launches(1, processes=2), lambda *_: None, timeout_s=1)
-    assert "process 1 of 2 found no coordinator at 127.0.0.1:" in str(alone)
+    message = (
+        r"process 1 of 2 found no coordinator, process 0, at 127.0.0.1:\d+ \(.*refused\) within 1 s. .*join-timeout"
+    )
+    assert re.search(message, str(alone)) and of_error(alone) == RETRY
 
 
 def test_taken_port_and_a_strange_service_are_refused():
@@ -201,6 +210,38 @@ def test_process_that_ends_is_named():
     assert "process 1 has ended; its own output says why" in str(raised[0])
     assert of_error(raised[0]) == of_error(raised[1])  # launchers look at any of them
     assert isinstance(raised[2], NoCoordinator)
+
+
+def test_process_that_says_nothing_is_named():
+    said = threading.Event()
+
+    def body(peers: Peers, process: int):
+        if process == 1:
+            return said.wait(10)
+        try:
+            return peers.ask(None, len, timeout_s=0.3)
+        finally:
+            said.set()
+
+    raised = run(launches(0, 1, 2), body)
+    assert [str(raised[0]), of_error(raised[0])] == ["process 1 did not answer in time.", RETRY]
+    assert isinstance(raised[2], NoCoordinator)  # process 0 did not answer either, or has ended
+
+
+def test_directories_that_are_not_one_are_named_and_nothing_is_left_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr("gtp_jax.trainer._agreement._SHARED_WITHIN_S", 0.3)
+
+    def body(*roots: str):
+        return lambda peers, process: check_shared(peers, RunDirectory(tmp_path / roots[process]))
+
+    assert run(launches(0, 1), body("one", "one")) == [None, None]
+    for error in run(launches(0, 1, 2), body("one", "one", "two")):
+        assert f"`out` {tmp_path}" in str(error) and "is not one directory" in str(error)
+        assert "in that of process 2. Give all processes an --out on a file system that they share." in str(error)
+    assert list((tmp_path / "one").iterdir()) == []
+    (tmp_path / "file").touch()
+    for error in run(launches(0, 1), body("file/run", "file/run")):
+        assert f"process 0 cannot write to `out` {tmp_path}/file/run: [Errno 20] Not a directory" in str(error)
 
 
 def test_all_refuse_what_one_refuses():

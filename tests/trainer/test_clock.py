@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from gtp_jax.trainer import Launch
 from gtp_jax.trainer._clock import LIMITS_S, SILENT_AT_FIRST_S, TICK_S, PhaseClock
-from gtp_jax.trainer._peer_watch import behind
+from gtp_jax.trainer._peer_watch import PeerWatch, behind
 from gtp_jax.trainer._slow import Stopwatch, slow
 
 
@@ -52,6 +53,7 @@ def test_each_phase_has_its_limit_from_the_start_on():
         assert clock.elapsed_s == limit_s
         pass_s(time, [clock], 1)
         assert clock.elapsed_s > clock.limit_s
+    assert PeerWatch(Launch(2, 0, "h:1", join_timeout_s=900))._clock.limit_s == LIMITS_S["start"] + 900
 
 
 def test_limits_are_learned_from_warm_steps_only():

@@ -144,7 +144,7 @@ def test_who_has_lost_the_lock_publishes_prunes_and_logs_nothing(tmp_path):
         recorder.write("start")
         (tmp_path / "lock").write_text("another\n\nprocess 7 on \x1b[31melsewhere\n")
         before = [(tmp_path / name).read_text() for name in ("log.jsonl", "events.jsonl")]
-        with pytest.raises(LostLock, match="that of process 7 on .\\[31melsewhere"):
+        with pytest.raises(LostLock, match="that of process 7 on .x1b\\[31melsewhere"):
             log.write(2, loss=1.0)
         with pytest.raises(LostLock):
             Log(tmp_path / "log.jsonl", 0, lock.ownership.check)  # would empty the file

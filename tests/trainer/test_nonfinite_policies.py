@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
-from gtp_jax._exit_codes import DIVERGED
+from gtp_jax._exit_codes import DIVERGED, MISTAKE
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.cli import main
+from gtp_jax.data import Windows
 from gtp_jax.models import family_of, next_token_loss
 from gtp_jax.trainer import TrainConfig, _job, _loop, read_lines, read_log
 from gtp_jax.trainer._divergence import Divergence, Place, is_spike
+from gtp_jax.trainer._optimizer import adamw
 
 from .runs import small, write_text
 
@@ -140,6 +145,31 @@ def test_a_run_that_stops_names_its_reason_and_saves_nothing_more(text, tmp_path
     assert said.count("nan") == 8 and said.count("\n0 1 2 3 4 5 6 7") == said.count("\n7 0 1 2 3 4 5 6") == 2
     assert main(["replay", f"--out={tmp_path / 'run'}", "--step=3"]) == 2
     assert "there is no checkpoint in" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ids_outside_the_vocabulary_end_a_run_whatever_its_policy(text, tmp_path, monkeypatch, capsys):
+    def windows(tokens, *options, **more):
+        return Windows(np.where(tokens == BAD, 300, tokens.astype(np.uint16)), *options, **more)
+
+    monkeypatch.setattr(_job, "Windows", windows)
+    assert run(text, tmp_path / "run", "--nonfinite=skip") == MISTAKE
+    said = "error: `(tokens|targets)` has the id 300 at position .*: outside the vocabulary of 256. Ids are 0 to 255"
+    assert re.search(said, capsys.readouterr().err)
+    assert events(tmp_path / "run", "nonfinite", "rollback") == []
+    assert Checkpoints(tmp_path / "run/checkpoints", read_only=True).latest() == 12
+
+
+@pytest.mark.slow
+def test_a_state_that_is_ruined_though_its_losses_are_finite_is_not_saved(text, tmp_path, monkeypatch, capsys):
+    def ruined_by_the_sixth_update(config, model):
+        count = lambda updates, made, params=None: (updates, jnp.where(made < 5, made + 1, jnp.nan))  # noqa: E731
+        return optax.chain(adamw(config, model), optax.GradientTransformation(lambda params: jnp.zeros(()), count))
+
+    monkeypatch.setattr(_job, "adamw", ruined_by_the_sixth_update)
+    assert run(text, tmp_path / "run") == DIVERGED
+    assert "the state after step 8 is not finite, and is not saved. Take a lower --lr" in capsys.readouterr().err
+    assert Checkpoints(tmp_path / "run/checkpoints", read_only=True).latest() == 4
 
 
 @pytest.mark.slow

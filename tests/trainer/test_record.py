@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from gtp_jax.trainer import EventLog, read_lines, read_log
+from gtp_jax.trainer import EventLog, events_in, read_lines, read_log
 from gtp_jax.trainer._account import goodput, seconds_by_cause
 from gtp_jax.trainer._attempt import attempt
 from gtp_jax.trainer._log import Log
@@ -46,6 +46,23 @@ def test_events_are_one_line_each_and_a_line_cut_off_is_ended(tmp_path):
     EventLog(path, said.append, process=0).write("save", "saved", step=3)
     assert said == ["saved"] and [e["event"] for e in read_lines(path)] == ["old", "save"]
     assert len(path.read_text().splitlines()) == 3
+
+
+def test_what_others_have_added_to_a_record_is_left_out(tmp_path):
+    path, needs = tmp_path / "events.jsonl", {"save": ("step",)}
+    good = {"time": 1.0, "event": "save", "process": 0, "step": 4, "seconds": {"step": 2.0}}
+    odd = [
+        {"note": "mine"},
+        {"time": "now", "event": "save", "step": 4},
+        *({**good, name: value} for name, value in (("step", None), ("seconds", 5), ("event", []), ("text", 7))),
+        {**good, "seconds": {"step": "2"}},
+        {**good, "time": float("nan")},
+        {**good, "step": 10**400},
+    ]
+    path.write_text("\n".join([*map(json.dumps, [*odd, good]), "1" * 5000, '{"a":' * 100_000]))
+    assert events_in(path, needs) == [good]
+    path.write_text("\n".join(map(json.dumps, [{"step": 1, "loss": "low"}, {"continued_from": "1"}, {"step": 2}])))
+    assert read_log(path) == [{"step": 2}]
 
 
 def test_seconds_of_every_attempt_go_to_a_cause():

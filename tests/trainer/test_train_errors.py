@@ -68,6 +68,8 @@ def refused(capsys, *flags: str) -> str:
         (dict(seq=20_000), "to train on, but one batch of 8 sequences of 20000 needs 160001. Give more text"),
         (dict(tokenizer="/nowhere.json"), "`tokenizer` /nowhere.json is not a file."),
         (dict(local_devices=0), "--local-devices is 0; it must be at least 1."),
+        (dict(num_processes=0), "--num-processes is 0; it must be at least 1."),
+        (dict(join_timeout=0), "--join-timeout is 0; it must be a number of seconds above 0."),
         (dict(num_processes=2), "--coordinator and --process-id missing: several processes need all of"),
         (dict(coordinator="h:1", num_processes=2, process_id=2), "--process-id is 2; with --num-processes 2 it is"),
         (dict(coordinator="h", num_processes=2, process_id=0), "--coordinator is 'h'; it must be HOST:PORT"),

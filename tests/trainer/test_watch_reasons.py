@@ -6,12 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 import gtp_jax
 from gtp_jax._exit_codes import MISTAKE, RETRY
+from gtp_jax.trainer import Launch, RunDirectory, _peer_watch
+from gtp_jax.trainer._peer_watch import PeerWatch
+from gtp_jax.trainer._peers import Peers
 
 # A peer is played by a thread with a connection of its own; the watch is that of a real process, which must end.
 _WATCHED = """
@@ -89,6 +93,24 @@ def test_held_lock_of_python_is_ended_from_outside_with_all_stacks(tmp_path):
     assert done.returncode == -signal.SIGABRT, done.stderr
     assert "Fatal Python error: Aborted" in done.stderr and "in play" in done.stderr
     assert "gtp-jax: process 0 cannot go on: it has run no Python for 3 s" in done.stderr
+
+
+def test_a_watch_goes_on_without_its_child_and_after_an_error_of_its_own(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(_peer_watch, "TICK_S", 0.05)
+    ticks = []
+
+    def fail(beat) -> None:
+        ticks.append(beat)
+        raise OSError("no room for a beat")
+
+    with PeerWatch(Launch()) as watch, Peers(Launch()) as peers:
+        watch.attend(peers, RunDirectory(tmp_path))
+        watch._guard._child.kill()
+        watch._guard._child.wait()
+        monkeypatch.setattr(watch, "_beat", fail)
+        while len(ticks) < 3:
+            time.sleep(0.02)
+    assert "OSError: no room for a beat" in capfd.readouterr().err
 
 
 @pytest.mark.slow
