@@ -13,6 +13,7 @@ from .contenders.workload import Workload
 TOLERANCE = 0.03
 
 _HOW_LONG = ("warmup", "steps")  # fields of a workload that do not change what a step is
+_USUAL = {field.name: field.default for field in dataclasses.fields(Workload)}  # what runs had before there was a field
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,13 +98,13 @@ def changes(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[Change]:
 
 def _check_alike(now: Mapping[str, Any], then: Mapping[str, Any]) -> None:
     try:
-        was, then_device = then["workload"], then["device"]
+        was, then_device = _USUAL | then["workload"], then["device"]
     except (KeyError, TypeError):
         raise ValueError("the file to compare with was not written by `gtp-jax bench step --json`.") from None
     differing = [
-        f"{name} {was.get(name)} there, {value} here"
+        f"{name} {was[name]} there, {value} here"
         for name, value in now["workload"].items()
-        if name not in _HOW_LONG and was.get(name) != value
+        if name not in _HOW_LONG and was[name] != value
     ]
     if then_device != now["device"]:
         differing.append(f"{then_device} there, {now['device']} here")

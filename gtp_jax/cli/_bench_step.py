@@ -105,6 +105,8 @@ def _run(args: argparse.Namespace) -> int:
     chosen = bench.with_recipe(bench.chosen_contenders(args.contenders, tp=step.parallelism.tp or 1), options)
     chosen = bench.with_remat_policies(chosen, args.remat)
     chosen = bench.with_grad_reductions(chosen, args.grad_reduce)
+    if args.transport and step.parallelism.ep == 1:
+        raise ValueError(f"`--transport` is {' '.join(args.transport)}, but no tokens travel at ep 1. Give --ep too.")
     words = {name: value for name, value in given(args, ExpertOptions).items() if name != "transport"}
     experts = ExpertOptions(**words)
     chosen = bench.with_experts(chosen, experts.flags(but=("top_k", "aux_loss_coeff", "shared_hidden")), args.transport)

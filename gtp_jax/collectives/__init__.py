@@ -25,6 +25,7 @@ from ._ring import linear_scatter as linear_scatter
 from ._ring import split_parts as split_parts
 from ._sequence import gather_sequence as gather_sequence
 from ._sequence import reduce_scatter_sequence as reduce_scatter_sequence
+from ._split import join_split as join_split
 from ._stored import gather_stored as gather_stored
 from ._stored import is_divided as is_divided
 from ._stored import scatter_stored as scatter_stored

@@ -35,7 +35,7 @@ from ..layout import Layout, axes_in_use
 from ..mesh import degrees
 from ..ops import multi_amax, pack, power_of_two_amax, quantizable, unpack
 from ._stored import gather_stored, is_divided
-from ._weight import Shards, fuse, fuse_kernels, whole_kernels
+from ._weight import Shards, fuse, fuse_kernels, own_experts, whole_kernels
 
 # The layouts of each fused weight's kernels.
 Fused = Sequence[Sequence[Layout]]
@@ -297,7 +297,7 @@ def gather_codes(packed: Packed, layouts: Sequence[Layout]) -> QuantizedArray:
     fused = _from_shards(jnp.reshape(codes, matrix), layouts)  # the code 0 is the number 0, in padding too
     amax = packed.amax[0]
     if fused.ndim > 2:  # of every shard of every expert
-        amax = jnp.broadcast_to(packed.amax[:: len(layouts)], fused.shape[:-2])
+        amax = jnp.broadcast_to(own_experts(packed.amax[:: len(layouts)], layouts[0]), fused.shape[:-2])
     return QuantizedArray(fused, None, amax, packed.format, (fused.shape[-2], fused.shape[-1]))
 
 

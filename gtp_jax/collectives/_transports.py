@@ -28,8 +28,23 @@ TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 _HOST = 8
 
 
-def choose_transport(ranks: int) -> Transport:
-    """Returns the transport for so many ranks, which lie side by side, on the devices of the mesh in scope."""
+def choose_transport(ranks: int, wanted: Transport | None = None) -> Transport:
+    """Returns the transport for so many ranks, which lie side by side, on the devices of the mesh in scope.
+
+    Args:
+        ranks: that divide the experts.
+        wanted: what to take; `None` for what the table says.
+
+    Raises:
+        ValueError: if the devices have no such transport.
+    """
+    if wanted == "ragged" and platform() == "cpu":
+        raise ValueError(
+            "`transport` is 'ragged', which XLA has not for CPUs. Take 'gather' or 'padded', or `None` for what the "
+            "table says."
+        )
+    if wanted is not None:
+        return wanted
     if platform() != "gpu":
         return "padded"
     return "gather" if ranks <= _HOST else "ragged"

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 
 from ..layout import BLOCK, Layout
 from ..ops import row_major
@@ -226,6 +226,13 @@ def _take(kernel: jax.Array, layout: Layout) -> jax.Array:
     if not layout.takes_part or layout.split is None:
         return kernel
     return layout.split.take(kernel, _dim_of_split(layout))
+
+
+def own_experts(values: Shaped[jax.Array, " experts"], layout: Layout) -> Shaped[jax.Array, " own"]:
+    """Returns values of the experts that this tensor rank takes, zeros in the padding; all, if it takes all."""
+    if not layout.takes_part or not layout.divided or layout.split is None:
+        return values
+    return layout.split.take(values, 0)
 
 
 def _place(part: jax.Array, layout: Layout) -> jax.Array:

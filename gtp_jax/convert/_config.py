@@ -15,6 +15,7 @@ QUANTIZATION_FILE = "hf_quant_config.json"
 
 # Far beyond published models: a mistake, or a file made to take memory and time.
 _MAX_LAYERS = 10_000
+_MAX_EXPERTS = 100_000  # of all layers
 _MAX_BYTES = 4 << 20
 
 
@@ -75,7 +76,7 @@ def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
     for theirs in layouts:
         if kind == theirs.model_type and (not names or names == [theirs.architecture]):
             config = theirs.from_json(fields, str(file))
-            check_layers(config, str(file))
+            check_sizes(config, str(file))
             return config, fields
     known = " or ".join(f"{layout.model_type!r} and {[layout.architecture]}" for layout in layouts)
     raise ValueError(
@@ -84,11 +85,14 @@ def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
     )
 
 
-def check_layers(config: ModelConfig, where: str) -> None:
-    """Checks that a foreign model has not so many layers that its tensors cannot be listed.
+def check_sizes(config: ModelConfig, where: str) -> None:
+    """Checks that a foreign model has not so many layers and experts that its tensors cannot be listed.
 
     Raises:
         ValueError: saying how many it has.
     """
     if config.num_layers > _MAX_LAYERS:
         raise ValueError(f"{where} has {config.num_layers} layers; at most {_MAX_LAYERS} can be converted.")
+    experts = config.num_layers * getattr(config, "num_experts", 0)
+    if experts > _MAX_EXPERTS:
+        raise ValueError(f"{where} has {experts} experts in all layers; at most {_MAX_EXPERTS} can be converted.")

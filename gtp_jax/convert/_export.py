@@ -15,7 +15,7 @@ from tqdm import tqdm
 from ..checkpoint import Checkpoints, Digest, StoredArray
 from ..models import ModelConfig, Tensor, array_shapes, hugging_face_of, saved_config
 from ..ops import multi_amax
-from ._config import check_layers, write_config
+from ._config import check_sizes, write_config
 from ._converted import Converted
 from ._encoding import ENCODINGS, Encoding
 from ._files import INDEX_FILE, SINGLE_FILE, shard_file
@@ -68,7 +68,7 @@ def export_llama(
     checkpoints = Checkpoints(checkpoint, read_only=True)
     manifest = checkpoints.manifest(step)
     config = _config(manifest["extra"], str(checkpoint)) if config is None else config
-    check_layers(config, f"the checkpoint in {checkpoint}")
+    check_sizes(config, f"the checkpoint in {checkpoint}")
     encoding = ENCODINGS[dtype]
     tensors = hugging_face_of(config).tensors(config)
     where = f"step {manifest['step']} in {checkpoint}"

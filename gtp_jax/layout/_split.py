@@ -115,15 +115,6 @@ class Split:
         index = lax.broadcasted_iota(jnp.int32, part.shape, dim % part.ndim)
         return jnp.where(index < self.count(), part, jnp.asarray(value, part.dtype))
 
-    def join(self, part: jax.Array, dim: int) -> jax.Array:
-        """Gathers all ranks' parts and returns the whole dimension, without padding."""
-        if len(self.owners) == 1:
-            return part
-        assert self.axis is not None
-        parts = lax.all_gather(part, self.axis, axis=0)
-        runs = [lax.slice_in_dim(parts[rank], 0, count, axis=dim) for rank, count in enumerate(self.counts)]
-        return jnp.concatenate(runs, axis=dim)
-
     @property
     def _reach(self) -> int:
         """Elements up to the end of the last part, padding included."""

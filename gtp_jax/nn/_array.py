@@ -13,7 +13,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..collectives import Shards, gathered
+from ..collectives import Shards, gathered, join_split
 from ..layout import ArrayLayout, layout_of_array
 from ..mesh import check_mesh_in_scope, current_view, degrees
 from ..weights import Gathered, GradReduce, Reduction, gather, reduction_of, scatter
@@ -232,7 +232,7 @@ def _gathered_by_xla(value: jax.Array, array: ArrayLayout, dtype: Any, reduction
 def _joined(weight: jax.Array, array: ArrayLayout) -> jax.Array:
     """Returns the array in use as a rank's part of the global array of partition `use_spec`."""
     part, split = jnp.reshape(weight, array.use_shape), array.matrix.split
-    return part if split is None or not array.matrix.takes_part else split.join(part, array.tensor_dim or 0)
+    return part if split is None or not array.matrix.takes_part else join_split(part, split, array.tensor_dim or 0)
 
 
 def _check_not_stacked(owner: ArrayWeight) -> None:

@@ -17,6 +17,7 @@ from ..collectives import (
     gather_linear,
     gather_sequence,
     join_parts,
+    join_split,
     linear_scatter,
     reduce_scatter_sequence,
     split_features,
@@ -143,7 +144,7 @@ class Dense(WeightOwner):
         if self.parallel != "column" or not self.layouts[0].takes_part:
             return y
         parts = zip(self.layouts, self._parts_of(y), strict=True)
-        return self._by_name([part if one.split is None else one.split.join(part, -1) for one, part in parts])
+        return self._by_name([part if one.split is None else join_split(part, one.split, -1) for one, part in parts])
 
     def __call__(self, x: jax.Array) -> Any:
         """Maps `(batch, ..., in_features)` to `(batch, ..., out_features)`, or a dict of such."""

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.nn import initializers
 from jax.sharding import PartitionSpec
 
-from ..collectives import gather_sequence, reduce_scatter_sequence, split_features
+from ..collectives import gather_sequence, join_split, reduce_scatter_sequence, split_features
 from ..layout import layouts_of_kernels
 from ..mesh import current_view
 from ..ops import SlottedWeight, check_concrete_ids, embedding_lookup, layer_norm, linear, rms_norm, to_index
@@ -166,4 +166,4 @@ class TiedHead(Layer):
 
     def to_global(self, y: Any) -> Any:
         layout = self.embed.layouts[0]
-        return layout.split.join(y, -1) if layout.takes_part and layout.split is not None else y
+        return join_split(y, layout.split, -1) if layout.takes_part and layout.split is not None else y

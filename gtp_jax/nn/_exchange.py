@@ -64,7 +64,7 @@ def exchange(
     """
     ranks, (tokens, top_k) = degree(axis), chosen.shape
     own = up.own_experts
-    transport = choose_transport(ranks) if transport is None else transport
+    transport = choose_transport(ranks, transport)
     journey, every = plan_journey(chosen, axis, own, transport)
     size = places_of_round(tokens, top_k, ranks, own, round_size)
 

@@ -302,7 +302,7 @@ def exchanges(model: nnx.Module, *, tokens: int) -> tuple[Exchange, ...]:
         own = tokens // (degree(module.roles.tensor) if module.divides_sequence else 1)
         ranks, experts = degree(axis), module.up.own_experts
         sizes = own, module.top_k, ranks, experts
-        transport = module.transport or choose_transport(ranks)
+        transport = choose_transport(ranks, module.transport)
         row = module.up.in_features * module.up.dtype.itemsize
         none = math.comb(module.num_experts - experts, module.top_k) / math.comb(module.num_experts, module.top_k)
         travels = 1.0 if transport != "ragged" else 1 - none  # the share of tokens that go to a given rank

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..mesh import AXES, DP, GTP, TP, Roles, current_roles, make_mesh
-from ..nn import ModelDef, abstract_model, split_model
+from ..nn import ModelDef, MoE, abstract_model, split_model
 from ..nonuniform import FaultPlan, Grid, LeafSpecs, exchanged, plan_fold, plan_unfold
 from ._wires import wires_of
 
@@ -46,7 +46,8 @@ class Replicas:
         model_defs: of the model on each of `meshes`.
 
     Raises:
-        ValueError: if there are more or fewer devices, or the roles in scope name other axes than dp, gtp and tp.
+        ValueError: if there are more or fewer devices, the roles in scope name other axes than dp, gtp and tp, or a
+            term of the loss is of the whole batch, which no replica has.
     """
 
     def __init__(
@@ -63,6 +64,8 @@ class Replicas:
             self.core = _mesh([replica.core for replica in plan.replicas], by_slot)
         # abstract, as this process may have none of the devices
         self.model_defs = tuple(lay_out(factory, mesh.abstract_mesh)[0] for mesh in self.meshes)
+        if len(self.meshes) > 1:
+            _check_terms(self.model_defs[0])
 
     def place(self, batch: Tree) -> Batches:
         """Returns the rows of a batch, on the devices that train on them.
@@ -183,6 +186,16 @@ def _check_roles(roles: Roles) -> None:
             raise ValueError(
                 f"the roles in scope have `{name}` {getattr(roles, name)!r}; replicas of unequal degree have {axes!r}, "
                 "as each is a mesh of its own. Leave `use_roles` out, or choose only `optimizer` with it."
+            )
+
+
+def _check_terms(model_def: ModelDef) -> None:
+    for path, module in nnx.iter_modules(nnx.merge(model_def.graph, model_def.variables)):
+        if isinstance(module, MoE) and module.aux_loss_coeff and module.routing.aux_loss == "microbatch":
+            raise ValueError(
+                f"the MoE at {'.'.join(map(str, path)) or 'the top'} has `aux_loss` 'microbatch', a term of the load "
+                "over all ranks, and replicas of unequal degree know only their own. Take `aux_loss='sequence'`, or a "
+                "`bias_rate` with `aux_loss_coeff=0`."
             )
 
 

@@ -124,8 +124,11 @@ class RunDirectory:
 
     def how_to_resume(self) -> str:
         """Returns the last checkpoint, and the command that goes on from it."""
-        latest = Checkpoints(self.checkpoints, read_only=True).latest()
         command = f"gtp-jax train --resume --out {shlex.quote(str(self.root))}"
+        try:
+            latest = Checkpoints(self.checkpoints, read_only=True).latest()
+        except OSError as error:  # which must not keep a process from ending
+            return f"{self.checkpoints} cannot be read now ({error}); go on with: {command}"
         if latest is None:
             return f"There is no checkpoint yet; start again from the beginning with: {command}"
         return f"The last checkpoint is of step {latest}, in {self.checkpoints}; go on with: {command}"

@@ -92,6 +92,14 @@ class Guard:
                 pipe.close() if last else pipe.flush()
 
 
+def say_last(words: str) -> None:
+    """Prints what a process says before it ends at once; nobody may be there any more to read it, or the disk full."""
+    for stream, text in ((sys.stdout, ""), (sys.stderr, f"{words}\n")):
+        with contextlib.suppress(OSError, ValueError):
+            stream.write(text)
+            stream.flush()
+
+
 def last_words(directory: RunDirectory, process: int, reason: str) -> str:
     """Returns what a process says that cannot go on."""
     return f"\ngtp-jax: process {process} cannot go on: {reason}.\n{directory.how_to_resume()}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import Any, NoReturn, Self
 from .._exit_codes import of_signal
 from ._directory import RunDirectory
 from ._distributed import Launch
+from ._guard import say_last
 from ._line import Message
 from ._peers import Peers
 from ._watch import Watch
@@ -217,7 +217,6 @@ class Interrupt:
     def _end(self, number: int, reason: str) -> NoReturn:
         said = f"was ended by {signal.Signals(number).name}: {reason}"
         where = "" if self._directory is None else f"\n{self._directory.how_to_resume()}"
-        sys.stdout.flush()
-        print(f"\ngtp-jax: process {self._process} {said}.{where}", file=sys.stderr, flush=True)
+        say_last(f"\ngtp-jax: process {self._process} {said}.{where}")
         self._watch.leave(said, of_signal(number))
         os._exit(of_signal(number))

@@ -6,6 +6,7 @@ collective and no clock is shared, so it works while the devices hang.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import sys
@@ -20,7 +21,7 @@ from ..checkpoint import Checkpoints
 from ._clock import LIMITS_S, TICK_S, PhaseClock
 from ._directory import RunDirectory
 from ._distributed import Launch
-from ._guard import FROZEN_S, Guard, last_words
+from ._guard import FROZEN_S, Guard, last_words, say_last
 from ._line import Message
 from ._peers import Peers, several
 from ._slow import Stopwatch, slow
@@ -158,21 +159,22 @@ class PeerWatch(Watch):
             words = f"\ngtp-jax: process {self._process} cannot go on: {reason}."
         else:
             words = last_words(self._directory, self._process, reason)
-        sys.stdout.flush()
-        print(words, file=sys.stderr, flush=True)
+        say_last(words)
         self.leave(reason, code)
         os._exit(code)
 
     def _run(self) -> None:
         while True:
             self._wake.wait(TICK_S)
+            self._wake.clear()
             if self._stop.is_set():
                 return
             try:
                 self._tick()
             except Exception:
                 # A watch that ends without a word would be worse than one that has missed a beat.
-                traceback.print_exc()
+                with contextlib.suppress(OSError, ValueError):
+                    traceback.print_exc()
 
     def _tick(self) -> None:
         with self._clock_lock:
@@ -180,13 +182,13 @@ class PeerWatch(Watch):
             silent, over = self._clock.silent(), self._clock.elapsed_s > self._clock.limit_s
             silence_s, elapsed_s, limit_s = self._clock.silence_s, self._clock.elapsed_s, self._clock.limit_s
             activity, step = self._clock.activity, self._clock.step
+        if self._trouble is not None:
+            self._end(*self._trouble)
         if suspended_s:
             print(f"gtp-jax: process {self._process} was suspended for {suspended_s:.0f} s", file=sys.stderr)
         if self._guard is not None:
             self._guard.beat()
         self._beat({"step": step, "activity": activity, "for_s": round(elapsed_s, 1)})
-        if self._trouble is not None:
-            self._end(*self._trouble)
         if silent:
             self._end(f"{several('process', silent)} gave no sign of life for {silence_s:.0f} s", RETRY)
         if over:

@@ -250,6 +250,9 @@ def test_a_saved_run_shows_what_has_become_slower():
     assert (step.what, step.is_regression, memory.is_regression) == ("step", True, False)
     assert step.relative == pytest.approx(0.05)
     assert not any(c.is_regression for c in bench.changes(run(1.01, 90), run(1.0, 100)))
+    older = run(1.0, 100)  # saved before there were experts
+    older["workload"] = {name: value for name, value in older["workload"].items() if name not in ("ep", "num_experts")}
+    assert len(bench.changes(run(1.0, 100), older)) == 2
     elsewhere = run(1.0, 100) | {"device": "other chip"}
     with pytest.raises(ValueError, match="is of another step: other chip there, chip here. Repeat it as it was"):
         bench.changes(run(1.0, 100), elsewhere)

@@ -1,13 +1,18 @@
 """Gathers and reduce-scatters as written between processes on CPUs are the usual ones, and so are their transposes."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec
 
 import gtp_jax as gtp
 from gtp_jax.collectives import _over_gloo, all_gather, reduce_scatter
+from gtp_jax.models import Llama, LlamaConfig, next_token_loss
+from gtp_jax.nn import abstract_model
 
 MOVES = {"gather": all_gather, "scatter": reduce_scatter}
 
@@ -32,3 +37,21 @@ def test_both_ways_give_the_same_and_have_the_same_transpose(move, axes, dim, ke
     for one, wanted in zip(other, usual, strict=True):
         np.testing.assert_allclose(one, wanted, rtol=1e-6, atol=1e-6)
     assert "reduce_scatter" in text and "reduce_scatter" not in exchanged and "all_to_all" in exchanged
+
+
+@pytest.mark.parametrize(("degrees", "view"), [(dict(gtp=2, tp=3), "global"), (dict(dp=2, gtp=2, tp=2), "local")])
+def test_no_reduce_scatter_is_left_in_a_step_between_processes(degrees, view, monkeypatch):
+    """A vocabulary of 100 is uneven over tp 3, where global view joins logits; dp 2 divides masters (ZeRO)."""
+    config = LlamaConfig(
+        vocab_size=100, hidden_size=24, num_layers=1, num_heads=6, num_kv_heads=6, head_dim=4, intermediate_size=36,
+        dtype="float32", unroll=1,
+    )  # fmt: skip
+    monkeypatch.setattr(_over_gloo, "_over_gloo", lambda: True)
+    count = math.prod(degrees.values())
+    with jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[:count])):
+        optimizer = optax.sgd(0.1)
+        state = gtp.TrainState.create(abstract_model(lambda rngs: Llama(config, rngs=rngs)), optimizer)
+        tokens = jax.ShapeDtypeStruct((4, 12), jnp.int32)
+        step = gtp.train_step(next_token_loss, optimizer, view=view)
+        text = step.lower(state, {"tokens": tokens, "targets": tokens}).as_text()
+    assert "all_to_all" in text and "reduce_scatter" not in text

@@ -14,12 +14,14 @@ from selection import others_slow
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.convert import export_llama, import_llama
+from gtp_jax.convert._config import read_config
 from gtp_jax.models import PRESETS, Llama, hugging_face_of
 from gtp_jax.nn import Routing, abstract_model
 
 from .hugging_face import CONFIG, MIXTRAL, QWEN3_MOE, assert_same, logits, random_tensors, read_model, write_model
 
 QWEN3 = {**CONFIG, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": False}
+MISSING = object()
 MODELS = {"mixtral": MIXTRAL, "qwen3_moe": QWEN3_MOE, "qwen3": QWEN3}
 
 
@@ -61,6 +63,21 @@ def test_mixtures_that_are_not_computed_are_refused(changes, message, tmp_path):
     (folder / "config.json").write_text(json.dumps({**MIXTRAL, **changes}))
     with pytest.raises(ValueError, match=message):
         import_llama(folder, tmp_path / "out")
+
+
+def test_configurations_of_every_version_of_transformers_say_the_same(tmp_path):
+    """Fields that are left out have transformers' defaults; `Qwen3MoeConfig` of version 5 maps `num_experts`."""
+
+    def read(config, **changes):
+        fields = {name: value for name, value in {**config, **changes}.items() if value is not MISSING}
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        return read_config(tmp_path)[0]
+
+    usual = read(QWEN3_MOE)
+    assert read(QWEN3_MOE, num_experts=MISSING, num_local_experts=8) == usual
+    assert read(QWEN3_MOE, mlp_only_layers=None, decoder_sparse_step=1) == usual
+    assert read(QWEN3, head_dim=MISSING).head_dim == 128  # and not the hidden size over the heads
+    assert read(MIXTRAL, head_dim=MISSING).head_dim == 16
 
 
 def test_what_hugging_face_cannot_store_is_refused(tmp_path):

@@ -61,6 +61,11 @@ def with_layers(layers: int) -> bytes:
     return json.dumps({**CONFIG, "num_hidden_layers": layers}).encode()
 
 
+def with_experts(experts: int) -> bytes:
+    mixture = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 2}
+    return json.dumps({**CONFIG, **mixture, "num_local_experts": experts}).encode()
+
+
 def settings(**values) -> bytes:
     return json.dumps({"gtp_jax": "0.1.0", **values}).encode()
 
@@ -78,6 +83,11 @@ LEAF = {"shape": [2], "dtype": "float32", "digest": "0"}
 # What was found, kept: the target, the file, and the message.
 FOUND = {
     "10^8 layers": (attack_config, lambda _: with_layers(10**8), "has 100000000 layers; at most 10000"),
+    "10^8 experts": (
+        attack_config,
+        lambda _: with_experts(10**8),
+        "has 100000000 experts in all layers; at most 100000",
+    ),
     "deep": (attack_config, lambda _: b"[" * 100_000, "is not a JSON object.*more than 64 levels"),
     "levels": (attack_config, lambda _: b'{"a":' * 70 + b"1" + b"}" * 70, "more than 64 levels"),
     "many": (attack_config, lambda _: b"[" + b"0," * 2_000_000 + b"0]", "more than"),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import gtp_jax as gtp
+from gtp_jax.collectives import join_split
 from gtp_jax.layout import Split
 
 
@@ -71,7 +72,7 @@ def test_placing_is_taking_transposed():
 def test_joined_parts_are_the_whole_without_padding():
     split = Split(10, 2, (2, 1, 2), "tp")
     whole = np.random.default_rng(2).normal(size=(3, 10)).astype(np.float32)
-    joined = on_ranks(3, lambda x: split.join(split.mask(split.take(x, 1), 1, jnp.inf), 1), jnp.asarray(whole))
+    joined = on_ranks(3, lambda x: join_split(split.mask(split.take(x, 1), 1, jnp.inf), split, 1), jnp.asarray(whole))
     for rank in range(3):
         np.testing.assert_array_equal(joined[rank], whole)
 

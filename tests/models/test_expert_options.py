@@ -98,6 +98,10 @@ def test_experts_that_a_model_cannot_have_are_refused(make, message):
 def test_the_commands_refuse_experts_that_are_not_there(capsys):
     for command, message in (
         (["train", "--preset", "tiny", "--transport", "ragged"], "the preset 'tiny' has no experts"),
+        (
+            ["bench", "step", "--preset", "tiny-moe", "--transport", "gather", "padded"],
+            "`--transport` is gather padded, but no tokens travel at ep 1. Give --ep too.",
+        ),
         (["inspect", "--preset", "tiny", "--router-bias-rate", "0"], "the preset 'tiny' has no experts"),
         (
             ["inspect", "--preset", "tiny-moe", "--ep", "3", "--gtp", "1"],

@@ -116,6 +116,7 @@ def ragged_as_documented(operand, output, starts, sizes, places, arriving, *, ax
 @pytest.mark.slow
 def test_transports_agree_bit_for_bit_and_so_do_two_runs(monkeypatch):
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_as_documented)
+    monkeypatch.setattr("gtp_jax.collectives._transports.platform", lambda: "gpu")  # which has it
     found = []
     for transport in ("gather", "padded", "padded", "ragged"):
         with mesh_of(dict(ep=4)):
@@ -188,6 +189,8 @@ def test_an_amax_is_of_one_expert_alone(x64):
 
 def test_choices_of_the_table():
     assert choose_transport(4) == "padded"  # XLA's CPU backend has no ragged one
+    with pytest.raises(ValueError, match="`transport` is 'ragged', which XLA has not for CPUs. Take 'gather' or"):
+        choose_transport(4, "ragged")
 
 
 REFUSED = {

@@ -108,6 +108,34 @@ def test_an_expert_s_kernels_share_a_scale_that_no_other_expert_has():
     assert np.linalg.norm(found - to_kernels) <= 1e-6 * np.linalg.norm(to_kernels)
 
 
+def test_codes_of_experts_that_tp_divides_unevenly_have_their_own_scales():
+    size = np.array([1, 9, 0.1, 4], np.float32)[:, None, None]  # of 3 ranks the last has no expert
+
+    def times(init):
+        return lambda key, shape, dtype: init(key, shape, dtype) * size
+
+    class Mixture(nnx.Module):
+        def __init__(self, rngs):
+            self.experts = gtp.MoE(
+                16, 24, num_experts=4, parallel="expert", sequence_parallel=False, dtype="float32", rngs=rngs,
+                kernel_init=times(nnx.initializers.lecun_normal()),
+            )  # fmt: skip
+
+        def __call__(self, x):
+            return self.experts(x)
+
+    def loss(model, batch):
+        return jnp.sum(model(batch) * jnp.cos(batch)), jnp.float32(batch.size)
+
+    def found(tp):
+        with scope(dict(gtp=1, tp=tp)):
+            state = gtp.TrainState.create(gtp.init(Mixture, nnx.Rngs(0)), optax.sgd(1.0))
+            evaluate = gtp.eval_step(loss, recipe=RECIPE, view="local")
+            return float(evaluate(state, jax.random.normal(jax.random.key(1), (4, 8, 16)))["loss"])
+
+    assert found(3) == pytest.approx(found(1), rel=1e-5)
+
+
 def gradients(changes, pregathered_layers=0, parts=2, config=ALIGNED, gtp_degree=2, recipe=RECIPE):
     config = dataclasses.replace(config, dtype="float32", num_layers=4, **changes)
     with scope(dict(gtp=gtp_degree)):

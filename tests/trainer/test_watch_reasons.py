@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -14,6 +16,7 @@ import pytest
 import gtp_jax
 from gtp_jax._exit_codes import MISTAKE, RETRY
 from gtp_jax.trainer import Launch, RunDirectory, _peer_watch
+from gtp_jax.trainer._interrupt import Interrupt
 from gtp_jax.trainer._peer_watch import PeerWatch
 from gtp_jax.trainer._peers import Peers
 
@@ -70,6 +73,54 @@ def test_limit_shows_stacks_phase_and_who_is_behind(tmp_path):
     assert "the limit is 3 s; the stacks above say where. Behind: process 1 (step 1, save for 7 s)" in done.stderr
     assert done.stderr.count("most recent call first") >= 3 and "in play" in done.stderr and "in wait" in done.stderr
     assert "There is no checkpoint yet; start again from the beginning with: gtp-jax train --resume" in done.stderr
+
+
+class Ended(Exception):
+    """In place of the end of this process."""
+
+
+@pytest.mark.parametrize("words", [PeerWatch.give_up, Interrupt._end])
+def test_broken_output_and_unreadable_checkpoints_keep_no_process_from_ending(words, tmp_path, monkeypatch):
+    def unreadable(self):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def end(status):
+        raise Ended(status)
+
+    ours, theirs = os.pipe()
+    os.close(ours)  # as of a terminal that is gone
+    monkeypatch.setattr("gtp_jax.trainer._directory.Checkpoints.latest", unreadable)
+    monkeypatch.setattr(os, "_exit", end)
+    watch = PeerWatch(Launch())
+    interrupt = Interrupt(Launch(), watch)
+    watch._directory = interrupt._directory = RunDirectory(tmp_path)
+    with open(theirs, "w", buffering=1) as gone:
+        monkeypatch.setattr("sys.stderr", gone)
+        with pytest.raises(Ended) as ended:
+            words(watch, ValueError("no"), "no") if words is PeerWatch.give_up else words(interrupt, 15, "no")
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            gone.close()
+    assert ended.value.args == (MISTAKE if words is PeerWatch.give_up else 128 + 15,)
+
+
+def test_failing_beats_keep_no_watch_from_ending_its_process_and_are_not_made_all_the_time(monkeypatch, capsys):
+    def end(status):
+        raise Ended(status)
+
+    monkeypatch.setattr(os, "_exit", end)
+    beats = []
+    with PeerWatch(Launch()) as watch:
+        watch._beat = lambda beat: beats.append(beat) or {}["nobody"]
+        watch._wake.set()
+        deadline = time.monotonic() + 5
+        while not beats and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        assert len(beats) == 1 and "KeyError: 'nobody'" in capsys.readouterr().err
+    watch._trouble = ("process 1 has ended", RETRY)
+    with pytest.raises(Ended, match=str(RETRY)):
+        watch._tick()
 
 
 @pytest.mark.slow

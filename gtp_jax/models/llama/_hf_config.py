@@ -41,9 +41,10 @@ def from_json(kind: Kind, content: dict[str, Any], file: str) -> LlamaConfig:
         ValueError: if it is of a model that our Llama does not compute, naming what.
     """
     for name, (value, what) in kind.fixed.items():
-        if name in content and content[name] != value:
+        if content.get(name) is not None and content[name] != value:  # null says nothing
             raise ValueError(f"{file} has {name} {content[name]!r}, {value!r} is expected: gtp_jax {what}.")
     fields = {**kind.defaults, **content, **_rotary(file, content)}
+    fields |= {name: content[other] for name, other in kind.also.items() if name not in content and other in content}
     if fields.get("num_key_value_heads") is None:
         fields["num_key_value_heads"] = fields.get("num_attention_heads")
     wrong = [

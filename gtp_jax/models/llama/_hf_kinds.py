@@ -55,6 +55,7 @@ class Kind:
         fields: of config.json that the model decides, and ours.
         fixed: fields with the one value that our Llama computes, and what it cannot do otherwise.
         defaults: in transformers; no other field may be missing.
+        also: other names of fields, which some versions of transformers write.
         experts: whether there are any.
         qk_norm: whether queries and keys are normalised.
     """
@@ -64,6 +65,7 @@ class Kind:
     fields: Fields
     fixed: dict[str, tuple[Any, str]]
     defaults: dict[str, Any]
+    also: dict[str, str] = dataclasses.field(default_factory=dict)
     experts: bool = False
     qk_norm: bool = False
 
@@ -100,7 +102,7 @@ KINDS: tuple[Kind, ...] = (
         {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "tie_word_embeddings": False},
         experts=True,
     ),
-    Kind("qwen3", "Qwen3ForCausalLM", (*_FIELDS, *_DENSE), _QWEN3, _DEFAULTS, qk_norm=True),
+    Kind("qwen3", "Qwen3ForCausalLM", (*_FIELDS, *_DENSE), _QWEN3, {**_DEFAULTS, "head_dim": 128}, qk_norm=True),
     Kind(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
@@ -111,6 +113,7 @@ KINDS: tuple[Kind, ...] = (
             "mlp_only_layers": ([], "has experts in every layer or in none"),
         },
         {**_DEFAULTS, "norm_topk_prob": False},
+        {"num_experts": "num_local_experts"},
         experts=True,
         qk_norm=True,
     ),
