@@ -13,6 +13,7 @@ from ._dense import LayerNormDense as LayerNormDense
 from ._einsum import Einsum as Einsum
 from ._embed import Embed as Embed
 from ._embed import TiedHead as TiedHead
+from ._exchange import check_chunks as check_chunks
 from ._explain import AttentionFact as AttentionFact
 from ._explain import Explanation as Explanation
 from ._explain import WireFact as WireFact

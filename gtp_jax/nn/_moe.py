@@ -16,7 +16,7 @@ from jax.nn import initializers
 from ..collectives import Transport, check_transport, choose_transport, gather_sequence, reduce_scatter_sequence
 from ..mesh import degree, degrees, loss_copies
 from ..ops import permute, rms_norm, save_activation, save_routing, with_aux_loss, with_load_as_gradient
-from ._exchange import exchange, places_of_round, worst_case
+from ._exchange import check_chunks, exchange, places_of_round, worst_case
 from ._grouped import GroupedDense
 from ._layer import Layer
 from ._mlp import MLP
@@ -64,6 +64,8 @@ class MoE(Layer):
             `gtp_jax.collectives.choose_transport`, which decides by default.
         round_size: rows that a rank's experts multiply at once, as a multiple of an even share of all tokens. Where
             they have more, they multiply again, and the layer takes longer; a smaller size takes less memory.
+        exchange_chunks: parts in which tokens travel to experts of other ranks, so that one is on its way while experts
+            multiply another.
         rngs: the `params` stream is used.
         options: passed to both `GroupedDense` layers.
 
@@ -92,6 +94,7 @@ class MoE(Layer):
         shared_hidden: int = 0,
         transport: Transport | None = None,
         round_size: float = 1.25,
+        exchange_chunks: int = 1,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
         **options: Any,
@@ -107,6 +110,7 @@ class MoE(Layer):
         check_transport(transport)
         if not 0 < round_size < math.inf:
             raise ValueError(f"`round_size` is {round_size}; it must be a number above 0, such as 1.25.")
+        check_chunks(exchange_chunks)
         first, second = _PARALLEL[parallel]
         of_ranks: dict[str, Any] = {"axes": axes, "experts_axis": self.roles.experts}
         shared: dict[str, Any] = {**of_ranks, "param_dtype": param_dtype, "summed": False, "rngs": rngs, **options}
@@ -137,6 +141,7 @@ class MoE(Layer):
         self.loss_reduction = loss_reduction
         self.transport: Transport | None = transport
         self.round_size = round_size
+        self.exchange_chunks = exchange_chunks
         self.activation = activation
         self.epsilon = epsilon
         self.sequence_parallel = sequence_parallel
@@ -177,6 +182,7 @@ class MoE(Layer):
             axis=axis,
             transport=self.transport,
             round_size=self.round_size,
+            chunks=self.exchange_chunks,
         )
         return jnp.reshape(y, x.shape)
 
