@@ -45,6 +45,7 @@ from ._quantized import with_groups as with_groups
 from ._routing import AuxLossOf as AuxLossOf
 from ._routing import Routing as Routing
 from ._routing import Score as Score
+from ._sent import Sent as Sent
 from ._stack import Stack as Stack
 from ._stack import run_chain as run_chain
 from ._weight import structure_of as structure_of
