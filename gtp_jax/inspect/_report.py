@@ -164,7 +164,7 @@ def _exchanges(inspection: Inspection) -> str:
         "rank whose experts are evenly\nloaded, and a combine returns as much.\n\n"
         + columns(sent_header, sent, right=(5, 6))
         + "\n\nin this order, of a layer and microbatch, from a rank whose experts are evenly loaded; XLA may join "
-        "collectives that are\nready at once. Its own count of a ragged exchange, below, is the room for the worst load."
+        "collectives that are\nready at once. Its own count of a ragged exchange, below, is room for the worst load."
     )
 
 
