@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..collectives import Turn, no_turn
 from ._collect import Piece, collect
 from ._events import Barrier, Compute, Event, Gather, Loop, Plan, Reduce
-from ._stage import ByLayer, Stage, place, renumbered, together
+from ._stage import ByLayer, Stage, place, renumbered, tied_trees, together
 
 Tree = Any
 
@@ -104,17 +105,20 @@ class _Backward:
         gradient, weights, pending, shared = carry
         weights, pending, reduced = dict(weights), dict(pending), {}
         done = _Done({}, {})
+        entered, turn = gradient, no_turn()
         for event in events:
             match event:
                 case Gather(stage, layer):
                     if stage in self.regathers:
-                        weights[stage, layer] = self.stages[stage].gather_layer(place(origin, layer), gradient)
+                        weights[stage, layer] = self.stages[stage].gather_layer(place(origin, layer), entered, turn)
                 case Reduce(stage, layer):
-                    reduced[stage, layer] = self.stages[stage].scatter(pending.pop((stage, layer))), False
+                    gradients = tied_trees(pending.pop((stage, layer)), turn)
+                    reduced[stage, layer] = self.stages[stage].scatter(gradients), False
                 case Compute(stage, layer):
+                    entered = gradient
                     own, residual = weights.pop((stage, layer), ()), residuals[stage, layer]
                     computed = self._compute(stage, place(origin, layer), residual, own, gradient)
-                    gradient, pending[stage, layer], params, to_shared = computed
+                    gradient, pending[stage, layer], params, to_shared, turn = computed
                     done.params[stage, layer] = params, False
                     if to_shared:
                         shared = [total + one for total, one in zip(shared, to_shared, strict=True)]
@@ -122,12 +126,14 @@ class _Backward:
                     # ends gather and reduction with this layer, and has its weight gradient before the next one begins
                     values = {key: value for key, (value, _) in reduced.items()}
                     gradient, pending, values, weights, shared = together(gradient, pending, values, weights, shared)
+                    entered, turn = gradient, no_turn()
                     done.shards.update({key: (value, False) for key, value in values.items()})
                     reduced = {}
                 case Loop():
                     (gradient, weights, pending, shared), looped = self._loop(
                         event, _Carry(gradient, weights, pending, shared), residuals
                     )
+                    entered = gradient
                     done.shards.update(looped.shards)
                     done.params.update(looped.params)
         done.shards.update(reduced)
@@ -148,18 +154,18 @@ class _Backward:
 
     def _compute(
         self, number: int, layer: Any, closure: Any, weights: Tree, gradient: Tree
-    ) -> tuple[Tree, tuple[Tree, Tree], Tree, list[jax.Array]]:
-        """Runs one layer backward. Returns the gradients of its input, of its weights and slots, of its params, and of
-        the shared floats."""
+    ) -> tuple[Tree, tuple[Tree, Tree], Tree, list[jax.Array], Turn]:
+        """Runs one layer backward. Returns the gradients of its input, of its weights and slots, of its params, of the
+        shared floats, and of its turn."""
         stage = self.stages[number]
         shared = self.shared if stage.takes_shared else ()
         scalars, constants = (stage.of_layer(tree, layer) for tree in (self.scalars[number], stage.constants))
-        again = _chosen(closure.args_res[4:], (shared, constants))
+        again = _chosen(closure.args_res[4:], (shared, constants, no_turn()))
         closure, again, gradient = together(closure, again, gradient)
         kept, *operands = closure.args_res
         weights = weights if any(_marks(kept)) else kept
         closure = closure.replace(args_res=[weights, *operands[:3], *_put(operands[3:], again)])
-        to_weights, to_slots, params, gradient, to_shared, _ = closure((gradient, scalars))
+        to_weights, to_slots, params, gradient, to_shared, _, turn = closure((gradient, scalars))
         if to_slots:  # zeros, which must not wait for the reduction
             to_weights = {key: own for key, own in to_weights.items() if key not in to_slots}
         if stage.frozen:  # of which nothing may be computed, nor wait for a reduction
@@ -168,7 +174,7 @@ class _Backward:
             )
         to_weights = jax.tree.map(lambda g: () if g.dtype == jax.dtypes.float0 else g, to_weights)
         floats = [g for g in jax.tree.leaves(to_shared) if g.dtype != jax.dtypes.float0]
-        return gradient, (to_weights, to_slots), params, floats
+        return gradient, (to_weights, to_slots), params, floats, turn
 
 
 def _moved(carry: _Carry, shift: int) -> _Carry:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import PyTree, Shaped
 
+from ..collectives import Turn, turn_after
 from ._collect import Piece, collect
 from ._events import Barrier, Compute, Event, Gather, Loop, Plan, Reduce
 from ._stage import ByLayer, Outputs, Stage, place, renumbered, together
@@ -67,7 +68,8 @@ class _Forward:
                     weights[stage, layer] = self.stages[stage].gather_layer(place(origin, layer), x)
                 case Compute(stage, layer, keep):
                     own = weights.pop((stage, layer))
-                    x, closure, outputs = self._compute(self.stages[stage], place(origin, layer), x, own, keep)
+                    turn = turn_after(weights)
+                    x, closure, outputs = self._compute(self.stages[stage], place(origin, layer), x, own, keep, turn)
                     done[stage, layer] = closure, outputs, False
                 case Barrier():
                     x, weights = together(x, weights)
@@ -89,15 +91,17 @@ class _Forward:
         looped = {key: (*value, True) for key, value in renumbered(done, loop.start).items()}
         return x, renumbered(weights, loop.stop), looped
 
-    def _compute(self, stage: Stage, layer: Any, x: Tree, weights: Tree, keep: bool) -> tuple[Tree, Any, Outputs]:
+    def _compute(
+        self, stage: Stage, layer: Any, x: Tree, weights: Tree, keep: bool, turn: Turn
+    ) -> tuple[Tree, Any, Outputs]:
         def apply(*operands: Tree) -> tuple[Tree, Tree]:
             y, outputs = stage.apply(*operands)
             return (y, outputs.scalars), (outputs.state, outputs.metrics)
 
         params, constants = (stage.of_layer(tree, layer) for tree in (stage.params, stage.constants))
         shared = self.shared if stage.takes_shared else ()
-        operands = (weights, stage.slots(weights), params, x, shared, constants)
+        operands = (weights, stage.slots(weights), params, x, shared, constants, turn)
         # what backward wants of operands that are not saved comes back as a mark, to be supplied again
-        saved = (keep, True, True, True, False, False)
+        saved = (keep, True, True, True, False, False, False)
         (y, scalars), closure, (state, metrics) = jax.vjp(apply, *operands, has_aux=True, saveable_args=saved)
         return y, closure, Outputs(state, scalars, metrics)

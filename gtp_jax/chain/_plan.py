@@ -93,7 +93,7 @@ class _Planner:
             return [*([] if keep else [Gather(stage, layer)]), compute, Reduce(stage, layer), Barrier()]
         gather = [Gather(*before)] if before else []
         reduce = [Reduce(*behind)] if behind else []
-        return [*gather, *reduce, compute, Barrier()]
+        return [compute, *gather, *reduce, Barrier()]  # both wait for a layer's exchange of tokens
 
     def _regather(self, place: tuple[int, int]) -> list[Event]:
         return [] if self._keeps(*place) else [Gather(*place)]

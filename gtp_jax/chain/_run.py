@@ -14,6 +14,10 @@ can then be joined with another's, XLA may be told to join all it can: then a la
 What a layer left for its backward pass is tied to the gradient that arrives there, or XLA would find what is to be
 computed again already computed in forward, and keep it. Shared inputs and constants, which are supplied to backward
 anew, are tied there for the same reason.
+
+A layer may exchange tokens with other ranks, on the stream of the gathers. Forward hands it a turn that follows the
+gather of the next layer's weights, for which its exchange waits; the turn's gradient follows the layer's last exchange
+in backward, for which gather and scatter wait (`gtp_jax.collectives.use_turn`). Of other layers it is a zero.
 """
 
 from __future__ import annotations

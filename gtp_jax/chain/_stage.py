@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
+from ..collectives import Turn, tied
+
 Tree = Any
 
 
@@ -41,7 +43,8 @@ class Stage:
             slots into which backward puts values by way of their gradients. Stacked likewise.
         gather: maps one layer's `gather_inputs` to its gathered weights, of which integers have no gradient.
         scatter: maps the gradients of one layer's gathered weights and of its slots to that of its shards.
-        apply: `(weights, slots, params, x, shared, constants) -> (y, Outputs)` of one layer.
+        apply: `(weights, slots, params, x, shared, constants, turn) -> (y, Outputs)` of one layer; of `turn`, see
+            `gtp_jax.collectives.use_turn`.
         length: number of layers.
         stacked: whether leaves carry the leading dimension.
         constants: pytree of arrays without a gradient: keys, integers. Stacked likewise.
@@ -58,7 +61,7 @@ class Stage:
     params: Tree
     gather: Callable[[Tree], Tree]
     scatter: Callable[[tuple[Tree, Tree]], Tree]
-    apply: Callable[[Tree, Tree, Tree, Tree, Tree, Tree], tuple[Tree, Outputs]]
+    apply: Callable[[Tree, Tree, Tree, Tree, Tree, Tree, Turn], tuple[Tree, Outputs]]
     length: int = 1
     stacked: bool = False
     constants: Tree = ()
@@ -74,10 +77,12 @@ class Stage:
         index = place(layer, first)
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), tree)
 
-    def gather_layer(self, layer: Any, *after: Tree) -> Tree:
-        """Gathers the weights of a layer, no sooner than the values `after` have arrived."""
+    def gather_layer(self, layer: Any, after: Tree, turn: Turn | None = None) -> Tree:
+        """Gathers the weights of a layer, no sooner than the values `after` have arrived, and than a turn."""
         # tied before it is cut out of a stack, so that forward's piece is not kept for backward
         inputs, _ = lax.optimization_barrier((self.gather_inputs, after))
+        if turn is not None:
+            inputs = tied(inputs, turn)
         return self.gather(self.of_layer(inputs, layer, self.first))
 
 
@@ -91,6 +96,16 @@ def together(*trees: Tree) -> tuple[Tree, ...]:
     for i, leaf in zip(real, lax.optimization_barrier([leaves[i] for i in real]), strict=True):
         leaves[i] = leaf
     return jax.tree.unflatten(tree, leaves)
+
+
+def tied_trees(tree: Tree, turn: Turn) -> Tree:
+    """Returns the same values, no sooner than a turn. Gradients of integers (`float0`) are no arrays, and are left
+    out."""
+    leaves, structure = jax.tree.flatten(tree)
+    real = [i for i, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
+    for i, leaf in zip(real, tied([leaves[i] for i in real], turn), strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(structure, leaves)
 
 
 def place(origin: Any, layer: int) -> Any:

@@ -24,6 +24,7 @@ from jaxtyping import Bool, Float, Int32, Shaped
 from ..ops import save_routing
 from ._stored import WIRE
 from ._transports import Transport
+from ._turns import Turn, no_turn, tied, turn_after
 
 
 @functools.partial(
@@ -84,18 +85,22 @@ class Journey:
         return jnp.zeros_like(every).at[jnp.ravel(place)].set(every, mode="drop")
 
 
+def gather_choices(chosen: Int32[jax.Array, "tokens choices"], axis: str) -> Int32[jax.Array, "ranks tokens choices"]:
+    """Returns all ranks' choices, from numbers of experts among those of all ranks."""
+    return save_routing(lax.all_gather(chosen, axis))
+
+
 def plan_journey(
-    chosen: Int32[jax.Array, "tokens choices"], axis: str, experts: int, transport: Transport
-) -> tuple[Journey, Int32[jax.Array, "ranks tokens choices"]]:
-    """Returns where tokens go, and all ranks' choices.
+    every: Int32[jax.Array, "ranks tokens choices"], axis: str, experts: int, transport: Transport
+) -> Journey:
+    """Returns where tokens go.
 
     Args:
-        chosen: of this rank's tokens, numbers of experts among those of all ranks.
+        every: all ranks' choices.
         axis: the mesh axis of the ranks.
         experts: of each rank.
         transport: how tokens travel.
     """
-    every = save_routing(lax.all_gather(chosen, axis))
     ranks, rank = every.shape[0], lax.axis_index(axis)
     of_rank = jnp.arange(ranks)[:, None, None]
     owners = every // experts
@@ -103,29 +108,39 @@ def plan_journey(
     goes = to[rank]
     sent = jnp.cumsum(goes, axis=1, dtype=jnp.int32) - 1
     counts = jnp.sum(to, axis=-1, dtype=jnp.int32)
-    return Journey(goes, sent, to[:, rank], counts, axis, transport, min(ranks, chosen.shape[-1])), every
+    return Journey(goes, sent, to[:, rank], counts, axis, transport, min(ranks, every.shape[-1]))
 
 
 @jax.custom_vjp
-def dispatch(x: Float[jax.Array, "tokens features"], journey: Journey) -> Float[jax.Array, "rows features"]:
+def dispatch(
+    x: Float[jax.Array, "tokens features"], turn: Turn, journey: Journey
+) -> tuple[Float[jax.Array, "rows features"], Turn]:
     """Returns the tokens that chose an expert of this rank, rank after rank, in `ranks * tokens` rows, of which
-    `journey.real` says which are any.
+    `journey.real` says which are any; and a turn that follows their arrival.
 
     Its gradient is `combine`: so gradients travel in their own dtype, and are added in float32 in order of rank.
+
+    Args:
+        x: this rank's tokens.
+        turn: ahead of which none is sent.
+        journey: where they go.
     """
-    return _dispatch(x, journey)
+    return _dispatch(x, turn, journey)
 
 
 @jax.custom_vjp
-def combine(partial_sums: Float[jax.Array, "rows features"], journey: Journey) -> Float[jax.Array, "tokens features"]:
+def combine(
+    partial_sums: Float[jax.Array, "rows features"], turn: Turn, journey: Journey
+) -> tuple[Float[jax.Array, "tokens features"], Turn]:
     """Returns the sum of each token's rows on all ranks, which travel in their own dtype and are added in float32, in
-    order of rank. Its gradient is `dispatch`.
+    order of rank. Its gradient is `dispatch`, which waits for that of the turn it returns. Forward waits for none.
 
     Args:
         partial_sums: in the order of what `dispatch` returned; zeros in rows that are no token's.
+        turn: of which gradients follow the arrival of this one's gradients.
         journey: the same.
     """
-    return _combine(partial_sums, journey)
+    return _combine(partial_sums, journey), turn
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -147,8 +162,8 @@ def _shares_bwd(axis: str, _: None, gradient: jax.Array):
 gather_shares.defvjp(_shares_fwd, _shares_bwd)
 
 
-def _dispatch(x: jax.Array, journey: Journey) -> jax.Array:
-    wire, axis = _as_bits(x), journey.axis
+def _dispatch(x: jax.Array, turn: Turn, journey: Journey) -> tuple[jax.Array, Turn]:
+    wire, axis = _as_bits(tied(x, turn)), journey.axis
     ranks, tokens = journey.goes.shape
     if journey.transport == "gather":
         arrived = lax.all_gather(wire, axis)
@@ -156,7 +171,7 @@ def _dispatch(x: jax.Array, journey: Journey) -> jax.Array:
         arrived = lax.all_to_all(wire[_senders(journey)], axis, split_axis=0, concat_axis=0, tiled=True)
     else:
         arrived = _ragged(wire[_flat_senders(journey)], ranks * tokens, journey.counts, axis)
-    return _from_bits(jnp.reshape(arrived, (ranks * tokens, *x.shape[1:])), x.dtype)
+    return _from_bits(jnp.reshape(arrived, (ranks * tokens, *x.shape[1:])), x.dtype), turn_after(arrived)
 
 
 def _combine(partial_sums: jax.Array, journey: Journey) -> jax.Array:
@@ -183,20 +198,20 @@ def _combine(partial_sums: jax.Array, journey: Journey) -> jax.Array:
     return functools.reduce(lax.add, own).astype(dtype)
 
 
-def _dispatch_fwd(x: jax.Array, journey: Journey):
-    return _dispatch(x, journey), journey
+def _dispatch_fwd(x: jax.Array, turn: Turn, journey: Journey):
+    return _dispatch(x, turn, journey), journey
 
 
-def _dispatch_bwd(journey: Journey, gradient: jax.Array):
-    return _combine(gradient, journey), None
+def _dispatch_bwd(journey: Journey, gradients: tuple[jax.Array, Turn]):
+    return _combine(gradients[0], journey), no_turn(), None
 
 
-def _combine_fwd(partial_sums: jax.Array, journey: Journey):
-    return _combine(partial_sums, journey), journey
+def _combine_fwd(partial_sums: jax.Array, turn: Turn, journey: Journey):
+    return (_combine(partial_sums, journey), turn), journey
 
 
-def _combine_bwd(journey: Journey, gradient: jax.Array):
-    return _dispatch(gradient, journey), None
+def _combine_bwd(journey: Journey, gradients: tuple[jax.Array, Turn]):
+    return *_dispatch(*gradients, journey), None
 
 
 dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)

@@ -137,6 +137,7 @@ def _exchanges(inspection: Inspection) -> str:
             f"{one.axis} {one.ranks}",
             one.transport,
             f"{one.tokens:,}",
+            str(one.chunks),
             f"{one.round_rows:,}",
             f"{one.worst_rows:,}",
             str(one.rounds),
@@ -145,13 +146,25 @@ def _exchanges(inspection: Inspection) -> str:
         )
         for one in inspection.exchanges
     ]
-    header = ("module", "over", "transport", "tokens", "rows a round", "at worst", "rounds", "transient", "dispatch")
+    header = (
+        *("module", "over", "transport", "tokens", "chunks", "rows a round"),
+        *("at worst", "rounds", "transient", "dispatch"),
+    )
+    sent = [
+        (one.module, each.direction, each.what, each.kind, each.dtype, str(each.count), quantity(each.bytes, "B"))
+        for one in inspection.exchanges
+        for each in one.sent
+    ]
+    sent_header = ("module", "pass", "what travels", "kind", "dtype", "count", "sent")
     return (
         "how tokens travel to experts of other ranks, each time a layer runs, on each rank\n\n"
-        + columns(header, rows, right=(3, 4, 5, 6, 7, 8))
-        + "\n\nno token is dropped: where experts have more rows than a round, they multiply in several, at most in "
-        "`rounds`.\nOf these rows backward keeps no more than a round has. `dispatch` leaves a rank whose experts are "
-        "evenly loaded,\nand a combine returns as much."
+        + columns(header, rows, right=(3, 4, 5, 6, 7, 8, 9))
+        + "\n\nno token is dropped: where experts have more rows of a chunk than a round, they multiply in several, at "
+        "most in `rounds`.\nOf these rows backward keeps no more than a round of each chunk has. `dispatch` leaves a "
+        "rank whose experts are evenly\nloaded, and a combine returns as much.\n\n"
+        + columns(sent_header, sent, right=(5, 6))
+        + "\n\nin this order, of a layer and microbatch, from a rank whose experts are evenly loaded; XLA may join "
+        "collectives that are\nready at once. Its own count of a ragged exchange, below, is room for the worst load."
     )
 
 

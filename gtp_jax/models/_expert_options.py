@@ -40,6 +40,12 @@ class ExpertOptions:
         above=0,
         metavar="X",
     )
+    exchange_chunks: int | None = knob(
+        None,
+        _GROUP,
+        "parts in which tokens travel over ep, one while experts multiply another (default: 1)",
+        metavar="N",
+    )
     aux_loss_coeff: float | None = knob(
         None, _GROUP, "weight of the term that keeps experts evenly loaded (default: the preset's)", kind=float
     )

@@ -13,6 +13,7 @@ from ._dense import LayerNormDense as LayerNormDense
 from ._einsum import Einsum as Einsum
 from ._embed import Embed as Embed
 from ._embed import TiedHead as TiedHead
+from ._exchange import check_chunks as check_chunks
 from ._explain import AttentionFact as AttentionFact
 from ._explain import Explanation as Explanation
 from ._explain import WireFact as WireFact
@@ -44,6 +45,7 @@ from ._quantized import with_groups as with_groups
 from ._routing import AuxLossOf as AuxLossOf
 from ._routing import Routing as Routing
 from ._routing import Score as Score
+from ._sent import Sent as Sent
 from ._stack import Stack as Stack
 from ._stack import run_chain as run_chain
 from ._weight import structure_of as structure_of

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +12,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..collectives import Transport, choose_transport, combine, dispatch, gather_shares, plan_journey
+from ..collectives import (
+    Journey,
+    Transport,
+    choose_transport,
+    combine,
+    dispatch,
+    gather_choices,
+    gather_shares,
+    in_turn,
+    no_turn,
+    plan_journey,
+    tied,
+    turn_after,
+    turn_in_scope,
+)
 from ..mesh import degree
 from ..ops import (
     SlottedWeight,
@@ -29,7 +45,41 @@ from ._weight import apply_gathered
 _TILE = 16
 
 # What brings tokens to their experts: ahead of the collectives, those, and behind them.
-_MOVES = ("gather", "all_gather", "all_to_all", "ragged_all_to_all", "reshape", "bitcast_convert_type")
+_MOVES = (
+    "gather",
+    "all_gather",
+    "all_to_all",
+    "ragged_all_to_all",
+    "reshape",
+    "bitcast_convert_type",
+    "optimization_barrier",
+    "slice",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """Some of this rank's tokens, those of all ranks that come here, and the order of their rows.
+
+    Attributes:
+        start: the first of the tokens.
+        stop: the one behind the last.
+        journey: of the tokens.
+        size: places of a round.
+        whole: whether these are enough for any load.
+        order: int32 `(rows * top_k,)`: choices in order of their experts; those of no expert of this rank are last.
+        places: int32 `(rows, top_k)`: where in that order each choice is.
+        ends: int32 `(experts,)`: behind the last choice of each expert.
+    """
+
+    start: int
+    stop: int
+    journey: Journey
+    size: int
+    whole: bool
+    order: jax.Array
+    places: jax.Array
+    ends: jax.Array
 
 
 def exchange(
@@ -43,12 +93,18 @@ def exchange(
     axis: str,
     transport: Transport | None = None,
     round_size: float = 1.25,
+    chunks: int = 1,
 ) -> jax.Array:
     """Returns the sum of each token's experts, each times its share, of experts that are divided among ranks. Called in
     local view.
 
     A token is sent once to each rank that has experts of its choice, together with its choices and shares; there the
     rows are sorted by expert, multiplied, weighted and added up; partial sums travel back. No token is dropped.
+
+    [Note: chunks]
+    Tokens are sent chunk after chunk: while experts multiply one, the next is on its way. In backward likewise the
+    gradients of sums, together with the tokens, which are sent again. So of n chunks a first dispatch and a last
+    combine are waited for, an n-th of each. Turns keep XLA from sending all chunks in one launch.
 
     Args:
         x: `(tokens, features)`, of the compute dtype.
@@ -61,50 +117,94 @@ def exchange(
         transport: how tokens travel; `None` for what the table says.
         round_size: places of a round, as a multiple of those that experts of equal load fill. Where a rank's experts
             have more, it multiplies in several rounds.
+        chunks: parts of equal size in which tokens are sent; fewer, if so many do not divide a rank's tokens.
     """
-    ranks, (tokens, top_k) = degree(axis), chosen.shape
-    own = up.own_experts
+    ranks, tokens = degree(axis), x.shape[0]
     transport = choose_transport(ranks, transport)
-    journey, every = plan_journey(chosen, axis, own, transport)
-    size = places_of_round(tokens, top_k, ranks, own, round_size)
+    turn = turn_in_scope()
+    every = gather_choices(tied(chosen, turn), axis)
+    x, shares = in_turn(x, turn), in_turn(shares, turn)
+    chunks = math.gcd(tokens, chunks)
+    size = tokens // chunks
+    parts = [
+        _chunk(every, start, start + size, up.own_experts, axis, transport, round_size)
+        for start in range(0, tokens, size)
+    ]
+    keys = [(up.call_key(), down.call_key()) for _ in parts]
 
-    # experts of other ranks, and rows that no token has, count as the one behind the last
-    number = journey.of_rows(every) - lax.axis_index(axis) * own
-    number = jnp.where((number >= 0) & (number < own) & journey.real[:, None], number, own)
-    order = save_routing(jnp.argsort(jnp.ravel(number), stable=True).astype(jnp.int32))
-    inverse = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32))
-    places = jnp.reshape(inverse, number.shape)
-    sizes = jnp.bincount(jnp.ravel(number), length=own).astype(jnp.int32)
-    ends = jnp.cumsum(sizes, dtype=jnp.int32)
-
-    def one_round(index: Any, operands: Any, constants: Any) -> jax.Array:
-        rows, shares, *floats = operands
-        order, places, ends, keys, values = constants
-        weights = [f if v is None else SlottedWeight(v, f) for f, v in zip(floats, values, strict=True)]
-        window = window_of(order, places, ends[-1], index * size, size)
-        sizes = jnp.diff(jnp.clip(ends - index * size, 0, size), prepend=0)
-        hidden = up.product_of(weights[0], expand(rows, window), sizes, keys[0])
-        act = save_activation(activation(hidden["gate"]) * hidden["up"])
-        return weighted_sum(down.product_of(weights[1], act, sizes, keys[1]), shares, window)
-
-    def experts(up_weight: Any, down_weight: Any, rows: jax.Array, shares: jax.Array) -> jax.Array:
+    def experts(up_weight: Any, down_weight: Any, x: jax.Array, shares: jax.Array) -> list[jax.Array]:
         weights = up_weight, down_weight
         floats = [w.slot if isinstance(w, SlottedWeight) else w for w in weights]
         values = [w.values if isinstance(w, SlottedWeight) else None for w in weights]
-        operands, constants = (rows, shares, *floats), (order, places, ends, keys, values)
-        if size == worst_case(tokens, top_k, ranks, own):
-            return one_round(0, operands, constants)
-        return in_rounds(one_round, operands, constants, jnp.maximum(1, -(-ends[-1] // size)))
+        sums, turn = [], turn_after(every)
+        for one, keys_of_one in zip(parts, keys, strict=True):
+            rows, turn = dispatch(x[one.start : one.stop], turn, one.journey)
+            of_rows = one.journey.of_rows(shares[:, one.start : one.stop])
+            operands, constants = (rows, of_rows, *floats), (one.order, one.places, one.ends, keys_of_one, values)
+            one_round = functools.partial(_one_round, up, down, activation, one.size)
+            if one.whole:
+                sums.append(one_round(0, operands, constants))
+            else:
+                rounds = jnp.maximum(1, -(-one.ends[-1] // one.size))
+                sums.append(in_rounds(one_round, operands, constants, rounds))
+        return sums
 
-    keys = up.call_key(), down.call_key()
-    of_rows = journey.of_rows(gather_shares(shares, axis))
-
-    def there(x: jax.Array, of_rows: jax.Array) -> jax.Array:
-        return apply_gathered((up, down), experts, dispatch(x, journey), of_rows)
+    def there(x: jax.Array, shares: jax.Array) -> list[jax.Array]:
+        return apply_gathered((up, down), experts, x, shares)
 
     # whatever else a layer keeps for backward, what has arrived is sent again
-    partial_sums = jax.checkpoint(there, policy=_keeps, prevent_cse=False)(x, of_rows)
-    return save_for_backward(combine(partial_sums, journey))
+    partial_sums = jax.checkpoint(there, policy=_keeps, prevent_cse=False)(x, gather_shares(shares, axis))
+    sums, turn = [], no_turn()
+    for one, partial in reversed(list(zip(parts, partial_sums, strict=True))):  # so that backward begins with the first
+        y, turn = combine(partial, turn, one.journey)
+        sums.append(y)
+    return save_for_backward(jnp.concatenate(sums[::-1]) if len(sums) > 1 else sums[0])
+
+
+def _chunk(
+    every: jax.Array, start: int, stop: int, experts: int, axis: str, transport: Transport, round_size: float
+) -> _Chunk:
+    """Returns where tokens `start` to `stop` of each rank go, and in which order this rank multiplies its own."""
+    every = every[:, start:stop]
+    ranks, tokens, top_k = every.shape
+    journey = plan_journey(every, axis, experts, transport)
+    # experts of other ranks, and rows that no token has, count as the one behind the last
+    number = journey.of_rows(every) - lax.axis_index(axis) * experts
+    number = jnp.where((number >= 0) & (number < experts) & journey.real[:, None], number, experts)
+    order = save_routing(jnp.argsort(jnp.ravel(number), stable=True).astype(jnp.int32))
+    inverse = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32))
+    sizes = jnp.bincount(jnp.ravel(number), length=experts).astype(jnp.int32)
+    size = places_of_round(tokens, top_k, ranks, experts, round_size)
+    return _Chunk(
+        start=start,
+        stop=stop,
+        journey=journey,
+        size=size,
+        whole=size == worst_case(tokens, top_k, ranks, experts),
+        order=order,
+        places=jnp.reshape(inverse, number.shape),
+        ends=jnp.cumsum(sizes, dtype=jnp.int32),
+    )
+
+
+def _one_round(
+    up: GroupedDense,
+    down: GroupedDense,
+    activation: Callable[[jax.Array], jax.Array],
+    size: int,
+    index: Any,
+    operands: Any,
+    constants: Any,
+) -> jax.Array:
+    """Returns partial sums of a round's rows, zeros in all others."""
+    rows, shares, *floats = operands
+    order, places, ends, keys, values = constants
+    weights = [f if v is None else SlottedWeight(v, f) for f, v in zip(floats, values, strict=True)]
+    window = window_of(order, places, ends[-1], index * size, size)
+    sizes = jnp.diff(jnp.clip(ends - index * size, 0, size), prepend=0)
+    hidden = up.product_of(weights[0], expand(rows, window), sizes, keys[0])
+    act = save_activation(activation(hidden["gate"]) * hidden["up"])
+    return weighted_sum(down.product_of(weights[1], act, sizes, keys[1]), shares, window)
 
 
 def _keeps(primitive: Any, *_: Any, **__: Any) -> bool:
@@ -128,3 +228,13 @@ def places_of_round(tokens: int, top_k: int, ranks: int, experts: int, round_siz
 def worst_case(tokens: int, top_k: int, ranks: int, experts: int) -> int:
     """Returns the rows that experts of a rank multiply where every token chooses as many of them as it can."""
     return ranks * tokens * min(top_k, experts)
+
+
+def check_chunks(chunks: object) -> None:
+    """Refuses what is no number of chunks.
+
+    Raises:
+        ValueError: naming it.
+    """
+    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
+        raise ValueError(f"`exchange_chunks` is {chunks!r}; it must be a whole number of at least 1, such as 2.")

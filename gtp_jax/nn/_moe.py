@@ -16,12 +16,13 @@ from jax.nn import initializers
 from ..collectives import Transport, check_transport, choose_transport, gather_sequence, reduce_scatter_sequence
 from ..mesh import degree, degrees, loss_copies
 from ..ops import permute, rms_norm, save_activation, save_routing, with_aux_loss, with_load_as_gradient
-from ._exchange import exchange, places_of_round, worst_case
+from ._exchange import check_chunks, exchange, places_of_round, worst_case
 from ._grouped import GroupedDense
 from ._layer import Layer
 from ._mlp import MLP
 from ._routing import Routing
-from ._weight import make_router_bias, make_vector, make_whole
+from ._sent import Sent, sent_by_layer
+from ._weight import StackedLayers, make_router_bias, make_vector, make_whole
 
 ExpertParallel = Literal["features", "expert"] | None
 LossReduction = Literal["sum", "mean"]
@@ -64,6 +65,8 @@ class MoE(Layer):
             `gtp_jax.collectives.choose_transport`, which decides by default.
         round_size: rows that a rank's experts multiply at once, as a multiple of an even share of all tokens. Where
             they have more, they multiply again, and the layer takes longer; a smaller size takes less memory.
+        exchange_chunks: parts in which tokens travel to experts of other ranks, so that one is on its way while experts
+            multiply another.
         rngs: the `params` stream is used.
         options: passed to both `GroupedDense` layers.
 
@@ -92,6 +95,7 @@ class MoE(Layer):
         shared_hidden: int = 0,
         transport: Transport | None = None,
         round_size: float = 1.25,
+        exchange_chunks: int = 1,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
         **options: Any,
@@ -107,6 +111,7 @@ class MoE(Layer):
         check_transport(transport)
         if not 0 < round_size < math.inf:
             raise ValueError(f"`round_size` is {round_size}; it must be a number above 0, such as 1.25.")
+        check_chunks(exchange_chunks)
         first, second = _PARALLEL[parallel]
         of_ranks: dict[str, Any] = {"axes": axes, "experts_axis": self.roles.experts}
         shared: dict[str, Any] = {**of_ranks, "param_dtype": param_dtype, "summed": False, "rngs": rngs, **options}
@@ -137,6 +142,7 @@ class MoE(Layer):
         self.loss_reduction = loss_reduction
         self.transport: Transport | None = transport
         self.round_size = round_size
+        self.exchange_chunks = exchange_chunks
         self.activation = activation
         self.epsilon = epsilon
         self.sequence_parallel = sequence_parallel
@@ -177,6 +183,7 @@ class MoE(Layer):
             axis=axis,
             transport=self.transport,
             round_size=self.round_size,
+            chunks=self.exchange_chunks,
         )
         return jnp.reshape(y, x.shape)
 
@@ -265,10 +272,15 @@ class Exchange:
         ranks: how many.
         transport: how tokens travel.
         tokens: of a rank, each time the layer runs.
-        round_rows: rows that a rank's experts multiply at once; of which matmuls' outputs may be kept for backward.
-        worst_rows: rows if every token chooses as many experts of one rank as it can: multiplied in several rounds.
-        arrived_bytes: of the array in which tokens arrive, and of that of partial sums: transient.
-        sent_bytes: that leave a rank in a dispatch, and arrive in a combine, if every expert is as likely as another.
+        chunks: in which tokens travel.
+        round_rows: rows of a chunk that a rank's experts multiply at once; of which matmuls' outputs may be kept for
+            backward.
+        worst_rows: rows of a chunk if every token chooses as many experts of one rank as it can: multiplied in several
+            rounds.
+        arrived_bytes: of the array in which tokens of a chunk arrive, and of that of partial sums: transient.
+        sent_bytes: that leave a rank in dispatches of all chunks, and arrive in combines, if every expert is as likely
+            as another.
+        sent: all that a rank sends, in both passes.
     """
 
     module: str
@@ -276,10 +288,12 @@ class Exchange:
     ranks: int
     transport: Transport
     tokens: int
+    chunks: int
     round_rows: int
     worst_rows: int
     arrived_bytes: int
     sent_bytes: int
+    sent: tuple[Sent, ...]
 
     @property
     def rounds(self) -> int:
@@ -295,17 +309,33 @@ def exchanges(model: nnx.Module, *, tokens: int) -> tuple[Exchange, ...]:
         tokens: of a rank that shards the batch, in one microbatch.
     """
     found = []
+    # what has no stack around it is differentiated as it is
+    stacks = {path: module for path, module in nnx.iter_modules(model) if isinstance(module, StackedLayers)}
     for path, module in nnx.iter_modules(model):
         axis = module.roles.experts if isinstance(module, MoE) else None
         if not isinstance(module, MoE) or axis is None or degree(axis) == 1:
             continue
         own = tokens // (degree(module.roles.tensor) if module.divides_sequence else 1)
         ranks, experts = degree(axis), module.up.own_experts
-        sizes = own, module.top_k, ranks, experts
+        chunks = math.gcd(own, module.exchange_chunks)
+        sizes = own // chunks, module.top_k, ranks, experts
         transport = choose_transport(ranks, module.transport)
         row = module.up.in_features * module.up.dtype.itemsize
         none = math.comb(module.num_experts - experts, module.top_k) / math.comb(module.num_experts, module.top_k)
         travels = 1.0 if transport != "ragged" else 1 - none  # the share of tokens that go to a given rank
+        sent_bytes = int((ranks - 1) * own * row * travels)
+        remat = [getattr(stack, "remat", None) for at, stack in stacks.items() if path[: len(at)] == at]
+        sent = sent_by_layer(
+            ranks=ranks,
+            transport=transport,
+            tokens=own,
+            top_k=module.top_k,
+            chunks=chunks,
+            rows_bytes=sent_bytes,
+            row_dtype="u16" if module.up.dtype.itemsize == 2 else f"f{8 * module.up.dtype.itemsize}",
+            share_bytes=max(4, module.up.dtype.itemsize),
+            keeps_shares=remat in ([], ["everything"]),
+        )
         found.append(
             Exchange(
                 module=".".join(map(str, path)),
@@ -313,10 +343,12 @@ def exchanges(model: nnx.Module, *, tokens: int) -> tuple[Exchange, ...]:
                 ranks=ranks,
                 transport=transport,
                 tokens=own,
+                chunks=chunks,
                 round_rows=places_of_round(*sizes, module.round_size),
                 worst_rows=worst_case(*sizes),
-                arrived_bytes=ranks * own * row,
-                sent_bytes=int((ranks - 1) * own * row * travels),
+                arrived_bytes=ranks * (own // chunks) * row,
+                sent_bytes=sent_bytes,
+                sent=sent,
             )
         )
     return tuple(found)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..chain import Outputs, Remat, Schedule, Stage, run, with_remat
-from ..collectives import Packed, StoredCodes, codes_specs, sum_over_replicas
+from ..collectives import Packed, StoredCodes, Turn, codes_specs, sum_over_replicas, use_turn
 from ..mesh import current_view
 from ..ops import SlottedWeight
 from ..weights import (
@@ -194,14 +194,23 @@ class _Template:
     ) -> Stage:
         """Returns the layer as a stage, not stacked."""
 
+        view = current_view()
+
         def apply(
-            weights: Weights, slots: Slots, params: list[Any], x: Any, arrays: list[Any], constants: Constants
+            weights: Weights,
+            slots: Slots,
+            params: list[Any],
+            x: Any,
+            arrays: list[Any],
+            constants: Constants,
+            turn: Turn,
         ) -> tuple[Any, Outputs]:
             keys, others = constants
             layer = self.merged(params, others, self._values(groups, weights, slots, keys))
             before = values_of(variables_of(layer))
             args, kwargs = shared.arguments(arrays) if shared is not None else ((), {})
-            y = layer(x, *args, **kwargs)  # pyright: ignore[reportCallIssue]
+            with use_turn(turn if view == "local" else None):
+                y = layer(x, *args, **kwargs)  # pyright: ignore[reportCallIssue]
             return y, outputs_of(before, variables_of(layer), self.name)
 
         def slots(weights: Weights) -> Slots:

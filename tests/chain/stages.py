@@ -56,7 +56,7 @@ def shared_inputs(batch: int, seed: int = 0):
 def stage(shards, params, constants, remat="nothing") -> Stage:
     """Layers whose weights are sharded along rows over `AXIS`; called in a `shard_map`."""
 
-    def apply(weights, slots, params, x, shared, constants):
+    def apply(weights, slots, params, x, shared, constants, turn):
         return layer(weights["w"], params, x, shared, constants)
 
     return Stage(

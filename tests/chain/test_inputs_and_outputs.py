@@ -65,7 +65,7 @@ def test_outputs_gradients_and_values_from_backward_are_those_of_a_loop(remat, u
 def test_gradients_of_shared_floats_are_summed_in_float32(unroll):
     count = 2**9  # a gradient of 1 from each layer: in bfloat16 the sum stagnates at 256
 
-    def apply(weights, slots, params, x, shared, constants):
+    def apply(weights, slots, params, x, shared, constants, turn):
         return x + shared, Outputs()
 
     identity = Stage((), (), (), lambda one: one, lambda found: (), apply, count, True, takes_shared=True)

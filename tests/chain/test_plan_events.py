@@ -109,11 +109,11 @@ forward
   gather head[0] | compute blocks[3]
   compute head[0], keep weights
 backward
-  gather blocks[3] | compute head[0], keep weights
-  gather blocks[2] | reduce head[0] | compute blocks[3]
+  compute head[0], keep weights | gather blocks[3]
+  compute blocks[3] | gather blocks[2] | reduce head[0]
   for i in reversed(blocks[1:3])
-    gather blocks[i-1] | reduce blocks[i+1] | compute blocks[i]
-  gather embed[0] | reduce blocks[1] | compute blocks[0]
-  reduce blocks[0] | compute embed[0]
+    compute blocks[i] | gather blocks[i-1] | reduce blocks[i+1]
+  compute blocks[0] | gather embed[0] | reduce blocks[1]
+  compute embed[0] | reduce blocks[0]
   reduce embed[0]"""
     )

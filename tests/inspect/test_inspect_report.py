@@ -6,14 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import jax
+import numpy as np
 import pytest
 
 from gtp_jax.inspect import Inspection, InspectOptions, inspect
 from gtp_jax.inspect._report import as_json, as_text
 from gtp_jax.mesh import Parallelism
-from gtp_jax.models import PRESETS
+from gtp_jax.models import PRESETS, ExpertOptions
 from gtp_jax.train import Execution
 
 jax.devices()  # fixes the number of devices to what the suite runs with
@@ -112,3 +114,32 @@ def test_command_makes_the_devices_that_the_degrees_need():
     assert data["mesh"] == {"dp": 2, "gtp": 8, "tp": 1} and data["batch"] == 16
     gathers = [c for c in data["collectives"] if c["kind"] == "all-gather" and c["axes"] == ["gtp"]]
     assert sum(c["count"] for c in gathers if c["direction"] == "forward") == 4 * 4 + 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("transport", "chunks", "remat"), [("padded", 2, "matmuls"), ("gather", 1, "everything")])
+def test_what_is_listed_of_an_exchange_is_what_the_program_sends(transport, chunks, remat):
+    """Of these two the program's counts do not depend on the load."""
+    found = inspect(
+        InspectOptions(
+            preset="tiny-moe",
+            parallelism=Parallelism(gtp=1, ep=4, dp=2),
+            experts=ExpertOptions(transport=transport, exchange_chunks=chunks),
+            execution=Execution(remat=remat),
+            seq=64,
+        )
+    )
+    layers = PRESETS["tiny-moe"].num_layers
+    listed, counted = Counter(), Counter()
+    (exchange,) = found.exchanges
+    for one in exchange.sent:
+        listed[one.direction, one.kind, one.dtype] += layers * np.array([one.count, one.bytes])
+    for one in found.collectives:
+        if one.axes == ("ep",) and (one.direction, one.kind, one.dtype) in listed:
+            counted[one.direction, one.kind, one.dtype] += one.times * np.array([1, one.wire_bytes])
+    assert {key: tuple(value) for key, value in listed.items()} == {key: tuple(v) for key, v in counted.items()}
+    printed = as_text(found)
+    for what in ("choices", "dispatch of tokens, again", "combine of gradients of tokens"):
+        assert what in printed
+    assert ("shares, again" in printed) is (remat == "matmuls")
+    assert as_json(found)["exchanges"][0]["sent"][2]["what"] == "dispatch of tokens"

@@ -70,7 +70,7 @@ def oracle(params, x, top_k):
 
 
 MESHES = {
-    "ep 2 x gtp 2, in rounds": (dict(ep=2, gtp=2), dict(round_size=0.2)),
+    "ep 2 x gtp 2, in rounds and two chunks": (dict(ep=2, gtp=2), dict(round_size=0.2, exchange_chunks=2)),
     "ep 2": (dict(ep=2), {}),
     "ep 4": (dict(ep=4), {}),
     "ep 8": (dict(ep=8), {}),
@@ -80,10 +80,12 @@ MESHES = {
     "ep 2 x gtp 2 x tp 2, experts over both": (dict(ep=2, gtp=2, tp=2), dict(parallel="expert")),
     "ep 2 x gtp 2 x tp 2, parts of sequences": (dict(ep=2, gtp=2, tp=2), dict(round_size=0.2)),
     "ep 2 x dp 2, gathered over dp": (dict(ep=2, dp=2), dict(axes=("dp",))),
+    "ep 4, in four chunks": (dict(ep=4), dict(exchange_chunks=4)),
+    "ep 2, all-gather in two chunks": (dict(ep=2), dict(transport="gather", exchange_chunks=2)),
 }
 
 
-@pytest.mark.parametrize("name", others_slow(MESHES, ["ep 2 x gtp 2, in rounds"]))
+@pytest.mark.parametrize("name", others_slow(MESHES, ["ep 2 x gtp 2, in rounds and two chunks"]))
 def test_every_routing_agrees_with_every_token_through_every_expert(name, x64):
     """The last two send no token to most experts, and none to most ranks."""
     degrees, options = MESHES[name]
@@ -114,13 +116,15 @@ def ragged_as_documented(operand, output, starts, sizes, places, arriving, *, ax
 
 
 @pytest.mark.slow
-def test_transports_agree_bit_for_bit_and_so_do_two_runs(monkeypatch):
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_transports_agree_bit_for_bit_and_so_do_two_runs(chunks, monkeypatch):
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_as_documented)
     monkeypatch.setattr("gtp_jax.collectives._transports.platform", lambda: "gpu")  # which has it
     found = []
     for transport in ("gather", "padded", "padded", "ragged"):
         with mesh_of(dict(ep=4)):
-            graph, state, x = build(dict(ep=4), transport=transport, dtype="bfloat16", param_dtype="float32")
+            options = dict(transport=transport, exchange_chunks=chunks, dtype="bfloat16", param_dtype="float32")
+            graph, state, x = build(dict(ep=4), **options)
             loss = lambda state, x: jnp.sum(jnp.sin(nnx.merge(graph, state)(x)))  # noqa: B023, E731
             found.append(jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(state, x.astype(jnp.bfloat16)))
     for other in found[1:]:
@@ -128,11 +132,31 @@ def test_transports_agree_bit_for_bit_and_so_do_two_runs(monkeypatch):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.slow
+def test_chunks_change_no_result_and_two_runs_give_the_same_bits(x64):
+    """Each token's sum is the same; of a sum over tokens the order is another. 24 tokens have no 5 equal parts."""
+    found = []
+    for chunks in (1, 4, 5):
+        with mesh_of(dict(ep=2)):
+            graph, state, x = build(dict(ep=2), exchange_chunks=chunks)
+            loss = lambda state, x: jnp.sum(jnp.sin(nnx.merge(graph, state)(x)))  # noqa: B023, E731
+            run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+            x = x[:12]
+            found.append(run(state, x))
+            for a, b in zip(jax.tree.leaves(found[-1]), jax.tree.leaves(run(state, x)), strict=True):
+                np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    for other in found[1:]:
+        for a, b in zip(jax.tree.leaves(found[0]), jax.tree.leaves(other), strict=True):
+            np.testing.assert_allclose(np.asarray(b), np.asarray(a), rtol=0, atol=1e-12 * np.abs(a).max())
+
+
+@pytest.mark.parametrize("chunks", others_slow([1, 2], [2]))
 @pytest.mark.parametrize("remat", others_slow(["matmuls", "nothing", "everything"], ["everything"]))
-def test_nothing_that_travels_is_kept_for_backward(remat, capsys):
+def test_nothing_that_travels_is_kept_for_backward(remat, chunks, capsys):
     """Traced alone: tokens arrive in ranks x tokens rows, and no more than a round's are kept, of any width."""
     with mesh_of(dict(ep=8)):
-        graph, state, x = build(dict(ep=8), dtype="float32", param_dtype="float32", round_size=1.0)
+        options = dict(dtype="float32", param_dtype="float32", round_size=1.0, exchange_chunks=chunks)
+        graph, state, x = build(dict(ep=8), **options)
         x = jnp.zeros((16, 64, FEATURES), jnp.float32)
         print_saved_residuals(with_remat(lambda state, x: nnx.merge(graph, state)(x), remat), state, x)
     shapes = re.findall(r"f32\[([\d,]+)\]", capsys.readouterr().out)
@@ -142,11 +166,12 @@ def test_nothing_that_travels_is_kept_for_backward(remat, capsys):
 
 
 @pytest.mark.slow
-def test_exchanges_are_as_designed():
-    """In a layer and pass: choices and shares once, tokens there, partial sums back; in backward the same the other
-    way round, and the tokens again."""
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_exchanges_are_as_designed(chunks):
+    """In a layer and pass: choices and shares once, tokens there, partial sums back, of each chunk; in backward the
+    same the other way round, and the tokens again."""
     with mesh_of(dict(ep=4)):
-        options = dict(num_experts=EXPERTS, top_k=TOP_K, parallel=None)
+        options = dict(num_experts=EXPERTS, top_k=TOP_K, parallel=None, exchange_chunks=chunks)
         make = lambda rngs: gtp.Stack(lambda rngs: gtp.MoE(FEATURES, HIDDEN, rngs=rngs, **options), 1, rngs=rngs)  # noqa: E731
         graph, state = nnx.split(gtp.init(make, nnx.Rngs(0)))
         loss = lambda state, x: jnp.sum(nnx.merge(graph, state)(x) ** 2)  # noqa: E731
@@ -159,11 +184,8 @@ def test_exchanges_are_as_designed():
         ("all-gather", "forward", "f32"),
         ("all-gather", "forward", "s32"),  # choices, which are kept
         ("all-to-all", "backward", "f32"),  # gradients of shares
-        ("all-to-all", "backward", "u16"),  # tokens, again
-        ("all-to-all", "backward", "u16"),  # gradients of partial sums
-        ("all-to-all", "backward", "u16"),  # gradients of tokens
-        ("all-to-all", "forward", "u16"),  # tokens
-        ("all-to-all", "forward", "u16"),  # partial sums
+        *[("all-to-all", "backward", "u16")] * 3 * chunks,  # tokens again; gradients of partial sums, and of tokens
+        *[("all-to-all", "forward", "u16")] * 2 * chunks,  # tokens; partial sums
     ]
 
 
@@ -198,6 +220,7 @@ REFUSED = {
     "axes": (dict(axes=("ep",)), r"`axes` \('ep',\) of a weight .* has 'ep', whose ranks have experts of their own"),
     "transport": (dict(transport="ring"), "`transport` is 'ring'; it must be one of 'gather', 'padded', 'ragged'"),
     "rounds": (dict(round_size=0), "`round_size` is 0; it must be a number above 0"),
+    "chunks": (dict(exchange_chunks=0), "`exchange_chunks` is 0; it must be a whole number of at least 1, such as 2"),
 }
 
 

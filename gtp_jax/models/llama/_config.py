@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ...chain import Remat, Schedule
 from ...collectives import Transport, check_transport
-from ...nn import ExpertParallel, GradReduce, Routing, check_heads, check_moe, reduction_of
+from ...nn import ExpertParallel, GradReduce, Routing, check_chunks, check_heads, check_moe, reduction_of
 from ...ops import RopeScaling, check_rotary
 
 _ARCHITECTURE = (
@@ -50,7 +50,8 @@ class LlamaConfig:
         routing: how a token's experts are chosen, by default as in Mixtral; a `Routing`, or a dict of its fields.
         shared_hidden: hidden width of an MLP that every token goes through as well, DeepSeek's shared experts; 0 for
             none.
-        transport, round_size: how tokens travel over ep, and how many rows experts multiply at once; see `MoE`.
+        transport, round_size, exchange_chunks: how tokens travel over ep, how many rows experts multiply at once, and
+            in how many parts tokens travel; see `MoE`.
         tie_embeddings: whether the head uses the embedding's table.
         rope_theta: base of the rotary wavelengths.
         rope_scaling: of the rotary frequencies, as Llama 3.1 has it; a `RopeScaling`, or a dict of its fields.
@@ -79,6 +80,7 @@ class LlamaConfig:
     shared_hidden: int = 0
     transport: Transport | None = None
     round_size: float = 1.25
+    exchange_chunks: int = 1
     qk_norm: bool = False
     tie_embeddings: bool = False
     rope_theta: float = 10_000.0
@@ -138,6 +140,7 @@ class LlamaConfig:
             check_moe(self.num_experts, self.top_k, self.aux_loss_coeff)
             self.routing.check(self.num_experts, self.top_k)
             check_transport(self.transport)
+            check_chunks(self.exchange_chunks)
         elif self.shared_hidden:
             raise ValueError(f"`shared_hidden` is {self.shared_hidden}, but `num_experts` is 0: it goes with experts.")
 

@@ -60,6 +60,7 @@ class LlamaBlock(Layer):
                 shared_hidden=config.shared_hidden,
                 transport=config.transport,
                 round_size=config.round_size,
+                exchange_chunks=config.exchange_chunks,
                 epsilon=config.epsilon,
                 rngs=rngs,
                 **shared,
