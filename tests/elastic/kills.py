@@ -150,8 +150,10 @@ def table(outcomes: Sequence[Outcome]) -> str:
     worst = max((one.error for one in outcomes), default=0.0)
     lines.append(f"\nlargest relative difference of a loss or norm: {worst:.1e}")
     for one in outcomes:
-        if not one.equal:
-            lines.append(f"\nseed {one.seed}, {one.harm}: status {one.status}, error {one.error:.1e}\n{one.output}")
+        lost = max((event["steps_lost"] for event in one.recovered), default=0)
+        if not one.equal or lost > OF_TWO["snapshot_interval"]:
+            found = f"status {one.status}, error {one.error:.1e}, steps lost {lost}"
+            lines.append(f"\nseed {one.seed}, {one.harm}: {found}\n{one.output}")
     return "\n".join(lines)
 
 
