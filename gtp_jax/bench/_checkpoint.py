@@ -26,7 +26,7 @@ from ..models import ModelConfig, build
 from ..nn import abstract_model
 from ..train import TrainState
 from ._choice import by_words
-from ._contender import SCRIPTS
+from ._contenders import SCRIPTS
 from ._process import reason, run
 from .contenders.workload import MARK
 

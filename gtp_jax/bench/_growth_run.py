@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..plan import Target, fact
-from ._contender import OURS, PARTITIONER, Contender
+from ._contenders import OURS, PARTITIONER, Contender
 from ._growth import Point
 from ._step import Row, measure_step, workload_flops
 

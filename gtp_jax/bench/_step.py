@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..plan import step_flops
-from ._contender import OURS, Contender
+from ._contenders import OURS, Contender
 from ._process import reason, run
 from .contenders.workload import MARK, NO_EXPERTS, Workload
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ._contender import BOUND, FSDP2, OURS, PARTITIONER
+from ._contenders import BOUND, FSDP2, OURS, PARTITIONER
 from ._step import Row
 
 _COLOURS = {OURS: "#2a6f97", FSDP2: "#dd8452", PARTITIONER: "#8c8c8c", BOUND: "#d9d9d9"}

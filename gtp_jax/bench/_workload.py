@@ -12,7 +12,7 @@ from typing import Any
 
 import gtp_jax
 
-from .._flags import check_knobs, knob, piece
+from .._dataclass_flags import check_knobs, knob, piece
 from ..mesh import EP, Parallelism, has_gpu
 from ..models import PRESETS, ExpertOptions, preset_of
 from .contenders.workload import Workload

@@ -18,7 +18,6 @@ from jax.experimental import multihost_utils
 
 from ..recipes import Recipe, check_recipe
 from ._agreement import read_together
-from ._aside import set_aside
 from ._damage import DamagedCheckpoint, damaged, other_values
 from ._digest import Digests
 from ._leaf import Leaf, check_savable, leaves
@@ -26,6 +25,7 @@ from ._manifest import SAVE, check, complete, manifest
 from ._pruning import nothing_guards
 from ._quiet import keep_quiet, work_abandoned
 from ._retention import Retention
+from ._set_aside import set_aside
 from ._static import static_fields
 from ._step import ARRAYS, loss_of, new_manager, read_arrays, read_manifest, write_step
 from ._steps import absolute, agreed_steps, find_step, no_step, refused_write, steps_in

@@ -14,7 +14,7 @@ import jax
 from tqdm import tqdm
 
 from .. import bench, native
-from .._flags import add_flags, given
+from .._dataclass_flags import add_flags, given
 from ..mesh import Parallelism, choose_devices, make_mesh, on_gpu
 from ..models import PRESETS
 from ..plan import columns, quantity

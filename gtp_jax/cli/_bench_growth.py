@@ -13,7 +13,7 @@ import jax
 from tqdm import tqdm
 
 from .. import bench
-from .._flags import add_flags, from_settings, given
+from .._dataclass_flags import add_flags, from_settings, given
 from ..plan import Target, columns, parse_target, topology_devices
 from ._arguments import add_file_flags, add_run_flags, check_files, seconds_within, whole
 

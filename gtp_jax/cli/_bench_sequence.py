@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from .. import bench
-from .._flags import add_flags, given
+from .._dataclass_flags import add_flags, given
 from ..mesh import Parallelism, choose_devices, make_mesh, on_gpu
 from ..models import PRESETS
 from ..plan import columns, quantity

@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from .. import bench
-from .._flags import add_flags, from_settings, given
+from .._dataclass_flags import add_flags, from_settings, given
 from ..chain import REMAT
 from ..collectives import TRANSPORTS
 from ..models import ExpertOptions

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .._flags import add_flags, from_settings, given
+from .._dataclass_flags import add_flags, from_settings, given
 from ..inspect import Inspection, InspectOptions, as_json, as_text, draw, inspect
 
 

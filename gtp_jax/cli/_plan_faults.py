@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .._flags import add_flags, from_settings, given
+from .._dataclass_flags import add_flags, from_settings, given
 from ..inspect import FaultOptions, fault_text, inspect_faults
 
 

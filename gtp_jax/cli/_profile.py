@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import bench, inspect
-from .._flags import add_flags, from_settings, given
+from .._dataclass_flags import add_flags, from_settings, given
 from ..plan import columns
 from ._arguments import check_files, positive
 

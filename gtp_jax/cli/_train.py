@@ -1,11 +1,11 @@
-"""`gtp-jax train`: from text to a trained model."""
+"""`gtp-jax train`: from text to a trained model. Its flags are fields of `TrainConfig` (`trainer/_train_flags.py`)."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from .._flags import add_flags, given
+from .._dataclass_flags import add_flags, given
 from ..elastic import GROUP, ElasticOptions, supervise
 from ..trainer import LAUNCH_GROUP, LaunchOptions, TrainConfig, start
 

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from .._flags import check_knobs, knob, piece
+from .._dataclass_flags import check_knobs, knob, piece
 from ..layout import Layout
 from ..mesh import AXES, DP, TP, Roles, axes_of, use_roles, with_paths
 from ..models import PRESETS, build, preset_of
@@ -31,7 +31,7 @@ from ..nonuniform import (
     without_replicas,
 )
 from ..plan import CHIPS, quantity
-from ..train import lay_out, leaf_specs, state_specs, wires_of, with_best_core
+from ..train import lay_out, leaf_specs, state_specs, replica_dtypes_of, with_best_core
 
 _GB = 1e9
 
@@ -149,7 +149,7 @@ def inspect_faults(options: FaultOptions) -> FaultReport:
         state = _state_bytes(core, params, plan)
         sizes = dict(zip(AXES, (len(plan.replicas), plan.gtp, plan.core_tp), strict=True))
         with jax.sharding.use_abstract_mesh(_abstract(sizes)):
-            wires = wires_of(core, params, None)
+            wires = replica_dtypes_of(core, params, None)
     unfold, fold, memory = [], [], []
     for replica in plan.replicas:
         model_def = of_degree[replica.tp]

@@ -16,7 +16,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import plan
-from .._flags import check_knobs, knob, piece
+from .._dataclass_flags import check_knobs, knob, piece
 from ..layout import Layout
 from ..mesh import Parallelism, Roles, make_mesh, use_roles
 from ..models import PRESETS, ExpertOptions, build, family_of, preset_of

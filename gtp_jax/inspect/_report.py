@@ -7,7 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 from .. import plan
-from .._flags import settings_of
+from .._dataclass_flags import settings_of
 from ..plan import COMPUTE, columns, quantity
 from ._inspection import Inspection
 from ._timeline import seconds

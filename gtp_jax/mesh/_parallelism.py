@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from .._flags import check_knobs, knob
+from .._dataclass_flags import check_knobs, knob
 from ._axes import EP
 from ._degrees import fill_degrees
 from ._roles import Roles, default_roles

@@ -13,8 +13,8 @@ from ._families import saved_config as saved_config
 from ._family import Family as Family
 from ._family import HuggingFace as HuggingFace
 from ._family import ModelConfig as ModelConfig
-from ._tensor import Tensor as Tensor
-from ._tensor import array_shapes as array_shapes
+from ._hf_tensor import Tensor as Tensor
+from ._hf_tensor import array_shapes as array_shapes
 from .llama import Llama as Llama
 from .llama import LlamaBlock as LlamaBlock
 from .llama import LlamaConfig as LlamaConfig

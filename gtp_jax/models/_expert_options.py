@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 from typing import Any, get_args
 
-from .._flags import check_knobs, flag_of, knob
+from .._dataclass_flags import check_knobs, flag_of, knob
 from ..collectives import TRANSPORTS, Transport
 from ..nn import AuxLossOf, Routing, Score
 from .llama import LlamaConfig

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 import jax
 from flax import nnx
 
-from ._tensor import Tensor
+from ._hf_tensor import Tensor
 
 
 class ModelConfig(Protocol):

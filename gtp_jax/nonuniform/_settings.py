@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from .._flags import as_tuple, check_knobs, knob
+from .._dataclass_flags import as_tuple, check_knobs, knob
 from .._foreign import brief
 from ._faults import FaultPlan, plan_faults
 

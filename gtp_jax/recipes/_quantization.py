@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from .._flags import as_tuple, check_knobs, count_or, flag_of, knob
+from .._dataclass_flags import as_tuple, check_knobs, count_or, flag_of, knob
 from ._recipe import GRAD_WIRES, RECIPES, Recipe
 
 

@@ -22,6 +22,8 @@ from ._options import GPU_OPTIONS_WITH_TP as GPU_OPTIONS_WITH_TP
 from ._options import Option as Option
 from ._options import accepts as accepts
 from ._options import compile_options as compile_options
+from ._replica_dtypes import ReplicaDtypes as ReplicaDtypes
+from ._replica_dtypes import replica_dtypes_of as replica_dtypes_of
 from ._replicas import Batches as Batches
 from ._replicas import Replicas as Replicas
 from ._replicas import is_here as is_here
@@ -35,5 +37,3 @@ from ._step import eval_step as eval_step
 from ._step import loss_and_gradients as loss_and_gradients
 from ._step import train_step as train_step
 from ._update import never_skip as never_skip
-from ._wires import Wires as Wires
-from ._wires import wires_of as wires_of

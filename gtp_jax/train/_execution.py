@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from .._flags import check_knobs, count_or, knob
+from .._dataclass_flags import check_knobs, count_or, knob
 from ..chain import REMAT, Remat, Schedule
 from ..mesh import TP
 from ..nn import GRAD_REDUCE, GradReduce

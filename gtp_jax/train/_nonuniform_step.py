@@ -30,15 +30,15 @@ from ..collectives import reduce_scatter
 from ..mesh import DP, GTP, TP, axes_of, degree, use_roles
 from ..nonuniform import Exchange, Parts, without_replicas
 from ..recipes import Recipe
+from ._core_metrics import CoreMetrics
 from ._gradients import Computed, Request, check_model_state
 from ._jit import Jitted
 from ._loss import mean
+from ._replica_dtypes import ReplicaDtypes, replica_dtypes_of
 from ._replica_step import ReplicaStep, parts_of, settled
 from ._replicas import Batches, Replicas, is_here
 from ._state import TrainState, constrained
-from ._told import Told
 from ._update import never_skip, updated
-from ._wires import Wires, wires_of
 
 Tree = Any
 
@@ -72,10 +72,10 @@ class NonuniformStep:
     ) -> None:
         self._request, self._replicas, self._recipe, self._options = request, replicas, recipe, options
         self._optimizer, self._max_grad_norm, self._skip_nonfinite = optimizer, max_grad_norm, skip_nonfinite
-        self._wires: dict[Recipe | None, Wires] = {}
+        self._wires: dict[Recipe | None, ReplicaDtypes] = {}
         self._send: dict[Recipe | None, Any] = {}
         self._update: Any = Jitted(self._updated, options, donate_argnums=(0, 1))
-        self.tell = Told(replicas)
+        self.tell = CoreMetrics(replicas)
         self._steps: dict[Recipe | None, list[ReplicaStep]] = {}
 
     def __call__(
@@ -172,13 +172,13 @@ class NonuniformStep:
             ]
         return self._steps[recipe]
 
-    def _wires_of(self, state: TrainState) -> Wires:
+    def _wires_of(self, state: TrainState) -> ReplicaDtypes:
         """Returns the dtypes in which weights and gradients travel, with the recipe in scope."""
         recipe = self._recipe()
         if recipe not in self._wires:
             with jax.sharding.use_abstract_mesh(self._replicas.core.abstract_mesh):
                 reduce_over_dp = "each" if self._request.microbatches == 1 else self._request.reduce_over_dp
-                self._wires[recipe] = wires_of(state.model_def, state.params, recipe, reduce_over_dp)
+                self._wires[recipe] = replica_dtypes_of(state.model_def, state.params, recipe, reduce_over_dp)
         return self._wires[recipe]
 
     def _sends(self, state: TrainState) -> Any:
@@ -297,7 +297,7 @@ def _sum_over_replicas(spec: PartitionSpec, found: jax.Array, param: Any) -> jax
     return total if param.shape else total[0]
 
 
-def _sent(wires: Wires, state: TrainState) -> Tree:
+def _sent(wires: ReplicaDtypes, state: TrainState) -> Tree:
     """Returns the parameters in the dtypes in which they travel, whole over replicas."""
     leaves, structure = jax.tree.flatten(state.params)
     cast = [x.astype(dtype) for x, dtype in zip(leaves, wires.weights, strict=True)]

@@ -16,9 +16,9 @@ from ..nn import ModelDef
 from ..nonuniform import Exchange, LeafSpecs, Parts, Replica, plan_fold, plan_unfold
 from ._gradients import Request, gradients
 from ._jit import Jitted
+from ._replica_dtypes import ReplicaDtypes
 from ._replicas import leaf_specs, with_whole_sequences
 from ._state import TrainState
-from ._wires import Wires
 
 Tree = Any
 Sums = tuple[jax.Array, jax.Array]
@@ -45,7 +45,7 @@ class ReplicaStep:
         mesh: Mesh,
         model_def: ModelDef,
         state: TrainState,
-        wires: Wires,
+        wires: ReplicaDtypes,
         *,
         options: Callable[[], dict[str, Any]],
         donates: bool,

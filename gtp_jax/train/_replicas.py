@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from ..mesh import AXES, DP, GTP, TP, Roles, current_roles, make_mesh
 from ..nn import ModelDef, MoE, abstract_model, split_model
 from ..nonuniform import FaultPlan, Grid, LeafSpecs, exchanged, plan_fold, plan_unfold
-from ._wires import wires_of
+from ._replica_dtypes import replica_dtypes_of
 
 Tree = Any
 
@@ -144,7 +144,7 @@ def with_best_core(factory: Callable[[nnx.Rngs], nnx.Module], plan: FaultPlan) -
         with warnings.catch_warnings(), jax.sharding.use_abstract_mesh(mesh):
             warnings.simplefilter("ignore")
             core, params = lay_out(factory, mesh)
-            wires = wires_of(core, params, None)
+            wires = replica_dtypes_of(core, params, None)
         of_core = [leaf_specs(core, params, core, dtypes) for dtypes in (wires.weights, wires.gradients)]
         unfold, fold = [], []
         for replica in plan.with_core(core_tp).replicas:

@@ -1,8 +1,5 @@
 """A training run: its configuration, directory, loop, log and report, and the watch over its processes."""
 
-from ._config import VIRTUAL_DEVICES as VIRTUAL_DEVICES
-from ._config import TrainConfig as TrainConfig
-from ._config import default_lr as default_lr
 from ._directory import RunDirectory as RunDirectory
 from ._directory import checkpoints_in as checkpoints_in
 from ._distributed import LAUNCH_GROUP as LAUNCH_GROUP
@@ -17,8 +14,8 @@ from ._events import events_in as events_in
 from ._events import is_number as is_number
 from ._events import read_lines as read_lines
 from ._finite_state import state_is_finite as state_is_finite
-from ._line import Line as Line
-from ._line import Message as Message
+from ._json_socket import Line as Line
+from ._json_socket import Message as Message
 from ._lock import Lock as Lock
 from ._lock import LostLock as LostLock
 from ._lock import Ownership as Ownership
@@ -28,6 +25,9 @@ from ._replay import Replay as Replay
 from ._replay import replay as replay
 from ._run import resolve as resolve
 from ._run import start as start
+from ._train_flags import VIRTUAL_DEVICES as VIRTUAL_DEVICES
+from ._train_flags import TrainConfig as TrainConfig
+from ._train_flags import default_lr as default_lr
 from ._watch import Activity as Activity
 from ._watch import Supervision as Supervision
 from ._watch import Watch as Watch

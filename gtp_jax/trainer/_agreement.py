@@ -14,13 +14,13 @@ from typing import Any
 
 import jax
 
-from .._flags import flag_of, knobs, settings_of
+from .._dataclass_flags import flag_of, knobs, settings_of
 from ..checkpoint import Checkpoints
 from ..data import Corpus
 from ..mesh import has_gpu
-from ._config import TrainConfig
 from ._directory import RunDirectory, checkpoints_in
 from ._peers import Peers, several
+from ._train_flags import TrainConfig
 from ._versions import installed
 
 Description = dict[str, Any]

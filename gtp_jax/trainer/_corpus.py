@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..data import BYTES, Corpus, load_corpus, load_tokenizer, read_text
-from ._config import TrainConfig
+from ._train_flags import TrainConfig
 
 
 def read_corpus(config: TrainConfig) -> Corpus:

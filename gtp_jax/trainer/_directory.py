@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from ..checkpoint import Checkpoints
-from ._config import TrainConfig
+from ._train_flags import TrainConfig
 
 
 @dataclasses.dataclass(frozen=True)

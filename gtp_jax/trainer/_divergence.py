@@ -8,8 +8,8 @@ import statistics
 from collections.abc import Mapping
 from typing import Any, Literal, Self, get_args
 
+from .._dataclass_flags import check_knobs, knob
 from .._exit_codes import DIVERGED
-from .._flags import check_knobs, knob
 
 Policy = Literal["raise", "skip", "rollback"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)

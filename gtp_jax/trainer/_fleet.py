@@ -14,7 +14,7 @@ from ..data import Loader, Windows, ahead
 from ..mesh import Roles, default_roles, make_mesh
 from ..nonuniform import FaultPlan
 from ..train import Batches, Replicas, is_here, with_best_core
-from ._config import TrainConfig
+from ._train_flags import TrainConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from .._exit_codes import of_signal
 from ._directory import RunDirectory
 from ._distributed import Launch
 from ._guard import say_last
-from ._line import Message
+from ._json_socket import Message
 from ._peers import Peers
 from ._watch import Watch
 

@@ -21,12 +21,12 @@ from ..data import Corpus, Loader, Windows
 from ..models import ModelConfig, build, family_of
 from ..nn import ModelDef, abstract_model, init
 from ..train import Loss, NonuniformStep, TrainState, eval_step, never_skip, train_step, with_whole_sequences
-from ._config import TrainConfig
 from ._divergence import Place
 from ._fleet import Fleet, ReplicaLoader
 from ._optimizer import adamw, learning_rate
 from ._resume import resume_from
 from ._start import start_params
+from ._train_flags import TrainConfig
 from ._watch import Watch
 
 Metrics = dict[str, jax.Array]

@@ -7,7 +7,7 @@ import optax
 from flax import nnx
 
 from ..nn import split_model
-from ._config import TrainConfig
+from ._train_flags import TrainConfig
 
 
 def learning_rate(config: TrainConfig) -> optax.Schedule:

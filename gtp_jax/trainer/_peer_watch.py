@@ -22,7 +22,7 @@ from ._clock import LIMITS_S, TICK_S, PhaseClock
 from ._directory import RunDirectory
 from ._distributed import Launch
 from ._guard import FROZEN_S, Guard, last_words, say_last
-from ._line import Message
+from ._json_socket import Message
 from ._peers import Peers, several
 from ._slow import Stopwatch, slow
 from ._watch import Activity, Watch

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from .._exit_codes import MISTAKE, RETRY, of_error
 from ._distributed import Launch, NoCoordinator
-from ._line import Line, Message
+from ._json_socket import Line, Message
 
 # Text may be read from a slow file system meanwhile.
 _ANSWER_TIMEOUT_S = 3600.0

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Self
 from ..checkpoint import Checkpoints
 from ._directory import RunDirectory
 from ._events import EventLog
-from ._line import Message
+from ._json_socket import Message
 from ._peers import Peers
 from ._watch import Activity, Watch
 

@@ -16,13 +16,13 @@ from ..checkpoint import Checkpoints
 from ..data import Corpus
 from ..mesh import choose_devices, make_mesh, on_gpu, use_roles
 from ..train import never_skip
-from ._config import TrainConfig
 from ._corpus import read_corpus
 from ._directory import RunDirectory
 from ._divergence import Place
 from ._fleet import Fleet
 from ._job import abstract_state, compile_step
 from ._log import read_log
+from ._train_flags import TrainConfig
 
 Conclusion = Literal["reproducible", "device suspected", "inconclusive"]
 

@@ -10,11 +10,11 @@ from ..data import Corpus, bits_per_byte
 from ..models import ModelConfig
 from ..plan import columns
 from ._account import goodput
-from ._config import TrainConfig
 from ._fleet import Fleet
 from ._job import Job
 from ._log import Record
 from ._loop import Outcome
+from ._train_flags import TrainConfig
 
 
 def heading(config: TrainConfig, model: ModelConfig, fleet: Fleet, corpus: Corpus, unigram: float) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
+from .._dataclass_flags import from_settings, settings_of
 from .._exit_codes import DONE, of_signal, out_of_memory
-from .._flags import from_settings, settings_of
 from ..checkpoint import Checkpoints
 from ..data import Corpus, unigram_entropy
 from ..mesh import check_degrees, choose_devices, on_gpu, use_roles
@@ -23,7 +23,6 @@ from ._account import NEEDS, seconds_by_cause
 from ._agreement import Description, check_agreement, check_devices, check_shared, describe
 from ._arenas import limit_arenas
 from ._attempt import attempt
-from ._config import TrainConfig
 from ._corpus import read_corpus
 from ._curve import draw_curve
 from ._directory import RunDirectory
@@ -42,6 +41,7 @@ from ._progress import Progress
 from ._recorder import Recorder
 from ._report import heading, report
 from ._start import check_recipe_fits, check_start
+from ._train_flags import TrainConfig
 from ._watch import Supervision
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn, Self
 from ..checkpoint import Checkpoints
 from ..nonuniform import Faults
 from ._directory import RunDirectory
-from ._line import Message
+from ._json_socket import Message
 from ._peers import Peers
 
 # What a process does. Each lasts until the next begins; `step` begins again after every step.

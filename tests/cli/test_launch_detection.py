@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from gtp_jax._flags import add_flags, given
+from gtp_jax._dataclass_flags import add_flags, given
 from gtp_jax.trainer import Launch, LaunchOptions, find_launch
 
 

@@ -11,7 +11,7 @@ from trainer.runs import small, train, write_text
 
 import gtp_jax as gtp
 from gtp_jax import bench
-from gtp_jax._flags import add_flags, from_settings, given
+from gtp_jax._dataclass_flags import add_flags, from_settings, given
 from gtp_jax.cli import main
 from gtp_jax.recipes import Quantization
 from gtp_jax.trainer import TrainConfig

@@ -21,7 +21,7 @@ import tokenizers
 from convert.hugging_face import random_tensors, write_model
 from hypothesis import strategies as st
 
-from gtp_jax._flags import from_settings, given, settings_of
+from gtp_jax._dataclass_flags import from_settings, given, settings_of
 from gtp_jax.cli import main, parser
 from gtp_jax.cli._errors import EXPECTED, explanation
 from gtp_jax.convert import import_llama

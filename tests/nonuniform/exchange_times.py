@@ -34,7 +34,7 @@ import gtp_jax as gtp  # noqa: E402
 from gtp_jax.models import Llama, next_token_loss, preset_of  # noqa: E402
 from gtp_jax.nn import abstract_model  # noqa: E402
 from gtp_jax.nonuniform import FaultPlan, plan_faults  # noqa: E402
-from gtp_jax.train import Wires, _nonuniform_step, wires_of  # noqa: E402
+from gtp_jax.train import ReplicaDtypes, _nonuniform_step, replica_dtypes_of  # noqa: E402
 
 WIDE, NARROW = "as stored, float32", "as on one mesh"
 
@@ -47,10 +47,12 @@ class Unequal(FaultPlan):
         return False
 
 
-def as_stored(core: Any, params: Any, recipe: Any, reduce_over_dp: Any) -> Wires:
+def as_stored(core: Any, params: Any, recipe: Any, reduce_over_dp: Any) -> ReplicaDtypes:
     """Everything travels in the dtype in which it is stored."""
     wide = tuple(np.dtype(x.dtype) for x in jax.tree.leaves(params))
-    return wires_of(core, params, recipe, reduce_over_dp)._replace(weights=wide, gradients=wide, rounded=frozenset())
+    return replica_dtypes_of(core, params, recipe, reduce_over_dp)._replace(
+        weights=wide, gradients=wide, rounded=frozenset()
+    )
 
 
 def milliseconds(function: Callable[[], Any], calls: int = 5) -> float:
@@ -79,7 +81,7 @@ def random_like(tree: Any) -> Any:
 
 def prepare(config: Any, plan: FaultPlan, wires: str, optimizer: Any) -> tuple[gtp.Replicas, Any, Any]:
     """Returns the replicas, a state and a step."""
-    _nonuniform_step.wires_of = wires_of if wires == NARROW else as_stored
+    _nonuniform_step.replica_dtypes_of = replica_dtypes_of if wires == NARROW else as_stored
     factory = lambda rngs: Llama(config, rngs=rngs)  # noqa: E731
     replicas = gtp.Replicas(factory, plan, jax.devices()[:2])
     with jax.set_mesh(replicas.core):

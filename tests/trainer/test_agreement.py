@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gtp_jax._dataclass_flags import flag_of, from_settings, knobs, settings_of
 from gtp_jax._exit_codes import MISTAKE, RETRY, of_error
-from gtp_jax._flags import flag_of, from_settings, knobs, settings_of
 from gtp_jax.data import Corpus
 from gtp_jax.trainer import Launch, NoCoordinator, RunDirectory, TrainConfig
 from gtp_jax.trainer._agreement import check_agreement, check_shared, describe, differences

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from gtp_jax._flags import add_flags, from_settings, given, knobs, settings_of
+from gtp_jax._dataclass_flags import add_flags, from_settings, given, knobs, settings_of
 from gtp_jax.inspect import InspectOptions
 from gtp_jax.mesh import Parallelism
 from gtp_jax.recipes import Quantization

@@ -14,7 +14,7 @@ from timed import time_and_report
 from workload import LEARNING_RATE, REDUCE_DTYPE, WEIGHT_DECAY, parser, workload
 
 import gtp_jax as gtp
-from gtp_jax._flags import add_flags, given
+from gtp_jax._dataclass_flags import add_flags, given
 from gtp_jax.models import ExpertOptions, Llama, LlamaConfig, next_token_loss
 from gtp_jax.nn import abstract_model
 from gtp_jax.recipes import Quantization

@@ -5,7 +5,7 @@ Both use the half-split rotary embedding, so no rows are permuted.
 
 from __future__ import annotations
 
-from .._tensor import Tensor
+from .._hf_tensor import Tensor
 from ._config import LlamaConfig
 
 Row = tuple[str, str, tuple[str, ...]]

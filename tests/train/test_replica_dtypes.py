@@ -14,7 +14,7 @@ from flax import nnx
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.nn import abstract_model
-from gtp_jax.train import _nonuniform_step, wires_of
+from gtp_jax.train import _nonuniform_step, replica_dtypes_of
 
 SIZES = dict(vocab_size=96, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48)
 PLAN = dict(dp=2, tp=2, failed=(3,), batch=3)
@@ -48,7 +48,7 @@ def begin(make, roles=None, *, loss=next_token_loss, **options):
 
 def as_stored(core, params, recipe, reduce_over_dp):
     """Everything travels in the dtype in which it is stored."""
-    narrow = wires_of(core, params, recipe, reduce_over_dp)
+    narrow = replica_dtypes_of(core, params, recipe, reduce_over_dp)
     wide = tuple(np.dtype(x.dtype) for x in jax.tree.leaves(params))
     return narrow._replace(weights=wide, gradients=wide, rounded=frozenset())
 
@@ -57,8 +57,8 @@ def as_stored(core, params, recipe, reduce_over_dp):
 @pytest.mark.parametrize("roles", [gtp.Roles(), gtp.Roles(optimizer=())], ids=["divided", "whole"])
 def test_rounding_weights_ahead_of_the_exchange_changes_no_bit(roles, monkeypatch):
     found = []
-    for wires in (wires_of, as_stored):
-        monkeypatch.setattr(_nonuniform_step, "wires_of", wires)
+    for wires in (replica_dtypes_of, as_stored):
+        monkeypatch.setattr(_nonuniform_step, "replica_dtypes_of", wires)
         mesh, state, step = begin(factory(), roles)
         losses = []
         with jax.set_mesh(mesh):
@@ -68,7 +68,7 @@ def test_rounding_weights_ahead_of_the_exchange_changes_no_bit(roles, monkeypatc
         found.append((losses, [np.asarray(x).tobytes() for x in jax.tree.leaves(state.params)]))
     assert found[0] == found[1]
     # and what replicas compute with is what the masters round to
-    monkeypatch.setattr(_nonuniform_step, "wires_of", wires_of)
+    monkeypatch.setattr(_nonuniform_step, "replica_dtypes_of", replica_dtypes_of)
     mesh, state, step = begin(factory(), roles)
     with jax.set_mesh(mesh):
         for weights in step.weights(state):

@@ -21,7 +21,7 @@ from ._zero import ReduceOverDp
 Tree = Any
 
 
-class Wires(NamedTuple):
+class ReplicaDtypes(NamedTuple):
     """What travels of a model's parameters.
 
     Attributes:
@@ -35,7 +35,9 @@ class Wires(NamedTuple):
     rounded: frozenset[Path]
 
 
-def wires_of(core: ModelDef, params: Tree, recipe: Recipe | None, reduce_over_dp: ReduceOverDp = "each") -> Wires:
+def replica_dtypes_of(
+    core: ModelDef, params: Tree, recipe: Recipe | None, reduce_over_dp: ReduceOverDp = "each"
+) -> ReplicaDtypes:
     """Returns the dtypes in which leaves travel: narrower than they are stored only where no bit of a weight in use is
     another for it, and where gradients are summed over replicas in that dtype on one mesh too.
 
@@ -65,4 +67,4 @@ def wires_of(core: ModelDef, params: Tree, recipe: Recipe | None, reduce_over_dp
             sums = max((one.stored_sums for one in groups), key=lambda dtype: dtype.itemsize)
             if groups[0].divided and reduce_over_dp == "each" and sums.itemsize < stored.itemsize:
                 gradients[number] = sums
-    return Wires(tuple(weights), tuple(gradients), frozenset(rounded))
+    return ReplicaDtypes(tuple(weights), tuple(gradients), frozenset(rounded))

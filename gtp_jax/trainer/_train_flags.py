@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 
 from .. import __version__
-from .._flags import as_tuple, check_knobs, from_settings, knob, knobs, piece, settings_of
+from .._dataclass_flags import as_tuple, check_knobs, from_settings, knob, knobs, piece, settings_of
 from .._foreign import read_json
 from ..mesh import Parallelism, check_degrees
 from ..models import PRESETS, ExpertOptions, ModelConfig, preset_of

@@ -11,7 +11,7 @@ from ..nonuniform import Exchange, LeafBoxes, plan_moves
 from ._replicas import Replicas, is_here
 
 
-class Told:
+class CoreMetrics:
     """Sends scalars from the core's devices of every replica to its others, if some process has only such.
 
     All processes of a replica call it together.
