@@ -32,6 +32,7 @@ from ._stored import scatter_stored as scatter_stored
 from ._tokens import Journey as Journey
 from ._tokens import combine as combine
 from ._tokens import dispatch as dispatch
+from ._tokens import dispatch_codes as dispatch_codes
 from ._tokens import gather_choices as gather_choices
 from ._tokens import gather_shares as gather_shares
 from ._tokens import plan_journey as plan_journey

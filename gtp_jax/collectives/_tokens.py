@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Int32, Shaped
 
-from ..ops import save_routing
+from ..ops import SlottedRows, save_routing
 from ._stored import WIRE
 from ._transports import Transport
 from ._turns import Turn, no_turn, tied, turn_after
@@ -128,6 +128,18 @@ def dispatch(
     return _dispatch(x, turn, journey)
 
 
+def dispatch_codes(x: SlottedRows, turn: Turn, journey: Journey) -> tuple[SlottedRows, Turn]:
+    """Returns what `dispatch` returns, of tokens of which only the codes travel. Gradients travel as `dispatch`'s do.
+
+    Args:
+        x: this rank's tokens, whose codes have the same scale on all ranks.
+        turn: ahead of which none is sent.
+        journey: where they go.
+    """
+    codes, slot, turn = _dispatch_codes(x.codes.codes, x.slot, turn, journey)
+    return SlottedRows(dataclasses.replace(x.codes, codes=codes, matrix=codes.shape), slot), turn
+
+
 @jax.custom_vjp
 def combine(
     partial_sums: Float[jax.Array, "rows features"], turn: Turn, journey: Journey
@@ -206,6 +218,22 @@ def _dispatch_bwd(journey: Journey, gradients: tuple[jax.Array, Turn]):
     return _combine(gradients[0], journey), no_turn(), None
 
 
+@jax.custom_vjp
+def _dispatch_codes(
+    codes: jax.Array, slot: jax.Array, turn: Turn, journey: Journey
+) -> tuple[jax.Array, jax.Array, Turn]:
+    arrived, turn = _dispatch(codes, turn, journey)
+    return arrived, jnp.zeros(arrived.shape, slot.dtype), turn
+
+
+def _dispatch_codes_fwd(codes: jax.Array, slot: jax.Array, turn: Turn, journey: Journey):
+    return _dispatch_codes(codes, slot, turn, journey), journey
+
+
+def _dispatch_codes_bwd(journey: Journey, gradients: tuple[jax.Array, jax.Array, Turn]):
+    return None, _combine(gradients[1], journey), no_turn(), None
+
+
 def _combine_fwd(partial_sums: jax.Array, turn: Turn, journey: Journey):
     return (_combine(partial_sums, journey), turn), journey
 
@@ -215,6 +243,7 @@ def _combine_bwd(journey: Journey, gradients: tuple[jax.Array, Turn]):
 
 
 dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+_dispatch_codes.defvjp(_dispatch_codes_fwd, _dispatch_codes_bwd)
 combine.defvjp(_combine_fwd, _combine_bwd)
 
 

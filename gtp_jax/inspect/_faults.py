@@ -31,7 +31,7 @@ from ..nonuniform import (
     without_replicas,
 )
 from ..plan import CHIPS, quantity
-from ..train import lay_out, leaf_specs, state_specs, replica_dtypes_of, with_best_core
+from ..train import lay_out, leaf_specs, replica_dtypes_of, state_specs, with_best_core
 
 _GB = 1e9
 

@@ -145,7 +145,7 @@ def inspect(options: InspectOptions) -> Inspection:
         )
         model = abstract_model(lambda rngs: build(config, rngs=rngs))
         state = TrainState.create(model, optimizer)
-        found = exchanges(model, tokens=batch * options.seq // (ranks * execution.microbatches))
+        found = exchanges(model, recipe, tokens=batch * options.seq // (ranks * execution.microbatches))
         wire = explain(model, recipe)
         tokens = _batch(mesh, options.parallelism.roles, batch, options.seq)
         lowered = step.lower(state, tokens)  # pyright: ignore[reportFunctionMemberAccess]

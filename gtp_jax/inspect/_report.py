@@ -161,7 +161,7 @@ def _exchanges(inspection: Inspection) -> str:
         + columns(header, rows, right=(3, 4, 5, 6, 7, 8, 9))
         + "\n\nno token is dropped: where experts have more rows of a chunk than a round, they multiply in several, at "
         "most in `rounds`.\nOf these rows backward keeps no more than a round of each chunk has. `dispatch` leaves a "
-        "rank whose experts are evenly\nloaded, and a combine returns as much.\n\n"
+        "rank whose experts are evenly\nloaded.\n\n"
         + columns(sent_header, sent, right=(5, 6))
         + "\n\nin this order, of a layer and microbatch, from a rank whose experts are evenly loaded; XLA may join "
         "collectives that are\nready at once. Its own count of a ragged exchange, below, is room for the worst load."

@@ -14,6 +14,8 @@ from ._einsum import Einsum as Einsum
 from ._embed import Embed as Embed
 from ._embed import TiedHead as TiedHead
 from ._exchange import check_chunks as check_chunks
+from ._exchanges import Exchange as Exchange
+from ._exchanges import exchanges as exchanges
 from ._explain import AttentionFact as AttentionFact
 from ._explain import Explanation as Explanation
 from ._explain import WireFact as WireFact
@@ -28,12 +30,10 @@ from ._loss import cross_entropy as cross_entropy
 from ._mlp import MLP as MLP
 from ._model_def import ModelDef as ModelDef
 from ._model_def import split_model as split_model
-from ._moe import Exchange as Exchange
 from ._moe import ExpertParallel as ExpertParallel
 from ._moe import MoE as MoE
 from ._moe import check_loss_reduction as check_loss_reduction
 from ._moe import check_moe as check_moe
-from ._moe import exchanges as exchanges
 from ._outputs import AuxLoss as AuxLoss
 from ._outputs import Metric as Metric
 from ._quantized import join_in_view as join_in_view

@@ -15,9 +15,11 @@ from jax import lax
 from ..collectives import (
     Journey,
     Transport,
+    Turn,
     choose_transport,
     combine,
     dispatch,
+    dispatch_codes,
     gather_choices,
     gather_shares,
     in_turn,
@@ -27,15 +29,18 @@ from ..collectives import (
     turn_after,
     turn_in_scope,
 )
+from ..formats import QuantizedArray
 from ..mesh import degree
 from ..ops import (
+    SlottedRows,
     SlottedWeight,
-    expand,
+    fp8_rows,
     in_rounds,
     save_activation,
     save_for_backward,
     save_routing,
-    weighted_sum,
+    shares_of_places,
+    weighted_glu,
     window_of,
 )
 from ._grouped import GroupedDense
@@ -99,7 +104,8 @@ def exchange(
     local view.
 
     A token is sent once to each rank that has experts of its choice, together with its choices and shares; there the
-    rows are sorted by expert, multiplied, weighted and added up; partial sums travel back. No token is dropped.
+    rows are sorted by expert, multiplied, weighted and added up; partial sums travel back. No token is dropped. Where
+    experts multiply in FP8, tokens are sent as codes, which forward and wgrad multiply; all else is of `x`'s dtype.
 
     [Note: chunks]
     Tokens are sent chunk after chunk: while experts multiply one, the next is on its way. In backward likewise the
@@ -124,6 +130,7 @@ def exchange(
     turn = turn_in_scope()
     every = gather_choices(tied(chosen, turn), axis)
     x, shares = in_turn(x, turn), in_turn(shares, turn)
+    rows = fp8_rows(x, axis) if up.multiplies_fp8 else x
     chunks = math.gcd(tokens, chunks)
     size = tokens // chunks
     parts = [
@@ -132,15 +139,16 @@ def exchange(
     ]
     keys = [(up.call_key(), down.call_key()) for _ in parts]
 
-    def experts(up_weight: Any, down_weight: Any, x: jax.Array, shares: jax.Array) -> list[jax.Array]:
+    def experts(up_weight: Any, down_weight: Any, x: jax.Array | SlottedRows, shares: jax.Array) -> list[jax.Array]:
         weights = up_weight, down_weight
         floats = [w.slot if isinstance(w, SlottedWeight) else w for w in weights]
         values = [w.values if isinstance(w, SlottedWeight) else None for w in weights]
         sums, turn = [], turn_after(every)
         for one, keys_of_one in zip(parts, keys, strict=True):
-            rows, turn = dispatch(x[one.start : one.stop], turn, one.journey)
+            rows, codes, turn = _sent(x, turn, one)
             of_rows = one.journey.of_rows(shares[:, one.start : one.stop])
-            operands, constants = (rows, of_rows, *floats), (one.order, one.places, one.ends, keys_of_one, values)
+            operands = rows, of_rows, *floats
+            constants = codes, one.order, one.places, one.ends, keys_of_one, values
             one_round = functools.partial(_one_round, up, down, activation, one.size)
             if one.whole:
                 sums.append(one_round(0, operands, constants))
@@ -149,11 +157,11 @@ def exchange(
                 sums.append(in_rounds(one_round, operands, constants, rounds))
         return sums
 
-    def there(x: jax.Array, shares: jax.Array) -> list[jax.Array]:
+    def there(x: jax.Array | SlottedRows, shares: jax.Array) -> list[jax.Array]:
         return apply_gathered((up, down), experts, x, shares)
 
     # whatever else a layer keeps for backward, what has arrived is sent again
-    partial_sums = jax.checkpoint(there, policy=_keeps, prevent_cse=False)(x, gather_shares(shares, axis))
+    partial_sums = jax.checkpoint(there, policy=_keeps, prevent_cse=False)(rows, gather_shares(shares, axis))
     sums, turn = [], no_turn()
     for one, partial in reversed(list(zip(parts, partial_sums, strict=True))):  # so that backward begins with the first
         y, turn = combine(partial, turn, one.journey)
@@ -187,6 +195,17 @@ def _chunk(
     )
 
 
+def _sent(x: jax.Array | SlottedRows, turn: Turn, one: _Chunk) -> tuple[jax.Array, QuantizedArray | None, Turn]:
+    """Returns the rows of a chunk that come here, or their slot and their codes; and the turn that follows."""
+    if not isinstance(x, SlottedRows):
+        rows, turn = dispatch(x[one.start : one.stop], turn, one.journey)
+        return rows, None, turn
+    codes = x.codes.codes[one.start : one.stop]
+    part = dataclasses.replace(x.codes, codes=codes, matrix=codes.shape)
+    rows, turn = dispatch_codes(SlottedRows(part, x.slot[one.start : one.stop]), turn, one.journey)
+    return rows.slot, rows.codes, turn
+
+
 def _one_round(
     up: GroupedDense,
     down: GroupedDense,
@@ -198,13 +217,14 @@ def _one_round(
 ) -> jax.Array:
     """Returns partial sums of a round's rows, zeros in all others."""
     rows, shares, *floats = operands
-    order, places, ends, keys, values = constants
+    codes, order, places, ends, keys, values = constants
     weights = [f if v is None else SlottedWeight(v, f) for f, v in zip(floats, values, strict=True)]
     window = window_of(order, places, ends[-1], index * size, size)
     sizes = jnp.diff(jnp.clip(ends - index * size, 0, size), prepend=0)
-    hidden = up.product_of(weights[0], expand(rows, window), sizes, keys[0])
-    act = save_activation(activation(hidden["gate"]) * hidden["up"])
-    return weighted_sum(down.product_of(weights[1], act, sizes, keys[1]), shares, window)
+    rows = rows if codes is None else SlottedRows(codes, rows)
+    hidden = up.product_of(weights[0], rows, sizes, keys[0], window)
+    weighted = weighted_glu(hidden["gate"], hidden["up"], shares_of_places(shares, window), activation)
+    return down.product_of(weights[1], save_activation(weighted), sizes, keys[1], None, window)
 
 
 def _keeps(primitive: Any, *_: Any, **__: Any) -> bool:

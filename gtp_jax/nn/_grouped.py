@@ -14,7 +14,16 @@ from jax.nn import initializers
 from ..collectives import split_features
 from ..layout import Layout, Split, layouts_of_kernels
 from ..mesh import current_view, degree
-from ..ops import SlottedWeight, grouped_fp8, grouped_matmul, grouped_quantized
+from ..ops import (
+    SlottedRows,
+    SlottedWeight,
+    Window,
+    expand,
+    grouped_fp8,
+    grouped_matmul,
+    grouped_quantized,
+    sum_of_places,
+)
 from ..weights import GradReduce
 from ._weight import Initializer, WeightOwner, make_weight
 
@@ -153,27 +162,47 @@ class GroupedDense(WeightOwner):
         rows, sizes = x[0].astype(self.dtype), x[1].astype(jnp.int32)
         return self.with_weight(self.product_of, rows, sizes)
 
+    @property
+    def multiplies_fp8(self) -> bool:
+        """Says whether inputs are rounded to FP8, with one scale for all rows."""
+        return self.operands is not None and self.operands.weight.block is None
+
     def product_of(
-        self, weight: jax.Array | SlottedWeight, rows: jax.Array, sizes: jax.Array, key: jax.Array | None = None
+        self,
+        weight: jax.Array | SlottedWeight,
+        rows: jax.Array | SlottedRows,
+        sizes: jax.Array,
+        key: jax.Array | None = None,
+        taken: Window | None = None,
+        summed: Window | None = None,
     ) -> Any:
         """Returns what a call returns, given the gathered weight.
 
         Args:
             weight: as `with_weight` hands it over.
-            rows: of the compute dtype, as a call takes them.
+            rows: of the compute dtype, as a call takes them, or as `taken` says; codes if `multiplies_fp8`.
             sizes: int32, likewise.
             key: of stochastic rounding; that of a new call by default.
+            taken: the places at which rows are multiplied, sorted by expert; the rows themselves by default.
+            summed: the places of which each row of the result is the sum; the rows themselves by default.
         """
         split, tensor = self.layouts[0].split, self.roles.tensor
         divided = self.parallel == "expert" and degree(tensor) > 1
         if self.parallel == "row" and split is not None:
+            assert isinstance(rows, jax.Array)
             rows = split.mask(rows, -1)
         before = jnp.int32(0)
         if divided and split is not None:  # this rank's experts come first
             before = (jnp.cumsum(sizes) - sizes)[split.start()]  # of no rows at all on a rank without experts
-            sizes, rows = split.take(sizes, 0), jnp.roll(rows, -before, axis=0)
-        outputs = split_features(self._multiplied(weight, rows, sizes, key), self.layouts)
-        if divided:
+            sizes = split.take(sizes, 0)
+            summed = None if summed is None else summed.rolled(before)
+            if taken is not None:
+                taken = taken.rolled(before)
+            else:
+                assert isinstance(rows, jax.Array)
+                rows = jnp.roll(rows, -before, axis=0)
+        outputs = split_features(self._multiplied(weight, rows, sizes, key, taken, summed), self.layouts)
+        if divided and summed is None:
             outputs = tuple(jnp.roll(y, before, axis=0) for y in outputs)
         if self.parallel == "column":
             outputs = tuple(_masked(y, layout.split) for y, layout in zip(outputs, self.layouts, strict=True))
@@ -182,15 +211,26 @@ class GroupedDense(WeightOwner):
         return outputs[0] if self.names == ("",) else dict(zip(self.names, outputs, strict=True))
 
     def _multiplied(
-        self, weight: jax.Array | SlottedWeight, rows: jax.Array, sizes: jax.Array, key: jax.Array | None
+        self,
+        weight: jax.Array | SlottedWeight,
+        rows: jax.Array | SlottedRows,
+        sizes: jax.Array,
+        key: jax.Array | None,
+        taken: Window | None,
+        summed: Window | None,
     ) -> jax.Array:
+        if self.multiplies_fp8:
+            assert self.operands is not None
+            return grouped_fp8(rows, weight, sizes, self.operands.gradient, taken=taken, summed=summed)
+        assert isinstance(rows, jax.Array)
+        x = rows if taken is None else expand(rows, taken)
         if self.operands is None:
-            return grouped_matmul(rows, weight, sizes)
-        if self.operands.weight.block is None:
-            return grouped_fp8(rows, weight, sizes, self.operands.gradient)
-        return self.in_blocks(
-            weight, lambda weight, key, operands: grouped_quantized(rows, weight, sizes, key, operands), key
-        )
+            y = grouped_matmul(x, weight, sizes)
+        else:
+            y = self.in_blocks(
+                weight, lambda weight, key, operands: grouped_quantized(x, weight, sizes, key, operands), key
+            )
+        return y if summed is None else sum_of_places(y, summed)
 
 
 def _masked(y: jax.Array, split: Split | None) -> jax.Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, Literal, get_args
@@ -13,16 +12,24 @@ from flax import nnx
 from jax import lax
 from jax.nn import initializers
 
-from ..collectives import Transport, check_transport, choose_transport, gather_sequence, reduce_scatter_sequence
+from ..collectives import Transport, check_transport, gather_sequence, reduce_scatter_sequence
 from ..mesh import degree, degrees, loss_copies
-from ..ops import permute, rms_norm, save_activation, save_routing, with_aux_loss, with_load_as_gradient
-from ._exchange import check_chunks, exchange, places_of_round, worst_case
+from ..ops import (
+    Window,
+    rms_norm,
+    save_activation,
+    save_routing,
+    shares_of_places,
+    weighted_glu,
+    with_aux_loss,
+    with_load_as_gradient,
+)
+from ._exchange import check_chunks, exchange
 from ._grouped import GroupedDense
 from ._layer import Layer
 from ._mlp import MLP
 from ._routing import Routing
-from ._sent import Sent, sent_by_layer
-from ._weight import StackedLayers, make_router_bias, make_vector, make_whole
+from ._weight import make_router_bias, make_vector, make_whole
 
 ExpertParallel = Literal["features", "expert"] | None
 LossReduction = Literal["sum", "mean"]
@@ -188,17 +195,17 @@ class MoE(Layer):
         return jnp.reshape(y, x.shape)
 
     def _gathered(self, x: jax.Array, chosen: jax.Array, combine_weights: jax.Array) -> jax.Array:
-        """Returns the weighted sums of experts whose kernels every rank gathers: products and sums in float32."""
-        rows = jnp.reshape(x, (-1, x.shape[-1]))
+        """Returns the weighted sums of experts whose kernels every rank gathers."""
+        rows, shares = jnp.reshape(x, (-1, x.shape[-1])), jnp.reshape(combine_weights, (-1, self.top_k))
         expert_of = jnp.reshape(chosen, -1)  # of each token's every choice, one after another
-        order = save_routing(jnp.argsort(expert_of, stable=True))
-        inverse = jnp.argsort(order)
+        order = save_routing(jnp.argsort(expert_of, stable=True).astype(jnp.int32))
+        places = jnp.reshape(jnp.argsort(order).astype(jnp.int32), shares.shape)
+        window = Window(order, places, jnp.int32(order.size))
         sizes = jnp.bincount(expert_of, length=self.num_experts).astype(jnp.int32)
-        hidden = self.up(permute(jnp.repeat(rows, self.top_k, axis=0), order, inverse), sizes)
-        outputs = self.down(save_activation(self.activation(hidden["gate"]) * hidden["up"]), sizes)
-        by_token = jnp.reshape(permute(outputs, inverse, order), (*x.shape[:-1], self.top_k, -1))
-        wide = combine_weights.dtype
-        return jnp.sum(by_token.astype(wide) * combine_weights[..., None], axis=-2).astype(by_token.dtype)
+        hidden = self.up.with_weight(self.up.product_of, rows, sizes, None, window)
+        weighted = weighted_glu(hidden["gate"], hidden["up"], shares_of_places(shares, window), self.activation)
+        y = self.down.with_weight(self.down.product_of, save_activation(weighted), sizes, None, None, window)
+        return jnp.reshape(y, x.shape)
 
     def _route(self, x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Returns each token's experts and their shares, in float32 at least."""
@@ -260,98 +267,6 @@ class MoE(Layer):
     def divides_sequence(self) -> bool:
         """Says whether tensor ranks route their own parts of the sequence."""
         return self.parallel is None and self.sequence_parallel and degree(self.roles.tensor) > 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-    """How the tokens of a `MoE` travel to experts of other ranks, and how many rows that takes.
-
-    Attributes:
-        module: its path in the model.
-        axis: of the ranks that divide the experts.
-        ranks: how many.
-        transport: how tokens travel.
-        tokens: of a rank, each time the layer runs.
-        chunks: in which tokens travel.
-        round_rows: rows of a chunk that a rank's experts multiply at once; of which matmuls' outputs may be kept for
-            backward.
-        worst_rows: rows of a chunk if every token chooses as many experts of one rank as it can: multiplied in several
-            rounds.
-        arrived_bytes: of the array in which tokens of a chunk arrive, and of that of partial sums: transient.
-        sent_bytes: that leave a rank in dispatches of all chunks, and arrive in combines, if every expert is as likely
-            as another.
-        sent: all that a rank sends, in both passes.
-    """
-
-    module: str
-    axis: str
-    ranks: int
-    transport: Transport
-    tokens: int
-    chunks: int
-    round_rows: int
-    worst_rows: int
-    arrived_bytes: int
-    sent_bytes: int
-    sent: tuple[Sent, ...]
-
-    @property
-    def rounds(self) -> int:
-        """How many rounds there are at most; 1 if experts are evenly loaded."""
-        return -(-self.worst_rows // self.round_rows)
-
-
-def exchanges(model: nnx.Module, *, tokens: int) -> tuple[Exchange, ...]:
-    """Returns how tokens travel in each `MoE` of a model whose experts ranks divide.
-
-    Args:
-        model: may be abstract.
-        tokens: of a rank that shards the batch, in one microbatch.
-    """
-    found = []
-    # what has no stack around it is differentiated as it is
-    stacks = {path: module for path, module in nnx.iter_modules(model) if isinstance(module, StackedLayers)}
-    for path, module in nnx.iter_modules(model):
-        axis = module.roles.experts if isinstance(module, MoE) else None
-        if not isinstance(module, MoE) or axis is None or degree(axis) == 1:
-            continue
-        own = tokens // (degree(module.roles.tensor) if module.divides_sequence else 1)
-        ranks, experts = degree(axis), module.up.own_experts
-        chunks = math.gcd(own, module.exchange_chunks)
-        sizes = own // chunks, module.top_k, ranks, experts
-        transport = choose_transport(ranks, module.transport)
-        row = module.up.in_features * module.up.dtype.itemsize
-        none = math.comb(module.num_experts - experts, module.top_k) / math.comb(module.num_experts, module.top_k)
-        travels = 1.0 if transport != "ragged" else 1 - none  # the share of tokens that go to a given rank
-        sent_bytes = int((ranks - 1) * own * row * travels)
-        remat = [getattr(stack, "remat", None) for at, stack in stacks.items() if path[: len(at)] == at]
-        sent = sent_by_layer(
-            ranks=ranks,
-            transport=transport,
-            tokens=own,
-            top_k=module.top_k,
-            chunks=chunks,
-            rows_bytes=sent_bytes,
-            row_dtype="u16" if module.up.dtype.itemsize == 2 else f"f{8 * module.up.dtype.itemsize}",
-            share_bytes=max(4, module.up.dtype.itemsize),
-            keeps_shares=remat in ([], ["everything"]),
-        )
-        found.append(
-            Exchange(
-                module=".".join(map(str, path)),
-                axis=axis,
-                ranks=ranks,
-                transport=transport,
-                tokens=own,
-                chunks=chunks,
-                round_rows=places_of_round(*sizes, module.round_size),
-                worst_rows=worst_case(*sizes),
-                arrived_bytes=ranks * (own // chunks) * row,
-                sent_bytes=sent_bytes,
-                sent=sent,
-            )
-        )
-    return tuple(found)
 
 
 def check_loss_reduction(model: nnx.Module, reduction: LossReduction) -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 from ..collectives import Transport
 
 _INDEX_BYTES = 4  # of a choice, int32
+_AMAX_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Sent:
         direction: the pass.
         what: travels; "again" where backward repeats what forward sent.
         kind: of the collective.
-        dtype: in which it travels: bits of 16 as unsigned integers.
+        dtype: in which it travels: codes, and bits of 16, as unsigned integers.
         count: collectives, one a chunk where tokens travel in chunks. On GPUs XLA joins those that are ready at once.
         bytes: that leave a rank, in all of them, if every expert is as likely as another.
     """
@@ -38,9 +39,9 @@ def sent_by_layer(
     tokens: int,
     top_k: int,
     chunks: int,
-    rows_bytes: int,
-    row_dtype: str,
-    share_bytes: int,
+    numbers: int,
+    itemsize: int,
+    codes: bool,
     keeps_shares: bool,
 ) -> tuple[Sent, ...]:
     """Returns what a rank sends, in the order of `exchange`.
@@ -51,25 +52,28 @@ def sent_by_layer(
         tokens: of a rank.
         top_k: experts a token.
         chunks: parts in which tokens travel.
-        rows_bytes: that leave a rank in all dispatches of a pass.
-        row_dtype: on the wire.
-        share_bytes: of one number.
+        numbers: of tokens, that leave a rank in all dispatches of a pass.
+        itemsize: bytes of a number of the compute dtype.
+        codes: whether tokens travel as codes of a byte a number.
         keeps_shares: whether backward still has all ranks' shares.
     """
-    numbers = (ranks - 1) * tokens * top_k
+    of_choices, share_bytes = (ranks - 1) * tokens * top_k, max(4, itemsize)
     there = {"gather": "all-gather", "padded": "all-to-all", "ragged": "ragged-all-to-all"}[transport]
     back = "all-to-all" if transport == "gather" else there
     wide = f"f{8 * share_bytes}"
-    shares = "all-gather", wide, 1, numbers * share_bytes
-    dispatch, combine = ((kind, row_dtype, chunks, rows_bytes) for kind in (there, back))
+    shares = "all-gather", wide, 1, of_choices * share_bytes
+    row = "u16" if itemsize == 2 else f"f{8 * itemsize}", chunks, numbers * itemsize
+    rows = ("u8", chunks, numbers) if codes else row
+    amax = Sent("forward", "amax of tokens", "all-reduce", "f32", 1, 2 * (ranks - 1) * _AMAX_BYTES // ranks)
     return (
-        Sent("forward", "choices", "all-gather", "s32", 1, numbers * _INDEX_BYTES),
+        Sent("forward", "choices", "all-gather", "s32", 1, of_choices * _INDEX_BYTES),
         Sent("forward", "shares", *shares),
-        Sent("forward", "dispatch of tokens", *dispatch),
-        Sent("forward", "combine of partial sums", *combine),
+        *([amax] if codes else []),
+        Sent("forward", "dispatch of tokens", there, *rows),
+        Sent("forward", "combine of partial sums", back, *row),
         *([] if keeps_shares else [Sent("backward", "shares, again", *shares)]),
-        Sent("backward", "dispatch of tokens, again", *dispatch),
-        Sent("backward", "dispatch of gradients of partial sums", *dispatch),
-        Sent("backward", "combine of gradients of tokens", *combine),
-        Sent("backward", "gradients of shares", "all-to-all", wide, 1, numbers * share_bytes),
+        Sent("backward", "dispatch of tokens, again", there, *rows),
+        Sent("backward", "dispatch of gradients of partial sums", there, *row),
+        Sent("backward", "combine of gradients of tokens", back, *row),
+        Sent("backward", "gradients of shares", "all-to-all", wide, 1, of_choices * share_bytes),
     )

@@ -12,8 +12,10 @@ from ._cross_entropy import token_cross_entropy as token_cross_entropy
 from ._embedding_lookup import embedding_lookup as embedding_lookup
 from ._expand import Window as Window
 from ._expand import expand as expand
-from ._expand import weighted_sum as weighted_sum
+from ._expand import shares_of_places as shares_of_places
+from ._expand import sum_of_places as sum_of_places
 from ._expand import window_of as window_of
+from ._grouped_fp8 import fp8_rows as fp8_rows
 from ._grouped_fp8 import grouped_fp8 as grouped_fp8
 from ._grouped_fp8 import multiplies_fp8_groups as multiplies_fp8_groups
 from ._grouped_matmul import grouped_matmul as grouped_matmul
@@ -33,7 +35,6 @@ from ._operand import quantizable as quantizable
 from ._pack import pack as pack
 from ._pack import unpack as unpack
 from ._packed import packed_lacks as packed_lacks
-from ._permute import permute as permute
 from ._quantize import dequantize as dequantize
 from ._quantize import quantize as quantize
 from ._rope import RopeScaling as RopeScaling
@@ -50,5 +51,7 @@ from ._save import save_activation as save_activation
 from ._save import save_for_backward as save_for_backward
 from ._save import save_routing as save_routing
 from ._segments import positions_of as positions_of
+from ._slot import SlottedRows as SlottedRows
 from ._slot import SlottedWeight as SlottedWeight
 from ._slot import values_and_slot as values_and_slot
+from ._weighted_glu import weighted_glu as weighted_glu

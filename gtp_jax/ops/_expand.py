@@ -34,6 +34,17 @@ class Window(NamedTuple):
         """Says of each pair whether it has a place."""
         return (self.places >= 0) & (self.places < self.count)
 
+    @property
+    def chosen(self) -> jax.Array:
+        """Says of each row whether it has a place."""
+        return jnp.any(self.here, axis=1)
+
+    def rolled(self, by: jax.Array) -> Window:
+        """Returns the window whose place 0 is this one's place `by`, and whose last places are those ahead of it."""
+        size = self.pairs.shape[0]
+        places = jnp.where(self.here, (self.places - by) % size, -1)
+        return Window(jnp.roll(self.pairs, -by), places, jnp.full_like(self.count, size))
+
 
 def window_of(
     order: Int32[jax.Array, " pairs"],
@@ -67,62 +78,60 @@ def _expand_fwd(x: jax.Array, window: Window):
 
 
 def _expand_bwd(window: Window, gradient: jax.Array):
-    return _sum_of_places(gradient, None, window), None
+    return _sum_of_places(gradient, window), None
 
 
 expand.defvjp(_expand_fwd, _expand_bwd)
 
 
 @jax.custom_vjp
-def weighted_sum(
-    y: Float[jax.Array, "size features"], shares: Float[jax.Array, "rows choices"], window: Window
-) -> Float[jax.Array, "rows features"]:
-    """Returns, of each row, the sum of what is at its places, each times its share, in float32 and choice after choice.
-
-    Gradients of shares are sums over features in float32, whatever `y` is.
+def sum_of_places(y: Float[jax.Array, "size features"], window: Window) -> Float[jax.Array, "rows features"]:
+    """Returns, of each row, the sum of what is at its places, in float32 and choice after choice.
 
     Args:
         y: `(size, features)`.
-        shares: `(rows, choices)`, float32 at least.
         window: the places.
     """
-    return _sum_of_places(y, shares, window)
+    return _sum_of_places(y, window)
 
 
-def _sum_fwd(y: jax.Array, shares: jax.Array, window: Window):
-    return _sum_of_places(y, shares, window), (y, shares, window)
+def _sum_fwd(y: jax.Array, window: Window):
+    return _sum_of_places(y, window), window
 
 
-def _sum_bwd(saved: tuple[jax.Array, jax.Array, Window], gradient: jax.Array):
-    y, shares, window = saved
-    wide = _wide(y.dtype)
-    there = gradient[window.rows].astype(wide)
-    share = jnp.ravel(shares)[window.pairs].astype(wide)
-    real = jnp.arange(y.shape[0]) < window.count
-    to_y = jnp.where(real[:, None], there * share[:, None], 0).astype(y.dtype)
-    products = jnp.sum(y.astype(wide) * there, axis=-1)
-    to_shares = jnp.where(window.here, products[_index(window)], 0).astype(shares.dtype)
-    return to_y, to_shares, None
+def _sum_bwd(window: Window, gradient: jax.Array):
+    real = jnp.arange(window.pairs.shape[0]) < window.count
+    return jnp.where(real[:, None], gradient[window.rows], 0), None
 
 
-weighted_sum.defvjp(_sum_fwd, _sum_bwd)
+sum_of_places.defvjp(_sum_fwd, _sum_bwd)
 
 
-def _sum_of_places(y: jax.Array, shares: jax.Array | None, window: Window) -> jax.Array:
-    """Returns, of each row, the sum of what is at its places, each times its share or as it is."""
-    wide, index, here = _wide(y.dtype), _index(window), window.here
+@jax.custom_vjp
+def shares_of_places(shares: Float[jax.Array, "rows choices"], window: Window) -> Float[jax.Array, " size"]:
+    """Returns the share of the pair at each place of a window, any behind the last; its gradient is a gather too."""
+    return jnp.ravel(shares)[window.pairs]
+
+
+def _shares_fwd(shares: jax.Array, window: Window):
+    return jnp.ravel(shares)[window.pairs], window
+
+
+def _shares_bwd(window: Window, gradient: jax.Array):
+    return jnp.where(window.here, gradient[_index(window)], 0), None
+
+
+shares_of_places.defvjp(_shares_fwd, _shares_bwd)
+
+
+def _sum_of_places(y: jax.Array, window: Window) -> jax.Array:
+    wide, index, here = jnp.promote_types(y.dtype, jnp.float32), _index(window), window.here
 
     def part(choice: int) -> jax.Array:
-        own = y[index[:, choice]].astype(wide)
-        own = own if shares is None else own * shares[:, choice, None].astype(wide)
-        return jnp.where(here[:, choice, None], own, 0)
+        return jnp.where(here[:, choice, None], y[index[:, choice]].astype(wide), 0)
 
     return functools.reduce(lax.add, map(part, range(here.shape[1]))).astype(y.dtype)
 
 
 def _index(window: Window) -> jax.Array:
     return jnp.where(window.here, window.places, 0)
-
-
-def _wide(dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
-    return jnp.promote_types(dtype, jnp.float32)

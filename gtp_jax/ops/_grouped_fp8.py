@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +13,16 @@ from jaxtyping import Float, Int32
 
 from .. import native
 from ..formats import FP8_E4M3, Format, QuantizedArray
-from ..mesh import supports_grouped_fp8
+from ..mesh import platform, supports_grouped_fp8
 from ._amax import multi_amax, power_of_two_amax
+from ._expand import Window, sum_of_places
 from ._grouped_matmul import by_group, by_shard, check_grouped, kernels_of
 from ._implementation import Implementation
 from ._operand import operand_amax, quantizable, tensor_unit, values_of
 from ._quantize import quantize
 from ._quantize_fused import amax_fused, quantize_fused
-from ._save import save_for_backward
-from ._slot import SlottedWeight
+from ._save import save_for_backward, save_routing
+from ._slot import SlottedRows, SlottedWeight
 from ._tiles import cut_into_tiles
 
 # Rows of a tile of the kernels for GPUs, and of what groups are filled up to where rows are contracted.
@@ -28,13 +30,15 @@ _TILE = 128
 
 
 def grouped_fp8(
-    x: Float[jax.Array, "rows features_in"],
+    x: Float[jax.Array, "rows features_in"] | SlottedRows,
     weight: Float[jax.Array, "shards groups part features_in"] | SlottedWeight,
     group_sizes: Int32[jax.Array, " groups"],
     gradients: Format,
     *,
+    taken: Window | None = None,
+    summed: Window | None = None,
     implementation: Implementation | None = None,
-) -> Float[jax.Array, "rows features_out"]:
+) -> Float[jax.Array, "results features_out"]:
     """Returns `grouped_matmul` of operands rounded to FP8, each scaled by its own amax, as `linear_fp8` rounds them.
 
     The input and the incoming gradient have one scale for all rows, each group's weight one of its own. Scales are
@@ -44,11 +48,17 @@ def grouped_fp8(
     accumulation uses too: exact products, added with 14 bits at least. Elsewhere the same numbers are multiplied in the
     dtype of `x`.
 
+    Where a row has several places (`taken`, `summed`), it is rounded once, and its codes are moved to them: an input of
+    forward and wgrad is what `fp8_rows` makes of a token, whether it travelled or not, and so is a gradient.
+
     Args:
-        x: as in `grouped_matmul`; bfloat16, float16, float32, or float64, which is rounded to float32 first.
+        x: as in `grouped_matmul`; bfloat16, float16, float32, or float64, which is rounded to float32 first. Or codes
+            of `fp8_rows`, whose gradient goes to their slot.
         weight: likewise; with a slot, also the codes in which it travelled, in E4M3 and row-wise, of one scale a group.
         group_sizes: likewise.
         gradients: `FP8_E5M2` or `FP8_E4M3`.
+        taken: the places at which rows of `x` are multiplied; its rows themselves by default.
+        summed: the places of which each row of the result is the sum, as in `sum_of_places`.
         implementation: as in `grouped_matmul`.
 
     Returns:
@@ -60,10 +70,29 @@ def grouped_fp8(
     codes, slot = weight if isinstance(weight, SlottedWeight) else (weight, weight)
     if not isinstance(codes, QuantizedArray):
         codes = _codes_of(lax.stop_gradient(codes))
-    values = jax.ShapeDtypeStruct(codes.shape, x.dtype)
-    run_natively = check_grouped("grouped_fp8", x, values, group_sizes, implementation)
+    rows = x.slot if isinstance(x, SlottedRows) else x
+    values = jax.ShapeDtypeStruct(codes.shape, rows.dtype)
+    run_natively = check_grouped("grouped_fp8", rows, values, group_sizes, implementation)
     fits = run_natively and multiplies_fp8_groups(codes.shape)
-    return save_for_backward(_grouped(x, codes, slot, group_sizes, gradients, run_natively, fits, slot.dtype))
+    of_rows = x.codes if isinstance(x, SlottedRows) else _quantized(quantizable(lax.stop_gradient(x)), FP8_E4M3, fits)
+    product = _Product(gradients, run_natively, fits, slot.dtype)
+    return save_for_backward(_grouped(rows, slot, of_rows, codes, group_sizes, (taken, summed), product))
+
+
+def fp8_rows(x: Float[jax.Array, "rows features"], axis: str | None = None) -> SlottedRows:
+    """Returns what `grouped_fp8` makes of its input: codes in E4M3, of one scale, that of all ranks of an axis.
+
+    Args:
+        x: rows, of which the gradient goes to the result's slot.
+        axis: a mesh axis, inside a `shard_map`; `None` for this rank alone.
+    """
+    rows = quantizable(lax.stop_gradient(x))
+    fused = platform() == "gpu"
+    amax = amax_fused(rows) if fused else multi_amax([rows])[0]
+    if axis is not None:
+        amax = save_routing(lax.pmax(amax, axis))  # kept under every policy, so that it is not reduced again
+    amax = operand_amax(amax, FP8_E4M3)
+    return SlottedRows(quantize_fused(rows, FP8_E4M3, amax) if fused else quantize(rows, FP8_E4M3, amax=amax), x)
 
 
 def multiplies_fp8_groups(shape: tuple[int, ...]) -> bool:
@@ -83,62 +112,91 @@ def _codes_of(weight: jax.Array) -> QuantizedArray:
     return quantize(values, FP8_E4M3, amax=shared)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+class _Product(NamedTuple):
+    """How to multiply.
+
+    Attributes:
+        gradients: format of those that come in.
+        run_natively: whether kernels multiply values.
+        fits: whether kernels multiply codes.
+        dtype: of the weight's gradient.
+    """
+
+    gradients: Format
+    run_natively: bool
+    fits: bool
+    dtype: np.dtype
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _grouped(
-    x: jax.Array,
-    weight: QuantizedArray,
+    rows: jax.Array,
     slot: jax.Array,
+    x: QuantizedArray,
+    weight: QuantizedArray,
     group_sizes: jax.Array,
-    gradients: Format,
-    run_natively: bool,
-    fits: bool,
-    dtype: np.dtype,
+    windows: tuple[Window | None, Window | None],
+    product: _Product,
 ) -> jax.Array:
-    return _forward(x, weight, slot, group_sizes, gradients, run_natively, fits, dtype)[0]
+    return _forward(rows, slot, x, weight, group_sizes, windows, product)[0]
 
 
 def _forward(
-    x: jax.Array,
-    weight: QuantizedArray,
+    rows: jax.Array,
     slot: jax.Array,
+    x: QuantizedArray,
+    weight: QuantizedArray,
     group_sizes: jax.Array,
-    gradients: Format,
-    run_natively: bool,
-    fits: bool,
-    dtype: np.dtype,
+    windows: tuple[Window | None, Window | None],
+    product: _Product,
 ):
-    del slot, gradients, dtype
-    codes = _quantized(quantizable(x), FP8_E4M3, fits)
-    if fits:
-        y = _product(codes, weight.codes, _units(weight), group_sizes, x.dtype)
+    del slot
+    dtype, (taken, summed) = rows.dtype, windows
+    there = _at_places(x, taken)
+    if product.fits:
+        y = _product(there, weight.codes, _units(weight), group_sizes, dtype)
     else:
-        values = values_of(codes, x.dtype), by_group(values_of(weight, x.dtype))
-        y = kernels_of(run_natively).product(*values, group_sizes, transposed=True)
-    return y, (codes, weight, group_sizes)
+        values = values_of(there, dtype), by_group(values_of(weight, dtype))
+        y = kernels_of(product.run_natively).product(*values, group_sizes, transposed=True)
+    return y if summed is None else sum_of_places(y, summed), (x, weight, group_sizes, windows)
 
 
-def _backward(gradients: Format, run_natively: bool, fits: bool, kind: np.dtype, saved, gradient: jax.Array):
-    x, weight, group_sizes = saved
+def _backward(product: _Product, saved, gradient: jax.Array):
+    x, weight, group_sizes, (taken, summed) = saved
     dtype = gradient.dtype
-    codes = _quantized(quantizable(gradient), gradients, fits)
-    if fits:
+    rows = quantizable(gradient)
+    # of rows that have no place some transports bring what is another rank's
+    counted = rows if summed is None else jnp.where(summed.chosen[:, None], rows, 0)
+    codes = _at_places(_quantized(rows, product.gradients, product.fits, counted), summed)
+    x = _at_places(x, taken)
+    if product.fits:
         to_x = _product(codes, _along_out(weight.codes), _units(weight), group_sizes, dtype)
-        to_weight = _outer(codes, x, group_sizes, weight.shape[0], kind)
+        to_weight = _outer(codes, x, group_sizes, weight.shape[0], product.dtype)
     else:
-        run = kernels_of(run_natively)
+        run = kernels_of(product.run_natively)
         values = values_of(codes, dtype)
         to_x = run.product(values, by_group(values_of(weight, dtype)), group_sizes, transposed=False)
-        to_weight = by_shard(run.outer(values, values_of(x, dtype), group_sizes, dtype=kind), weight.shape)
-    return to_x, None, to_weight, None
+        to_weight = by_shard(run.outer(values, values_of(x, dtype), group_sizes, dtype=product.dtype), weight.shape)
+    return to_x if taken is None else sum_of_places(to_x, taken), to_weight, None, None, None, None
 
 
 _grouped.defvjp(_forward, _backward)
 
 
-def _quantized(rows: jax.Array, format: Format, fused: bool) -> QuantizedArray:
+def _at_places(q: QuantizedArray, window: Window | None) -> QuantizedArray:
+    """Returns the codes of the row at each place of a window."""
+    if window is None:
+        return q
+    codes = q.codes[window.rows]
+    return QuantizedArray(codes, None, q.amax, q.format, (codes.shape[0], q.matrix[1]))
+
+
+def _quantized(rows: jax.Array, format: Format, fused: bool, counted: jax.Array | None = None) -> QuantizedArray:
+    """Returns the codes of rows, with the scale of those that count: of all by default."""
+    counted = rows if counted is None else counted
     if fused:
-        return quantize_fused(rows, format, operand_amax(amax_fused(rows), format))
-    return quantize(rows, format, amax=operand_amax(multi_amax([rows])[0], format))
+        return quantize_fused(rows, format, operand_amax(amax_fused(counted), format))
+    return quantize(rows, format, amax=operand_amax(multi_amax([counted])[0], format))
 
 
 def _units(weight: QuantizedArray) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Weights whose gradient leaves a product in a dtype of its own."""
+"""Operands of products whose gradients go elsewhere: in a dtype of their own, or to what codes were made of."""
 
 from __future__ import annotations
 
@@ -23,6 +23,18 @@ class SlottedWeight(NamedTuple):
     """
 
     values: jax.Array | QuantizedArray
+    slot: jax.Array
+
+
+class SlottedRows(NamedTuple):
+    """Rows of which a product has only the codes, and where their gradient goes.
+
+    Attributes:
+        codes: of FP8, row-wise, with one scale. They have no gradient.
+        slot: of the rows' shape and dtype. Its values are never read, so that XLA makes no array of it.
+    """
+
+    codes: QuantizedArray
     slot: jax.Array
 
 

@@ -16,6 +16,7 @@ from gtp_jax.inspect import Inspection, InspectOptions, inspect
 from gtp_jax.inspect._report import as_json, as_text
 from gtp_jax.mesh import Parallelism
 from gtp_jax.models import PRESETS, ExpertOptions
+from gtp_jax.recipes import Quantization
 from gtp_jax.train import Execution
 
 jax.devices()  # fixes the number of devices to what the suite runs with
@@ -117,8 +118,11 @@ def test_command_makes_the_devices_that_the_degrees_need():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("transport", "chunks", "remat"), [("padded", 2, "matmuls"), ("gather", 1, "everything")])
-def test_what_is_listed_of_an_exchange_is_what_the_program_sends(transport, chunks, remat):
+@pytest.mark.parametrize(
+    ("transport", "chunks", "remat", "recipe"),
+    [("padded", 2, "matmuls", "bf16"), ("gather", 1, "everything", "bf16"), ("padded", 2, "matmuls", "fp8-matmuls")],
+)
+def test_what_is_listed_of_an_exchange_is_what_the_program_sends(transport, chunks, remat, recipe):
     """Of these two the program's counts do not depend on the load."""
     found = inspect(
         InspectOptions(
@@ -126,6 +130,7 @@ def test_what_is_listed_of_an_exchange_is_what_the_program_sends(transport, chun
             parallelism=Parallelism(gtp=1, ep=4, dp=2),
             experts=ExpertOptions(transport=transport, exchange_chunks=chunks),
             execution=Execution(remat=remat),
+            quantization=Quantization(recipe=recipe),
             seq=64,
         )
     )

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import gtp_jax as gtp
 from gtp_jax import native
 from gtp_jax.formats import FP8_E4M3, FP8_E5M2, QuantizedArray
+from gtp_jax.mesh import platform
 from gtp_jax.ops import SlottedWeight, grouped_fp8, multi_amax, power_of_two_amax
 from gtp_jax.ops._quantize_fused import amax_fused, quantize_fused
 
@@ -59,7 +60,9 @@ def test_codes_made_in_a_fusion_are_those_of_the_kernels(form):
         x = x.at[3, 5].set(jnp.nan).at[7, 9].set(-jnp.inf).at[1, 1].set(-0.0)
         amax = multi_amax([x])[0]
         assert amax_fused(x) == amax
-        for chosen in (amax, power_of_two_amax(amax, form), jnp.float32(0)):
+        # on GPUs XLA divides by other numbers than powers of two to the last bit but one
+        exact = (amax,) if platform() == "cpu" else ()
+        for chosen in (*exact, power_of_two_amax(amax, form), jnp.float32(0)):
             wanted = gtp.quantize(x, form, amax=chosen)
             np.testing.assert_array_equal(quantize_fused(x, form, chosen).codes, wanted.codes)
 

@@ -1,0 +1,129 @@
+"""What `inspect` says of the tokens that travel to experts of other ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from flax import nnx
+
+from ..collectives import Transport, choose_transport
+from ..mesh import degree
+from ..recipes import Recipe
+from ..weights import Groups, Layers, Path, resolve
+from ._exchange import places_of_round, worst_case
+from ._moe import MoE
+from ._sent import Sent, sent_by_layer
+from ._weight import StackedLayers, structure_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """How the tokens of a `MoE` travel to experts of other ranks, and how many rows that takes.
+
+    Attributes:
+        module: its path in the model, and which layers, where layers of a stack differ.
+        axis: of the ranks that divide the experts.
+        ranks: how many.
+        transport: how tokens travel.
+        tokens: of a rank, each time the layer runs.
+        chunks: in which tokens travel.
+        round_rows: rows of a chunk that a rank's experts multiply at once; of which matmuls' outputs may be kept for
+            backward.
+        worst_rows: rows of a chunk if every token chooses as many experts of one rank as it can: multiplied in several
+            rounds.
+        arrived_bytes: of the array in which partial sums of a chunk arrive, or tokens, if not as codes: transient.
+        sent_bytes: that leave a rank in dispatches of all chunks, if every expert is as likely as another.
+        sent: all that a rank sends, in both passes.
+    """
+
+    module: str
+    axis: str
+    ranks: int
+    transport: Transport
+    tokens: int
+    chunks: int
+    round_rows: int
+    worst_rows: int
+    arrived_bytes: int
+    sent_bytes: int
+    sent: tuple[Sent, ...]
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds there are at most; 1 if experts are evenly loaded."""
+        return -(-self.worst_rows // self.round_rows)
+
+
+def exchanges(model: nnx.Module, recipe: Recipe | None = None, *, tokens: int) -> tuple[Exchange, ...]:
+    """Returns how tokens travel in each `MoE` of a model whose experts ranks divide.
+
+    Args:
+        model: may be abstract.
+        recipe: of the step; where it has experts multiply in FP8, codes of tokens travel.
+        tokens: of a rank that shards the batch, in one microbatch.
+    """
+    groups = resolve(structure_of(model), recipe)
+    # what has no stack around it is differentiated as it is
+    stacks = {path: module for path, module in nnx.iter_modules(model) if isinstance(module, StackedLayers)}
+    found = []
+    for path, module in nnx.iter_modules(model):
+        axis = module.roles.experts if isinstance(module, MoE) else None
+        if not isinstance(module, MoE) or axis is None or degree(axis) == 1:
+            continue
+        remat = [getattr(stack, "remat", None) for at, stack in stacks.items() if path[: len(at)] == at]
+        of_layers = _sends_codes(groups, (*path, "up"))
+        for codes in dict.fromkeys(of_layers.values()):
+            parts = [layers for layers, sends in of_layers.items() if sends is codes]
+            name = ".".join(map(str, path)) + ("" if len(parts) == len(of_layers) else _numbers(parts))
+            found.append(_exchange_of(module, name, axis, tokens, codes, keeps_shares=remat in ([], ["everything"])))
+    return tuple(found)
+
+
+def _sends_codes(groups: Groups, path: Path) -> dict[Layers, bool]:
+    """Returns for each layer of a stack, or several alike, whether codes of tokens travel to it."""
+    of_module = {layers: group for (at, layers), group in groups.items() if at == path}
+    return {
+        layers: group.operands is not None and group.operands.weight.block is None
+        for layers, group in of_module.items()
+    }
+
+
+def _numbers(parts: list[Layers]) -> str:
+    ranges = (f"{one.start}" if one.stop == one.start + 1 else f"{one.start}-{one.stop - 1}" for one in parts)
+    return f" (layers {', '.join(ranges)})"
+
+
+def _exchange_of(module: MoE, name: str, axis: str, tokens: int, codes: bool, *, keeps_shares: bool) -> Exchange:
+    own = tokens // (degree(module.roles.tensor) if module.divides_sequence else 1)
+    ranks, experts = degree(axis), module.up.own_experts
+    chunks = math.gcd(own, module.exchange_chunks)
+    sizes = own // chunks, module.top_k, ranks, experts
+    transport = choose_transport(ranks, module.transport)
+    width, number = module.up.in_features, module.up.dtype.itemsize
+    none = math.comb(module.num_experts - experts, module.top_k) / math.comb(module.num_experts, module.top_k)
+    travels = 1.0 if transport != "ragged" else 1 - none  # the share of tokens that go to a given rank
+    numbers = int((ranks - 1) * own * width * travels)
+    return Exchange(
+        module=name,
+        axis=axis,
+        ranks=ranks,
+        transport=transport,
+        tokens=own,
+        chunks=chunks,
+        round_rows=places_of_round(*sizes, module.round_size),
+        worst_rows=worst_case(*sizes),
+        arrived_bytes=ranks * (own // chunks) * width * number,
+        sent_bytes=numbers * (1 if codes else number),
+        sent=sent_by_layer(
+            ranks=ranks,
+            transport=transport,
+            tokens=own,
+            top_k=module.top_k,
+            chunks=chunks,
+            numbers=numbers,
+            itemsize=number,
+            codes=codes,
+            keeps_shares=keeps_shares,
+        ),
+    )

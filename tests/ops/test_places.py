@@ -1,0 +1,127 @@
+"""Rows at several places, sums over places, shares ahead of the second matmul: values, gradients and bits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gtp_jax.formats import FP8_E4M3, FP8_E5M2
+from gtp_jax.ops import (
+    Window,
+    expand,
+    fp8_rows,
+    grouped_fp8,
+    shares_of_places,
+    sum_of_places,
+    weighted_glu,
+    window_of,
+)
+
+TOKENS, TOP_K, GROUPS = 24, 3, 5
+
+
+def window_and_sizes(seed, present=1.0):
+    """A window of random choices, of which a part has no place, and the sizes of groups."""
+    rng = np.random.default_rng(seed)
+    group = np.where(rng.random((TOKENS, TOP_K)) < present, rng.integers(0, GROUPS, (TOKENS, TOP_K)), GROUPS).ravel()
+    order = np.argsort(group, kind="stable").astype(np.int32)
+    places = np.argsort(order).astype(np.int32).reshape(TOKENS, TOP_K)
+    sizes = np.bincount(group, minlength=GROUPS + 1)[:GROUPS].astype(np.int32)
+    total = int(sizes.sum())
+    return window_of(jnp.asarray(order), jnp.asarray(places), jnp.int32(total), 0, order.size), jnp.asarray(sizes)
+
+
+def matrices(seed, *shapes):
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.normal(size=shape)) for shape in shapes]
+
+
+@pytest.mark.parametrize("present", [1.0, 0.6])
+def test_sums_and_shares_have_the_gradients_of_their_definition(present, x64):
+    window, _ = window_and_sizes(0, present)
+    y, shares, weight = matrices(1, (TOKENS * TOP_K, 8), (TOKENS, TOP_K), (TOKENS, 8))
+    matrix = np.zeros((TOKENS, TOKENS * TOP_K))  # which place counts for which row
+    for row in range(TOKENS):
+        for choice in range(TOP_K):
+            if window.here[row, choice]:
+                matrix[row, window.places[row, choice]] += 1
+
+    def found(y, shares):
+        return jnp.sum(weight * sum_of_places(y * shares_of_places(shares, window)[:, None], window))
+
+    def wanted(y, shares):
+        return jnp.sum(weight * (matrix @ (y * jnp.ravel(shares)[window.pairs][:, None])))
+
+    for a, b in zip(*(jax.grad(f, argnums=(0, 1))(y, shares) for f in (found, wanted)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-13)
+
+
+def test_a_rolled_window_has_the_same_rows_at_other_places():
+    window, sizes = window_and_sizes(2, 0.6)
+    (y,) = matrices(3, (TOKENS * TOP_K, 8))
+    by = jnp.int32(sizes[0] + sizes[1])
+    rolled = window.rolled(by)
+    np.testing.assert_array_equal(rolled.rows, jnp.roll(window.rows, -by))
+    np.testing.assert_array_equal(sum_of_places(jnp.roll(y, -by, axis=0), rolled), sum_of_places(y, window))
+
+
+@pytest.mark.parametrize("gradients", [FP8_E4M3, FP8_E5M2], ids=str)
+@pytest.mark.parametrize("given", ["rows", "codes"])
+def test_codes_that_move_are_the_codes_of_rows_that_moved(given, gradients):
+    """Rounded ahead of their places or there: the same bits, as the scale is that of the same numbers."""
+    window, sizes = window_and_sizes(4)
+    x, g, weight = (a.astype(jnp.float32) for a in matrices(5, (TOKENS, 16), (TOKENS, 32), (1, GROUPS, 32, 16)))
+
+    def moved(x, weight):
+        return grouped_fp8(
+            fp8_rows(x) if given == "codes" else x, weight, sizes, gradients, taken=window, summed=window
+        )
+
+    def there(x, weight):
+        return sum_of_places(grouped_fp8(expand(x, window), weight, sizes, gradients), window)
+
+    for call in (moved, there):
+        y, back = jax.vjp(call, x, weight)
+        found = (y, *back(g))
+        if call is moved:
+            first = found
+    for a, b in zip(first, found, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_only_rows_with_a_place_count_for_the_scale_of_a_gradient():
+    """Some transports bring rows that are another rank's: they change no bit."""
+    window, sizes = window_and_sizes(6, 0.3)
+    x, g, weight = (a.astype(jnp.float32) for a in matrices(7, (TOKENS, 16), (TOKENS, 32), (1, GROUPS, 32, 16)))
+    absent = ~window.chosen
+    assert 0 < int(absent.sum()) < TOKENS
+    _, back = jax.vjp(lambda x, w: grouped_fp8(x, w, sizes, FP8_E4M3, taken=window, summed=window), x, weight)
+    for a, b in zip(back(g), back(jnp.where(absent[:, None], 1e6 * g, g)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_share_s_gradient_is_a_sum_in_float32():
+    rows, hidden = 64, 512
+    gate, up, g = (a.astype(jnp.bfloat16) for a in matrices(8, (rows, hidden), (rows, hidden), (rows, hidden)))
+    (shares,) = matrices(9, (rows,))
+    shares = jnp.abs(shares).astype(jnp.float32)
+    found = jax.grad(lambda s: jnp.vdot(weighted_glu(gate, up, s, jax.nn.silu).astype(jnp.float32), g))(shares)
+    wide = [np.asarray(a, np.float64) for a in (gate, up, g)]
+    wanted = np.sum(wide[0] / (1 + np.exp(-wide[0])) * wide[1] * wide[2], axis=1)
+    assert found.dtype == jnp.float32
+    assert np.linalg.norm(found - wanted) < 1e-6 * np.linalg.norm(wanted)
+
+
+def test_a_weighted_product_is_rounded_once(x64):
+    gate, up = (a.astype(jnp.bfloat16) for a in matrices(10, (64, 32), (64, 32)))
+    shares = jnp.linspace(0.01, 1, 64, dtype=jnp.float32)
+    wide = [jnp.asarray(a, jnp.float64) for a in (gate, up, shares)]
+    exact = jax.nn.silu(wide[0]) * wide[1] * wide[2][:, None]
+    found = weighted_glu(gate, up, shares, jax.nn.silu)
+    error = jnp.abs(found.astype(jnp.float64) - exact) / jnp.abs(exact)
+    assert float(error.max()) < 2**-8 * (1 + 1e-4)
+
+
+def test_a_window_of_all_places_leaves_nothing_out():
+    window, _ = window_and_sizes(11)
+    assert isinstance(window, Window) and bool(window.chosen.all()) and bool(window.here.all())

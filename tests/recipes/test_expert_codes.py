@@ -1,0 +1,85 @@
+"""Where experts multiply in FP8, tokens travel to them as codes, and are rounded alike wherever they are multiplied."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+from gtp_jax import plan
+
+SIZES = dict(features=32, hidden=48, num_experts=8, top_k=3)
+RECIPE = gtp.FP8(matmuls=True, exclude=())
+
+
+def gradients(degrees, recipe=RECIPE, text=False, parallel=None, dtype="float32", **options):
+    """Output and gradients of a mixture under a recipe, by name; or the program."""
+    mesh = gtp.make_mesh(**degrees, devices=jax.devices()[: math.prod(degrees.values())])
+    x = jax.random.normal(jax.random.key(0), (8, 8, SIZES["features"]), dtype)
+    with jax.set_mesh(mesh), gtp.use_recipe(recipe):
+        layer = lambda rngs: gtp.MoE(**SIZES, parallel=parallel, dtype=dtype, rngs=rngs, **options)  # noqa: E731
+        make = (lambda rngs: gtp.Stack(layer, 1, rngs=rngs)) if text else layer
+        graph, state = nnx.split(gtp.init(make, nnx.Rngs(0)))
+
+        def loss(state, x):
+            y = nnx.merge(graph, state)(x)
+            return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
+
+        run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+        if text:
+            return run.lower(state, x).compile().as_text()
+        (_, y), (to_state, to_x) = run(state, x)
+    found = {".".join(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(to_state)}
+    return {name: np.asarray(a, np.float64) for name, a in {**found, "x": to_x, "y": y}.items()}
+
+
+def distance(a, b):
+    return {name: np.linalg.norm(a[name] - b[name]) / np.linalg.norm(b[name]) for name in b}
+
+
+CASES = {
+    "ep 2": (dict(ep=2), {}),
+    "ep 4, all-gather": (dict(ep=4), dict(transport="gather")),
+    "ep 4, in rounds and two chunks": (dict(ep=4), dict(round_size=0.3, exchange_chunks=2)),
+    "ep 2 x gtp 2 x tp 2, features": (dict(ep=2, gtp=2, tp=2), dict(parallel="features")),
+    "ep 2 x gtp 2 x tp 2, experts over both": (dict(ep=2, gtp=2, tp=2), dict(parallel="expert")),
+    "gtp 2 x tp 2, experts over tp": (dict(gtp=2, tp=2), dict(parallel="expert")),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_those_of_one_device(name):
+    """A scale is a power of two: that of fewer rows gives the same codes but for numbers that underflow. What FP8 rounds
+    off is many times as much."""
+    degrees, options = CASES[name]
+    found, alone = gradients(degrees, **options), gradients({}, parallel=options.get("parallel"))
+    exact = gradients({}, recipe=None, parallel=options.get("parallel"))
+    apart, rounded = distance(found, alone), distance(alone, exact)
+    for what, error in apart.items():
+        assert error < 0.003 < 0.015 < rounded[what], f"{what}: {apart}, {rounded}"
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_of_the_tokens_one_byte_a_number_travels_and_one_amax(chunks):
+    """There, and again in backward. Partial sums and all gradients travel in the compute dtype."""
+    found = plan.collectives(gradients(dict(ep=4), text=True, dtype="bfloat16", exchange_chunks=chunks))
+    moved = sorted((c.direction, c.dtype) for c in found if c.kind == "all-to-all" and c.dtype != "f32")
+    assert moved == [
+        *[("backward", "u16")] * 2 * chunks,
+        *[("backward", "u8")] * chunks,
+        *[("forward", "u16")] * chunks,
+        *[("forward", "u8")] * chunks,
+    ]
+    sizes = {c.dtype: c.operand_bytes for c in found if c.kind == "all-to-all" and c.dtype != "f32"}
+    assert sizes["u16"] == 2 * sizes["u8"]
+    maxima = [c for c in found if c.kind == "all-reduce" and "pmax" in c.op_name and c.axes == ("ep",)]
+    assert [c.direction for c in maxima] == ["forward"]  # joined with those of kernels, each of one expert
+
+
+def test_transports_give_the_same_bits():
+    padded, gathered = (gradients(dict(ep=4), transport=transport) for transport in ("padded", "gather"))
+    for name, value in padded.items():
+        np.testing.assert_array_equal(value, gathered[name], err_msg=name)
