@@ -1,12 +1,13 @@
 """What PyTorch's mixture of experts computes, against every token through every expert; run by test_torch_experts.py.
 
-`python torch_experts.py layer`, or `torchrun --nproc-per-node 4 torch_experts.py ranks GTP EP`: a whole model on ranks,
-against the same model on one. All in float32 on CPUs.
+`python experts_in_torch.py layer`, or `torchrun --nproc-per-node 4 experts_in_torch.py ranks GTP EP`: a whole model on
+ranks, against the same model on one. In float32 on CPUs. `gpu` compares the kernels of a GPU, torchao's FP8 too.
 """
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from torch.distributed.tensor import distribute_tensor
 sys.path.insert(0, str(Path(__file__).parents[2] / "gtp_jax" / "bench" / "contenders"))
 
 import fsdp2  # noqa: E402
-from torch_experts import Experts, MoE, arrived_places, sorted_places  # noqa: E402
+from torch_experts import ALIGNMENT, Experts, MoE, arrived_places, sorted_places  # noqa: E402
 from workload import Workload  # noqa: E402
 
 SIZES = dict(
@@ -32,7 +33,8 @@ EXPERTS = dict(num_experts=8, top_k=3, aux_loss_coeff=0.5, shared_hidden=24, qk_
 def through_every_expert(moe: MoE, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the output of a mixture and its balance term, the mean over tokens, without sorting anything."""
     work, width = moe.work, x.shape[-1]
-    h = x * (x.square().mean(-1, keepdim=True) + work.epsilon).rsqrt() * moe.norm.weight
+    h = x.float() * (x.float().square().mean(-1, keepdim=True) + work.epsilon).rsqrt() * moe.norm.weight
+    h = h.to(x.dtype).float()  # a router whose input is not rounded would make other choices
     probs = (h @ moe.router.T).softmax(-1)
     taken = (probs[..., None, :] > probs[..., :, None]).sum(-1) < work.top_k
     shares = probs * taken / (probs * taken).sum(-1, keepdim=True)
@@ -85,6 +87,30 @@ def check_places() -> None:
             assert torch.equal(getattr(arrived, name), getattr(wanted, name)), (alignment, name)
 
 
+def check_gpu(fp8: bool, compiled: bool) -> None:
+    """Compares the kernels of a GPU with float32, by relative error of the whole array."""
+    sizes = SIZES | dict(hidden_size=256, intermediate_size=128, seq=500)
+    work = Workload(**sizes, num_experts=16, top_k=3, aux_loss_coeff=0.5, sequences=2)
+    kernels = (fsdp2.float8.grouped_matmul(), ALIGNMENT["fp8"]) if fp8 else (torch._grouped_mm, ALIGNMENT["bf16"])
+    moe = MoE(work, None, *kernels, None).cuda()
+    for parameter in moe.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=parameter.shape[-1] ** -0.5)
+    moe = moe.bfloat16()
+    wide = copy.deepcopy(moe).float()
+    x = torch.randn(2, work.seq, work.hidden_size, device="cuda").bfloat16().requires_grad_()
+    weights = torch.randn_like(x)
+    expected, term = through_every_expert(wide, x)
+    true = torch.autograd.grad((expected * weights).sum() + term, [x, *wide.parameters()])
+    if compiled:
+        moe.compile()
+    y = moe(x)
+    found = torch.autograd.grad((y * weights).sum(), [x, *moe.parameters()])
+    pairs = zip(["y", "x", *dict(wide.named_parameters())], [y, *found], [expected, *true], strict=True)
+    errors = {name: float((a.float() - b).norm() / b.norm()) for name, a, b in pairs}
+    print("fp8" if fp8 else "bf16", "compiled" if compiled else "eager", errors)
+    assert max(errors.values()) < (0.1 if fp8 else 0.02), errors
+
+
 def check_ranks(gtp: int, ep: int) -> None:
     """Compares loss and gradients of a model on ranks with those of one process that has all sequences."""
     dist.init_process_group("gloo")
@@ -134,6 +160,12 @@ def main() -> None:
     torch.manual_seed(0)
     if sys.argv[1] == "ranks":
         return check_ranks(*map(int, sys.argv[2:]))
+    if sys.argv[1] == "gpu":
+        forms = (False, True) if fsdp2.float8._has_grouped_matmul() else (False,)
+        for fp8 in forms:
+            for compiled in (False, True):
+                check_gpu(fp8, compiled)
+        return print("torchao's grouped FP8 is not here" if len(forms) == 1 else "all compared")
     check_places()
     for case in ((1, False, 1), (1, True, 2), (16, True, 1)):
         check_layer(*case)
