@@ -172,6 +172,12 @@ def exchange_counts(sizes: torch.Tensor, ranks: int, group: Any) -> tuple[torch.
     return counts, Splits(there, back, group)
 
 
+def _of_any_length(x: torch.Tensor) -> torch.Tensor:
+    """Returns an array that what is compiled takes at any length, from the first call on."""
+    torch._dynamo.maybe_mark_dynamic(x, 0)
+    return x
+
+
 class Experts(nn.Module):
     """The experts of a rank: SwiGLU, gate and up in one matmul, rows sorted by expert.
 
@@ -223,10 +229,10 @@ class MoE(nn.Module):
             return self.finish(x, h, self.experts(rows, places.ends), shares, places.source, places.place)
         rows, source, place = self.pack(h, sizes, expert_of)
         counts, splits = exchange_counts(sizes, self.work.ep, self.group)
-        arrived = Travel.apply(rows, splits)
-        torch._dynamo.maybe_mark_dynamic(arrived, 0)
+        arrived = _of_any_length(Travel.apply(rows, splits))
         rows, ends, arrived_source, arrived_place = self.arrange(arrived, counts)
-        rows = self.unarrange(self.experts(rows, ends), arrived_source, arrived_place)
+        rows, arrived_source, arrived_place = map(_of_any_length, (rows, arrived_source, arrived_place))
+        rows = self.unarrange(_of_any_length(self.experts(rows, ends)), arrived_source, arrived_place)
         return self.finish(x, h, Travel.apply(rows, splits.reversed()), shares, source, place)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
