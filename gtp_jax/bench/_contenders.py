@@ -30,7 +30,8 @@ class Contender:
         script: file in the folder `contenders`.
         flags: beside those of the workload.
         tp: tensor-parallel degrees that it takes part at.
-        matmuls: formats in which dense layers multiply, such as `bf16` or `fp8`; ratios compare equal ones only.
+        matmuls: formats in which layers multiply, such as `bf16` or `fp8`; ratios compare equal ones only.
+        refused: why it does not run what the other flags ask for; empty if it does.
     """
 
     family: str
@@ -40,6 +41,7 @@ class Contender:
     flags: tuple[str, ...] = ()
     tp: Literal["any", "1", "above 1"] = "any"
     matmuls: str = "bf16"
+    refused: str = ""
 
     @property
     def name(self) -> str:
@@ -129,13 +131,23 @@ def with_grad_reductions(contenders: Sequence[Contender], names: Sequence[str]) 
 def with_experts(contenders: Sequence[Contender], flags: Sequence[str], transports: Sequence[str]) -> list[Contender]:
     """Returns the contenders, those of gtp_jax with flags about experts, and once for each way that tokens travel.
 
+    FSDP2 and the partitioner have the default router alone, and say so where flags ask for another.
+
     Args:
         contenders: to begin with.
         flags: as `ExpertOptions.flags` has them; those of the workload may be among them.
         transports: names; none for the one that suits the devices.
     """
-    ours = [dataclasses.replace(c, flags=(*c.flags, *flags)) if c.family == OURS else c for c in contenders]
-    return _once_for_each(ours, transports, None, "--transport", "{}") if transports else ours
+    router = " ".join(flag for flag in flags if flag.startswith(("--router-", "--no-router-")))
+    refused = f"has the default router alone, not {router}" if router else ""
+
+    def adapted(contender: Contender) -> Contender:
+        if contender.family == OURS:
+            return dataclasses.replace(contender, flags=(*contender.flags, *flags))
+        return contender if contender.family == BOUND else dataclasses.replace(contender, refused=refused)
+
+    every = [adapted(contender) for contender in contenders]
+    return _once_for_each(every, transports, None, "--transport", "{}") if transports else every
 
 
 def _once_for_each(

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ..plan import step_flops
-from ._contenders import OURS, Contender
+from ._contenders import FSDP2, PARTITIONER, Contender
 from ._process import reason, run
-from .contenders.workload import MARK, NO_EXPERTS, Workload
+from .contenders.workload import MARK, NOT_OVER_TP, Workload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,14 +53,8 @@ class Row:
 
 def workload_flops(work: Workload) -> int:
     """Operations of a step over all devices, as `gtp_jax.plan.step_flops` counts them."""
-    attention = work.hidden_size * work.head_dim * (2 * work.num_heads + 2 * work.num_kv_heads)
-    of_tokens = work.top_k if work.num_experts else 1  # MLPs that a token is multiplied with
-    mlp = 3 * work.hidden_size * (of_tokens * work.intermediate_size + work.shared_hidden)
-    parameters = (
-        work.num_layers * (attention + mlp + work.hidden_size * work.num_experts) + work.vocab_size * work.hidden_size
-    )
     return step_flops(
-        matmul_params=parameters,
+        matmul_params=work.matmul_parameters,
         tokens=work.tokens,
         layers=work.num_layers,
         seq=work.seq,
@@ -125,8 +119,9 @@ def measure_step(
         torch_python: the interpreter that has PyTorch.
         log: file for what it prints; nowhere by default.
     """
-    if contender.family != OURS and (work.has_experts or work.qk_norm):
-        return Row(contender, failure=NO_EXPERTS)
+    refused = NOT_OVER_TP if work.is_ours_alone and contender.family in (FSDP2, PARTITIONER) else contender.refused
+    if refused:
+        return Row(contender, failure=refused)
     shown = environment.get("CUDA_VISIBLE_DEVICES")
     every = shown.split(",") if shown else [str(i) for i in range(work.devices)]
     environment = {**environment, "CUDA_VISIBLE_DEVICES": ",".join(every[: work.devices])}

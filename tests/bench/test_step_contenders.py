@@ -34,7 +34,7 @@ def partitioner(monkeypatch):
     """The script, imported as if from its own folder."""
     monkeypatch.syspath_prepend(str(Path(bench.__file__).with_name("contenders")))
     yield importlib.import_module("partitioner")
-    for name in ("partitioner", "deviceless", "workload"):
+    for name in ("partitioner", "partitioned_experts", "deviceless", "workload"):
         sys.modules.pop(name, None)
 
 
@@ -99,12 +99,18 @@ def test_float8_without_torchao_or_over_tp_ends_with_what_to_do(monkeypatch):
         float8.check("tensorwise", tp=2)
     with pytest.raises(SystemExit, match="error: --float8 needs torchao, .*; run `pip install torchao`"):
         float8.check("rowwise", tp=1)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())  # an old torchao
+    with pytest.raises(SystemExit, match="error: --float8 with experts needs torchao's grouped FP8; run `pip install "):
+        float8.check("rowwise", tp=1, experts=True)
+    with pytest.raises(SystemExit, match="error: torchao's grouped FP8 matmuls are GPU kernels; leave out --float8 or"):
+        float8.check("rowwise", tp=1, experts=True, cuda=False)
     sys.modules.pop("float8")
 
 
-def test_operations_are_those_of_the_model():
-    config = LlamaConfig(**SIZES)
-    work = bench.Workload(**SIZES, seq=32, sequences=4, gtp=2)
+@pytest.mark.parametrize("others", [{}, {"num_experts": 8, "top_k": 2, "shared_hidden": 32, "qk_norm": True}])
+def test_operations_are_those_of_the_model(others):
+    config = LlamaConfig(**SIZES, **others)
+    work = bench.Workload(**SIZES, **others, seq=32, sequences=4, gtp=2)
     assert bench.workload_flops(work) == plan.step_flops(
         matmul_params=config.matmul_params(), tokens=4 * 32, layers=2, seq=32, heads=4, head_dim=16
     )
@@ -295,17 +301,32 @@ def test_every_contender_runs_the_step(degrees, tmp_path, capsys):
     assert all(abs(row["loss"] - np.log(config.vocab_size)) < 1 and row["last_loss"] < row["loss"] for row in steps)
 
 
+def test_rivals_say_what_they_lack_of_a_mixture():
+    work = bench.Workload(**SIZES, num_experts=8, seq=32, sequences=4, gtp=2, tp=2)
+    words = ["fsdp2 bf16 regather", "partitioner scan regather", "bound bf16"]
+    chosen = [bench.chosen_contenders([name], tp=2)[0] for name in words]
+    run = {"environment": {"PATH": ""}, "timeout_s": 60.0, "torch_python": "no-python"}
+    assert [bench.measure_step(c, work, **run).failure for c in chosen[:2]] == [
+        "computes experts, and norms of queries and keys, at tp 1 alone"
+    ] * 2
+    adapted = bench.with_experts(chosen, ["--exchange-chunks=2", "--router-score=sigmoid", "--no-router-normalize"], [])
+    message = "has the default router alone, not --router-score=sigmoid --no-router-normalize"
+    assert [c.refused for c in adapted] == [message, message, ""]
+    assert bench.measure_step(adapted[0], dataclasses.replace(work, tp=1), **run).failure == message
+    assert not any(c.refused for c in bench.with_experts(chosen, ["--exchange-chunks=2"], ["gather"]))
+
+
 @pytest.mark.slow
 def test_experts_over_ep_are_timed_by_transport(tmp_path, capsys):
     saved = tmp_path / "run.json"
     model = ["--preset", "tiny-moe", "--num-layers", "1", "--seq", "32", "--steps", "2", "--shared-hidden", "32"]
-    words = ["gtp_jax bf16 regather", "partitioner scan regather"]
+    words = ["gtp_jax bf16 regather", "partitioner scan regather", "bound bf16"]
     flags = ["--ep", "2", "--gtp", "2", "--transport", "gather", "padded", "--contenders", *words, "--json", str(saved)]
     assert main(["bench", "step", *model, *flags]) == 0
     assert "4 x cpu, gtp 2, ep 2, tp 1: 1 layers of width 128, 2 of 8 experts a token" in capsys.readouterr().out
-    gather, padded, other = json.loads(saved.read_text())["contenders"]
+    gather, padded, other, bound = json.loads(saved.read_text())["contenders"]
     assert [row["variant"] for row in (gather, padded)] == ["bf16 gather", "bf16 padded"]
     assert gather["loss"] == padded["loss"] and gather["last_loss"] == padded["last_loss"]  # bit for bit
     config = dataclasses.replace(PRESETS["tiny-moe"], num_layers=1, shared_hidden=32)
-    assert gather["parameters"] == config.param_count()
-    assert other["failure"] == "computes plain Llamas alone: no experts, and no norms of queries and keys"
+    assert gather["parameters"] == other["parameters"] == config.param_count()
+    assert abs(other["loss"] - gather["loss"]) < 1 and bound["median_s"] < other["median_s"]

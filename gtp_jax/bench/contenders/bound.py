@@ -27,7 +27,7 @@ def ceiling(side: int, dtype: Any) -> Callable[[], float]:
 
 def attention(work: Workload) -> Callable[[], float]:
     """Measures seconds of one layer's attention, forward and backward, of a device's share of a microbatch."""
-    rows = work.sequences // work.microbatches // work.gtp
+    rows = work.sequences // work.microbatches // (work.gtp * work.ep)
     q, k, v = (
         jax.random.normal(jax.random.key(i), (rows, work.seq, heads // work.tp, work.head_dim), jnp.bfloat16)
         for i, heads in enumerate((work.num_heads, work.num_kv_heads, work.num_kv_heads))
@@ -58,15 +58,10 @@ def main() -> None:
     flags.add_argument("--precision", choices=PRECISION, default="bf16", help="of the matmuls; attention is in bf16")
     flags.add_argument("--side", type=int, help="of the square matmul; by default 8192 on a GPU, 512 on a CPU")
     args = flags.parse_args()
-    work = workload(args)
+    work = workload(args, all_over_tp=True)
     side = args.side or (8192 if jax.default_backend() == "gpu" else 512)
     rate, one_layer = ceiling(side, PRECISION[args.precision]), attention(work)
-    attention_parameters = work.hidden_size * work.head_dim * (2 * work.num_heads + 2 * work.num_kv_heads)
-    parameters = (
-        work.num_layers * (attention_parameters + 3 * work.hidden_size * work.intermediate_size)
-        + work.vocab_size * work.hidden_size
-    )
-    operations = PER_PARAMETER * parameters * work.tokens / work.devices
+    operations = PER_PARAMETER * work.matmul_parameters * work.tokens / work.devices
     rounds = [(rate(), one_layer()) for _ in range(work.steps)]
     times = [operations / flops + work.num_layers * work.microbatches * seconds for flops, seconds in rounds]
     report(

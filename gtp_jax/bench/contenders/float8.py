@@ -2,12 +2,14 @@
 
 Every linear layer but the head multiplies in FP8, forward and backward: inputs and weights in E4M3, gradients in E5M2
 (`tensorwise`) or E4M3 (`rowwise`). gtp_jax's recipe `fp8-matmuls` leaves embedding and head in high precision too.
+Experts multiply in torchao's grouped FP8, which has a scale a row with either; their router does not.
 """
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -17,12 +19,17 @@ from typing import Any
 SCALINGS = ("tensorwise", "rowwise")
 
 
-def check(scaling: str | None, *, tp: int) -> None:
+_GROUPED, _TO_GROUPED = "torchao.prototype.moe_training", "_to_fp8_rowwise_then_scaled_grouped_mm"
+
+
+def check(scaling: str | None, *, tp: int, experts: bool = False, cuda: bool = True) -> None:
     """Ends the program with a reason where `--float8` cannot run; does nothing without the flag.
 
     Args:
         scaling: one of `SCALINGS`, or `None`.
         tp: tensor-parallel degree.
+        experts: whether the model has experts.
+        cuda: whether there are NVIDIA GPUs.
     """
     if scaling is None:
         return
@@ -30,6 +37,27 @@ def check(scaling: str | None, *, tp: int) -> None:
         sys.exit(f"error: --float8 shards over gtp alone, and tp is {tp}; leave out --float8 or --tp")
     if importlib.util.find_spec("torchao") is None:
         sys.exit("error: --float8 needs torchao, which this Python cannot import; run `pip install torchao`")
+    if experts and not cuda:
+        sys.exit("error: torchao's grouped FP8 matmuls are GPU kernels; leave out --float8 or the experts")
+    if experts and not _has_grouped_matmul():
+        sys.exit("error: --float8 with experts needs torchao's grouped FP8; run `pip install 'torchao>=0.17'`")
+
+
+def _has_grouped_matmul() -> bool:
+    try:
+        return hasattr(importlib.import_module(_GROUPED), _TO_GROUPED)
+    except ImportError:
+        return False
+
+
+def grouped_matmul() -> Callable[..., Any]:
+    """Returns what takes the place of `torch._grouped_mm`; groups' rows must be multiples of 16."""
+    multiply = getattr(importlib.import_module(_GROUPED), _TO_GROUPED)
+
+    def rowwise(x: Any, kernels: Any, *, offs: Any) -> Any:
+        return multiply(x, kernels, offs, pad_token_groups_for_grouped_mm=False)
+
+    return rowwise
 
 
 def convert(model: Any, scaling: str, *, emulate: bool) -> Callable[[], None]:

@@ -1,7 +1,8 @@
 """The same Llama in PyTorch FSDP2, every block compiled; with --tp above 1 tensor and sequence parallel too.
 
 `torchrun --nproc-per-node 8 fsdp2.py --gtp 8 --sequences 8`, `--keep-gathered` for `reshard_after_forward=False`, and
-`--float8 tensorwise` or `--float8 rowwise` for FP8 matmuls (torchao).
+`--float8 tensorwise` or `--float8 rowwise` for FP8 matmuls (torchao). With `--num-experts` blocks have experts
+(torch_experts.py), which `--ep` divides among ranks.
 """
 
 # pyright: reportMissingImports=false
@@ -11,6 +12,7 @@ import contextlib
 import os
 import time
 from importlib.metadata import version
+from typing import Any
 
 import float8
 import torch
@@ -29,6 +31,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch_experts import ALIGNMENT, Experts, MoE
 from workload import LEARNING_RATE, REDUCE_DTYPE, WEIGHT_DECAY, Workload, parser, report, workload
 
 
@@ -47,6 +50,7 @@ class Attention(nn.Module):
         self.work = work
         self.qkv = nn.Linear(work.hidden_size, (work.num_heads + 2 * work.num_kv_heads) * work.head_dim, bias=False)
         self.out = nn.Linear(work.num_heads * work.head_dim, work.hidden_size, bias=False)
+        self.norms = nn.ModuleList(nn.RMSNorm(work.head_dim, eps=work.epsilon) for _ in range(2 * work.qk_norm))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         work = self.work
@@ -54,6 +58,8 @@ class Attention(nn.Module):
         # over tp each rank's part of the fused kernel is taken for its own heads: the same model, its columns permuted
         heads, kv_heads = work.num_heads // work.tp * work.head_dim, work.num_kv_heads // work.tp * work.head_dim
         q, k, v = (t.reshape(*t.shape[:2], -1, work.head_dim) for t in fused.split([heads, kv_heads, kv_heads], dim=-1))
+        if work.qk_norm:
+            q, k = (norm(part) for norm, part in zip(self.norms, (q, k), strict=True))
         q, k = rope(q, work.rope_theta), rope(k, work.rope_theta)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
@@ -61,10 +67,10 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, work: Workload) -> None:
+    def __init__(self, features: int, hidden: int) -> None:
         super().__init__()
-        self.up = nn.Linear(work.hidden_size, 2 * work.intermediate_size, bias=False)
-        self.down = nn.Linear(work.intermediate_size, work.hidden_size, bias=False)
+        self.up = nn.Linear(features, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, features, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.up(x).chunk(2, -1)
@@ -72,21 +78,32 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, work: Workload) -> None:
+    def __init__(self, work: Workload, ep_group: Any, fp8: bool) -> None:
         super().__init__()
-        self.norm1, self.norm2 = (nn.RMSNorm(work.hidden_size, eps=work.epsilon) for _ in range(2))
-        self.attention, self.mlp = Attention(work), MLP(work)
+        self.norm1 = nn.RMSNorm(work.hidden_size, eps=work.epsilon)
+        self.attention = Attention(work)
+        self.moe = None
+        if work.num_experts:
+            shared = MLP(work.hidden_size, work.shared_hidden) if work.shared_hidden else None
+            multiply, alignment = (float8.grouped_matmul(), ALIGNMENT["fp8"]) if fp8 else (torch._grouped_mm, 1)
+            self.moe = MoE(work, ep_group, multiply, alignment, shared)
+        else:
+            self.norm2 = nn.RMSNorm(work.hidden_size, eps=work.epsilon)
+            self.mlp = MLP(work.hidden_size, work.intermediate_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        x = self.attend(x)
+        return self.moe(x) if self.moe else x + self.mlp(self.norm2(x))
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.attention(self.norm1(x))
 
 
 class Llama(nn.Module):
-    def __init__(self, work: Workload) -> None:
+    def __init__(self, work: Workload, ep_group: Any = None, fp8: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(work.vocab_size, work.hidden_size)
-        self.blocks = nn.ModuleList(Block(work) for _ in range(work.num_layers))
+        self.blocks = nn.ModuleList(Block(work, ep_group, fp8) for _ in range(work.num_layers))
         self.norm = nn.RMSNorm(work.hidden_size, eps=work.epsilon)
         self.head = nn.Linear(work.hidden_size, work.vocab_size, bias=False)
 
@@ -100,6 +117,12 @@ class Llama(nn.Module):
         for parameter in self.parameters():
             if parameter.ndim == 1:
                 nn.init.ones_(parameter)
+            elif parameter.ndim == 3:  # DTensor's generator would give the experts of all ep ranks the same numbers
+                own = parameter.detach().to_local()
+                own.normal_(
+                    std=parameter.shape[-1] ** -0.5,
+                    generator=torch.Generator(own.device).manual_seed(1 + dist.get_rank()),
+                )
             else:
                 nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
 
@@ -130,6 +153,57 @@ def over_tp(model: Llama, mesh) -> None:
         parallelize_module(block, mesh, plan)
 
 
+def compile_blocks(model: Llama, work: Workload) -> None:
+    """Compiles every block whole, or around the exchanges of tokens."""
+    for block in model.blocks:
+        if not work.divides_experts:
+            block.compile()
+        else:
+            block.attend = torch.compile(block.attend)
+            block.moe.compile_parts()
+
+
+def shard(model: Llama, work: Workload, mesh: Any, policy: MixedPrecisionPolicy, *, keep_gathered: bool) -> None:
+    """Shards a model's weights over gtp and ep, those of experts that ep divides over gtp alone.
+
+    Args:
+        model: on any device.
+        work: its sizes.
+        mesh: with the axes `gtp`, `ep` and `tp`.
+        policy: of compute and of gradients.
+        keep_gathered: whether blocks and the embedding keep gathered weights for backward.
+    """
+    data = mesh["gtp"] if work.ep == 1 else mesh["gtp", "ep"]._flatten("data")
+    options = {"mesh": data, "mp_policy": policy}
+    blocks: Any = model.blocks
+    fully_shard(model.embed, **options, reshard_after_forward=not keep_gathered)
+    for block in blocks:
+        if work.divides_experts:
+            experts: Any = fully_shard(
+                block.moe.experts, mesh=mesh["gtp"], mp_policy=policy, reshard_after_forward=not keep_gathered
+            )
+            # the tokens of all ep ranks have come to these experts: their gradient is a sum over ep already
+            experts.set_gradient_divide_factor(float(work.gtp * work.ep))
+            if mesh.device_type == "cpu" and work.gtp > 1:
+                experts.set_force_sum_reduction_for_comms(True)  # gloo has no sum of multiples
+        fully_shard(block, **options, reshard_after_forward=not keep_gathered)
+    fully_shard([model.norm, model.head], **options, reshard_after_forward=False)  # its backward follows at once
+    fully_shard(model, **options)
+    if work.divides_experts:  # the host waits for split sizes, and would ask for the next block's weights too late
+        units = [[block, block.moe.experts] for block in blocks]
+        for i, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch([block.moe.experts, *(units[i + 1] if i + 1 < len(units) else [])])
+            block.set_modules_to_backward_prefetch([block.moe.experts, *(units[i - 1] if i else [])])
+
+
+def groups_of(model: Llama) -> list[dict[str, Any]]:
+    """Returns the optimizer's groups of parameters: those of one mesh are updated together."""
+    experts = [p for module in model.modules() if isinstance(module, Experts) for p in module.parameters()]
+    ids = set(map(id, experts))
+    dense = [p for p in model.parameters() if id(p) not in ids]
+    return [{"params": group} for group in (dense, experts) if group]
+
+
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--keep-gathered", action="store_true", help="keep gathered weights for backward")
@@ -140,16 +214,16 @@ def main() -> None:
     if args.async_tp and args.eager:
         flags.error("--async-tp is done by the compiler; leave out --eager")
     work = workload(args)
-    float8.check(args.float8, tp=work.tp)
     cuda = torch.cuda.is_available()
+    float8.check(args.float8, tp=work.tp, experts=work.has_experts, cuda=cuda)
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     dist.init_process_group("nccl" if cuda else "gloo")
-    mesh = init_device_mesh(device.type, (work.gtp, work.tp), mesh_dim_names=("gtp", "tp"))
+    mesh = init_device_mesh(device.type, (work.gtp, work.ep, work.tp), mesh_dim_names=("gtp", "ep", "tp"))
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = Llama(work)
+        model = Llama(work, mesh.get_group("ep"), fp8=bool(args.float8))
     update_scales = float8.convert(model, args.float8, emulate=not cuda) if args.float8 else lambda: None
     if work.tp > 1:
         over_tp(model, mesh["tp"])
@@ -161,24 +235,18 @@ def main() -> None:
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     if not args.eager:
-        for block in model.blocks:
-            block.compile()
+        compile_blocks(model, work)
         if work.tp == 1:
             loss_of = torch.compile(loss_of)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, REDUCE_DTYPE))
-    shard = {"mesh": mesh["gtp"], "mp_policy": policy}
-    fully_shard(model.embed, **shard, reshard_after_forward=not args.keep_gathered)
-    for block in model.blocks:
-        fully_shard(block, **shard, reshard_after_forward=not args.keep_gathered)
-    fully_shard([model.norm, model.head], **shard, reshard_after_forward=False)  # its backward follows at once
-    fully_shard(model, **shard)
+    shard(model, work, mesh, policy, keep_gathered=args.keep_gathered)
     model.to_empty(device=device)
     model.reset()
     update_scales()  # ahead of the first step too, so that all steps run one compiled program
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=cuda)
-    rows = work.sequences // work.microbatches // work.gtp
-    # ranks of a gtp group have sequences of their own, those of a tp group share them
-    source = torch.Generator().manual_seed(1 + mesh["gtp"].get_local_rank())
+    optimizer = torch.optim.AdamW(groups_of(model), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=cuda)
+    rows = work.sequences // work.microbatches // (work.gtp * work.ep)
+    # ranks of gtp and ep have sequences of their own, those of a tp group share them
+    source = torch.Generator().manual_seed(1 + dist.get_rank() // work.tp)
     tokens = torch.randint(0, work.vocab_size, (work.microbatches, rows, work.seq), generator=source).to(device)
     targets = tokens.roll(-1, -1)
     cut_loss = loss_parallel if work.tp > 1 else contextlib.nullcontext
@@ -211,7 +279,7 @@ def main() -> None:
             peak_bytes=torch.cuda.max_memory_allocated() if cuda else None,
             loss=losses[0],
             last_loss=losses[-1],
-            parameters=sum(p.numel() for p in model.parameters()),
+            parameters=sum(p.numel() * (work.ep if p.ndim == 3 else 1) for p in model.parameters()),
             reduce_dtype=REDUCE_DTYPE,
             versions={name: version(name) for name in ("torch", *(("torchao",) if args.float8 else ()))},
         )

@@ -35,7 +35,7 @@ def main() -> None:
     flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step there")
     add_target(flags)
     args = flags.parse_args()
-    work, recipe = workload(args, experts=True), Quantization(**given(args, Quantization))
+    work, recipe = workload(args, all_over_tp=True), Quantization(**given(args, Quantization))
     execution = Execution(**given(args, Execution))
     options = {name: value for name, value in given(args, ExpertOptions).items() if name not in _OF_WORKLOAD}
     experts = ExpertOptions(**options)

@@ -1,6 +1,7 @@
 """The same Llama in plain JAX, its weights sharded and gathered by XLA's partitioner as annotations say (FSDP, and tp).
 
-`python partitioner.py --gtp 8 --sequences 8 --combine`, and `--keep-gathered` for weights gathered once.
+`python partitioner.py --gtp 8 --sequences 8 --combine`, and `--keep-gathered` for weights gathered once. With
+`--num-experts` blocks have experts (partitioned_experts.py); ep is then no more than further ranks of gtp.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
+import partitioned_experts as experts
 from deviceless import add_target, compile_only, devices_of
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -32,6 +34,8 @@ LAYER = {
     "up": (P("gtp", None, "tp"), P(None, None, "tp")),
     "down": (P("tp", "gtp"), P("tp", None)),
 }
+MLP = ("up", "down")
+SHARED = {f"shared_{name}": LAYER[name] for name in MLP}
 EMBED = (P("gtp", None), P())
 HEAD = (P("gtp", "tp"), P(None, "tp"))
 BETWEEN, INSIDE = P("gtp", "tp", None), P("gtp", None, "tp")  # activations: the sequence sharded over tp, then features
@@ -44,11 +48,16 @@ def shapes(work: Workload) -> Tree:
     layer = {
         "qkv": (work.hidden_size, work.num_kv_heads, (work.num_heads // work.num_kv_heads + 2) * work.head_dim),
         "out": (work.num_heads * work.head_dim, work.hidden_size),
-        "up": (work.hidden_size, 2, work.intermediate_size),
-        "down": (work.intermediate_size, work.hidden_size),
         "norm1": (work.hidden_size,),
         "norm2": (work.hidden_size,),
     }
+    if work.has_experts:
+        layer |= experts.shapes(work)
+    else:
+        layer["up"] = (work.hidden_size, 2, work.intermediate_size)
+        layer["down"] = (work.intermediate_size, work.hidden_size)
+    if work.qk_norm:
+        layer |= {"norm_q": (work.head_dim,), "norm_k": (work.head_dim,)}
     stacked = {name: (work.num_layers, *shape) for name, shape in layer.items()}
     return {
         "layers": stacked,
@@ -58,10 +67,20 @@ def shapes(work: Workload) -> Tree:
     }
 
 
-def specs() -> Tree:
+def gathers(work: Workload) -> dict[str, tuple[P, P]]:
+    """Returns how the weights of a layer are sharded that the partitioner gathers, and how once gathered."""
+    if not work.has_experts:
+        return LAYER
+    return {name: how for name, how in (LAYER | SHARED).items() if name in shapes(work)["layers"] and name not in MLP}
+
+
+def specs(work: Workload) -> Tree:
     """Returns the partitions of the weights."""
-    layers = {name: P(None, *sharded) for name, (sharded, _) in LAYER.items()}
-    return {"layers": {**layers, "norm1": P(), "norm2": P()}, "embed": EMBED[0], "norm": P(), "head": HEAD[0]}
+    sharded = {name: sharded for name, (sharded, _) in gathers(work).items()}
+    if work.has_experts:
+        sharded |= experts.SHARDED
+    layers = {name: P(None, *sharded[name]) if name in sharded else P() for name in shapes(work)["layers"]}
+    return {"layers": layers, "embed": EMBED[0], "norm": P(), "head": HEAD[0]}
 
 
 def abstract(work: Workload) -> Tree:
@@ -77,7 +96,8 @@ def init(work: Workload, key: jax.Array) -> Tree:
         name = path[-1].key
         if "norm" in name:
             return jnp.ones(like.shape, like.dtype)
-        fan_in = like.shape[1] if name in LAYER else work.hidden_size
+        of_experts = work.has_experts and name in MLP  # their contracted dimension is the last
+        fan_in = like.shape[-1 if of_experts else 1] if path[0].key == "layers" else work.hidden_size
         own = jax.random.fold_in(key, sum(name.encode()))
         return jax.random.normal(own, like.shape, like.dtype) * fan_in**-0.5
 
@@ -110,7 +130,7 @@ def loss(
 
     def saves(primitive: Any, *_: Any, **known: Any) -> bool:
         if primitive.name == "name":
-            return keep_gathered and known["name"] == WEIGHT
+            return known["name"] in experts.KEPT or (keep_gathered and known["name"] == WEIGHT)
         if primitive.name == "dot_general":
             return not any(known["dimension_numbers"][1])  # with batch dimensions it is attention written out
         return "dot_product_attention_fwd" in primitive.name
@@ -122,7 +142,8 @@ def loss(
     layer = jax.checkpoint(layer, policy=saves, prevent_cse=not unroll)
     table: Any = _gathered(EMBED, params["embed"].astype(dtype))
     x = _constrained(table[tokens], BETWEEN)
-    cast = {name: w.astype(dtype) if name in LAYER else w for name, w in params["layers"].items()}
+    whole = ("router", "norm1", "norm2", "norm_q", "norm_k")
+    cast = {name: w if name in whole else w.astype(dtype) for name, w in params["layers"].items()}
     if unroll:
         x, _ = lax.scan(layer, x, cast, unroll=unroll)
     else:
@@ -137,20 +158,29 @@ def loss(
 
 
 def _layer(work: Workload, attention: Literal["cudnn", "xla"], x: jax.Array, weights: Tree) -> jax.Array:
-    w = {name: checkpoint_name(_gathered(sharded, weights[name]), WEIGHT) for name, sharded in LAYER.items()}
+    w = {name: checkpoint_name(_gathered(how, weights[name]), WEIGHT) for name, how in gathers(work).items()}
     batch, seq, _ = x.shape
     group = work.num_heads // work.num_kv_heads
     h = _norm(x, weights["norm1"], work.epsilon)
     fused = jnp.einsum("bsd,dke->bske", h, w["qkv"])
     q, k, v = jnp.split(fused, [group * work.head_dim, (group + 1) * work.head_dim], axis=-1)
     q = jnp.reshape(q, (batch, seq, work.num_heads, work.head_dim))
+    if work.qk_norm:
+        q, k = _norm(q, weights["norm_q"], work.epsilon), _norm(k, weights["norm_k"], work.epsilon)
     q, k = _rope(q, work.rope_theta), _rope(k, work.rope_theta)
     q, k, v = (_constrained(part, HEADS) for part in (q, k, v))  # attention takes no sharded sequence
     mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention)
     x = x + _constrained(jnp.reshape(mixed, (batch, seq, -1)) @ w["out"], BETWEEN)
-    hidden = jnp.einsum("bsd,dcf->bscf", _norm(x, weights["norm2"], work.epsilon), w["up"])
-    hidden = jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1]
-    return x + hidden @ w["down"]
+    h = _norm(x, weights["norm2"], work.epsilon)
+    if not work.has_experts:
+        return x + _mlp(h, w["up"], w["down"])
+    y = x + experts.mixture(work, h, weights, WEIGHT)
+    return y + _mlp(h, w["shared_up"], w["shared_down"]) if work.shared_hidden else y
+
+
+def _mlp(h: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    hidden = jnp.einsum("bsd,dcf->bscf", h, up)
+    return (jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1]) @ down
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -200,7 +230,7 @@ def make_step(
     The state is `(params, optimizer state)`, donated; tokens are `(microbatch, sequence, token)`.
     """
     optimizer = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    sharded = jax.tree.map(lambda s: NamedSharding(mesh, s), specs(), is_leaf=lambda s: isinstance(s, P))
+    sharded = jax.tree.map(lambda s: NamedSharding(mesh, s), specs(work), is_leaf=lambda s: isinstance(s, P))
 
     def make_state(key: jax.Array) -> Tree:
         params = init(work, key)
@@ -258,7 +288,10 @@ def main() -> None:
     args = flags.parse_args()
     work = workload(args)
     mesh = jax.make_mesh(
-        (work.gtp, work.tp), ("gtp", "tp"), devices=devices_of(args.target, work), axis_types=(AxisType.Auto,) * 2
+        (work.gtp * work.ep, work.tp),
+        ("gtp", "tp"),
+        devices=devices_of(args.target, work),
+        axis_types=(AxisType.Auto,) * 2,
     )
     xla = {**(combined(work) if args.combine else {}), **dict(map(parsed, args.xla))}
     step, make_state, shardings = make_step(

@@ -20,7 +20,7 @@ WEIGHT_DECAY = 1e-4  # AdamW with b1 0.9, b2 0.999, eps 1e-8: what optax takes b
 # FSDP2's mixed precision, the compute dtype, and not that of gtp_jax, which sums in float32.
 REDUCE_DTYPE = "bfloat16"
 
-NO_EXPERTS = "computes plain Llamas alone: no experts, and no norms of queries and keys"
+NOT_OVER_TP = "computes experts, and norms of queries and keys, at tp 1 alone"
 
 MARK = "RESULT "  # what the line with the figures begins with
 
@@ -84,8 +84,27 @@ class Workload:
 
     @property
     def has_experts(self) -> bool:
-        """Says whether layers have experts, which gtp_jax's contenders alone have."""
-        return self.num_experts > 0 or self.ep > 1
+        """Says whether layers have experts."""
+        return self.num_experts > 0
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Parameters that a token is multiplied with: of its experts those that it uses."""
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        of_tokens = self.top_k if self.num_experts else 1  # MLPs that a token is multiplied with
+        mlp = 3 * self.hidden_size * (of_tokens * self.intermediate_size + self.shared_hidden)
+        layer = attention + mlp + self.hidden_size * self.num_experts
+        return self.num_layers * layer + self.vocab_size * self.hidden_size
+
+    @property
+    def divides_experts(self) -> bool:
+        """Says whether ranks divide experts."""
+        return self.ep > 1 and self.has_experts
+
+    @property
+    def is_ours_alone(self) -> bool:
+        """Says whether FSDP2's script and the partitioner's do not run it."""
+        return self.tp > 1 and (self.has_experts or self.qk_norm)
 
     @property
     def tokens(self) -> int:
@@ -125,19 +144,20 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return flags
 
 
-def workload(args: argparse.Namespace, *, experts: bool = False) -> Workload:
+def workload(args: argparse.Namespace, *, all_over_tp: bool = False) -> Workload:
     """Returns the workload of parsed flags.
 
     Args:
         args: parsed.
-        experts: whether the contender computes layers of experts; those that do not end here if there are any.
+        all_over_tp: whether the contender computes experts, and norms of queries and keys, at tp above 1 too; those
+            that do not end here if there are any.
     """
     try:
         work = Workload(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Workload)})
     except ValueError as error:
         sys.exit(f"error: {error}")
-    if not experts and (work.has_experts or work.qk_norm):
-        sys.exit(f"error: {NO_EXPERTS}")
+    if not all_over_tp and work.is_ours_alone:
+        sys.exit(f"error: {NOT_OVER_TP}")
     return work
 
 

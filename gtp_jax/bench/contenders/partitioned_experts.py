@@ -1,0 +1,79 @@
+"""A mixture of experts for the partitioner's contender: gtp_jax's grouped matmul in a `shard_map` over the batch.
+
+`jax.lax.ragged_dot` compiles densely, and the partitioner cannot divide a kernel that is not its own. So this one part
+is written by hand: each rank gathers the layer's experts just in time, multiplies its own tokens, and its gradients are
+scattered. At ep above 1 experts are gathered over all ranks, as they are without.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+from workload import Workload
+
+from gtp_jax.ops import ROUTING, SAVED, grouped_matmul, permute, save_routing, with_aux_loss
+
+# How weights are sharded; a router is whole, as norms are.
+SHARDED = {"up": P("gtp", None, None), "down": P("gtp", None, None)}
+
+# Names of values that are kept for backward, as outputs of matmuls are: outputs of grouped matmuls, and choices.
+KEPT = (SAVED, ROUTING)
+
+
+def shapes(work: Workload) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a layer's parameters: gate and up side by side, the contracted dimension last."""
+    own = {
+        "router": (work.hidden_size, work.num_experts),
+        "up": (work.num_experts, 2 * work.intermediate_size, work.hidden_size),
+        "down": (work.num_experts, work.hidden_size, work.intermediate_size),
+    }
+    if work.shared_hidden:
+        own["shared_up"] = (work.hidden_size, 2, work.shared_hidden)
+        own["shared_down"] = (work.shared_hidden, work.hidden_size)
+    return own
+
+
+def mixture(work: Workload, h: jax.Array, weights: dict[str, Any], gathered: str) -> jax.Array:
+    """Returns the weighted sums of each token's experts, `(sequence, token, features)` as `h` is.
+
+    Args:
+        work: the sizes.
+        h: normalised activations, sequences sharded over gtp.
+        weights: of one layer, sharded.
+        gathered: the name that gathered weights get.
+    """
+    tokens = h.shape[0] * h.shape[1]
+
+    def of_rank(h: jax.Array, router: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        up, down = (checkpoint_name(lax.all_gather(w, "gtp", tiled=True), gathered) for w in (up, down))
+        probs, chosen, shares = _route(work, h, router, tokens)
+        expert_of = jnp.reshape(chosen, -1)
+        order = save_routing(jnp.argsort(expert_of, stable=True))
+        inverse = jnp.argsort(order)
+        sizes = jnp.bincount(expert_of, length=work.num_experts).astype(jnp.int32)
+        rows = jnp.repeat(jnp.reshape(h, (-1, h.shape[-1])), work.top_k, axis=0)
+        gate, value = jnp.split(grouped_matmul(permute(rows, order, inverse), up[None], sizes), 2, axis=-1)
+        outputs = grouped_matmul(jax.nn.silu(gate) * value, down[None], sizes)
+        by_choice = jnp.reshape(permute(outputs, inverse, order), (*shares.shape, -1)).astype(probs.dtype)
+        return jnp.sum(by_choice * shares[..., None], axis=-2).astype(h.dtype)
+
+    run = jax.shard_map(of_rank, in_specs=(P("gtp"), P(), P("gtp"), P("gtp")), out_specs=P("gtp"), check_vma=False)
+    return run(h, weights["router"], weights["up"], weights["down"])
+
+
+def _route(work: Workload, h: jax.Array, router: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns probabilities, choices and their shares, whose gradient has the balance term's: a mean over `tokens`."""
+    wide = jnp.promote_types(h.dtype, jnp.float32)
+    logits = jnp.matmul(h.astype(wide), router.astype(wide), precision=lax.Precision.HIGHEST)
+    probs = jax.nn.softmax(logits, axis=-1)
+    chosen = save_routing(lax.top_k(lax.stop_gradient(probs), work.top_k)[1])
+    own = jnp.take_along_axis(probs, chosen, axis=-1)
+    load = jnp.sum(jax.nn.one_hot(chosen, work.num_experts, dtype=wide), axis=(1, 2))  # (sequences, experts)
+    even = work.top_k * h.shape[1] / work.num_experts
+    term = work.aux_loss_coeff / tokens * jnp.sum(load[:, None] / even * probs)
+    return probs, chosen, with_aux_loss(own / jnp.sum(own, axis=-1, keepdims=True), term)

@@ -1,0 +1,284 @@
+"""A mixture of experts for the FSDP2 contender: grouped matmuls by `torch._grouped_mm` or torchao's grouped FP8.
+
+Without expert parallelism every rank multiplies its own tokens with gathered experts, and all shapes are static, so
+that a block compiles whole. With it ranks divide the experts, and tokens travel there and back in all-to-alls whose
+split sizes the host has to know, as torchtitan does it; what lies between them is compiled in parts.
+
+Rows go to their places and come back by gathers in both passes: autograd would scatter row by row.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from workload import Workload
+
+# Rows a group's share of the operands is padded to: a group's columns in the gradient of FP8 experts begin at multiples
+# of 16 bytes. In bfloat16 no operand's contiguous dimension is divided into groups.
+ALIGNMENT = {"bf16": 1, "fp8": 16}
+
+GroupedMatmul = Callable[..., torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where rows stand once they are sorted by expert.
+
+    Attributes:
+        ends: int32, where each expert's rows end, padding included.
+        source: of each place, the row that stands there; the number of rows for none.
+        place: of each row, its place.
+    """
+
+    ends: torch.Tensor
+    source: torch.Tensor
+    place: torch.Tensor
+
+    @classmethod
+    def of(cls, place: torch.Tensor, ends: torch.Tensor, alignment: int) -> Places:
+        """Returns the places of rows whose groups end where `ends` says."""
+        rows = place.shape[0]
+        numbers = torch.arange(rows, device=place.device)
+        # the sizes of groups are the device's secret: there is room for the worst padding
+        most = rows if alignment == 1 else (rows + (alignment - 1) * ends.shape[0]) // alignment * alignment
+        source = torch.full((most,), rows, device=place.device)
+        return cls(ends.to(torch.int32), source.scatter(0, place, numbers), place)
+
+
+def sorted_places(expert_of: torch.Tensor, sizes: torch.Tensor, alignment: int) -> Places:
+    """Returns the places of rows in any order, of which `sizes` have each expert."""
+    order = torch.argsort(expert_of, stable=True)
+    ends, shift = _ends_and_shift(sizes, torch.cumsum(sizes, 0) - sizes, alignment)
+    place = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
+    return Places.of(place + shift[expert_of] if alignment > 1 else place, ends, alignment)
+
+
+def arrived_places(counts: torch.Tensor, rows: int, alignment: int) -> Places:
+    """Returns the places of rows that came from several ranks, sorted by expert within each.
+
+    Args:
+        counts: `(ranks, experts)`, rows of each.
+        rows: their sum, on the host.
+        alignment: of a group's rows.
+    """
+    flat = counts.flatten()
+    begins = (torch.cumsum(flat, 0) - flat).view_as(counts)
+    earlier = torch.cumsum(counts, 0) - counts  # of the same expert, from ranks before
+    ends, shift = _ends_and_shift(counts.sum(0), begins - earlier, alignment)
+    place = torch.arange(rows, device=counts.device) + shift.flatten().repeat_interleave(flat, output_size=rows)
+    return Places.of(place, ends, alignment)
+
+
+def _ends_and_shift(sizes: torch.Tensor, begins: torch.Tensor, alignment: int) -> tuple[torch.Tensor, torch.Tensor]:
+    padded = (sizes + alignment - 1) // alignment * alignment
+    ends = torch.cumsum(padded, 0)
+    return ends, ends - padded - begins
+
+
+def _rows_at(x: torch.Tensor, source: torch.Tensor, top_k: int, rows: int, padded: bool) -> torch.Tensor:
+    """Returns `x[source // top_k]`, zeros where there is no source."""
+    if not padded:
+        return x[source // top_k]
+    found = x[source.clamp(max=rows - 1) // top_k]
+    return torch.where((source < rows)[:, None], found, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+class Spread(torch.autograd.Function):
+    """Takes each token to the places of its `top_k` choices: `(tokens, features)` to `(places, features)`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, source: torch.Tensor, place: torch.Tensor, top_k: int) -> torch.Tensor:
+        ctx.save_for_backward(place)
+        ctx.top_k = top_k
+        return _rows_at(x, source, top_k, place.shape[0], source.shape[0] != place.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (place,) = ctx.saved_tensors
+        by_choice = gradient[place]
+        if ctx.top_k > 1:
+            by_choice = by_choice.view(-1, ctx.top_k, gradient.shape[1]).sum(1)
+        return by_choice, None, None, None
+
+
+class Collect(torch.autograd.Function):
+    """Brings rows back from their places: `(places, features)` to `(rows, features)`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, source: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(source, place)
+        return x[place]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        source, place = ctx.saved_tensors
+        return _rows_at(gradient, source, 1, place.shape[0], source.shape[0] != place.shape[0]), None, None
+
+
+class WithTerm(torch.autograd.Function):
+    """Returns shares as they are; in backward gradients of a term are added, as if it were a part of the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, shares: torch.Tensor, term: torch.Tensor, weight: float) -> torch.Tensor:
+        ctx.weight = weight
+        return shares.view_as(shares)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient, gradient.new_full((), ctx.weight), None
+
+
+@dataclasses.dataclass(frozen=True)
+class Splits:
+    """How many rows go to each rank of a group, and come from each."""
+
+    there: list[int]
+    back: list[int]
+    group: Any
+
+    def reversed(self) -> Splits:
+        """The way back."""
+        return Splits(self.back, self.there, self.group)
+
+
+class Travel(torch.autograd.Function):
+    """Sends rows to the ranks of a group; their gradients take the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, splits: Splits) -> torch.Tensor:
+        ctx.splits = splits
+        arrived = x.new_empty(sum(splits.back), *x.shape[1:])
+        dist.all_to_all_single(arrived, x.contiguous(), splits.back, splits.there, group=splits.group)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Travel.apply(gradient, ctx.splits.reversed()), None
+
+
+def exchange_counts(sizes: torch.Tensor, ranks: int, group: Any) -> tuple[torch.Tensor, Splits]:
+    """Returns the rows that come from each rank for each own expert, and the split sizes, for which the host waits."""
+    sent = sizes.view(ranks, -1)
+    counts = torch.empty_like(sent)
+    dist.all_to_all_single(counts, sent, group=group)
+    there, back = torch.stack([sent.sum(1), counts.sum(1)]).tolist()
+    return counts, Splits(there, back, group)
+
+
+def _of_any_length(x: torch.Tensor) -> torch.Tensor:
+    """Returns an array that what is compiled takes at any length, from the first call on."""
+    torch._dynamo.maybe_mark_dynamic(x, 0)
+    return x
+
+
+class Experts(nn.Module):
+    """The experts of a rank: SwiGLU, gate and up in one matmul, rows sorted by expert.
+
+    The kernels are `(experts, out, in)`, transposed where they are multiplied: the layout that both grouped matmuls
+    take without a copy.
+    """
+
+    def __init__(self, work: Workload, multiply: GroupedMatmul) -> None:
+        super().__init__()
+        own = work.num_experts // work.ep
+        self.up = nn.Parameter(torch.empty(own, 2 * work.intermediate_size, work.hidden_size))
+        self.down = nn.Parameter(torch.empty(own, work.hidden_size, work.intermediate_size))
+        self.multiply = multiply
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        gate, up = self.multiply(x, self.up.transpose(-2, -1), offs=ends).chunk(2, -1)
+        return self.multiply(F.silu(gate) * up, self.down.transpose(-2, -1), offs=ends)
+
+
+class MoE(nn.Module):
+    """The second half of a block, norm and residual included: each token through its `top_k` likeliest experts.
+
+    The router multiplies in float32 what FSDP2 gathers in bfloat16. Its balance term has the load of each sequence and
+    enters the gradient alone.
+
+    Args:
+        work: the sizes.
+        group: of the ranks that divide the experts, `None` at ep 1.
+        multiply: the grouped matmul.
+        alignment: of a group's rows, as `multiply` needs it.
+        shared: what every token goes through as well, `None` for nothing.
+    """
+
+    def __init__(
+        self, work: Workload, group: Any, multiply: GroupedMatmul, alignment: int, shared: nn.Module | None
+    ) -> None:
+        super().__init__()
+        self.work, self.group, self.alignment = work, group, alignment
+        self.norm = nn.RMSNorm(work.hidden_size, eps=work.epsilon)
+        self.router = nn.Parameter(torch.empty(work.num_experts, work.hidden_size))
+        self.experts = Experts(work, multiply)
+        self.shared = shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, shares, sizes, expert_of = self.route(x)
+        if self.work.ep == 1:
+            places = sorted_places(expert_of, sizes, self.alignment)
+            rows = Spread.apply(h.flatten(0, 1), places.source, places.place, self.work.top_k)
+            return self.finish(x, h, self.experts(rows, places.ends), shares, places.source, places.place)
+        rows, source, place = self.pack(h, sizes, expert_of)
+        counts, splits = exchange_counts(sizes, self.work.ep, self.group)
+        arrived = _of_any_length(Travel.apply(rows, splits))
+        rows, ends, arrived_source, arrived_place = self.arrange(arrived, counts)
+        rows, arrived_source, arrived_place = map(_of_any_length, (rows, arrived_source, arrived_place))
+        rows = self.unarrange(_of_any_length(self.experts(rows, ends)), arrived_source, arrived_place)
+        return self.finish(x, h, Travel.apply(rows, splits.reversed()), shares, source, place)
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns normalised tokens, the shares of their choices, how many chose each expert, and the choices."""
+        work = self.work
+        h = self.norm(x)
+        probs = torch.softmax(F.linear(h.float(), self.router.float()), -1)  # (sequences, tokens, experts)
+        highest, chosen = torch.topk(probs, work.top_k, dim=-1)
+        experts = torch.arange(work.num_experts, device=x.device)
+        load = (chosen.flatten(1)[..., None] == experts).sum(1)  # (sequences, experts)
+        even = work.top_k * x.shape[1] / work.num_experts
+        term = work.aux_loss_coeff * (load[:, None] / even * probs).sum() / probs.shape[:2].numel()
+        shares = WithTerm.apply(highest / highest.sum(-1, keepdim=True), term, 1 / work.microbatches)
+        return h, shares, load.sum(0), chosen.flatten()
+
+    def pack(self, h: torch.Tensor, sizes: torch.Tensor, expert_of: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns rows for every choice, sorted by expert and so by rank."""
+        places = sorted_places(expert_of, sizes, 1)
+        rows = Spread.apply(h.flatten(0, 1), places.source, places.place, self.work.top_k)
+        return rows, places.source, places.place
+
+    def arrange(self, arrived: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns what arrived sorted by expert, and where it stands."""
+        places = arrived_places(counts, arrived.shape[0], self.alignment)
+        return Spread.apply(arrived, places.source, places.place, 1), places.ends, places.source, places.place
+
+    def unarrange(self, outputs: torch.Tensor, source: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        """Returns outputs in the order in which their rows arrived."""
+        return Collect.apply(outputs, source, place)
+
+    def finish(
+        self,
+        x: torch.Tensor,
+        h: torch.Tensor,
+        outputs: torch.Tensor,
+        shares: torch.Tensor,
+        source: torch.Tensor,
+        place: torch.Tensor,
+    ) -> torch.Tensor:
+        """Returns `x` with the weighted sums of its tokens' experts: products and sums in float32."""
+        by_choice = Collect.apply(outputs, source, place).view(*shares.shape, -1)
+        y = (by_choice.float() * shares[..., None]).sum(-2).to(x.dtype)
+        return x + y if self.shared is None else x + y + self.shared(h)
+
+    def compile_parts(self) -> None:
+        """Compiles what lies between the exchanges; how many rows arrive differs from step to step."""
+        for part in ("route", "pack", "arrange", "unarrange", "finish"):
+            setattr(self, part, torch.compile(getattr(self, part)))
+        self.experts.compile()
