@@ -52,8 +52,8 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_those_of_one_device(name):
-    """A scale is a power of two: that of fewer rows gives the same codes but for numbers that underflow. What FP8 rounds
-    off is many times as much."""
+    """A scale is a power of two: that of fewer rows gives the same codes but for numbers that underflow. What FP8
+    rounds off is many times as much."""
     degrees, options = CASES[name]
     found, alone = gradients(degrees, **options), gradients({}, parallel=options.get("parallel"))
     exact = gradients({}, recipe=None, parallel=options.get("parallel"))
