@@ -8,7 +8,7 @@ import math
 import operator
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from typing import Any, Self, TypeVar
 
 import jax
@@ -37,6 +37,10 @@ _State = TypeVar("_State")
 
 # Where the parameters are in a state.
 _PARAMS = "params"
+
+
+class _Abandoned(Exception):
+    """What the background of a save meets that has failed in the foreground."""
 
 
 class Checkpoints:
@@ -145,9 +149,11 @@ class Checkpoints:
                 write_step(self._manager, step, arrays, description, content[SAVE])
             description.set_result(complete(content, digests.result()))
         finally:
-            if description.cancel():  # the background must not wait for what never comes
-                with contextlib.suppress(CancelledError):
-                    self.close()
+            if not description.done():
+                # The background must not wait for what never comes. Not cancelled: that is no error to orbax, which
+                # would go on to delete the steps that this one was to replace.
+                description.set_exception(_Abandoned(f"step {step} was not saved"))
+                self._abandon()
 
     def save_params(self, step: int, params: Mapping[str, StreamedArray], extra: dict[str, Any] | None = None) -> None:
         """Saves parameters that are made while they are written, a part in memory at a time. In one process.
@@ -332,6 +338,16 @@ class Checkpoints:
             manager, self._manager = self._manager, None
             with self._failures():
                 manager.close()
+
+    def _abandon(self) -> None:
+        """Ends the background work of a save that has failed, and starts over with the next one."""
+        manager, self._manager = self._manager, None
+        if manager is None:
+            return
+        for _ in range(2):  # the first time it raises what the background has met
+            with contextlib.suppress(Exception):
+                manager.close()
+        work_abandoned()
 
     def __enter__(self) -> Self:
         return self
