@@ -7,6 +7,7 @@ import functools
 import math
 import operator
 import os
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Self, TypeVar
@@ -34,6 +35,9 @@ from ._streamed import StreamedArray
 from ._whole import check_bound, step_damage
 
 _State = TypeVar("_State")
+
+# The background of a save that has failed waits for the other processes, which may be waiting for this one.
+_PEERS_S = 2.0
 
 # Where the parameters are in a state.
 _PARAMS = "params"
@@ -344,9 +348,15 @@ class Checkpoints:
         manager, self._manager = self._manager, None
         if manager is None:
             return
-        for _ in range(2):  # the first time it raises what the background has met
-            with contextlib.suppress(Exception):
-                manager.close()
+
+        def close() -> None:
+            for _ in range(2):  # the first time it raises what the background has met
+                with contextlib.suppress(Exception):
+                    manager.close()
+
+        closing = threading.Thread(target=close, name="abandoned save", daemon=True)
+        closing.start()
+        closing.join(None if jax.process_count() == 1 else _PEERS_S)
         work_abandoned()
 
     def __enter__(self) -> Self:
