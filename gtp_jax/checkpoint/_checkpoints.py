@@ -7,8 +7,9 @@ import functools
 import math
 import operator
 import os
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from typing import Any, Self, TypeVar
 
 import jax
@@ -35,8 +36,15 @@ from ._whole import check_bound, step_damage
 
 _State = TypeVar("_State")
 
+# The background of a save that has failed waits for the other processes, which may be waiting for this one.
+_PEERS_S = 2.0
+
 # Where the parameters are in a state.
 _PARAMS = "params"
+
+
+class _Abandoned(Exception):
+    """What the background of a save meets that has failed in the foreground."""
 
 
 class Checkpoints:
@@ -145,9 +153,11 @@ class Checkpoints:
                 write_step(self._manager, step, arrays, description, content[SAVE])
             description.set_result(complete(content, digests.result()))
         finally:
-            if description.cancel():  # the background must not wait for what never comes
-                with contextlib.suppress(CancelledError):
-                    self.close()
+            if not description.done():
+                # The background must not wait for what never comes. Not cancelled: that is no error to orbax, which
+                # would go on to delete the steps that this one was to replace.
+                description.set_exception(_Abandoned(f"step {step} was not saved"))
+                self._abandon()
 
     def save_params(self, step: int, params: Mapping[str, StreamedArray], extra: dict[str, Any] | None = None) -> None:
         """Saves parameters that are made while they are written, a part in memory at a time. In one process.
@@ -332,6 +342,22 @@ class Checkpoints:
             manager, self._manager = self._manager, None
             with self._failures():
                 manager.close()
+
+    def _abandon(self) -> None:
+        """Ends the background work of a save that has failed, and starts over with the next one."""
+        manager, self._manager = self._manager, None
+        if manager is None:
+            return
+
+        def close() -> None:
+            for _ in range(2):  # the first time it raises what the background has met
+                with contextlib.suppress(Exception):
+                    manager.close()
+
+        closing = threading.Thread(target=close, name="abandoned save", daemon=True)
+        closing.start()
+        closing.join(None if jax.process_count() == 1 else _PEERS_S)
+        work_abandoned()
 
     def __enter__(self) -> Self:
         return self

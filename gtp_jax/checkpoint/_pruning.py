@@ -19,7 +19,7 @@ def nothing_guards() -> None:
 
 
 class Pruning:
-    """Deletes steps so that one killed halfway is no step: first it loses its name, then its files.
+    """Deletes steps so that one killed halfway is no step: first it loses its name, then its files. Never the latest.
 
     orbax deletes a step where it stands, and what a kill leaves would still be listed, and kept if it was of a low
     loss. Under its new name it is swept as half-written steps are.
@@ -33,10 +33,11 @@ class Pruning:
         self._directory, self._guard = directory, guard
 
     def delete(self, step: int) -> None:
-        """Deletes a step, in the first process."""
-        path = steps_in(self._directory).get(step)
-        if path is None or jax.process_index() != 0:
+        """Deletes a step, in the first process; not the latest one, whose successor has not been committed then."""
+        paths = steps_in(self._directory)
+        if step not in paths or step == max(paths) or jax.process_index() != 0:
             return
+        path = paths[step]
         self._guard()
         if "://" in self._directory:
             (path / COMMITTED).unlink(missing_ok=True)

@@ -194,8 +194,12 @@ class Fleet:
     def ended(self) -> Ended | None:
         """Returns how the run ended if all processes have ended as they should, or one has refused."""
         now = self._now()
-        refused = [m for m in self.members if m.said is not None and m.said.get("cause") in _REFUSED]
-        if refused and not any(m.said is None and m.code is not None for m in self.members):
+        failed = [m for m in self.members if m.said is not None and m.said["kind"] == "failed"]
+        refused = [m for m in failed if m.said is not None and m.said["cause"] in _REFUSED]
+        # a process that has vanished or failed before may be why: what its peers meet then need not come again
+        before = min((m.said_at for m in refused), default=0.0)
+        others = [m for m in failed if m not in refused and m.said_at < before]
+        if refused and not others and not any(m.said is None and m.code is not None for m in self.members):
             if now - min(m.said_at for m in refused) < _GRACE_S:
                 return None
             first = min(refused, key=lambda m: ("refused to start" in _reason(m), m.said_at))

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ..checkpoint import Checkpoints
 
@@ -35,9 +35,7 @@ class Memory:
             )
         prefix = f"gtp-jax-{os.getuid()}-"
         self.freed = [path for path in sorted(base.glob(f"{prefix}*")) if _free_if_left_over(path)]
-        self.root = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
-        self._lock = (self.root / _OWNER).open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._lock, self.root = _own_new(base, prefix)
 
     @property
     def snapshots(self) -> Path:
@@ -89,6 +87,21 @@ def check_room(directory: Path, state_bytes: int) -> None:
             f"{available / 1e9:.2f} GB available. Run without --elastic, or choose a directory on a fast disk with "
             "--snapshot-dir."
         )
+
+
+def _own_new(base: Path, prefix: str) -> tuple[IO[str], Path]:
+    """Makes a directory and returns the lock on it. Another run that starts at this moment may take the directory for
+    left over before it is locked, and free it; then this makes another."""
+    while True:
+        root = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+        try:
+            lock = (root / _OWNER).open("w")
+        except FileNotFoundError:
+            continue
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.fstat(lock.fileno()).st_nlink:
+            return lock, root
+        lock.close()
 
 
 def _available_bytes() -> int | None:

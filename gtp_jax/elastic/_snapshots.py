@@ -107,13 +107,16 @@ class Snapshots:
             check_room(self._directory.parent, sum(sizes))
         return checkpoints if latest is None or (on_disk or 0) > latest else self._checkpoints
 
-    def stepped(self, step: int, state: Any, save: Callable[[Checkpoints], None]) -> None:
+    def stepped(self, step: int, state: Any, save: Callable[[Checkpoints], bool]) -> None:
         """Takes a snapshot if one is due, and waits for the last one if it must be committed by now.
 
         Args:
             step: updates made so far.
             state: the train state after them.
-            save: writes the state.
+            save: writes the state, and returns whether it did.
+
+        Raises:
+            RuntimeError: if a snapshot has not been committed though its save has ended.
         """
         now = time.monotonic()
         if self._first is None or self._next is None:
@@ -130,23 +133,33 @@ class Snapshots:
             self._paused_s += time.monotonic() - now
 
     def wait(self) -> None:
-        """Waits until the last snapshot is committed."""
+        """Waits until the last snapshot is committed.
+
+        Raises:
+            RuntimeError: if its save has ended otherwise.
+        """
         self._checkpoints.wait()
         self._note_commit()
+        if self._pending is not None:  # without it, each further step would be one more to lose
+            raise RuntimeError(
+                f"the snapshot of step {self._pending[0]} has not been committed in {self._directory}, though its save "
+                "has ended without an error; the supervisor goes on from the one before."
+            )
 
     def close(self) -> None:
         """Waits, and frees the threads."""
         self._checkpoints.close()
 
-    def _take(self, step: int, state: Any, save: Callable[[Checkpoints], None]) -> None:
+    def _take(self, step: int, state: Any, save: Callable[[Checkpoints], bool]) -> None:
         self.wait()
         jax.block_until_ready(state)  # what is measured below is the snapshot's own time
         step_s = self._step_s(step)
-        self._next = step + self._cadence.every
         if not state_is_finite(state):
             return  # the loss of the next step will say so, and end the run
         begin = time.monotonic()
-        save(self._checkpoints)
+        if not save(self._checkpoints):
+            return  # due again after the next step
+        self._next = step + self._cadence.every
         blocked_s = time.monotonic() - begin
         self._pending = step, begin
         if self._cadence.committed_after == 0:

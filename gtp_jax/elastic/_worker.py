@@ -151,7 +151,7 @@ class SupervisedWatch(Watch):
         self._from_memory = chosen is not checkpoints
         return chosen
 
-    def stepped(self, step: int, state: Any, save: Callable[[Checkpoints], None]) -> None:
+    def stepped(self, step: int, state: Any, save: Callable[[Checkpoints], bool]) -> None:
         """Takes a snapshot if one is due."""
         assert self._snapshots is not None
         self._snapshots.stepped(step, state, save)

@@ -250,10 +250,11 @@ class _Loop:
         self._held_out[step] = loss
         self._watch.doing("step", step)
 
-    def _save(self, target: Checkpoints, activity: Activity, step: int | None = None) -> None:
-        """Saves the state, unless a step in flight turns out not to be finite and there is none of this number."""
+    def _save(self, target: Checkpoints, activity: Activity, step: int | None = None) -> bool:
+        """Saves the state, and returns whether it did; it does not if a step in flight turns out not to be finite and
+        there is none of this number."""
         if not self._settle() or (step is not None and step != self._place.step):
-            return
+            return False
         step = self._place.step
         self._watch.doing(activity, step)
         began = time.perf_counter()
@@ -268,3 +269,4 @@ class _Loop:
             target.save(step, self._state, extra, loss=self._held_out.get(step), recipe=recipe)
         self._interrupt.saved(time.perf_counter() - began)
         self._watch.doing("step", step)
+        return True

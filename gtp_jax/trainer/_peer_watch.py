@@ -107,7 +107,7 @@ class PeerWatch(Watch):
         del state_like
         return checkpoints
 
-    def stepped(self, step: int, state: Any, save: Callable[[Checkpoints], None]) -> None:
+    def stepped(self, step: int, state: Any, save: Callable[[Checkpoints], bool]) -> None:
         """Does nothing: without a supervisor there are no snapshots."""
 
     def give_up(self, error: Exception, reason: str) -> NoReturn:

@@ -100,6 +100,6 @@ class Recorder(Watch):
         """Returns what the watch does."""
         return self._watch.source(checkpoints, state_like)
 
-    def stepped(self, step: int, state: Any, save: Callable[[Checkpoints], None]) -> None:
+    def stepped(self, step: int, state: Any, save: Callable[[Checkpoints], bool]) -> None:
         """Passes on."""
         self._watch.stepped(step, state, save)

@@ -86,13 +86,14 @@ class Watch(abc.ABC):
         """
 
     @abc.abstractmethod
-    def stepped(self, step: int, state: Any, save: Callable[[Checkpoints], None]) -> None:
+    def stepped(self, step: int, state: Any, save: Callable[[Checkpoints], bool]) -> None:
         """Is told after every step; the place for a snapshot.
 
         Args:
             step: updates made so far.
             state: the train state after them.
-            save: writes this state as step `step`.
+            save: writes this state as step `step`, and returns whether it did: a step in flight may turn out not to
+                be finite, and another one gets its number.
         """
 
 

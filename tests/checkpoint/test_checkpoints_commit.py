@@ -6,11 +6,13 @@ import os
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import gtp_jax as gtp
-from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.checkpoint import Checkpoints, _checkpoints
+from gtp_jax.checkpoint._pruning import Pruning, nothing_guards
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [5]), (3, [3, 4, 5]), (None, [1, 2, 3, 4, 5])])
@@ -102,6 +104,44 @@ def test_half_written_steps_are_ignored_and_swept_at_the_next_save(tmp_path, pla
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(3, state)
     assert os.listdir(tmp_path) == ["3"]
+
+
+class PeerGone(Exception):
+    """What a collective raises when another process has ended."""
+
+
+@pytest.mark.parametrize("fails", ["for its digests", "while it is written"])
+def test_a_save_that_fails_halfway_deletes_no_earlier_step(tmp_path, plain, monkeypatch, fails):
+    state = plain({"w": jnp.ones(3)})
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        with monkeypatch.context() as patch:
+            if fails == "for its digests":  # everything is written but the manifest, for which the background waits
+                patch.setattr(_checkpoints.Digests, "result", raise_gone)
+            else:  # the arrays are being written
+                patch.setattr(ocp.CheckpointManager, "_get_old_steps_to_remove", raise_gone)
+            with pytest.raises(PeerGone):
+                checkpoints.save(2, state)
+        assert checkpoints.steps() == [1]
+        checkpoints.save(3, state)
+        checkpoints.wait()
+        assert checkpoints.steps() == [3]
+    assert os.listdir(tmp_path) == ["3"]
+
+
+def raise_gone(*_):
+    raise PeerGone
+
+
+def test_a_step_is_never_pruned_before_a_later_one_counts(tmp_path, plain):
+    state = plain({"w": jnp.ones(3)})
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.save(2, state)
+    pruning = Pruning(str(tmp_path), nothing_guards)
+    pruning.delete_steps([1, 2])
+    assert checkpoints.steps() == [2]
 
 
 def test_reading_leaves_another_runs_half_written_step_alone(tmp_path, plain):

@@ -21,12 +21,16 @@ QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive
 TIMEOUT_S = 420
 
 # Python imports a module of this name by itself, so that every process of a run can be harmed from inside: SIGUSR2
-# raises an exception in it, and the probe of a device that DEVICE_BROKEN names fails.
+# raises an exception in it, or ends it amid its next snapshot if AMID_SNAPSHOT is set; and the probe of a device that
+# DEVICE_BROKEN names fails.
 _HARM = """
 import os, signal, sys
 
 def raise_here(*_):
-    raise RuntimeError("an exception from outside")
+    if "AMID_SNAPSHOT" not in os.environ:
+        raise RuntimeError("an exception from outside")
+    from gtp_jax.checkpoint import _checkpoints
+    _checkpoints.Digests.result = lambda _: os._exit(9)  # when all is written but the manifest
 
 if "elastic._worker" in " ".join(sys.orig_argv):
     signal.signal(signal.SIGUSR2, raise_here)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,10 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.checkpoint._sums import SummedArrays
 from gtp_jax.elastic._snapshots import COST, Cadence, Snapshots
 from gtp_jax.trainer import state_is_finite
 
 seconds = st.floats(1e-4, 1e3)
+
+
+def saving(step: int, state: Any) -> Callable[[Checkpoints], bool]:
+    """What the loop gives to write a state."""
+
+    def save(target: Checkpoints) -> bool:
+        target.save(step, state)
+        return True
+
+    return save
 
 
 @given(st.integers(1, 1000))
@@ -40,9 +55,45 @@ def test_at_any_step_a_failure_costs_the_interval_at_most(interval, tmp_path):
         # a failure at this moment, in step `step`, would lose the steps made since the last commit
         assert step - 1 - (committed.latest() or 0) <= interval
         state = {"w": jnp.full(3, float(step)), "step": jnp.int32(step)}
-        snapshots.stepped(step, state, lambda target, step=step, state=state: target.save(step, state))
+        snapshots.stepped(step, state, saving(step, state))
     snapshots.close()
     assert committed.latest() is not None
+
+
+@pytest.mark.parametrize("interval", [2, 3, 5])
+def test_a_slow_writer_makes_training_wait(interval, tmp_path, monkeypatch):
+    finish, committed = SummedArrays.finalize, Checkpoints(tmp_path, read_only=True)
+    monkeypatch.setattr(SummedArrays, "finalize", lambda self, directory: time.sleep(0.2) or finish(self, directory))
+    snapshots = Snapshots(tmp_path, interval, None, lambda _: None)
+    for step in range(1, 10):
+        assert step - 1 - (committed.latest() or 0) <= interval
+        state = {"w": jnp.full(3, float(step))}
+        snapshots.stepped(step, state, saving(step, state))
+    snapshots.close()
+
+
+def test_a_snapshot_that_was_not_taken_is_due_at_once(tmp_path):
+    snapshots = Snapshots(tmp_path, 6, None, lambda _: None)
+    taken = []
+    for step in (1, 2, 3, 3, 4, 5, 6):  # the first step 3 turns out not to be finite, and another one gets its number
+        state, finite = {"w": jnp.full(3, float(step))}, step != 3 or taken == [1, 2, 3]
+        snapshots.stepped(step, state, saving(step, state) if finite else lambda _: False)
+        taken.append(step)
+        if step == 4:
+            snapshots.wait()
+            assert Checkpoints(tmp_path, read_only=True).latest() == 3
+    snapshots.close()
+    assert Checkpoints(tmp_path, read_only=True).latest() == 6
+
+
+def test_training_does_not_run_ahead_of_a_snapshot_that_is_never_committed(tmp_path):
+    snapshots = Snapshots(tmp_path, 4, None, lambda _: None)
+    state = {"w": jnp.ones(3)}
+    with pytest.raises(RuntimeError, match="the snapshot of step 2 has not been committed in .* goes on from the one"):
+        for step in range(1, 5):
+            snapshots.stepped(step, state, lambda _: True)
+    assert step == 4
+    snapshots.close()
 
 
 def test_the_cadence_is_measured_and_reported(tmp_path):
@@ -50,7 +101,7 @@ def test_the_cadence_is_measured_and_reported(tmp_path):
     snapshots = Snapshots(tmp_path / "snapshots", None, Cadence(4, 4), reports.append)
     for step in range(1, 14):
         state = {"w": jnp.full(3, float(step))}
-        snapshots.stepped(step, state, lambda target, step=step, state=state: target.save(step, state))
+        snapshots.stepped(step, state, saving(step, state))
     snapshots.close()
     assert reports and set(reports[0]) == {"every", "committed_after", "step_s", "blocked_s", "written_s"}
     assert reports[0]["every"] * reports[0]["step_s"] * COST >= reports[0]["blocked_s"] * (1 - 1e-9)
@@ -60,7 +111,7 @@ def test_a_state_that_is_not_finite_is_not_taken(tmp_path):
     good, bad = {"w": jnp.ones(3), "n": jnp.int32(1)}, {"w": jnp.array([1.0, jnp.nan]), "n": jnp.int32(1)}
     assert state_is_finite(good) and not state_is_finite(bad)
     snapshots = Snapshots(tmp_path / "snapshots", 1, None, lambda _: None)
-    snapshots.stepped(1, bad, lambda target: target.save(1, bad))
+    snapshots.stepped(1, bad, saving(1, bad))
     snapshots.close()
     assert Checkpoints(tmp_path / "snapshots", read_only=True).latest() is None
 
@@ -71,7 +122,7 @@ def test_the_later_of_snapshot_and_checkpoint_is_restored(tmp_path):
     like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
     snapshots = Snapshots(tmp_path / "snapshots", 1, None, lambda _: None)
     assert snapshots.source(checkpoints, like) is checkpoints
-    snapshots.stepped(2, state, lambda target: target.save(2, state))
+    snapshots.stepped(2, state, saving(2, state))
     snapshots.wait()
     checkpoints.save(1, state)
     checkpoints.wait()

@@ -96,6 +96,18 @@ def test_harm_at_a_random_moment_to_a_random_process_changes_no_loss(seed, text,
 
 
 @pytest.mark.slow
+def test_a_process_that_ends_amid_a_snapshot_costs_the_interval_at_most(text, left_alone, tmp_path):
+    out = tmp_path / "run"
+    with elastic(flags(text, out, **OF_TWO), tmp_path, AMID_SNAPSHOT="1") as run:
+        wait(lambda: logged(out, 6), run)
+        os.kill(events(out, "fleet")[0]["processes"][1], signal.SIGUSR2)
+        finish(run, tmp_path)
+    [recovered] = events(out, "recovered")
+    assert recovered["steps_lost"] <= OF_TWO["snapshot_interval"] and recovered["step"] >= 5
+    assert_equal(out, left_alone(OF_TWO))
+
+
+@pytest.mark.slow
 def test_a_device_that_fails_twice_is_dropped_and_comes_back_when_asked(text, left_alone, tmp_path):
     out, steps = tmp_path / "run", 60
     changes = {**SMALL, "steps": steps}

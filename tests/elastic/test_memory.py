@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.elastic import _memory
 from gtp_jax.elastic._memory import Memory, check_room
 
 from .fleets import ROOT
@@ -47,6 +49,29 @@ def test_what_a_dead_owner_left_is_freed_and_what_a_living_one_holds_is_not(othe
     owner.wait()
     with Memory(tmp_path) as mine:
         assert mine.freed == [theirs] and not theirs.exists()
+
+
+def test_a_directory_that_another_run_frees_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    lock, freed = fcntl.flock, []
+
+    def late(file, operation):
+        if not freed:
+            freed.append(_memory._free_if_left_over(*tmp_path.iterdir()) if operation == fcntl.LOCK_EX else False)
+        lock(file, operation)
+
+    def other_run(path):
+        with monkeypatch.context() as patch:
+            patch.setattr(fcntl, "flock", lock)
+            return free(path)
+
+    free = _memory._free_if_left_over
+    monkeypatch.setattr(_memory, "_free_if_left_over", other_run)
+    monkeypatch.setattr(fcntl, "flock", late)
+    with Memory(tmp_path) as memory:
+        assert freed == [True] and list(tmp_path.iterdir()) == [memory.root]
+        monkeypatch.undo()
+        with Memory(tmp_path) as other:
+            assert other.freed == [] and memory.root.exists()
 
 
 def test_only_a_committed_snapshot_counts_and_leftovers_are_swept(tmp_path):

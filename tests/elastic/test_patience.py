@@ -35,6 +35,10 @@ class Two:
         self._lines[process].send({**beat, "stepping_s": 0.0})
         self.fleet.poll(0.0)
 
+    def fail(self, process: int, cause: str) -> None:
+        self._lines[process].send({"kind": "failed", "cause": cause, "reason": f"{cause} here", "code": 2})
+        self.fleet.poll(0.0)
+
     def pass_s(self, seconds: float, *beating: tuple[int, str, int]) -> Failure | None:
         """Passes time, in which some say the same again and again, and returns the failure at its end."""
         for _ in range(round(2 * seconds)):
@@ -88,3 +92,22 @@ def test_a_process_may_start_ten_times_as_slowly_as_the_first(two, first_s, limi
     assert two.pass_s(limit_s - (first_s or 0) - 1, *beating) is None
     failure = two.pass_s(2, *beating)
     assert (failure.kind, failure.device, failure.activity) == ("silent", 1 if first_s else 0, None)
+
+
+def test_a_refusal_ends_the_run_unless_it_follows_a_failure(two):
+    for process in (0, 1):
+        two.say(process, "snapshot", 3)
+    two.fail(1, "error")
+    two.pass_s(0.1)
+    two.s += 0.1
+    two.fail(0, "refused")  # such as a ValueError that a collective raises without its peer
+    failure = two.pass_s(1.0)
+    assert two.fleet.ended() is None and (failure.kind, failure.device) == ("error", 1)
+
+
+def test_a_refusal_before_its_peers_complain_ends_the_run(two):
+    two.fail(0, "refused")
+    two.s += 0.1
+    two.fail(1, "unconnected")
+    two.pass_s(1.0)
+    assert two.fleet.ended().reason == "refused here"
