@@ -16,7 +16,18 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from workload import Workload
 
-from gtp_jax.ops import ROUTING, SAVED, grouped_matmul, permute, save_routing, with_aux_loss
+from gtp_jax.ops import (
+    ROUTING,
+    SAVED,
+    Window,
+    expand,
+    grouped_matmul,
+    save_routing,
+    shares_of_places,
+    sum_of_places,
+    weighted_glu,
+    with_aux_loss,
+)
 
 # How weights are sharded; a router is whole, as norms are.
 SHARDED = {"up": P("gtp", None, None), "down": P("gtp", None, None)}
@@ -53,14 +64,15 @@ def mixture(work: Workload, h: jax.Array, weights: dict[str, Any], gathered: str
         up, down = (checkpoint_name(lax.all_gather(w, "gtp", tiled=True), gathered) for w in (up, down))
         probs, chosen, shares = _route(work, h, router, tokens)
         expert_of = jnp.reshape(chosen, -1)
-        order = save_routing(jnp.argsort(expert_of, stable=True))
-        inverse = jnp.argsort(order)
+        order = save_routing(jnp.argsort(expert_of, stable=True).astype(jnp.int32))
+        places = jnp.reshape(jnp.argsort(order).astype(jnp.int32), (-1, work.top_k))
+        window = Window(order, places, jnp.int32(order.size))
         sizes = jnp.bincount(expert_of, length=work.num_experts).astype(jnp.int32)
-        rows = jnp.repeat(jnp.reshape(h, (-1, h.shape[-1])), work.top_k, axis=0)
-        gate, value = jnp.split(grouped_matmul(permute(rows, order, inverse), up[None], sizes), 2, axis=-1)
-        outputs = grouped_matmul(jax.nn.silu(gate) * value, down[None], sizes)
-        by_choice = jnp.reshape(permute(outputs, inverse, order), (*shares.shape, -1)).astype(probs.dtype)
-        return jnp.sum(by_choice * shares[..., None], axis=-2).astype(h.dtype)
+        rows = expand(jnp.reshape(h, (-1, h.shape[-1])), window)
+        gate, value = jnp.split(grouped_matmul(rows, up[None], sizes), 2, axis=-1)
+        of_places = shares_of_places(jnp.reshape(shares, places.shape), window)
+        outputs = grouped_matmul(weighted_glu(gate, value, of_places, jax.nn.silu), down[None], sizes)
+        return jnp.reshape(sum_of_places(outputs, window), h.shape).astype(h.dtype)
 
     run = jax.shard_map(of_rank, in_specs=(P("gtp"), P(), P("gtp"), P("gtp")), out_specs=P("gtp"), check_vma=False)
     return run(h, weights["router"], weights["up"], weights["down"])
