@@ -106,6 +106,35 @@ def check() -> None:
         sys.exit(1)
 
 
+def print_errors() -> None:
+    """Prints how far gradients of a small layer are off those of float32, in the Euclidean norm, and whether two runs
+    give the same bits."""
+    jax.config.update("jax_default_matmul_precision", "highest")
+    sizes = dict(features=1024, hidden=512, num_experts=32, top_k=4, aux_loss_coeff=0.0)
+    x, gradient = (jax.random.normal(jax.random.key(i), (4, 2048, 1024)) for i in range(2))
+    x = x.astype(jnp.bfloat16).astype(jnp.float32)
+
+    def found(dtype, recipe):
+        graph, params = nnx.split(gtp.MoE(**sizes, dtype=dtype, rngs=nnx.Rngs(0)))
+
+        def loss(params, x):
+            y = nnx.merge(graph, params)(x.astype(dtype)).astype(jnp.float32)
+            return jnp.vdot(y, gradient.astype(dtype).astype(jnp.float32))
+
+        with gtp.use_recipe(recipe):
+            to_params, to_x = jax.jit(jax.grad(loss, argnums=(0, 1)))(params, x)
+        named = {".".join(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(to_params)}
+        return {name: np.asarray(a, np.float64) for name, a in {**named, "x": to_x}.items()}
+
+    wanted = found(jnp.float32, None)
+    recipes = {form: gtp.FP8(matmuls=True, gradient=form, exclude=()) for form in ("e5m2", "e4m3")}
+    for name, recipe in {"bf16": None, **recipes}.items():
+        first, second = (found(jnp.bfloat16, recipe) for _ in range(2))
+        errors = {k: np.linalg.norm(first[k] - a) / np.linalg.norm(a) for k, a in wanted.items()}
+        same = all(np.array_equal(first[k], second[k]) for k in first)
+        say(f"{name:6s}", *(f"{k} {error:.4f}" for k, error in errors.items()), "equal bits" if same else "OTHER BITS")
+
+
 def time_products(shape: dict[str, int]) -> None:
     """Times the kernels alone, on codes of zeros and ones beside bfloat16."""
     rows, groups = TOKENS * shape["top_k"], shape["num_experts"]
@@ -215,9 +244,10 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="*", default=list(RECIPES))
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--check", action="store_true", help="only compare kernels with their oracle")
+    parser.add_argument("--errors", action="store_true", help="only compare gradients of a layer with float32's")
     args = parser.parse_args()
-    if args.check:
-        return check()
+    if args.check or args.errors:
+        return check() if args.check else print_errors()
     args.out.mkdir(parents=True, exist_ok=True)
     say(jax.__version__, jax.devices(), "native:", gtp.native.describe())
     found = {}

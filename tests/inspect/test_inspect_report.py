@@ -120,7 +120,11 @@ def test_command_makes_the_devices_that_the_degrees_need():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "chunks", "remat", "recipe"),
-    [("padded", 2, "matmuls", "bf16"), ("gather", 1, "everything", "bf16"), ("padded", 2, "matmuls", "fp8-matmuls")],
+    [
+        ("padded", 2, "matmuls", "bf16"),
+        ("gather", 1, "everything", "bf16"),
+        pytest.param("padded", 2, "matmuls", "fp8-matmuls", marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_listed_of_an_exchange_is_what_the_program_sends(transport, chunks, remat, recipe):
     """Of these two the program's counts do not depend on the load."""

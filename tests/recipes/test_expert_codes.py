@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from selection import others_slow
 
 import gtp_jax as gtp
 from gtp_jax import plan
@@ -50,7 +51,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", others_slow(CASES, ["ep 4, in rounds and two chunks"]))
 def test_results_are_those_of_one_device(name):
     """A scale is a power of two: that of fewer rows gives the same codes but for numbers that underflow. What FP8
     rounds off is many times as much."""
@@ -62,7 +63,7 @@ def test_results_are_those_of_one_device(name):
         assert error < 0.003 < 0.015 < rounded[what], f"{what}: {apart}, {rounded}"
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("chunks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_of_the_tokens_one_byte_a_number_travels_and_one_amax(chunks):
     """There, and again in backward. Partial sums and all gradients travel in the compute dtype."""
     found = plan.collectives(gradients(dict(ep=4), text=True, dtype="bfloat16", exchange_chunks=chunks))
@@ -79,6 +80,7 @@ def test_of_the_tokens_one_byte_a_number_travels_and_one_amax(chunks):
     assert [c.direction for c in maxima] == ["forward"]  # joined with those of kernels, each of one expert
 
 
+@pytest.mark.slow
 def test_transports_give_the_same_bits():
     padded, gathered = (gradients(dict(ep=4), transport=transport) for transport in ("padded", "gather"))
     for name, value in padded.items():
