@@ -222,12 +222,18 @@ def _dispatch_bwd(journey: Journey, gradients: tuple[jax.Array, Turn]):
 def _dispatch_codes(
     codes: jax.Array, slot: jax.Array, turn: Turn, journey: Journey
 ) -> tuple[jax.Array, jax.Array, Turn]:
+    return _codes_and_slot(codes, slot, turn, journey)
+
+
+def _codes_and_slot(
+    codes: jax.Array, slot: jax.Array, turn: Turn, journey: Journey
+) -> tuple[jax.Array, jax.Array, Turn]:
     arrived, turn = _dispatch(codes, turn, journey)
     return arrived, jnp.zeros(arrived.shape, slot.dtype), turn
 
 
 def _dispatch_codes_fwd(codes: jax.Array, slot: jax.Array, turn: Turn, journey: Journey):
-    return _dispatch_codes(codes, slot, turn, journey), journey
+    return _codes_and_slot(codes, slot, turn, journey), journey
 
 
 def _dispatch_codes_bwd(journey: Journey, gradients: tuple[jax.Array, jax.Array, Turn]):

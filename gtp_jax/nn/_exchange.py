@@ -49,7 +49,8 @@ from ._weight import apply_gathered
 # Places of a round are a multiple of this.
 _TILE = 16
 
-# What brings tokens to their experts: ahead of the collectives, those, and behind them.
+# What brings tokens to their experts: ahead of the collectives, those, and behind them. And slots of codes, which are
+# zeros.
 _MOVES = (
     "gather",
     "all_gather",
@@ -59,6 +60,7 @@ _MOVES = (
     "bitcast_convert_type",
     "optimization_barrier",
     "slice",
+    "broadcast_in_dim",
 )
 
 

@@ -61,7 +61,7 @@ class MoE(Layer):
         loss_reduction: `"sum"` if the loss that is differentiated is a sum over tokens, as `cross_entropy` returns it;
             `"mean"` if it is a mean, where each token's share of the term is that much smaller. A train step refuses
             the other one; a step of one's own cannot tell.
-        activation: elementwise, on the gate.
+        activation: elementwise, on the gate, which it is given in float32 at least.
         epsilon: of the norm.
         sequence_parallel: whether input and output are sharded along the sequence over tp.
         axes: as in `GroupedDense`.

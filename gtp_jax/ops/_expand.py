@@ -18,11 +18,13 @@ class Window(NamedTuple):
         pairs: int32 `(size,)`: the pair at each place, `row * choices + choice`.
         places: int32 `(rows, choices)`: the place of each pair; below 0, or `size` and above, of one that is elsewhere.
         count: int32: how many places there are; those behind hold nothing.
+        first: int32: the first of them; behind the last place come those ahead of it.
     """
 
     pairs: jax.Array
     places: jax.Array
     count: jax.Array
+    first: jax.Array | int = 0
 
     @property
     def rows(self) -> jax.Array:
@@ -30,9 +32,14 @@ class Window(NamedTuple):
         return self.pairs // self.places.shape[1]
 
     @property
+    def real(self) -> jax.Array:
+        """Says of each place whether it holds a pair."""
+        return self._is_real(jnp.arange(self.pairs.shape[0]))
+
+    @property
     def here(self) -> jax.Array:
         """Says of each pair whether it has a place."""
-        return (self.places >= 0) & (self.places < self.count)
+        return (self.places >= 0) & (self.places < self.pairs.shape[0]) & self._is_real(self.places)
 
     @property
     def chosen(self) -> jax.Array:
@@ -43,7 +50,10 @@ class Window(NamedTuple):
         """Returns the window whose place 0 is this one's place `by`, and whose last places are those ahead of it."""
         size = self.pairs.shape[0]
         places = jnp.where(self.here, (self.places - by) % size, -1)
-        return Window(jnp.roll(self.pairs, -by), places, jnp.full_like(self.count, size))
+        return Window(jnp.roll(self.pairs, -by), places, self.count, (self.first - by) % size)
+
+    def _is_real(self, place: jax.Array) -> jax.Array:
+        return (place - self.first) % self.pairs.shape[0] < self.count
 
 
 def window_of(
@@ -78,7 +88,7 @@ def _expand_fwd(x: jax.Array, window: Window):
 
 
 def _expand_bwd(window: Window, gradient: jax.Array):
-    return _sum_of_places(gradient, window), None
+    return add_up(gradient, window), None
 
 
 expand.defvjp(_expand_fwd, _expand_bwd)
@@ -92,16 +102,15 @@ def sum_of_places(y: Float[jax.Array, "size features"], window: Window) -> Float
         y: `(size, features)`.
         window: the places.
     """
-    return _sum_of_places(y, window)
+    return add_up(y, window)
 
 
 def _sum_fwd(y: jax.Array, window: Window):
-    return _sum_of_places(y, window), window
+    return add_up(y, window), window
 
 
 def _sum_bwd(window: Window, gradient: jax.Array):
-    real = jnp.arange(window.pairs.shape[0]) < window.count
-    return jnp.where(real[:, None], gradient[window.rows], 0), None
+    return jnp.where(window.real[:, None], gradient[window.rows], 0), None
 
 
 sum_of_places.defvjp(_sum_fwd, _sum_bwd)
@@ -124,7 +133,8 @@ def _shares_bwd(window: Window, gradient: jax.Array):
 shares_of_places.defvjp(_shares_fwd, _shares_bwd)
 
 
-def _sum_of_places(y: jax.Array, window: Window) -> jax.Array:
+def add_up(y: jax.Array, window: Window) -> jax.Array:
+    """Returns what `sum_of_places` does; without a gradient of its own, for use in one."""
     wide, index, here = jnp.promote_types(y.dtype, jnp.float32), _index(window), window.here
 
     def part(choice: int) -> jax.Array:

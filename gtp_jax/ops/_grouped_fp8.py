@@ -15,7 +15,7 @@ from .. import native
 from ..formats import FP8_E4M3, Format, QuantizedArray
 from ..mesh import platform, supports_grouped_fp8
 from ._amax import multi_amax, power_of_two_amax
-from ._expand import Window, sum_of_places
+from ._expand import Window, add_up
 from ._grouped_matmul import by_group, by_shard, check_grouped, kernels_of
 from ._implementation import Implementation
 from ._operand import operand_amax, quantizable, tensor_unit, values_of
@@ -158,7 +158,7 @@ def _forward(
     else:
         values = values_of(there, dtype), by_group(values_of(weight, dtype))
         y = kernels_of(product.run_natively).product(*values, group_sizes, transposed=True)
-    return y if summed is None else sum_of_places(y, summed), (x, weight, group_sizes, windows)
+    return y if summed is None else add_up(y, summed), (x, weight, group_sizes, windows)
 
 
 def _backward(product: _Product, saved, gradient: jax.Array):
@@ -177,7 +177,7 @@ def _backward(product: _Product, saved, gradient: jax.Array):
         values = values_of(codes, dtype)
         to_x = run.product(values, by_group(values_of(weight, dtype)), group_sizes, transposed=False)
         to_weight = by_shard(run.outer(values, values_of(x, dtype), group_sizes, dtype=product.dtype), weight.shape)
-    return to_x if taken is None else sum_of_places(to_x, taken), to_weight, None, None, None, None
+    return to_x if taken is None else add_up(to_x, taken), to_weight, None, None, None, None
 
 
 _grouped.defvjp(_forward, _backward)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def weighted_glu(
     gate: Float[jax.Array, "rows hidden"],
     up: Float[jax.Array, "rows hidden"],
@@ -19,36 +18,45 @@ def weighted_glu(
 ) -> Float[jax.Array, "rows hidden"]:
     """Returns `activation(gate) * up * share` of each row, computed in float32 at least and rounded once.
 
-    The matmul that follows is linear, so that a share counts ahead of it as it would behind it. Its input is all that
-    backward needs of the experts' outputs: a share's gradient is the sum over hidden features of the unweighted row
-    times what comes back through the matmul, in float32. Backward keeps `gate` and `up`, which the matmul ahead of them
-    returns, and computes the rest again.
+    The matmul that follows is linear, so that a share counts ahead of it as it would behind it, and backward does not
+    need what that matmul returns: a share's gradient is the sum over hidden features of `activation(gate) * up` times
+    the gradient of this function's result, in float32. Backward keeps `gate` and `up` and computes the rest again.
 
     Args:
         gate: to which the activation is applied.
         up: of the same dtype.
         shares: float32 at least.
-        activation: elementwise.
+        activation: elementwise, of float32 at least. It may read parameters, which get their gradients.
     """
-    return _product(activation, gate, up, shares)
+    wide = jnp.promote_types(gate.dtype, jnp.float32)
+    pure, parameters = jax.closure_convert(activation, jax.ShapeDtypeStruct(gate.shape, wide))
+    return _weighted_glu(gate, up, shares, parameters, pure)
+
+
+Activation = Callable[..., jax.Array]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _weighted_glu(
+    gate: jax.Array, up: jax.Array, shares: jax.Array, parameters: list[jax.Array], activation: Activation
+) -> jax.Array:
+    return _product(activation, gate, up, shares, parameters)
 
 
 def _product(
-    activation: Callable[[jax.Array], jax.Array], gate: jax.Array, up: jax.Array, shares: jax.Array
+    activation: Activation, gate: jax.Array, up: jax.Array, shares: jax.Array, parameters: list[jax.Array]
 ) -> jax.Array:
     wide = jnp.promote_types(gate.dtype, jnp.float32)
-    hidden = activation(gate.astype(wide)) * up.astype(wide)
+    hidden = activation(gate.astype(wide), *parameters) * up.astype(wide)
     return (hidden * shares[:, None].astype(wide)).astype(gate.dtype)
 
 
-def _fwd(gate: jax.Array, up: jax.Array, shares: jax.Array, activation: Callable[[jax.Array], jax.Array]):
-    return _product(activation, gate, up, shares), (gate, up, shares)
+def _fwd(gate: jax.Array, up: jax.Array, shares: jax.Array, parameters: list[jax.Array], activation: Activation):
+    return _product(activation, gate, up, shares, parameters), (gate, up, shares, parameters)
 
 
-def _bwd(
-    activation: Callable[[jax.Array], jax.Array], saved: tuple[jax.Array, jax.Array, jax.Array], gradient: jax.Array
-):
+def _bwd(activation: Activation, saved: tuple[jax.Array, jax.Array, jax.Array, list[jax.Array]], gradient: jax.Array):
     return jax.vjp(functools.partial(_product, activation), *saved)[1](gradient)
 
 
-weighted_glu.defvjp(_fwd, _bwd)
+_weighted_glu.defvjp(_fwd, _bwd)

@@ -152,14 +152,16 @@ def test_chunks_change_no_result_and_two_runs_give_the_same_bits(x64):
 
 @pytest.mark.parametrize("chunks", others_slow([1, 2], [2]))
 @pytest.mark.parametrize("remat", others_slow(["matmuls", "nothing", "everything"], ["everything"]))
-def test_nothing_that_travels_is_kept_for_backward(remat, chunks, capsys):
+@pytest.mark.parametrize("recipe", [None, gtp.FP8(matmuls=True, exclude=())], ids=["float32", "FP8"])
+def test_nothing_that_travels_is_kept_for_backward(recipe, remat, chunks, capsys):
     """Traced alone: tokens arrive in ranks x tokens rows, and no more than a round's are kept, of any width."""
-    with mesh_of(dict(ep=8)):
+    with mesh_of(dict(ep=8)), gtp.use_recipe(recipe):
         options = dict(dtype="float32", param_dtype="float32", round_size=1.0, exchange_chunks=chunks)
         graph, state, x = build(dict(ep=8), **options)
         x = jnp.zeros((16, 64, FEATURES), jnp.float32)
         print_saved_residuals(with_remat(lambda state, x: nnx.merge(graph, state)(x), remat), state, x)
-    shapes = re.findall(r"f32\[([\d,]+)\]", capsys.readouterr().out)
+    shapes = re.findall(r"(?:f32|float32|u8|uint8)\[([\d,]+)\]", capsys.readouterr().out)
+    shapes = [dims for dims in shapes if "," in dims]
     rows = max(math.prod(map(int, dims.split(",")[:-1])) for dims in shapes if dims.split(",")[-1] != str(TOP_K))
     tokens = 2 * 64  # of a rank; of all ranks what is kept lies side by side
     assert rows <= 8 * tokens * TOP_K, "a round's rows; 8 * 8 * tokens would have arrived"

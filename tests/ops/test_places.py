@@ -1,5 +1,7 @@
 """Rows at several places, sums over places, shares ahead of the second matmul: values, gradients and bits."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,7 +64,13 @@ def test_a_rolled_window_has_the_same_rows_at_other_places():
     by = jnp.int32(sizes[0] + sizes[1])
     rolled = window.rolled(by)
     np.testing.assert_array_equal(rolled.rows, jnp.roll(window.rows, -by))
-    np.testing.assert_array_equal(sum_of_places(jnp.roll(y, -by, axis=0), rolled), sum_of_places(y, window))
+    np.testing.assert_array_equal(rolled.real, jnp.roll(window.real, -by))
+    summed = lambda window: functools.partial(sum_of_places, window=window)  # noqa: E731
+    found, wanted = jax.vjp(summed(rolled), jnp.roll(y, -by, axis=0)), jax.vjp(summed(window), y)
+    np.testing.assert_array_equal(found[0], wanted[0])
+    (g,) = matrices(12, (TOKENS, 8))
+    g = g.astype(y.dtype)
+    np.testing.assert_array_equal(found[1](g)[0], jnp.roll(wanted[1](g)[0], -by, axis=0))  # zeros where nothing is
 
 
 @pytest.mark.parametrize("gradients", [FP8_E4M3, FP8_E5M2], ids=str)
@@ -120,6 +128,18 @@ def test_a_weighted_product_is_rounded_once(x64):
     found = weighted_glu(gate, up, shares, jax.nn.silu)
     error = jnp.abs(found.astype(jnp.float64) - exact) / jnp.abs(exact)
     assert float(error.max()) < 2**-8 * (1 + 1e-4)
+
+
+def test_an_activation_may_have_parameters(x64):
+    gate, up, shares, g = matrices(13, (16, 8), (16, 8), (16,), (16, 8))
+
+    def found(beta):
+        return jnp.vdot(g, weighted_glu(gate, up, shares, lambda x: x * jax.nn.sigmoid(beta * x)))
+
+    def wanted(beta):
+        return jnp.vdot(g, gate * jax.nn.sigmoid(beta * gate) * up * shares[:, None])
+
+    np.testing.assert_allclose(jax.jit(jax.grad(found))(1.5), jax.grad(wanted)(1.5), rtol=1e-12)
 
 
 def test_a_window_of_all_places_leaves_nothing_out():
