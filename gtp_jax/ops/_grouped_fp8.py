@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -74,7 +75,11 @@ def grouped_fp8(
     values = jax.ShapeDtypeStruct(codes.shape, rows.dtype)
     run_natively = check_grouped("grouped_fp8", rows, values, group_sizes, implementation)
     fits = run_natively and multiplies_fp8_groups(codes.shape)
-    of_rows = x.codes if isinstance(x, SlottedRows) else _quantized(quantizable(lax.stop_gradient(x)), FP8_E4M3, fits)
+    if isinstance(x, SlottedRows):
+        of_rows = x.codes
+    else:
+        alone = quantizable(lax.stop_gradient(x))
+        of_rows = _rounded(alone, FP8_E4M3, _amax(alone, fits), fits)
     product = _Product(gradients, run_natively, fits, slot.dtype)
     return save_for_backward(_grouped(rows, slot, of_rows, codes, group_sizes, (taken, summed), product))
 
@@ -88,11 +93,10 @@ def fp8_rows(x: Float[jax.Array, "rows features"], axis: str | None = None) -> S
     """
     rows = quantizable(lax.stop_gradient(x))
     fused = platform() == "gpu"
-    amax = amax_fused(rows) if fused else multi_amax([rows])[0]
+    amax = _amax(rows, fused)
     if axis is not None:
         amax = save_routing(lax.pmax(amax, axis))  # kept under every policy, so that it is not reduced again
-    amax = operand_amax(amax, FP8_E4M3)
-    return SlottedRows(quantize_fused(rows, FP8_E4M3, amax) if fused else quantize(rows, FP8_E4M3, amax=amax), x)
+    return SlottedRows(_rounded(rows, FP8_E4M3, amax, fused), x)
 
 
 def multiplies_fp8_groups(shape: tuple[int, ...]) -> bool:
@@ -167,7 +171,8 @@ def _backward(product: _Product, saved, gradient: jax.Array):
     rows = quantizable(gradient)
     # of rows that have no place some transports bring what is another rank's
     counted = rows if summed is None else jnp.where(summed.chosen[:, None], rows, 0)
-    codes = _at_places(_quantized(rows, product.gradients, product.fits, counted), summed)
+    codes = _rounded(rows, product.gradients, _amax(counted, product.fits), product.fits)
+    codes = _at_places(codes, summed)
     x = _at_places(x, taken)
     if product.fits:
         to_x = _product(codes, _along_out(weight.codes), _units(weight), group_sizes, dtype)
@@ -188,15 +193,17 @@ def _at_places(q: QuantizedArray, window: Window | None) -> QuantizedArray:
     if window is None:
         return q
     codes = q.codes[window.rows]
-    return QuantizedArray(codes, None, q.amax, q.format, (codes.shape[0], q.matrix[1]))
+    return dataclasses.replace(q, codes=codes, matrix=codes.shape)
 
 
-def _quantized(rows: jax.Array, format: Format, fused: bool, counted: jax.Array | None = None) -> QuantizedArray:
-    """Returns the codes of rows, with the scale of those that count: of all by default."""
-    counted = rows if counted is None else counted
-    if fused:
-        return quantize_fused(rows, format, operand_amax(amax_fused(counted), format))
-    return quantize(rows, format, amax=operand_amax(multi_amax([counted])[0], format))
+def _amax(rows: jax.Array, fused: bool) -> jax.Array:
+    return amax_fused(rows) if fused else multi_amax([rows])[0]
+
+
+def _rounded(rows: jax.Array, format: Format, amax: jax.Array, fused: bool) -> QuantizedArray:
+    """Returns the codes of rows, with the power of two that an amax asks for as their scale."""
+    amax = operand_amax(amax, format)
+    return quantize_fused(rows, format, amax) if fused else quantize(rows, format, amax=amax)
 
 
 def _units(weight: QuantizedArray) -> jax.Array:
