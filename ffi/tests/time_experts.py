@@ -166,11 +166,11 @@ def time_layer(name: str, depth: int, out: int, rows: int, groups: int, sizes: j
         "product fp8, 4 shards": jax.jit(
             lambda a, b: native.grouped_product(a, b, scales, *tiles, **kinds, dtype=jnp.bfloat16)
         ),
-        "product bf16": jax.jit(lambda a, b: triton.product(a, b, sizes, transposed=True)),
+        "product bf16": jax.jit(lambda a, b: triton.product(a, b[None], sizes, transposed=True)),
         "outer fp8": jax.jit(
             lambda a, b: native.grouped_outer(a, b, scales, stops - blocks, stops, shards=1, **kinds, dtype=jnp.float32)
         ),
-        "outer bf16": jax.jit(lambda a, b: triton.outer(a, b, sizes, dtype=jnp.dtype(jnp.float32))),
+        "outer bf16": jax.jit(lambda a, b: triton.outer(a, b, sizes, shards=1, dtype=jnp.dtype(jnp.float32))),
         "transpose of kernels": jax.jit(lambda a, b: codes_multiplied._along_out(b[None])),
         "the same by XLA": jax.jit(lambda a, b: jnp.swapaxes(b, 1, 2)),
         "transpose of rows": jax.jit(lambda a, b: native.transpose(a, tiles.start, tiles.stop, matrices=1)),

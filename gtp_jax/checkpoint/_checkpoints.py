@@ -22,7 +22,7 @@ from ._agreement import read_together
 from ._damage import DamagedCheckpoint, damaged, other_values
 from ._digest import Digests
 from ._leaf import Leaf, check_savable, leaves
-from ._manifest import SAVE, check, complete, manifest
+from ._manifest import SAVE, check, check_format, complete, manifest
 from ._pruning import nothing_guards
 from ._quiet import keep_quiet, work_abandoned
 from ._retention import Retention
@@ -194,10 +194,11 @@ class Checkpoints:
 
         Raises:
             FileNotFoundError: if there is no such step.
-            ValueError: if the manifest is missing or damaged.
+            ValueError: if the manifest is missing or damaged, or this version would misread the arrays.
         """
         path = self._path(step)
         content = read_manifest(path)
+        check_format(content, f"the checkpoint {path}")
         check_bound(path, content)
         return stored_arrays(path / ARRAYS, content["leaves"])
 
@@ -297,6 +298,7 @@ class Checkpoints:
         chosen = [leaf for leaf in leaves(state_like) if leaf.name.startswith(part)]
         path = self._path(step)
         content = read_together(lambda: read_manifest(path), path)
+        check_format(content, f"the checkpoint {path}")
         check(content, chosen, static_fields(state_like), f"the checkpoint {path}", part)
         read_together(lambda: check_bound(path, content), path)
         stored = read_together(lambda: read_arrays(path, chosen, partial=bool(part)), path)

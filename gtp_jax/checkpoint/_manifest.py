@@ -15,8 +15,8 @@ from ..recipes import Recipe
 from ._foreign_json import check_manifest
 from ._leaf import Leaf
 
-# Raised when a checkpoint is written that older versions would misread.
-FORMAT = 1
+# Raised when a checkpoint is written that older versions would misread. 2: experts' kernels are (experts, out, in).
+FORMAT = 2
 
 _SHOWN = 8
 
@@ -93,6 +93,25 @@ def read(text: str) -> dict[str, Any]:
     return content
 
 
+def check_format(saved: dict[str, Any], where: str) -> None:
+    """Refuses checkpoints whose arrays mean something else to this version than to the one that wrote them.
+
+    Raises:
+        ValueError: naming both versions' formats.
+    """
+    if saved["format"] > FORMAT:
+        raise ValueError(
+            f"{where} has format {saved['format']}, written by gtp_jax {saved['gtp_jax']}; this version reads formats "
+            f"up to {FORMAT}. Upgrade gtp_jax."
+        )
+    if saved["format"] < 2 and any("router" in name.split("/") for name in saved["leaves"]):
+        raise ValueError(
+            f"{where} has format {saved['format']}, in which experts' kernels are (experts, in, out), and a router; "
+            "now they are (experts, out, in). Export it to Hugging Face's files with the version that wrote it, and "
+            "import those: `gtp-jax convert`."
+        )
+
+
 def check(saved: dict[str, Any], leaves: Sequence[Leaf], static: Mapping[str, str], where: str, part: str = "") -> None:
     """Compares a manifest with the leaves and the static fields that are to be restored, in what begins with `part`.
 
@@ -100,11 +119,6 @@ def check(saved: dict[str, Any], leaves: Sequence[Leaf], static: Mapping[str, st
         ValueError: naming every path (the first few) that the checkpoint or the model lacks, or that they hold in
             different shapes or dtypes, or with other static fields.
     """
-    if saved["format"] > FORMAT:
-        raise ValueError(
-            f"{where} has format {saved['format']}, written by gtp_jax {saved['gtp_jax']}; this version reads formats "
-            f"up to {FORMAT}. Upgrade gtp_jax."
-        )
     has = {name: _text(entry) for name, entry in saved["leaves"].items()}
     wants = {leaf.name: _text(_entry(leaf)) for leaf in leaves}
     what = "arrays"

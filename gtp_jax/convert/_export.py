@@ -119,13 +119,13 @@ class _Values:
     def _read(self, tensor: Tensor, *, digest: bool) -> np.ndarray:
         array = self._stored[tensor.path]
         if tensor.expert is not None:
-            return self._of_expert(tensor, array).T
+            return self._of_expert(tensor, array)
         begin, end = (0, array.shape[0]) if tensor.layer is None else (tensor.layer, tensor.layer + 1)
         part = array.read(begin, end)
         if digest:
             self._digests[tensor.path].add(begin, part)
         whole = part if tensor.layer is None else part[0]
-        return whole.T if tensor.linear else whole
+        return whole.T if tensor.transposed else whole
 
     def _of_expert(self, tensor: Tensor, array: StoredArray) -> np.ndarray:
         assert tensor.layer is not None

@@ -60,7 +60,7 @@ def import_llama(hugging_face: str | Path, out: str | Path, *, progress: bool = 
                 "Download it again, or take another checkpoint of the model."
             )
         bar.update(values.nbytes)
-        return np.ascontiguousarray(values.T if tensor.linear else values, np.float32)
+        return np.ascontiguousarray(values.T if tensor.transposed else values, np.float32)
 
     def make(rows: list[list[Tensor]], begin: int) -> np.ndarray:
         row = rows[begin]

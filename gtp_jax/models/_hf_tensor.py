@@ -11,7 +11,8 @@ from collections.abc import Iterable
 class Tensor:
     """A tensor of a Hugging Face model, and where it is among our parameters.
 
-    A linear layer's weight is (out, in) there and (in, out) here; layers and experts are separate there, stacked here.
+    A linear layer's weight is (out, in) there and (in, out) here, but for an expert's, which is (out, in) here too.
+    Layers and experts are separate there, stacked here.
 
     Attributes:
         name: theirs.
@@ -19,7 +20,7 @@ class Tensor:
         path: of our array, joined by slashes, below `params`.
         layer: the row of our array that this is; `None` if it is the whole array.
         expert: the row of that row that this is, where experts are stacked too; `None` if it is the whole row.
-        linear: whether it is the weight of a linear layer, whose two dimensions change places.
+        linear: whether it is the weight of a linear layer.
     """
 
     name: str
@@ -28,6 +29,11 @@ class Tensor:
     layer: int | None
     linear: bool
     expert: int | None = None
+
+    @property
+    def transposed(self) -> bool:
+        """Says whether its two dimensions change places."""
+        return self.linear and self.expert is None
 
     @property
     def fused(self) -> str:
@@ -41,7 +47,7 @@ def array_shapes(tensors: Iterable[Tensor]) -> dict[str, tuple[int, ...]]:
     layers: dict[str, set[int | None]] = collections.defaultdict(set)
     experts: dict[str, set[int | None]] = collections.defaultdict(set)
     for tensor in tensors:
-        shapes[tensor.path] = tensor.shape[::-1] if tensor.linear else tensor.shape
+        shapes[tensor.path] = tensor.shape[::-1] if tensor.transposed else tensor.shape
         layers[tensor.path].add(tensor.layer)
         experts[tensor.path].add(tensor.expert)
     stacked = {path: [len(of[path]) for of in (layers, experts) if None not in of[path]] for path in shapes}

@@ -30,19 +30,22 @@ from ._weight import Initializer, WeightOwner, make_weight
 GroupedParallel = Literal["column", "row", "expert"] | None
 
 # applied to each expert by itself: the first dimension counts experts
-default_init = initializers.variance_scaling(1.0, "fan_in", "normal", batch_axis=0)
+default_init = initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=-1, out_axis=-2, batch_axis=0)
 
-_SPLIT_DIM = {"column": 2, "row": 1, "expert": 0, None: None}
+_SPLIT_DIM = {"column": 1, "row": 2, "expert": 0, None: None}
 
 
 class GroupedDense(WeightOwner):
-    """`x[row] @ kernel[expert of row]`, for rows that are sorted by expert.
+    """`x[row] @ kernel[expert of row].T`, for rows that are sorted by expert.
+
+    A kernel is `(experts, out, in)`, unlike that of `Dense`: so matmuls read it, and so its gradient leaves them. To
+    transpose all experts of a layer would take longer than some of its matmuls.
 
     All experts' shards travel in one gather, and their gradients in one reduce-scatter. With a recipe every expert's
     kernel is a tensor of its own, with its own amax, which its kernels of several names share where FP8 codes are
     multiplied; inputs and gradients have one for all rows, see `gtp_jax.ops.grouped_fp8` and `grouped_quantized`.
 
-    | parallel | kernel `(experts, in, out)` is sharded | input | output |
+    | parallel | kernel `(experts, out, in)` is sharded | input | output |
     |---|---|---|---|
     | `column` | out over tp, then `axes` | features whole | features sharded over tp |
     | `row` | in over tp, out over `axes` | features sharded over tp | features whole, summed over tp |
@@ -70,7 +73,7 @@ class GroupedDense(WeightOwner):
         param_dtype: dtype of the stored shards.
         grad_reduce: how weight gradients are summed over `axes`: `"float32"`, `"bf16-wire"` or `"bf16"`; see
             `reduction_of`.
-        kernel_init: called with the key and the logical shape.
+        kernel_init: called with the key and the logical shape, `(experts, out, in)`.
         rngs: the `params` stream is used.
 
     Raises:
@@ -113,8 +116,8 @@ class GroupedDense(WeightOwner):
         self.sequence_parallel = False
 
         layouts = layouts_of_kernels(
-            [(num_experts, in_features, size) for size in sizes.values()],
-            rows=2,
+            [(num_experts, size, in_features) for size in sizes.values()],
+            rows=1,
             split_dim=_SPLIT_DIM[parallel],
             axes=axes if axes is None else tuple(axes),
             experts_axis=experts_axis,
@@ -145,7 +148,7 @@ class GroupedDense(WeightOwner):
             raise ValueError(
                 "GroupedDense runs inside a shard_map or without a mesh, on a rank's own rows; call it through a `MoE`."
             )
-        expected = self.layouts[0].use_shape[1]
+        expected = self.layouts[0].use_shape[self.layouts[0].cols]
         if x.ndim != 2 or x.shape[1] != expected:
             raise ValueError(f"GroupedDense takes (rows, {expected}), sorted by expert; got shape {x.shape}.")
         if group_sizes.shape != (self.own_experts,):

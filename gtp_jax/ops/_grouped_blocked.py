@@ -10,7 +10,9 @@ from ._tiles import Tiles, cut_into_tiles
 
 
 def product(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, transposed: bool) -> jax.Array:
-    """See `grouped_matmul`; the kernels are `(groups, out, in)` if `transposed`, else `(groups, in, out)`."""
+    """Multiplies each row with its group's kernel `(shards, groups, part, in)`, or with its transpose, as forward
+    does."""
+    weight = _by_group(weight)
     tiles, rows, valid = _tiles(group_sizes, x.shape[0])
     groups = weight.shape[0]
     contracted = (((1,), (1 if transposed else 0,)), ((), ()))
@@ -26,8 +28,8 @@ def product(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, transpos
     return jnp.zeros((x.shape[0], parts.shape[-1]), x.dtype).at[flat].set(parts, mode="drop")
 
 
-def outer(y: jax.Array, x: jax.Array, group_sizes: jax.Array, *, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Returns the sum over each group's rows of `y[row] x[row]^T`: `(groups, out, in)`, in `dtype`."""
+def outer(y: jax.Array, x: jax.Array, group_sizes: jax.Array, *, shards: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Returns the sum over each group's rows of `y[row] x[row]^T`: `(shards, groups, part, in)`, in `dtype`."""
     groups = group_sizes.shape[0]
     tiles, rows, valid = _tiles(group_sizes, x.shape[0])
     wide = _wide(x.dtype)
@@ -40,7 +42,19 @@ def outer(y: jax.Array, x: jax.Array, group_sizes: jax.Array, *, dtype: jax.typi
         return total.at[group].add(part, mode="drop"), None  # out of bounds: rows of no group
 
     zeros = jnp.zeros((groups, y.shape[1], x.shape[1]), wide)
-    return lax.scan(add, zeros, (tiles.group, rows, valid))[0].astype(dtype)
+    return _by_shard(lax.scan(add, zeros, (tiles.group, rows, valid))[0].astype(dtype), shards)
+
+
+def _by_group(weight: jax.Array) -> jax.Array:
+    """Maps `(shards, groups, part, in)` to `(groups, shards * part, in)`."""
+    shards, groups, part, features = weight.shape
+    return jnp.reshape(jnp.swapaxes(weight, 0, 1), (groups, shards * part, features))
+
+
+def _by_shard(kernels: jax.Array, shards: int) -> jax.Array:
+    """Maps `(groups, shards * part, in)` to `(shards, groups, part, in)`."""
+    groups, rows, features = kernels.shape
+    return jnp.swapaxes(jnp.reshape(kernels, (groups, shards, rows // shards, features)), 0, 1)
 
 
 def _tiles(group_sizes: jax.Array, rows: int) -> tuple[Tiles, jax.Array, jax.Array]:

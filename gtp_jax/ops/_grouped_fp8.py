@@ -17,7 +17,7 @@ from ..formats import FP8_E4M3, Format, QuantizedArray
 from ..mesh import platform, supports_grouped_fp8
 from ._amax import multi_amax, power_of_two_amax
 from ._expand import Window, add_up
-from ._grouped_matmul import by_group, by_shard, check_grouped, kernels_of
+from ._grouped_matmul import check_grouped, kernels_of
 from ._implementation import Implementation
 from ._operand import operand_amax, quantizable, tensor_unit, values_of
 from ._quantize import quantize
@@ -160,7 +160,7 @@ def _forward(
     if product.fits:
         y = _product(there, weight.codes, _units(weight), group_sizes, dtype)
     else:
-        values = values_of(there, dtype), by_group(values_of(weight, dtype))
+        values = values_of(there, dtype), values_of(weight, dtype)
         y = kernels_of(product.run_natively).product(*values, group_sizes, transposed=True)
     return y if summed is None else add_up(y, summed), (x, weight, group_sizes, windows)
 
@@ -180,8 +180,9 @@ def _backward(product: _Product, saved, gradient: jax.Array):
     else:
         run = kernels_of(product.run_natively)
         values = values_of(codes, dtype)
-        to_x = run.product(values, by_group(values_of(weight, dtype)), group_sizes, transposed=False)
-        to_weight = by_shard(run.outer(values, values_of(x, dtype), group_sizes, dtype=product.dtype), weight.shape)
+        to_x = run.product(values, values_of(weight, dtype), group_sizes, transposed=False)
+        shards = weight.shape[0]
+        to_weight = run.outer(values, values_of(x, dtype), group_sizes, shards=shards, dtype=product.dtype)
     return to_x if taken is None else add_up(to_x, taken), to_weight, None, None, None, None
 
 

@@ -87,7 +87,7 @@ def _grouped_matmul(
     x: jax.Array, weight: jax.Array, slot: jax.Array, group_sizes: jax.Array, native: bool, dtype: np.dtype
 ) -> jax.Array:
     del slot, dtype
-    return kernels_of(native).product(x, by_group(weight), group_sizes, transposed=True)
+    return kernels_of(native).product(x, weight, group_sizes, transposed=True)
 
 
 def _fwd(x: jax.Array, weight: jax.Array, slot: jax.Array, group_sizes: jax.Array, native: bool, dtype: np.dtype):
@@ -96,24 +96,12 @@ def _fwd(x: jax.Array, weight: jax.Array, slot: jax.Array, group_sizes: jax.Arra
 
 def _bwd(native: bool, dtype: np.dtype, saved: tuple[jax.Array, jax.Array, jax.Array], gradient: jax.Array):
     x, weight, group_sizes = saved
-    to_x = kernels_of(native).product(gradient, by_group(weight), group_sizes, transposed=False)
-    to_kernels = kernels_of(native).outer(gradient, x, group_sizes, dtype=dtype)
-    return to_x, None, by_shard(to_kernels, weight.shape), None
+    to_x = kernels_of(native).product(gradient, weight, group_sizes, transposed=False)
+    to_weight = kernels_of(native).outer(gradient, x, group_sizes, shards=weight.shape[0], dtype=dtype)
+    return to_x, None, to_weight, None
 
 
 _grouped_matmul.defvjp(_fwd, _bwd)
-
-
-def by_group(weight: Float[jax.Array, "shards groups part features_in"]) -> Float[jax.Array, "groups rows features_in"]:
-    """Maps `(shards, groups, part, in)` to `(groups, shards * part, in)`."""
-    shards, groups, part, features = weight.shape
-    return jnp.reshape(jnp.swapaxes(weight, 0, 1), (groups, shards * part, features))
-
-
-def by_shard(kernels: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Maps `(groups, shards * part, in)` to `shape`, which is `(shards, groups, part, in)`."""
-    shards, groups, part, features = shape
-    return jnp.swapaxes(jnp.reshape(kernels, (groups, shards, part, features)), 0, 1)
 
 
 def kernels_of(native: bool) -> Any:

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int32, UInt32
 
 from ..formats import Format, Operands, QuantizedArray
 from ._amax import hadamard_amax, multi_amax
-from ._grouped_matmul import by_group, by_shard, check_grouped, kernels_of
+from ._grouped_matmul import check_grouped, kernels_of
 from ._implementation import Implementation
 from ._operand import operand_amax, quantizable, rounded_weight, values_of
 from ._quantize import quantize
@@ -91,7 +91,7 @@ def _forward(
     del slot, dtype
     along_in, along_rows, _ = _copies(x, group_sizes, operands.activation, operands.hadamard)
     values = values_of(along_in, x.dtype)
-    y = kernels_of(native).product(values, by_group(weight), group_sizes, transposed=True)
+    y = kernels_of(native).product(values, weight, group_sizes, transposed=True)
     return y, (along_rows, weight, group_sizes, key)
 
 
@@ -101,10 +101,11 @@ def _backward(operands: Operands, native: bool, kind: np.dtype, saved, gradient:
     rounding = key if operands.stochastic else None
     along_out, along_rows, sizes = _copies(gradient, group_sizes, operands.gradient, operands.hadamard, rounding)
     columns = rounded_weight(weight, operands, "column")
-    kernel = by_group(values_of(columns, dtype) if isinstance(columns, QuantizedArray) else columns)
+    kernel = values_of(columns, dtype) if isinstance(columns, QuantizedArray) else columns
     to_x = run.product(values_of(along_out, dtype), kernel, group_sizes, transposed=False)
-    to_kernels = run.outer(values_of(along_rows, dtype), values_of(x_rows, dtype), sizes, dtype=kind)
-    return to_x, None, by_shard(to_kernels, weight.shape), None, None
+    operands_of_sum = values_of(along_rows, dtype), values_of(x_rows, dtype)
+    to_weight = run.outer(*operands_of_sum, sizes, shards=weight.shape[0], dtype=kind)
+    return to_x, None, to_weight, None, None
 
 
 _grouped_quantized.defvjp(_forward, _backward)

@@ -46,9 +46,16 @@ def product(
     block: Block = Block(),  # noqa: B008  immutable
     interpret: bool = False,
 ) -> jax.Array:
-    """See `grouped_matmul`; the kernels are `(groups, out, in)` if `transposed`, else `(groups, in, out)`."""
+    """Multiplies each row with its group's kernel, or with its transpose, as forward does.
+
+    Args:
+        x: `(rows, in)` if `transposed`, else `(rows, shards * part)`.
+        weight: `(shards, groups, part, in)`, read where a gather has put it.
+        group_sizes: int32 `(groups,)`.
+    """
     rows, depth = x.shape
-    groups, columns = weight.shape[0], weight.shape[1 if transposed else 2]
+    shards, groups, part, features = weight.shape
+    columns = shards * part if transposed else features
     tiles = cut_into_tiles(group_sizes, rows, block.rows)
     across = pl.cdiv(columns, block.columns)
     down = tiles.group.shape[0]
@@ -71,9 +78,11 @@ def product(
                 inner, has_inner = _span(i, block.depth, depth)
                 left = _load(x.at[row[:, None], inner[None, :]], real, has_inner)
                 if transposed:
-                    right = _load(weight.at[group, out[:, None], inner[None, :]], has_out, has_inner)
+                    shard, line = _in_shards(out, part, shards)
+                    right = _load(weight.at[shard, group, line, inner[None, :]], has_out, has_inner)
                 else:
-                    right = _load(weight.at[group, inner[:, None], out[None, :]], has_inner, has_out)
+                    shard, line = _in_shards(inner, part, shards)
+                    right = _load(weight.at[shard, group, line, out[None, :]], has_inner, has_out)
                 return total + pltriton.dot(left, right, trans_b=transposed)
 
             total = jnp.zeros((block.rows, block.columns), jnp.float32)
@@ -87,17 +96,18 @@ def product(
     return _call(program, (down * across,), (rows, columns), x.dtype, block, flops, interpret)(*tiles, x, weight)
 
 
-@functools.partial(jax.jit, static_argnames=("dtype", "block", "interpret"))
+@functools.partial(jax.jit, static_argnames=("shards", "dtype", "block", "interpret"))
 def outer(
     y: jax.Array,
     x: jax.Array,
     group_sizes: jax.Array,
     *,
+    shards: int,
     dtype: np.dtype,
     block: Block = Block(),  # noqa: B008  immutable
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns the sum over each group's rows of `y[row] x[row]^T`: `(groups, out, in)`, in `dtype`."""
+    """Returns the sum over each group's rows of `y[row] x[row]^T`: `(shards, groups, part, in)`, in `dtype`."""
     rows, down, across, groups = x.shape[0], y.shape[1], x.shape[1], group_sizes.shape[0]
     ends = jnp.minimum(jnp.cumsum(group_sizes, dtype=jnp.int32), rows)
     starts = jnp.append(jnp.int32(0), ends[:-1])
@@ -121,11 +131,13 @@ def outer(
         total = jnp.zeros((block.rows, block.columns), jnp.float32)
         total = jax.lax.fori_loop(0, pl.cdiv(end - start, block.depth), step, total)
         mask = _outer_mask(total.shape, has_line, has_out)
-        pltriton.store(total_of.at[group, line[:, None], out[None, :]], total.astype(total_of.dtype), mask=mask)
+        shard, line = _in_shards(line, down // shards, shards)
+        pltriton.store(total_of.at[shard, group, line, out[None, :]], total.astype(total_of.dtype), mask=mask)
 
     grid = (high * wide, groups)
     flops = 2 * rows * down * across
-    return _call(program, grid, (groups, down, across), dtype, block, flops, interpret)(starts, ends, y, x)
+    shape = (shards, groups, down // shards, across)
+    return _call(program, grid, shape, dtype, block, flops, interpret)(starts, ends, y, x)
 
 
 def _call(program, grid: tuple[int, ...], shape: tuple[int, ...], dtype, block: Block, flops: int, interpret: bool):
@@ -160,6 +172,12 @@ def _span(number: jax.Array, size: int, limit: int) -> tuple[jax.Array, jax.Arra
     """Returns the indices of a block, and which of them the array has; `None` if all blocks are whole."""
     index = number * size + jnp.arange(size)
     return index, None if limit % size == 0 else index < limit
+
+
+def _in_shards(index: jax.Array, part: int, shards: int) -> tuple[jax.Array | int, jax.Array]:
+    """Returns the shard of each output feature, and its row there: columns of indices."""
+    index = index[:, None]
+    return (0, index) if shards == 1 else (index // part, index % part)
 
 
 def _load(block, rows: jax.Array | None, columns: jax.Array | None) -> jax.Array:

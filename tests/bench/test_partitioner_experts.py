@@ -51,15 +51,15 @@ def as_theirs(config: LlamaConfig, params):
     attention, mlp = layers["attention"], layers["mlp"]
     per_head = (config.num_layers, config.hidden_size, config.num_kv_heads, -1)
     parts = [jnp.reshape(attention["qkv"]["kernel"][name], per_head) for name in ("query", "key", "value")]
-    both = jnp.concatenate([mlp["up"]["kernel"]["gate"], mlp["up"]["kernel"]["up"]], axis=-1)
+    both = jnp.concatenate([mlp["up"]["kernel"]["gate"], mlp["up"]["kernel"]["up"]], axis=-2)
     theirs = {
         "qkv": jnp.concatenate(parts, axis=-1),
         "out": attention["out"]["kernel"],
         "norm1": attention["qkv"]["scale"],
         "norm2": mlp["scale"],
         "router": mlp["router"],
-        "up": jnp.swapaxes(both, -1, -2),
-        "down": jnp.swapaxes(mlp["down"]["kernel"], -1, -2),
+        "up": both,
+        "down": mlp["down"]["kernel"],
     }
     if config.qk_norm:
         theirs |= {"norm_q": attention["core"]["query_scale"], "norm_k": attention["core"]["key_scale"]}

@@ -124,15 +124,35 @@ def test_a_foreign_checkpoint_is_refused(saved, plain):
     assert len(Checkpoints(saved).verify(4)) == 1
 
 
-def test_a_newer_format_is_refused(saved, plain):
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"format": 3, "gtp_jax": "9.0"},
+            "has format 3, written by gtp_jax 9.0; this version reads formats up to 2. Up",
+        ),
+        (
+            {"format": 1, "leaves": {"params/mlp/router": {"shape": [2], "dtype": "float32", "digest": "0"}}},
+            r"has format 1, in which experts' kernels are \(experts, in, out\), and a router; now they are",
+        ),
+    ],
+    ids=["newer", "experts of format 1"],
+)
+def test_a_format_that_would_be_misread_is_refused(change, message, saved, plain):
     file = saved / "4/manifest/manifest.json"
-    content = json.loads(file.read_text()) | {"format": 2, "gtp_jax": "9.0"}
+    content = json.loads(file.read_text()) | change
     del content["crc32"]
     file.write_text(json.dumps(content | {"crc32": f"{zlib.crc32(json.dumps(content).encode()):08x}"}))
-    with pytest.raises(
-        ValueError, match="has format 2, written by gtp_jax 9.0; this version reads formats up to 1. Up"
-    ):
+    with pytest.raises(ValueError, match=message):
         Checkpoints(saved).restore(plain({"w": jnp.ones(2)}))
+
+
+def test_what_format_1_means_by_other_arrays_is_read(saved, plain):
+    file = saved / "4/manifest/manifest.json"
+    content = json.loads(file.read_text()) | {"format": 1}
+    del content["crc32"]
+    file.write_text(json.dumps(content | {"crc32": f"{zlib.crc32(json.dumps(content).encode()):08x}"}))
+    assert Checkpoints(saved).manifest(4)["format"] == 1
 
 
 def test_steps_must_ascend(saved, plain):

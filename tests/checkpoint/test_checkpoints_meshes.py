@@ -147,7 +147,7 @@ def test_the_disk_holds_nested_dicts_of_logical_arrays_and_a_manifest(tmp_path, 
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(3, state, {"seed": 5})
     manifest = json.loads((tmp_path / "3/manifest/manifest.json").read_text())
-    assert manifest["format"] == 1 and manifest["step"] == 3 and manifest["extra"] == {"seed": 5}
+    assert manifest["format"] == 2 and manifest["step"] == 3 and manifest["extra"] == {"seed": 5}
     table = manifest["leaves"]["params/embed/table"]
     assert (table["shape"], table["dtype"], len(table["digest"])) == ([1002, 128], "float32", 16)
     with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:

@@ -43,6 +43,18 @@ def operands(rows, features, out, groups, none, dtype=np.float64):
     return jnp.asarray(sizes), *(jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
 
 
+def gathered(weight, shards):
+    """Kernels `(groups, out, in)` as a gather over so many ranks makes them."""
+    groups, out, features = weight.shape
+    return jnp.swapaxes(weight.reshape(groups, shards, out // shards, features), 0, 1)
+
+
+def joined(weight):
+    """`gathered`, back."""
+    _, groups, _, features = weight.shape
+    return jnp.swapaxes(weight, 0, 1).reshape(groups, -1, features)
+
+
 def oracle(sizes, x, weight, gradient):
     """Result and gradients, group by group, in float64."""
     x, weight, gradient = (np.asarray(a, np.float64) for a in (x, weight, gradient))
@@ -62,16 +74,18 @@ def assert_close(found, wanted, tolerance):
         assert error <= tolerance * np.linalg.norm(b), f"relative error {error / np.linalg.norm(b):.2e}"
 
 
+@pytest.mark.parametrize("shards", [1, 2])  # of 35 rows, which are no multiple of a block
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("name", ON_CPU)
 @pytest.mark.usefixtures("on_cpu")
-def test_kernels_multiply_each_row_with_its_own_groups_kernel(name, case):
+def test_kernels_multiply_each_row_with_its_own_groups_kernel(name, case, shards):
     kernels, options = ON_CPU[name]
     sizes, x, weight, gradient = operands(*case, dtype=np.float32)
+    as_gathered = gathered(weight, shards)
     found = (
-        kernels.product(x, weight, sizes, transposed=True, **options),
-        kernels.product(gradient, weight, sizes, transposed=False, **options),
-        kernels.outer(gradient, x, sizes, dtype=x.dtype, **options),
+        kernels.product(x, as_gathered, sizes, transposed=True, **options),
+        kernels.product(gradient, as_gathered, sizes, transposed=False, **options),
+        joined(kernels.outer(gradient, x, sizes, shards=shards, dtype=x.dtype, **options)),
     )
     assert_close(found, oracle(sizes, x, weight, gradient), 1e-6)
 
@@ -81,7 +95,7 @@ def test_kernels_multiply_each_row_with_its_own_groups_kernel(name, case):
 @pytest.mark.usefixtures("on_cpu")
 def test_gradients_are_those_of_a_matmul_a_group(shards, dtype, tolerance, x64):
     sizes, x, weight, gradient = operands(90, 24, 64, 8, 3, dtype)
-    as_gathered = jnp.swapaxes(weight.reshape(8, shards, -1, 24), 0, 1)
+    as_gathered = gathered(weight, shards)
 
     @jax.jit
     def run(x, weight, gradient):
@@ -90,7 +104,7 @@ def test_gradients_are_those_of_a_matmul_a_group(shards, dtype, tolerance, x64):
 
     y, to_x, to_weight = run(x, as_gathered, gradient)
     assert y.dtype == to_x.dtype == to_weight.dtype == dtype
-    found = (y, to_x, jnp.swapaxes(to_weight, 0, 1).reshape(weight.shape))
+    found = (y, to_x, joined(to_weight))
     assert_close(found, oracle(sizes, x, weight, gradient), tolerance)
 
 
@@ -100,8 +114,8 @@ def test_no_group_sees_what_is_not_finite_in_another():
     last = int(sizes[0]) - 1
     x, gradient = x.at[last].set(np.nan), gradient.at[-1].set(np.inf)  # of group 0, and of none
     for kernels, options in ON_CPU.values():
-        y = kernels.product(x, weight, sizes, transposed=True, **options)
-        to_weight = kernels.outer(gradient, x, sizes, dtype=x.dtype, **options)
+        y = kernels.product(x, weight[None], sizes, transposed=True, **options)
+        to_weight = joined(kernels.outer(gradient, x, sizes, shards=1, dtype=x.dtype, **options))
         assert np.isnan(np.asarray(y)).any(axis=1).nonzero()[0].tolist() == [last]
         assert np.isnan(np.asarray(to_weight)).any(axis=(1, 2)).tolist() == [True, False, False, False]
 
@@ -110,7 +124,7 @@ def test_no_group_sees_what_is_not_finite_in_another():
 def test_sizes_beyond_the_rows_are_cut_off():
     _, x, weight, gradient = operands(60, 16, 16, 4, 0, np.float32)
     for kernels, options in ON_CPU.values():
-        y = kernels.product(x, weight, jnp.array([50, 30, 2, 7], jnp.int32), transposed=True, **options)
+        y = kernels.product(x, weight[None], jnp.array([50, 30, 2, 7], jnp.int32), transposed=True, **options)
         assert_close([y], oracle([50, 10, 0, 0], x, weight, gradient)[:1], 1e-6)
 
 
@@ -166,13 +180,15 @@ def test_operands_that_do_not_fit_are_refused(change, error, message):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("case", [*CASES, (4096, 512, 768, 8, 0), (2048, 320, 1000, 64, 100)], ids=str)
-def test_gpus_multiply_each_row_with_its_own_groups_kernel(case):
+def test_gpus_multiply_each_row_with_its_own_groups_kernel(case, shards):
     sizes, x, weight, gradient = operands(*case, jnp.bfloat16)
 
     @jax.jit
     def run(x, weight, gradient):
-        y, backward = jax.vjp(lambda x, w: grouped_matmul(x, w[None], sizes, implementation="native"), x, weight)
+        y, backward = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, implementation="native"), x, weight)
         return y, *backward(gradient)
 
-    assert_close(run(x, weight, gradient), oracle(sizes, x, weight, gradient), 5e-3)
+    y, to_x, to_weight = run(x, gathered(weight, shards), gradient)
+    assert_close((y, to_x, joined(to_weight)), oracle(sizes, x, weight, gradient), 5e-3)

@@ -14,8 +14,8 @@ def plain_experts(params, x, top_k, eps):
     likelier = jnp.sum(probs[..., None, :] > probs[..., :, None], -1)
     taken = (likelier < top_k).astype(x.dtype)
     combine_weights = probs * taken / jnp.sum(probs * taken, -1, keepdims=True)
-    gate = jnp.einsum("bsi,eih->bseh", h, params["up"]["kernel"]["gate"])
-    up = jnp.einsum("bsi,eih->bseh", h, params["up"]["kernel"]["up"])
-    each = jnp.einsum("bseh,eho->bseo", jax.nn.silu(gate) * up, params["down"]["kernel"])
+    gate = jnp.einsum("bsi,ehi->bseh", h, params["up"]["kernel"]["gate"])
+    up = jnp.einsum("bsi,ehi->bseh", h, params["up"]["kernel"]["up"])
+    each = jnp.einsum("bseh,eoh->bseo", jax.nn.silu(gate) * up, params["down"]["kernel"])
     load = jax.lax.stop_gradient(jnp.mean(taken, 1, keepdims=True)) * probs.shape[-1] / top_k
     return jnp.einsum("bse,bseo->bso", combine_weights, each), jnp.sum(load * probs)

@@ -9,7 +9,7 @@ from ..ops import oracle
 def dequantized(params, form, dtype):
     """The logical parameters with every block's kernels quantized whole, layer by layer, and back, in `dtype`.
 
-    A kernel is `(layers, in, out)`, or `(layers, experts, in, out)` of which each is quantized by itself; blocks run
+    A kernel is `(layers, in, out)`, or `(layers, experts, out, in)` of which each is quantized by itself; blocks run
     along `in`.
     """
 
@@ -18,7 +18,9 @@ def dequantized(params, form, dtype):
         if form is None or "layers" not in names or "kernel" not in names:
             return value
         matrices = np.asarray(value).reshape(-1, *value.shape[-2:])
-        return np.stack([matrix(one.T, form, dtype).T for one in matrices]).reshape(value.shape)
+        if value.ndim == 4:
+            return np.stack([matrix(one, form, dtype) for one in matrices]).reshape(value.shape)
+        return np.stack([matrix(one.T, form, dtype).T for one in matrices])
 
     return jax.tree_util.tree_map_with_path(visit, params)
 

@@ -73,7 +73,7 @@ def test_an_expert_s_kernels_share_a_scale_that_no_other_expert_has():
     ranks, experts, features, outs, groups = 4, 3, 16, {"gate": 8, "up": 24}, [5, 0, 3]
     rng = np.random.default_rng(0)
     size = np.array([1, 1, 300], np.float32)[:, None, None]
-    kernels = {n: (rng.normal(size=(experts, features, n)) * size * n).astype(np.float32) for n in outs.values()}
+    kernels = {n: (rng.normal(size=(experts, n, features)) * size * n).astype(np.float32) for n in outs.values()}
     x, c = (rng.uniform(-1, 1, (ranks, sum(groups), n)).astype(np.float32) for n in (features, sum(outs.values())))
     x[..., 0], c[..., 0] = 3, 5  # of every rank the same amax
 
@@ -81,7 +81,7 @@ def test_an_expert_s_kernels_share_a_scale_that_no_other_expert_has():
         def __init__(self, rngs):
             self.experts = gtp.GroupedDense(
                 experts, features, outs, dtype="float32", rngs=rngs,
-                kernel_init=lambda _, shape, __: kernels[shape[2]],
+                kernel_init=lambda _, shape, __: kernels[shape[1]],
             )  # fmt: skip
 
         def __call__(self, x):
@@ -100,11 +100,11 @@ def test_an_expert_s_kernels_share_a_scale_that_no_other_expert_has():
     wanted, to_kernels, start = 0.0, [], 0
     for expert, count in enumerate(groups):
         mine = slice(start, start := start + count)
-        fused = rounded(np.concatenate([kernels[n][expert] for n in outs.values()], axis=1), FP8_E4M3)
+        fused = rounded(np.concatenate([kernels[n][expert] for n in outs.values()]), FP8_E4M3).T
         wanted += (x8[:, mine] @ fused * c[:, mine]).sum()
-        to_kernels.append(np.einsum("rti,rto->io", x8[:, mine], c8[:, mine]))
+        to_kernels.append(np.einsum("rti,rto->oi", x8[:, mine], c8[:, mine]))
     assert abs(float(value) - wanted) <= 1e-6 * np.abs(x8 @ fused).sum()
-    found, to_kernels = np.concatenate([gradient["gate"], gradient["up"]], axis=2), np.stack(to_kernels)
+    found, to_kernels = np.concatenate([gradient["gate"], gradient["up"]], axis=1), np.stack(to_kernels)
     assert np.linalg.norm(found - to_kernels) <= 1e-6 * np.linalg.norm(to_kernels)
 
 
