@@ -113,7 +113,7 @@ class _Backward:
                         weights[stage, layer] = self.stages[stage].gather_layer(place(origin, layer), entered, turn)
                 case Reduce(stage, layer):
                     gradients = tied_trees(pending.pop((stage, layer)), turn)
-                    reduced[stage, layer] = self.stages[stage].scatter(gradients), False
+                    reduced[stage, layer] = self.stages[stage].reduce(gradients)
                 case Compute(stage, layer):
                     entered = gradient
                     own, residual = weights.pop((stage, layer), ()), residuals[stage, layer]
@@ -124,10 +124,9 @@ class _Backward:
                         shared = [total + one for total, one in zip(shared, to_shared, strict=True)]
                 case Barrier():
                     # ends gather and reduction with this layer, and has its weight gradient before the next one begins
-                    values = {key: value for key, (value, _) in reduced.items()}
-                    gradient, pending, values, weights, shared = together(gradient, pending, values, weights, shared)
+                    gradient, pending, reduced, weights, shared = together(gradient, pending, reduced, weights, shared)
                     entered, turn = gradient, no_turn()
-                    done.shards.update({key: (value, False) for key, value in values.items()})
+                    done.shards.update(self._finished(reduced))
                     reduced = {}
                 case Loop():
                     (gradient, weights, pending, shared), looped = self._loop(
@@ -136,8 +135,12 @@ class _Backward:
                     entered = gradient
                     done.shards.update(looped.shards)
                     done.params.update(looped.params)
-        done.shards.update(reduced)
+        done.shards.update(self._finished(reduced))
         return _Carry(gradient, weights, pending, shared), done
+
+    def _finished(self, reduced: ByLayer) -> ByLayer:
+        """Returns the gradients of shards, each with that it is one layer's."""
+        return {(stage, layer): (self.stages[stage].finish(own), False) for (stage, layer), own in reduced.items()}
 
     def _loop(self, loop: Loop, carry: _Carry, residuals: ByLayer) -> tuple[_Carry, _Done]:
         def body(carry: _Carry, step: tuple[jax.Array, Tree]) -> tuple[_Carry, _Done]:

@@ -42,7 +42,9 @@ class Stage:
         params: pytree of floats that are differentiated and used as they are: parameters that are not sharded, and
             slots into which backward puts values by way of their gradients. Stacked likewise.
         gather: maps one layer's `gather_inputs` to its gathered weights, of which integers have no gradient.
-        scatter: maps the gradients of one layer's gathered weights and of its slots to that of its shards.
+        reduce: sums the gradients of one layer's gathered weights and of its slots over the ranks.
+        finish: makes the gradient of the layer's shards of what `reduce` returned, without communication. It runs once
+            the layer's barrier is behind, so that XLA can write shards where all layers are collected.
         apply: `(weights, slots, params, x, shared, constants, turn) -> (y, Outputs)` of one layer; of `turn`, see
             `gtp_jax.collectives.use_turn`.
         length: number of layers.
@@ -53,19 +55,20 @@ class Stage:
             their values are never read. If it makes any, it and `gather` return dicts, and a weight whose key has a
             slot has no gradient of its own.
         takes_shared: whether `apply` gets the chain's shared inputs; `()` otherwise.
-        frozen: keys of gathered weights of which no gradient is wanted, which `scatter` is not given.
+        frozen: keys of gathered weights of which no gradient is wanted, which `reduce` is not given.
     """
 
     shards: Tree
     gather_inputs: Tree
     params: Tree
     gather: Callable[[Tree], Tree]
-    scatter: Callable[[tuple[Tree, Tree]], Tree]
+    reduce: Callable[[tuple[Tree, Tree]], Tree]
     apply: Callable[[Tree, Tree, Tree, Tree, Tree, Tree, Turn], tuple[Tree, Outputs]]
     length: int = 1
     stacked: bool = False
     constants: Tree = ()
     first: int = 0
+    finish: Callable[[Tree], Tree] = lambda reduced: reduced
     slots: Callable[[Tree], Tree] = lambda weights: {}
     takes_shared: bool = False
     frozen: frozenset[Any] = frozenset()

@@ -6,6 +6,7 @@ from ._codes import codes_specs as codes_specs
 from ._codes import cuts_blocks as cuts_blocks
 from ._codes import pack_codes as pack_codes
 from ._exchange import exchange_gradients as exchange_gradients
+from ._exchange import exchange_parts as exchange_parts
 from ._over_gloo import all_gather as all_gather
 from ._over_gloo import reduce_scatter as reduce_scatter
 from ._packed import Bundle as Bundle
@@ -48,10 +49,12 @@ from ._turns import turn_after as turn_after
 from ._turns import turn_in_scope as turn_in_scope
 from ._turns import use_turn as use_turn
 from ._weight import Shards as Shards
+from ._weight import as_shards as as_shards
 from ._weight import bytes_of as bytes_of
 from ._weight import gather_weight as gather_weight
 from ._weight import gathered as gathered
 from ._weight import in_order as in_order
+from ._weight import reduce_gradient as reduce_gradient
 from ._weight import scatter_gradient as scatter_gradient
 from ._weight import split_features as split_features
 from ._weight import use_rows as use_rows

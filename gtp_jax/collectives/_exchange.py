@@ -51,6 +51,14 @@ def exchange_gradients(
             rank's share of a matrix, rounded up to a power of two's, and travels behind the codes.
         out: dtypes of each one's returned shards.
     """
+    parts = exchange_parts(gradients, fused, wire)
+    return [as_shards(part, layouts, kinds) for part, layouts, kinds in zip(parts, fused, out, strict=True)]
+
+
+def exchange_parts(
+    gradients: Sequence[Float[jax.Array, "... _ _"]], fused: Sequence[Sequence[Layout]], wire: Format | np.dtype
+) -> list[jax.Array]:
+    """Returns, in float32, the parts of which `exchange_gradients` makes shards."""
     ranks, axes = fused[0][0].ranks, fused[0][0].axes
     unfused = [unfuse(gradient, layouts) for gradient, layouts in zip(gradients, fused, strict=True)]
     parts = [
@@ -59,10 +67,7 @@ def exchange_gradients(
     ]
     send = functools.partial(lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True)
     arrived = _as_codes(parts, wire, send) if isinstance(wire, Format) else _rounded(parts, wire, send)
-    return [
-        as_shards(jnp.sum(part, axis=0), layouts, kinds)
-        for part, layouts, kinds in zip(arrived, fused, out, strict=True)
-    ]
+    return [jnp.sum(part, axis=0) for part in arrived]
 
 
 def _rounded(parts: Sequence[jax.Array], dtype: np.dtype, send: _Send) -> list[jax.Array]:

@@ -123,11 +123,22 @@ def scatter_gradient(
             `exchange_gradients` rounds each rank's gradient alone.
         out: dtype of each returned shard.
     """
+    return as_shards(reduce_gradient(gradient, layouts, dtype), layouts, out)
+
+
+def reduce_gradient(
+    gradient: Float[jax.Array, "*fused rows features_in"], layouts: Sequence[Layout], dtype: jax.typing.DTypeLike
+) -> Float[jax.Array, "_ _"]:
+    """Sums a fused weight's gradient over its ranks and returns this rank's part, of which `as_shards` makes shards.
+
+    Args:
+        gradient: of the fused weight's shape.
+        layouts: as in `gather_weight`.
+        dtype: as in `scatter_gradient`; also the result's.
+    """
     parts = unfuse(gradient.astype(dtype), layouts)
     part = jnp.reshape(parts, (-1, parts.shape[-1]))
-    if layouts[0].ranks > 1:
-        part = reduce_scatter(part, layouts[0].axes, dim=0)
-    return as_shards(part, layouts, out)
+    return reduce_scatter(part, layouts[0].axes, dim=0) if layouts[0].ranks > 1 else part
 
 
 def as_shards(part: jax.Array, layouts: Sequence[Layout], out: Sequence[jax.typing.DTypeLike]) -> Shards:
@@ -135,11 +146,17 @@ def as_shards(part: jax.Array, layouts: Sequence[Layout], out: Sequence[jax.typi
     part = jnp.reshape(part, (*_lead(layouts[0]), -1, part.shape[-1]))
     ends = np.cumsum([layout.shard_shape[layout.rows] for layout in layouts])
     pieces = jnp.split(part, ends[:-1], axis=-2)
-    # else XLA keeps the wire's order, and transposes parameter and moments inside the optimizer's kernel
     return tuple(
-        row_major(jnp.moveaxis(piece, -2, layout.rows).astype(kind))
-        for piece, layout, kind in zip(pieces, layouts, out, strict=True)
+        _as_shard(piece, layout).astype(kind) for piece, layout, kind in zip(pieces, layouts, out, strict=True)
     )
+
+
+def _as_shard(piece: jax.Array, layout: Layout) -> jax.Array:
+    """Returns a shard, of its rows."""
+    if layout.rows == len(layout.shape) - 2:
+        return piece
+    # else XLA keeps the wire's order, and transposes parameter and moments inside the optimizer's kernel
+    return row_major(jnp.moveaxis(piece, -2, layout.rows))
 
 
 def split_features(

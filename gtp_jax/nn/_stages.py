@@ -23,8 +23,9 @@ from ..weights import (
     bundle_frozen,
     gather,
     gather_members,
+    reduce_gradients,
     refuse_gradient,
-    scatter,
+    stored_gradients,
 )
 from ._frozen import Frozen
 from ._layer import Leaf, layout_of, value_of
@@ -219,21 +220,26 @@ class _Template:
 
         trained = {path: group for path, group in groups.items() if not group.frozen}
 
-        def to_shards(gradients: tuple[Any, Slots]) -> dict[Any, Any]:
+        def reduce_ranks(gradients: tuple[Any, Slots]) -> dict[Any, Any]:
             of_weights, of_slots = gradients
-            return scatter(trained, {**of_weights, **of_slots})
+            return reduce_gradients(trained, {**of_weights, **of_slots})
 
-        gather = functools.partial(_gather, groups)
+        def to_shards(gradients: tuple[Any, Slots]) -> dict[Any, Any]:
+            return finish(reduce_ranks(gradients))
+
+        finish = functools.partial(stored_gradients, trained)
+        gather, reduce = functools.partial(_gather, groups), reduce_ranks
         if current_view() == "global":
             joined = {path for path, owner in self.owners.items() if owner.joined() is not None}
-            gather, slots, to_shards = _in_global_view(groups, joined, gather, slots, to_shards)
+            gather, slots, reduce = _in_global_view(groups, joined, gather, slots, to_shards)
         return Stage(
             shards,
             gather_inputs,
             params,
             gather=gather,
             slots=slots,
-            scatter=to_shards,
+            reduce=reduce,
+            finish=finish,
             apply=with_remat(apply, remat),
             constants=constants,
             takes_shared=shared is not None,

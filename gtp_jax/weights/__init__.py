@@ -15,7 +15,9 @@ from ._grad_reduce import reduction_of as reduction_of
 from ._group import WeightGroup as WeightGroup
 from ._group import gather as gather
 from ._group import gather_members as gather_members
+from ._group import reduce_gradients as reduce_gradients
 from ._group import scatter as scatter
+from ._group import stored_gradients as stored_gradients
 from ._quantize import Quantized as Quantized
 from ._quantize import check_pregathered_layers as check_pregathered_layers
 from ._quantize import quantize as quantize

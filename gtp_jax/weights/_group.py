@@ -15,13 +15,14 @@ from ..collectives import (
     Packed,
     Shards,
     StoredCodes,
-    exchange_gradients,
+    as_shards,
+    exchange_parts,
     gather_codes,
     gather_packed,
     gather_weight,
     in_order,
     pack_codes,
-    scatter_gradient,
+    reduce_gradient,
     scatter_stored,
     use_rows,
 )
@@ -111,7 +112,11 @@ class WeightGroup:
     def stored_sums(self) -> np.dtype:
         """dtype in which gradients of shards are summed over the optimizer's axes, on the wire too; where these divide
         nothing, that of the parameters."""
-        return _dtypes(self)[0]
+        if not self.divided:
+            return self.param_dtypes[0]
+        sums = self.grad_reduce.sums
+        exchanged = self.exchanged is not None and self.ranks > 1  # which sums in float32
+        return np.dtype(jnp.promote_types(sums, jnp.float32)) if exchanged else sums
 
     def slot(self, weight: jax.Array | QuantizedArray) -> jax.Array | None:
         """Returns zeros, where the gradient of a gathered weight goes; `None` where its own gradient has the dtype, or
@@ -155,40 +160,52 @@ def gather_members(
 
 
 def scatter(groups: Mapping[Any, WeightGroup], gradients: Mapping[Any, jax.Array]) -> dict[Any, Shards]:
-    """Returns the gradients of what ranks store, from those of fused weights: summed over the ranks of a gather, then
-    over the optimizer's axes, which span more nodes. What is exchanged alike travels together.
+    """Returns the gradients of what ranks store, from those of fused weights.
 
     Args:
         groups: by name.
         gradients: this rank's, by the same names.
     """
+    return stored_gradients(groups, reduce_gradients(groups, gradients))
+
+
+def reduce_gradients(
+    groups: Mapping[Any, WeightGroup], gradients: Mapping[Any, jax.Array]
+) -> dict[Any, jax.Array | Shards]:
+    """Sums the gradients of fused weights over the ranks of a gather, then over the optimizer's axes, which span more
+    nodes. What is exchanged alike travels together.
+
+    Returns:
+        What `stored_gradients` takes: this rank's part of each, in the dtype of the sum; or shards, where a weight is
+        divided further over the optimizer's axes.
+    """
     gradients = {name: _fused(group, gradients[name]) for name, group in groups.items()}
-    found: dict[Any, Shards] = {}
+    parts: dict[Any, jax.Array] = {}
     together: dict[Any, list[Any]] = defaultdict(list)
     for name, group in groups.items():
         if group.exchanged is not None and group.ranks > 1:
             together[group.exchanged, group.layouts[0].axes].append(name)
         else:
-            found[name] = scatter_gradient(gradients[name], group.layouts, group.grad_reduce.sums, _dtypes(group))
+            parts[name] = reduce_gradient(gradients[name], group.layouts, group.grad_reduce.sums)
     for (wire, _), names in together.items():
-        members = [groups[name] for name in names]
-        layouts, kinds = [one.layouts for one in members], [_dtypes(one) for one in members]
-        shards = exchange_gradients([gradients[name] for name in names], layouts, wire, kinds)
-        found.update(zip(names, shards, strict=True))
+        layouts = [groups[name].layouts for name in names]
+        exchanged = exchange_parts([gradients[name] for name in names], layouts, wire)
+        parts.update(zip(names, exchanged, strict=True))
     divided = {name: group for name, group in groups.items() if group.divided}
-    return found | {
-        name: scatter_stored(found[name], group.layouts, group.stored_sums, group.param_dtypes)
-        for name, group in divided.items()
+    return parts | {name: _sum_of_stored(group, parts[name]) for name, group in divided.items()}
+
+
+def _sum_of_stored(group: WeightGroup, part: jax.Array) -> Shards:
+    shards = as_shards(part, group.layouts, (part.dtype,) * len(group.layouts))
+    return scatter_stored(shards, group.layouts, group.stored_sums, group.param_dtypes)
+
+
+def stored_gradients(groups: Mapping[Any, WeightGroup], reduced: Mapping[Any, jax.Array | Shards]) -> dict[Any, Shards]:
+    """Returns the gradients of what ranks store, in the parameters' dtypes, from what `reduce_gradients` returns."""
+    return {
+        name: own if isinstance(own, tuple) else as_shards(own, groups[name].layouts, groups[name].param_dtypes)
+        for name, own in reduced.items()
     }
-
-
-def _dtypes(group: WeightGroup) -> tuple[np.dtype, ...]:
-    """Returns the dtypes of shards' gradients: the parameters', or that of the sums where these go on."""
-    if not group.divided:
-        return group.param_dtypes
-    sums = group.grad_reduce.sums
-    exchanged = group.exchanged is not None and group.ranks > 1  # which sums in float32
-    return (np.dtype(jnp.promote_types(sums, jnp.float32)) if exchanged else sums,) * len(group.layouts)
 
 
 def _fused(group: WeightGroup, gradient: jax.Array) -> jax.Array:

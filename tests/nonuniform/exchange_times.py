@@ -55,6 +55,13 @@ def as_stored(core: Any, params: Any, recipe: Any, reduce_over_dp: Any) -> Repli
     )
 
 
+def gradients_as_weights(core: Any, params: Any, recipe: Any, reduce_over_dp: Any) -> ReplicaDtypes:
+    """Gradients of weights that are multiplied in bfloat16 travel in it, as where replicas divide what is stored: the
+    plan of one replica, whose exchanges have the size of two replicas' here, has nobody to divide it with."""
+    found = replica_dtypes_of(core, params, recipe, reduce_over_dp)
+    return found._replace(gradients=found.weights)
+
+
 def milliseconds(function: Callable[[], Any], calls: int = 5) -> float:
     """Returns the median time of a call, of which two have been made before."""
     for _ in range(2):
@@ -81,7 +88,9 @@ def random_like(tree: Any) -> Any:
 
 def prepare(config: Any, plan: FaultPlan, wires: str, optimizer: Any) -> tuple[gtp.Replicas, Any, Any]:
     """Returns the replicas, a state and a step."""
-    _nonuniform_step.replica_dtypes_of = replica_dtypes_of if wires == NARROW else as_stored
+    alone = len(plan.replicas) == 1 and config.grad_reduce == "bf16"
+    narrow = gradients_as_weights if alone else replica_dtypes_of
+    _nonuniform_step.replica_dtypes_of = narrow if wires == NARROW else as_stored
     factory = lambda rngs: Llama(config, rngs=rngs)  # noqa: E731
     replicas = gtp.Replicas(factory, plan, jax.devices()[:2])
     with jax.set_mesh(replicas.core):

@@ -114,6 +114,7 @@ CASES = [
     for more in [(1, "global"), (2, "global"), (2, "local")]
     for usual in [(mesh, recipe, *more) in [(dict(gtp=4), RECIPE, 2, "local")]]
     if not ((mesh or {}).get("tp") and more[1] == "local")  # where ranks have parts of features
+    if BATCH % (more[0] * math.prod(n for axis, n in (mesh or {}).items() if axis != "tp")) == 0
 ]
 
 

@@ -149,9 +149,11 @@ def test_with_quantized_operands_a_mesh_has_the_gradients_of_one_device(name, me
     config, recipe = dataclasses.replace(ROUNDED, **changes), OPERANDS[name]
     loss, wanted = gradients(config, dict(gtp=1), recipe, 4)
     there, found = gradients(config, degrees, recipe, parts)
-    assert abs(there - loss) <= 1e-12 * loss
-    # products of float32 values leave float64's rounding, which a code could in principle amplify
-    assert_close(found, wanted, 1e-11)
+    # Products leave float64's rounding, by which a code changes now and then; and where tp divides experts, each rank
+    # has an FP8 scale of its own for what its experts made, below which values underflow. Another rule of rounding
+    # would be 1e-3 off.
+    assert abs(there - loss) <= 1e-7 * loss
+    assert_close(found, wanted, 1e-5)
 
 
 @pytest.mark.slow
