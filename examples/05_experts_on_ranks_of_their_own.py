@@ -1,6 +1,7 @@
 """A small mixture of experts on text: its loss with experts divided over ep 4, and how evenly its experts are loaded.
 
     python examples/05_experts_on_ranks_of_their_own.py --png load.png   # any machine with matplotlib, some minutes
+    python examples/05_experts_on_ranks_of_their_own.py --size 100m --steps 120 --png load.png   # 2 cores: half an hour
 
 Trains the same model on the same text four times: on one device, where every expert is, and on four, of which each has
 a quarter of them (both with the balance loss); then with biases in place of that loss, and with neither. Prints the
@@ -37,11 +38,18 @@ SMALL = LlamaConfig(
     dtype="float32",
     unroll=1,
 )
+SIZES = {
+    "1m": (SMALL, 3e-3),
+    "100m": (
+        dataclasses.replace(SMALL, hidden_size=256, num_layers=4, head_dim=64, intermediate_size=1024, num_experts=32),
+        1e-3,
+    ),
+}
 # a rate of 0 moves no bias, and has the load reported
 REPORTED = gtp.Routing(bias_rate=0.0)
-BALANCE_LOSS = dataclasses.replace(SMALL, routing=REPORTED)
-BIASES = dataclasses.replace(SMALL, aux_loss_coeff=0.0, routing=gtp.Routing(score="sigmoid", bias_rate=0.01))
-NEITHER = dataclasses.replace(SMALL, aux_loss_coeff=0.0, routing=REPORTED)
+BALANCE_LOSS = dict(routing=REPORTED)
+BIASES = dict(aux_loss_coeff=0.0, routing=gtp.Routing(score="sigmoid", bias_rate=0.01))
+NEITHER = dict(aux_loss_coeff=0.0, routing=REPORTED)
 RUNS = {
     "balance loss, ep 1": (BALANCE_LOSS, 1),
     "balance loss, ep 4": (BALANCE_LOSS, 4),
@@ -50,9 +58,9 @@ RUNS = {
 }
 
 
-def train(config: LlamaConfig, ep: int, windows: Windows, steps: int) -> list[tuple[float, float]]:
+def train(config: LlamaConfig, rate: float, ep: int, windows: Windows, steps: int) -> list[tuple[float, float]]:
     """Returns loss and load of every step."""
-    optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps))
+    optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps))
     with jax.set_mesh(gtp.make_mesh(gtp=1, ep=ep, devices=jax.devices()[:ep])):
         state = gtp.TrainState.create(gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(0)), optimizer)
         step = gtp.train_step(next_token_loss, optimizer, max_grad_norm=1.0)
@@ -64,7 +72,7 @@ def train(config: LlamaConfig, ep: int, windows: Windows, steps: int) -> list[tu
     return found
 
 
-def draw(found: dict[str, list[tuple[float, float]]], path: Path) -> None:
+def draw(found: dict[str, list[tuple[float, float]]], title: str, path: Path) -> None:
     """Draws losses, and loads."""
     from matplotlib.figure import Figure
 
@@ -86,13 +94,14 @@ def draw(found: dict[str, list[tuple[float, float]]], path: Path) -> None:
         axis.set_xlabel("step")
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, fontsize=9)
-    figure.suptitle(f"{SMALL.top_k} of {SMALL.num_experts} experts a token, on the source of Python's standard library")
+    figure.suptitle(f"{title}, on the source of Python's standard library")
     figure.savefig(path, dpi=120)
 
 
 def main() -> None:
     """Trains, compares and draws."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--size", choices=SIZES, default="1m", help="parameters, most of them in experts (default: 1m)")
     flags.add_argument("--steps", type=int, default=200)
     flags.add_argument("--png", type=Path)
     flags.add_argument("--json", type=Path)
@@ -100,10 +109,13 @@ def main() -> None:
     if not jax.config.jax_platforms:
         jax.config.update("jax_num_cpu_devices", 4)
     windows = Windows(load_corpus(standard_library(), BYTES).train, SEQ, 0)
-    print(f"{SMALL.param_count():,} parameters, of which a token is multiplied with {SMALL.matmul_params():,}")
+    base, rate = SIZES[args.size]
+    print(
+        f"{base.param_count():,} parameters, of which a token is multiplied with {base.matmul_params():,}", flush=True
+    )
     found = {}
-    for name, (config, ep) in RUNS.items():
-        found[name] = train(config, ep, windows, args.steps)
+    for name, (changes, ep) in RUNS.items():
+        found[name] = train(dataclasses.replace(base, **changes), rate, ep, windows, args.steps)
         losses, loads = np.array(found[name]).T
         last = max(1, args.steps // 10)
         print(f"{name:20} loss {losses[-last:].mean():.4f}, load {loads[-last:].mean():.2f}", flush=True)
@@ -115,7 +127,8 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps(found))
     if args.png:
-        draw(found, args.png)
+        title = f"{base.param_count() / 1e6:.0f} M parameters, {base.top_k} of {base.num_experts} experts a token"
+        draw(found, title, args.png)
 
 
 if __name__ == "__main__":

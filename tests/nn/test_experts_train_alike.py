@@ -20,8 +20,10 @@ def test_losses_over_ep_4_are_those_of_one_device_and_the_load_stays_even(x64):
     windows = Windows(load_corpus(Text("sums", lines, 0), BYTES).train, 64, 0)
 
     def trained(name: str, ep: int) -> np.ndarray:
-        config = dataclasses.replace(example[name], dtype="float64", num_layers=2, hidden_size=32, intermediate_size=32)
-        return np.array(example["train"](config, ep, windows, 60))
+        sizes = dict(dtype="float64", num_layers=2, hidden_size=32, intermediate_size=32)
+        config, rate = example["SIZES"]["1m"]
+        config = dataclasses.replace(config, **sizes, **example[name])
+        return np.array(example["train"](config, rate, ep, windows, 60))
 
     one, four = trained("BALANCE_LOSS", 1), trained("BALANCE_LOSS", 4)
     assert four[-1, 0] < 0.6 * four[0, 0]
