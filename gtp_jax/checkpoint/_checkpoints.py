@@ -17,6 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from ..layout import Layout
 from ..recipes import Recipe, check_recipe
 from ._agreement import read_together
 from ._damage import DamagedCheckpoint, damaged, other_values
@@ -298,7 +299,7 @@ class Checkpoints:
         chosen = [leaf for leaf in leaves(state_like) if leaf.name.startswith(part)]
         path = self._path(step)
         content = read_together(lambda: read_manifest(path), path)
-        check_format(content, f"the checkpoint {path}")
+        check_format(content, f"the checkpoint {path}", _experts_in(state_like))
         check(content, chosen, static_fields(state_like), f"the checkpoint {path}", part)
         read_together(lambda: check_bound(path, content), path)
         stored = read_together(lambda: read_arrays(path, chosen, partial=bool(part)), path)
@@ -395,3 +396,12 @@ class Checkpoints:
         if step < 0:
             raise ValueError(f"`step` is {step}; it must be a whole number of at least 0.")
         return step
+
+
+def _experts_in(state: Any) -> bool | None:
+    """Says whether a state's weights include kernels of experts; `None` if it has none of gtp_jax's models."""
+    model_def = getattr(state, "model_def", None)
+    if model_def is None:
+        return None
+    layouts = jax.tree.leaves(model_def.layouts, is_leaf=lambda x: isinstance(x, Layout))
+    return any(isinstance(layout, Layout) and len(layout.shape) > 2 for layout in layouts)

@@ -93,8 +93,13 @@ def read(text: str) -> dict[str, Any]:
     return content
 
 
-def check_format(saved: dict[str, Any], where: str) -> None:
+def check_format(saved: dict[str, Any], where: str, experts: bool | None = None) -> None:
     """Refuses checkpoints whose arrays mean something else to this version than to the one that wrote them.
+
+    Args:
+        saved: the manifest.
+        where: what messages call the checkpoint.
+        experts: whether what is restored has kernels of experts; by default whether names say so, as those of a `MoE`.
 
     Raises:
         ValueError: naming both versions' formats.
@@ -104,11 +109,16 @@ def check_format(saved: dict[str, Any], where: str) -> None:
             f"{where} has format {saved['format']}, written by gtp_jax {saved['gtp_jax']}; this version reads formats "
             f"up to {FORMAT}. Upgrade gtp_jax."
         )
-    if saved["format"] < 2 and any("router" in name.split("/") for name in saved["leaves"]):
+    names = saved["leaves"]
+    if experts is None:
+        mixtures = [name.removesuffix("router") for name in names if name.endswith("/router")]
+        experts = any(name.startswith(f"{mixture}up/kernel") for mixture in mixtures for name in names)
+    if saved["format"] < 2 and experts:
         raise ValueError(
-            f"{where} has format {saved['format']}, in which experts' kernels are (experts, in, out), and a router; "
-            "now they are (experts, out, in). Export it to Hugging Face's files with the version that wrote it, and "
-            "import those: `gtp-jax convert`."
+            f"{where} has format {saved['format']}, in which experts' kernels are (experts, in, out); now they are "
+            "(experts, out, in), and so are their moments. Restore it with the version that wrote it, and save the "
+            "parameters anew with the last two dimensions exchanged; of Mixtral and Qwen3, `gtp-jax convert` with both "
+            "versions does that."
         )
 
 

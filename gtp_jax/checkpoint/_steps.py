@@ -43,7 +43,9 @@ def absolute(directory: str | os.PathLike[str], *, writable: bool) -> str:
 
 def steps_in(directory: str) -> dict[int, Any]:
     """Returns the committed steps and their paths."""
-    return {step.step: step.path for step in ocp.path.step.standard_name_format().find_all(directory)}
+    find = ocp.path.step.standard_name_format().find_all
+    # a listing made while a step is committed and the one before it deleted may miss both
+    return {step.step: step.path for step in list(find(directory)) or find(directory)}
 
 
 def find_step(directory: str, step: int | None) -> Any:

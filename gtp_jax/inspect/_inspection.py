@@ -235,7 +235,7 @@ def _note(layout: Layout, degrees: dict[str, int]) -> str:
     if layout.takes_part and split is not None:
         counts = ", ".join(map(str, split.counts))
         notes.append(f"{split.axis} ranks use {counts} of {split.size}, padded by {split.padding:.1%}")
-        if layout.split_dim == layout.rows == len(layout.shape) - 1:  # a kernel (in, out), not a table
+        if layout.split_dim == layout.rows == 1 and len(layout.shape) == 2:  # of a `Dense`: no table, no experts
             moved = split.size - max(split.counts)
             notes.append(f"outside a chain its output is gathered over {split.axis}, {moved} features a token")
     return "; ".join(notes)

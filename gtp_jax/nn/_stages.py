@@ -220,25 +220,22 @@ class _Template:
 
         trained = {path: group for path, group in groups.items() if not group.frozen}
 
-        def reduce_ranks(gradients: tuple[Any, Slots]) -> dict[Any, Any]:
+        def reduce(gradients: tuple[Any, Slots]) -> dict[Any, Any]:
             of_weights, of_slots = gradients
             return reduce_gradients(trained, {**of_weights, **of_slots})
 
-        def to_shards(gradients: tuple[Any, Slots]) -> dict[Any, Any]:
-            return finish(reduce_ranks(gradients))
-
         finish = functools.partial(stored_gradients, trained)
-        gather, reduce = functools.partial(_gather, groups), reduce_ranks
-        if current_view() == "global":
+        gather, reduced = functools.partial(_gather, groups), reduce
+        if current_view() == "global":  # in which `finish` has nothing left to do
             joined = {path for path, owner in self.owners.items() if owner.joined() is not None}
-            gather, slots, reduce = _in_global_view(groups, joined, gather, slots, to_shards)
+            gather, slots, reduced = _in_global_view(groups, joined, gather, slots, lambda own: finish(reduce(own)))
         return Stage(
             shards,
             gather_inputs,
             params,
             gather=gather,
             slots=slots,
-            reduce=reduce,
+            reduce=reduced,
             finish=finish,
             apply=with_remat(apply, remat),
             constants=constants,

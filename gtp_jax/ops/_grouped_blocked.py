@@ -10,8 +10,8 @@ from ._tiles import Tiles, cut_into_tiles
 
 
 def product(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, transposed: bool) -> jax.Array:
-    """Multiplies each row with its group's kernel `(shards, groups, part, in)`, or with its transpose, as forward
-    does."""
+    """Multiplies each row with its group's kernel `(shards, groups, part, in)`; with the kernel's transpose if
+    `transposed`, as in forward."""
     weight = _by_group(weight)
     tiles, rows, valid = _tiles(group_sizes, x.shape[0])
     groups = weight.shape[0]

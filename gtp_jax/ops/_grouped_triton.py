@@ -46,10 +46,10 @@ def product(
     block: Block = Block(),  # noqa: B008  immutable
     interpret: bool = False,
 ) -> jax.Array:
-    """Multiplies each row with its group's kernel, or with its transpose, as forward does.
+    """Multiplies each row with its group's kernel; with the kernel's transpose if `transposed`, as in forward.
 
     Args:
-        x: `(rows, in)` if `transposed`, else `(rows, shards * part)`.
+        x: `(rows, in)` if `transposed`, else `(rows, shards * part)`, as in backward.
         weight: `(shards, groups, part, in)`, read where a gather has put it.
         group_sizes: int32 `(groups,)`.
     """
@@ -175,7 +175,7 @@ def _span(number: jax.Array, size: int, limit: int) -> tuple[jax.Array, jax.Arra
 
 
 def _in_shards(index: jax.Array, part: int, shards: int) -> tuple[jax.Array | int, jax.Array]:
-    """Returns the shard of each output feature, and its row there: columns of indices."""
+    """Returns the shard of each row of a kernel, and its row there: columns of indices."""
     index = index[:, None]
     return (0, index) if shards == 1 else (index // part, index % part)
 

@@ -192,10 +192,11 @@ def reduce_gradients(
         exchanged = exchange_parts([gradients[name] for name in names], layouts, wire)
         parts.update(zip(names, exchanged, strict=True))
     divided = {name: group for name, group in groups.items() if group.divided}
-    return parts | {name: _sum_of_stored(group, parts[name]) for name, group in divided.items()}
+    return parts | {name: _shards_of_sum(group, parts[name]) for name, group in divided.items()}
 
 
-def _sum_of_stored(group: WeightGroup, part: jax.Array) -> Shards:
+def _shards_of_sum(group: WeightGroup, part: jax.Array) -> Shards:
+    """Returns what this rank stores of a gradient, summed over the optimizer's axes."""
     shards = as_shards(part, group.layouts, (part.dtype,) * len(group.layouts))
     return scatter_stored(shards, group.layouts, group.stored_sums, group.param_dtypes)
 

@@ -98,6 +98,7 @@ def test_loss_and_gradients_are_those_of_every_token_through_every_expert(partit
     jax.tree.map(compare, gradients, as_theirs(config, true))
 
 
+@pytest.mark.slow
 def test_with_norms_of_queries_and_a_shared_expert_the_loss_is_ours(partitioner, key):
     config, params, tokens, targets = case(key, **OTHERS)
     work = bench.Workload(**SIZES, **OTHERS, seq=32, sequences=4, gtp=1, ep=2)

@@ -12,10 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.formats import FP8_E4M3, FP8_E5M2
+
+EMPTY = {"shape": [2], "dtype": "float32", "digest": "0"}
 
 
 @pytest.fixture
@@ -132,27 +135,44 @@ def test_a_foreign_checkpoint_is_refused(saved, plain):
             "has format 3, written by gtp_jax 9.0; this version reads formats up to 2. Up",
         ),
         (
-            {"format": 1, "leaves": {"params/mlp/router": {"shape": [2], "dtype": "float32", "digest": "0"}}},
-            r"has format 1, in which experts' kernels are \(experts, in, out\), and a router; now they are",
+            {"format": 1, "leaves": {f"params/mlp/{name}": EMPTY for name in ("router", "up/kernel/gate")}},
+            r"has format 1, in which experts' kernels are \(experts, in, out\); now they are \(experts, out, in\)",
         ),
     ],
     ids=["newer", "experts of format 1"],
 )
-def test_a_format_that_would_be_misread_is_refused(change, message, saved, plain):
+def test_a_format_that_would_be_misread_is_refused(change, message, saved):
     file = saved / "4/manifest/manifest.json"
     content = json.loads(file.read_text()) | change
     del content["crc32"]
     file.write_text(json.dumps(content | {"crc32": f"{zlib.crc32(json.dumps(content).encode()):08x}"}))
     with pytest.raises(ValueError, match=message):
-        Checkpoints(saved).restore(plain({"w": jnp.ones(2)}))
+        Checkpoints(saved).arrays(4)
 
 
-def test_what_format_1_means_by_other_arrays_is_read(saved, plain):
-    file = saved / "4/manifest/manifest.json"
+def as_format_1(directory):
+    file = directory / "4/manifest/manifest.json"
     content = json.loads(file.read_text()) | {"format": 1}
     del content["crc32"]
     file.write_text(json.dumps(content | {"crc32": f"{zlib.crc32(json.dumps(content).encode()):08x}"}))
-    assert Checkpoints(saved).manifest(4)["format"] == 1
+
+
+def test_a_state_without_experts_is_restored_from_format_1(saved, plain):
+    as_format_1(saved)
+    like = plain({"a": {"w": jnp.zeros((2, 3))}, "b": jnp.zeros(4)})
+    found, _ = Checkpoints(saved).restore(like)
+    np.testing.assert_array_equal(found.params["a"]["w"], np.ones((2, 3)))
+
+
+def test_square_kernels_of_experts_in_the_old_order_are_refused_whatever_their_name(tmp_path):
+    make = lambda rngs: gtp.GroupedDense(2, 8, 8, rngs=rngs)  # noqa: E731
+    state = gtp.TrainState.create(gtp.init(make, nnx.Rngs(0)), optax.identity())
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(4, state)
+    assert Checkpoints(tmp_path / "run").restore(state)
+    as_format_1(tmp_path / "run")
+    with pytest.raises(ValueError, match="has format 1, in which experts' kernels are"):
+        Checkpoints(tmp_path / "run").restore(state)
 
 
 def test_steps_must_ascend(saved, plain):

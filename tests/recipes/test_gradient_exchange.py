@@ -25,14 +25,14 @@ from .test_moe_recipes import SIZES as MOE_SIZES
 from .test_recipe_collectives import LAYERS, SIZES, section
 from .test_recipe_parity import ALIGNED, UNALIGNED, batch_of, host, scope, start
 
-# Shapes of the kernels of two weights, `(in, out)` or `(experts, in, out)`, and how they are sharded.
+# Shapes of the kernels of two weights, `(in, out)` or `(experts, out, in)`, and how they are sharded.
 CUTS = {
     "gtp 8, unaligned": (dict(gtp=8), [(96, 120), (96, 56)], [(40, 72)], {}),
     "gtp 4 x tp 2": (dict(gtp=4, tp=2), [(64, 128)], [(64, 64)], dict(split_dim=1)),
     "dp 2 x gtp 4, experts sharded over both": (
         dict(dp=2, gtp=4),
-        [(3, 32, 40), (3, 32, 40)],
-        [(3, 24, 64)],
+        [(3, 40, 32), (3, 40, 32)],
+        [(3, 64, 24)],
         dict(axes=("dp", "gtp")),
     ),
 }
@@ -43,7 +43,7 @@ def exchanged(name, wire, spoil=None):
     degrees, *kernels, cut = CUTS[name]
     rng = np.random.default_rng(len(name))
     with jax.set_mesh(gtp.make_mesh(**degrees)):
-        fused = [layouts_of_kernels(shapes, rows=len(shapes[0]) - 1, **cut) for shapes in kernels]
+        fused = [layouts_of_kernels(shapes, rows=1, **cut) for shapes in kernels]
         ranks = fused[0][0].ranks
         sent = [[layout.matrix_of(layout.shard_shape) for layout in one] for one in fused]
         shapes = [(one[0].matrices, sum(r for r, _ in part), part[0][1]) for one, part in zip(fused, sent, strict=True)]
@@ -87,7 +87,7 @@ def smallest(wire, magnitudes):
     if wire == "bf16":
         return [0] * len(magnitudes)
     if wire == "mxfp8":  # blocks run along the input; so a scale of a share, or none, fails
-        return [SMALLEST * size.max(-2, keepdims=True) for size in magnitudes]
+        return [SMALLEST * size.max(-1 if size.ndim == 4 else -2, keepdims=True) for size in magnitudes]
     largest = np.max([size.max((-1, -2), keepdims=True) for size in magnitudes], axis=0)
     return [SMALLEST * largest] * len(magnitudes)
 

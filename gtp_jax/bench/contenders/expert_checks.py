@@ -21,19 +21,19 @@ def run_checks(args: argparse.Namespace) -> dict[str, str]:
     command = [sys.executable, str(EXPERTS), "--checks", f"--ranks={args.ranks}", *(["--cpu"] if args.cpu else [])]
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    said: list[str] = []
+    lines: list[str] = []
     assert process.stdout is not None
-    reader = threading.Thread(target=lambda: said.extend(process.stdout or ()), daemon=True)
+    reader = threading.Thread(target=lambda: lines.extend(process.stdout or ()), daemon=True)
     reader.start()
     try:
         process.wait(args.checks_limit)
     except subprocess.TimeoutExpired:
         process.kill()
-        said.append(f"the checks were ended after {args.checks_limit:.0f} s\n")
+        lines.append(f"the checks were ended after {args.checks_limit:.0f} s\n")
     reader.join(5)
-    (args.out / "checks.txt").write_text("".join(said))
+    (args.out / "checks.txt").write_text("".join(lines))
     found = {}
-    for line in said:
+    for line in lines:
         if line.startswith("CHECK "):
             name, _, what = line[6:].strip().partition(": ")
             worse = name in found and not found[name].startswith("same bits")
