@@ -195,7 +195,7 @@ def test_exchanges_are_as_designed(chunks):
 def test_an_amax_is_of_one_expert_alone(x64):
     """Experts of very different size, quantized as they travel: their gradients are those of any other mesh."""
     scaled = lambda key, shape, dtype: (  # noqa: E731
-        jax.random.normal(key, shape, dtype) * 2.0 ** jnp.arange(shape[0])[:, None, None] / 64
+        jax.random.normal(key, shape, dtype) * 2.0 ** jnp.arange(shape[0])[:, None, None] / 4096  # small in a sine
     )
     found = []
     for degrees in (dict(gtp=2), dict(ep=2, gtp=2), dict(ep=2, gtp=2, tp=2)):
@@ -208,7 +208,7 @@ def test_an_amax_is_of_one_expert_alone(x64):
     for other in found[1:]:
         for path, value in found[0].items():
             for a, b in zip(value, other[path], strict=True):
-                np.testing.assert_allclose(b, a, rtol=0, atol=1e-10 * np.abs(a).max(), err_msg=str(path))
+                np.testing.assert_allclose(b, a, rtol=0, atol=1e-12 * np.abs(a).max(), err_msg=str(path))
 
 
 def test_choices_of_the_table():
