@@ -3,8 +3,8 @@
     python tests/nonuniform/hurt_times.py                                           # 4 GPUs
     python tests/nonuniform/hurt_times.py --preset tiny --seq 64 --layers 2         # 4 virtual CPU devices
 
-Beside all four GPUs: the replica of tp 2 alone, and three GPUs with gtp 3. Each has one sequence a GPU. The share is of the
-throughput of all four; of three GPUs, 75 % would be their part of the compute, and the aim is 97 % of that.
+Beside all four GPUs: the replica of tp 2 alone, and three GPUs with gtp 3. Each has one sequence a GPU. The share is of
+the throughput of all four; of three GPUs, 75 % would be their part of the compute, and the aim is 97 % of that.
 """
 
 from __future__ import annotations
