@@ -109,11 +109,13 @@ def check_format(saved: dict[str, Any], where: str, experts: bool | None = None)
             f"{where} has format {saved['format']}, written by gtp_jax {saved['gtp_jax']}; this version reads formats "
             f"up to {FORMAT}. Upgrade gtp_jax."
         )
+    if saved["format"] >= 2:
+        return
     names = saved["leaves"]
     if experts is None:
         mixtures = [name.removesuffix("router") for name in names if name.endswith("/router")]
         experts = any(name.startswith(f"{mixture}up/kernel") for mixture in mixtures for name in names)
-    if saved["format"] < 2 and experts:
+    if experts:
         raise ValueError(
             f"{where} has format {saved['format']}, in which experts' kernels are (experts, in, out); now they are "
             "(experts, out, in), and so are their moments. Restore it with the version that wrote it, and save the "

@@ -6,7 +6,6 @@ from ._codes import codes_specs as codes_specs
 from ._codes import cuts_blocks as cuts_blocks
 from ._codes import pack_codes as pack_codes
 from ._exchange import exchange_gradients as exchange_gradients
-from ._exchange import exchange_parts as exchange_parts
 from ._over_gloo import all_gather as all_gather
 from ._over_gloo import reduce_scatter as reduce_scatter
 from ._packed import Bundle as Bundle
@@ -55,6 +54,5 @@ from ._weight import gather_weight as gather_weight
 from ._weight import gathered as gathered
 from ._weight import in_order as in_order
 from ._weight import reduce_gradient as reduce_gradient
-from ._weight import scatter_gradient as scatter_gradient
 from ._weight import split_features as split_features
 from ._weight import use_rows as use_rows

@@ -31,34 +31,22 @@ from ..formats import Format, PackPlan, Piece
 from ..layout import Layout
 from ..ops import multi_amax, pack, power_of_two_amax, quantizable, unpack
 from ._stored import WIRE
-from ._weight import Shards, as_shards, unfuse
+from ._weight import unfuse
 
 _Send = Callable[[jax.Array], jax.Array]
 
 
 def exchange_gradients(
-    gradients: Sequence[Float[jax.Array, "... _ _"]],
-    fused: Sequence[Sequence[Layout]],
-    wire: Format | np.dtype,
-    out: Sequence[Sequence[jax.typing.DTypeLike]],
-) -> list[Shards]:
-    """Returns `scatter_gradient` of several fused weights at once: one all-to-all, and a sum in float32.
+    gradients: Sequence[Float[jax.Array, "... _ _"]], fused: Sequence[Sequence[Layout]], wire: Format | np.dtype
+) -> list[jax.Array]:
+    """Returns `reduce_gradient` of several fused weights at once: one all-to-all, and a sum in float32.
 
     Args:
         gradients: each of its fused weight's shape.
         fused: the layouts of each one's kernels; all with the same axes, of more than one rank.
         wire: a format whose blocks have one row, or a dtype of 16 bits. The amax of a format that has one is of a
             rank's share of a matrix, rounded up to a power of two's, and travels behind the codes.
-        out: dtypes of each one's returned shards.
     """
-    parts = exchange_parts(gradients, fused, wire)
-    return [as_shards(part, layouts, kinds) for part, layouts, kinds in zip(parts, fused, out, strict=True)]
-
-
-def exchange_parts(
-    gradients: Sequence[Float[jax.Array, "... _ _"]], fused: Sequence[Sequence[Layout]], wire: Format | np.dtype
-) -> list[jax.Array]:
-    """Returns, in float32, the parts of which `exchange_gradients` makes shards."""
     ranks, axes = fused[0][0].ranks, fused[0][0].axes
     unfused = [unfuse(gradient, layouts) for gradient, layouts in zip(gradients, fused, strict=True)]
     parts = [

@@ -106,13 +106,11 @@ def use_rows(layouts: Sequence[Layout]) -> tuple[int, ...]:
     return tuple(layout.use_shape[layout.rows] for layout in layouts)
 
 
-def scatter_gradient(
-    gradient: Float[jax.Array, "*fused rows features_in"],
-    layouts: Sequence[Layout],
-    dtype: jax.typing.DTypeLike,
-    out: Sequence[jax.typing.DTypeLike],
-) -> Shards:
-    """Sums a fused weight's gradient over its ranks and returns this rank's shards: `gather_weight`, transposed.
+def reduce_gradient(
+    gradient: Float[jax.Array, "*fused rows features_in"], layouts: Sequence[Layout], dtype: jax.typing.DTypeLike
+) -> Float[jax.Array, "_ _"]:
+    """Sums a fused weight's gradient over its ranks and returns this rank's part, of which `as_shards` makes shards:
+    the two are `gather_weight`, transposed.
 
     Gradients of padding are dropped.
 
@@ -121,20 +119,6 @@ def scatter_gradient(
         layouts: as in `gather_weight`.
         dtype: the dtype on the wire, in which the sum is taken: of bfloat16, every partial sum is rounded to it.
             `exchange_gradients` rounds each rank's gradient alone.
-        out: dtype of each returned shard.
-    """
-    return as_shards(reduce_gradient(gradient, layouts, dtype), layouts, out)
-
-
-def reduce_gradient(
-    gradient: Float[jax.Array, "*fused rows features_in"], layouts: Sequence[Layout], dtype: jax.typing.DTypeLike
-) -> Float[jax.Array, "_ _"]:
-    """Sums a fused weight's gradient over its ranks and returns this rank's part, of which `as_shards` makes shards.
-
-    Args:
-        gradient: of the fused weight's shape.
-        layouts: as in `gather_weight`.
-        dtype: as in `scatter_gradient`; also the result's.
     """
     parts = unfuse(gradient.astype(dtype), layouts)
     part = jnp.reshape(parts, (-1, parts.shape[-1]))

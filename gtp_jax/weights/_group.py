@@ -16,7 +16,7 @@ from ..collectives import (
     Shards,
     StoredCodes,
     as_shards,
-    exchange_parts,
+    exchange_gradients,
     gather_codes,
     gather_packed,
     gather_weight,
@@ -189,7 +189,7 @@ def reduce_gradients(
             parts[name] = reduce_gradient(gradients[name], group.layouts, group.grad_reduce.sums)
     for (wire, _), names in together.items():
         layouts = [groups[name].layouts for name in names]
-        exchanged = exchange_parts([gradients[name] for name in names], layouts, wire)
+        exchanged = exchange_gradients([gradients[name] for name in names], layouts, wire)
         parts.update(zip(names, exchanged, strict=True))
     divided = {name: group for name, group in groups.items() if group.divided}
     return parts | {name: _shards_of_sum(group, parts[name]) for name, group in divided.items()}

@@ -18,8 +18,6 @@ import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.formats import FP8_E4M3, FP8_E5M2
 
-EMPTY = {"shape": [2], "dtype": "float32", "digest": "0"}
-
 
 @pytest.fixture
 def saved(tmp_path, plain):
@@ -127,38 +125,33 @@ def test_a_foreign_checkpoint_is_refused(saved, plain):
     assert len(Checkpoints(saved).verify(4)) == 1
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (
-            {"format": 3, "gtp_jax": "9.0"},
-            "has format 3, written by gtp_jax 9.0; this version reads formats up to 2. Up",
-        ),
-        (
-            {"format": 1, "leaves": {f"params/mlp/{name}": EMPTY for name in ("router", "up/kernel/gate")}},
-            r"has format 1, in which experts' kernels are \(experts, in, out\); now they are \(experts, out, in\)",
-        ),
-    ],
-    ids=["newer", "experts of format 1"],
-)
-def test_a_format_that_would_be_misread_is_refused(change, message, saved):
-    file = saved / "4/manifest/manifest.json"
+def rewrite_manifest(directory, **change):
+    """Changes fields of step 4's manifest, and its checksum."""
+    file = directory / "4/manifest/manifest.json"
     content = json.loads(file.read_text()) | change
     del content["crc32"]
     file.write_text(json.dumps(content | {"crc32": f"{zlib.crc32(json.dumps(content).encode()):08x}"}))
+
+
+def test_a_newer_format_is_refused(saved, plain):
+    rewrite_manifest(saved, format=3, gtp_jax="9.0")
+    message = "has format 3, written by gtp_jax 9.0; this version reads formats up to 2. Up"
+    with pytest.raises(ValueError, match=message):
+        Checkpoints(saved).restore(plain({"w": jnp.ones(2)}))
     with pytest.raises(ValueError, match=message):
         Checkpoints(saved).arrays(4)
 
 
-def as_format_1(directory):
-    file = directory / "4/manifest/manifest.json"
-    content = json.loads(file.read_text()) | {"format": 1}
-    del content["crc32"]
-    file.write_text(json.dumps(content | {"crc32": f"{zlib.crc32(json.dumps(content).encode()):08x}"}))
+def test_arrays_of_a_mixture_in_the_old_order_are_refused(saved):
+    entry = {"shape": [2], "dtype": "float32", "digest": "0"}
+    rewrite_manifest(saved, format=1, leaves={f"params/mlp/{name}": entry for name in ("router", "up/kernel/gate")})
+    message = r"has format 1, in which experts' kernels are \(experts, in, out\); now they are \(experts, out, in\)"
+    with pytest.raises(ValueError, match=message):
+        Checkpoints(saved).arrays(4)
 
 
 def test_a_state_without_experts_is_restored_from_format_1(saved, plain):
-    as_format_1(saved)
+    rewrite_manifest(saved, format=1)
     like = plain({"a": {"w": jnp.zeros((2, 3))}, "b": jnp.zeros(4)})
     found, _ = Checkpoints(saved).restore(like)
     np.testing.assert_array_equal(found.params["a"]["w"], np.ones((2, 3)))
@@ -170,7 +163,7 @@ def test_square_kernels_of_experts_in_the_old_order_are_refused_whatever_their_n
     with Checkpoints(tmp_path / "run") as checkpoints:
         checkpoints.save(4, state)
     assert Checkpoints(tmp_path / "run").restore(state)
-    as_format_1(tmp_path / "run")
+    rewrite_manifest(tmp_path / "run", format=1)
     with pytest.raises(ValueError, match="has format 1, in which experts' kernels are"):
         Checkpoints(tmp_path / "run").restore(state)
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gtp_jax as gtp
-from gtp_jax.collectives import gather_weight, scatter_gradient
+from gtp_jax.collectives import as_shards, gather_weight, reduce_gradient
 from gtp_jax.layout import BLOCK, Layout, layouts_of_kernels
 from gtp_jax.mesh import axes_of
 
@@ -66,7 +66,8 @@ def test_gathered_weights_and_scattered_gradients_are_those_of_numpy(name, x64):
 
         def local(shards, gradient):
             weight = gather_weight(tuple(shards), layouts, "float64")
-            back = scatter_gradient(gradient[0, 0], layouts, "float64", ["float64"] * len(layouts))
+            part = reduce_gradient(gradient[0, 0], layouts, "float64")
+            back = as_shards(part, layouts, ["float64"] * len(layouts))
             missing = [
                 axis for axis in ("gtp", "tp") if axis not in axes_of(spec)
             ]  # summed over replicas, as a step does

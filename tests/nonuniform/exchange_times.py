@@ -29,6 +29,7 @@ jax.config.update("jax_num_cpu_devices", 2)  # of no account on GPUs
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
+from steps import random_batch, seconds_of_steps  # noqa: E402
 
 import gtp_jax as gtp  # noqa: E402
 from gtp_jax.models import Llama, next_token_loss, preset_of  # noqa: E402
@@ -143,19 +144,11 @@ def time_step(config: Any, seq: int, wires: str | None) -> None:
     plan, optimizer = plan_faults(dp=2, tp=1, batch=2), optax.adamw(1e-4)
     plan = plan if wires is None else Unequal(**vars(plan))
     replicas, state, step = prepare(config, plan, wires or NARROW, optimizer)
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, seq), dtype=np.int32)
-    batch: Any = {"tokens": tokens, "targets": np.roll(tokens, -1, 1)}
-    if wires is not None:
-        batch = replicas.place(batch)
+    batch = random_batch(config.vocab_size, 2, seq, None if wires is None else replicas)
     with jax.set_mesh(replicas.core):
-        seconds = []
-        for _ in range(8):
-            start = time.perf_counter()
-            state, metrics = step(state, batch)
-            jax.block_until_ready((state, metrics))
-            seconds.append(time.perf_counter() - start)
+        seconds = seconds_of_steps(step, state, batch, 5)
     where = "one mesh" if wires is None else f"replicas, {wires}"
-    print(f"  {where:30}{1000 * statistics.median(seconds[3:]):9.1f} ms a step", flush=True)
+    print(f"  {where:30}{1000 * statistics.median(seconds):9.1f} ms a step", flush=True)
 
 
 def main() -> None:

@@ -22,9 +22,9 @@ from gtp_jax.train import all_reduce_with_nccl
 all_reduce_with_nccl()  # ahead of the backend
 jax.config.update("jax_num_cpu_devices", 4)  # of no account on GPUs
 
-import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from flax import nnx  # noqa: E402
+from steps import random_batch, seconds_of_steps  # noqa: E402
 
 import gtp_jax as gtp  # noqa: E402
 from gtp_jax.models import Llama, next_token_loss, preset_of  # noqa: E402
@@ -61,30 +61,21 @@ CONTENDERS = [
 
 
 def seconds_a_step(config: Any, contender: Contender, recipe: Any, seq: int, steps: int) -> list[float]:
-    """Returns the seconds of each step, of which three more went before."""
+    """Returns the seconds of each of so many steps of a contender."""
     optimizer = optax.adamw(1e-4)
     factory = lambda rngs: Llama(config, rngs=rngs)  # noqa: E731
-    options: dict[str, Any] = {}
+    replicas, options = None, {}
     if contender.failed:
         plan = plan_faults(**contender.degrees, failed=contender.failed, batch=contender.devices)  # pyright: ignore
         replicas = gtp.Replicas(factory, plan, jax.devices()[:4])
         mesh, options = replicas.core, {"replicas": replicas}
     else:
         mesh = gtp.make_mesh(**contender.degrees, devices=jax.devices()[: contender.devices])  # pyright: ignore
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (contender.devices, seq), dtype=np.int32)
-    batch: Any = {"tokens": tokens, "targets": np.roll(tokens, -1, 1)}
-    if contender.failed:
-        batch = replicas.place(batch)
+    batch = random_batch(config.vocab_size, contender.devices, seq, replicas)
     with jax.set_mesh(mesh):
         state = gtp.TrainState.create(gtp.init(factory, nnx.Rngs(0)), optimizer)
         step = gtp.train_step(next_token_loss, optimizer, view="local", recipe=recipe, **options)
-        found = []
-        for _ in range(3 + steps):
-            start = time.perf_counter()
-            state, metrics = step(state, batch)
-            jax.block_until_ready((state, metrics))
-            found.append(time.perf_counter() - start)
-    return found[3:]
+        return seconds_of_steps(step, state, batch, steps)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import gtp_jax as gtp
 from gtp_jax import plan
-from gtp_jax.collectives import exchange_gradients, scatter_gradient
+from gtp_jax.collectives import as_shards, exchange_gradients, reduce_gradient
 from gtp_jax.layout import layouts_of_kernels
 from gtp_jax.mesh import AXES
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
@@ -57,17 +57,19 @@ def exchanged(name, wire, spoil=None):
             gradients[0][0, 0, 0, 1, 7] = spoil
         flat = [g.reshape(8 * ranks, *g.shape[2:]) for g in gradients]
         whole = [g if len(s[0]) == 3 else g.reshape(-1, g.shape[-1]) for g, s in zip(flat, kernels, strict=True)]
-        kinds = [[jnp.float32] * len(one) for one in fused]
+
+        def shards(parts):
+            return [as_shards(p, one, [jnp.float32] * len(one)) for p, one in zip(parts, fused, strict=True)]
 
         def exact(gradients):
-            return [scatter_gradient(g, one, jnp.float32, k) for g, one, k in zip(gradients, fused, kinds, strict=True)]
+            return shards(reduce_gradient(g, one, jnp.float32) for g, one in zip(gradients, fused, strict=True))
 
         def run(function):
             local = lambda g: jax.tree.map(lambda a: a[None], function(g))  # noqa: E731
             mapped = jax.shard_map(local, in_specs=P(AXES), out_specs=P(AXES), check_vma=False)
             return host(jax.jit(mapped)(whole))
 
-        found = run(lambda g: exchange_gradients(g, fused, GRAD_WIRES[wire], kinds))
+        found = run(lambda g: shards(exchange_gradients(g, fused, GRAD_WIRES[wire])))
         return found, run(exact), run(lambda g: exact([jnp.abs(x) for x in g]))
 
 
@@ -114,7 +116,7 @@ def test_normal_gradients_are_hardly_smaller_in_the_mean(wire, shrinks):
         (layout,) = layouts_of_kernels([(256, 1024)], rows=1)
         gradients = rng.normal(size=(8, 1024, 256)).astype(np.float32)
         mapped = jax.shard_map(
-            lambda g: exchange_gradients([g], [[layout]], GRAD_WIRES[wire], [[jnp.float32]])[0][0],
+            lambda g: as_shards(*exchange_gradients([g], [[layout]], GRAD_WIRES[wire]), [layout], [jnp.float32])[0],
             in_specs=P("gtp"),
             out_specs=layout.spec,
             check_vma=False,
