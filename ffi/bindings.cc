@@ -8,7 +8,7 @@
 
 #define GTP_FOR_EACH_OPERATION(DO) \
   DO(multi_amax) DO(hadamard_amax) DO(quantize) DO(dequantize) DO(pack) DO(unpack)
-#define GTP_FOR_EACH_CUDA_OPERATION(DO) DO(grouped_product) DO(grouped_outer) DO(transpose)
+#define GTP_FOR_EACH_CUDA_OPERATION(DO) DO(grouped_product) DO(grouped_outer) DO(take) DO(transpose)
 
 #define GTP_DECLARE(name)                                             \
   extern "C" XLA_FFI_Error* gtp_##name##_cpu(XLA_FFI_CallFrame* frame); \

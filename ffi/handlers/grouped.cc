@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "backend.h"
 #include "checks.h"
 
@@ -6,7 +8,7 @@
 namespace gtp {
 namespace {
 
-constexpr int64_t kMost = int64_t{1} << 31;  // of elements along a dimension, and of tiles
+constexpr int64_t kMost = int64_t{1} << 30;  // of elements along a dimension, and of tiles
 
 ffi::Error check_i32(const char* name, const ffi::AnyBuffer& buffer, int64_t& size) {
   if (buffer.element_type() != ffi::DataType::S32 || buffer.dimensions().size() != 1) {
@@ -16,12 +18,29 @@ ffi::Error check_i32(const char* name, const ffi::AnyBuffer& buffer, int64_t& si
   return ffi::Error::Success();
 }
 
-ffi::Error check_operand(const char* name, const ffi::AnyBuffer& buffer, size_t dims, int64_t depth) {
-  if (buffer.element_type() != ffi::DataType::U8 || buffer.dimensions().size() != dims) {
-    return invalid(std::string(name) + " must be uint8 of " + std::to_string(dims) + " dimensions");
+ffi::Error check_factor(const char* name, const ffi::AnyBuffer& buffer, bool e5m2, Factor& factor) {
+  switch (buffer.element_type()) {
+    case ffi::DataType::U8: factor = e5m2 ? Factor::kE5M2 : Factor::kE4M3; return ffi::Error::Success();
+    case ffi::DataType::BF16: factor = Factor::kBF16; return ffi::Error::Success();
+    case ffi::DataType::F16: factor = Factor::kF16; return ffi::Error::Success();
+    default: return invalid(std::string(name) + " must be uint8, bfloat16 or float16");
   }
-  if (buffer.dimensions().back() != depth) return invalid(std::string(name) + " has another depth");
-  if (depth % 16 != 0 || reinterpret_cast<uintptr_t>(buffer.untyped_data()) % 16 != 0) {
+}
+
+bool is_codes(Factor factor) { return factor == Factor::kE4M3 || factor == Factor::kE5M2; }
+
+ffi::Error check_pair(const ffi::AnyBuffer& left, const ffi::AnyBuffer& right) {
+  if (left.element_type() == right.element_type()) return ffi::Error::Success();
+  return invalid("left and right must have one dtype");
+}
+
+// Rows that the tensor memory accelerator can copy.
+ffi::Error check_rows(const char* name, const ffi::AnyBuffer& buffer, size_t dims) {
+  if (buffer.dimensions().size() != dims) {
+    return invalid(std::string(name) + " must have " + std::to_string(dims) + " dimensions");
+  }
+  const int64_t bytes = static_cast<int64_t>(ffi::ByteWidth(buffer.element_type())) * buffer.dimensions().back();
+  if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(buffer.untyped_data()) % 16 != 0) {
     return invalid(std::string(name) + " must have rows of a multiple of 16 bytes, aligned to 16");
   }
   for (const int64_t size : buffer.dimensions()) {
@@ -30,9 +49,17 @@ ffi::Error check_operand(const char* name, const ffi::AnyBuffer& buffer, size_t 
   return ffi::Error::Success();
 }
 
-ffi::Error check_out(const ffi::AnyBuffer& out, const Dims& dims, bool& wide) {
+ffi::Error check_bytes_of_rows(const char* name, const ffi::AnyBuffer& buffer) {
+  if (buffer.element_type() != ffi::DataType::U8) return invalid(std::string(name) + " must be uint8");
+  return check_rows(name, buffer, 2);
+}
+
+ffi::Error check_out(const ffi::AnyBuffer& out, const Dims& dims, Factor factor, bool& wide) {
   wide = out.element_type() == ffi::DataType::F32;
-  if (!wide && out.element_type() != ffi::DataType::BF16) return invalid("the result must be float32 or bfloat16");
+  const auto narrow = factor == Factor::kF16 ? ffi::DataType::F16 : ffi::DataType::BF16;
+  if (!wide && out.element_type() != narrow) {
+    return invalid(factor == Factor::kF16 ? "the result must be float32 or float16" : "the result must be float32 or bfloat16");
+  }
   if (dims_of(out) != dims) return invalid("the result has shape " + to_string(dims_of(out)) + ", not " + to_string(dims));
   if (dims.back() % 8 != 0 || reinterpret_cast<uintptr_t>(out.untyped_data()) % 16 != 0) {
     return invalid("the result must have a multiple of 8 columns, aligned to 16 bytes");
@@ -40,43 +67,57 @@ ffi::Error check_out(const ffi::AnyBuffer& out, const Dims& dims, bool& wide) {
   return ffi::Error::Success();
 }
 
+// Of several shards, boxes of at least 8 lines are copied.
 ffi::Error check_part(int64_t shards, int64_t part) {
-  if (shards > 1 && part % 128 != 0) return invalid("a shard's part of a group must be a multiple of 128");
+  if (shards > 1 && part % 8 != 0) return invalid("a shard's part of a group must be a multiple of 8");
   return ffi::Error::Success();
 }
 
-// left: uint8 (rows, depth). right: uint8 (shards, groups, part, depth). scales: float32 (groups,). tile_groups, starts,
-// stops: int32 (tiles,). out: (rows, shards * part).
+ffi::Error check_scales(const ffi::AnyBuffer& scales, int64_t groups, const float*& data) {
+  GTP_CHECK(check_f32("scales", scales));
+  const int64_t count = static_cast<int64_t>(scales.element_count());
+  if (count != groups && count != 0) return invalid("scales must be one a group, or none");
+  data = count == 0 ? nullptr : static_cast<const float*>(scales.untyped_data());
+  return ffi::Error::Success();
+}
+
+// left: (rows, depth). right: (shards, groups, part, depth). scales: float32 (groups,) or (0,). tile_groups, starts, stops:
+// int32 (tiles,). out: (rows, shards * part). With `backward` left is (rows, shards * part), right (shards, groups, part,
+// columns) and out (rows, columns), of values alone.
 ffi::Error grouped_product(Cuda::Context context, ffi::AnyBuffer left, ffi::AnyBuffer right, ffi::AnyBuffer scales,
                            ffi::AnyBuffer tile_groups, ffi::AnyBuffer starts, ffi::AnyBuffer stops,
-                           ffi::Result<ffi::AnyBuffer> out, bool left_e5m2, bool right_e5m2) {
+                           ffi::Result<ffi::AnyBuffer> out, bool left_e5m2, bool right_e5m2, bool backward) {
   return guarded([&]() -> ffi::Error {
-    if (left.dimensions().size() != 2) return invalid("left must have 2 dimensions");
+    GroupedJob job{};
+    GTP_CHECK(check_factor("left", left, left_e5m2, job.left_factor));
+    GTP_CHECK(check_factor("right", right, right_e5m2, job.right_factor));
+    GTP_CHECK(check_pair(left, right));
+    GTP_CHECK(check_rows("left", left, 2));
+    GTP_CHECK(check_rows("right", right, 4));
     const int64_t rows = left.dimensions()[0], depth = left.dimensions()[1];
-    GTP_CHECK(check_operand("left", left, 2, depth));
-    GTP_CHECK(check_operand("right", right, 4, depth));
     const int64_t shards = right.dimensions()[0], groups = right.dimensions()[1], part = right.dimensions()[2];
-    const int64_t columns = shards * part;
+    const int64_t columns = backward ? right.dimensions()[3] : shards * part;
+    if (depth != (backward ? shards * part : right.dimensions()[3])) return invalid("right has another depth than left");
+    if (backward && is_codes(job.left_factor)) return invalid("codes lie along the contraction");
     GTP_CHECK(check_part(shards, part));
-    GTP_CHECK(check_f32("scales", scales));
-    if (static_cast<int64_t>(scales.element_count()) != groups) return invalid("scales must be one a group");
+    GTP_CHECK(check_scales(scales, groups, job.scales));
     int64_t tiles, count;
     GTP_CHECK(check_i32("tile_groups", tile_groups, tiles));
     GTP_CHECK(check_i32("starts", starts, count));
     if (count != tiles) return invalid("starts must be one a tile");
     GTP_CHECK(check_i32("stops", stops, count));
     if (count != tiles) return invalid("stops must be one a tile");
-    bool wide;
-    GTP_CHECK(check_out(*out, {rows, columns}, wide));
-    if (groups * columns >= kMost || tiles * columns >= kMost) return invalid("there are too many tiles");
+    GTP_CHECK(check_out(*out, {rows, columns}, job.left_factor, job.wide));
+    if (job.wide && !is_codes(job.left_factor)) return invalid("the result must have the dtype of left");
+    if (shards * groups >= kMost || shards * part >= kMost || tiles * (columns / 256 + 1) >= kMost) {
+      return invalid("there are too many tiles");
+    }
     if (rows == 0 || columns == 0) return ffi::Error::Success();
-    GroupedJob job{};
-    job.left = static_cast<const uint8_t*>(left.untyped_data());
-    job.right = static_cast<const uint8_t*>(right.untyped_data());
+    job.left = left.untyped_data();
+    job.right = right.untyped_data();
     job.tile_groups = static_cast<const int32_t*>(tile_groups.untyped_data());
     job.starts = static_cast<const int32_t*>(starts.untyped_data());
     job.stops = static_cast<const int32_t*>(stops.untyped_data());
-    job.scales = static_cast<const float*>(scales.untyped_data());
     job.out = out->untyped_data();
     job.shards = static_cast<int>(shards);
     job.groups = static_cast<int>(groups);
@@ -84,47 +125,43 @@ ffi::Error grouped_product(Cuda::Context context, ffi::AnyBuffer left, ffi::AnyB
     job.left_rows = static_cast<int>(rows);
     job.columns = static_cast<int>(columns);
     job.depth = static_cast<int>(depth);
-    job.left_e5m2 = left_e5m2;
-    job.right_e5m2 = right_e5m2;
-    job.wide = wide;
+    job.backward = backward;
     return Cuda::run(context, cuda::grouped_matmul, job);
   });
 }
 
-// left: uint8 (rows, depth). right: uint8 (columns, depth). scales: float32 (groups,). starts, stops: int32 (groups,).
-// out: (shards * groups, rows / shards, columns).
+// left: codes (rows, depth) or values (depth, rows). right: codes (columns, depth) or values (depth, columns). scales:
+// float32 (groups,) or (0,). starts, stops: int32 (groups,), places of depth; whole 128 for codes. out: (shards * groups,
+// rows / shards, columns).
 ffi::Error grouped_outer(Cuda::Context context, ffi::AnyBuffer left, ffi::AnyBuffer right, ffi::AnyBuffer scales,
                          ffi::AnyBuffer starts, ffi::AnyBuffer stops, ffi::Result<ffi::AnyBuffer> out, bool left_e5m2,
                          bool right_e5m2) {
   return guarded([&]() -> ffi::Error {
-    if (left.dimensions().size() != 2) return invalid("left must have 2 dimensions");
-    const int64_t rows = left.dimensions()[0], depth = left.dimensions()[1];
-    GTP_CHECK(check_operand("left", left, 2, depth));
-    GTP_CHECK(check_operand("right", right, 2, depth));
-    const int64_t columns = right.dimensions()[0];
-    GTP_CHECK(check_f32("scales", scales));
-    const int64_t groups = static_cast<int64_t>(scales.element_count());
-    int64_t count;
-    GTP_CHECK(check_i32("starts", starts, count));
-    if (count != groups) return invalid("starts must be one a group");
+    GroupedJob job{};
+    GTP_CHECK(check_factor("left", left, left_e5m2, job.left_factor));
+    GTP_CHECK(check_factor("right", right, right_e5m2, job.right_factor));
+    GTP_CHECK(check_pair(left, right));
+    GTP_CHECK(check_rows("left", left, 2));
+    GTP_CHECK(check_rows("right", right, 2));
+    const int along = is_codes(job.left_factor) ? 1 : 0;  // the dimension that is contracted
+    const int64_t depth = left.dimensions()[along], rows = left.dimensions()[1 - along];
+    const int64_t columns = right.dimensions()[1 - along];
+    if (right.dimensions()[along] != depth) return invalid("right has another depth than left");
+    int64_t groups, count;
+    GTP_CHECK(check_i32("starts", starts, groups));
     GTP_CHECK(check_i32("stops", stops, count));
-    if (count != groups) return invalid("stops must be one a group");
-    bool wide;
+    if (count != groups) return invalid("stops must be one a group, as starts");
+    GTP_CHECK(check_scales(scales, groups, job.scales));
     if (out->dimensions().size() != 3) return invalid("the result must have 3 dimensions");
     const int64_t part = out->dimensions()[1], shards = part > 0 ? rows / part : 1;
     if (shards * part != rows) return invalid("the result must have all rows of left");
-    GTP_CHECK(check_part(shards, part));
-    GTP_CHECK(check_out(*out, {shards * groups, part, columns}, wide));
-    if (groups * rows >= kMost || groups * (rows / 128 + 1) * (columns / 256 + 1) >= kMost) {
-      return invalid("there are too many tiles");
-    }
+    GTP_CHECK(check_out(*out, {shards * groups, part, columns}, job.left_factor, job.wide));
+    if (groups * (rows / 128 + 1) * (columns / 256 + 1) >= kMost) return invalid("there are too many tiles");
     if (out->element_count() == 0) return ffi::Error::Success();
-    GroupedJob job{};
-    job.left = static_cast<const uint8_t*>(left.untyped_data());
-    job.right = static_cast<const uint8_t*>(right.untyped_data());
+    job.left = left.untyped_data();
+    job.right = right.untyped_data();
     job.starts = static_cast<const int32_t*>(starts.untyped_data());
     job.stops = static_cast<const int32_t*>(stops.untyped_data());
-    job.scales = static_cast<const float*>(scales.untyped_data());
     job.out = out->untyped_data();
     job.shards = static_cast<int>(shards);
     job.groups = static_cast<int>(groups);
@@ -132,22 +169,27 @@ ffi::Error grouped_outer(Cuda::Context context, ffi::AnyBuffer left, ffi::AnyBuf
     job.columns = static_cast<int>(columns);
     job.depth = static_cast<int>(depth);
     job.outer = true;
-    job.left_e5m2 = left_e5m2;
-    job.right_e5m2 = right_e5m2;
-    job.wide = wide;
     return Cuda::run(context, cuda::grouped_matmul, job);
   });
 }
 
-// rows: uint8 (rows, cols). starts, stops: int32 (tiles,), of rows; a tile has at most 128. out: uint8 (matrices, cols,
-// 128 * tiles of each).
-ffi::Error transpose(Cuda::Context context, ffi::AnyBuffer rows, ffi::AnyBuffer starts, ffi::AnyBuffer stops,
-                     ffi::Result<ffi::AnyBuffer> out) {
+// Which row stands at each place: int32 (places,), or (0,) for the rows themselves.
+ffi::Error check_index(const ffi::AnyBuffer& index, const int32_t*& data, int64_t& count) {
+  GTP_CHECK(check_i32("index", index, count));
+  data = count == 0 ? nullptr : static_cast<const int32_t*>(index.untyped_data());
+  return ffi::Error::Success();
+}
+
+// rows: uint8 (rows, cols). index: int32 (places,) or (0,). starts, stops: int32 (tiles,), of places; a tile has at most
+// 128. out: uint8 (matrices, cols, 128 * tiles of each).
+ffi::Error transpose(Cuda::Context context, ffi::AnyBuffer rows, ffi::AnyBuffer index, ffi::AnyBuffer starts,
+                     ffi::AnyBuffer stops, ffi::Result<ffi::AnyBuffer> out) {
   return guarded([&]() -> ffi::Error {
-    if (rows.dimensions().size() != 2) return invalid("rows must have 2 dimensions");
+    GTP_CHECK(check_bytes_of_rows("rows", rows));
     const int64_t cols = rows.dimensions()[1];
-    GTP_CHECK(check_operand("rows", rows, 2, cols));
+    TransposeJob job{};
     int64_t tiles, count;
+    GTP_CHECK(check_index(index, job.index, count));
     GTP_CHECK(check_i32("starts", starts, tiles));
     GTP_CHECK(check_i32("stops", stops, count));
     if (count != tiles) return invalid("stops must be one a tile");
@@ -157,25 +199,48 @@ ffi::Error transpose(Cuda::Context context, ffi::AnyBuffer rows, ffi::AnyBuffer 
     if (matrices * each != tiles) return invalid("the result must have 128 columns a tile");
     if (tiles * (cols / 128 + 1) >= kMost) return invalid("there are too many tiles");
     if (out->element_count() == 0) return ffi::Error::Success();
-    TransposeJob job{};
     job.rows = static_cast<const uint8_t*>(rows.untyped_data());
     job.starts = static_cast<const int32_t*>(starts.untyped_data());
     job.stops = static_cast<const int32_t*>(stops.untyped_data());
     job.out = static_cast<uint8_t*>(out->untyped_data());
     job.cols = cols;
+    job.height = rows.dimensions()[0];
     job.tiles = static_cast<int>(tiles);
     job.tiles_each = static_cast<int>(each);
     return Cuda::run(context, cuda::transpose, job);
   });
 }
 
+// rows: (rows, cols) of any dtype, 16 bytes or more a row. index: int32 (places,). out: (places, cols), zeros where the
+// index is no row's.
+ffi::Error take(Cuda::Context context, ffi::AnyBuffer rows, ffi::AnyBuffer index, ffi::Result<ffi::AnyBuffer> out) {
+  return guarded([&]() -> ffi::Error {
+    GTP_CHECK(check_rows("rows", rows, 2));
+    TakeJob job{};
+    GTP_CHECK(check_i32("index", index, job.count));
+    if (out->element_type() != rows.element_type()) return invalid("the result must have the dtype of rows");
+    const Dims dims = {job.count, rows.dimensions()[1]};
+    if (dims_of(*out) != dims) return invalid("the result has shape " + to_string(dims_of(*out)) + ", not " + to_string(dims));
+    if (reinterpret_cast<uintptr_t>(out->untyped_data()) % 16 != 0) return invalid("the result must be aligned to 16 bytes");
+    if (job.count >= kMost) return invalid("there are too many places");
+    if (out->element_count() == 0) return ffi::Error::Success();
+    job.rows = rows.untyped_data();
+    job.index = static_cast<const int32_t*>(index.untyped_data());
+    job.out = out->untyped_data();
+    job.height = rows.dimensions()[0];
+    job.pieces = static_cast<int>(rows.size_bytes() / 16 / std::max<int64_t>(1, job.height));
+    return Cuda::run(context, cuda::take, job);
+  });
+}
+
 }  // namespace
 
+GTP_DEFINE_CUDA_HANDLER(take, take, .Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
 GTP_DEFINE_CUDA_HANDLER(transpose, transpose, .Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>()
-                        .Ret<ffi::AnyBuffer>());
+                        .Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
 GTP_DEFINE_CUDA_HANDLER(grouped_product, grouped_product, .Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>()
                         .Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>()
-                        .Attr<bool>("left_e5m2").Attr<bool>("right_e5m2"));
+                        .Attr<bool>("left_e5m2").Attr<bool>("right_e5m2").Attr<bool>("backward"));
 GTP_DEFINE_CUDA_HANDLER(grouped_outer, grouped_outer, .Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>()
                         .Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>()
                         .Attr<bool>("left_e5m2").Attr<bool>("right_e5m2"));

@@ -28,6 +28,7 @@ import gtp_jax as gtp
 from gtp_jax import inspect as seen
 from gtp_jax import native
 from gtp_jax.ops import _grouped_fp8 as codes_multiplied
+from gtp_jax.ops import _grouped_native as of_values
 from gtp_jax.ops import _grouped_triton as triton
 from gtp_jax.ops import grouped_fp8, power_of_two_amax
 from gtp_jax.ops._quantize_fused import amax_fused, quantize_fused
@@ -167,6 +168,15 @@ def time_layer(name: str, depth: int, out: int, rows: int, groups: int, sizes: j
             lambda a, b: native.grouped_product(a, b, scales, *tiles, **kinds, dtype=jnp.bfloat16)
         ),
         "product bf16": jax.jit(lambda a, b: triton.product(a, b[None], sizes, transposed=True)),
+        "product cuda": jax.jit(lambda a, b: of_values.product(a, b[None], sizes, transposed=True)),
+        "product cuda, 4 shards": jax.jit(lambda a, b: of_values.product(a, b, sizes, transposed=True)),
+        "backward bf16": jax.jit(lambda a, b: triton.product(a, b[None], sizes, transposed=False)),
+        "backward cuda": jax.jit(lambda a, b: of_values.product(a, b[None], sizes, transposed=False)),
+        "outer cuda": jax.jit(lambda a, b: of_values.outer(a, b, sizes, shards=1, dtype=jnp.dtype(jnp.bfloat16))),
+        "outer cuda f32": jax.jit(lambda a, b: of_values.outer(a, b, sizes, shards=1, dtype=jnp.dtype(jnp.float32))),
+        "outer bf16 out": jax.jit(lambda a, b: triton.outer(a, b, sizes, shards=1, dtype=jnp.dtype(jnp.bfloat16))),
+        "take": jax.jit(lambda a, b: native.take(a, b)),
+        "take by XLA": jax.jit(lambda a, b: a[b]),
         "outer fp8": jax.jit(
             lambda a, b: native.grouped_outer(a, b, scales, stops - blocks, stops, shards=1, **kinds, dtype=jnp.float32)
         ),
@@ -177,7 +187,11 @@ def time_layer(name: str, depth: int, out: int, rows: int, groups: int, sizes: j
         "quantize, amax fused": jax.jit(fused_codes),
         "quantize, amax kernels": jax.jit(lambda a, b: gtp.quantize(a, gtp.formats.FP8_E4M3).codes),
     }
-    given = {"product bf16": (x, w), "outer fp8": (yt, xt), "outer bf16": (y, x)}
+    tokens, index = x[: rows // 8], jax.random.randint(jax.random.key(5), (rows,), 0, rows // 8)
+    given = {"take": (tokens, index), "take by XLA": (tokens, index), "product cuda": (x, w), "backward cuda": (y, w)}
+    given |= {"backward bf16": (y, w), "product cuda, 4 shards": (x, jnp.reshape(w, (4, groups, out // 4, depth)))}
+    given |= {name: (y, x) for name in ("outer cuda", "outer cuda f32", "outer bf16 out")}
+    given |= {"product bf16": (x, w), "outer fp8": (yt, xt), "outer bf16": (y, x)}
     given |= {"quantize, amax fused": (x, w), "quantize, amax kernels": (x, w)}
     given |= {"product fp8, 4 shards": (x8, jnp.reshape(w8, (4, groups, out // 4, depth)))}
     for what, run in runs.items():

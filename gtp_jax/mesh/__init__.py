@@ -21,7 +21,7 @@ from ._hardware import platform as platform
 from ._hardware import runs_kernels as runs_kernels
 from ._hardware import supports_block_scaled_matmul as supports_block_scaled_matmul
 from ._hardware import supports_fp8_matmul as supports_fp8_matmul
-from ._hardware import supports_grouped_fp8 as supports_grouped_fp8
+from ._hardware import supports_grouped_matmul as supports_grouped_matmul
 from ._hardware import supports_packed_attention as supports_packed_attention
 from ._parallelism import Parallelism as Parallelism
 from ._paths import Path as Path

@@ -39,8 +39,8 @@ def supports_fp8_matmul() -> bool:
     return platform() == "gpu" and _capability() >= (8, 9)
 
 
-def supports_grouped_fp8() -> bool:
-    """Returns whether this library's grouped matmuls of FP8 codes run on the GPUs: compute capability 9.0, H100."""
+def supports_grouped_matmul() -> bool:
+    """Returns whether this library's CUDA kernels for grouped matmuls run on the GPUs: compute capability 9.0, H100."""
     return platform() == "gpu" and _capability() == (9, 0)
 
 

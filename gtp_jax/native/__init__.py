@@ -5,14 +5,15 @@ call them.
 """
 
 from ._calls import dequantize as dequantize
-from ._calls import grouped_outer as grouped_outer
-from ._calls import grouped_product as grouped_product
 from ._calls import hadamard_amax as hadamard_amax
 from ._calls import multi_amax as multi_amax
 from ._calls import pack as pack
 from ._calls import quantize as quantize
-from ._calls import transpose as transpose
 from ._calls import unpack as unpack
+from ._grouped_calls import grouped_outer as grouped_outer
+from ._grouped_calls import grouped_product as grouped_product
+from ._grouped_calls import take as take
+from ._grouped_calls import transpose as transpose
 from ._library import REBUILD as REBUILD
 from ._library import describe as describe
 from ._library import has as has

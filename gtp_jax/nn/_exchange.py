@@ -53,6 +53,7 @@ _TILE = 16
 # zeros.
 _MOVES = (
     "gather",
+    "gtp_take",
     "all_gather",
     "all_to_all",
     "ragged_all_to_all",
@@ -148,6 +149,9 @@ def exchange(
         sums, turn = [], turn_after(every)
         for one, keys_of_one in zip(parts, keys, strict=True):
             rows, codes, turn = _sent(x, turn, one)
+            # shares travel with the first chunk at the latest: XLA may join them with a later one, for which experts
+            # would then wait
+            turn = tied(turn, turn_after(lax.stop_gradient(shares)))
             of_rows = one.journey.of_rows(shares[:, one.start : one.stop])
             operands = rows, of_rows, *floats
             constants = codes, one.order, one.places, one.ends, keys_of_one, values
@@ -229,8 +233,8 @@ def _one_round(
     return down.product_of(weights[1], save_activation(weighted), sizes, keys[1], None, window)
 
 
-def _keeps(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name not in _MOVES
+def _keeps(primitive: Any, *_: Any, **params: Any) -> bool:
+    return params.get("target_name", primitive.name) not in _MOVES
 
 
 def places_of_round(tokens: int, top_k: int, ranks: int, experts: int, round_size: float) -> int:

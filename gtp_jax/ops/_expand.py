@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float, Int32
 
+from ._take import take
+
 
 class Window(NamedTuple):
     """Consecutive places of the pairs of a row and one of its choices, sorted by expert.
@@ -80,11 +82,11 @@ def window_of(
 def expand(x: Float[jax.Array, "rows features"], window: Window) -> Float[jax.Array, "size features"]:
     """Returns the row at each place of a window, any behind the last; its gradient is the sum over a row's places, in
     float32."""
-    return x[window.rows]
+    return take(x, window.rows)
 
 
 def _expand_fwd(x: jax.Array, window: Window):
-    return x[window.rows], window
+    return take(x, window.rows), window
 
 
 def _expand_bwd(window: Window, gradient: jax.Array):
@@ -110,7 +112,7 @@ def _sum_fwd(y: jax.Array, window: Window):
 
 
 def _sum_bwd(window: Window, gradient: jax.Array):
-    return jnp.where(window.real[:, None], gradient[window.rows], 0), None
+    return take(gradient, window.rows, window.real), None
 
 
 sum_of_places.defvjp(_sum_fwd, _sum_bwd)

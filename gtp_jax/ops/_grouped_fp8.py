@@ -14,20 +14,19 @@ from jaxtyping import Float, Int32
 
 from .. import native
 from ..formats import FP8_E4M3, Format, QuantizedArray
-from ..mesh import platform, supports_grouped_fp8
+from ..mesh import platform
 from ._amax import multi_amax, power_of_two_amax
 from ._expand import Window, add_up
 from ._grouped_matmul import check_grouped, kernels_of
+from ._grouped_native import TILE, reads_kernels
 from ._implementation import Implementation
 from ._operand import operand_amax, quantizable, tensor_unit, values_of
 from ._quantize import quantize
 from ._quantize_fused import amax_fused, quantize_fused
 from ._save import save_for_backward, save_routing
 from ._slot import SlottedRows, SlottedWeight
+from ._take import take
 from ._tiles import cut_into_tiles
-
-# Rows of a tile of the kernels for GPUs, and of what groups are filled up to where rows are contracted.
-_TILE = 128
 
 
 def grouped_fp8(
@@ -100,11 +99,8 @@ def fp8_rows(x: Float[jax.Array, "rows features"], axis: str | None = None) -> S
 
 
 def multiplies_fp8_groups(shape: tuple[int, ...]) -> bool:
-    """Says whether kernels multiply the codes of a weight `(shards, groups, part, features)` as they are: on Hopper, of
-    sizes that its copies can handle."""
-    shards, _, part, features = shape
-    aligned = features % 16 == 0 and shards * part % 16 == 0 and (shards == 1 or part % _TILE == 0)
-    return aligned and supports_grouped_fp8() and native.has("gtp_grouped_product", "CUDA")
+    """Says whether kernels multiply the codes of a weight `(shards, groups, part, features)` as they are."""
+    return reads_kernels(shape, jnp.uint8)
 
 
 def _codes_of(weight: jax.Array) -> QuantizedArray:
@@ -114,6 +110,10 @@ def _codes_of(weight: jax.Array) -> QuantizedArray:
     whole = jnp.max(jnp.reshape(amax, (shards, groups)), axis=0)
     shared = jnp.broadcast_to(power_of_two_amax(whole, FP8_E4M3), (shards, groups))
     return quantize(values, FP8_E4M3, amax=shared)
+
+
+# Codes of rows, and the places at which these are multiplied: the rows themselves by default.
+_Places = tuple[QuantizedArray, Window | None]
 
 
 class _Product(NamedTuple):
@@ -172,17 +172,15 @@ def _backward(product: _Product, saved, gradient: jax.Array):
     # of rows that have no place some transports bring what is another rank's
     counted = rows if summed is None else jnp.where(summed.chosen[:, None], rows, 0)
     codes = _rounded(rows, product.gradients, _amax(counted, product.fits), product.fits)
-    codes = _at_places(codes, summed)
-    x = _at_places(x, taken)
+    there = _at_places(codes, summed)
     if product.fits:
-        to_x = _product(codes, _along_out(weight.codes), _units(weight), group_sizes, dtype)
-        to_weight = _outer(codes, x, group_sizes, weight.shape[0], product.dtype)
+        to_x = _product(there, _along_out(weight.codes), _units(weight), group_sizes, dtype)
+        to_weight = _outer((codes, summed), (x, taken), group_sizes, weight.shape[0], product.dtype)
     else:
         run = kernels_of(product.run_natively)
-        values = values_of(codes, dtype)
+        values, of_x = values_of(there, dtype), values_of(_at_places(x, taken), dtype)
         to_x = run.product(values, values_of(weight, dtype), group_sizes, transposed=False)
-        shards = weight.shape[0]
-        to_weight = run.outer(values, values_of(x, dtype), group_sizes, shards=shards, dtype=product.dtype)
+        to_weight = run.outer(values, of_x, group_sizes, shards=weight.shape[0], dtype=product.dtype)
     return to_x if taken is None else add_up(to_x, taken), to_weight, None, None, None, None
 
 
@@ -193,7 +191,7 @@ def _at_places(q: QuantizedArray, window: Window | None) -> QuantizedArray:
     """Returns the codes of the row at each place of a window."""
     if window is None:
         return q
-    codes = q.codes[window.rows]
+    codes = take(q.codes, window.rows)
     return dataclasses.replace(q, codes=codes, matrix=codes.shape)
 
 
@@ -216,7 +214,7 @@ def _product(
     x: QuantizedArray, kernels: jax.Array, units: jax.Array, group_sizes: jax.Array, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
     """Returns each row of `x` times its group's codes `(shards, groups, part, in)`."""
-    tiles = cut_into_tiles(group_sizes, x.codes.shape[0], _TILE)
+    tiles = cut_into_tiles(group_sizes, x.codes.shape[0], TILE)
     scales = units * tensor_unit(x)
     out = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     y = native.grouped_product(x.codes, kernels, scales, *tiles, left_e5m2=_is_e5m2(x), right_e5m2=False, dtype=out)
@@ -224,20 +222,26 @@ def _product(
 
 
 def _outer(
-    y: QuantizedArray, x: QuantizedArray, group_sizes: jax.Array, shards: int, dtype: jax.typing.DTypeLike
+    left: _Places, right: _Places, group_sizes: jax.Array, shards: int, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-    """Returns the sum over each group's rows of `y[row] x[row]^T`: `(shards, groups, part, in)`."""
-    tiles = cut_into_tiles(group_sizes, x.codes.shape[0], _TILE)
+    """Returns the sum over each group's places of `y[place] x[place]^T`: `(shards, groups, part, in)`."""
+    (y, at_y), (x, at_x) = left, right
+    index = [None if window is None else window.rows for window in (at_y, at_x)]
+    count = x.codes.shape[0] if index[1] is None else index[1].shape[0]
+    tiles = cut_into_tiles(group_sizes, count, TILE)
     # so that every group begins at a multiple of a tile, filled up with zeros; rows of no group are left out
     ends = jnp.where(tiles.group < group_sizes.shape[0], tiles.stop, tiles.start)
-    left, right = (native.transpose(q.codes, tiles.start, ends, matrices=1)[0] for q in (y, x))
-    sizes = jnp.bincount(tiles.group, length=group_sizes.shape[0]).astype(jnp.int32) * _TILE
+    codes_of_y, codes_of_x = (
+        native.transpose(q.codes, tiles.start, ends, matrices=1, index=rows)[0]
+        for q, rows in zip((y, x), index, strict=True)
+    )
+    sizes = jnp.bincount(tiles.group, length=group_sizes.shape[0]).astype(jnp.int32) * TILE
     stops = jnp.cumsum(sizes, dtype=jnp.int32)
     scales = jnp.broadcast_to(tensor_unit(y) * tensor_unit(x), sizes.shape)
     out = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     found = native.grouped_outer(
-        left,
-        right,
+        codes_of_y,
+        codes_of_x,
         scales,
         stops - sizes,
         stops,
@@ -252,11 +256,11 @@ def _outer(
 def _along_out(codes: jax.Array) -> jax.Array:
     """Maps `(shards, groups, part, in)` to `(1, groups, in, shards * part)`."""
     shards, groups, part, features = codes.shape
-    if part % _TILE:
+    if part % TILE:
         return jnp.reshape(jnp.transpose(codes, (1, 3, 0, 2)), (1, groups, features, shards * part))
-    group, shard, tile = np.mgrid[:groups, :shards, : part // _TILE]
-    starts = jnp.asarray(((shard * groups + group) * part + tile * _TILE).ravel(), jnp.int32)
-    return native.transpose(jnp.reshape(codes, (-1, features)), starts, starts + _TILE, matrices=groups)[None]
+    group, shard, tile = np.mgrid[:groups, :shards, : part // TILE]
+    starts = jnp.asarray(((shard * groups + group) * part + tile * TILE).ravel(), jnp.int32)
+    return native.transpose(jnp.reshape(codes, (-1, features)), starts, starts + TILE, matrices=groups)[None]
 
 
 def _is_e5m2(q: QuantizedArray) -> bool:

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int32
 
 from ..mesh import platform
 from . import _grouped_blocked as blocked
+from . import _grouped_native as on_gpus
 from ._implementation import Implementation, runs_native
 from ._save import save_for_backward
 from ._slot import SlottedWeight, values_and_slot
@@ -39,8 +40,8 @@ def grouped_matmul(
         weight: `(shards, groups, part, in)`: of every shard of a gather, each group's part of its output features, all
             of `x`'s dtype. One shard: `(1, groups, out, in)`. A slot's gradient is left in the slot's dtype.
         group_sizes: int32 `(groups,)`: rows of each group, in order; zeros are fine.
-        implementation: `"reference"`, tile by tile through XLA's own matmuls; `"native"`, Pallas kernels for bfloat16
-            and float16 on GPUs; or `None` for the best at hand.
+        implementation: `"reference"`, tile by tile through XLA's own matmuls; `"native"`, kernels for bfloat16 and
+            float16 on GPUs; or `None` for the best at hand.
 
     Returns:
         `(rows, shards * part)`, shard after shard; zeros in rows behind the last group.
@@ -105,9 +106,5 @@ _grouped_matmul.defvjp(_fwd, _bwd)
 
 
 def kernels_of(native: bool) -> Any:
-    """Returns the module with `product` and `outer`, the native one or the reference."""
-    if not native:
-        return blocked
-    from . import _grouped_triton  # Pallas takes a second to import, and only GPUs need it
-
-    return _grouped_triton
+    """Returns the module with `product` and `outer`: that for GPUs, or the reference."""
+    return on_gpus if native else blocked

@@ -21,7 +21,8 @@ _LIBRARY_CALLS = {
     "__cublas$": "matmul",
     "__cudnn$blockScaledDot": "matmul",
     "__cudnn$fmha": "attention",
-    "__gpu$xla.gpu.triton": "matmul",  # Pallas: grouped matmuls
+    "__gpu$xla.gpu.triton": "matmul",  # Pallas: grouped matmuls, of which nothing says how much they compute
+    "gtp_grouped_": "matmul",
 }
 
 # Instructions that run as one kernel or call, whatever computations they name.
@@ -176,9 +177,11 @@ def _work(instruction: Instruction) -> str:
 
 
 def _matmul_flops(visit: Visit) -> int:
-    """Returns 2 * elements of the result * size of what is contracted."""
+    """Returns 2 * elements of the result * size of what is contracted; in a grouped matmul each row has one group."""
     i = visit.instruction
     operand = visit.scope.get(i.operands[0]) if i.operands else None
+    if operand is not None and (i.attribute("custom_call_target") or "").startswith("gtp_grouped_"):
+        return 2 * operand.shapes[0].elements * i.shapes[0].dims[-1]
     dims = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', i.attributes)
     if operand is None or dims is None:
         return 0

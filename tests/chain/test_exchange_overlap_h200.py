@@ -49,6 +49,11 @@ def sorted_events(found: plan.Schedule, chunks: int):
     return exchanges, weights
 
 
+def of_experts(event: plan.Event) -> bool:
+    """Says whether a matmul is a grouped one: a call of a CUDA kernel, or of Pallas's, whose operations are unknown."""
+    return event.name.startswith("ffi_call") or event.flops == 0
+
+
 @pytest.mark.slow
 @needs_target
 @pytest.mark.parametrize(
@@ -66,8 +71,7 @@ def test_weights_travel_under_attention_and_tokens_under_experts(degrees, chunks
         first, last = layer[0].start, layer[-1].end
         assert not [w for w in weights if first < w.end and w.start < last], "an exchange waits for weights"
         for event in layer[1:-1]:  # none of one chunk
-            # grouped products are kernels, whose operations are not counted
-            assert any(e.flops == 0 for e in found.under(event)), f"no experts compute while {event.name} is in flight"
+            assert any(map(of_experts, found.under(event))), f"no experts compute while {event.name} is in flight"
     # ahead of the first attention and behind the last exchange there is nothing that weights could travel under
     began = next(e.start for e in found.events if e.kind == "attention")
     exposed = {e.name for e in found.exposed()}
@@ -75,7 +79,7 @@ def test_weights_travel_under_attention_and_tokens_under_experts(degrees, chunks
     if shared:
         # of the shared expert at least one of two products forward
         combines = [layer[-1] for layer in layers[:LAYERS]]
-        assert all(any(e.flops for e in found.under(combine)) for combine in combines)
+        assert all(any(not of_experts(e) for e in found.under(combine)) for combine in combines)
 
 
 DESIGNED = {

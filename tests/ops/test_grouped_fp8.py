@@ -12,7 +12,7 @@ import gtp_jax as gtp
 from gtp_jax import native
 from gtp_jax.formats import FP8_E4M3, FP8_E5M2, QuantizedArray
 from gtp_jax.mesh import platform
-from gtp_jax.ops import SlottedWeight, grouped_fp8, multi_amax, power_of_two_amax
+from gtp_jax.ops import SlottedWeight, grouped_fp8, multi_amax, power_of_two_amax, sum_of_places, window_of
 from gtp_jax.ops._quantize_fused import amax_fused, quantize_fused
 
 from ..plan.programs import array, h200_mesh, needs_target
@@ -103,7 +103,9 @@ def test_on_h200_codes_are_multiplied_as_they_travel():
     ([130, 0, 1, 300, 77], 384, 256, 1),
     ([17, 512, 128, 3], 768, 2048, 3),
     ([900], 272, 144, 1),  # parts of tiles along all sides
-    ([100, 50], 96, 64, 2),  # shards that are no whole tiles: their values are multiplied
+    ([100, 50], 96, 64, 2),  # shards that are no whole tiles
+    ([300, 50], 1152, 128, 4),
+    ([100, 50], 40, 64, 2),  # no kernel takes rows of 40 bytes: values are multiplied
 ])  # fmt: skip
 def test_gpus_multiply_each_group_s_rounded_operands(name, sizes, out, features, shards):
     rng = np.random.default_rng(0)
@@ -132,3 +134,41 @@ def test_tiles_are_transposed_bit_for_bit():
     parts = [np.pad(rows[i:j], ((0, 128 - (j - i)), (0, 0))).T for i, j in zip(starts, stops, strict=True)]
     wanted = np.stack([np.concatenate(parts[:3], axis=1), np.concatenate(parts[3:], axis=1)])
     np.testing.assert_array_equal(found, wanted)
+    places = np.random.default_rng(1).integers(-1, 1001, 1000).astype(np.int32)  # 1000 and -1 are no row's
+    found = jax.jit(functools.partial(native.transpose, matrices=2))(rows, starts, stops, index=places)
+    there = np.where(((places >= 0) & (places < 1000))[:, None], rows[np.clip(places, 0, 999)], 0)
+    parts = [np.pad(there[i:j], ((0, 128 - (j - i)), (0, 0))).T for i, j in zip(starts, stops, strict=True)]
+    wanted = np.stack([np.concatenate(parts[:3], axis=1), np.concatenate(parts[3:], axis=1)])
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
+def test_on_gpus_rows_at_places_have_the_bits_of_rows_that_were_moved(name):
+    rng = np.random.default_rng(0)
+    tokens, top_k, groups, out, features = 600, 3, 8, 384, 256
+    group = rng.integers(0, groups + 1, tokens * top_k)  # some have no place
+    order = np.argsort(group, kind="stable").astype(np.int32)
+    places = np.argsort(order).astype(np.int32).reshape(tokens, top_k)
+    sizes = jnp.asarray(np.bincount(group, minlength=groups + 1)[:groups].astype(np.int32))
+    window = window_of(jnp.asarray(order), jnp.asarray(places), jnp.sum(sizes), 0, order.size)
+    x, g = (jnp.asarray(rng.normal(size=(tokens, n)), jnp.bfloat16) for n in (features, out))
+    weight = jnp.asarray(rng.normal(size=(1, groups, out, features)), jnp.bfloat16)
+
+    @jax.jit
+    def at_places(x, weight, g):
+        run = lambda x, w: grouped_fp8(x, w, sizes, FORMATS[name], taken=window, summed=window)  # noqa: E731
+        y, back = jax.vjp(run, x, weight)
+        return y, *back(g)
+
+    @jax.jit
+    def moved(x, weight, g):
+        run = lambda x, w: grouped_fp8(x, w, sizes, FORMATS[name])  # noqa: E731
+        y, back = jax.vjp(run, x[window.rows], weight)
+        # of the same scale, that of rows with a place
+        to_x, to_weight = back(jnp.where(window.real[:, None], g[window.rows], 0))
+        total = lambda a: sum_of_places(jnp.where(window.real[:, None], a, 0), window)  # noqa: E731
+        return total(y), total(to_x), to_weight
+
+    for got, wanted in zip(at_places(x, weight, g), moved(x, weight, g), strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(wanted, np.float32))

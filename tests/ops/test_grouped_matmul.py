@@ -7,10 +7,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from gtp_jax.ops import _grouped_blocked as blocked
+from gtp_jax.ops import _grouped_native as on_gpus
 from gtp_jax.ops import _grouped_triton as triton
 from gtp_jax.ops import grouped_matmul
 
-from ..plan.programs import array, h200_mesh, needs_target
+from ..plan.programs import array, grouped_kernels, h200_mesh, needs_target
 
 BLOCK = triton.Block(rows=16, columns=32, depth=16, warps=4, stages=2)
 ON_CPU = {
@@ -150,7 +151,7 @@ def compiled_for_h200(grad):
 def test_on_h200_a_pass_is_one_kernel_a_product_without_a_dense_copy(grad, launches):
     compiled = compiled_for_h200(grad)
     text = compiled.as_text()
-    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == launches
+    assert grouped_kernels(text) == launches
     assert " dot(" not in text and "__cublas" not in text
     # a dense fallback copies the rows once for each group
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * ROWS * FEATURES
@@ -179,11 +180,18 @@ def test_operands_that_do_not_fit_are_refused(change, error, message):
         )
 
 
+# the last three are of sizes that Hopper's kernels take, of four shards too; the others are Pallas's
+ON_GPUS = [*CASES, (2048, 320, 1000, 64, 100), (4096, 512, 768, 8, 0), (3000, 256, 672, 16, 50), (200, 72, 160, 24, 3)]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("case", [*CASES, (4096, 512, 768, 8, 0), (2048, 320, 1000, 64, 100)], ids=str)
-def test_gpus_multiply_each_row_with_its_own_groups_kernel(case, shards):
-    sizes, x, weight, gradient = operands(*case, jnp.bfloat16)
+@pytest.mark.parametrize("dtype, tolerance", [("bfloat16", 5e-3), ("float16", 1e-3)])
+@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize("case", ON_GPUS, ids=str)
+def test_gpus_multiply_each_row_with_its_own_groups_kernel(case, shards, dtype, tolerance):
+    if case[2] % shards:
+        pytest.skip(f"{shards} shards do not divide {case[2]}")
+    sizes, x, weight, gradient = operands(*case, dtype)
 
     @jax.jit
     def run(x, weight, gradient):
@@ -191,4 +199,29 @@ def test_gpus_multiply_each_row_with_its_own_groups_kernel(case, shards):
         return y, *backward(gradient)
 
     y, to_x, to_weight = run(x, gathered(weight, shards), gradient)
-    assert_close((y, to_x, joined(to_weight)), oracle(sizes, x, weight, gradient), 5e-3)
+    assert_close((y, to_x, joined(to_weight)), oracle(sizes, x, weight, gradient), tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("rows", [60, 500, 4000])
+def test_on_gpus_no_group_sees_what_is_not_finite_in_another(rows, dtype):
+    sizes, x, weight, gradient = operands(rows, 64, 128, 4, 4, "bfloat16")
+    last = int(sizes[0]) - 1
+    x, gradient = x.at[last].set(np.nan), gradient.at[-1].set(np.inf)  # of group 0, and of none
+    y = on_gpus.product(x, weight[None], sizes, transposed=True)
+    to_x = on_gpus.product(gradient, weight[None], sizes, transposed=False)
+    to_weight = joined(on_gpus.outer(gradient, x, sizes, shards=1, dtype=np.dtype(dtype)))
+    assert np.isnan(np.asarray(y, np.float32)).any(axis=1).nonzero()[0].tolist() == [last]
+    assert np.isfinite(np.asarray(to_x, np.float32)).all()
+    assert np.isnan(np.asarray(to_weight, np.float32)).any(axis=(1, 2)).tolist() == [True, False, False, False]
+
+
+@pytest.mark.gpu
+def test_on_gpus_sizes_beyond_the_rows_are_cut_off():
+    _, x, weight, gradient = operands(600, 64, 128, 4, 0, "bfloat16")
+    sizes = jnp.array([500, 300, 2, 7], jnp.int32)
+    y = on_gpus.product(x, weight[None], sizes, transposed=True)
+    to_weight = joined(on_gpus.outer(gradient, x, sizes, shards=1, dtype=np.dtype(np.float32)))
+    wanted = oracle([500, 100, 0, 0], x, weight, gradient)
+    assert_close([y, to_weight], [wanted[0], wanted[2]], 5e-3)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gtp_jax import plan
+from gtp_jax import native, plan
 
 MISSING = plan.missing_packages()
 needs_target = pytest.mark.skipif(bool(MISSING), reason=f"compiling for a GPU needs {', '.join(MISSING)}")
@@ -28,6 +28,14 @@ def cpu_mesh(**axes: int) -> Mesh:
 def h200_mesh(devices: int = 8) -> Mesh:
     """A mesh of H200s that are not there."""
     return Mesh(np.array(plan.topology_devices(plan.parse_target(f"h200:{devices}"))), ("gtp",))
+
+
+def grouped_kernels(text: str) -> int:
+    """Counts grouped matmuls in a program for H200s: CUDA kernels where they were built, else Pallas's."""
+    own = text.count('custom_call_target="gtp_grouped_')
+    others = text.count('custom_call_target="__gpu$xla.gpu.triton"')
+    assert not (own and others) and bool(own) == native.has("gtp_grouped_product", "CUDA")
+    return own + others
 
 
 def array(mesh: Mesh, shape: tuple[int, ...], spec: P, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:

@@ -15,6 +15,7 @@ const char* multi_amax(const std::vector<Array>& arrays, float* amax, Stream str
 const char* hadamard_amax(const Array& x, int64_t count, int64_t rows, int64_t cols, float* amax, Stream stream);
 const char* quantize(const std::vector<QuantizeJob>& jobs, const QuantizeOptions& options, Stream stream);
 const char* dequantize(const std::vector<DequantizeJob>& jobs, int format, Stream stream);
+const char* take(const TakeJob& job, Stream stream);
 const char* transpose(const TransposeJob& job, Stream stream);
 const char* grouped_matmul(const GroupedJob& job, Stream stream);
 

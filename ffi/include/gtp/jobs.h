@@ -61,39 +61,51 @@ struct DequantizeJob {
   Layout layout;
 };
 
-// A matmul of FP8 codes whose rows belong to groups. Operands are matrices with the contraction last, `depth` bytes a row.
+enum class Factor { kE4M3, kE5M2, kBF16, kF16 };  // of what products are made in a grouped matmul
+
+// Each row times its group's matrix, in tiles of at most 128 rows of one group; or, if `outer`, sums of products over each
+// group's rows.
 //
-// Product: rows of `left` (left_rows, depth), each by its group's matrix of `right` (shards, groups, columns / shards,
-// depth); out is (left_rows, columns). `tile_groups`, `starts` and `stops` are of tiles of at most 128 rows; tiles of the
-// group `groups` are of rows that belong to none, and become zeros.
-//
-// Outer: of each group, `left` (rows, depth) by `right` (columns, depth), contracted from its start to its stop, in
-// whole 128; out is (shards, groups, rows / shards, columns). `starts` and `stops` are of groups.
-//
-// Where there are several shards, each one's part of a group is a multiple of 128.
+//            | left                       | right                          | out
+//   product  | (left_rows, depth)         | (shards, groups, part, depth)  | (left_rows, columns), shards * part of them
+//   backward | (left_rows, shards * part) | (shards, groups, part, columns)| (left_rows, columns)
+//   outer    | (rows, depth) of codes, (depth, rows) of values; right likewise with columns
+//                                                                 | (shards, groups, rows / shards, columns)
 struct GroupedJob {
-  const uint8_t* left;
-  const uint8_t* right;
+  const void* left;
+  const void* right;
   const int32_t* tile_groups;
-  const int32_t* starts;
+  const int32_t* starts;  // of tiles; of groups if `outer`
   const int32_t* stops;
-  const float* scales;  // of each group: what its sums are multiplied with
+  const float* scales;  // of each group: what its sums are multiplied with; null for 1
   void* out;
   int shards, groups, tiles, left_rows, rows, columns, depth;
   bool outer;
-  bool left_e5m2, right_e5m2;  // e4m3 otherwise
-  bool wide;                   // out is float32; bfloat16 otherwise
+  bool backward;  // the contraction runs over the parts of all shards, in order
+  Factor left_factor, right_factor;
+  bool wide;  // out is float32; bfloat16 or, of operands in float16, float16 otherwise
 };
 
 // Rows of bytes, transposed: tile i takes up to 128 rows from starts[i] to stops[i], zeros behind them. Tiles make
 // matrices of `tiles_each`: out is (matrices, cols, tiles_each * 128).
 struct TransposeJob {
   const uint8_t* rows;
+  const int32_t* index;  // which row stands at each place, of which starts and stops then are; null for its own
   const int32_t* starts;
   const int32_t* stops;
   uint8_t* out;
   int64_t cols;  // a multiple of 4
+  int64_t height;
   int tiles, tiles_each;
+};
+
+// Copies of rows: out[i] is rows[index[i]], or zeros where there is no such row.
+struct TakeJob {
+  const void* rows;  // aligned to 16 bytes, as `out`
+  const int32_t* index;
+  void* out;
+  int64_t height, count;
+  int pieces;  // of 16 bytes, a row
 };
 
 struct Array {

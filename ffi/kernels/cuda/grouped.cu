@@ -1,12 +1,18 @@
-// Grouped matmuls of FP8 codes, for Hopper: each row with its own group's matrix, and sums over each group's rows.
+// Grouped matmuls of FP8 codes or of values of 16 bits, for Hopper: each row with its own group's matrix, and sums over
+// each group's rows.
 //
-// Both operands lie with the contraction last. A block computes tiles of 128 x 256: one warp copies panels of 128 bytes
-// of the contraction to shared memory, four ahead, and two warpgroups multiply 64 x 256 each. Blocks stay, and the copies
-// of a block's next tile begin while the last one is written.
+// A block computes tiles of 128 x 256: one warp copies panels of the contraction to shared memory, 128 codes or 64 values
+// deep and four ahead, and two warpgroups multiply 64 x 256 each. Blocks stay, and the copies of a block's next tile begin
+// while the last one is written.
+//
+// Codes lie along the contraction, as their matmul wants them. Values are read as they lie: across it too, where the
+// contraction is not the last dimension.
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include "gtp/cuda.h"
 #include "hopper.cuh"
@@ -14,68 +20,178 @@
 namespace gtp::cuda {
 namespace {
 
-constexpr int kRows = 128, kColumns = 256, kDepth = 128;
-constexpr int kBox = 128;  // rows that are copied at once
+constexpr int kRows = 128, kColumns = 256;
+constexpr int kPart = 64;         // rows of a warpgroup
+constexpr int kColumnBox = 64;    // columns of a box that lies across the contraction, and values of a panel's depth
 constexpr int kStages = 4;
-static_assert(kRows == kBox);
-constexpr int kLeftBytes = kRows * kDepth, kRightBytes = kColumns * kDepth, kStageBytes = kLeftBytes + kRightBytes;
+constexpr int kLeftBytes = kRows * kLineBytes, kRightBytes = kColumns * kLineBytes, kStageBytes = kLeftBytes + kRightBytes;
 constexpr int kAlignment = 1024;  // of what is swizzled
 constexpr int kSharedBytes = kStages * kStageBytes + kAlignment;
 constexpr int kGroupThreads = 128;
 constexpr int kThreads = 3 * kGroupThreads;
 constexpr int kConsumerWarps = 8;
-constexpr int kStretch = 8;  // tiles of rows that blocks walk through for every column, so that operands stay in L2
+constexpr int kMostLines = 4;  // boxes of the right operand whose places are kept
+constexpr int kStretch = 8;    // tiles of rows that blocks walk through for every column, so that operands stay in L2
 
-struct Work {
-  int left_row;  // of the operand
-  int right_rows[kColumns / kBox];
-  int first, panels;        // of the contraction
-  int group;
-  int rows, columns;  // of the tile that are written
-  int64_t out;
+// What is multiplied, and how it lies: across the contraction or along it.
+template <Factor kLeftFactor, Factor kRightFactor, bool kLeftLiesAcross, bool kRightLiesAcross>
+struct Operands {
+  static constexpr Factor kLeft = kLeftFactor, kRight = kRightFactor;
+  static constexpr bool kLeftAcross = kLeftLiesAcross, kRightAcross = kRightLiesAcross;
+  static constexpr bool kValues = kLeft == Factor::kBF16 || kLeft == Factor::kF16;
+  static constexpr int kDepth = kValues ? 64 : 128;  // of a panel
+  static_assert(kDepth == kColumnBox || !kRightAcross);
 };
 
+// A tile, and what is read of it from memory.
+struct Tile {
+  int row, column;
+  int group, start, stop;
+};
+
+struct Work {
+  int row, column;    // of the result, of a group's matrix if `outer`
+  int first, limit;   // of the contraction
+  int panels;
+  int group;
+  int rows, columns;  // of the tile that are written
+};
+
+// The right operand is (slabs, part, width): matrices of a shard and a group each, or one alone.
 struct Arguments {
   GroupedJob job;
   int across;  // tiles of columns
   int works;
+  int part;    // of the right operand
+  int box;     // lines of it that are copied at once
+  int boxes;   // that a tile has columns for
 };
 
-__device__ __forceinline__ bool find_work(const Arguments& arguments, int number, Work& work) {
+__device__ __forceinline__ Tile read_tile(const Arguments& arguments, int number) {
   const GroupedJob& job = arguments.job;
   const int across = arguments.across;
+  Tile tile{};
+  if (number >= arguments.works) return tile;
   if (job.outer) {
     const int high = (job.rows + kRows - 1) / kRows;
     const int within = number % (high * across);
-    const int row = within / across * kRows, column = within % across * kColumns;
-    const int part = job.rows / job.shards, shard = row / part;
-    work.group = number / (high * across);
-    work.left_row = row;
-    for (int i = 0; i < kColumns / kBox; ++i) work.right_rows[i] = column + i * kBox;
-    work.first = job.starts[work.group];
-    work.panels = (job.stops[work.group] - work.first + kDepth - 1) / kDepth;
-    work.rows = min(kRows, job.rows - row);
-    work.columns = min(kColumns, job.columns - column);
-    work.out = ((int64_t{shard} * job.groups + work.group) * part + row % part) * job.columns + column;
-    return true;
+    tile.group = number / (high * across);
+    tile.row = within / across * kRows;
+    tile.column = within % across * kColumns;
+    tile.start = job.starts[tile.group];
+    tile.stop = job.stops[tile.group];
+  } else {
+    const int stretch = number / (kStretch * across), first = stretch * kStretch;
+    const int high = min(job.tiles - first, kStretch), within = number - first * across;
+    const int index = first + within % high;
+    tile.column = within / high * kColumns;
+    tile.group = job.tile_groups[index];
+    tile.start = job.starts[index];
+    tile.stop = job.stops[index];
   }
-  const int stretch = number / (kStretch * across), first = stretch * kStretch;
-  const int high = min(job.tiles - first, kStretch), within = number - first * across;
-  const int tile = first + within % high, column = within / high * kColumns;
-  const int start = job.starts[tile];
-  work.group = job.tile_groups[tile];
-  work.left_row = start;
-  const int part = job.columns / job.shards;
-  for (int i = 0; i < kColumns / kBox; ++i) {
-    const int own = column + i * kBox, shard = own < job.columns ? own / part : 0;
-    work.right_rows[i] = (shard * job.groups + work.group) * part + own % part;
+  return tile;
+}
+
+// Says whether there is anything to do.
+__device__ __forceinline__ bool find_work(const Arguments& arguments, int panel_depth, const Tile& tile, Work& work) {
+  const GroupedJob& job = arguments.job;
+  work.group = tile.group;
+  work.column = tile.column;
+  if (job.outer) {
+    work.row = tile.row;
+    work.first = tile.start;
+    work.limit = tile.stop;
+    work.rows = min(kRows, job.rows - tile.row);
+  } else {
+    work.row = tile.start;
+    work.first = 0;
+    work.limit = tile.group < job.groups ? job.depth : 0;  // of rows of no group nothing
+    work.rows = min(kRows, tile.stop - tile.start);
   }
-  work.first = 0;
-  work.panels = work.group < job.groups ? (job.depth + kDepth - 1) / kDepth : 0;  // rows of no group
-  work.rows = min(kRows, job.stops[tile] - start);
-  work.columns = min(kColumns, job.columns - column);
-  work.out = int64_t{start} * job.columns + column;
+  work.panels = (work.limit - work.first + panel_depth - 1) / panel_depth;
+  work.columns = min(kColumns, job.columns - work.column);
   return work.rows > 0;
+}
+
+// Where a line of the right operand is, counted through all shards' parts; behind the last there are zeros.
+struct Line {
+  int own, slab;
+};
+
+__device__ __forceinline__ Line locate(const Arguments& arguments, int line, int limit, int group) {
+  if (arguments.job.outer) return {line, 0};
+  if (line >= limit) return {arguments.part, 0};
+  if (arguments.job.shards == 1) return {line, group};  // a division takes as long as a copy to be issued
+  const int shard = line / arguments.part;
+  return {line - shard * arguments.part, shard * arguments.job.groups + group};
+}
+
+// Issues the copies of a tile's panels.
+template <class Kinds>
+struct Producer {
+  const CUtensorMap* left;
+  const CUtensorMap* right;
+  const Arguments& arguments;
+  const Work& work;
+  Line lines[kMostLines];  // the same in every panel, where the operand lies along the contraction
+
+  __device__ __forceinline__ Producer(const CUtensorMap* left, const CUtensorMap* right, const Arguments& arguments,
+                                      const Work& work)
+      : left(left), right(right), arguments(arguments), work(work) {
+    if constexpr (!Kinds::kRightAcross) {
+#pragma unroll
+      for (int i = 0; i < kMostLines; ++i) lines[i] = line_of(i);
+    }
+  }
+
+  __device__ __forceinline__ Line line_of(int number) const {
+    return locate(arguments, work.column + number * arguments.box, arguments.job.columns, work.group);
+  }
+
+  __device__ __forceinline__ void copy(uint32_t panel, int number, uint32_t barrier) const {
+    const int depth = work.first + number * Kinds::kDepth, box = arguments.box;
+    if constexpr (Kinds::kLeftAcross) {
+#pragma unroll
+      for (int i = 0; i < kRows / kColumnBox; ++i) {
+        copy_box(panel + i * kColumnBoxBytes, left, work.row + i * kColumnBox, depth, 0, barrier);
+      }
+    } else {
+      copy_box(panel, left, depth, work.row, 0, barrier);
+    }
+    const uint32_t target = panel + kLeftBytes;
+    if constexpr (Kinds::kRightAcross) {
+      for (int first = 0; first < Kinds::kDepth; first += box) {
+        const Line line = locate(arguments, depth + first, arguments.job.depth, work.group);
+#pragma unroll
+        for (int i = 0; i < kColumns / kColumnBox; ++i) {
+          copy_box(target + i * kColumnBoxBytes + first * kLineBytes, right, work.column + i * kColumnBox, line.own, line.slab,
+                   barrier);
+        }
+      }
+    } else {
+      const int count = arguments.boxes;
+#pragma unroll
+      for (int i = 0; i < kMostLines; ++i) {
+        if (i < count) copy_box(target + i * box * kLineBytes, right, depth, lines[i].own, lines[i].slab, barrier);
+      }
+      for (int i = kMostLines; i < count; ++i) {
+        const Line line = line_of(i);
+        copy_box(target + i * box * kLineBytes, right, depth, line.own, line.slab, barrier);
+      }
+    }
+  }
+};
+
+// Puts zeros in place of what a panel has of the next group's rows.
+__device__ __forceinline__ void clear_lines(uint8_t* panel, int first) {
+  constexpr int kBoxes = kStageBytes / kColumnBoxBytes, kWords = kLineBytes / 16;
+  const int thread = threadIdx.x - kGroupThreads, count = (kColumnBox - first) * kWords;
+  for (int i = thread; i < kBoxes * count; i += 2 * kGroupThreads) {
+    uint8_t* box = panel + i / count * kColumnBoxBytes + first * kLineBytes;
+    reinterpret_cast<uint4*>(box)[i % count] = make_uint4(0, 0, 0, 0);
+  }
+  publish_writes();
+  wait_for_group(2 * kGroupThreads);
 }
 
 // Gives each of four neighbouring lanes all words of one of four blocks, in the order of the lanes that had them.
@@ -93,21 +209,34 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&v)[4], int lane) {
   }
 }
 
-__device__ __forceinline__ uint32_t as_bf16(float low, float high) {
-  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&both);
+template <Factor kFactor>
+__device__ __forceinline__ uint32_t as_pair(float low, float high) {
+  if constexpr (kFactor == Factor::kF16) {
+    const __half2 both = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&both);
+  } else {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&both);
+  }
+}
+
+// Where a row of a tile begins in the result.
+__device__ __forceinline__ int64_t place_of(const GroupedJob& job, const Work& work, int row) {
+  if (!job.outer) return int64_t{work.row + row} * job.columns;
+  const int part = job.rows / job.shards, line = work.row + row, shard = line / part;
+  return ((int64_t{shard} * job.groups + work.group) * part + line - shard * part) * job.columns;
 }
 
 // A warpgroup's part of a tile, 64 rows: each thread has two columns of every eight, in two rows.
-template <bool kWide>
+template <Factor kFactor, bool kWide>
 __device__ __forceinline__ void write_tile(const GroupedJob& job, const Work& work, const float (&d)[128], int part) {
   const int thread = threadIdx.x % kGroupThreads, lane = thread % 32, quarter = lane % 4;
-  const float scale = work.group < job.groups ? job.scales[work.group] : 0.0f;
+  const float scale = job.scales != nullptr && work.group < job.groups ? job.scales[work.group] : 1.0f;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = part * 64 + thread / 32 * 16 + half * 8 + lane / 4;
-    const int64_t at = work.out + int64_t{row} * job.columns;
+    const int row = part * kPart + thread / 32 * 16 + half * 8 + lane / 4;
     const bool real = row < work.rows;
+    const int64_t at = real ? place_of(job, work, row) + work.column : 0;
 #pragma unroll
     for (int block = 0; block < 32; block += 4) {
       if constexpr (kWide) {
@@ -125,12 +254,12 @@ __device__ __forceinline__ void write_tile(const GroupedJob& job, const Work& wo
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float* pair = d + (block + i) * 4 + half * 2;
-          words[i] = as_bf16(pair[0] * scale, pair[1] * scale);
+          words[i] = as_pair<kFactor>(pair[0] * scale, pair[1] * scale);
         }
         transpose_quad(words, lane);
         const int column = (block + quarter) * 8;
         if (real && column < work.columns) {
-          *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(job.out) + at + column) =
+          *reinterpret_cast<uint4*>(static_cast<uint16_t*>(job.out) + at + column) =
               make_uint4(words[0], words[1], words[2], words[3]);
         }
       }
@@ -138,14 +267,15 @@ __device__ __forceinline__ void write_tile(const GroupedJob& job, const Work& wo
   }
 }
 
-template <bool kLeftE5M2, bool kRightE5M2, bool kWide>
+template <class Kinds, bool kWide>
 __global__ void __launch_bounds__(kThreads, 1)
     grouped_matmul_kernel(const __grid_constant__ CUtensorMap left, const __grid_constant__ CUtensorMap right,
                           const __grid_constant__ Arguments arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ uint8_t shared[];
   __shared__ alignas(8) uint64_t barriers[2 * kStages];
-  const uint32_t panels = (shared_address(shared) + kAlignment - 1) / kAlignment * kAlignment;
+  const uint32_t skipped = (kAlignment - shared_address(shared) % kAlignment) % kAlignment;
+  const uint32_t panels = shared_address(shared) + skipped;
   const uint32_t full = shared_address(barriers), empty = full + kStages * 8;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
@@ -172,16 +302,13 @@ __global__ void __launch_bounds__(kThreads, 1)
       fetch_map(&left);
       fetch_map(&right);
       for (int number = blockIdx.x; number < arguments.works; number += gridDim.x) {
-        if (!find_work(arguments, number, work)) continue;
+        if (!find_work(arguments, Kinds::kDepth, read_tile(arguments, number), work)) continue;
+        const Producer<Kinds> producer(&left, &right, arguments, work);
         for (int i = 0; i < work.panels; ++i) {
           wait(empty + stage * 8, parity ^ 1);
-          const uint32_t barrier = full + stage * 8, target = panels + stage * kStageBytes;
+          const uint32_t barrier = full + stage * 8;
           arrive_expecting(barrier, kStageBytes);
-          const int depth = work.first + i * kDepth;
-          copy_box(target, &left, depth, work.left_row, barrier);
-          for (int j = 0; j < kColumns / kBox; ++j) {
-            copy_box(target + kLeftBytes + j * kBox * kDepth, &right, depth, work.right_rows[j], barrier);
-          }
+          producer.copy(panels + stage * kStageBytes, i, barrier);
           advance();
         }
       }
@@ -190,10 +317,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 
   asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+  constexpr uint32_t kLeftPart = Kinds::kLeftAcross ? kColumnBoxBytes : kPart * kLineBytes;
   const int part = role - 1;
   const bool speaks = threadIdx.x % 32 == 0;
+  Tile next = read_tile(arguments, blockIdx.x);
   for (int number = blockIdx.x; number < arguments.works; number += gridDim.x) {
-    if (!find_work(arguments, number, work)) continue;
+    const bool has_work = find_work(arguments, Kinds::kDepth, next, work);
+    next = read_tile(arguments, number + gridDim.x);  // ahead, so that no tile waits for it
+    if (!has_work) continue;
+    const bool has_rows = part * kPart < work.rows;  // else the other warpgroup has the tensor cores to itself
     float d[128];
 #pragma unroll
     for (int i = 0; i < 128; ++i) d[i] = 0.0f;
@@ -201,13 +333,23 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0; i < work.panels; ++i) {
       wait(full + stage * 8, parity);
       const uint32_t panel = panels + stage * kStageBytes;
-      const uint64_t a = describe_rows(panel + part * 64 * kDepth), b = describe_rows(panel + kLeftBytes);
-      keep(d);
-      matmul_fence();
+      if constexpr (Kinds::kLeftAcross) {
+        const int left_over = work.limit - work.first - i * Kinds::kDepth;
+        if (left_over < Kinds::kDepth) clear_lines(shared + skipped + stage * kStageBytes, left_over);
+      }
+      if (has_rows) {
+        const uint64_t a = describe_lines<Kinds::kLeftAcross>(panel + part * kLeftPart);
+        const uint64_t b = describe_lines<Kinds::kRightAcross>(panel + kLeftBytes);
+        keep(d);
+        matmul_fence();
 #pragma unroll
-      for (int k = 0; k < kDepth / 32; ++k) matmul_64x256x32<kLeftE5M2, kRightE5M2>(d, a + k * 2, b + k * 2);
-      matmul_commit();
-      matmul_wait<1>();
+        for (int k = 0; k < 4; ++k) {
+          matmul_64x256<Kinds::kLeft, Kinds::kRight, Kinds::kLeftAcross, Kinds::kRightAcross>(
+              d, a + k * kStep<Kinds::kLeftAcross>, b + k * kStep<Kinds::kRightAcross>);
+        }
+        matmul_commit();
+        matmul_wait<1>();
+      }
       if (i > 0 && speaks) arrive(empty + before * 8);
       before = stage;
       advance();
@@ -215,7 +357,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     matmul_wait<0>();
     keep(d);
     if (work.panels > 0 && speaks) arrive(empty + before * 8);
-    write_tile<kWide>(arguments.job, work, d, part);
+    if (has_rows) write_tile<Kinds::kLeft, kWide>(arguments.job, work, d, part);
   }
 #endif
 }
@@ -234,33 +376,54 @@ Encode encoder() {
   return found;
 }
 
-// Boxes of 128 x 128 bytes of a matrix of bytes, swizzled.
-bool encode(CUtensorMap& map, const uint8_t* data, int64_t height, int64_t width) {
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(height)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(width)};
-  const cuuint32_t box[2] = {kDepth, kBox}, steps[2] = {1, 1};
-  return encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<uint8_t*>(data), sizes, strides, box, steps,
-                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+// Boxes of lines of 128 bytes of matrices, swizzled.
+bool encode(CUtensorMap& map, const void* data, int bytes, int64_t slabs, int64_t height, int64_t width, int lines) {
+  const auto sized = [](int64_t size) { return static_cast<cuuint64_t>(size); };
+  const cuuint64_t sizes[3] = {sized(width), sized(height), sized(slabs)};
+  const cuuint64_t strides[2] = {sized(width * bytes), sized(height * width * bytes)};
+  const cuuint32_t box[3] = {kLineBytes / bytes, static_cast<cuuint32_t>(lines), 1}, steps[3] = {1, 1, 1};
+  const auto type = bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
+  return encoder()(&map, type, 3, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-template <bool kLeftE5M2, bool kRightE5M2, bool kWide>
-const char* launch(const CUtensorMap& left, const CUtensorMap& right, const Arguments& arguments, int blocks,
-                   cudaStream_t stream) {
-  const auto kernel = grouped_matmul_kernel<kLeftE5M2, kRightE5M2, kWide>;
+struct Launch {
+  CUtensorMap left, right;
+  Arguments arguments;
+  int blocks;
+  cudaStream_t stream;
+};
+
+template <class Kinds, bool kWide>
+const char* launch(const Launch& what) {
+  const auto kernel = grouped_matmul_kernel<Kinds, kWide>;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error == cudaSuccess) {
-    kernel<<<blocks, kThreads, kSharedBytes, stream>>>(left, right, arguments);
+    kernel<<<what.blocks, kThreads, kSharedBytes, what.stream>>>(what.left, what.right, what.arguments);
   }
   error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-template <bool kLeftE5M2, bool kRightE5M2>
-const char* launch(const CUtensorMap& left, const CUtensorMap& right, const Arguments& arguments, int blocks,
-                   cudaStream_t stream) {
-  return arguments.job.wide ? launch<kLeftE5M2, kRightE5M2, true>(left, right, arguments, blocks, stream)
-                            : launch<kLeftE5M2, kRightE5M2, false>(left, right, arguments, blocks, stream);
+template <class Kinds>
+const char* launch_either(const Launch& what) {
+  return what.arguments.job.wide ? launch<Kinds, true>(what) : launch<Kinds, false>(what);
+}
+
+template <Factor kFactor>
+const char* launch_values(const Launch& what) {
+  const GroupedJob& job = what.arguments.job;
+  if (job.outer) return launch_either<Operands<kFactor, kFactor, true, true>>(what);
+  if (job.backward) return launch<Operands<kFactor, kFactor, false, true>, false>(what);
+  return launch<Operands<kFactor, kFactor, false, false>, false>(what);
+}
+
+template <Factor kLeft>
+const char* launch_codes(const Launch& what) {
+  return what.arguments.job.right_factor == Factor::kE5M2
+             ? launch_either<Operands<kLeft, Factor::kE5M2, false, false>>(what)
+             : launch_either<Operands<kLeft, Factor::kE4M3, false, false>>(what);
 }
 
 }  // namespace
@@ -271,25 +434,36 @@ const char* grouped_matmul(const GroupedJob& job, Stream stream) {
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return cudaGetErrorString(error);
-  if (major != 9) return "the grouped matmul of codes runs on Hopper (compute capability 9.0) alone";
+  if (major != 9) return "the grouped matmul runs on Hopper (compute capability 9.0) alone";
   if (encoder() == nullptr) return "the driver has no cuTensorMapEncodeTiled; it must be of CUDA 12.0 or later";
-  const int64_t left_rows = job.outer ? job.rows : job.left_rows;
-  const int64_t right_rows = job.outer ? job.columns : int64_t{job.groups} * job.columns;
-  CUtensorMap left, right;
-  if (!encode(left, job.left, left_rows, job.depth) || !encode(right, job.right, right_rows, job.depth)) {
+  const bool values = job.left_factor == Factor::kBF16 || job.left_factor == Factor::kF16;
+  const bool left_across = values && job.outer, right_across = values && (job.outer || job.backward);
+  const int bytes = values ? 2 : 1;
+  // lines of the right operand: columns of the result along the contraction, places of the contraction across it
+  const int lines = right_across ? job.depth : job.columns, most = right_across ? kColumnBox : kRows;
+  const int shards = job.outer ? 1 : job.shards, slabs = job.outer ? 1 : job.shards * job.groups;
+  Launch what{};
+  Arguments& arguments = what.arguments;
+  arguments.job = job;
+  arguments.part = lines / shards;
+  arguments.box = shards == 1 ? most : std::gcd(arguments.part, most);
+  arguments.boxes = kColumns / arguments.box;
+  arguments.across = (job.columns + kColumns - 1) / kColumns;
+  arguments.works = (job.outer ? job.groups * ((job.rows + kRows - 1) / kRows) : job.tiles) * arguments.across;
+  const int left_height = left_across ? job.depth : job.outer ? job.rows : job.left_rows;
+  const int left_width = left_across ? job.rows : job.depth, right_width = right_across ? job.columns : job.depth;
+  if (!encode(what.left, job.left, bytes, 1, left_height, left_width, left_across ? kColumnBox : kRows) ||
+      !encode(what.right, job.right, bytes, slabs, arguments.part, right_width, arguments.box)) {
     return "cuTensorMapEncodeTiled refuses an operand";
   }
-  Arguments arguments{job, (job.columns + kColumns - 1) / kColumns, 0};
-  const int down = job.outer ? job.groups * ((job.rows + kRows - 1) / kRows) : job.tiles;
-  arguments.works = down * arguments.across;
-  const int blocks = std::min(arguments.works, processors);
-  const auto on = static_cast<cudaStream_t>(stream);
-  if (job.left_e5m2) {
-    return job.right_e5m2 ? launch<true, true>(left, right, arguments, blocks, on)
-                          : launch<true, false>(left, right, arguments, blocks, on);
+  what.blocks = std::min(arguments.works, processors);
+  what.stream = static_cast<cudaStream_t>(stream);
+  switch (job.left_factor) {
+    case Factor::kBF16: return launch_values<Factor::kBF16>(what);
+    case Factor::kF16: return launch_values<Factor::kF16>(what);
+    case Factor::kE5M2: return launch_codes<Factor::kE5M2>(what);
+    default: return launch_codes<Factor::kE4M3>(what);
   }
-  return job.right_e5m2 ? launch<false, true>(left, right, arguments, blocks, on)
-                        : launch<false, false>(left, right, arguments, blocks, on);
 }
 
 }  // namespace gtp::cuda

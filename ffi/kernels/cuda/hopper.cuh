@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "gtp/jobs.h"
+
 namespace gtp::cuda {
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
@@ -38,12 +40,14 @@ __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
   } while (!done);
 }
 
-// Copies the box of a map at (inner, outer) to shared memory; the barrier counts its bytes, zeros outside the array too.
-__device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap* map, int inner, int outer, uint32_t barrier) {
+// Copies the box of a map at (inner, middle, outer) to shared memory; the barrier counts its bytes, zeros outside the
+// array too.
+__device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap* map, int inner, int middle, int outer,
+                                         uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
           target),
-      "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(inner), "r"(outer)
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(inner), "r"(middle), "r"(outer)
       : "memory");
 }
 
@@ -51,11 +55,26 @@ __device__ __forceinline__ void fetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
 }
 
-// Describes rows of 128 bytes, swizzled in groups of eight rows, to a matmul: 8 rows are 1,024 bytes.
-__device__ __forceinline__ uint64_t describe_rows(uint32_t address) {
-  constexpr uint64_t kSwizzle128 = 1, kGroupBytes = 1024;
-  return ((address & 0x3FFFF) >> 4) | uint64_t{1} << 16 | kGroupBytes >> 4 << 32 | kSwizzle128 << 62;
+constexpr uint32_t kLineBytes = 128;                   // of what is swizzled, in groups of eight lines
+constexpr uint32_t kColumnBoxBytes = 64 * kLineBytes;  // of 64 lines of the contraction by 64 columns
+
+// Describes swizzled lines to a matmul. Along the contraction a line has 128 bytes of a row. Across it, it has 64 columns
+// at one place of the contraction, and further columns follow a box later.
+template <bool kAcross>
+__device__ __forceinline__ uint64_t describe_lines(uint32_t address) {
+  constexpr uint64_t kSwizzle128 = 1, kGroupBytes = 8 * kLineBytes, kFurther = kAcross ? kColumnBoxBytes >> 4 : 1;
+  return ((address & 0x3FFFF) >> 4) | kFurther << 16 | kGroupBytes >> 4 << 32 | kSwizzle128 << 62;
 }
+
+// What a description moves on by from one matmul to the next: 32 bytes of each line, or 16 lines.
+template <bool kAcross>
+constexpr uint32_t kStep = (kAcross ? 16 * kLineBytes : 32) >> 4;
+
+// Makes what this thread has written to shared memory visible to matmuls.
+__device__ __forceinline__ void publish_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Waits for the threads that multiply, and for no others.
+__device__ __forceinline__ void wait_for_group(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 
 __device__ __forceinline__ void matmul_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void matmul_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -70,13 +89,13 @@ __device__ __forceinline__ void keep(float (&d)[128]) {
   for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// d += a b^T: 64 rows of a, 256 of b, 32 codes of each.
-template <bool kLeftE5M2, bool kRightE5M2>
-__device__ __forceinline__ void matmul_64x256x32(float (&d)[128], uint64_t a, uint64_t b) {
-#define GTP_MATMUL(left, right) \
+// d += a b^T: 64 rows of a, 256 of b, 32 codes or 16 values of each.
+template <Factor kLeft, Factor kRight, bool kLeftAcross, bool kRightAcross>
+__device__ __forceinline__ void matmul_64x256(float (&d)[128], uint64_t a, uint64_t b) {
+#define GTP_MATMUL(kinds, across) \
   asm volatile( \
       "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n" \
-      "wgmma.mma_async.sync.aligned.m64n256k32.f32." left "." right " {" \
+      "wgmma.mma_async.sync.aligned.m64n256" kinds " {" \
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
       "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
@@ -85,7 +104,7 @@ __device__ __forceinline__ void matmul_64x256x32(float (&d)[128], uint64_t a, ui
       "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
       "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
       "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127" \
-      "}, %128, %129, p, 1, 1;\n}" \
+      "}, %128, %129, p, 1, 1" across ";\n}" \
       : \
         "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
@@ -104,14 +123,26 @@ __device__ __forceinline__ void matmul_64x256x32(float (&d)[128], uint64_t a, ui
         "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), \
         "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127]) \
       : "l"(a), "l"(b))
-  if constexpr (kLeftE5M2 && kRightE5M2) {
-    GTP_MATMUL("e5m2", "e5m2");
-  } else if constexpr (kLeftE5M2) {
-    GTP_MATMUL("e5m2", "e4m3");
-  } else if constexpr (kRightE5M2) {
-    GTP_MATMUL("e4m3", "e5m2");
+  if constexpr (kLeft == Factor::kBF16 && kLeftAcross) {
+    GTP_MATMUL("k16.f32.bf16.bf16", ", 1, 1");
+  } else if constexpr (kLeft == Factor::kBF16 && kRightAcross) {
+    GTP_MATMUL("k16.f32.bf16.bf16", ", 0, 1");
+  } else if constexpr (kLeft == Factor::kBF16) {
+    GTP_MATMUL("k16.f32.bf16.bf16", ", 0, 0");
+  } else if constexpr (kLeft == Factor::kF16 && kLeftAcross) {
+    GTP_MATMUL("k16.f32.f16.f16", ", 1, 1");
+  } else if constexpr (kLeft == Factor::kF16 && kRightAcross) {
+    GTP_MATMUL("k16.f32.f16.f16", ", 0, 1");
+  } else if constexpr (kLeft == Factor::kF16) {
+    GTP_MATMUL("k16.f32.f16.f16", ", 0, 0");
+  } else if constexpr (kLeft == Factor::kE5M2 && kRight == Factor::kE5M2) {
+    GTP_MATMUL("k32.f32.e5m2.e5m2", "");
+  } else if constexpr (kLeft == Factor::kE5M2) {
+    GTP_MATMUL("k32.f32.e5m2.e4m3", "");
+  } else if constexpr (kRight == Factor::kE5M2) {
+    GTP_MATMUL("k32.f32.e4m3.e5m2", "");
   } else {
-    GTP_MATMUL("e4m3", "e4m3");
+    GTP_MATMUL("k32.f32.e4m3.e4m3", "");
   }
 #undef GTP_MATMUL
 }

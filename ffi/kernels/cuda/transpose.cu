@@ -37,8 +37,13 @@ __global__ void __launch_bounds__(kThreads) transpose_kernel(const __grid_consta
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int row = run * kRun + i + j;
-      const bool real = row < count && column < job.cols;
-      v[j] = real ? __ldcs(reinterpret_cast<const uint32_t*>(job.rows + (start + row) * job.cols + column)) : 0u;
+      int64_t source = start + row;
+      bool real = row < count && column < job.cols;
+      if (job.index != nullptr && real) {
+        source = job.index[source];
+        real = source >= 0 && source < job.height;
+      }
+      v[j] = real ? *reinterpret_cast<const uint32_t*>(job.rows + source * job.cols + column) : 0u;
     }
     turn(v);
 #pragma unroll

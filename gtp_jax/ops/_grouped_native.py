@@ -1,0 +1,50 @@
+"""Grouped matmuls of 16 bits on GPUs: CUDA kernels on Hopper, and Pallas's where those do not run."""
+
+from __future__ import annotations
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import native
+from ..mesh import supports_grouped_matmul
+from ._tiles import cut_into_tiles
+
+# Rows of a tile of the CUDA kernels.
+TILE = 128
+
+
+def product(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, transposed: bool) -> jax.Array:
+    """Multiplies each row with its group's kernel `(shards, groups, part, in)`; with the kernel's transpose if
+    `transposed`, as in forward."""
+    if not reads_kernels(weight.shape, x.dtype):
+        return _triton().product(x, weight, group_sizes, transposed=transposed)
+    tiles = cut_into_tiles(group_sizes, x.shape[0], TILE)
+    return native.grouped_product(x, weight, None, *tiles, backward=not transposed, dtype=x.dtype)
+
+
+def outer(y: jax.Array, x: jax.Array, group_sizes: jax.Array, *, shards: int, dtype: np.dtype) -> jax.Array:
+    """Returns the sum over each group's rows of `y[row] x[row]^T`: `(shards, groups, part, in)`, in `dtype`."""
+    if not reads_kernels((shards, group_sizes.shape[0], y.shape[1] // shards, x.shape[1]), x.dtype):
+        return _triton().outer(y, x, group_sizes, shards=shards, dtype=dtype)
+    stops = jnp.minimum(jnp.cumsum(group_sizes, dtype=jnp.int32), x.shape[0])
+    starts = jnp.append(jnp.int32(0), stops[:-1])
+    out = dtype if dtype == x.dtype else np.dtype(np.float32)
+    return native.grouped_outer(y, x, None, starts, stops, shards=shards, dtype=out).astype(dtype)
+
+
+def reads_kernels(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> bool:
+    """Says whether the CUDA kernels multiply with kernels `(shards, groups, part, features)` of a dtype, codes in uint8
+    included: on Hopper, of sizes that its copies can handle."""
+    shards, _, part, features = shape
+    run = 16 // jnp.dtype(dtype).itemsize
+    aligned = features % run == 0 and shards * part % run == 0 and (shards == 1 or part % 8 == 0)
+    return aligned and min(shape) > 0 and supports_grouped_matmul() and native.has("gtp_grouped_product", "CUDA")
+
+
+def _triton() -> types.ModuleType:
+    from . import _grouped_triton  # Pallas takes a second to import, and few GPUs need it
+
+    return _grouped_triton
