@@ -73,7 +73,7 @@ def grouped_fp8(
     rows = x.slot if isinstance(x, SlottedRows) else x
     values = jax.ShapeDtypeStruct(codes.shape, rows.dtype)
     run_natively = check_grouped("grouped_fp8", rows, values, group_sizes, implementation)
-    fits = run_natively and multiplies_fp8_groups(codes.shape)
+    fits = run_natively and rows.shape[0] > 0 and multiplies_fp8_groups(codes.shape)
     if isinstance(x, SlottedRows):
         of_rows = x.codes
     else:
