@@ -1,5 +1,3 @@
-#include <algorithm>
-
 #include "backend.h"
 #include "checks.h"
 
@@ -228,7 +226,7 @@ ffi::Error take(Cuda::Context context, ffi::AnyBuffer rows, ffi::AnyBuffer index
     job.index = static_cast<const int32_t*>(index.untyped_data());
     job.out = out->untyped_data();
     job.height = rows.dimensions()[0];
-    job.pieces = static_cast<int>(rows.size_bytes() / 16 / std::max<int64_t>(1, job.height));
+    job.pieces = static_cast<int>(rows.dimensions()[1] * static_cast<int64_t>(ffi::ByteWidth(rows.element_type())) / 16);
     return Cuda::run(context, cuda::take, job);
   });
 }

@@ -167,20 +167,20 @@ def time_layer(name: str, depth: int, out: int, rows: int, groups: int, sizes: j
         "product fp8, 4 shards": jax.jit(
             lambda a, b: native.grouped_product(a, b, scales, *tiles, **kinds, dtype=jnp.bfloat16)
         ),
-        "product bf16": jax.jit(lambda a, b: triton.product(a, b[None], sizes, transposed=True)),
+        "product pallas": jax.jit(lambda a, b: triton.product(a, b[None], sizes, transposed=True)),
         "product cuda": jax.jit(lambda a, b: of_values.product(a, b[None], sizes, transposed=True)),
         "product cuda, 4 shards": jax.jit(lambda a, b: of_values.product(a, b, sizes, transposed=True)),
-        "backward bf16": jax.jit(lambda a, b: triton.product(a, b[None], sizes, transposed=False)),
+        "backward pallas": jax.jit(lambda a, b: triton.product(a, b[None], sizes, transposed=False)),
         "backward cuda": jax.jit(lambda a, b: of_values.product(a, b[None], sizes, transposed=False)),
         "outer cuda": jax.jit(lambda a, b: of_values.outer(a, b, sizes, shards=1, dtype=jnp.dtype(jnp.bfloat16))),
         "outer cuda f32": jax.jit(lambda a, b: of_values.outer(a, b, sizes, shards=1, dtype=jnp.dtype(jnp.float32))),
-        "outer bf16 out": jax.jit(lambda a, b: triton.outer(a, b, sizes, shards=1, dtype=jnp.dtype(jnp.bfloat16))),
+        "outer pallas bf16": jax.jit(lambda a, b: triton.outer(a, b, sizes, shards=1, dtype=jnp.dtype(jnp.bfloat16))),
         "take": jax.jit(lambda a, b: native.take(a, b)),
         "take by XLA": jax.jit(lambda a, b: a[b]),
         "outer fp8": jax.jit(
             lambda a, b: native.grouped_outer(a, b, scales, stops - blocks, stops, shards=1, **kinds, dtype=jnp.float32)
         ),
-        "outer bf16": jax.jit(lambda a, b: triton.outer(a, b, sizes, shards=1, dtype=jnp.dtype(jnp.float32))),
+        "outer pallas": jax.jit(lambda a, b: triton.outer(a, b, sizes, shards=1, dtype=jnp.dtype(jnp.float32))),
         "transpose of kernels": jax.jit(lambda a, b: codes_multiplied._along_out(b[None])),
         "the same by XLA": jax.jit(lambda a, b: jnp.swapaxes(b, 1, 2)),
         "transpose of rows": jax.jit(lambda a, b: native.transpose(a, tiles.start, tiles.stop, matrices=1)),
@@ -189,9 +189,9 @@ def time_layer(name: str, depth: int, out: int, rows: int, groups: int, sizes: j
     }
     tokens, index = x[: rows // 8], jax.random.randint(jax.random.key(5), (rows,), 0, rows // 8)
     given = {"take": (tokens, index), "take by XLA": (tokens, index), "product cuda": (x, w), "backward cuda": (y, w)}
-    given |= {"backward bf16": (y, w), "product cuda, 4 shards": (x, jnp.reshape(w, (4, groups, out // 4, depth)))}
-    given |= {name: (y, x) for name in ("outer cuda", "outer cuda f32", "outer bf16 out")}
-    given |= {"product bf16": (x, w), "outer fp8": (yt, xt), "outer bf16": (y, x)}
+    given |= {"backward pallas": (y, w), "product cuda, 4 shards": (x, jnp.reshape(w, (4, groups, out // 4, depth)))}
+    given |= {name: (y, x) for name in ("outer cuda", "outer cuda f32", "outer pallas bf16")}
+    given |= {"product pallas": (x, w), "outer fp8": (yt, xt), "outer pallas": (y, x)}
     given |= {"quantize, amax fused": (x, w), "quantize, amax kernels": (x, w)}
     given |= {"product fp8, 4 shards": (x8, jnp.reshape(w8, (4, groups, out // 4, depth)))}
     for what, run in runs.items():

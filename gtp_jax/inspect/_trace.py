@@ -63,8 +63,18 @@ class Op:
         return self.kind in COLLECTIVES
 
 
+# This library's kernels for experts, by the name alone: their HLO operation is a call like those of quantization.
+_OF_EXPERTS = (
+    ("matmul", re.compile("grouped_matmul")),
+    ("copies", re.compile(r"\b(take|transpose)_kernel\b")),
+)
+
+
 def kind_of(name: str, hlo_op: str = "") -> str:
     """Returns which of `KINDS` a kernel is, by its name and that of its HLO operation."""
+    for kind, pattern in _OF_EXPERTS:
+        if pattern.search(name):
+            return kind
     for kind, pattern in _PATTERNS:
         if pattern.search(name) or pattern.search(hlo_op):
             return kind

@@ -19,7 +19,7 @@ TILE = 128
 def product(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, transposed: bool) -> jax.Array:
     """Multiplies each row with its group's kernel `(shards, groups, part, in)`; with the kernel's transpose if
     `transposed`, as in forward."""
-    if not x.shape[0] or not reads_kernels(weight.shape, x.dtype):
+    if not reads_kernels(weight.shape, x.dtype):
         return _triton().product(x, weight, group_sizes, transposed=transposed)
     tiles = cut_into_tiles(group_sizes, x.shape[0], TILE)
     return native.grouped_product(x, weight, None, *tiles, backward=not transposed, dtype=x.dtype)
@@ -27,7 +27,10 @@ def product(x: jax.Array, weight: jax.Array, group_sizes: jax.Array, *, transpos
 
 def outer(y: jax.Array, x: jax.Array, group_sizes: jax.Array, *, shards: int, dtype: np.dtype) -> jax.Array:
     """Returns the sum over each group's rows of `y[row] x[row]^T`: `(shards, groups, part, in)`, in `dtype`."""
-    if not x.shape[0] or not reads_kernels((shards, group_sizes.shape[0], y.shape[1] // shards, x.shape[1]), x.dtype):
+    shape = (shards, group_sizes.shape[0], y.shape[1] // shards, x.shape[1])
+    if not x.shape[0]:  # which no copy could be of
+        return jnp.zeros(shape, dtype)
+    if not reads_kernels(shape, x.dtype):
         return _triton().outer(y, x, group_sizes, shards=shards, dtype=dtype)
     stops = jnp.minimum(jnp.cumsum(group_sizes, dtype=jnp.int32), x.shape[0])
     starts = jnp.append(jnp.int32(0), stops[:-1])

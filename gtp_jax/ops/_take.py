@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Int32, Shaped
 
 from .. import native
-from ..mesh import platform
+from ..mesh import platform, runs_kernels
 
 _BYTES = 16  # of what the kernel for GPUs copies at once
 
@@ -23,10 +23,10 @@ def take(
 
     Args:
         x: of any dtype.
-        index: the rows, of those there are.
+        index: the rows: each of one that there is.
         real: which places have a row, the others being zeros; all by default.
     """
-    if platform() == "gpu" and _whole(x) and native.has("gtp_take", "CUDA"):
+    if platform() == "gpu" and runs_kernels() and _whole(x) and native.has("gtp_take", "CUDA"):
         return native.take(x, index if real is None else jnp.where(real, index, -1))
     return x[index] if real is None else jnp.where(real[:, None], x[index], 0)
 

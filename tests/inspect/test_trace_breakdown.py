@@ -54,6 +54,10 @@ def gpu_trace(streams: dict[str, list[tuple[str, float, float]]]):
 def test_kernels_are_known_by_their_names():
     assert {name: inspect.kind_of(name) for name in KERNELS} == KERNELS
     assert inspect.kind_of("kernel", "all-gather-start.2") == "all-gather"
+    # a call of this library's is one of quantization unless its kernel says otherwise
+    of_experts = {"grouped_matmul_kernel<gtp::Factor>": "matmul", "take_kernel": "copies", "transpose_kernel": "copies"}
+    found = {name: inspect.kind_of(f"void gtp::cuda::{name}(Job)", "ffi_call.3") for name in of_experts}
+    assert found == of_experts and inspect.kind_of("void gtp::cuda::kernel(Job)", "ffi_call.3") == "quantization"
     assert (
         inspect.kind_of("copy_bitcast_fusion.3") == "copies" and inspect.kind_of("copy_add_fusion.3") == "elementwise"
     )
