@@ -27,11 +27,6 @@ ffi::Error check_factor(const char* name, const ffi::AnyBuffer& buffer, bool e5m
 
 bool is_codes(Factor factor) { return factor == Factor::kE4M3 || factor == Factor::kE5M2; }
 
-ffi::Error check_pair(const ffi::AnyBuffer& left, const ffi::AnyBuffer& right) {
-  if (left.element_type() == right.element_type()) return ffi::Error::Success();
-  return invalid("left and right must have one dtype");
-}
-
 // Rows that the tensor memory accelerator can copy.
 ffi::Error check_rows(const char* name, const ffi::AnyBuffer& buffer, size_t dims) {
   if (buffer.dimensions().size() != dims) {
@@ -45,6 +40,15 @@ ffi::Error check_rows(const char* name, const ffi::AnyBuffer& buffer, size_t dim
     if (size >= kMost) return invalid(std::string(name) + " is too large");
   }
   return ffi::Error::Success();
+}
+
+ffi::Error check_operands(const ffi::AnyBuffer& left, const ffi::AnyBuffer& right, size_t right_dims, bool left_e5m2,
+                          bool right_e5m2, GroupedJob& job) {
+  GTP_CHECK(check_factor("left", left, left_e5m2, job.left_factor));
+  GTP_CHECK(check_factor("right", right, right_e5m2, job.right_factor));
+  if (left.element_type() != right.element_type()) return invalid("left and right must have one dtype");
+  GTP_CHECK(check_rows("left", left, 2));
+  return check_rows("right", right, right_dims);
 }
 
 ffi::Error check_bytes_of_rows(const char* name, const ffi::AnyBuffer& buffer) {
@@ -87,11 +91,7 @@ ffi::Error grouped_product(Cuda::Context context, ffi::AnyBuffer left, ffi::AnyB
                            ffi::Result<ffi::AnyBuffer> out, bool left_e5m2, bool right_e5m2, bool backward) {
   return guarded([&]() -> ffi::Error {
     GroupedJob job{};
-    GTP_CHECK(check_factor("left", left, left_e5m2, job.left_factor));
-    GTP_CHECK(check_factor("right", right, right_e5m2, job.right_factor));
-    GTP_CHECK(check_pair(left, right));
-    GTP_CHECK(check_rows("left", left, 2));
-    GTP_CHECK(check_rows("right", right, 4));
+    GTP_CHECK(check_operands(left, right, 4, left_e5m2, right_e5m2, job));
     const int64_t rows = left.dimensions()[0], depth = left.dimensions()[1];
     const int64_t shards = right.dimensions()[0], groups = right.dimensions()[1], part = right.dimensions()[2];
     const int64_t columns = backward ? right.dimensions()[3] : shards * part;
@@ -136,11 +136,7 @@ ffi::Error grouped_outer(Cuda::Context context, ffi::AnyBuffer left, ffi::AnyBuf
                          bool right_e5m2) {
   return guarded([&]() -> ffi::Error {
     GroupedJob job{};
-    GTP_CHECK(check_factor("left", left, left_e5m2, job.left_factor));
-    GTP_CHECK(check_factor("right", right, right_e5m2, job.right_factor));
-    GTP_CHECK(check_pair(left, right));
-    GTP_CHECK(check_rows("left", left, 2));
-    GTP_CHECK(check_rows("right", right, 2));
+    GTP_CHECK(check_operands(left, right, 2, left_e5m2, right_e5m2, job));
     const int along = is_codes(job.left_factor) ? 1 : 0;  // the dimension that is contracted
     const int64_t depth = left.dimensions()[along], rows = left.dimensions()[1 - along];
     const int64_t columns = right.dimensions()[1 - along];

@@ -18,10 +18,11 @@ _PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ("all-gather", r"all.?gather"),
         ("reduce-scatter", r"reduce.?scatter"),
         ("other collective", r"nccl|all.?reduce|all.?to.?all|collective|\bp(max|sum)\b|send.?recv"),
-        ("quantization", r"amax_kernel|quantize_kernel|hadamard|\bgtp_|ffi_call"),
+        ("quantization", r"amax_kernel|quantize_kernel|hadamard"),
         ("attention", r"fmha|flash|sdpa|attention"),
         ("matmul", r"nvjet|gemm|cublas|cutlass|xmma|wgmma|matmul|onednn|ynn|\bdot|_dot"),
-        ("copies", r"memcpy|memset"),
+        ("copies", r"memcpy|memset|\b(take|transpose)_kernel\b"),
+        ("quantization", r"\bgtp_|ffi_call"),  # calls of this library whose kernel says no more
     )
 )
 
@@ -63,18 +64,8 @@ class Op:
         return self.kind in COLLECTIVES
 
 
-# This library's kernels for experts, by the name alone: their HLO operation is a call like those of quantization.
-_OF_EXPERTS = (
-    ("matmul", re.compile("grouped_matmul")),
-    ("copies", re.compile(r"\b(take|transpose)_kernel\b")),
-)
-
-
 def kind_of(name: str, hlo_op: str = "") -> str:
     """Returns which of `KINDS` a kernel is, by its name and that of its HLO operation."""
-    for kind, pattern in _OF_EXPERTS:
-        if pattern.search(name):
-            return kind
     for kind, pattern in _PATTERNS:
         if pattern.search(name) or pattern.search(hlo_op):
             return kind
