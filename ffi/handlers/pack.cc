@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <map>
 
 #include "backend.h"
@@ -11,6 +12,7 @@ struct Piece {
   int64_t rows, cols;
   bool transposed;
   int64_t total_rows, out, out_row;
+  int64_t array, matrix;
   int64_t codes_start, scales_start;
 };
 
@@ -23,18 +25,20 @@ struct Plan {
 constexpr int64_t kMostElements = int64_t{1} << 40;
 constexpr size_t kMostPieces = size_t{1} << 20;
 
-// The plan as numbers, six a piece: rows, cols, transposed, total_rows, out, out_row. All pieces' codes come first,
-// then all pieces' scales, each section at a multiple of kSectionBytes.
+// The plan as numbers, eight a piece: rows, cols, transposed, total_rows, out, out_row, array, matrix. All pieces' codes
+// come first, then all pieces' scales, each section at a multiple of kSectionBytes.
 ffi::Error read_plan(const Format& format, ffi::Span<const int64_t> table, Plan& plan) {
-  constexpr size_t kFields = 6;
-  if (table.size() % kFields) return invalid("the plan does not have six numbers per piece");
+  constexpr size_t kFields = 8;
+  if (table.size() % kFields) return invalid("the plan does not have eight numbers per piece");
   if (table.size() / kFields > kMostPieces) return invalid("the plan has more than 2**20 pieces");
   for (size_t i = 0; i < table.size(); i += kFields) {
     for (size_t field = 0; field < kFields; ++field) {
       if (table[i + field] < 0) return invalid("the plan has a negative number");
     }
-    const Piece piece{table[i], table[i + 1], table[i + 2] != 0, table[i + 3], table[i + 4], table[i + 5], 0, 0};
-    for (const int64_t number : {piece.rows, piece.cols, piece.total_rows, piece.out_row}) {
+    const int64_t* at = &table[i];
+    const Piece piece{at[0], at[1], at[2] != 0, at[3], at[4], at[5], at[6], at[7], 0, 0};
+    for (const int64_t number :
+         {piece.rows, piece.cols, piece.total_rows, piece.out_row, piece.array, piece.matrix}) {
       if (number > kMostElements) return invalid("the plan has a number beyond 2**40");
     }
     if (piece.cols > 0 && piece.rows > kMostElements / piece.cols) {
@@ -54,8 +58,8 @@ ffi::Error read_plan(const Format& format, ffi::Span<const int64_t> table, Plan&
   return ffi::Error::Success();
 }
 
-// amax: float32 (*lead, pieces). shards: one a piece, (*lead, rows, cols), or (*lead, cols, rows) if it is transposed.
-// buffer: uint8 (*lead, bytes).
+// amax: float32 (*lead, pieces). shards: the plan's arrays, (*lead, rows, cols) or, of several pieces, (*lead, matrices,
+// rows, cols), with cols ahead of rows if the piece is transposed. buffer: uint8 (*lead, bytes).
 template <class B>
 ffi::Error pack(typename B::Context context, ffi::AnyBuffer amax, ffi::RemainingArgs shards,
                 ffi::Result<ffi::AnyBuffer> buffer, int32_t format_code, ffi::Span<const int64_t> table) {
@@ -65,31 +69,42 @@ ffi::Error pack(typename B::Context context, ffi::AnyBuffer amax, ffi::Remaining
     Plan plan;
     GTP_CHECK(read_plan(format, table, plan));
     const int64_t count = static_cast<int64_t>(plan.pieces.size());
-    if (static_cast<int64_t>(shards.size()) != count) return invalid("shards must be one per piece");
     GTP_CHECK(check_f32("amax", amax));
     Dims lead = dims_of(amax);
     if (lead.empty() || lead.back() != count) return invalid("amax does not have one element per piece");
     lead.pop_back();
     GTP_CHECK(check_bytes("buffer", *buffer, lead, {plan.bytes}));
 
+    int64_t arrays = 0;
+    for (const Piece& piece : plan.pieces) arrays = std::max(arrays, piece.array + 1);
+    if (static_cast<int64_t>(shards.size()) != arrays) {
+      return invalid("there are " + std::to_string(shards.size()) + " shards; the plan's pieces lie in " +
+                     std::to_string(arrays));
+    }
     auto* bytes = static_cast<uint8_t*>(buffer->untyped_data());
     std::vector<QuantizeJob> jobs;
     for (int64_t i = 0; i < count; ++i) {
       const Piece& piece = plan.pieces[i];
-      const auto shard = shards.get<ffi::AnyBuffer>(i);
+      const std::string name = "shard " + std::to_string(piece.array);
+      const auto shard = shards.get<ffi::AnyBuffer>(piece.array);
       if (!shard.has_value()) return shard.error();
-      const std::string name = "shard " + std::to_string(i);
       QuantizeJob job{};
       GTP_CHECK(check_values(name, *shard, job.dtype));
       job.rows = piece.transposed ? piece.cols : piece.rows;
       job.cols = piece.transposed ? piece.rows : piece.cols;
+      const Dims dims = dims_of(*shard);
+      const int64_t matrices = dims.size() == lead.size() + 3 ? dims[lead.size()] : 1;
       Dims expected = lead;
+      if (dims.size() == lead.size() + 3) expected.push_back(matrices);
       expected.insert(expected.end(), {job.rows, job.cols});
-      if (dims_of(*shard) != expected) {
-        return invalid(name + " has shape " + to_string(dims_of(*shard)) + "; it must be " + to_string(expected));
+      if (dims != expected || piece.matrix >= matrices) {
+        return invalid(name + " has shape " + to_string(dims) + "; piece " + std::to_string(i) + " is matrix " +
+                       std::to_string(piece.matrix) + " of " + to_string(expected));
       }
-      job.x = shard->untyped_data();
+      const int64_t elements = job.rows * job.cols;
+      job.x = static_cast<const uint8_t*>(shard->untyped_data()) + piece.matrix * elements * dtype_bytes(job.dtype);
       job.count = product(lead);
+      job.x_stride = matrices * elements;
       job.count_per_amax = 1;
       job.amax_stride = count;
       job.column_transposed = true;

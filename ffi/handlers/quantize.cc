@@ -41,6 +41,7 @@ ffi::Error quantize(typename B::Context context, ffi::AnyBuffer x, ffi::AnyBuffe
     GTP_CHECK(split_matrix("x", x, lead, job.rows, job.cols));
     job.x = x.untyped_data();
     job.count = product(lead);
+    job.x_stride = job.rows * job.cols;
     job.count_per_amax = 1;
     job.amax_stride = 1;
     job.column_transposed = format.transposed_columns;

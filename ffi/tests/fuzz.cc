@@ -90,6 +90,7 @@ void run_case() {
   job.count = count;
   job.rows = rows;
   job.cols = cols;
+  job.x_stride = rows * cols;
   job.count_per_amax = std::max<int64_t>(1, count);
   job.dtype = dtype;
   job.column_transposed = format.transposed_columns || below(2);

@@ -214,7 +214,8 @@ void quantize_case(Arena& arena, const cpu::Pool& pool) {
     job.count = 1 + (one_in(2) ? below(5) : 0);
     job.rows = any_size(limit);
     job.cols = any_size(std::max<int64_t>(1, std::min(limit, 400000 / std::max<int64_t>(1, job.rows * job.count))));
-    const int64_t size = job.count * job.rows * job.cols;
+    job.x_stride = job.rows * job.cols + (one_in(2) ? 0 : below(30));
+    const int64_t size = job.count * job.x_stride;
     auto* x = arena.take(size * dtype_bytes(job.dtype), dtype_bytes(job.dtype), name + " x");
     fill_values(x, size, job.dtype);
     job.x = x;

@@ -143,7 +143,7 @@ int main(int argc, char** argv) {
           const auto copy = [&](int way) {
             return Copy{buffers[i].codes[way], buffers[i].scales[way], amax, codes, scales, codes, scales, 0, 0};
           };
-          QuantizeJob job{buffers[i].x, 1, rows, kCols, {}, {}, 1, 0, dtype, format.transposed_columns};
+          QuantizeJob job{buffers[i].x, 1, rows, kCols, rows * kCols, {}, {}, 1, 0, dtype, format.transposed_columns};
           if (ways & 1) job.row = copy(0);
           if (ways & 2) job.column = copy(1);
           require(cuda::quantize({job}, {code, false, nullptr}, nullptr));

@@ -70,20 +70,22 @@ def _rounded(parts: Sequence[jax.Array], dtype: np.dtype, send: _Send) -> list[j
 def _as_codes(parts: Sequence[jax.Array], form: Format, send: _Send) -> list[jax.Array]:
     """Returns the same, of codes."""
     plan = _plan(parts)
-    matrices = [quantizable(part[:, i]) for part in parts for i in range(part.shape[1])]
+    given = [quantizable(part) for part in parts]
     if not form.has_amax:
-        values = unpack(send(pack(matrices, form, None, plan)), form, None, plan)
+        values = unpack(send(pack(given, form, None, plan)), form, None, plan)
         return [jnp.reshape(x.astype(jnp.float32), part.shape) for x, part in zip(values, parts, strict=True)]
     ranks = parts[0].shape[0]
-    own = jnp.reshape(multi_amax(matrices, stacked=True), (len(matrices), ranks)).T
-    own = power_of_two_amax(own, form)
+    matrices = [part.shape[1] for part in parts]
+    each = multi_amax([jnp.reshape(x, (-1, *x.shape[2:])) for x in given], stacked=True)
+    shares = jnp.split(each, np.cumsum([ranks * count for count in matrices])[:-1])
+    own = power_of_two_amax(jnp.concatenate([jnp.reshape(x, (ranks, -1)) for x in shares], axis=1), form)
     behind = jnp.reshape(lax.bitcast_convert_type(own, jnp.uint8), (ranks, -1))
-    received = send(jnp.concatenate([pack(matrices, form, own, plan), behind], axis=1))
+    received = send(jnp.concatenate([pack(given, form, own, plan), behind], axis=1))
     codes, behind = jnp.split(received, [plan.bytes(form)], axis=1)
     amax = lax.bitcast_convert_type(jnp.reshape(behind, (ranks, -1, 4)), jnp.float32)
     # a plan has one amax for all ranks: the one with a scale of 1, ahead of each rank's own
-    values = unpack(codes, form, jnp.full(len(matrices), form.element_max, jnp.float32), plan)
-    scales = jnp.split(amax / form.element_max, np.cumsum([part.shape[1] for part in parts])[:-1], axis=1)
+    values = unpack(codes, form, jnp.full(sum(matrices), form.element_max, jnp.float32), plan)
+    scales = jnp.split(amax / form.element_max, np.cumsum(matrices)[:-1], axis=1)
     return [
         jnp.reshape(x, part.shape).astype(jnp.float32) * scale[..., None, None]
         for x, part, scale in zip(values, parts, scales, strict=True)
@@ -94,7 +96,15 @@ def _plan(parts: Sequence[jax.Array]) -> PackPlan:
     """Returns a piece a matrix: what one rank sends another."""
     return PackPlan(
         tuple(
-            Piece(rows=rows, cols=cols, transposed=False, total_rows=rows, out=out, out_row=index * rows)
+            Piece(
+                rows=rows,
+                cols=cols,
+                transposed=False,
+                total_rows=rows,
+                out=out,
+                out_row=index * rows,
+                source=(out, index),
+            )
             for out, (_, matrices, rows, cols) in enumerate(part.shape for part in parts)
             for index in range(matrices)
         ),

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -84,17 +85,27 @@ class Bundle:
 
     @property
     def kernels(self) -> list[jax.Array]:
-        """What is here of all kernels, in the order in which they travel: matrices, an expert's each by itself."""
+        """What is here of all kernels: `(*stack, matrices, rows, cols)`, of which a dense layer's has one matrix."""
         weights = zip(self.shards.values(), self.fused, strict=True)
-        return [quantizable(x) for shards, layouts in weights for x in _matrices(shards, layouts)]
+        return [quantizable(_as_matrices(x, layouts)) for shards, layouts in weights for x in shards]
 
     @property
     def own_axes(self) -> list[tuple[str, ...]]:
-        """For each amax, layer by layer of a stack, the axes of whose ranks each has its own value, as it has experts
-        of its own; all other ranks share one."""
-        kinds = [_own_axes(one) for layouts in self.fused for _ in range(layouts[0].matrices) for one in layouts]
-        layers = [1 if x.ndim == 2 else x.shape[0] for x in self.kernels]
-        return [axes for axes, count in zip(kinds, layers, strict=True) for _ in range(count)]
+        """For each matrix of `kernels` in turn, the axes of whose ranks each has its own amax, as it has experts of its
+        own; all other ranks share one."""
+        kinds = [_own_axes(one) for layouts in self.fused for one in layouts]
+        counts = [math.prod(x.shape[:-2]) for x in self.kernels]
+        return [axes for axes, count in zip(kinds, counts, strict=True) for _ in range(count)]
+
+    def in_order(self, amaxes: Sequence[jax.Array]) -> jax.Array:
+        """Returns `(*stack, pieces)` amaxes in the order in which matrices travel, every expert's kernels in turn.
+
+        Args:
+            amaxes: of each of `kernels`, `(*stack, matrices)`.
+        """
+        left = iter(amaxes)
+        each = [jnp.stack([next(left) for _ in layouts], axis=-1) for layouts in self.fused]
+        return jnp.concatenate([jnp.reshape(x, (*x.shape[:-2], -1)) for x in each], axis=-1)
 
 
 def pack_all(bundles: Sequence[Bundle]) -> list[Packed]:
@@ -104,20 +115,19 @@ def pack_all(bundles: Sequence[Bundle]) -> list[Packed]:
     stored of shards is joined to shards; see [Note: stored].
     """
     scaled = [x for bundle in bundles if bundle.format.has_amax for x in bundle.kernels]
-    stacks = [x[None] if x.ndim == 2 else x for x in scaled]
     amaxes: list[jax.Array] = []
-    if stacks:
-        vector = _over_shards(multi_amax(stacks, stacked=True), [b for b in bundles if b.format.has_amax])
-        ends = np.cumsum([x.shape[0] for x in stacks])
-        amaxes = [
-            part[0] if x.ndim == 2 else part for part, x in zip(jnp.split(vector, ends[:-1]), scaled, strict=True)
-        ]
+    if scaled:
+        each = multi_amax([jnp.reshape(x, (-1, *x.shape[-2:])) for x in scaled], stacked=True)
+        vector = _over_shards(each, [b for b in bundles if b.format.has_amax])
+        ends = np.cumsum([math.prod(x.shape[:-2]) for x in scaled])
+        parts = jnp.split(vector, ends[:-1])
+        amaxes = [jnp.reshape(part, x.shape[:-2]) for part, x in zip(parts, scaled, strict=True)]
     found = []
     for bundle in bundles:
         amax = None
         if bundle.format.has_amax:
             mine, amaxes = amaxes[: len(bundle.kernels)], amaxes[len(bundle.kernels) :]
-            amax = jnp.stack(mine, axis=-1)
+            amax = bundle.in_order(mine)
             if bundle.one_scale:
                 amax = _largest_of_each(
                     amax, [len(layouts) for layouts in bundle.fused for _ in range(layouts[0].matrices)]
@@ -195,8 +205,8 @@ def _pack_whole(bundle: Bundle, amax: jax.Array | None) -> jax.Array:
             mine = gather_stored(mine, layouts)
             rows = [jnp.moveaxis(x, layout.rows, -2) for x, layout in zip(mine, layouts, strict=True)]
             parts = lax.all_gather(jnp.concatenate(rows, axis=-2), first.axes, axis=0)
-            kernels += _matrices(whole_kernels(parts, layouts), layouts)
-        buffer = pack([quantizable(x) for x in kernels], bundle.format, amax, plan)
+            kernels += [quantizable(_as_matrices(x, layouts)) for x in whole_kernels(parts, layouts)]
+        buffer = pack(kernels, bundle.format, amax, plan)
         padded = jnp.pad(buffer, (0, part * first.ranks - buffer.size))
         return lax.dynamic_slice_in_dim(padded, lax.axis_index(first.axes) * part, part)
 
@@ -363,9 +373,10 @@ def _plan(fused: tuple[tuple[Layout, ...], ...], form: Format, stored: bool = Fa
     block_cols = form.block[1] if form.block else 1
     by_shard = fits_blocks(fused, form)
     pieces = []
+    arrays = 0
     for out, layouts in enumerate(fused):
         row = 0
-        for layout in [one for _ in range(layouts[0].matrices) for one in layouts]:
+        for matrix, (number, layout) in itertools.product(range(layouts[0].matrices), enumerate(layouts)):
             here = layout.stored_shape if stored else layout.shard_shape
             rows, cols = layout.matrix_of(here if by_shard else layout.whole_shape)
             length = layout.matrix_of(layout.whole_shape)[1]
@@ -376,13 +387,13 @@ def _plan(fused: tuple[tuple[Layout, ...], ...], form: Format, stored: bool = Fa
                     "`gtp_jax.FP8()`, which has no blocks."
                 )
             transposed = by_shard and layout.rows > layout.cols
-            pieces.append(Piece(rows=rows, cols=cols, transposed=transposed, total_rows=rows, out=out, out_row=row))
+            place = dict(total_rows=rows, out=out, out_row=row, source=(arrays + number, matrix))
+            pieces.append(Piece(rows=rows, cols=cols, transposed=transposed, **place))
             row += rows
+        arrays += len(layouts)
     return PackPlan(tuple(pieces), by_shard=True)
 
 
-def _matrices(shards: Sequence[jax.Array], layouts: Sequence[Layout]) -> list[jax.Array]:
-    """Returns the kernels' shards; of experts, every expert's kernels in turn."""
-    if len(layouts[0].shape) == 2:
-        return list(shards)
-    return [x[..., expert, :, :] for expert in range(layouts[0].matrices) for x in shards]
+def _as_matrices(kernel: jax.Array, layouts: Sequence[Layout]) -> jax.Array:
+    """Returns `(..., matrices, rows, cols)`, of which only experts have several."""
+    return jnp.expand_dims(kernel, -3) if len(layouts[0].shape) == 2 else kernel

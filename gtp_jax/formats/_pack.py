@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections import Counter
 
 from ._array import codes_shape, scales_shape
 from ._spec import Format
@@ -24,6 +26,8 @@ class Piece:
         total_rows: logical rows of all shards together; what lies beyond is padding and is stripped.
         out: which output array it becomes part of.
         out_row: the row of that output at which it starts; in a plan `by_shard`, of a shard's part of it.
+        source: which of the arrays that `pack` takes holds it, and at which index of the array, as with an expert among
+            others; `None` if the piece is an array of its own, in the order of pieces.
     """
 
     rows: int
@@ -32,6 +36,7 @@ class Piece:
     total_rows: int
     out: int
     out_row: int
+    source: tuple[int, int] | None = None
 
     @property
     def stored(self) -> tuple[int, int]:
@@ -95,6 +100,30 @@ class PackPlan:
             )
         for out in outs:
             self._check_output(out)
+        self._check_sources()
+
+    def _check_sources(self) -> None:
+        named = [index for index, piece in enumerate(self.pieces) if piece.source is not None]
+        if not named:
+            return
+        if len(named) < len(self.pieces):
+            raise ValueError(
+                f"piece {named[0]} names a `source`, but not every piece does; give one to all of them, or to none."
+            )
+        held = sorted(self.sources)
+        counts = Counter(array for array, _ in held)
+        if held != [(array, index) for array in range(len(counts)) for index in range(counts[array])]:
+            raise ValueError(
+                f"the pieces lie in arrays at {held}; arrays are numbered 0, 1, 2 and so on, and the pieces of each "
+                "likewise, without gaps."
+            )
+        for index, piece in enumerate(self.pieces):
+            shape = self.arrays[self.sources[index][0]][1:]
+            if piece.stored != shape:
+                raise ValueError(
+                    f"piece {index} is stored {piece.stored}, but lies in an array of pieces of {shape}. Pieces of one "
+                    "array have the same shape."
+                )
 
     def _check_output(self, out: int) -> None:
         members = self.members(out)
@@ -112,6 +141,20 @@ class PackPlan:
                     f"but share output {out}. Pieces of one output have the same `cols`."
                 )
             row += piece.total_rows
+
+    @property
+    def sources(self) -> tuple[tuple[int, int], ...]:
+        """Of each piece, which array holds it, and at which index."""
+        return tuple((index, 0) if piece.source is None else piece.source for index, piece in enumerate(self.pieces))
+
+    @functools.cached_property
+    def arrays(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the arrays that `pack` takes: `(pieces, *stored)`, or `stored` where each piece is an array."""
+        if self.pieces[0].source is None:
+            return tuple(piece.stored for piece in self.pieces)
+        counts = Counter(array for array, _ in self.sources)
+        first = {array: self.pieces[number].stored for number, (array, index) in enumerate(self.sources) if index == 0}
+        return tuple((counts[array], *first[array]) for array in sorted(counts))
 
     def members(self, out: int) -> tuple[int, ...]:
         """Returns the pieces that make an output, from its first row to its last."""

@@ -118,7 +118,8 @@ def _copy(
 
 def _plan(format: Format, plan: PackPlan) -> dict[str, Any]:
     numbers = [
-        (piece.rows, piece.cols, piece.transposed, piece.total_rows, piece.out, piece.out_row) for piece in plan.pieces
+        (p.rows, p.cols, p.transposed, p.total_rows, p.out, p.out_row, *source)
+        for p, source in zip(plan.pieces, plan.sources, strict=True)
     ]
     return {"format": np.int32(format.code), "table": np.array(numbers, np.int64).reshape(-1)}
 

@@ -15,7 +15,7 @@ from ._implementation import Implementation, call
 
 
 def pack(
-    shards: Sequence[Float[jax.Array, "*lead _ _"]],
+    shards: Sequence[Float[jax.Array, " ..."]],
     format: Format,
     amax: Float32[jax.Array, "*lead pieces"] | None,
     plan: PackPlan,
@@ -25,8 +25,9 @@ def pack(
     """Quantizes this rank's shards of a layer's weights into one contiguous buffer, in one launch a dtype.
 
     Args:
-        shards: one a piece, `(*lead, rows, cols)` or, where the piece is transposed, `(*lead, cols, rows)`; float32,
-            bfloat16 or float16. `lead` is a stack of layers.
+        shards: the plan's arrays: `(*lead, rows, cols)` or, where the piece is transposed, `(*lead, cols, rows)`; with
+            the number of pieces in front of these two where the plan names sources. float32, bfloat16 or float16.
+            `lead` is a stack of layers.
         format: such as `gtp_jax.formats.NVFP4`.
         amax: float32 `(*lead, pieces)`, of each weight over all its shards; `None` if the format has none.
         plan: where each piece goes.
@@ -42,16 +43,14 @@ def pack(
     check_format(format)
     _check_plan(plan)
     arrays = [as_values(f"shards[{index}]", x) for index, x in enumerate(shards)]
-    if len(arrays) != len(plan.pieces):
-        raise ValueError(
-            f"`shards` has {len(arrays)} arrays, but the plan has {len(plan.pieces)} pieces; pass one for each."
-        )
-    lead = arrays[0].shape[: max(0, arrays[0].ndim - 2)]
-    for index, (piece, array) in enumerate(zip(plan.pieces, arrays, strict=True)):
-        if array.shape != (*lead, *piece.stored):
+    if len(arrays) != len(plan.arrays):
+        raise ValueError(f"`shards` has {len(arrays)} arrays, but the plan has {len(plan.arrays)}; pass one for each.")
+    lead = arrays[0].shape[: max(0, arrays[0].ndim - len(plan.arrays[0]))]
+    for index, (shape, array) in enumerate(zip(plan.arrays, arrays, strict=True)):
+        if array.shape != (*lead, *shape):
             raise ValueError(
-                f"`shards[{index}]` has shape {array.shape}; the plan's piece is stored {piece.stored}, "
-                f"and the leading dimensions are {lead}."
+                f"`shards[{index}]` has shape {array.shape}; the plan's is stored {shape}, and the leading dimensions "
+                f"are {lead}."
             )
     amax = _amaxes(amax, format, (*lead, len(plan.pieces)))
     return call("pack", implementation, arrays, amax, format=format, plan=plan)

@@ -58,6 +58,13 @@ def test_pieces_of_an_output_come_in_order_of_their_rows():
     assert plan.members(0) == (1, 0)
 
 
+def test_arrays_hold_pieces_wherever_they_go():
+    turns = [piece(source=(0, 0)), piece(source=(1, 0), out_row=100, transposed=True)]
+    turns += [piece(source=(0, 1), out_row=200), piece(source=(1, 1), out_row=300, transposed=True)]
+    assert PackPlan(tuple(turns)).arrays == ((2, 64, 128), (2, 128, 64))
+    assert PLAN.arrays == ((64, 128), (33, 32), (64, 128))
+
+
 def test_plans_are_equal_and_hash_by_value():
     assert PackPlan((piece(),)) == PackPlan((piece(),)) and len({PackPlan((piece(),)), PackPlan((piece(),))}) == 1
 
@@ -69,6 +76,19 @@ BROKEN = {
     "gap": (
         (piece(), piece(out_row=99)),
         "piece 1 starts at row 99 of output 0, but the pieces before it end at row 100",
+    ),
+    "sources": (
+        (piece(source=(0, 0)), piece(out_row=100)),
+        "piece 0 names a `source`, but not every piece does; give one to all of them, or to none",
+    ),
+    "array": ((piece(source=(1, 0)),), r"the pieces lie in arrays at \[\(1, 0\)\]; arrays are numbered 0, 1, 2"),
+    "twice": (
+        (piece(source=(0, 0)), piece(source=(0, 0), out_row=100)),
+        r"lie in arrays at \[\(0, 0\), \(0, 0\)\]; .* the pieces of each likewise, without gaps",
+    ),
+    "shapes": (
+        (piece(source=(0, 0)), piece(source=(0, 1), out_row=100, rows=32)),
+        r"piece 1 is stored \(32, 128\), but lies in an array of pieces of \(64, 128\)",
     ),
     "cols": ((piece(), piece(cols=64, out_row=100)), "pieces 0 and 1 have 128 and 64 columns, but share output 0"),
 }

@@ -24,7 +24,7 @@ NO = shape(0)
 QUANTIZE = dict(format=np.int32(NVFP4.code), hadamard=False, stochastic=False, rows=True, columns=False)
 GOOD = [shape(32, 32), shape(2, 4), NO, NO]
 DEQUANTIZE = dict(format=np.int32(NVFP4.code), columns=False)
-TABLE = np.array([32, 64, 0, 32, 0, 0], np.int64)
+TABLE = np.array([32, 64, 0, 32, 0, 0, 0, 0], np.int64)
 PARTS = {"parts": np.array([1], np.int64)}
 PACK = dict(format=np.int32(NVFP4.code), table=TABLE)
 
@@ -94,13 +94,20 @@ CASES = {
         {**DEQUANTIZE, "format": np.int32(FP8_E4M3.code)},
         r"codes has shape \(32, 32\); it must be \(32, 64\)",
     ),
-    "shards": ("gtp_pack", shape(1040), [jnp.ones(1)], PACK, "shards must be one per piece"),
+    "shards": ("gtp_pack", shape(1040), [jnp.ones(1)], PACK, "there are 0 shards; the plan's pieces lie in 1"),
     "shard": (
         "gtp_pack",
         shape(1040),
         [jnp.ones(1), X.T],
         PACK,
-        r"shard 0 has shape \(64, 32\); it must be \(32, 64\)",
+        r"shard 0 has shape \(64, 32\); piece 0 is matrix 0 of \(32, 64\)",
+    ),
+    "matrix": (
+        "gtp_pack",
+        shape(1040),
+        [jnp.ones(1), jnp.stack([X, X])],
+        {**PACK, "table": np.array([32, 64, 0, 32, 0, 0, 0, 2], np.int64)},
+        r"shard 0 has shape \(2, 32, 64\); piece 0 is matrix 2 of \(2, 32, 64\)",
     ),
     "buffer": ("gtp_pack", shape(1041), [jnp.ones(1), X], PACK, r"buffer has shape \(1041\); it must be \(1040\)"),
     "pieces": ("gtp_pack", shape(1040), [jnp.ones(2), X], PACK, "amax does not have one element per piece"),
@@ -109,7 +116,7 @@ CASES = {
         shape(1040),
         [jnp.ones(1), X],
         {**PACK, "table": TABLE[:5]},
-        "not have six numbers per piece",
+        "not have eight numbers per piece",
     ),
     "negative": ("gtp_pack", shape(1040), [jnp.ones(1), X], {**PACK, "table": -TABLE}, "negative number"),
     "weights": (
@@ -123,21 +130,21 @@ CASES = {
         "gtp_unpack",
         [shape(64, 64, dtype=jnp.float32)],
         [jnp.zeros((1, 1040), U8), jnp.ones(1)],
-        {**UNPACK, "table": np.array([32, 64, 0, 64, 0, 0], np.int64)},
+        {**UNPACK, "table": np.array([32, 64, 0, 64, 0, 0, 0, 0], np.int64)},
         "the shards have fewer rows in all than total_rows of piece 0",
     ),
     "a row that wraps": (
         "gtp_unpack",
         [shape(32, 64, dtype=jnp.float32)],
         [jnp.zeros((1, 1040), U8), jnp.ones(1)],
-        {**UNPACK, "table": np.array([32, 64, 0, 32, 0, 2**63 - 20], np.int64)},
+        {**UNPACK, "table": np.array([32, 64, 0, 32, 0, 2**63 - 20, 0, 0], np.int64)},
         r"a number beyond 2\*\*40",
     ),
     "a size beyond all": (
         "gtp_unpack",
         [shape(1, 64, dtype=jnp.float32)],
         [jnp.zeros((1, 0), U8), jnp.ones(1)],
-        {**UNPACK, "table": np.array([2**40, 64, 0, 1, 0, 0], np.int64)},
+        {**UNPACK, "table": np.array([2**40, 64, 0, 1, 0, 0, 0, 0], np.int64)},
         r"more than 2\*\*40 elements",
     ),
     "rows of no piece": (
@@ -158,7 +165,7 @@ CASES = {
         "gtp_unpack",
         [shape(32, 64, dtype=jnp.float32)],
         [jnp.zeros((1, 1040), U8), jnp.ones(1)],
-        {**UNPACK, "table": np.array([32, 64, 0, 32, 5, 0], np.int64)},
+        {**UNPACK, "table": np.array([32, 64, 0, 32, 5, 0, 0, 0], np.int64)},
         "Index out of range",
     ),
     "amax size": ("gtp_multi_amax", shape(2, dtype=jnp.float32), [X], PARTS, "not have one element per part"),

@@ -136,6 +136,27 @@ def test_a_stack_of_layers_packs_as_its_layers_do(format, implementation):
         assert_same_bits(together[index], alone, f"layer {index}")
 
 
+@pytest.mark.parametrize("lead", [(), (2,)], ids=["a layer", "a stack of layers"])
+@pytest.mark.parametrize("format", [NVFP4, MXFP8, FP8_E4M3], ids=str)
+def test_pieces_that_share_an_array_pack_as_arrays_of_their_own_do(format, lead, implementation):
+    # gate and up of three experts in turns, of which up is stored transposed, and a weight that is no expert
+    common = dict(rows=32, cols=48, total_rows=32, out=0)
+    turns = [
+        Piece(**common, transposed=array == 1, out_row=64 * expert + 32 * array, source=(array, expert))
+        for expert in range(3)
+        for array in range(2)
+    ]
+    turns.append(Piece(rows=20, cols=35, transposed=False, total_rows=20, out=1, out_row=0, source=(2, 0)))
+    plan = PackPlan(tuple(turns))
+    alone = PackPlan(tuple(dataclasses.replace(piece, source=None) for piece in turns))
+    random = np.random.default_rng(0)
+    arrays = [device(random.normal(size=(*lead, *shape)).astype(np.float32)) for shape in plan.arrays]
+    pieces = [arrays[array][..., index, :, :] for array, index in plan.sources]
+    amax = jnp.stack([jnp.max(jnp.abs(x), axis=(-2, -1)) for x in pieces], axis=-1)
+    found = gtp.pack(arrays, format, amax, plan, implementation=implementation)
+    assert_same_bits(found, gtp.pack(pieces, format, amax, alone, implementation=implementation))
+
+
 def test_a_nan_spoils_its_block_of_its_weight(implementation):
     plan, whole = plan_for(NVFP4, 1), weights(np.float32)
     whole[1][20, 40] = np.nan

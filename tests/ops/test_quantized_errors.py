@@ -117,12 +117,12 @@ WRONG = {
     "pack number": (
         lambda: gtp.pack([], NVFP4, AMAX, PLAN),
         ValueError,
-        "`shards` has 0 arrays, but the plan has 1 pieces",
+        "`shards` has 0 arrays, but the plan has 1",
     ),
     "pack shape": (
         lambda: gtp.pack([SLICE.T], NVFP4, AMAX, PLAN),
         ValueError,
-        r"`shards\[0\]` has shape \(8, 32\); the plan's piece is stored \(32, 8\), and the leading dimensions are \(\)",
+        r"`shards\[0\]` has shape \(8, 32\); the plan's is stored \(32, 8\), and the leading dimensions are \(\)",
     ),
     "pack dtype": (
         lambda: gtp.pack([SLICE.astype(jnp.int8)], NVFP4, AMAX, PLAN),

@@ -21,10 +21,11 @@ struct Copy {
   int32_t scales_gap;
 };
 
-// Quantizes `count` matrices of M x K, one after another in memory.
+// Quantizes `count` matrices of M x K.
 struct QuantizeJob {
   const void* x;
   int64_t count, rows, cols;
+  int64_t x_stride;        // elements from one matrix to the next
   Copy row;                // R x C = M x K
   Copy column;             // R x C = K x M, blocks along M
   int64_t count_per_amax;  // so many matrices share an amax,

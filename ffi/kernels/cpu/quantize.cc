@@ -31,7 +31,7 @@ View view_of(const QuantizeJob& job, const QuantizeOptions& options, bool column
   View view{};
   view.format = &format;
   view.dtype = job.dtype;
-  view.x = static_cast<const uint8_t*>(job.x) + index * job.rows * job.cols * dtype_bytes(job.dtype);
+  view.x = static_cast<const uint8_t*>(job.x) + index * job.x_stride * dtype_bytes(job.dtype);
   view.hadamard = column && options.hadamard;
   view.rows = column ? job.cols : job.rows;
   view.source_cols = column ? job.rows : job.cols;
@@ -274,7 +274,7 @@ void quantize_strip(const QuantizeJob& job, const Format& format, int64_t index,
     const int cols = static_cast<int>(std::min<int64_t>(kPanelCols, job.cols - col));
     with_dtype(job.dtype, [&](auto type) {
       using T = decltype(type);
-      const auto* x = static_cast<const typename T::Storage*>(job.x) + (index * job.rows + first) * pitch + col;
+      const auto* x = static_cast<const typename T::Storage*>(job.x) + index * job.x_stride + first * pitch + col;
       for (int r = 0; r < rows; r += kPanelRows) {
         load_rows<T>(x + r * pitch, pitch, std::min(kPanelRows, rows - r), cols, strip[r / kPanelRows]);
       }

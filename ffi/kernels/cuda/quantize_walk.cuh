@@ -116,7 +116,7 @@ class Stages {
   __device__ __forceinline__ void settle() {
     if (walk_.done()) return;
     const QuantizeJob& job = table_.jobs[walk_.job];
-    const auto* data = static_cast<const typename T::Storage*>(job.x) + walk_.at.matrix * job.rows * job.cols;
+    const auto* data = static_cast<const typename T::Storage*>(job.x) + walk_.at.matrix * job.x_stride;
     pitch_ = job.cols;
     x_ = data + (walk_.at.row + Panel::first_row()) * pitch_ + walk_.at.col + Panel::first_col();
     wide_ = pitch_ * T::kBytes % 16 == 0 && aligned(data, 16);

@@ -15,10 +15,11 @@ from ._quantize import quantize
 
 
 def pack(shards: Sequence[jax.Array], amax: jax.Array, *, format: Format, plan: PackPlan) -> jax.Array:
-    """Returns the row-wise copies of `(*lead, ...)` shards, with amax `(*lead, pieces)`: uint8 `(*lead, bytes)`."""
+    """Returns the row-wise copies of a plan's pieces, with amax `(*lead, pieces)`: uint8 `(*lead, bytes)`."""
     lead = amax.shape[:-1]
     all_codes, all_scales = [], []
-    for index, (piece, stored) in enumerate(zip(plan.pieces, shards, strict=True)):
+    for index, (piece, (array, matrix)) in enumerate(zip(plan.pieces, plan.sources, strict=True)):
+        stored = shards[array] if piece.source is None else shards[array][..., matrix, :, :]
         x = jnp.swapaxes(stored, -1, -2) if piece.transposed else stored
         whole, no_key = amax[..., index], jnp.zeros(2, jnp.uint32)
         codes, scales, *_ = quantize(
