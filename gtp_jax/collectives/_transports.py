@@ -19,20 +19,25 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from ..mesh import platform
+import jax
+
+from ..mesh import degrees, platform
 
 Transport = Literal["gather", "padded", "ragged"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 
-# Ranks of one host, which NVLink connects.
+# GPUs of one host, which NVLink connects.
 _HOST = 8
 
 
-def choose_transport(ranks: int, wanted: Transport | None = None) -> Transport:
-    """Returns the transport for so many ranks, which lie side by side, on the devices of the mesh in scope.
+def choose_transport(axis: str, wanted: Transport | None = None) -> Transport:
+    """Returns the transport over an axis of the mesh in scope.
+
+    Its ranks are taken for those of one host if a host has as many GPUs as they and the axes behind it, whose ranks
+    lie in between, have together.
 
     Args:
-        ranks: that divide the experts.
+        axis: whose ranks divide the experts.
         wanted: what to take; `None` for what the table says.
 
     Raises:
@@ -47,7 +52,8 @@ def choose_transport(ranks: int, wanted: Transport | None = None) -> Transport:
         return wanted
     if platform() != "gpu":
         return "padded"
-    return "gather" if ranks <= _HOST else "ragged"
+    names = jax.sharding.get_abstract_mesh().axis_names
+    return "gather" if degrees(names[names.index(axis) :]) <= _HOST else "ragged"
 
 
 def check_transport(transport: object) -> None:

@@ -30,7 +30,6 @@ from ..collectives import (
     turn_in_scope,
 )
 from ..formats import QuantizedArray
-from ..mesh import degree
 from ..ops import (
     SlottedRows,
     SlottedWeight,
@@ -128,8 +127,8 @@ def exchange(
             have more, it multiplies in several rounds.
         chunks: parts of equal size in which tokens are sent; fewer, if so many do not divide a rank's tokens.
     """
-    ranks, tokens = degree(axis), x.shape[0]
-    transport = choose_transport(ranks, transport)
+    tokens = x.shape[0]
+    transport = choose_transport(axis, transport)
     turn = turn_in_scope()
     every = gather_choices(tied(chosen, turn), axis)
     x, shares = in_turn(x, turn), in_turn(shares, turn)

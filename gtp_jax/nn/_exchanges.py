@@ -99,7 +99,7 @@ def _exchange_of(module: MoE, name: str, axis: str, tokens: int, codes: bool, *,
     ranks, experts = degree(axis), module.up.own_experts
     chunks = math.gcd(own, module.exchange_chunks)
     sizes = own // chunks, module.top_k, ranks, experts
-    transport = choose_transport(ranks, module.transport)
+    transport = choose_transport(axis, module.transport)
     width, number = module.up.in_features, module.up.dtype.itemsize
     none = math.comb(module.num_experts - experts, module.top_k) / math.comb(module.num_experts, module.top_k)
     travels = 1.0 if transport != "ragged" else 1 - none  # the share of tokens that go to a given rank

@@ -160,7 +160,11 @@ def test_nothing_that_travels_is_kept_for_backward(recipe, remat, chunks, capsys
         graph, state, x = build(dict(ep=8), **options)
         x = jnp.zeros((16, 64, FEATURES), jnp.float32)
         print_saved_residuals(with_remat(lambda state, x: nnx.merge(graph, state)(x), remat), state, x)
-    shapes = re.findall(r"(?:f32|float32|u8|uint8)\[([\d,]+)\]", capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    integers = {math.prod(map(int, dims.split(","))) for dims in re.findall(r"(?:i32|int32)\[([\d,]+)\]", printed)}
+    order = 8 * (8 * 2 * 64 // chunks) * TOP_K  # of what arrives at each of 8 ranks
+    assert order in integers, "which rows come first may not be computed anew: an expert could get other rows"
+    shapes = re.findall(r"(?:f32|float32|u8|uint8)\[([\d,]+)\]", printed)
     shapes = [dims for dims in shapes if "," in dims]
     rows = max(math.prod(map(int, dims.split(",")[:-1])) for dims in shapes if dims.split(",")[-1] != str(TOP_K))
     tokens = 2 * 64  # of a rank; of all ranks what is kept lies side by side
@@ -192,6 +196,47 @@ def test_exchanges_are_as_designed(chunks):
 
 
 @pytest.mark.slow
+def test_a_token_a_rank_is_enough(x64):
+    with mesh_of(dict(ep=8)):
+        graph, state, x = build(dict(ep=8))
+        x = x[:8, :1]
+        y = jax.jit(lambda state, x: nnx.merge(graph, state)(x))(state, x)
+        wanted, _ = plain_experts(plain(state), x, TOP_K, 1e-6)
+    np.testing.assert_allclose(y, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_an_axis_of_one_rank_changes_no_bit():
+    found = []
+    for names in (("dp", "gtp", "ep", "tp"), ("dp", "gtp", "tp")):
+        devices = np.array(jax.devices()[:2]).reshape([2 if name == "gtp" else 1 for name in names])
+        with jax.set_mesh(jax.sharding.Mesh(devices, names)):
+            graph, state, x = build({}, dtype="bfloat16", param_dtype="float32")
+            loss = lambda state, x: jnp.sum(jnp.sin(nnx.merge(graph, state)(x)))  # noqa: B023, E731
+            found.append(jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(state, x.astype(jnp.bfloat16)))
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_dense_weights_have_shards_on_all_ranks_experts_on_those_that_have_them_not():
+    """Dense gtp 4 beside ep 2 x egtp 2, on 4 devices."""
+    with mesh_of(dict(ep=2, gtp=2)):
+        graph, state, x = build(dict(ep=2, gtp=2), dtype="float32", param_dtype="float32", shared_hidden=16)
+        text = jax.jit(lambda state, x: nnx.merge(graph, state)(x)).lower(state, x).compile().as_text()
+    sizes = {
+        path: (v.get_value().shape, v.get_value().addressable_shards[0].data.shape)
+        for path, v in nnx.to_flat_state(state)
+    }
+    for path, (whole, shard) in sizes.items():
+        if path[0] in ("up", "down"):
+            assert shard[0] == EXPERTS // 2 and math.prod(shard) == math.prod(whole) // 4, path
+        elif path[0] == "shared":
+            assert math.prod(shard) == math.prod(whole) // 4, path
+    gathered = {c.axes for c in plan.collectives(text) if c.kind == "all-gather" and c.dtype == "f32"}
+    assert ("gtp",) in gathered and any(set(axes) == {"gtp", "ep"} for axes in gathered)
+
+
+@pytest.mark.slow
 def test_an_amax_is_of_one_expert_alone(x64):
     """Experts of very different size, quantized as they travel: their gradients are those of any other mesh."""
     scaled = lambda key, shape, dtype: (  # noqa: E731
@@ -211,14 +256,20 @@ def test_an_amax_is_of_one_expert_alone(x64):
                 np.testing.assert_allclose(b, a, rtol=0, atol=1e-12 * np.abs(a).max(), err_msg=str(path))
 
 
-def test_choices_of_the_table():
-    assert choose_transport(4) == "padded"  # XLA's CPU backend has no ragged one
-    with pytest.raises(ValueError, match="`transport` is 'ragged', which XLA has not for CPUs. Take 'gather' or"):
-        choose_transport(4, "ragged")
+def test_choices_of_the_table(monkeypatch):
+    with mesh_of(dict(ep=4)):
+        assert choose_transport("ep") == "padded"  # XLA's CPU backend has no ragged one
+        with pytest.raises(ValueError, match="`transport` is 'ragged', which XLA has not for CPUs. Take 'gather' or"):
+            choose_transport("ep", "ragged")
+    monkeypatch.setattr("gtp_jax.collectives._transports.platform", lambda: "gpu")
+    for sizes, wanted in {(1, 8, 1): "gather", (4, 4, 2): "gather", (1, 16, 1): "ragged", (1, 8, 2): "ragged"}.items():
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(sizes, ("gtp", "ep", "tp"))):
+            assert choose_transport("ep") == wanted, "ranks of tp lie between those of ep"
 
 
 REFUSED = {
     "experts": (dict(num_experts=6), "6 experts cannot be divided among the 4 ranks of ep. Choose an ep that divides"),
+    "ranks": (dict(num_experts=3), "3 experts cannot be divided among the 4 ranks of ep. Choose an ep that divides"),
     "axes": (dict(axes=("ep",)), r"`axes` \('ep',\) of a weight .* has 'ep', whose ranks have experts of their own"),
     "transport": (dict(transport="ring"), "`transport` is 'ring'; it must be one of 'gather', 'padded', 'ragged'"),
     "rounds": (dict(round_size=0), "`round_size` is 0; it must be a number above 0"),

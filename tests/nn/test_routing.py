@@ -1,14 +1,21 @@
 """Routers: their choices and shares against numpy; terms that enter the gradient alone; biases that a step moves."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import gtp_jax as gtp
+from gtp_jax import plan
 from gtp_jax.nn import Routing
+
+from ..plan.programs import needs_target
 
 
 def chosen_by_numpy(scores, bias, top_k, groups, top_groups, best):
@@ -50,7 +57,14 @@ def mixture(x64=True, **options):
 
 
 @pytest.mark.slow
-def test_terms_are_means_over_the_microbatch_and_enter_the_gradient_alone(x64):
+@pytest.mark.parametrize("degrees", [None, dict(ep=2, gtp=2), dict(ep=2, tp=2)], ids=str)
+def test_terms_are_means_over_the_microbatch_and_enter_the_gradient_alone(degrees, x64):
+    mesh = gtp.make_mesh(**(degrees or dict(dp=1)), devices=jax.devices()[: 4 if degrees else 1])
+    with jax.set_mesh(mesh):
+        check_terms()
+
+
+def check_terms():
     routing = Routing(aux_loss="microbatch", z_loss_coeff=0.3)
     model = gtp.init(mixture(aux_loss_coeff=0.2, loss_reduction="mean", routing=routing), nnx.Rngs(0))
     plain = gtp.init(mixture(aux_loss_coeff=0.0), nnx.Rngs(0))
@@ -109,6 +123,29 @@ def test_a_step_moves_biases_by_the_load_of_all_microbatches_and_ranks_once(degr
         np.testing.assert_array_equal(moved, -0.125 * np.sign(load - load.mean()))
         np.testing.assert_allclose(metrics["expert_load"], load.max() / load.mean(), rtol=1e-6)
         assert metrics["grad_norm"] < 1e3, "loads are no part of the norm"
+        gtp.eval_step(loss)(state, x)
+        broken = np.full_like(x, np.nan)
+        unmoved = np.asarray(state.params["experts"]["router_bias"])
+        state, metrics = step(state, broken)
+        assert metrics["skipped"]
+        np.testing.assert_array_equal(state.params["experts"]["router_bias"], unmoved)
+
+
+@needs_target
+def test_a_router_s_matmuls_have_the_highest_precision_on_gpus():
+    """By default they would be of TF32, in which nearly equal experts change places."""
+    mesh = gtp.make_mesh(devices=plan.topology_devices(plan.parse_target("h200:1")))
+    with jax.set_mesh(mesh):
+        make = lambda rngs: gtp.MoE(256, 128, num_experts=32, rngs=rngs)  # noqa: E731
+        graph, state = nnx.split(gtp.nn.abstract_model(make))
+        x = jax.ShapeDtypeStruct((2, 512, 256), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
+        loss = lambda state, x: jnp.sum(nnx.merge(graph, state)(x).astype(jnp.float32) ** 2)  # noqa: E731
+        text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(state, x).compile().as_text()
+    found = [line for line in text.splitlines() if re.search(r"%?[\w.\-]+ = \(?f32\[", line) and "cublas" in line]
+    found += [line for line in text.splitlines() if re.search(r" = f32\[[^=]* dot\(", line)]
+    assert len(found) >= 3, "forward, and backward to the tokens and to the router"
+    for line in found:
+        assert re.search(r'"operand_precision":\["HIGHEST","HIGHEST"\]|operand_precision={highest,highest}', line), line
 
 
 @pytest.mark.slow
