@@ -387,8 +387,17 @@ def _plan(fused: tuple[tuple[Layout, ...], ...], form: Format, stored: bool = Fa
                     "`gtp_jax.FP8()`, which has no blocks."
                 )
             transposed = by_shard and layout.rows > layout.cols
-            place = dict(total_rows=rows, out=out, out_row=row, source=(arrays + number, matrix))
-            pieces.append(Piece(rows=rows, cols=cols, transposed=transposed, **place))
+            pieces.append(
+                Piece(
+                    rows=rows,
+                    cols=cols,
+                    transposed=transposed,
+                    total_rows=rows,
+                    out=out,
+                    out_row=row,
+                    source=(arrays + number, matrix),
+                )
+            )
             row += rows
         arrays += len(layouts)
     return PackPlan(tuple(pieces), by_shard=True)
