@@ -190,7 +190,7 @@ def _experts(path: Path, moe: MoE) -> ExpertsFact:
     training = [f"loss of a {routing.aux_loss}, {moe.aux_loss_coeff:g}"] if moe.aux_loss_coeff else []
     training += [f"biases, {routing.bias_rate:g} a step"] if routing.bias_rate else []
     training += [f"z loss, {routing.z_loss_coeff:g}"] if routing.z_loss_coeff else []
-    if (ranks := degree(axis)) > 1:
+    if axis is not None and (ranks := degree(axis)) > 1:
         transport = choose_transport(axis, moe.transport)
         where = f"sending tokens over {axis} {ranks} ({transport}), {moe.up.own_experts} experts a rank"
     else:
