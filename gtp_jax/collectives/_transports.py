@@ -33,8 +33,7 @@ _HOST = 8
 def choose_transport(axis: str, wanted: Transport | None = None) -> Transport:
     """Returns the transport over an axis of the mesh in scope.
 
-    Its ranks are taken for those of one host if a host has as many GPUs as they and the axes behind it, whose ranks
-    lie in between, have together.
+    The ranks of later axes lie between those of `axis`. All of them together must fit into one host for `gather`.
 
     Args:
         axis: whose ranks divide the experts.

@@ -218,7 +218,7 @@ def test_an_axis_of_one_rank_changes_no_bit():
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def test_dense_weights_have_shards_on_all_ranks_experts_on_those_that_have_them_not():
+def test_dense_weights_are_sharded_over_gtp_and_ep_and_an_expert_over_gtp_alone():
     """Dense gtp 4 beside ep 2 x egtp 2, on 4 devices."""
     with mesh_of(dict(ep=2, gtp=2)):
         graph, state, x = build(dict(ep=2, gtp=2), dtype="float32", param_dtype="float32", shared_hidden=16)

@@ -123,10 +123,8 @@ def test_a_step_moves_biases_by_the_load_of_all_microbatches_and_ranks_once(degr
         np.testing.assert_array_equal(moved, -0.125 * np.sign(load - load.mean()))
         np.testing.assert_allclose(metrics["expert_load"], load.max() / load.mean(), rtol=1e-6)
         assert metrics["grad_norm"] < 1e3, "loads are no part of the norm"
-        gtp.eval_step(loss)(state, x)
-        broken = np.full_like(x, np.nan)
-        unmoved = np.asarray(state.params["experts"]["router_bias"])
-        state, metrics = step(state, broken)
+        unmoved = np.array(state.params["experts"]["router_bias"])
+        state, metrics = step(state, np.full_like(x, np.nan))
         assert metrics["skipped"]
         np.testing.assert_array_equal(state.params["experts"]["router_bias"], unmoved)
 
