@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Int32, Shaped
 
-from ..ops import SlottedRows, save_routing
+from ..ops import SlottedRows, save_routing, with_rows
 from ._stored import WIRE
 from ._transports import Transport
 from ._turns import Turn, no_turn, tied, turn_after
@@ -129,15 +129,22 @@ def dispatch(
 
 
 def dispatch_codes(x: SlottedRows, turn: Turn, journey: Journey) -> tuple[SlottedRows, Turn]:
-    """Returns what `dispatch` returns, of tokens of which only the codes travel. Gradients travel as `dispatch`'s do.
+    """Returns what `dispatch` returns, of tokens of which only the codes travel, each row's scales behind its codes.
+    Gradients travel as `dispatch`'s do.
 
     Args:
-        x: this rank's tokens, whose codes have the same scale on all ranks.
+        x: this rank's tokens, whose codes have the same scale on all ranks, or scales of their own.
         turn: ahead of which none is sent.
         journey: where they go.
     """
-    codes, slot, turn = _dispatch_codes(x.codes.codes, x.slot, turn, journey)
-    return SlottedRows(dataclasses.replace(x.codes, codes=codes, matrix=codes.shape), slot), turn
+    codes, scales = x.codes.codes, x.codes.scales
+    wire = codes if scales is None else jnp.concatenate([codes, scales], axis=1)
+    arrived, slot, turn = _dispatch_codes(wire, x.slot, turn, journey)
+    if scales is not None:
+        codes, scales = arrived[:, : codes.shape[1]], arrived[:, codes.shape[1] :]
+    else:
+        codes = arrived
+    return SlottedRows(with_rows(x.codes, codes, scales), slot), turn
 
 
 @jax.custom_vjp
@@ -229,7 +236,7 @@ def _codes_and_slot(
     codes: jax.Array, slot: jax.Array, turn: Turn, journey: Journey
 ) -> tuple[jax.Array, jax.Array, Turn]:
     arrived, turn = _dispatch(codes, turn, journey)
-    return arrived, jnp.zeros(arrived.shape, slot.dtype), turn
+    return arrived, jnp.zeros((arrived.shape[0], slot.shape[1]), slot.dtype), turn
 
 
 def _dispatch_codes_fwd(codes: jax.Array, slot: jax.Array, turn: Turn, journey: Journey):

@@ -24,3 +24,13 @@ class Operands:
     gradient: Format
     hadamard: bool = False
     stochastic: bool = False
+
+    @property
+    def input_travels(self) -> bool:
+        """Says whether rows may travel, or be moved, as codes of `activation`, of which wgrad's operand is made too.
+
+        FP8 is multiplied in wgrad as it is. MXFP8's values are rounded again, in blocks along the rows, whose scales
+        are powers of two as well: nothing is lost of a value that does not underflow. Values of four bits would be
+        rounded twice, and wgrad's operand is transformed before it is rounded.
+        """
+        return self.activation.block is None or not self.activation.has_amax

@@ -33,7 +33,6 @@ from ..formats import QuantizedArray
 from ..ops import (
     SlottedRows,
     SlottedWeight,
-    fp8_rows,
     in_rounds,
     save_activation,
     save_for_backward,
@@ -41,6 +40,7 @@ from ..ops import (
     shares_of_places,
     weighted_glu,
     window_of,
+    with_rows,
 )
 from ._grouped import GroupedDense
 from ._weight import apply_gathered
@@ -57,6 +57,7 @@ _MOVES = (
     "all_to_all",
     "ragged_all_to_all",
     "reshape",
+    "concatenate",
     "bitcast_convert_type",
     "optimization_barrier",
     "slice",
@@ -107,7 +108,8 @@ def exchange(
 
     A token is sent once to each rank that has experts of its choice, together with its choices and shares; there the
     rows are sorted by expert, multiplied, weighted and added up; partial sums travel back. No token is dropped. Where
-    experts multiply in FP8, tokens are sent as codes, which forward and wgrad multiply; all else is of `x`'s dtype.
+    experts multiply in FP8 or MXFP8, tokens are sent as codes, of which forward's operand and wgrad's are made; all
+    else is of `x`'s dtype.
 
     [Note: chunks]
     Tokens are sent chunk after chunk: while experts multiply one, the next is on its way. In backward likewise the
@@ -132,7 +134,7 @@ def exchange(
     turn = turn_in_scope()
     every = gather_choices(tied(chosen, turn), axis)
     x, shares = in_turn(x, turn), in_turn(shares, turn)
-    rows = fp8_rows(x, axis) if up.multiplies_fp8 else x
+    rows = up.in_codes(x, axis)
     chunks = math.gcd(tokens, chunks)
     size = tokens // chunks
     parts = [
@@ -205,9 +207,9 @@ def _sent(x: jax.Array | SlottedRows, turn: Turn, one: _Chunk) -> tuple[jax.Arra
     if not isinstance(x, SlottedRows):
         rows, turn = dispatch(x[one.start : one.stop], turn, one.journey)
         return rows, None, turn
-    codes = x.codes.codes[one.start : one.stop]
-    part = dataclasses.replace(x.codes, codes=codes, matrix=codes.shape)
-    rows, turn = dispatch_codes(SlottedRows(part, x.slot[one.start : one.stop]), turn, one.journey)
+    own, codes = slice(one.start, one.stop), x.codes
+    part = with_rows(codes, codes.codes[own], None if codes.scales is None else codes.scales[own])
+    rows, turn = dispatch_codes(SlottedRows(part, x.slot[own]), turn, one.journey)
     return rows.slot, rows.codes, turn
 
 

@@ -8,12 +8,13 @@ import math
 from flax import nnx
 
 from ..collectives import Transport, choose_transport
+from ..formats import Format
 from ..mesh import degree
 from ..recipes import Recipe
 from ..weights import Groups, Layers, Path, resolve
 from ._exchange import places_of_round, worst_case
 from ._moe import MoE
-from ._sent import Sent, sent_by_layer
+from ._sent import Sent, sent_by_layer, token_bytes
 from ._weight import StackedLayers, structure_of
 
 
@@ -60,7 +61,7 @@ def exchanges(model: nnx.Module, recipe: Recipe | None = None, *, tokens: int) -
 
     Args:
         model: may be abstract.
-        recipe: of the step; where it has experts multiply in FP8, codes of tokens travel.
+        recipe: of the step; where it has experts multiply in FP8 or MXFP8, codes of tokens travel.
         tokens: of a rank that shards the batch, in one microbatch.
     """
     groups = resolve(structure_of(model), recipe)
@@ -72,20 +73,19 @@ def exchanges(model: nnx.Module, recipe: Recipe | None = None, *, tokens: int) -
         if not isinstance(module, MoE) or axis is None or degree(axis) == 1:
             continue
         remat = [getattr(stack, "remat", None) for at, stack in stacks.items() if path[: len(at)] == at]
-        of_layers = _sends_codes(groups, (*path, "up"))
-        for codes in dict.fromkeys(of_layers.values()):
-            parts = [layers for layers, sends in of_layers.items() if sends is codes]
+        of_layers = _formats(groups, (*path, "up"))
+        for form in dict.fromkeys(of_layers.values()):
+            parts = [layers for layers, own in of_layers.items() if own is form]
             name = ".".join(map(str, path)) + ("" if len(parts) == len(of_layers) else _numbers(parts))
-            found.append(_exchange_of(module, name, axis, tokens, codes, keeps_shares=remat in ([], ["everything"])))
+            found.append(_exchange_of(module, name, axis, tokens, form, keeps_shares=remat in ([], ["everything"])))
     return tuple(found)
 
 
-def _sends_codes(groups: Groups, path: Path) -> dict[Layers, bool]:
-    """Returns for each layer of a stack, or several alike, whether codes of tokens travel to it."""
-    of_module = {layers: group for (at, layers), group in groups.items() if at == path}
+def _formats(groups: Groups, path: Path) -> dict[Layers, Format | None]:
+    """Returns for each layer of a stack, or several alike, the format of the codes of tokens that travel to it."""
+    operands = {layers: group.operands for (at, layers), group in groups.items() if at == path}
     return {
-        layers: group.operands is not None and group.operands.weight.block is None
-        for layers, group in of_module.items()
+        layers: own.activation if own is not None and own.input_travels else None for layers, own in operands.items()
     }
 
 
@@ -94,7 +94,9 @@ def _numbers(parts: list[Layers]) -> str:
     return f" (layers {', '.join(ranges)})"
 
 
-def _exchange_of(module: MoE, name: str, axis: str, tokens: int, codes: bool, *, keeps_shares: bool) -> Exchange:
+def _exchange_of(
+    module: MoE, name: str, axis: str, tokens: int, form: Format | None, *, keeps_shares: bool
+) -> Exchange:
     own = tokens // (degree(module.roles.tensor) if module.divides_sequence else 1)
     ranks, experts = degree(axis), module.up.own_experts
     chunks = math.gcd(own, module.exchange_chunks)
@@ -103,7 +105,7 @@ def _exchange_of(module: MoE, name: str, axis: str, tokens: int, codes: bool, *,
     width, number = module.up.in_features, module.up.dtype.itemsize
     none = math.comb(module.num_experts - experts, module.top_k) / math.comb(module.num_experts, module.top_k)
     travels = 1.0 if transport != "ragged" else 1 - none  # the share of tokens that go to a given rank
-    numbers = int((ranks - 1) * own * width * travels)
+    rows = (ranks - 1) * own * travels
     return Exchange(
         module=name,
         axis=axis,
@@ -114,16 +116,17 @@ def _exchange_of(module: MoE, name: str, axis: str, tokens: int, codes: bool, *,
         round_rows=places_of_round(*sizes, module.round_size),
         worst_rows=worst_case(*sizes),
         arrived_bytes=ranks * (own // chunks) * width * number,
-        sent_bytes=numbers * (1 if codes else number),
+        sent_bytes=int(rows * token_bytes(width, number, form)),
         sent=sent_by_layer(
             ranks=ranks,
             transport=transport,
             tokens=own,
             top_k=module.top_k,
             chunks=chunks,
-            numbers=numbers,
+            rows=rows,
+            width=width,
             itemsize=number,
-            codes=codes,
+            form=form,
             keeps_shares=keeps_shares,
         ),
     )

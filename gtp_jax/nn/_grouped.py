@@ -22,6 +22,7 @@ from ..ops import (
     grouped_fp8,
     grouped_matmul,
     grouped_quantized,
+    rows_in_codes,
     sum_of_places,
 )
 from ..weights import GradReduce
@@ -165,10 +166,12 @@ class GroupedDense(WeightOwner):
         rows, sizes = x[0].astype(self.dtype), x[1].astype(jnp.int32)
         return self.with_weight(self.product_of, rows, sizes)
 
-    @property
-    def multiplies_fp8(self) -> bool:
-        """Says whether inputs are rounded to FP8, with one scale for all rows."""
-        return self.operands is not None and self.operands.weight.block is None
+    def in_codes(self, rows: jax.Array, axis: str) -> jax.Array | SlottedRows:
+        """Returns rows as they travel over a mesh axis to `product_of`: as the codes that it multiplies, where the
+        recipe has such."""
+        if self.operands is None or not self.operands.input_travels:
+            return rows
+        return rows_in_codes(rows, self.operands.activation, axis)
 
     def product_of(
         self,
@@ -183,7 +186,7 @@ class GroupedDense(WeightOwner):
 
         Args:
             weight: as `with_weight` hands it over.
-            rows: of the compute dtype, as a call takes them, or as `taken` says; codes if `multiplies_fp8`.
+            rows: of the compute dtype, as a call takes them, or as `taken` says; or what `in_codes` made of them.
             sizes: int32, likewise.
             key: of stochastic rounding; that of a new call by default.
             taken: the places at which rows are multiplied, sorted by expert; the rows themselves by default.
@@ -222,16 +225,16 @@ class GroupedDense(WeightOwner):
         taken: Window | None,
         summed: Window | None,
     ) -> jax.Array:
-        if self.multiplies_fp8:
-            assert self.operands is not None
-            return grouped_fp8(rows, weight, sizes, self.operands.gradient, taken=taken, summed=summed)
-        assert isinstance(rows, jax.Array)
-        x = rows if taken is None else expand(rows, taken)
         if self.operands is None:
-            y = grouped_matmul(x, weight, sizes)
+            assert isinstance(rows, jax.Array)
+            y = grouped_matmul(rows if taken is None else expand(rows, taken), weight, sizes)
+        elif self.operands.weight.block is None:
+            return grouped_fp8(rows, weight, sizes, self.operands.gradient, taken=taken, summed=summed)
         else:
             y = self.in_blocks(
-                weight, lambda weight, key, operands: grouped_quantized(x, weight, sizes, key, operands), key
+                weight,
+                lambda weight, key, operands: grouped_quantized(rows, weight, sizes, key, operands, taken=taken),
+                key,
             )
         return y if summed is None else sum_of_places(y, summed)
 

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 
 from ..collectives import Transport
+from ..formats import Format, codes_shape, scales_shape
 
 _INDEX_BYTES = 4  # of a choice, int32
 _AMAX_BYTES = 4
@@ -39,9 +40,10 @@ def sent_by_layer(
     tokens: int,
     top_k: int,
     chunks: int,
-    numbers: int,
+    rows: float,
+    width: int,
     itemsize: int,
-    codes: bool,
+    form: Format | None,
     keeps_shares: bool,
 ) -> tuple[Sent, ...]:
     """Returns what a rank sends, in the order of `exchange`.
@@ -52,9 +54,10 @@ def sent_by_layer(
         tokens: of a rank.
         top_k: experts a token.
         chunks: parts in which tokens travel.
-        numbers: of tokens, that leave a rank in all dispatches of a pass.
+        rows: that leave a rank in all dispatches of a pass.
+        width: features of a row.
         itemsize: bytes of a number of the compute dtype.
-        codes: whether tokens travel as codes of a byte a number.
+        form: of the codes as which tokens travel; `None` if they travel in the compute dtype.
         keeps_shares: whether backward still has all ranks' shares.
     """
     of_choices, share_bytes = (ranks - 1) * tokens * top_k, max(4, itemsize)
@@ -62,18 +65,32 @@ def sent_by_layer(
     back = "all-to-all" if transport == "gather" else there
     wide = f"f{8 * share_bytes}"
     shares = "all-gather", wide, 1, of_choices * share_bytes
-    row = "u16" if itemsize == 2 else f"f{8 * itemsize}", chunks, numbers * itemsize
-    rows = ("u8", chunks, numbers) if codes else row
+    row = "u16" if itemsize == 2 else f"f{8 * itemsize}", chunks, int(rows * width * itemsize)
+    token = row if form is None else ("u8", chunks, int(rows * token_bytes(width, itemsize, form)))
     amax = Sent("forward", "amax of tokens", "all-reduce", "f32", 1, 2 * (ranks - 1) * _AMAX_BYTES // ranks)
     return (
         Sent("forward", "choices", "all-gather", "s32", 1, of_choices * _INDEX_BYTES),
         Sent("forward", "shares", *shares),
-        *([amax] if codes else []),
-        Sent("forward", "dispatch of tokens", there, *rows),
+        *([amax] if form is not None and form.has_amax else []),
+        Sent("forward", "dispatch of tokens", there, *token),
         Sent("forward", "combine of partial sums", back, *row),
         *([] if keeps_shares else [Sent("backward", "shares, again", *shares)]),
-        Sent("backward", "dispatch of tokens, again", there, *rows),
+        Sent("backward", "dispatch of tokens, again", there, *token),
         Sent("backward", "dispatch of gradients of partial sums", there, *row),
         Sent("backward", "combine of gradients of tokens", back, *row),
         Sent("backward", "gradients of shares", "all-to-all", wide, 1, of_choices * share_bytes),
     )
+
+
+def token_bytes(width: int, itemsize: int, form: Format | None) -> int:
+    """Returns the bytes of a token as it travels to its experts: of its numbers, or of its codes and their scales.
+
+    Args:
+        width: features of the token.
+        itemsize: bytes of a number of the compute dtype.
+        form: of the codes; `None` if there are none.
+    """
+    if form is None:
+        return width * itemsize
+    scales = scales_shape(form, (1, width), False)
+    return codes_shape(form, (1, width), False)[1] + (0 if scales is None else scales[1])

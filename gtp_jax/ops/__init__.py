@@ -15,7 +15,6 @@ from ._expand import expand as expand
 from ._expand import shares_of_places as shares_of_places
 from ._expand import sum_of_places as sum_of_places
 from ._expand import window_of as window_of
-from ._grouped_fp8 import fp8_rows as fp8_rows
 from ._grouped_fp8 import grouped_fp8 as grouped_fp8
 from ._grouped_fp8 import multiplies_fp8_groups as multiplies_fp8_groups
 from ._grouped_matmul import grouped_matmul as grouped_matmul
@@ -43,6 +42,8 @@ from ._rope import rope as rope
 from ._rounds import in_rounds as in_rounds
 from ._route import with_aux_loss as with_aux_loss
 from ._route import with_load_as_gradient as with_load_as_gradient
+from ._row_codes import rows_in_codes as rows_in_codes
+from ._row_codes import with_rows as with_rows
 from ._save import ACTIVATION as ACTIVATION
 from ._save import ROUTING as ROUTING
 from ._save import SAVED as SAVED

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -14,18 +13,16 @@ from jaxtyping import Float, Int32
 
 from .. import native
 from ..formats import FP8_E4M3, Format, QuantizedArray
-from ..mesh import platform
 from ._amax import multi_amax, power_of_two_amax
 from ._expand import Window, add_up
 from ._grouped_matmul import check_grouped, kernels_of
 from ._grouped_native import TILE, reads_kernels
 from ._implementation import Implementation
-from ._operand import operand_amax, quantizable, tensor_unit, values_of
+from ._operand import quantizable, tensor_unit, values_of
 from ._quantize import quantize
-from ._quantize_fused import amax_fused, quantize_fused
-from ._save import save_for_backward, save_routing
+from ._row_codes import amax_of_rows, at_places, rounded_rows
+from ._save import save_for_backward
 from ._slot import SlottedRows, SlottedWeight
-from ._take import take
 from ._tiles import cut_into_tiles
 
 
@@ -49,11 +46,11 @@ def grouped_fp8(
     dtype of `x`.
 
     Where a row has several places (`taken`, `summed`), it is rounded once, and its codes are moved to them: an input of
-    forward and wgrad is what `fp8_rows` makes of a token, whether it travelled or not, and so is a gradient.
+    forward and wgrad is what `rows_in_codes` makes of a token, whether it travelled or not, and so is a gradient.
 
     Args:
         x: as in `grouped_matmul`; bfloat16, float16, float32, or float64, which is rounded to float32 first. Or codes
-            of `fp8_rows`, whose gradient goes to their slot.
+            of `rows_in_codes`, whose gradient goes to their slot.
         weight: likewise; with a slot, also the codes in which it travelled, in E4M3 and row-wise, of one scale a group.
         group_sizes: likewise.
         gradients: `FP8_E5M2` or `FP8_E4M3`.
@@ -78,24 +75,9 @@ def grouped_fp8(
         of_rows = x.codes
     else:
         alone = quantizable(lax.stop_gradient(x))
-        of_rows = _rounded(alone, FP8_E4M3, _amax(alone, fits), fits)
+        of_rows = rounded_rows(alone, FP8_E4M3, amax_of_rows(alone, fits), fits)
     product = _Product(gradients, run_natively, fits, slot.dtype)
     return save_for_backward(_grouped(rows, slot, of_rows, codes, group_sizes, (taken, summed), product))
-
-
-def fp8_rows(x: Float[jax.Array, "rows features"], axis: str | None = None) -> SlottedRows:
-    """Returns what `grouped_fp8` makes of its input: codes in E4M3, of one scale, that of all ranks of an axis.
-
-    Args:
-        x: rows, of which the gradient goes to the result's slot.
-        axis: a mesh axis, inside a `shard_map`; `None` for this rank alone.
-    """
-    rows = quantizable(lax.stop_gradient(x))
-    fused = platform() == "gpu"
-    amax = _amax(rows, fused)
-    if axis is not None:
-        amax = save_routing(lax.pmax(amax, axis))  # kept under every policy, so that it is not reduced again
-    return SlottedRows(_rounded(rows, FP8_E4M3, amax, fused), x)
 
 
 def multiplies_fp8_groups(shape: tuple[int, ...]) -> bool:
@@ -156,7 +138,7 @@ def _forward(
 ):
     del slot
     dtype, (taken, summed) = rows.dtype, windows
-    there = _at_places(x, taken)
+    there = at_places(x, taken)
     if product.fits:
         y = _product(there, weight.codes, _units(weight), group_sizes, dtype)
     else:
@@ -171,38 +153,20 @@ def _backward(product: _Product, saved, gradient: jax.Array):
     rows = quantizable(gradient)
     # of rows that have no place some transports bring what is another rank's
     counted = rows if summed is None else jnp.where(summed.chosen[:, None], rows, 0)
-    codes = _rounded(rows, product.gradients, _amax(counted, product.fits), product.fits)
-    there = _at_places(codes, summed)
+    codes = rounded_rows(rows, product.gradients, amax_of_rows(counted, product.fits), product.fits)
+    there = at_places(codes, summed)
     if product.fits:
         to_x = _product(there, _along_out(weight.codes), _units(weight), group_sizes, dtype)
         to_weight = _outer((codes, summed), (x, taken), group_sizes, weight.shape[0], product.dtype)
     else:
         run = kernels_of(product.run_natively)
-        values, of_x = values_of(there, dtype), values_of(_at_places(x, taken), dtype)
+        values, of_x = values_of(there, dtype), values_of(at_places(x, taken), dtype)
         to_x = run.product(values, values_of(weight, dtype), group_sizes, transposed=False)
         to_weight = run.outer(values, of_x, group_sizes, shards=weight.shape[0], dtype=product.dtype)
     return to_x if taken is None else add_up(to_x, taken), to_weight, None, None, None, None
 
 
 _grouped.defvjp(_forward, _backward)
-
-
-def _at_places(q: QuantizedArray, window: Window | None) -> QuantizedArray:
-    """Returns the codes of the row at each place of a window."""
-    if window is None:
-        return q
-    codes = take(q.codes, window.rows)
-    return dataclasses.replace(q, codes=codes, matrix=codes.shape)
-
-
-def _amax(rows: jax.Array, fused: bool) -> jax.Array:
-    return amax_fused(rows) if fused else multi_amax([rows])[0]
-
-
-def _rounded(rows: jax.Array, format: Format, amax: jax.Array, fused: bool) -> QuantizedArray:
-    """Returns the codes of rows, with the power of two that an amax asks for as their scale."""
-    amax = operand_amax(amax, format)
-    return quantize_fused(rows, format, amax) if fused else quantize(rows, format, amax=amax)
 
 
 def _units(weight: QuantizedArray) -> jax.Array:

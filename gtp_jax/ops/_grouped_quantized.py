@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,24 +12,27 @@ from jaxtyping import Float, Int32, UInt32
 
 from ..formats import Format, Operands, QuantizedArray
 from ._amax import hadamard_amax, multi_amax
+from ._expand import Window, add_up, expand
 from ._grouped_matmul import check_grouped, kernels_of
 from ._implementation import Implementation
 from ._operand import operand_amax, quantizable, rounded_weight, values_of
 from ._quantize import quantize
+from ._row_codes import at_places, rows_in_codes
 from ._save import save_for_backward
-from ._slot import SlottedWeight, values_and_slot
+from ._slot import SlottedRows, SlottedWeight, values_and_slot
 from ._tiles import in_whole_blocks
 
 
 def grouped_quantized(
-    x: Float[jax.Array, "rows features_in"],
+    x: Float[jax.Array, "rows features_in"] | SlottedRows,
     weight: Float[jax.Array, "shards groups part features_in"] | SlottedWeight,
     group_sizes: Int32[jax.Array, " groups"],
     key: UInt32[jax.Array, " 2"],
     operands: Operands,
     *,
+    taken: Window | None = None,
     implementation: Implementation | None = None,
-) -> Float[jax.Array, "rows features_out"]:
+) -> Float[jax.Array, "places features_out"]:
     """Returns `grouped_matmul` of operands rounded in blocks, as `linear_blocks` rounds a dense layer's.
 
     | product | operands, and along what their blocks run |
@@ -41,71 +45,103 @@ def grouped_quantized(
     at a multiple of the block, filled up with zeros, which change no scale and add nothing. So a group's blocks do not
     depend on the others' sizes, and a group's kernel has the gradient that it would have by itself.
 
+    Where a row has several places (`taken`) and `operands.input_travels`, it is rounded once, and its codes are moved
+    to them. wgrad's input is then made of the values of these codes, whether the row travelled or not.
+
     The tensor's scale, where a format has one, is that of all rows at once: a power of two, so that a row's product
     depends on no other row, short of underflow. jax (0.11.2) has no grouped matmul of codes and scales for any
     hardware: what is multiplied are the rounded values, which bfloat16 holds exactly.
 
     Args:
         x: as in `grouped_matmul`; bfloat16, float16, float32, or float64, which is rounded to float32 first.
+            Or codes of `rows_in_codes`, whose gradient goes to their slot.
         weight: likewise, rounded to `operands.weight` already, as it travelled.
         group_sizes: likewise.
         key: uint32 `(2,)`, for stochastic rounding.
         operands: the formats, all in blocks.
+        taken: the places at which rows of `x` are multiplied; its rows themselves by default.
         implementation: as in `grouped_matmul`.
 
     Returns:
-        As `grouped_matmul`. Backward keeps the codes of `x`.
+        As `grouped_matmul`. Backward keeps the codes of `x`: those that forward multiplies if there are places, else
+        those of wgrad.
 
     Raises:
         ValueError, TypeError, NotImplementedError: as `grouped_matmul`.
     """
     values, slot = values_and_slot(weight)
-    native = check_grouped("grouped_quantized", x, values, group_sizes, implementation)
-    return save_for_backward(_grouped_quantized(x, values, slot, group_sizes, key, operands, native, slot.dtype))
+    if taken is not None and not isinstance(x, SlottedRows):
+        if operands.input_travels:
+            x = rows_in_codes(x, operands.activation)
+        else:
+            x, taken = expand(x, taken), None
+    rows, codes = (x.slot, x.codes) if isinstance(x, SlottedRows) else (x, None)
+    run_natively = check_grouped("grouped_quantized", rows, values, group_sizes, implementation)
+    product = _Product(operands, run_natively, slot.dtype)
+    return save_for_backward(_grouped_quantized(rows, codes, values, slot, group_sizes, key, taken, product))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+class _Product(NamedTuple):
+    """How to multiply.
+
+    Attributes:
+        operands: the formats.
+        run_natively: whether kernels multiply.
+        dtype: of the weight's gradient.
+    """
+
+    operands: Operands
+    run_natively: bool
+    dtype: np.dtype
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
 def _grouped_quantized(
-    x: jax.Array,
+    rows: jax.Array,
+    codes: QuantizedArray | None,
     weight: jax.Array,
     slot: jax.Array,
     group_sizes: jax.Array,
     key: jax.Array,
-    operands: Operands,
-    native: bool,
-    dtype: np.dtype,
+    taken: Window | None,
+    product: _Product,
 ) -> jax.Array:
-    return _forward(x, weight, slot, group_sizes, key, operands, native, dtype)[0]
+    return _forward(rows, codes, weight, slot, group_sizes, key, taken, product)[0]
 
 
 def _forward(
-    x: jax.Array,
+    rows: jax.Array,
+    codes: QuantizedArray | None,
     weight: jax.Array,
     slot: jax.Array,
     group_sizes: jax.Array,
     key: jax.Array,
-    operands: Operands,
-    native: bool,
-    dtype: np.dtype,
+    taken: Window | None,
+    product: _Product,
 ):
-    del slot, dtype
-    along_in, along_rows, _ = _copies(x, group_sizes, operands.activation, operands.hadamard)
-    values = values_of(along_in, x.dtype)
-    y = kernels_of(native).product(values, weight, group_sizes, transposed=True)
-    return y, (along_rows, weight, group_sizes, key)
+    del slot
+    operands = product.operands
+    if codes is None:
+        along_in, kept, _ = _copies(rows, group_sizes, operands.activation, operands.hadamard)
+    else:
+        along_in, kept = at_places(codes, taken), codes
+    values = values_of(along_in, rows.dtype)
+    y = kernels_of(product.run_natively).product(values, weight, group_sizes, transposed=True)
+    return y, (kept, weight, group_sizes, key, taken)
 
 
-def _backward(operands: Operands, native: bool, kind: np.dtype, saved, gradient: jax.Array):
-    x_rows, weight, group_sizes, key = saved
-    dtype, run = gradient.dtype, kernels_of(native)
+def _backward(product: _Product, saved, gradient: jax.Array):
+    kept, weight, group_sizes, key, taken = saved
+    operands, dtype, run = product.operands, gradient.dtype, kernels_of(product.run_natively)
     rounding = key if operands.stochastic else None
     along_out, along_rows, sizes = _copies(gradient, group_sizes, operands.gradient, operands.hadamard, rounding)
     columns = rounded_weight(weight, operands, "column")
     kernel = values_of(columns, dtype) if isinstance(columns, QuantizedArray) else columns
     to_x = run.product(values_of(along_out, dtype), kernel, group_sizes, transposed=False)
+    x_rows = kept if kept.columns else _along_rows(at_places(kept, taken), group_sizes, dtype)
     operands_of_sum = values_of(along_rows, dtype), values_of(x_rows, dtype)
-    to_weight = run.outer(*operands_of_sum, sizes, shards=weight.shape[0], dtype=kind)
-    return to_x, None, to_weight, None, None
+    to_weight = run.outer(*operands_of_sum, sizes, shards=weight.shape[0], dtype=product.dtype)
+    return to_x if taken is None else add_up(to_x, taken), None, None, to_weight, None, None, None
 
 
 _grouped_quantized.defvjp(_forward, _backward)
@@ -128,3 +164,10 @@ def _copies(
         quantize(apart, form, amax=amaxes[1], axis="column", hadamard=hadamard, key=key),
         sizes,
     )
+
+
+def _along_rows(x: QuantizedArray, group_sizes: jax.Array, dtype: jax.typing.DTypeLike) -> QuantizedArray:
+    """Returns the values of codes in blocks along their rows, with groups moved apart."""
+    assert x.format.block is not None
+    apart, _ = in_whole_blocks(quantizable(values_of(x, dtype)), group_sizes, x.format.block[1])
+    return quantize(apart, x.format, axis="column")

@@ -30,7 +30,7 @@ class SlottedRows(NamedTuple):
     """Rows of which a product has only the codes, and where their gradient goes.
 
     Attributes:
-        codes: of FP8, row-wise, with one scale. They have no gradient.
+        codes: row-wise, as `rows_in_codes` makes them. They have no gradient.
         slot: of the rows' shape and dtype. Its values are never read, so that XLA makes no array of it.
     """
 

@@ -124,6 +124,7 @@ def test_command_makes_the_devices_that_the_degrees_need():
         ("padded", 2, "matmuls", "bf16"),
         ("gather", 1, "everything", "bf16"),
         pytest.param("padded", 2, "matmuls", "fp8-matmuls", marks=pytest.mark.slow),
+        pytest.param("gather", 2, "matmuls", "mxfp8-matmuls", marks=pytest.mark.slow),
     ],
 )
 def test_what_is_listed_of_an_exchange_is_what_the_program_sends(transport, chunks, remat, recipe):

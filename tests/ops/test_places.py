@@ -7,12 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gtp_jax.formats import FP8_E4M3, FP8_E5M2
+import gtp_jax as gtp
+from gtp_jax.formats import FP8_E4M3, FP8_E5M2, MXFP8
 from gtp_jax.ops import (
     Window,
+    dequantize,
     expand,
-    fp8_rows,
     grouped_fp8,
+    grouped_quantized,
+    quantize,
+    rows_in_codes,
     shares_of_places,
     sum_of_places,
     weighted_glu,
@@ -82,7 +86,7 @@ def test_codes_that_move_are_the_codes_of_rows_that_moved(given, gradients):
 
     def moved(x, weight):
         return grouped_fp8(
-            fp8_rows(x) if given == "codes" else x, weight, sizes, gradients, taken=window, summed=window
+            rows_in_codes(x, FP8_E4M3) if given == "codes" else x, weight, sizes, gradients, taken=window, summed=window
         )
 
     def there(x, weight):
@@ -94,6 +98,35 @@ def test_codes_that_move_are_the_codes_of_rows_that_moved(given, gradients):
         if call is moved:
             first = found
     for a, b in zip(first, found, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["MXFP8", "NVFP4"])
+@pytest.mark.parametrize("given", ["rows", "codes"])
+def test_blocks_of_rows_that_moved_are_made_of_their_codes(name, given, x64):
+    """MXFP8's wgrad multiplies what becomes of the codes' values, rounded along rows; NVFP4's of the rows' own."""
+    recipe = {"MXFP8": gtp.MXFP8(matmuls=True), "NVFP4": gtp.NVFP4(matmuls=True)}[name]
+    operands, key = recipe.operands, jnp.array([1, 2], jnp.uint32)
+    assert operands.input_travels is (name == "MXFP8")
+    if given == "codes" and not operands.input_travels:
+        pytest.skip("NVFP4's tokens do not travel as codes.")
+    window, sizes = window_and_sizes(14, 0.7)
+    x, g, weight = matrices(15, (TOKENS, 64), (TOKENS * TOP_K, 32), (1, GROUPS, 32, 64))
+    x, weight = x * np.exp(4 * matrices(16, (1, 64))[0]), weight.astype(jnp.bfloat16).astype(jnp.float64)
+
+    def moved(x, weight):
+        rows = rows_in_codes(x, operands.activation) if given == "codes" else x
+        return grouped_quantized(rows, weight, sizes, key, operands, taken=window)
+
+    def there(x, weight):
+        return grouped_quantized(expand(x, window), weight, sizes, key, operands)
+
+    rounded = dequantize(quantize(x.astype(jnp.float32), MXFP8), jnp.float32).astype(x.dtype)
+    y, back = jax.vjp(moved, x, weight)
+    # rounded again, values of codes are the same
+    wanted, wanted_back = jax.vjp(there, rounded if name == "MXFP8" else x, weight)
+    np.testing.assert_array_equal(y, wanted)
+    for a, b in zip(back(g), wanted_back(g), strict=True):
         np.testing.assert_array_equal(a, b)
 
 

@@ -1,0 +1,63 @@
+"""Rows rounded once, whose codes are moved to wherever they are multiplied."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from jax import lax
+from jaxtyping import Float
+
+from ..formats import Format, QuantizedArray
+from ..mesh import platform
+from ._amax import multi_amax
+from ._expand import Window
+from ._operand import operand_amax, quantizable
+from ._quantize import quantize
+from ._quantize_fused import amax_fused, quantize_fused
+from ._save import save_routing
+from ._slot import SlottedRows
+from ._take import take
+
+
+def rows_in_codes(x: Float[jax.Array, "rows features"], format: Format, axis: str | None = None) -> SlottedRows:
+    """Returns what a grouped matmul makes of its input: codes along the features.
+
+    Args:
+        x: rows, of which the gradient goes to the result's slot.
+        format: FP8 of one scale, or one whose blocks are parts of a row and that has no amax.
+        axis: a mesh axis, inside a `shard_map`, all of whose ranks have one scale where the format has one for all
+            rows; `None` for this rank alone.
+    """
+    rows = quantizable(lax.stop_gradient(x))
+    if not format.has_amax:
+        return SlottedRows(quantize(rows, format), x)
+    fused = platform() == "gpu"
+    amax = amax_of_rows(rows, fused)
+    if axis is not None:
+        amax = save_routing(lax.pmax(amax, axis))  # kept under every policy, so that it is not reduced again
+    return SlottedRows(rounded_rows(rows, format, amax, fused), x)
+
+
+def at_places(q: QuantizedArray, window: Window | None) -> QuantizedArray:
+    """Returns the codes of the row at each place of a window; all rows' as they are without one."""
+    if window is None:
+        return q
+    scales = None if q.scales is None else take(q.scales, window.rows)
+    return with_rows(q, take(q.codes, window.rows), scales)
+
+
+def with_rows(q: QuantizedArray, codes: jax.Array, scales: jax.Array | None) -> QuantizedArray:
+    """Returns codes of other rows of the same features, in the same format."""
+    return dataclasses.replace(q, codes=codes, scales=scales, matrix=(codes.shape[0], q.matrix[1]))
+
+
+def amax_of_rows(rows: jax.Array, fused: bool) -> jax.Array:
+    """Returns the largest finite magnitude; `fused` with what makes the rows."""
+    return amax_fused(rows) if fused else multi_amax([rows])[0]
+
+
+def rounded_rows(rows: jax.Array, format: Format, amax: jax.Array, fused: bool) -> QuantizedArray:
+    """Returns FP8 codes of rows, with the power of two that an amax asks for as their scale."""
+    amax = operand_amax(amax, format)
+    return quantize_fused(rows, format, amax) if fused else quantize(rows, format, amax=amax)
