@@ -11,6 +11,7 @@ import argparse
 import collections
 import contextlib
 import functools
+import itertools
 import json
 import statistics
 import sys
@@ -42,6 +43,7 @@ SHAPES = {
 RECIPES = {
     "bf16": None,
     "fp8": gtp.FP8(matmuls=True, exclude=()),
+    "mxfp8": gtp.MXFP8(matmuls=True, exclude=()),
 }
 FEW = 3  # steps that are traced
 
@@ -204,13 +206,21 @@ def time_layer(name: str, depth: int, out: int, rows: int, groups: int, sizes: j
             traceback.print_exc()
 
 
-def layer_step(shape: dict[str, int], recipe: gtp.Recipe | None):
-    """Returns a compiled step, its arguments and its floating-point operations."""
+def layer_step(shape: dict[str, int], recipe: gtp.Recipe | None, parts: int):
+    """Returns a compiled step, its arguments and its floating-point operations.
+
+    Args:
+        shape: of the layer.
+        recipe: of its matmuls.
+        parts: of the batch, that go through the layer one after another. A part's exchange could be hidden under
+            another's matmuls: what several cost on one GPU is what that has to save.
+    """
     module = gtp.MoE(**shape, loss_reduction="sum", rngs=nnx.Rngs(0))
     graph, params = nnx.split(module)
 
     def loss(params, x, gradient):
-        return jnp.vdot(nnx.merge(graph, params)(x).astype(jnp.float32), gradient.astype(jnp.float32))
+        outputs = [nnx.merge(graph, params)(part) for part in jnp.split(x, parts)]
+        return jnp.vdot(jnp.concatenate(outputs).astype(jnp.float32), gradient.astype(jnp.float32))
 
     def step(params, x, gradient):
         with gtp.use_recipe(recipe):
@@ -256,7 +266,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
     parser.add_argument("--recipes", nargs="*", default=list(RECIPES))
+    parser.add_argument("--parts", type=int, nargs="*", default=[1], help="of the batch, one after another")
     parser.add_argument("--repeat", type=int, default=20)
+    parser.add_argument("--layers-alone", action="store_true", help="leave out the kernels by themselves")
     parser.add_argument("--check", action="store_true", help="only compare kernels with their oracle")
     parser.add_argument("--errors", action="store_true", help="only compare gradients of a layer with float32's")
     args = parser.parse_args()
@@ -267,11 +279,11 @@ def main() -> None:
     found = {}
     for shape in args.shapes:
         steps = {}
-        for recipe in args.recipes:
-            name = f"{shape} {recipe}"
+        for recipe, parts in itertools.product(args.recipes, args.parts):
+            name = f"{shape} {recipe}" + (f" in {parts}" if parts > 1 else "")
             try:
                 began = time.perf_counter()
-                compiled, operands, flops = layer_step(SHAPES[shape], RECIPES[recipe])
+                compiled, operands, flops = layer_step(SHAPES[shape], RECIPES[recipe], parts)
                 (args.out / f"{name.replace(' ', '_')}.hlo").write_text(compiled.as_text())
                 run = functools.partial(compiled, *operands)
                 timed(run), timed(run)
@@ -298,7 +310,8 @@ def main() -> None:
                 found.setdefault(name, {})["kernels"] = rows
             except Exception:
                 traceback.print_exc()
-        time_products(SHAPES[shape])
+        if not args.layers_alone:
+            time_products(SHAPES[shape])
         (args.out / "experts.json").write_text(json.dumps(found, indent=1))
 
 
