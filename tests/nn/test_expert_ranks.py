@@ -81,6 +81,8 @@ MESHES = {
     "ep 2 x gtp 2 x tp 2, experts over both": (dict(ep=2, gtp=2, tp=2), dict(parallel="expert")),
     "ep 2 x gtp 2 x tp 2, parts of sequences": (dict(ep=2, gtp=2, tp=2), dict(round_size=0.2)),
     "ep 2 x dp 2, gathered over dp": (dict(ep=2, dp=2), dict(axes=("dp",))),
+    "ep 2 x gtp 2 x tp 2, whole on their rank": (dict(ep=2, gtp=2, tp=2), dict(parallel=None, axes=())),
+    "ep 2 x gtp 2 x tp 2, gathered over tp": (dict(ep=2, gtp=2, tp=2), dict(parallel=None, axes=("tp",))),
     "ep 4, in four chunks": (dict(ep=4), dict(exchange_chunks=4)),
     "ep 2, all-gather in two chunks": (dict(ep=2), dict(transport="gather", exchange_chunks=2)),
 }
@@ -245,6 +247,17 @@ def test_dense_weights_are_sharded_over_gtp_and_ep_and_an_expert_over_gtp_alone(
             assert math.prod(shard) == math.prod(whole) // 4, path
     gathered = {c.axes for c in plan.collectives(text) if c.kind == "all-gather" and c.dtype == "f32"}
     assert ("gtp",) in gathered and any(set(axes) == {"gtp", "ep"} for axes in gathered)
+
+
+@pytest.mark.parametrize(("axes", "parts"), [((), 1), (("tp",), 2), (("gtp", "tp"), 4)], ids=str)
+def test_axes_say_how_the_experts_of_a_rank_are_sharded_further(axes, parts):
+    with mesh_of(dict(ep=2, gtp=2, tp=2)):
+        _, state, _ = build({}, dtype="float32", param_dtype="float32", axes=axes)
+    for path, variable in nnx.to_flat_state(state):
+        if path[0] in ("up", "down"):
+            value = variable.get_value()
+            shard = value.addressable_shards[0].data.shape
+            assert shard[0] == EXPERTS // 2 and math.prod(shard) == math.prod(value.shape) // (2 * parts), path
 
 
 @pytest.mark.slow
