@@ -291,6 +291,54 @@ def test_choices_of_the_table(monkeypatch):
             assert choose_transport("ep") == wanted, "ranks of tp lie between those of ep"
 
 
+def rows_that_leave(ranks, num_experts, top_k, tokens):
+    """How many tokens leave a rank for others in dispatch, and how many sums in combine, where each token chooses
+    different experts at random: means of all ranks, which are the same."""
+    rng = np.random.default_rng(0)
+    chosen = np.argsort(rng.random((ranks, tokens, num_experts)), axis=-1)[..., :top_k]
+    goes = (chosen[..., None] // (num_experts // ranks) == np.arange(ranks)).any(axis=2)  # (from, tokens, to)
+    pairs = goes.sum(axis=1)
+    return (pairs.sum() - np.trace(pairs)) / ranks
+
+
+@pytest.mark.parametrize("recipe", [None, gtp.FP8(matmuls=True, exclude=())], ids=["bfloat16", "FP8"])
+@pytest.mark.parametrize(
+    ("ranks", "num_experts", "top_k", "chunks"), [(4, 8, 2, 1), (8, 64, 6, 2)], ids=["2 of 8, ep 4", "6 of 64, ep 8"]
+)
+def test_bytes_of_a_ragged_exchange_are_those_of_random_choices(ranks, num_experts, top_k, chunks, recipe, monkeypatch):
+    """Within a hundredth. Counted by choices, or as if a token could choose an expert twice, they would be more than
+    two off."""
+    monkeypatch.setattr("gtp_jax.collectives._transports.platform", lambda: "gpu")  # CPUs have no ragged one
+    tokens, features = 4096, 32
+    options = dict(num_experts=num_experts, top_k=top_k, transport="ragged", exchange_chunks=chunks, parallel=None)
+    with mesh_of(dict(ep=ranks)):
+        model = gtp.nn.abstract_model(lambda rngs: gtp.MoE(features, HIDDEN, **options, rngs=rngs))
+        (found,) = gtp.nn.exchanges(model, recipe, tokens=tokens)
+    assert (found.ranks, found.transport, found.tokens) == (ranks, "ragged", tokens)
+    numbers = features * rows_that_leave(ranks, num_experts, top_k, tokens)
+    of_choices = 4 * (ranks - 1) * tokens * top_k
+    codes = recipe is not None
+    rows = "ragged-all-to-all", chunks
+    row_of = {"u8": numbers, "u16": 2 * numbers}
+    tokens_as = "u8" if codes else "u16"
+    assert found.sent_bytes == pytest.approx(row_of[tokens_as], rel=0.01)
+    wanted = [
+        ("forward", "choices", "all-gather", 1, "s32", of_choices),
+        ("forward", "shares", "all-gather", 1, "f32", of_choices),
+        *([("forward", "amax of tokens", "all-reduce", 1, "f32", 8 * (ranks - 1) // ranks)] if codes else []),
+        ("forward", "dispatch of tokens", *rows, tokens_as, row_of[tokens_as]),
+        ("forward", "combine of partial sums", *rows, "u16", row_of["u16"]),
+        ("backward", "dispatch of tokens, again", *rows, tokens_as, row_of[tokens_as]),
+        ("backward", "dispatch of gradients of partial sums", *rows, "u16", row_of["u16"]),
+        ("backward", "combine of gradients of tokens", *rows, "u16", row_of["u16"]),
+        ("backward", "gradients of shares", "all-to-all", 1, "f32", of_choices),
+    ]
+    assert [(one.direction, one.what, one.kind, one.count, one.dtype) for one in found.sent] == [w[:-1] for w in wanted]
+    for one, (*_, size) in zip(found.sent, wanted, strict=True):
+        of_rows = one.kind == "ragged-all-to-all"
+        assert one.bytes == (pytest.approx(size, rel=0.01) if of_rows else size), one
+
+
 REFUSED = {
     "experts": (dict(num_experts=6), "6 experts cannot be divided among the 4 ranks of ep. Choose an ep that divides"),
     "ranks": (dict(num_experts=3), "3 experts cannot be divided among the 4 ranks of ep. Choose an ep that divides"),
