@@ -27,11 +27,11 @@ SIZES = dict(
 )
 
 
-def schedule_on(devices: int, chunks: int, degrees, **sizes) -> plan.Schedule:
+def schedule_on(devices: int, chunks: int, degrees, seq=SEQ, recipe=None, **sizes) -> plan.Schedule:
     mesh = gtp.make_mesh(**degrees, devices=plan.topology_devices(plan.parse_target(f"h200:{devices}")))
     options = {**plan.COMPILE_OPTIONS, **compile_options("gpu", tp=1)}
-    config = LlamaConfig(**SIZES, exchange_chunks=chunks, **sizes)
-    step = lowered_step(config, mesh, batch=SEQUENCES * devices, seq=SEQ, compiler_options=options)
+    config = LlamaConfig(**{**SIZES, **sizes}, exchange_chunks=chunks)
+    step = lowered_step(config, mesh, batch=SEQUENCES * devices, seq=seq, compiler_options=options, recipe=recipe)
     return plan.schedule(step.compile().as_text())
 
 
@@ -112,3 +112,49 @@ def test_exchanges_on_64_gpus_are_as_designed(transport):
     assert sorted(kinds) == sorted((forward + backward) * chunks * LAYERS)
     numbers = [c.collective for c in found.collectives() if "s32" in c.collective.dtype]
     assert len(numbers) == LAYERS  # choices, in forward alone
+
+
+SMALL = dict(num_layers=1, vocab_size=1024, hidden_size=512, num_heads=4, intermediate_size=384)
+
+
+@pytest.mark.slow
+@needs_target
+@pytest.mark.parametrize(("transport", "chunks"), [("gather", 2), ("ragged", 1)])
+def test_of_fp8_experts_codes_are_dispatched_and_sums_and_gradients_have_16_bits(transport, chunks):
+    """Of each operand of a rank, the room that it takes: that of a ragged exchange is for all tokens to go to as many
+    ranks as they can."""
+    ranks, seq = 8, 512
+    tokens, width = SEQUENCES * seq, SMALL["hidden_size"]
+    recipe = gtp.FP8(matmuls=True, exclude=())
+    found = schedule_on(8, chunks, dict(gtp=1, ep=ranks), seq=seq, recipe=recipe, transport=transport, **SMALL)
+    # weights travel over gtp and ep; of a ragged exchange XLA does not name the axes
+    launched = [e.collective for e in found.collectives() if e.collective.axes in ((), ("ep",))]
+    part = tokens // chunks * width
+    choices, shares = (("all-gather", dtype, tokens * TOP_K * 4) for dtype in ("s32", "f32"))
+    gradients_of_shares = "all-to-all", "f32", ranks * tokens * TOP_K * 4
+    amaxes = [c for c in launched if c.kind == "all-reduce" and "pmax" in c.op_name]
+    assert [(c.direction, c.dtype) for c in amaxes] == [("forward", "f32")]  # of all tokens, not reduced again
+    sent = {"forward": [], "backward": []}
+    rows = []
+    for c in launched:
+        if c.kind == "ragged-all-to-all":
+            rows.append((c.kind, c.operands[0].dtype, c.operands[0].bytes, c.result_bytes))
+            assert [one.dims for one in c.operands[2:]] == [(ranks,)] * 4  # where runs begin, and how long they are
+        elif c.kind != "all-reduce":
+            sent[c.direction] += [(c.kind, one.dtype, one.bytes) for one in c.operands]  # XLA may join several
+    if transport == "gather":
+        there, back, room_there, room_back = "all-gather", "all-to-all", (part,), (ranks * part,)
+    else:
+        there = back = "ragged-all-to-all"
+        room_there, room_back = (min(ranks, TOP_K) * part, ranks * part), (ranks * part, min(ranks, TOP_K) * part)
+        # it does not name the pass either: dispatches and combines of forward come first, as the loss follows them
+        sent["forward"] += rows[: 2 * chunks]
+        sent["backward"] += rows[2 * chunks :]
+    codes = there, "u8", *room_there
+    wide_there = there, "u16", *(2 * size for size in room_there)
+    wide_back = back, "u16", *(2 * size for size in room_back)
+    wanted = {
+        "forward": [choices, shares, *[codes, wide_back] * chunks],
+        "backward": [shares, *[codes, wide_there, wide_back] * chunks, gradients_of_shares],
+    }
+    assert {way: sorted(found) for way, found in sent.items()} == {way: sorted(w) for way, w in wanted.items()}
