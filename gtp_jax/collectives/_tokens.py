@@ -91,7 +91,11 @@ def gather_choices(chosen: Int32[jax.Array, "tokens choices"], axis: str) -> Int
 
 
 def plan_journey(
-    every: Int32[jax.Array, "ranks tokens choices"], axis: str, experts: int, transport: Transport
+    every: Int32[jax.Array, "ranks tokens choices"],
+    axis: str,
+    experts: int,
+    transport: Transport,
+    most_ranks: int | None = None,
 ) -> Journey:
     """Returns where tokens go.
 
@@ -100,6 +104,7 @@ def plan_journey(
         axis: the mesh axis of the ranks.
         experts: of each rank.
         transport: how tokens travel.
+        most_ranks: how many ranks have experts of one token at most; by default as many as it has choices.
     """
     ranks, rank = every.shape[0], lax.axis_index(axis)
     of_rank = jnp.arange(ranks)[:, None, None]
@@ -108,7 +113,8 @@ def plan_journey(
     goes = to[rank]
     sent = jnp.cumsum(goes, axis=1, dtype=jnp.int32) - 1
     counts = jnp.sum(to, axis=-1, dtype=jnp.int32)
-    return Journey(goes, sent, to[:, rank], counts, axis, transport, min(ranks, every.shape[-1]))
+    most = min(ranks, every.shape[-1]) if most_ranks is None else most_ranks
+    return Journey(goes, sent, to[:, rank], counts, axis, transport, most)
 
 
 @jax.custom_vjp

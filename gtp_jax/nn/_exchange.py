@@ -99,6 +99,7 @@ def exchange(
     activation: Callable[[jax.Array], jax.Array],
     *,
     axis: str,
+    most_ranks: int,
     transport: Transport | None = None,
     round_size: float = 1.25,
     chunks: int = 1,
@@ -124,6 +125,7 @@ def exchange(
         down: partial sums of tensor ranks are left to the caller.
         activation: elementwise, on the gate.
         axis: of the ranks.
+        most_ranks: how many of them have experts of one token at most.
         transport: how tokens travel; `None` for what the table says.
         round_size: places of a round, as a multiple of those that experts of equal load fill. Where a rank's experts
             have more, it multiplies in several rounds.
@@ -138,7 +140,7 @@ def exchange(
     chunks = math.gcd(tokens, chunks)
     size = tokens // chunks
     parts = [
-        _chunk(every, start, start + size, up.own_experts, axis, transport, round_size)
+        _chunk(every, start, start + size, up.own_experts, axis, most_ranks, transport, round_size)
         for start in range(0, tokens, size)
     ]
     keys = [(up.call_key(), down.call_key()) for _ in parts]
@@ -177,12 +179,19 @@ def exchange(
 
 
 def _chunk(
-    every: jax.Array, start: int, stop: int, experts: int, axis: str, transport: Transport, round_size: float
+    every: jax.Array,
+    start: int,
+    stop: int,
+    experts: int,
+    axis: str,
+    most_ranks: int,
+    transport: Transport,
+    round_size: float,
 ) -> _Chunk:
     """Returns where tokens `start` to `stop` of each rank go, and in which order this rank multiplies its own."""
     every = every[:, start:stop]
     ranks, tokens, top_k = every.shape
-    journey = plan_journey(every, axis, experts, transport)
+    journey = plan_journey(every, axis, experts, transport, most_ranks)
     # experts of other ranks, and rows that no token has, count as the one behind the last
     number = journey.of_rows(every) - lax.axis_index(axis) * experts
     number = jnp.where((number >= 0) & (number < experts) & journey.real[:, None], number, experts)

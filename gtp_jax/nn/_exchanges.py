@@ -104,7 +104,8 @@ def _exchange_of(
     transport = choose_transport(axis, module.transport)
     width, number = module.up.in_features, module.up.dtype.itemsize
     none = math.comb(module.num_experts - experts, module.top_k) / math.comb(module.num_experts, module.top_k)
-    travels = 1.0 if transport != "ragged" else 1 - none  # the share of tokens that go to a given rank
+    # the share of tokens that go to a given rank; of groups at random the first would be too large
+    travels = 1.0 if transport != "ragged" else min(1 - none, module.most_ranks / ranks)
     rows = (ranks - 1) * own * travels
     return Exchange(
         module=name,

@@ -188,6 +188,7 @@ class MoE(Layer):
             self.down,
             self.activation,
             axis=axis,
+            most_ranks=self.most_ranks,
             transport=self.transport,
             round_size=self.round_size,
             chunks=self.exchange_chunks,
@@ -262,6 +263,11 @@ class MoE(Layer):
     def _batch_axes(self) -> tuple[str, ...]:
         """Axes of more than one rank that shard the batch."""
         return tuple(axis for axis in self.roles.batch if degree(axis) > 1)
+
+    @property
+    def most_ranks(self) -> int:
+        """How many ranks have experts of one token at most."""
+        return self.routing.most_ranks(self.num_experts, self.top_k, self.up.own_experts)
 
     @property
     def divides_sequence(self) -> bool:

@@ -90,6 +90,19 @@ class Routing:
                 f"`top_k` {top_k}. Take more or larger groups."
             )
 
+    def most_ranks(self, num_experts: int, top_k: int, experts: int) -> int:
+        """Returns how many ranks have experts of one token at most.
+
+        Args:
+            num_experts: of the layer.
+            top_k: experts a token.
+            experts: of a rank.
+        """
+        size = num_experts // self.num_groups
+        firsts = range(0, num_experts, size)
+        of_groups = sorted((first + size - 1) // experts - first // experts + 1 for first in firsts)
+        return min(num_experts // experts, top_k, sum(of_groups[-self.top_groups :]))
+
     def scores(self, logits: jax.Array) -> jax.Array:
         """Returns the scores of experts, `(..., experts)`."""
         return jax.nn.softmax(logits, axis=-1) if self.score == "softmax" else jax.nn.sigmoid(logits)

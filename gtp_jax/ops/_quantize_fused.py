@@ -1,4 +1,8 @@
-"""Arrays to FP8 in operations that XLA fuses with what makes them: they are never written in high precision."""
+"""Arrays to FP8 in operations that XLA may fuse with what makes them.
+
+Whether it does is its choice, shape by shape: of a SwiGLU of 131,072 rows and 768 features it writes codes alone, and
+reads the products twice; of 32,768 rows and 4096 it writes the output once, in float32 (jax 0.12.0.1, H200).
+"""
 
 from __future__ import annotations
 

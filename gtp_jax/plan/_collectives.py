@@ -46,7 +46,8 @@ class Collective:
         times: how often it runs in one call of the program.
         exact: whether `times` is certain (see `Module.trip_count`).
         direction: forward or backward pass.
-        op_name: the traced operation it came from.
+        op_name: the traced operation it came from; where XLA drops that, as of a ragged exchange on GPUs, the one that
+            made what is sent.
     """
 
     name: str
@@ -108,6 +109,7 @@ def launched(module: Module, visit: Visit, *, backward: str = BACKWARD) -> Itera
         return
     for inner, scope in pairs:
         axes, group = _ranks(inner, module)
+        op_name = inner.op_name or instruction.op_name or scope[inner.operands[0]].op_name
         yield Collective(
             name=instruction.name,
             kind=inner.opcode.removesuffix("-start"),
@@ -118,8 +120,8 @@ def launched(module: Module, visit: Visit, *, backward: str = BACKWARD) -> Itera
             asynchronous=start and '"is_sync":true' not in instruction.attributes,
             times=visit.times,
             exact=visit.exact,
-            direction="backward" if backward in (inner.op_name or instruction.op_name) else "forward",
-            op_name=inner.op_name or instruction.op_name,
+            direction="backward" if backward in op_name else "forward",
+            op_name=op_name,
         )
 
 
@@ -195,7 +197,8 @@ def _ranks(instruction: Instruction, module: Module) -> tuple[tuple[str, ...], i
         return (), int(iota[1])
     first = re.search(r"replica_groups=\{\{([\d,]+)\}", text)
     if first:
-        return (), first[1].count(",") + 1
+        ranks = {int(rank) for rank in first[1].split(",")}
+        return _axes(ranks, module.mesh), len(ranks)
     pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", text)
     if pairs is None:
         return (), module.devices

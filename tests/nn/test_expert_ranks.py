@@ -118,16 +118,19 @@ def ragged_as_documented(operand, output, starts, sizes, places, arriving, *, ax
     return output
 
 
+GROUPED = gtp.Routing(num_groups=4, top_groups=2)  # of which a token goes to two ranks at most
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_transports_agree_bit_for_bit_and_so_do_two_runs(chunks, monkeypatch):
+@pytest.mark.parametrize(("chunks", "routing"), [(1, None), (2, None), (1, GROUPED)], ids=["1", "2", "groups"])
+def test_transports_agree_bit_for_bit_and_so_do_two_runs(chunks, routing, monkeypatch):
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_as_documented)
     monkeypatch.setattr("gtp_jax.collectives._transports.platform", lambda: "gpu")  # which has it
     found = []
     for transport in ("gather", "padded", "padded", "ragged"):
         with mesh_of(dict(ep=4)):
             options = dict(transport=transport, exchange_chunks=chunks, dtype="bfloat16", param_dtype="float32")
-            graph, state, x = build(dict(ep=4), **options)
+            graph, state, x = build(dict(ep=4), routing=routing, **options)
             loss = lambda state, x: jnp.sum(jnp.sin(nnx.merge(graph, state)(x)))  # noqa: B023, E731
             found.append(jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(state, x.astype(jnp.bfloat16)))
     for other in found[1:]:
@@ -337,6 +340,32 @@ def test_bytes_of_a_ragged_exchange_are_those_of_random_choices(ranks, num_exper
     for one, (*_, size) in zip(found.sent, wanted, strict=True):
         of_rows = one.kind == "ragged-all-to-all"
         assert one.bytes == (pytest.approx(size, rel=0.01) if of_rows else size), one
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("experts", [8, 16, 32, 128])
+def test_no_token_goes_to_more_ranks_than_its_groups_have(score, experts):
+    """Some do go to as many; of a ragged exchange these are the room, and nearly the bytes."""
+    num_experts, top_k, tokens = 256, 8, 1000
+    routing = gtp.Routing(num_groups=8, top_groups=4, score=score)
+    logits = jax.random.normal(jax.random.key(0), (tokens, num_experts))
+    chosen = np.asarray(routing.choose(routing.scores(logits), None, top_k))
+    ranks = np.array([len(set(row)) for row in chosen // experts])
+    assert ranks.max() == routing.most_ranks(num_experts, top_k, experts)
+    assert gtp.Routing().most_ranks(num_experts, top_k, experts) == min(top_k, num_experts // experts)
+
+
+def test_groups_bound_the_bytes_of_a_ragged_exchange(monkeypatch):
+    monkeypatch.setattr("gtp_jax.collectives._transports.platform", lambda: "gpu")  # CPUs have no ragged one
+    sent = []
+    for routing in (gtp.Routing(), gtp.Routing(num_groups=8, top_groups=4)):
+        options = dict(num_experts=256, top_k=8, transport="ragged", parallel=None, routing=routing)
+        with mesh_of(dict(ep=8)):
+            model = gtp.nn.abstract_model(lambda rngs: gtp.MoE(32, HIDDEN, **options, rngs=rngs))  # noqa: B023
+            (found,) = gtp.nn.exchanges(model, tokens=4096)
+        sent.append(found.sent_bytes)
+    assert sent[1] == 7 * 4 * 4096 // 8 * 32 * 2  # four of eight ranks, of which seven are others
+    assert sent[1] < 0.8 * sent[0]
 
 
 REFUSED = {
