@@ -30,7 +30,7 @@ from ._turns import Turn, no_turn, tied, turn_after
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("goes", "sent", "comes", "counts"),
-    meta_fields=("axis", "transport", "most"),
+    meta_fields=("axis", "transport", "most_ranks"),
 )
 @dataclasses.dataclass(frozen=True)
 class Journey:
@@ -43,7 +43,7 @@ class Journey:
         counts: int32 `(ranks, ranks)`: how many tokens go from the first to the second.
         axis: the ranks'.
         transport: how they travel.
-        most: to how many ranks a token goes at most.
+        most_ranks: to how many ranks a token goes at most.
     """
 
     goes: jax.Array
@@ -52,7 +52,7 @@ class Journey:
     counts: jax.Array
     axis: str
     transport: Transport
-    most: int
+    most_ranks: int
 
     def of_rows(self, table: Shaped[jax.Array, "ranks tokens choices"]) -> jax.Array:
         """Returns, of a value for each token of each rank, that of every row that `dispatch` returns: `(ranks * tokens,
@@ -95,7 +95,7 @@ def plan_journey(
     axis: str,
     experts: int,
     transport: Transport,
-    most_ranks: int | None = None,
+    most_ranks: int,
 ) -> Journey:
     """Returns where tokens go.
 
@@ -104,7 +104,7 @@ def plan_journey(
         axis: the mesh axis of the ranks.
         experts: of each rank.
         transport: how tokens travel.
-        most_ranks: how many ranks have experts of one token at most; by default as many as it has choices.
+        most_ranks: how many ranks have experts of one token at most.
     """
     ranks, rank = every.shape[0], lax.axis_index(axis)
     of_rank = jnp.arange(ranks)[:, None, None]
@@ -113,8 +113,7 @@ def plan_journey(
     goes = to[rank]
     sent = jnp.cumsum(goes, axis=1, dtype=jnp.int32) - 1
     counts = jnp.sum(to, axis=-1, dtype=jnp.int32)
-    most = min(ranks, every.shape[-1]) if most_ranks is None else most_ranks
-    return Journey(goes, sent, to[:, rank], counts, axis, transport, most)
+    return Journey(goes, sent, to[:, rank], counts, axis, transport, most_ranks)
 
 
 @jax.custom_vjp
@@ -203,7 +202,7 @@ def _combine(partial_sums: jax.Array, journey: Journey) -> jax.Array:
     wire, axis = _as_bits(partial_sums), journey.axis
     ranks, tokens = journey.goes.shape
     if journey.transport == "ragged":
-        back = _ragged(wire, tokens * journey.most, journey.counts.T, axis)
+        back = _ragged(wire, tokens * journey.most_ranks, journey.counts.T, axis)
         sent = jnp.sum(journey.goes, axis=1, dtype=jnp.int32)
         places = (jnp.cumsum(sent) - sent)[:, None] + journey.sent
         parts = [back[jnp.where(journey.goes[rank], places[rank], 0)] for rank in range(ranks)]
@@ -280,7 +279,7 @@ def _flat_senders(journey: Journey) -> jax.Array:
     sent = jnp.sum(journey.goes, axis=1, dtype=jnp.int32)
     place = jnp.where(journey.goes, (jnp.cumsum(sent) - sent)[:, None] + journey.sent, ranks * tokens)
     every = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (ranks, tokens))
-    return jnp.zeros(tokens * journey.most, jnp.int32).at[jnp.ravel(place)].set(jnp.ravel(every), mode="drop")
+    return jnp.zeros(tokens * journey.most_ranks, jnp.int32).at[jnp.ravel(place)].set(jnp.ravel(every), mode="drop")
 
 
 def _ragged(rows: jax.Array, room: int, counts: jax.Array, axis: str) -> jax.Array:

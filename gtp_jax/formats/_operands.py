@@ -26,8 +26,9 @@ class Operands:
     stochastic: bool = False
 
     @property
-    def input_travels(self) -> bool:
-        """Says whether rows may travel, or be moved, as codes of `activation`, of which wgrad's operand is made too.
+    def rounds_input_once(self) -> bool:
+        """Says whether a row may be rounded once: forward's and wgrad's operands are both made of its codes, which may
+        travel.
 
         FP8 is multiplied in wgrad as it is. MXFP8's values are rounded again, in blocks along the rows, whose scales
         are powers of two as well: nothing is lost of a value that does not underflow. Values of four bits would be

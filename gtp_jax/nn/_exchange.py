@@ -48,8 +48,8 @@ from ._weight import apply_gathered
 # Places of a round are a multiple of this.
 _TILE = 16
 
-# What brings tokens to their experts: ahead of the collectives, those, and behind them. And slots of codes, which are
-# zeros.
+# What brings tokens to their experts: ahead of the collectives, where scales are joined to codes, those, and behind
+# them. And slots of codes, which are zeros.
 _MOVES = (
     "gather",
     "gtp_take",

@@ -34,7 +34,8 @@ class Exchange:
         worst_rows: rows of a chunk if every token chooses as many experts of one rank as it can: multiplied in several
             rounds.
         arrived_bytes: of the array in which partial sums of a chunk arrive, or tokens, if not as codes: transient.
-        sent_bytes: that leave a rank in dispatches of all chunks, if every expert is as likely as another.
+        sent_bytes: that leave a rank in dispatches of all chunks, if every expert is as likely as another; with groups
+            of experts and `ragged` at most.
         sent: all that a rank sends, in both passes.
     """
 
@@ -85,7 +86,8 @@ def _formats(groups: Groups, path: Path) -> dict[Layers, Format | None]:
     """Returns for each layer of a stack, or several alike, the format of the codes of tokens that travel to it."""
     operands = {layers: group.operands for (at, layers), group in groups.items() if at == path}
     return {
-        layers: own.activation if own is not None and own.input_travels else None for layers, own in operands.items()
+        layers: own.activation if own is not None and own.rounds_input_once else None
+        for layers, own in operands.items()
     }
 
 
@@ -104,7 +106,8 @@ def _exchange_of(
     transport = choose_transport(axis, module.transport)
     width, number = module.up.in_features, module.up.dtype.itemsize
     none = math.comb(module.num_experts - experts, module.top_k) / math.comb(module.num_experts, module.top_k)
-    # the share of tokens that go to a given rank; of groups at random the first would be too large
+    # the share of tokens that go to a given rank; groups limit how many ranks a token reaches, so that with groups this
+    # is an upper estimate
     travels = 1.0 if transport != "ragged" else min(1 - none, module.most_ranks / ranks)
     rows = (ranks - 1) * own * travels
     return Exchange(

@@ -167,9 +167,9 @@ class GroupedDense(WeightOwner):
         return self.with_weight(self.product_of, rows, sizes)
 
     def in_codes(self, rows: jax.Array, axis: str) -> jax.Array | SlottedRows:
-        """Returns rows as they travel over a mesh axis to `product_of`: as the codes that it multiplies, where the
-        recipe has such."""
-        if self.operands is None or not self.operands.input_travels:
+        """Returns rows as they travel over a mesh axis to `product_of`: codes of which it makes its operands, or the
+        rows themselves where the recipe rounds no input ahead of its places."""
+        if self.operands is None or not self.operands.rounds_input_once:
             return rows
         return rows_in_codes(rows, self.operands.activation, axis)
 

@@ -115,9 +115,8 @@ class Routing:
         """Returns each token's experts, int32 `(..., top_k)`."""
         scores = lax.stop_gradient(scores)
         scores = scores if bias is None else scores + lax.stop_gradient(bias)
-        if self.num_groups > 1:
-            scores = self._within_groups(scores)
-        return save_routing(lax.top_k(scores, top_k)[1])
+        chosen = lax.top_k(scores, top_k)[1] if self.num_groups == 1 else self._within_groups(scores, top_k)
+        return save_routing(chosen)
 
     def shares(self, scores: jax.Array, chosen: jax.Array) -> jax.Array:
         """Returns the shares of chosen experts, `(..., top_k)`."""
@@ -126,10 +125,14 @@ class Routing:
             own = own / jnp.sum(own, axis=-1, keepdims=True)
         return own if self.scale == 1.0 else own * self.scale
 
-    def _within_groups(self, scores: jax.Array) -> jax.Array:
-        """Returns scores, minus infinity outside of a token's groups."""
+    def _within_groups(self, scores: jax.Array, top_k: int) -> jax.Array:
+        """Returns experts of a token's groups, whatever their scores are: none of another group, not even where scores
+        are infinite or no numbers, as there is no room for tokens that go to more ranks."""
         grouped = jnp.reshape(scores, (*scores.shape[:-1], self.num_groups, -1))
         best = 2 if self.score == "sigmoid" and grouped.shape[-1] > 1 else 1
         of_group = jnp.sum(lax.top_k(grouped, best)[0], axis=-1)
-        taken = jnp.any(jax.nn.one_hot(lax.top_k(of_group, self.top_groups)[1], self.num_groups, dtype=bool), axis=-2)
-        return jnp.reshape(jnp.where(taken[..., None], grouped, -jnp.inf), scores.shape)
+        taken = jnp.sort(lax.top_k(of_group, self.top_groups)[1], axis=-1)
+        size = grouped.shape[-1]
+        own = jnp.take_along_axis(grouped, taken[..., None], axis=-2)
+        place = lax.top_k(jnp.reshape(own, (*scores.shape[:-1], -1)), top_k)[1]
+        return jnp.take_along_axis(taken, place // size, axis=-1) * size + place % size

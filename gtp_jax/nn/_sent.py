@@ -22,7 +22,8 @@ class Sent:
         kind: of the collective.
         dtype: in which it travels: codes, and bits of 16, as unsigned integers.
         count: collectives, one a chunk where tokens travel in chunks. On GPUs XLA joins those that are ready at once.
-        bytes: that leave a rank, in all of them, if every expert is as likely as another.
+        bytes: that leave a rank, in all of them, if every expert is as likely as another; with groups of experts at
+            most.
     """
 
     direction: Literal["forward", "backward"]

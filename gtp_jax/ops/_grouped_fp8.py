@@ -62,7 +62,8 @@ def grouped_fp8(
         As `grouped_matmul`. Backward keeps the codes of `x`.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as `grouped_matmul`.
+        ValueError, TypeError, NotImplementedError: as `grouped_matmul`. ValueError also if `x` is codes of another
+            format.
     """
     codes, slot = weight if isinstance(weight, SlottedWeight) else (weight, weight)
     if not isinstance(codes, QuantizedArray):
@@ -72,6 +73,8 @@ def grouped_fp8(
     run_natively = check_grouped("grouped_fp8", rows, values, group_sizes, implementation)
     fits = run_natively and rows.shape[0] > 0 and multiplies_fp8_groups(codes.shape)
     if isinstance(x, SlottedRows):
+        if x.codes.format != FP8_E4M3:
+            raise ValueError(f"`x` is codes of {x.codes.format}; this product multiplies those of {FP8_E4M3}.")
         of_rows = x.codes
     else:
         alone = quantizable(lax.stop_gradient(x))

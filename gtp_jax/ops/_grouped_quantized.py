@@ -45,7 +45,7 @@ def grouped_quantized(
     at a multiple of the block, filled up with zeros, which change no scale and add nothing. So a group's blocks do not
     depend on the others' sizes, and a group's kernel has the gradient that it would have by itself.
 
-    Where a row has several places (`taken`) and `operands.input_travels`, it is rounded once, and its codes are moved
+    Where a row has several places (`taken`) and `operands.rounds_input_once`, it is rounded once, and its codes are moved
     to them. wgrad's input is then made of the values of these codes, whether the row travelled or not.
 
     The tensor's scale, where a format has one, is that of all rows at once: a power of two, so that a row's product
@@ -63,15 +63,23 @@ def grouped_quantized(
         implementation: as in `grouped_matmul`.
 
     Returns:
-        As `grouped_matmul`. Backward keeps the codes of `x`: those that forward multiplies if there are places, else
-        those of wgrad.
+        As `grouped_matmul`. Backward keeps codes of `x`: forward's where it came as codes, or was rounded ahead of its
+        places; else wgrad's.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as `grouped_matmul`.
+        ValueError, TypeError, NotImplementedError: as `grouped_matmul`. ValueError also if `x` is codes of another
+            format than `operands.activation`, or of one that is not rounded once.
     """
     values, slot = values_and_slot(weight)
-    if taken is not None and not isinstance(x, SlottedRows):
-        if operands.input_travels:
+    if isinstance(x, SlottedRows):
+        if x.codes.format != operands.activation or not operands.rounds_input_once:
+            raise ValueError(
+                f"`x` is codes of {x.codes.format}, and the operands are {operands.activation}"
+                + ("." if operands.rounds_input_once else ", whose wgrad is made of the rows themselves.")
+                + " Pass the rows, or codes of a format that is rounded once: `operands.rounds_input_once`."
+            )
+    elif taken is not None:
+        if operands.rounds_input_once:
             x = rows_in_codes(x, operands.activation)
         else:
             x, taken = expand(x, taken), None

@@ -46,8 +46,8 @@ class Collective:
         times: how often it runs in one call of the program.
         exact: whether `times` is certain (see `Module.trip_count`).
         direction: forward or backward pass.
-        op_name: the traced operation it came from; where XLA drops that, as of a ragged exchange on GPUs, the one that
-            made what is sent.
+        op_name: the traced operation it came from; where XLA drops that, as of a ragged exchange on GPUs, that of the
+            first operand: what made it, or the name of a parameter.
     """
 
     name: str
@@ -109,7 +109,7 @@ def launched(module: Module, visit: Visit, *, backward: str = BACKWARD) -> Itera
         return
     for inner, scope in pairs:
         axes, group = _ranks(inner, module)
-        op_name = inner.op_name or instruction.op_name or scope[inner.operands[0]].op_name
+        op_name = inner.op_name or instruction.op_name or _name_of_first(inner, scope)
         yield Collective(
             name=instruction.name,
             kind=inner.opcode.removesuffix("-start"),
@@ -175,6 +175,10 @@ def table(collectives: Iterable[Collective]) -> str:
     return f"{columns(header, cells, right=(0, 7, 8, 9))}\n{count} in all, {quantity(total, 'B')} leave each device"
 
 
+def _name_of_first(instruction: Instruction, scope: Computation) -> str:
+    return scope[instruction.operands[0]].op_name if instruction.operands else ""
+
+
 def _results(instruction: Instruction, scope: Computation) -> tuple[Shape, ...]:
     if not instruction.opcode.endswith("-start"):
         return instruction.shapes
@@ -195,10 +199,11 @@ def _ranks(instruction: Instruction, module: Module) -> tuple[tuple[str, ...], i
     iota = re.search(r"replica_groups=\[\d+,(\d+)\]", text)
     if iota:
         return (), int(iota[1])
-    first = re.search(r"replica_groups=\{\{([\d,]+)\}", text)
-    if first:
-        ranks = {int(rank) for rank in first[1].split(",")}
-        return _axes(ranks, module.mesh), len(ranks)
+    listed = re.search(r"replica_groups=\{(\{[\d,]+\}(?:,\{[\d,]+\})*)\}", text)
+    if listed:
+        groups = [{int(rank) for rank in group.split(",")} for group in re.findall(r"\{([\d,]+)\}", listed[1])]
+        axes = {_axes(group, module.mesh) for group in groups}
+        return axes.pop() if len(axes) == 1 else (), len(groups[0])
     pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", text)
     if pairs is None:
         return (), module.devices

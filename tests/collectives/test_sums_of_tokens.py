@@ -49,7 +49,7 @@ def found(chosen, partial_sums, transport, call):
 
     def local(chosen, mine):
         chosen, mine = chosen[0], jnp.reshape(mine[0], (RANKS * TOKENS, FEATURES))
-        journey = plan_journey(gather_choices(chosen, "ep"), "ep", EXPERTS, transport)
+        journey = plan_journey(gather_choices(chosen, "ep"), "ep", EXPERTS, transport, min(RANKS, chosen.shape[1]))
         # rows say themselves whose they are
         number = jax.lax.axis_index("ep") * TOKENS + jnp.arange(TOKENS)
         numbers, _ = dispatch(number[:, None].astype(jnp.float32), no_turn(), journey)

@@ -355,6 +355,24 @@ def test_no_token_goes_to_more_ranks_than_its_groups_have(score, experts):
     assert gtp.Routing().most_ranks(num_experts, top_k, experts) == min(top_k, num_experts // experts)
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("special", [-np.inf, np.inf, np.nan, -np.nan, 0.5])
+def test_no_score_takes_a_token_out_of_its_groups(score, special):
+    """A ragged exchange has no room for it. A third of the scores are infinite, no numbers of either sign, or equal."""
+    rng = np.random.default_rng(0)
+    for num_experts, groups, taken, top_k, experts in ((32, 8, 2, 8, 4), (24, 4, 2, 9, 3), (24, 8, 3, 4, 4)):
+        routing = gtp.Routing(num_groups=groups, top_groups=taken, score=score)
+        scores = rng.random((500, num_experts), dtype=np.float32)
+        scores[rng.random(scores.shape) < 0.3] = special
+        for seen in (jnp.asarray(scores), None):
+            given, bias = (seen, None) if seen is not None else (jnp.asarray(scores * 0 + 0.5), jnp.asarray(scores[0]))
+            chosen = np.asarray(routing.choose(given, bias, top_k))
+            assert all(len(set(row)) == top_k for row in chosen)
+            assert max(len(set(row)) for row in chosen // (num_experts // groups)) <= taken
+            most = routing.most_ranks(num_experts, top_k, experts)
+            assert max(len(set(row)) for row in chosen // experts) <= most
+
+
 def test_groups_bound_the_bytes_of_a_ragged_exchange(monkeypatch):
     monkeypatch.setattr("gtp_jax.collectives._transports.platform", lambda: "gpu")  # CPUs have no ragged one
     sent = []

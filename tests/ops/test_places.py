@@ -107,8 +107,8 @@ def test_blocks_of_rows_that_moved_are_made_of_their_codes(name, given, x64):
     """MXFP8's wgrad multiplies what becomes of the codes' values, rounded along rows; NVFP4's of the rows' own."""
     recipe = {"MXFP8": gtp.MXFP8(matmuls=True), "NVFP4": gtp.NVFP4(matmuls=True)}[name]
     operands, key = recipe.operands, jnp.array([1, 2], jnp.uint32)
-    assert operands.input_travels is (name == "MXFP8")
-    if given == "codes" and not operands.input_travels:
+    assert operands.rounds_input_once is (name == "MXFP8")
+    if given == "codes" and not operands.rounds_input_once:
         pytest.skip("NVFP4's tokens do not travel as codes.")
     window, sizes = window_and_sizes(14, 0.7)
     x, g, weight = matrices(15, (TOKENS, 64), (TOKENS * TOP_K, 32), (1, GROUPS, 32, 64))
@@ -128,6 +128,19 @@ def test_blocks_of_rows_that_moved_are_made_of_their_codes(name, given, x64):
     np.testing.assert_array_equal(y, wanted)
     for a, b in zip(back(g), wanted_back(g), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(("given", "multiplied"), [("MXFP8", "NVFP4"), ("FP8_E4M3", "MXFP8"), ("MXFP8", "FP8")])
+def test_codes_of_another_format_are_refused(given, multiplied):
+    window, sizes = window_and_sizes(17)
+    x, weight = (a.astype(jnp.float32) for a in matrices(18, (TOKENS, 64), (1, GROUPS, 32, 64)))
+    rows, key = rows_in_codes(x, gtp.formats.FORMATS[given]), jnp.array([1, 2], jnp.uint32)
+    with pytest.raises(ValueError, match=f"`x` is codes of {given}"):
+        if multiplied == "FP8":
+            grouped_fp8(rows, weight, sizes, FP8_E4M3, taken=window)
+        else:
+            operands = {"MXFP8": gtp.MXFP8(matmuls=True), "NVFP4": gtp.NVFP4(matmuls=True)}[multiplied].operands
+            grouped_quantized(rows, weight, sizes, key, operands, taken=window)
 
 
 def test_only_rows_with_a_place_count_for_the_scale_of_a_gradient():

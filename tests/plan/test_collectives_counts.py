@@ -69,6 +69,37 @@ def test_groups_are_read_in_every_notation():
         assert (found.axes, found.group) == expected, line
 
 
+def test_listed_groups_have_the_axes_that_their_ranks_make_up():
+    listed = {
+        "{{0,2,4,6},{1,3,5,7}}": (("ep",), 4),
+        "{{0,1},{2,3},{4,5},{6,7}}": (("tp",), 2),
+        "{{0,1,2,3,4,5,6,7}}": (("ep", "tp"), 8),
+        "{{0,3},{1,2},{4,7},{5,6}}": ((), 2),
+        "{{0,1},{2,3,4,5,6,7}}": ((), 2),
+        "{{0},{1},{2},{3},{4},{5},{6},{7}}": ((), 1),
+    }
+    for groups, expected in listed.items():
+        text = (
+            "HloModule m, num_partitions=8\n\nENTRY %main (x: f32[4]) -> f32[4] {\n  %x = f32[4]{0} parameter(0)\n"
+            f"  %y = f32[4]{{0}} all-reduce(%x), replica_groups={groups}, to_apply=%add\n"
+            "  ROOT %r = f32[4]{0} all-reduce(%y), replica_groups=mesh['ep'=4,'tp'=2] {'tp'}, to_apply=%add\n}\n"
+        )
+        found = plan.collectives(text)[0]
+        assert (found.axes, found.group) == expected, groups
+
+
+def test_a_collective_without_a_name_has_that_of_what_it_sends():
+    text = (
+        "HloModule m, num_partitions=2\n\nENTRY %main (x: f32[4]) -> f32[4] {\n  %x = f32[4]{0} parameter(0)\n"
+        '  %y = f32[4]{0} negate(%x), metadata={op_name="jit(f)/transpose(jvp())/neg"}\n'
+        "  %z = f32[4]{0} all-reduce(%y), replica_groups={{0,1}}, to_apply=%add\n"
+        "  ROOT %r = f32[4]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add\n}\n"
+    )
+    found = plan.collectives(text)
+    assert [c.direction for c in found] == ["backward", "forward"]
+    assert found[0].op_name == "jit(f)/transpose(jvp())/neg"
+
+
 def test_a_permutation_has_the_axes_that_its_ranks_make_up():
     wholes = {
         "{0,1},{1,0},{2,3},{3,2}": ("tp",),
