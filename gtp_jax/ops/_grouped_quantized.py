@@ -45,8 +45,8 @@ def grouped_quantized(
     at a multiple of the block, filled up with zeros, which change no scale and add nothing. So a group's blocks do not
     depend on the others' sizes, and a group's kernel has the gradient that it would have by itself.
 
-    Where a row has several places (`taken`) and `operands.rounds_input_once`, it is rounded once, and its codes are moved
-    to them. wgrad's input is then made of the values of these codes, whether the row travelled or not.
+    Where a row has several places (`taken`) and `operands.rounds_input_once`, it is rounded ahead of them, and its
+    codes are moved there. wgrad's input is then made of the values of these codes, whether the row travelled or not.
 
     The tensor's scale, where a format has one, is that of all rows at once: a power of two, so that a row's product
     depends on no other row, short of underflow. jax (0.11.2) has no grouped matmul of codes and scales for any

@@ -92,9 +92,9 @@ BLOCKED = {
     ],
 )
 def test_blocks_are_those_of_one_device(recipe, name, x64):
-    """Rows of an expert come in the order in which one device would sort them, in one round and one chunk: so blocks are
-    the same ones. Features differ in size, so that of small ones a token's codes keep few bits: wgrad's operand would
-    be another one if it were made of the rows."""
+    """Rows of an expert come in the order in which one device would sort them, in one round and one chunk, so that
+    blocks are the same ones. MXFP8's features differ in size: a token's codes keep few bits of small ones, and wgrad's
+    operand would be another one if one of the two made it of the rows."""
     degrees, options = {
         "ep 2": (dict(ep=2), {}),
         "ep 4": (dict(ep=4), dict(transport="gather")),
