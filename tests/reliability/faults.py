@@ -49,6 +49,7 @@ def when(stage: str, number: int, what: signal.Signals, says: str, **options) ->
             time.sleep(2)
         else:
             pair.wait_for_step(7)
+            pair.wait_for_checkpoint()  # of step 5, which the message names
         pair.send(number, what)
 
     victim = number if stage == "start" or what in (signal.SIGKILL, signal.SIGSTOP) else None

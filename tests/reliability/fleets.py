@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import gtp_jax
+from gtp_jax.checkpoint import Checkpoints
 
 ROOT = Path(gtp_jax.__file__).parents[1]
 
@@ -84,6 +85,21 @@ class Pair:
             if time.monotonic() > deadline or any(run.poll() is not None for run in self._runs.values()):
                 raise TimeoutError(f"step {step} was not logged: {self.printed(0)[-2000:]}")
             time.sleep(0.05)
+
+    def wait_for_checkpoint(self, seconds: float = 120) -> None:
+        """Waits until a checkpoint is complete, which is written while steps go on.
+
+        Raises:
+            TimeoutError: if none is, or a process ends before.
+        """
+        deadline = time.monotonic() + seconds
+        while not ((self.out / "checkpoints").exists() and self._latest() is not None):
+            if time.monotonic() > deadline or any(run.poll() is not None for run in self._runs.values()):
+                raise TimeoutError(f"no checkpoint was completed: {self.printed(0)[-2000:]}")
+            time.sleep(0.05)
+
+    def _latest(self) -> int | None:
+        return Checkpoints(self.out / "checkpoints", read_only=True).latest()
 
     def codes(self, seconds: float) -> dict[int, int | None]:
         """Waits for both; returns their exit codes, `None` of one that goes on for longer."""
