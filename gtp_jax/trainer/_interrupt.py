@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -69,6 +70,7 @@ class Interrupt:
         self._handlers: dict[int, Any] = {}
         self._pipe: tuple[int, int] | None = None
         self._old_pipe = -1
+        self._old_hook = sys.unraisablehook
         self._ended = False
 
     def __enter__(self) -> Self:
@@ -77,6 +79,7 @@ class Interrupt:
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         self._old_pipe = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        self._old_hook, sys.unraisablehook = sys.unraisablehook, self._pass_over
         self._handlers = {number: signal.signal(number, self._note) for number in SIGNALS}
         threading.Thread(target=self._take, args=(self._pipe[0],), name="signals", daemon=True).start()
         return self
@@ -85,6 +88,7 @@ class Interrupt:
         if self._pipe is None:
             return
         self._ended = True
+        sys.unraisablehook = self._old_hook
         signal.set_wakeup_fd(self._old_pipe)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -195,6 +199,12 @@ class Interrupt:
         del frame
         if not self._looping:
             raise Stopped(number)
+
+    def _pass_over(self, unraisable: Any) -> None:
+        """Shows an exception that Python cannot raise. Where that is a signal's, which came in a callback of garbage
+        collection, such as jax's, it shows nothing: the thread that takes signals ends the process soon."""
+        if not isinstance(unraisable.exc_value, Stopped):
+            self._old_hook(unraisable)
 
     def _take(self, pipe: int) -> None:
         """Is told of each signal at once, in a thread."""

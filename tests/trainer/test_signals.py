@@ -178,6 +178,31 @@ def test_native_code_and_a_save_that_does_not_fit_are_ended_with_the_last_checkp
     assert errors.count("There is no checkpoint yet") == 1
 
 
+_COLLECTED = """
+class Found:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(10**6):
+            pass
+
+with Interrupt(launch, PeerWatch(launch)):
+    found = Found()
+    del found
+    time.sleep(30)
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_that_comes_in_a_callback_of_garbage_collection_shows_no_traceback(tmp_path):
+    """Python cannot raise what a handler raises there. jax has such a callback."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(gtp_jax.__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
+    code = _BUSY[: _BUSY.index("watch =")] + "import os, signal, time\n" + _COLLECTED
+    run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, env=environment)
+    assert run.returncode == 143
+    assert "was ended by SIGTERM: in 3 s nothing else has ended it." in run.stderr
+    assert "Traceback" not in run.stderr and "ignored" not in run.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("after_s", [0.0, 2.0, 5.0])
