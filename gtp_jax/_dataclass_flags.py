@@ -102,16 +102,18 @@ def as_tuple(config: Any, *names: str) -> None:
         object.__setattr__(config, name, value if value is None else tuple(value))
 
 
-def count_or(word: str) -> Callable[[str], int | str]:
-    """Returns a parser, for `kind=`, of a number of layers or of `word` in its place."""
+def count_or(*words: str) -> Callable[[str], int | str]:
+    """Returns a parser, for `kind=`, of a number of layers or of one of `words` instead."""
 
     def parse(text: str) -> int | str:
-        if text == word:
-            return word
+        if text in words:
+            return text
         try:
             return int(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor {word!r}") from None
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is neither a number nor {' or '.join(map(repr, words))}"
+            ) from None
 
     return parse
 

@@ -70,7 +70,7 @@ def _contenders() -> tuple[Contender, ...]:
             OURS, name, policy, "ours.py", (f"--recipe={name}", f"--keep-gathered={layers}"), matmuls=_matmuls(recipe())
         )
         for name, recipe in RECIPES.items()
-        for policy, layers in (("regather", 1), ("keep", "all"))
+        for policy, layers in (("regather", "auto"), ("keep", "all"))
     ]
     fsdp2 = [
         Contender(FSDP2, variant, policy, "fsdp2.py", (*flags, *flags_of_policy[policy]), tp, matmuls)

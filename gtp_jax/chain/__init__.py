@@ -16,6 +16,7 @@ from ._policy import REMAT as REMAT
 from ._policy import Remat as Remat
 from ._policy import with_remat as with_remat
 from ._run import run as run
+from ._schedule import KeepGathered as KeepGathered
 from ._schedule import Schedule as Schedule
 from ._stage import Outputs as Outputs
 from ._stage import Stage as Stage

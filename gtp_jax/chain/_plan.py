@@ -8,7 +8,7 @@ from ._events import Barrier, Compute, Event, Gather, Loop, Plan, Reduce
 from ._schedule import Schedule, Segment, segments
 
 
-def plan(lengths: Sequence[int], schedule: Schedule) -> Plan:
+def plan(lengths: Sequence[int], schedule: Schedule, *, travels: bool = True) -> Plan:
     """Returns the events of a chain.
 
     With prefetch, forward gathers the weights of layer k + 1 while layer k computes; backward walks the layers in
@@ -18,11 +18,12 @@ def plan(lengths: Sequence[int], schedule: Schedule) -> Plan:
     Args:
         lengths: number of layers of each stage; 1 for a single module.
         schedule: when things happen.
+        travels: whether gathering any layer's weights communicates or decodes anything.
     """
     total = sum(lengths)
-    kept = total if schedule.keep_gathered == "all" else schedule.keep_gathered
+    kept = schedule.layers_kept(total, travels=travels)
     offsets = [sum(lengths[:stage]) for stage in range(len(lengths))]
-    found = segments(list(lengths), schedule)
+    found = segments(list(lengths), schedule, kept)
     planner = _Planner(found, offsets, total - kept, schedule.prefetch)
     return Plan(tuple(planner.forward()), tuple(planner.backward()))
 

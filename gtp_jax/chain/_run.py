@@ -55,7 +55,8 @@ def run(
         The last stage's output, and each stage's outputs. Differentiable in every stage's `shards` and `params`, in
         `x` and in the floats of `shared`, whose gradients are summed over layers in float32 at least.
     """
-    events = plan([stage.length for stage in stages], schedule)
+    travels = any(stage.travels for stage in stages)
+    events = plan([stage.length for stage in stages], schedule, travels=travels)
 
     def with_arrays(params: Tree, given: Tree) -> list[Stage]:
         return [
@@ -78,8 +79,11 @@ def run(
         gradient, outputs = gradients
         scalars = [one.scalars for one in outputs]
         computed = backward(with_arrays(params, given), residuals, gradient, events, shared, scalars)
-        return computed.shards, None, computed.params, computed.x, computed.shared  # straight through what was gathered
+        # layers are joined in the dtype of their sums, and only then cast
+        of_shards = jax.tree.map(lambda g, dtype: g.astype(dtype), computed.shards, dtypes)
+        return of_shards, None, computed.params, computed.x, computed.shared  # straight through what was gathered
 
+    dtypes = jax.tree.map(lambda shard: shard.dtype, [stage.shards for stage in stages])
     chain.defvjp(fwd, bwd)
     given = [(stage.gather_inputs, stage.constants) for stage in stages]
     return chain([stage.shards for stage in stages], given, [stage.params for stage in stages], x, shared)

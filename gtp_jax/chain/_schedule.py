@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
+KeepGathered = int | Literal["all", "auto"]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
@@ -14,23 +16,37 @@ class Schedule:
         prefetch: gather the next layer's weights under this layer's compute, forward and backward, and
             reduce-scatter the last gradient under this layer's backward. Off: each is waited for.
         unroll: layers of a stack in one loop body; `"full"` writes every layer out, which is fastest to run.
-        keep_gathered: how many layers, counted from the chain's end, keep their gathered weights for backward, or
-            `"all"`. The others gather again. 1 by default: the last layer's backward follows its forward at once.
+        keep_gathered: the number of layers, counted from the chain's end, that keep their gathered weights for
+            backward, or `"all"`; the other layers gather again. `"auto"`, the default, keeps the last layer's, because
+            its backward follows its forward at once; and all layers' where no weight of the chain travels and layers
+            are written out, because gathering again would only cast and join the same shards again.
     """
 
     prefetch: bool = True
     unroll: int | Literal["full"] = "full"
-    keep_gathered: int | Literal["all"] = 1
+    keep_gathered: KeepGathered = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.prefetch, bool):
             raise ValueError(f"`prefetch` is {self.prefetch!r}; it must be True or False.")
         if self.unroll != "full" and not _is_count(self.unroll, 1):
             raise ValueError(f"`unroll` is {self.unroll!r}; it must be a number of layers, at least 1, or 'full'.")
-        if self.keep_gathered != "all" and not _is_count(self.keep_gathered, 0):
+        if self.keep_gathered not in ("all", "auto") and not _is_count(self.keep_gathered, 0):
             raise ValueError(
-                f"`keep_gathered` is {self.keep_gathered!r}; it must be a number of layers, at least 0, or 'all'."
+                f"`keep_gathered` is {self.keep_gathered!r}; it must be a number of layers, at least 0, or 'all' or "
+                "'auto'."
             )
+
+    def layers_kept(self, total: int, *, travels: bool = True) -> int:
+        """Returns how many layers, counted from the chain's end, keep their gathered weights for backward.
+
+        Args:
+            total: the number of layers in the chain.
+            travels: whether gathering any of their weights communicates or decodes anything.
+        """
+        if self.keep_gathered == "auto":
+            return 1 if travels or self.unroll != "full" else total
+        return total if self.keep_gathered == "all" else self.keep_gathered
 
 
 def _is_count(value: Any, least: int) -> bool:
@@ -50,7 +66,7 @@ class Segment:
     loop: int = 0
 
 
-def segments(lengths: list[int], schedule: Schedule) -> list[Segment]:
+def segments(lengths: list[int], schedule: Schedule, kept: int) -> list[Segment]:
     """Cuts a chain into stretches that are written out or looped over.
 
     A loop's first and last layers are written out: the last so that the next stage's gather runs under it, the first
@@ -59,9 +75,10 @@ def segments(lengths: list[int], schedule: Schedule) -> list[Segment]:
 
     Args:
         lengths: number of layers of each stage; 1 for a single module.
+        schedule: says how many layers share a loop body.
+        kept: the number of layers, counted from the chain's end, that keep their weights.
     """
     total = sum(lengths)
-    kept = total if schedule.keep_gathered == "all" else schedule.keep_gathered
     stretches: list[Segment] = []
     before = 0
     for stage, length in enumerate(lengths):

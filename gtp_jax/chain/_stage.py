@@ -44,7 +44,8 @@ class Stage:
         gather: maps one layer's `gather_inputs` to its gathered weights, of which integers have no gradient.
         reduce: sums the gradients of one layer's gathered weights and of its slots over the ranks.
         finish: makes the gradient of the layer's shards of what `reduce` returned, without communication. It runs once
-            the layer's barrier is behind, so that XLA can write shards where all layers are collected.
+            the layer's barrier is behind, so that XLA can write shards where all layers are collected. Gradients may
+            be in a narrower dtype than the shards', in which they were summed.
         apply: `(weights, slots, params, x, shared, constants, turn) -> (y, Outputs)` of one layer; of `turn`, see
             `gtp_jax.collectives.use_turn`.
         length: number of layers.
@@ -55,6 +56,7 @@ class Stage:
             their values are never read. If it makes any, it and `gather` return dicts, and a weight whose key has a
             slot has no gradient of its own.
         takes_shared: whether `apply` gets the chain's shared inputs; `()` otherwise.
+        travels: whether `gather` communicates or decodes anything, instead of only casting and joining shards.
         frozen: keys of gathered weights of which no gradient is wanted, which `reduce` is not given.
     """
 
@@ -71,6 +73,7 @@ class Stage:
     finish: Callable[[Tree], Tree] = lambda reduced: reduced
     slots: Callable[[Tree], Tree] = lambda weights: {}
     takes_shared: bool = False
+    travels: bool = True
     frozen: frozenset[Any] = frozenset()
 
     def of_layer(self, tree: Tree, layer: Any, first: int = 0) -> Tree:

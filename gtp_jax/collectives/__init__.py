@@ -17,6 +17,7 @@ from ._packed import pack_all as pack_all
 from ._packed import plan_of as plan_of
 from ._packed import pregather_layers as pregather_layers
 from ._packed import wire_bytes as wire_bytes
+from ._replicas import replica_axes as replica_axes
 from ._replicas import sum_over_replicas as sum_over_replicas
 from ._ring import Parts as Parts
 from ._ring import gather_linear as gather_linear

@@ -12,6 +12,12 @@ from jax.sharding import PartitionSpec
 from ..mesh import axes_of, degree
 
 
+def replica_axes(spec: PartitionSpec) -> tuple[str, ...]:
+    """Returns the axes in scope, of more than one rank, that a partition does not name."""
+    names = jax.sharding.get_abstract_mesh().axis_names
+    return tuple(a for a in names if a not in axes_of(spec) and degree(a) > 1)
+
+
 def sum_over_replicas(gradients: Any, specs: Any) -> Any:
     """Adds up each leaf over every axis in scope that its partition does not name.
 
@@ -23,10 +29,9 @@ def sum_over_replicas(gradients: Any, specs: Any) -> Any:
     """
     leaves, tree = jax.tree.flatten(gradients)
     partitions = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
-    names = jax.sharding.get_abstract_mesh().axis_names
     groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for i, spec in enumerate(partitions):
-        groups[tuple(a for a in names if a not in axes_of(spec) and degree(a) > 1)].append(i)
+        groups[replica_axes(spec)].append(i)
     for axes, members in groups.items():
         if axes:
             for i, total in zip(members, lax.psum([leaves[i] for i in members], axes), strict=True):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..chain import Outputs, Remat, Schedule, Stage, run, with_remat
-from ..collectives import Packed, StoredCodes, Turn, codes_specs, sum_over_replicas, use_turn
+from ..collectives import Packed, StoredCodes, Turn, codes_specs, replica_axes, sum_over_replicas, use_turn
 from ..mesh import current_view
 from ..ops import SlottedWeight
 from ..weights import (
@@ -23,6 +23,7 @@ from ..weights import (
     bundle_frozen,
     gather,
     gather_members,
+    in_param_dtypes,
     reduce_gradients,
     refuse_gradient,
     stored_gradients,
@@ -240,6 +241,7 @@ class _Template:
             apply=with_remat(apply, remat),
             constants=constants,
             takes_shared=shared is not None,
+            travels=any(group.travels for group in groups.values()),
             frozen=frozenset(groups) - frozenset(trained),
         )
 
@@ -311,8 +313,15 @@ def _in_global_view(
         into = tuple(map(sent_spec, packed)), {path: sent_spec(own, path) for path, own in others.items()}
         return on_ranks(lambda inputs: by_rank(gather(inputs)), (into,), ranks)(inputs)
 
+    summed = {path: groups[path] for path, own in trained.items() if any(map(replica_axes, own))}
+
+    def to_summed_shards(gradients: tuple[Any, Slots]) -> dict[Any, Any]:
+        found = to_shards(gradients)  # a sum over replicas is taken in the parameters' dtypes
+        found |= in_param_dtypes(summed, {path: found[path] for path in summed})
+        return sum_over_replicas(found, trained)
+
     def to_global_shards(gradients: tuple[Any, Slots]) -> dict[Any, Any]:
-        return on_ranks(lambda own: sum_over_replicas(to_shards(own), trained), ((ranks, ranks),), trained)(gradients)
+        return on_ranks(to_summed_shards, ((ranks, ranks),), trained)(gradients)
 
     return gather_globally, on_ranks(slots, (ranks,), ranks), to_global_shards
 

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ..nn import init
-from ._gradients import Request, View, gradients
+from ._gradients import Request, View, gradients, mean_gradients
 from ._loss import Loss, mean
 from ._state import TrainState
 
@@ -71,7 +71,7 @@ def check(
 
         def named(state: TrainState, batch: Tree) -> dict[str, Any]:
             found = gradients(request, state, batch)
-            grads = jax.tree.map(lambda g: mean(g, found.tokens), found.gradients)
+            grads = mean_gradients(state.params, found)
             parts = {"aux": found.aux, "gradient": grads, "model_state": found.model_state}
             return {"loss": mean(found.total, found.tokens)} | {
                 f"{part} {_path(path)}": leaf

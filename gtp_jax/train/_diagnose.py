@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 
 from ..mesh import degrees
 from ..recipes import Recipe, current_recipe
-from ._gradients import Request, View, gradients
+from ._gradients import Request, View, gradients, mean_gradients
 from ._loss import Loss, mean
 from ._probes import Probes
 from ._state import TrainState
@@ -94,7 +94,7 @@ def diagnose(
 
     def finite(state: TrainState, batch: Tree, places: jax.Array) -> jax.Array:
         found = gradients(request, state, jax.tree.map(lambda a: jnp.take(a, places, axis=0), batch))
-        norm = optax.tree.norm(jax.tree.map(lambda g: mean(g, found.tokens), found.gradients))
+        norm = optax.tree.norm(mean_gradients(state.params, found))
         return jnp.isfinite(mean(found.total, found.tokens)) & jnp.isfinite(norm)
 
     jitted = jax.jit(finite)

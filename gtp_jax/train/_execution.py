@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from .._dataclass_flags import check_knobs, count_or, knob
-from ..chain import REMAT, Remat, Schedule
+from ..chain import REMAT, KeepGathered, Remat, Schedule
 from ..mesh import TP
 from ..nn import GRAD_REDUCE, GradReduce
 from ._zero import REDUCE_OVER_DP, ReduceOverDp
@@ -27,11 +27,12 @@ class Execution:
     unroll: int | Literal["full"] = knob(
         "full", "execution", "layers in one loop body, or 'full'", kind=count_or("full"), metavar="N"
     )
-    keep_gathered: int | Literal["all"] = knob(
-        1,
+    keep_gathered: KeepGathered = knob(
+        "auto",
         "execution",
-        "layers, from the last, that keep gathered weights for backward, or 'all'",
-        kind=count_or("all"),
+        "layers, from the last, that keep gathered weights for backward, 'all', or 'auto': 1, and all where no weight "
+        "travels",
+        kind=count_or("all", "auto"),
         metavar="N",
     )
     grad_reduce: GradReduce = knob(

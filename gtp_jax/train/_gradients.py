@@ -15,9 +15,10 @@ from ..mesh import Roles, degrees, use_roles
 from ..nn import check_loss_reduction, join_in_view, keys_of, quantize_in_view, shards_of, structure_of, with_groups
 from ..recipes import Recipe
 from ..weights import Path, of_shards, resolve
-from ._loss import Loss, Returned, evaluate, refuse_number_with_gradient
+from ._loss import Loss, Returned, evaluate, mean, refuse_number_with_gradient
 from ._rounding import rounding_key
 from ._state import TrainState, constrained
+from ._uncast import uncast
 from ._zero import ReduceOverDp, as_shards, sum_shards
 
 Tree = Any
@@ -47,7 +48,8 @@ class Computed(NamedTuple):
         total: the loss: a mean over microbatches, or a sum over tokens.
         tokens: their number, if it is a sum; of the whole batch, or in local view over all ranks, those of an axis that
             does not shard the batch counted again, as in `total`.
-        gradients: of `total`, with respect to the parameters.
+        gradients: the gradient of `total` with respect to the parameters; each leaf in its parameter's dtype, or in a
+            narrower one that holds the same values, see `uncast`.
         model_state: other variables of the model, behind the last microbatch.
         aux: of the loss function.
     """
@@ -57,6 +59,17 @@ class Computed(NamedTuple):
     gradients: Tree
     model_state: Tree
     aux: Tree
+
+
+def in_dtypes_of(params: Tree, gradients: Tree) -> Tree:
+    """Returns gradients in the dtypes of their parameters."""
+    return jax.tree.map(lambda p, g: g.astype(p.dtype), params, gradients)
+
+
+def mean_gradients(params: Tree, computed: Computed) -> Tree:
+    """Returns the gradients of the mean loss, in the dtypes of their parameters."""
+    wide = in_dtypes_of(params, computed.gradients)
+    return jax.tree.map(lambda g: mean(g, computed.tokens), wide)
 
 
 def gradients(request: Request, state: TrainState, batch: Tree) -> Computed:
@@ -169,11 +182,11 @@ def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
             (total, tokens), found = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
             (total, tokens, found), _ = lax.scan(add, (total, tokens, found), (parts, jnp.arange(microbatches)))
         found = sum_shards(found, model_def.layouts) if last else found
-        return *_over_all_ranks((total, tokens)), sum_over_replicas(found, model_def.specs)
+        return sum_over_replicas(found, model_def.specs), _over_all_ranks((total, tokens))
 
     whole = PartitionSpec()
-    on_mesh = _over_mesh(local, state, microbatches, (whole, whole, model_def.specs))
-    total, tokens, found = on_mesh(batch)
+    on_mesh = _over_mesh(uncast(local), state, microbatches, (model_def.specs, (whole, whole)))
+    found, (total, tokens) = on_mesh(batch)
     return Computed(total, tokens, found, {}, ())
 
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..mesh import TP
 from ..nn import ModelDef
 from ..nonuniform import Exchange, LeafSpecs, Parts, Replica, plan_fold, plan_unfold
-from ._gradients import Request, gradients
+from ._gradients import Request, gradients, in_dtypes_of
 from ._jit import Jitted
 from ._replica_dtypes import ReplicaDtypes
 from ._replicas import leaf_specs, with_whole_sequences
@@ -131,7 +131,8 @@ class ReplicaStep:
         params = self._cast(params, self._stored)
         computed = gradients(self._request, TrainState(params, (), number, model_def), batch)
         assert computed.tokens is not None
-        found = self._cast(jax.tree.map(lambda g: g / copies, computed.gradients), self._sent_back)
+        found = in_dtypes_of(params, computed.gradients)
+        found = self._cast(jax.tree.map(lambda g: g / copies, found), self._sent_back)
         whole = jnp.issubdtype(computed.tokens.dtype, jnp.integer)
         tokens = computed.tokens // copies if whole else computed.tokens / copies
         sums = (jnp.reshape(computed.total / copies, (1,)), jnp.reshape(tokens, (1,)))

@@ -11,7 +11,7 @@ import optax
 
 from ..mesh import Roles, current_roles, degree, degrees, platform
 from ..recipes import Recipe, check_recipe, current_recipe
-from ._gradients import VIEWS, Computed, Request, View, gradients, losses
+from ._gradients import VIEWS, Computed, Request, View, gradients, losses, mean_gradients
 from ._jit import Jitted
 from ._loss import Loss, mean
 from ._nonuniform_step import NonuniformStep
@@ -186,7 +186,7 @@ def loss_and_gradients(
     chosen = current_recipe() if recipe is None else recipe
     request = Request(loss, view, False, microbatches, chosen, pregathered_layers, seed, reduce_over_dp)
     computed = gradients(request, state, batch)
-    grads = jax.tree.map(lambda g: mean(g, computed.tokens), computed.gradients)
+    grads = mean_gradients(state.params, computed)
     return mean(computed.total, computed.tokens), grads
 
 

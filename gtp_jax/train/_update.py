@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..mesh import Path, with_paths
-from ._gradients import Computed
+from ._gradients import Computed, mean_gradients
 from ._loss import mean
 from ._state import TrainState, constrained, state_specs
 
@@ -58,7 +58,7 @@ def updated(
     """
     rates = state.model_def.bias_rates
     loads = _loads(computed, rates)
-    norm = optax.tree.norm(_means(computed, rates))
+    norm = optax.tree.norm(_means(state.params, computed, rates))
     finite = jnp.isfinite(mean(computed.total, computed.tokens)) & jnp.isfinite(norm)
     skipped = ~finite if skip_nonfinite else jnp.zeros((), jnp.bool)
     skipped = skipped if skip is None else skipped | skip
@@ -66,7 +66,7 @@ def updated(
 
     def apply() -> TrainState:
         # within the branch, so that XLA fuses what follows the sums as it does without a branch: not a bit changes
-        grads = _means(computed, rates)
+        grads = _means(state.params, computed, rates)
         if max_grad_norm is not None:
             scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
@@ -87,9 +87,9 @@ def updated(
     return constrained(after, specs), metrics
 
 
-def _means(computed: Computed, rates: Mapping[Path, float]) -> Tree:
+def _means(params: Tree, computed: Computed, rates: Mapping[Path, float]) -> Tree:
     """Returns mean gradients, those of routers' biases 0."""
-    means = jax.tree.map(lambda g: mean(g, computed.tokens), computed.gradients)
+    means = mean_gradients(params, computed)
     return _with(means, {path: jnp.zeros_like(leaf) for path, leaf in with_paths(means) if path in rates})
 
 

@@ -74,6 +74,11 @@ class WeightGroup:
         return self.layouts[0].copies > 1
 
     @property
+    def travels(self) -> bool:
+        """Returns whether a gather communicates or decodes anything, instead of only casting and joining shards."""
+        return self.ranks > 1 or self.divided or self.wire is not None or self.frozen
+
+    @property
     def follows_recipes(self) -> bool:
         """Returns whether a recipe decides about it."""
         return self.array is None and not self.frozen
@@ -166,7 +171,7 @@ def scatter(groups: Mapping[Any, WeightGroup], gradients: Mapping[Any, jax.Array
         groups: by name.
         gradients: this rank's, by the same names.
     """
-    return stored_gradients(groups, reduce_gradients(groups, gradients))
+    return in_param_dtypes(groups, stored_gradients(groups, reduce_gradients(groups, gradients)))
 
 
 def reduce_gradients(
@@ -198,14 +203,23 @@ def reduce_gradients(
 def _shards_of_sum(group: WeightGroup, part: jax.Array) -> Shards:
     """Returns what this rank stores of a gradient, summed over the optimizer's axes."""
     shards = as_shards(part, group.layouts, (part.dtype,) * len(group.layouts))
-    return scatter_stored(shards, group.layouts, group.stored_sums, group.param_dtypes)
+    return scatter_stored(shards, group.layouts, group.stored_sums, (group.stored_sums,) * len(group.layouts))
 
 
 def stored_gradients(groups: Mapping[Any, WeightGroup], reduced: Mapping[Any, jax.Array | Shards]) -> dict[Any, Shards]:
-    """Returns the gradients of what ranks store, in the parameters' dtypes, from what `reduce_gradients` returns."""
+    """Returns the gradients of what ranks store, in the dtype of their sums, from what `reduce_gradients` returns."""
+    kernels = {name: groups[name].layouts for name in reduced}
     return {
-        name: own if isinstance(own, tuple) else as_shards(own, groups[name].layouts, groups[name].param_dtypes)
+        name: own if isinstance(own, tuple) else as_shards(own, kernels[name], (own.dtype,) * len(kernels[name]))
         for name, own in reduced.items()
+    }
+
+
+def in_param_dtypes(groups: Mapping[Any, WeightGroup], gradients: Mapping[Any, Shards]) -> dict[Any, Shards]:
+    """Returns the gradients of what ranks store in the parameters' dtypes."""
+    return {
+        name: tuple(g.astype(dtype) for g, dtype in zip(own, groups[name].param_dtypes, strict=True))
+        for name, own in gradients.items()
     }
 
 

@@ -31,6 +31,10 @@ def written_out(events, reverse: bool):
             yield type(event), (event.stage, event.layer), getattr(event, "keep", None)
 
 
+def _without_barriers(events):
+    return [event for event in written_out(events, reverse=False) if not isinstance(event, Barrier)]
+
+
 def layers(lengths):
     return [(stage, layer) for stage, length in enumerate(lengths) for layer in range(length)]
 
@@ -94,6 +98,13 @@ def test_a_loop_stands_for_all_layers_but_the_first_and_the_last():
         (loop,) = [event for event in events if isinstance(event, Loop)]
         assert (loop.stage, loop.start, loop.stop, loop.unroll) == (1, 1, 10, 2)
     assert not any(isinstance(event, Loop) for event in plan([12], Schedule(unroll="full")).forward)
+
+
+@pytest.mark.parametrize("travels, unroll, kept", [(True, "full", 1), (False, "full", 4), (False, 1, 1)])
+def test_by_default_all_layers_keep_weights_that_do_not_travel_unless_a_loop_would_stack_them(travels, unroll, kept):
+    found = plan([4], Schedule(unroll=unroll), travels=travels)
+    computed = [keep for kind, _, keep in _without_barriers(found.forward) if kind is Compute]
+    assert computed == [False] * (4 - kept) + [True] * kept
 
 
 def test_a_plan_prints_a_line_for_all_that_runs_at_once():

@@ -107,7 +107,7 @@ WITHOUT_A_MESH = {
     ),
     "kept -1": (
         lambda: gtp.Schedule(keep_gathered=-1),
-        "`keep_gathered` is -1; it must be a number of layers, at least 0, or 'all'",
+        "`keep_gathered` is -1; it must be a number of layers, at least 0, or 'all' or",
     ),
     "kept true": (lambda: gtp.Schedule(keep_gathered=True), "`keep_gathered` is True; it must be a number of layers"),
     "loss shapes": (

@@ -7,7 +7,7 @@ import math
 import numbers
 from typing import Any, Literal
 
-from ...chain import Remat, Schedule
+from ...chain import KeepGathered, Remat, Schedule
 from ...collectives import Transport, check_transport
 from ...nn import ExpertParallel, GradReduce, Routing, check_chunks, check_heads, check_moe, reduction_of
 from ...ops import RopeScaling, check_rotary
@@ -92,7 +92,7 @@ class LlamaConfig:
     remat: Remat = "matmuls"
     prefetch: bool = True
     unroll: int | Literal["full"] = "full"
-    keep_gathered: int | Literal["all"] = 1
+    keep_gathered: KeepGathered = "auto"
 
     def __post_init__(self) -> None:
         if isinstance(self.rope_scaling, dict):  # as checkpoints have it

@@ -1,0 +1,56 @@
+"""Gradients before the cast to the dtype of their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+Tree = Any
+
+
+def uncast[**P, Rest](function: Callable[P, tuple[Tree, Rest]]) -> Callable[P, tuple[Tree, Rest]]:
+    """Returns the function without the casts to wider dtypes that are the last operations on its first output.
+
+    JAX returns a gradient in the dtype of its parameter, although it may have been summed in 16 bits and cast only
+    afterwards. XLA would write such a gradient to memory in 32 bits before a branch that uses it. A caller that casts
+    the outputs again gets the same values, bit for bit. If something was added to a gradient after its cast (a weight
+    used twice, microbatches, a sum over replicas), the cast is not the last operation, and the gradient is returned
+    unchanged.
+
+    Args:
+        function: returns a pair, whose first element is a pytree of arrays.
+    """
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> tuple[Tree, Rest]:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        of_leaves = lambda *leaves: _called(function, tree, leaves)  # noqa: E731
+        closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(*leaves)
+        structure = jax.tree.structure(shapes)
+        first = jax.tree.structure(shapes[0]).num_leaves
+        jaxpr = closed.jaxpr
+        casts = {out: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "convert_element_type" for out in eqn.outvars}
+        outvars = [_before_cast(v, casts) for v in jaxpr.outvars[:first]] + jaxpr.outvars[first:]
+        outputs = core.jaxpr_as_fun(closed.replace(jaxpr=jaxpr.replace(outvars=outvars)))(*leaves)
+        return jax.tree.unflatten(structure, outputs)
+
+    return call
+
+
+def _called(function: Callable[..., Any], tree: Any, leaves: Any) -> Any:
+    args, kwargs = jax.tree.unflatten(tree, leaves)
+    return function(*args, **kwargs)
+
+
+def _before_cast(out: Any, casts: dict[Any, Any]) -> Any:
+    """Returns what a variable was cast from, if the cast loses nothing; otherwise the variable."""
+    if isinstance(out, core.Literal) or out not in casts:
+        return out
+    (source,) = casts[out].invars
+    wide, narrow = out.aval.dtype, source.aval.dtype
+    floats = jnp.issubdtype(wide, jnp.floating) and jnp.issubdtype(narrow, jnp.floating)
+    lossless = floats and jnp.promote_types(wide, narrow) == wide != narrow
+    return source if lossless and not isinstance(source, core.Literal) else out

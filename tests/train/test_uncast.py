@@ -1,0 +1,107 @@
+"""Gradients that were summed in 16 bits stay in 16 bits until the optimizer reads them, and no value changes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+from gtp_jax.train._uncast import uncast
+
+NARROW = dict(grad_reduce="bf16")
+
+
+def gradient_of(product):
+    """The first output of `uncast` for the gradient of a sum, and the same gradient as JAX returns it."""
+    w, x = jax.random.normal(jax.random.key(0), (4, 3)), jax.random.normal(jax.random.key(1), (2, 4))
+    found, _ = uncast(lambda w: (jax.grad(lambda w: jnp.sum(product(w, x)))(w), ()))(w)
+    return found, jax.grad(lambda w: jnp.sum(product(w, x)))(w)
+
+
+def in_bf16(w, x):
+    return x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+
+
+CASES = {
+    "cast once": (in_bf16, jnp.bfloat16),
+    "not cast": (lambda w, x: x @ w, jnp.float32),
+    "used twice": (lambda w, x: in_bf16(w, x) + in_bf16(w, 2 * x), jnp.float32),
+    "with a penalty of its own": (lambda w, x: jnp.sum(in_bf16(w, x)) + 0.1 * jnp.sum(w * w), jnp.float32),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_only_a_cast_that_comes_last_is_left_out_and_casting_again_gives_the_same_bits(case):
+    product, dtype = CASES[case]
+    found, wanted = gradient_of(product)
+    assert found.dtype == dtype and wanted.dtype == jnp.float32
+    np.testing.assert_array_equal(found.astype(jnp.float32), wanted)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.up = gtp.Dense(8, 16, rngs=rngs, **NARROW)
+        self.down = gtp.Dense(16, 8, rngs=rngs, **NARROW)
+
+    def __call__(self, x):
+        return x + self.down(jax.nn.gelu(self.up(x)))
+
+
+def loss(model, batch):
+    y = model(batch)
+    return jnp.sum(y.astype(jnp.float32) ** 2), jnp.float32(batch.shape[0])
+
+
+def step_of(degrees, schedule=None, **options):
+    """A mesh, and a step with its state and batch."""
+    schedule = schedule or gtp.Schedule()
+    mesh = gtp.make_mesh(**degrees, devices=jax.devices()[: int(np.prod(list(degrees.values())))])
+    with jax.set_mesh(mesh):
+        model = gtp.init(lambda rngs: gtp.Stack(Block, 3, schedule=schedule, rngs=rngs), nnx.Rngs(0))
+        optimizer = optax.adamw(1e-2)
+        state = gtp.TrainState.create(model, optimizer)
+        step = gtp.train_step(loss, optimizer, view="local", **options)
+    return mesh, step, state, jax.random.normal(jax.random.key(2), (8, 4, 8), jnp.bfloat16)
+
+
+def branch_dtypes(degrees, **options):
+    """The dtypes of the arrays of three dimensions that enter the branch with the optimizer: state, and gradients."""
+    mesh, step, state, batch = step_of(degrees, **options)
+    with jax.set_mesh(mesh):
+        jaxpr = jax.make_jaxpr(step)(state, batch).jaxpr
+
+    def conds(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "cond":
+                yield eqn
+            for value in jax.tree.leaves(list(eqn.params.values())):
+                inner = getattr(value, "jaxpr", value)
+                yield from conds(inner) if hasattr(inner, "eqns") else ()
+
+    (eqn,) = conds(jaxpr)
+    return sorted(str(v.aval.dtype) for v in eqn.invars if v.aval.ndim == 3)
+
+
+@pytest.mark.parametrize(
+    "degrees, options, narrow",
+    [(dict(gtp=1), {}, 2), (dict(gtp=2), {}, 2), (dict(gtp=2), dict(microbatches=2), 0)],
+    ids=["one rank", "gtp 2", "two microbatches"],
+)
+def test_gradients_of_one_microbatch_enter_the_optimizers_branch_in_16_bits(degrees, options, narrow):
+    dtypes = branch_dtypes(degrees, **options)  # two kernels with two moments each, and two gradients
+    assert dtypes == ["bfloat16"] * narrow + ["float32"] * (8 - narrow)
+
+
+def test_on_one_rank_keeping_all_weights_is_the_default_and_changes_no_bit():
+    states = []
+    for schedule in (gtp.Schedule(), gtp.Schedule(keep_gathered=1), gtp.Schedule(keep_gathered="all")):
+        mesh, step, state, batch = step_of(dict(gtp=1), schedule)
+        with jax.set_mesh(mesh):
+            text = step.lower(state, batch).as_text()
+            states.append((text, jax.tree.leaves(step(state, batch)[0].params)))
+    (auto, after), (one, after_one), (everything, _) = states
+    assert auto == everything != one
+    for mine, other in zip(after, after_one, strict=True):
+        np.testing.assert_array_equal(mine, other)
