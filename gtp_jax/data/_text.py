@@ -16,6 +16,19 @@ from .._foreign import open_regular
 # Directories that hold other people's packages or compiled files.
 _SKIPPED = ("site-packages", "dist-packages", "__pycache__")
 
+# Files of records by suffix: what they hold, and where the text of a record is. Read as plain text, they would train a
+# model on their encoding.
+_LINES = ("a JSON record per line", 'of `json.loads(line)["text"]` for each line')
+_RECORDS = {
+    ".jsonl": _LINES,
+    ".ndjson": _LINES,
+    ".json": ("JSON", "that it contains"),
+    ".parquet": ("columns of records", 'of each row of `pandas.read_parquet(file)["text"]`'),
+    ".bin": ("binary data, such as token ids", "of its token ids, decoded,"),
+}
+# Those that only data sets have; source code also has the others.
+_DATA = (".jsonl", ".ndjson", ".parquet")
+
 
 @dataclasses.dataclass(frozen=True)
 class Text:
@@ -42,7 +55,8 @@ def read_text(paths: Sequence[str | os.PathLike[str]] = (), *, follow_links: boo
 
     Documents come in the order of `paths`, those of a directory sorted by their path within it, so that the order is
     the same on every machine. Hidden files, installed packages and, within a directory, files that are not UTF-8 text
-    are left out.
+    are left out. Files of records (JSON, JSON lines, Parquet, token ids) are refused, because their encoding would pass
+    for text; in a directory of text they are read like any other file, with a warning about JSON lines and Parquet.
 
     Args:
         paths: of files and directories.
@@ -50,8 +64,8 @@ def read_text(paths: Sequence[str | os.PathLike[str]] = (), *, follow_links: boo
             out, with a warning. A path that is a link itself is always followed.
 
     Raises:
-        ValueError: if a path is missing, is no file or directory, cannot be read or is no text, or if there is no text
-            at all.
+        ValueError: if a path is missing, is no file or directory, cannot be read or is no text, if it is a file of
+            records or a directory of nothing else, or if there is no text at all.
     """
     if not paths:
         return standard_library()
@@ -61,12 +75,16 @@ def read_text(paths: Sequence[str | os.PathLike[str]] = (), *, follow_links: boo
         before = len(documents)
         if _is_directory(path):
             outside: list[str] = []
-            texts = [_read(file) for file in _files(path, outside=None if follow_links else outside)]
+            files = list(_files(path, outside=None if follow_links else outside))
+            _check_records(path, files)
+            texts = [_read(file) for file in files]
             documents += [text for text in texts if text]
             skipped += sum(text is None for text in texts)
             links += len(outside)
             what = f"directory holds no UTF-8 text ({len(texts)} files looked at, {skipped} of them not text)"
         else:
+            if path.suffix.lower() in _RECORDS:
+                raise ValueError(f"`data` {path} is a file of records: {_remedy(path)}")
             text = _read(path)
             if text is None:
                 raise ValueError(f"`data` {path} is not UTF-8 text. Convert it, or leave it out.")
@@ -98,6 +116,36 @@ def standard_library() -> Text:
     if not documents:
         raise ValueError(f"{root} holds no source of the Python standard library. Give text of your own as `data`.")
     return Text("the source of the Python standard library", documents, sum(text is None for text in texts))
+
+
+def _check_records(directory: Path, files: Sequence[Path]) -> None:
+    """Checks that a directory holds text, and not only files of records.
+
+    Raises:
+        ValueError: naming one of the files. If there are other files too, a warning does.
+    """
+    records = [file for file in files if file.suffix.lower() in _RECORDS]
+    if records and len(records) == len(files):
+        raise ValueError(
+            f"`data` directory {directory} holds nothing but files of records, such as {records[0].name}: "
+            f"{_remedy(records[0])}"
+        )
+    data = [file for file in records if file.suffix.lower() in _DATA]
+    if data:
+        warnings.warn(
+            f"{len(data)} of the {len(files)} files in `data` directory {directory} are files of records, such as "
+            f"{data[0].name}: {_remedy(data[0])} Those in UTF-8 are read as text now, others left out.",
+            stacklevel=3,
+        )
+
+
+def _remedy(file: Path) -> str:
+    """Returns what a file of records holds, what is read instead, and how to convert it."""
+    holds, text = _RECORDS[file.suffix.lower()]
+    return (
+        f"a {file.suffix} file holds {holds}. Only plain text is read, a UTF-8 file per document, and the model would "
+        f"learn the encoding. Write the text {text} to a .txt file of its own, and give their directory."
+    )
 
 
 def _is_directory(path: Path) -> bool:

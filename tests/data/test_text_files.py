@@ -64,9 +64,9 @@ def test_empty_file_and_empty_directory_are_named(tmp_path):
 
 
 def test_file_that_is_no_text_is_named(tmp_path):
-    (tmp_path / "x.bin").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"x\.bin is not UTF-8 text"):
-        read_text([tmp_path / "x.bin"])
+    (tmp_path / "x.dat").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"x\.dat is not UTF-8 text"):
+        read_text([tmp_path / "x.dat"])
 
 
 def test_name_says_what_was_read(tmp_path):
@@ -105,3 +105,42 @@ def test_links_out_of_a_directory_are_followed_only_if_asked(tmp_path):
     with pytest.warns(UserWarning, match=r"2 links in `data` lead out .*Follow them with `follow_links`"):
         assert read_text([inside]).documents == (b"a", b"a")
     assert read_text([inside], follow_links=True).documents == (b"a", b"a", b"b", b"b")
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        (
+            "x.jsonl",
+            r'a JSON record per line\..*Write the text of `json.loads\(line\)\["text"\]` for each line to a \.txt',
+        ),
+        ("x.NDJSON", "a JSON record per line"),
+        ("x.json", r"holds JSON\..*Write the text that it contains to a \.txt file"),
+        ("x.parquet", "columns of records"),
+        ("x.bin", "binary data, such as token ids"),
+    ],
+    ids=["jsonl", "ndjson", "json", "parquet", "bin"],
+)
+def test_files_of_records_do_not_pass_for_text(tmp_path, name, message):
+    (tmp_path / name).write_text('{"text": "a document"}\n')
+    with pytest.raises(ValueError, match=rf"`data` .*{name} is a file of records: .*{message}"):
+        read_text([tmp_path / name])
+    with pytest.raises(
+        ValueError, match=rf"directory .* holds nothing but files of records, such as {name}: .*{message}"
+    ):
+        read_text([tmp_path])
+
+
+def test_source_code_with_json_in_it_is_text(tmp_path):
+    (tmp_path / "main.py").write_text("print()")
+    (tmp_path / "package.json").write_text("{}")
+    assert read_text([tmp_path]).documents == (b"print()", b"{}")
+
+
+def test_records_among_text_are_named_in_a_warning(tmp_path):
+    (tmp_path / "README.md").write_text("read me")
+    (tmp_path / "train.jsonl").write_text("{}")
+    with pytest.warns(
+        UserWarning, match=r"1 of the 2 files in `data` directory .* such as train\.jsonl: a \.jsonl file"
+    ):
+        assert len(read_text([tmp_path]).documents) == 2
