@@ -6,16 +6,15 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from .. import __version__
 from .._exit_codes import of_error, of_signal
-from .._foreign import printable
 from ..mesh import has_gpu
 from ..train import all_reduce_with_nccl
 from ..trainer import Diverged
 from . import _bench, _checkpoint, _convert, _doctor, _elastic, _inspect, _plan_faults, _profile, _replay, _train
 from ._errors import EXPECTED, explanation
+from ._parser import Parser
 
 _EXAMPLES = """\
 examples:
@@ -68,16 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return of_signal(signal.SIGINT)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Repeats words that it does not know in a form that a terminal shows and does not obey."""
-
-    def error(self, message: str) -> NoReturn:
-        super().error(printable(message))
-
-
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands."""
-    command_line = _Parser(
+    command_line = Parser(
         prog="gtp-jax",
         description="Trains models whose weights are stored as shards and gathered just in time.",
         epilog=_EXAMPLES,

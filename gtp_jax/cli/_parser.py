@@ -1,0 +1,69 @@
+"""The parser of the command line and of every subcommand."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import itertools
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from .._foreign import printable
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses unknown words with the usage of the command that they were given to, and the nearest known word.
+
+    argparse creates subcommands' parsers of the same class, so that this holds for each of them. A message repeats
+    foreign words in a form that a terminal displays and does not interpret.
+    """
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """Parses arguments, all of which must be known.
+
+        argparse itself first complains about required arguments, which may be there with a typo, and leaves it to the
+        top-level parser to refuse the rest.
+        """
+        words = sys.argv[1:] if args is None else list(args)
+        self._refuse([word for word in self._flags_in(words) if not self._knows(word)])
+        parsed, unknown = super().parse_known_args(words, namespace)
+        self._refuse(unknown)
+        return parsed, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the usage and a message, and exits with status 2."""
+        super().error(printable(message))
+
+    def _flags_in(self, words: Sequence[str]) -> Iterable[str]:
+        """Returns the long flags among words, as argparse tells them from values; without those of a subcommand."""
+        own = itertools.takewhile(lambda word: word != "--", words)
+        if self._subparsers is not None:
+            own = itertools.takewhile(lambda word: word.startswith("-"), own)
+        return [word for word in own if word.startswith("--") and " " not in _name(word)]
+
+    def _knows(self, word: str) -> bool:
+        return any(flag.startswith(_name(word)) for flag in self._option_string_actions)  # argparse completes prefixes
+
+    def _refuse(self, unknown: Sequence[str]) -> None:
+        if unknown:
+            flags = [_name(word) for word in unknown if word.startswith("-")]
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(flags, self._option_string_actions)}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += _hint([str(value)], map(str, action.choices or ()))
+            raise
+
+
+def _name(word: str) -> str:
+    return word.partition("=")[0]
+
+
+def _hint(words: Iterable[str], known: Iterable[str]) -> str:
+    """Returns a question that names the nearest known word for each unknown one; nothing if none is near."""
+    known = list(known)
+    near = [match for word in words for match in difflib.get_close_matches(word, known, n=1)]
+    return f". Did you mean {' '.join(near)}?" if near else ""
