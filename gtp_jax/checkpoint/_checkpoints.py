@@ -23,13 +23,13 @@ from ._agreement import read_together
 from ._damage import DamagedCheckpoint, damaged, other_values
 from ._digest import Digests
 from ._leaf import Leaf, check_savable, leaves
-from ._manifest import SAVE, check, check_format, complete, manifest
+from ._manifest import FILES, SAVE, check, check_format, complete, manifest
 from ._pruning import nothing_guards
 from ._quiet import keep_quiet, work_abandoned
 from ._retention import Retention
 from ._set_aside import set_aside
 from ._static import static_fields
-from ._step import ARRAYS, loss_of, new_manager, read_arrays, read_manifest, write_step
+from ._step import ARRAYS, loss_of, new_manager, read_arrays, read_manifest, read_step_files, write_step
 from ._steps import absolute, agreed_steps, find_step, no_step, refused_write, steps_in
 from ._stored import StoredArray, stored_arrays
 from ._streamed import StreamedArray
@@ -114,6 +114,7 @@ class Checkpoints:
         *,
         loss: float | None = None,
         recipe: Recipe | None = None,
+        files: Mapping[str, bytes] | None = None,
     ) -> None:
         """Saves a train state, in the background.
 
@@ -129,19 +130,25 @@ class Checkpoints:
             loss: by which `keep_best` and `best` rank the step, the same in every process.
             recipe: that the state was trained with, for the record. Codes and scales are not saved: each step makes
                 them of the parameters, so that the run may go on with any recipe.
+            files: contents of files to store with the state, such as a tokenizer's, by name; at most 64 of 64 MiB each,
+                the same in every process. `files` returns them again, byte for byte.
 
         Raises:
             ValueError: if `step` is not above the latest one in the directory, if `state` has been donated, if an array
-                is empty, complex or of a type that orbax does not store, or if the copies of a replicated array differ.
+                is empty, complex or of a type that orbax does not store, if the copies of a replicated array differ, or
+                if a file is too large or has no plain name.
             OSError: if the disk is full or has become read-only; earlier steps are as they were.
-            TypeError: if a leaf of `state` is not a jax array, if JSON cannot hold `extra`, or if `recipe` is none.
+            TypeError: if a leaf of `state` is not a jax array, if JSON cannot hold `extra`, if `recipe` is none, or if
+                a file's content is not bytes.
         """
         step = self._checked(step)
         check_recipe(recipe)
         saved = leaves(state)
         check_savable(saved)
-        static = static_fields(state)
-        content = manifest(step, saved, {} if extra is None else extra, static=static, loss=loss, recipe=recipe)
+        static, files = static_fields(state), dict(files or {})
+        content = manifest(
+            step, saved, {} if extra is None else extra, static=static, loss=loss, recipe=recipe, files=files
+        )
         arrays = {leaf.name: leaf.to_disk() for leaf in saved}
         digests, description = Digests(arrays), Future()
         try:
@@ -151,7 +158,7 @@ class Checkpoints:
                 if self._manager is None:
                     self._check_guard()
                     self._manager = new_manager(self._directory, self._retention, guard=self._guard)
-                write_step(self._manager, step, arrays, description, content[SAVE])
+                write_step(self._manager, step, arrays, description, content[SAVE], files)
             description.set_result(complete(content, digests.result()))
         finally:
             if not description.done():
@@ -160,7 +167,14 @@ class Checkpoints:
                 description.set_exception(_Abandoned(f"step {step} was not saved"))
                 self._abandon()
 
-    def save_params(self, step: int, params: Mapping[str, StreamedArray], extra: dict[str, Any] | None = None) -> None:
+    def save_params(
+        self,
+        step: int,
+        params: Mapping[str, StreamedArray],
+        extra: dict[str, Any] | None = None,
+        *,
+        files: Mapping[str, bytes] | None = None,
+    ) -> None:
         """Saves parameters that are made while they are written, a part in memory at a time. In one process.
 
         Every part is made twice: for its digest, then for the disk. On return the step is committed.
@@ -169,26 +183,27 @@ class Checkpoints:
             step: number of the step, above every earlier one.
             params: arrays by their paths, joined by slashes.
             extra: as in `save`.
+            files: as in `save`.
 
         Raises:
             ValueError: as in `save`.
-            TypeError: if JSON cannot hold `extra`.
+            TypeError: if JSON cannot hold `extra`, or a file's content is not bytes.
         """
-        step = self._checked(step)
+        step, files = self._checked(step), dict(files or {})
         saved, digests = [], {}
         for name, array in params.items():
             path = (_PARAMS, *name.split("/"))
             saved.append(Leaf(path, jax.ShapeDtypeStruct(array.shape, array.dtype)))
             digests[saved[-1].name] = array.digest()
         description: Future[dict[str, Any]] = Future()
-        content = manifest(step, saved, {} if extra is None else extra)
+        content = manifest(step, saved, {} if extra is None else extra, files=files)
         description.set_result(complete(content, digests))
         self.close()
         # orbax makes directories in the background; they must exist before the first part is written.
         manager = new_manager(self._directory, self._retention, background=False, guard=self._guard)
         with self._failures(), contextlib.closing(manager):
             arrays = {leaf.name: array for leaf, array in zip(saved, params.values(), strict=True)}
-            write_step(manager, step, arrays, description, content[SAVE])
+            write_step(manager, step, arrays, description, content[SAVE], files)
 
     def arrays(self, step: int | None = None) -> dict[str, StoredArray]:
         """Returns a step's arrays by name, to be read in part.
@@ -302,6 +317,8 @@ class Checkpoints:
         check_format(content, f"the checkpoint {path}", _experts_in(state_like))
         check(content, chosen, static_fields(state_like), f"the checkpoint {path}", part)
         read_together(lambda: check_bound(path, content), path)
+        if not part and content.get(FILES):  # a run must not go on from a step whose files are damaged
+            read_together(lambda: read_step_files(path, content), path)
         stored = read_together(lambda: read_arrays(path, chosen, partial=bool(part)), path)
         digests = Digests({leaf.name: array for leaf, array in zip(chosen, stored, strict=True)}).result()
         wrong = [name for name, digest in digests.items() if digest != content["leaves"][name]["digest"]]
@@ -319,6 +336,19 @@ class Checkpoints:
             ValueError: if the manifest is missing or damaged.
         """
         return read_manifest(self._path(step))
+
+    def files(self, step: int | None = None) -> dict[str, bytes]:
+        """Returns the files that a step was saved with, by name; none if it was saved without.
+
+        Every process must call this.
+
+        Raises:
+            FileNotFoundError: if there is no such step.
+            DamagedCheckpoint: a `ValueError`, if a file or the manifest is missing or damaged.
+            OSError: if a file cannot be read, after several attempts.
+        """
+        path = self._path(step)
+        return read_together(lambda: read_step_files(path, read_manifest(path)), path)
 
     def verify(self, step: int | None = None) -> list[str]:
         """Reads every file of a step and says which are not as they were written, a line each; none if all are.

@@ -10,6 +10,9 @@ import jax.numpy as jnp
 
 from .._foreign import MAX_JSON_BYTES, brief, check_regular, open_regular, printable
 
+# Of the files that a step keeps beside its arrays; tokenizers have up to some 50 MB.
+MAX_FILES, MAX_FILE_BYTES, MAX_NAME = 64, 64 << 20, 100
+
 _MAX_DIMS = 32
 
 
@@ -20,16 +23,26 @@ def read_file(path: Any) -> str:
         ValueError: if it is no regular file, or larger than any that is written.
         OSError: if it cannot be read.
     """
+    return read_bytes(path, MAX_JSON_BYTES).decode(errors="replace")
+
+
+def read_bytes(path: Any, limit: int) -> bytes:
+    """Returns the content of a step's file of at most `limit` bytes.
+
+    Raises:
+        ValueError: if it is no regular file, or larger.
+        OSError: if it cannot be read.
+    """
     if "://" in str(path):
         size = path.stat().length
-        content = path.read_bytes() if size <= MAX_JSON_BYTES else b""
+        content = path.read_bytes() if size <= limit else b""
     else:
         with open_regular(path) as file:
-            content = file.read(MAX_JSON_BYTES + 1)
+            content = file.read(limit + 1)
         size = len(content)
-    if size > MAX_JSON_BYTES:
-        raise ValueError(f"has more than {MAX_JSON_BYTES} bytes, which is the most that is read")
-    return content.decode(errors="replace")
+    if size > limit:
+        raise ValueError(f"has more than {limit} bytes, which is the most that is read")
+    return content
 
 
 def check_manifest(content: Any) -> None:
@@ -57,6 +70,17 @@ def check_sums(content: Any) -> None:
     _expect("it", content, "an object", _is_object)
     for name, pair in content.items():
         _expect(brief(name), pair, "a size and a sum", lambda pair: _is_counts(pair) and len(pair) == 2)
+
+
+def is_plain_name(name: Any) -> bool:
+    """Returns whether a name is that of a file in any directory: not hidden, and without a path."""
+    return (
+        _is_text(name)
+        and 0 < len(name) <= MAX_NAME
+        and name.isprintable()
+        and not name.startswith(".")
+        and not set(name) & set("/\\")
+    )
 
 
 def strange_files(directory: Any) -> list[str]:
@@ -130,6 +154,24 @@ def _is_texts(value: Any) -> bool:
     return _is_object(value) and all(map(_is_text, value.values()))
 
 
+def _are_files(value: Any) -> bool:
+    return (
+        _is_object(value)
+        and len(value) <= MAX_FILES
+        and all(is_plain_name(name) and _is_file(entry) for name, entry in value.items())
+    )
+
+
+def _is_file(entry: Any) -> bool:
+    return (
+        isinstance(entry, list)
+        and len(entry) == 2
+        and _is_count(entry[0])
+        and entry[0] <= MAX_FILE_BYTES
+        and _is_text(entry[1])
+    )
+
+
 _FIELDS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("format", "a whole number", _is_count),
     ("gtp_jax", "text", _is_text),
@@ -142,6 +184,7 @@ _FIELDS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("recipe", "an object with a name", _is_recipe),
     ("save", "text", _is_text),
     ("loss", "a number", _is_loss),
+    ("files", "an object of sizes and digests by file name", _are_files),
 )
 # Later fields are missing in what earlier versions wrote.
 _ALWAYS = ("format", "gtp_jax", "step", "leaves", "extra")

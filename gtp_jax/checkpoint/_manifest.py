@@ -14,6 +14,7 @@ from .._foreign import MAX_JSON_BYTES, parse_json
 from ..recipes import Recipe
 from ._foreign_json import check_manifest
 from ._leaf import Leaf
+from ._side_files import describe
 
 # Raised when a checkpoint is written that older versions would misread. 2: experts' kernels are (experts, out, in).
 FORMAT = 2
@@ -30,6 +31,9 @@ _SEAL = "crc32"
 # own. Earlier versions did not write it.
 SAVE = "save"
 
+# The key of the sizes and digests of the files beside the arrays; absent if there are none.
+FILES = "files"
+
 
 def manifest(
     step: int,
@@ -39,6 +43,7 @@ def manifest(
     static: Mapping[str, str] | None = None,
     loss: float | None = None,
     recipe: Recipe | None = None,
+    files: Mapping[str, bytes] | None = None,
 ) -> dict[str, Any]:
     """Returns the manifest of a checkpoint, but for the digests of its arrays.
 
@@ -49,9 +54,11 @@ def manifest(
         static: static fields of the state.
         loss: that the state has; NaN and infinities count as none.
         recipe: that the state was trained with.
+        files: contents of the files beside the arrays, by name.
 
     Raises:
-        TypeError: if `extra` is not a dict that JSON can hold.
+        ValueError: if a file is too large or has no plain name.
+        TypeError: if `extra` is not a dict that JSON can hold, or a file's content is not bytes.
     """
     entries = {leaf.name: _entry(leaf) for leaf in leaves}
     versions = {name: _version(name) for name in ("gtp_jax", "jax", "orbax-checkpoint")}
@@ -66,6 +73,8 @@ def manifest(
     }
     content["recipe"] = recipe and recipe.describe()
     content["loss"] = float(loss) if loss is not None and math.isfinite(loss) else None
+    if files:
+        content[FILES] = describe(files)
     return content
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -17,9 +18,10 @@ import orbax.checkpoint as ocp
 from ._damage import DamagedCheckpoint
 from ._foreign_json import read_file, strange_files
 from ._leaf import Leaf
-from ._manifest import SAVE, read
+from ._manifest import FILES, SAVE, read
 from ._pruning import Pruning
 from ._quiet import work_abandoned
+from ._side_files import FOLDER, read_files, write_files
 from ._steps import steps_in
 from ._streamed import StreamedArray
 from ._sums import SummedArrays, SummedStreams, created, damage
@@ -64,8 +66,9 @@ def write_step(
     arrays: Mapping[str, Any],
     description: Future[dict[str, Any]],
     save: str,
+    files: Mapping[str, bytes],
 ) -> None:
-    """Writes a step: arrays by name, all in memory or all streamed, and their manifest.
+    """Writes a step: arrays by name, all in memory or all streamed, their manifest, and files.
 
     Args:
         manager: of `new_manager`.
@@ -74,6 +77,7 @@ def write_step(
         description: the manifest, which may come later: the step is not committed before. If it never comes but an
             error does, that is the save's.
         save: the manifest's random number, to be written beside the arrays too.
+        files: contents by name, of which the manifest has the digests.
 
     Raises:
         ValueError: if the step is not above the latest one.
@@ -91,9 +95,17 @@ def write_step(
         # A stack of matrices lies on disk by the matrix, so that a reader of one need not read them all.
         chunks = jax.tree.map(lambda array: ocp.SaveArgs(shard_axes=(0,) if array.ndim > 2 else ()), tree)
         written = ocp.args.StandardSave(tree, save_args=chunks, custom_metadata={SAVE: save})
-    promised: Any = description
+    promised: Any = _Promise(description, files)
     items = {ARRAYS: written, MANIFEST: ocp.args.JsonSave(promised)}
     manager.save(step, args=ocp.args.Composite(**items), force=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Promise:
+    """A manifest to come, and the files beside it."""
+
+    description: Future[dict[str, Any]]
+    files: Mapping[str, bytes]
 
 
 class _Manifests(ocp.JsonCheckpointHandler):
@@ -105,16 +117,17 @@ class _Manifests(ocp.JsonCheckpointHandler):
 
 
 class _Promised:
-    """A manifest to come, for orbax to wait for."""
+    """What writes a manifest to come, for orbax to wait for."""
 
-    def __init__(self, directory: Any, description: Future[dict[str, Any]]) -> None:
-        self._directory = directory
-        self._description = description
+    def __init__(self, directory: Any, promise: _Promise) -> None:
+        self._directory, self._promise = directory, promise
 
     def result(self, timeout: float | None = None) -> None:
-        content = self._description.result(timeout)
+        content = self._promise.description.result(timeout)
         if jax.process_index() == 0:
-            (created(self._directory) / MANIFEST_FILE).write_text(json.dumps(content))
+            directory = created(self._directory)
+            write_files(directory / FOLDER, self._promise.files)
+            (directory / MANIFEST_FILE).write_text(json.dumps(content))
 
 
 def read_arrays(path: Any, leaves: Sequence[Leaf], *, partial: bool) -> list[jax.Array]:
@@ -187,6 +200,21 @@ def read_manifest(path: Any) -> dict[str, Any]:
         line = f"{file}: of step {content['step']}; the directory has been renamed, or its files replaced"
         raise DamagedCheckpoint(path, [line])
     return content
+
+
+def read_step_files(path: Any, content: Mapping[str, Any]) -> dict[str, bytes]:
+    """Returns the contents of the files beside a step's arrays, by name.
+
+    Args:
+        path: of the step's directory.
+        content: the manifest.
+
+    Raises:
+        DamagedCheckpoint: if a file is missing or has changed.
+        OSError: if a file cannot be read.
+    """
+    check_files(path)
+    return read_files(path, path / MANIFEST / FOLDER, content.get(FILES, {}))
 
 
 def check_files(path: Any) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 from ._damage import DamagedCheckpoint
 from ._foreign_json import read_file, strange_files
-from ._manifest import SAVE
+from ._manifest import FILES, SAVE
 from ._pruning import COMMITTED
+from ._side_files import FOLDER, files_damage
 from ._step import ARRAYS, MANIFEST, MANIFEST_FILE, check_files, read_manifest
 from ._sums import damage, files
 
@@ -17,6 +18,7 @@ from ._sums import damage, files
 _METADATA, _STEP_METADATA = "_METADATA", "_CHECKPOINT_METADATA"
 # Files that nothing is read from, and that orbax writes last, when sums are taken already: only their form is checked.
 _WITHOUT_SUM = (_STEP_METADATA, COMMITTED, f"{ARRAYS}/{COMMITTED}", f"{MANIFEST}/{COMMITTED}")
+_BESIDE = f"{MANIFEST}/{FOLDER}"
 _MARK = b"Checkpoint commit was successful"
 
 
@@ -30,17 +32,22 @@ def step_damage(path: Any) -> list[str]:
     """
     if strange := strange_files(path):
         return strange  # which must not be opened
-    lines = damage(path / ARRAYS)
+    lines, content = damage(path / ARRAYS), None
     try:
         content = read_manifest(path)
         if not lines:
             check_bound(path, content)
     except DamagedCheckpoint as error:
         lines += error.lines
+    described = None if content is None else content.get(FILES, {})
+    lines += files_damage(path / _BESIDE, described or {})
     for name in sorted(files(path)):
+        folder, _, file = name.rpartition("/")
         if name in _WITHOUT_SUM:
             if not _is_orbax(name, (path / name).read_bytes()):
                 lines.append(f"{path / name}: changed since it was written")
+        elif folder == _BESIDE and (described is None or file in described):
+            continue  # compared above, or with a manifest that cannot be read
         elif name != f"{MANIFEST}/{MANIFEST_FILE}" and not name.startswith(f"{ARRAYS}/"):
             lines.append(f"{path / name}: not part of the checkpoint")
     return lines

@@ -101,6 +101,8 @@ def _show(args: argparse.Namespace) -> int:
         print(f"trained with recipe {printable(recipe['name'])}" + (f" ({settings})" if settings else ""))
     if manifest["extra"]:
         print(f"beside the arrays: {json.dumps(manifest['extra'])}")
+    if files := manifest.get("files"):
+        print("files: " + ", ".join(f"{name} ({quantity(size, 'B')})" for name, (size, _) in files.items()))
     rows = [
         (name, leaf["dtype"], _shape(leaf), quantity(_bytes(leaf), "B"), leaf["digest"])
         for name, leaf in manifest["leaves"].items()

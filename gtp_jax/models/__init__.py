@@ -15,6 +15,9 @@ from ._family import HuggingFace as HuggingFace
 from ._family import ModelConfig as ModelConfig
 from ._hf_tensor import Tensor as Tensor
 from ._hf_tensor import array_shapes as array_shapes
+from ._origin import ORIGIN_FILES as ORIGIN_FILES
+from ._origin import TOKENIZER_FILE as TOKENIZER_FILE
+from ._origin import Origin as Origin
 from .llama import Llama as Llama
 from .llama import LlamaBlock as LlamaBlock
 from .llama import LlamaConfig as LlamaConfig

@@ -1,0 +1,96 @@
+"""Files of bytes that a step keeps beside its arrays, such as a tokenizer's; the manifest has their digests."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from .._foreign import brief, printable
+from ._damage import DamagedCheckpoint
+from ._foreign_json import MAX_FILE_BYTES, MAX_FILES, MAX_NAME, is_plain_name, read_bytes
+
+# Below the manifest's directory, and so committed with it.
+FOLDER = "files"
+
+
+def describe(files: Mapping[str, bytes]) -> dict[str, list[Any]]:
+    """Returns the size and the digest of each file, as a manifest records them.
+
+    Raises:
+        ValueError: if there are too many files, or one is too large or has no plain name.
+        TypeError: if a content is not bytes.
+    """
+    if len(files) > MAX_FILES:
+        raise ValueError(f"`files` has {len(files)} files; a step keeps at most {MAX_FILES} beside its arrays.")
+    for name, content in files.items():
+        if not is_plain_name(name):
+            raise ValueError(
+                f"`files` has the name {brief(name)}; a name must have 1 to {MAX_NAME} printable characters, no slash, "
+                "and no dot at its beginning."
+            )
+        if not isinstance(content, bytes):
+            raise TypeError(f"`files` has {brief(content)} as {name}; it must be bytes.")
+        if len(content) > MAX_FILE_BYTES:
+            raise ValueError(
+                f"`files` has {name} with {len(content)} bytes; a file must have at most {MAX_FILE_BYTES}."
+            )
+    return {name: [len(content), _digest(content)] for name, content in files.items()}
+
+
+def write_files(folder: Any, files: Mapping[str, bytes]) -> None:
+    """Writes files to a new folder; makes none for no files."""
+    if files:
+        folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def read_files(path: Any, folder: Any, described: Mapping[str, list[Any]]) -> dict[str, bytes]:
+    """Returns the files of a step as they were written.
+
+    Args:
+        path: the step's directory.
+        folder: the directory of the files.
+        described: what the manifest records of them.
+
+    Raises:
+        DamagedCheckpoint: if a file is missing or has changed.
+        OSError: if a file cannot be read.
+    """
+    contents, lines = _read(folder, described)
+    if lines:
+        raise DamagedCheckpoint(path, lines)
+    return contents
+
+
+def files_damage(folder: Any, described: Mapping[str, list[Any]]) -> list[str]:
+    """Returns what is wrong with the files of a step, a line each.
+
+    Raises:
+        OSError: if a file is there and cannot be read.
+    """
+    return _read(folder, described)[1]
+
+
+def _read(folder: Any, described: Mapping[str, list[Any]]) -> tuple[dict[str, bytes], list[str]]:
+    contents, lines = {}, []
+    for name, (size, digest) in described.items():
+        file = folder / name
+        try:
+            contents[name] = content = read_bytes(file, MAX_FILE_BYTES)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            lines.append(f"{printable(str(file))}: missing")
+            continue
+        except ValueError as error:
+            lines.append(f"{printable(str(file))}: {error}")
+            continue
+        if len(content) != size:
+            lines.append(f"{printable(str(file))}: {len(content)} bytes, {size} were written")
+        elif _digest(content) != digest:
+            lines.append(f"{printable(str(file))}: changed since it was written")
+    return contents, lines
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -1,0 +1,70 @@
+"""What comes with a Hugging Face model and is not computed with: the rest of config.json and the tokenizer's files."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Self
+
+# The key in a checkpoint's `extra`.
+_CONFIG = "hugging_face"
+
+# The end of the names of config.json's fields that hold ids of tokens.
+_ID = "_token_id"
+
+TOKENIZER_FILE = "tokenizer.json"
+# Files whose meaning depends on the vocabulary: the tokenizer's, and defaults for generation, which name tokens by id.
+ORIGIN_FILES = (
+    TOKENIZER_FILE,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """The Hugging Face model that a checkpoint comes from; empty for a model that was not imported.
+
+    Attributes:
+        config: the content of its config.json.
+        files: the contents of its other files, of those in `ORIGIN_FILES`, by name.
+    """
+
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any], files: Mapping[str, bytes], where: str) -> Self:
+        """Returns the origin that a checkpoint was saved with.
+
+        Args:
+            extra: what was saved beside the arrays.
+            files: the checkpoint's files.
+            where: the checkpoint's name, for messages.
+
+        Raises:
+            ValueError: if `extra` holds something other than the content of a config.json.
+        """
+        config = extra.get(_CONFIG, {})
+        if not isinstance(config, Mapping):
+            raise ValueError(
+                f"{where} holds a {type(config).__name__} as `{_CONFIG}`; the object of a config.json is expected. "
+                "Import the model again."
+            )
+        return cls(config, {name: files[name] for name in ORIGIN_FILES if name in files})
+
+    def extra(self) -> dict[str, Any]:
+        """Returns what to save beside the arrays; `files` are saved as files."""
+        return {_CONFIG: dict(self.config)} if self.config else {}
+
+    def without_vocabulary(self) -> Self:
+        """Returns the origin of a model that was trained on another vocabulary: no files, and no tokens' ids."""
+        ids = {name: None for name in self.config if name.endswith(_ID)}
+        return dataclasses.replace(self, config={**self.config, **ids}, files={})

@@ -1,0 +1,121 @@
+"""Files that a step keeps beside its arrays: the same bytes come back, changes are found, names lead nowhere else."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import zlib
+
+import jax.numpy as jnp
+import pytest
+
+from gtp_jax.checkpoint import Checkpoints, DamagedCheckpoint
+
+FILES = {"tokenizer.json": b'{"a": "\xc3\xa9"}\r\n', "tokenizer.model": bytes(range(256)), "empty.txt": b""}
+STATE = {"w": jnp.arange(4.0)}
+
+
+@pytest.fixture
+def directory(tmp_path):
+    with Checkpoints(tmp_path, keep=None) as checkpoints:
+        checkpoints.save(1, STATE)
+        checkpoints.save(2, STATE, files=FILES)
+    return tmp_path
+
+
+def read(directory):
+    return Checkpoints(directory, read_only=True)
+
+
+def test_a_step_returns_its_files_byte_for_byte_and_one_without_files_none(directory):
+    assert read(directory).files() == FILES
+    assert read(directory).files(1) == {}
+    assert "files" not in read(directory).manifest(1) and not (directory / "1/manifest/files").exists()
+    assert [read(directory).verify(step) for step in (1, 2)] == [[], []]
+
+
+@pytest.mark.parametrize("how", ["changed", "cut", "gone", "link", "more"])
+def test_every_change_of_a_file_is_found_by_verify_files_and_restore(directory, how, tmp_path_factory):
+    folder = directory / "2/manifest/files"
+    file = folder / "tokenizer.model"
+    if how == "changed":
+        file.write_bytes(bytes(range(255, -1, -1)))
+    elif how == "cut":
+        file.write_bytes(b"")
+    elif how == "gone":
+        file.unlink()
+    elif how == "link":
+        other = tmp_path_factory.mktemp("other") / "tokenizer.model"
+        other.write_bytes(file.read_bytes())
+        file.unlink()
+        file.symlink_to(other)
+    else:
+        (folder / "chat_template.jinja").write_text("more")
+    line = {
+        "changed": "tokenizer.model: changed since it was written",
+        "cut": "tokenizer.model: 0 bytes, 256 were written",
+        "gone": "tokenizer.model: missing",
+        "link": "tokenizer.model: a link, which no checkpoint has",
+        "more": "chat_template.jinja: not part of the checkpoint",
+    }[how]
+    assert [str(folder / line)] == read(directory).verify(2)
+    if how == "more":
+        return  # nothing reads it
+    with pytest.raises(DamagedCheckpoint, match=line):
+        read(directory).files(2)
+    with pytest.raises(DamagedCheckpoint, match=line):
+        read(directory).restore(STATE, 2)
+    assert read(directory).restore_last_whole(STATE)[2] == 1
+
+
+@pytest.mark.parametrize(
+    "files, error, message",
+    [
+        ({"../a": b""}, ValueError, r"`files` has the name '\.\./a'; a name must have 1 to 100 printable characters"),
+        ({".hidden": b""}, ValueError, "no dot at its beginning"),
+        ({"a\n": b""}, ValueError, "printable"),
+        ({"a": b"x" * ((64 << 20) + 1)}, ValueError, "a with 67108865 bytes; a file must have at most 67108864"),
+        ({str(i): b"" for i in range(65)}, ValueError, "65 files; a step keeps at most 64"),
+        ({"a": "text"}, TypeError, "'text' as a; it must be bytes"),
+    ],
+    ids=["path", "hidden", "line", "large", "many", "text"],
+)
+def test_files_that_could_not_be_read_again_are_refused_before_anything_is_written(tmp_path, files, error, message):
+    with Checkpoints(tmp_path / "c") as checkpoints, pytest.raises(error, match=message):
+        checkpoints.save(1, STATE, files=files)
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_forged_manifest_names_no_file_elsewhere(directory):
+    (directory / "2/secret").write_text("secret")
+    file = directory / "2/manifest/manifest.json"
+    content = json.loads(file.read_text())
+    content.pop("crc32")
+    content["files"]["../../secret"] = [6, ""]
+    crc = f"{zlib.crc32(json.dumps(content).encode()):08x}"
+    file.write_text(json.dumps({**content, "crc32": crc}))
+    with pytest.raises(
+        DamagedCheckpoint, match=r"`files` is .*; it must be an object of sizes and digests by file name"
+    ):
+        read(directory).files(2)
+
+
+def test_a_step_whose_files_could_not_be_written_does_not_appear(tmp_path, monkeypatch):
+    def full(folder, files):
+        folder.mkdir()
+        (folder / "tokenizer.json").write_bytes(b"ha")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, STATE)
+        checkpoints.wait()
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(OSError, match=r"step was not saved in .* Steps \[1\] are whole"),
+        ):
+            patch.setattr("gtp_jax.checkpoint._step.write_files", full)
+            checkpoints.save(2, STATE, files=FILES)
+            checkpoints.wait()
+        checkpoints.save(3, STATE, files=FILES)
+    assert read(tmp_path).steps() == [1, 3] and read(tmp_path).files() == FILES
