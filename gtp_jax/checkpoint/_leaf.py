@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import tensorstore as ts
 
+from .._random_keys import as_key, is_key, key_impl, key_words
 from ..mesh import Path, with_paths
 
 
@@ -42,22 +43,16 @@ class Leaf:
 
     def stored(self) -> jax.ShapeDtypeStruct:
         """Returns the shape, dtype and sharding of what orbax writes and reads."""
-        if _is_key(self.array):
-            data = jax.eval_shape(jax.random.key_data, self.array)
-            return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=self.array.sharding)
-        return jax.ShapeDtypeStruct(self.shape, self.array.dtype, sharding=self.array.sharding)
+        shape = jax.ShapeDtypeStruct(self.shape, self.array.dtype, sharding=self.array.sharding)
+        return key_words(shape) if is_key(shape) else shape
 
     def to_disk(self) -> jax.Array:
         """Returns the array that orbax writes."""
-        if _is_key(self.array):
-            return jax.random.key_data(self.array)  # orbax brings a typed key back as plain integers
-        return self.array
+        return key_words(self.array) if is_key(self.array) else self.array  # orbax restores a typed key as integers
 
     def to_memory(self, stored: jax.Array) -> jax.Array:
         """Returns the array that orbax read, with the sharding of `array`."""
-        if _is_key(self.array):
-            return jax.random.wrap_key_data(stored, impl=_key_implementation(self.array.dtype))
-        return stored
+        return as_key(stored, key_impl(self.array)) if is_key(self.array) else stored
 
 
 def leaves(state: Any) -> list[Leaf]:
@@ -132,13 +127,3 @@ def _has_savable_dtype(leaf: Leaf) -> bool:
     except ValueError:
         return False
     return not jnp.issubdtype(dtype, jnp.complexfloating)
-
-
-def _is_key(array: Any) -> bool:
-    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-
-
-def _key_implementation(dtype: Any) -> Any:
-    implementations: list[Any] = []  # only a traced or a real key tells
-    jax.eval_shape(lambda key: implementations.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))
-    return implementations[0]

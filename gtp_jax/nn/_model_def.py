@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from .._random_keys import as_key, is_key, key_impl, key_words
 from ..formats import QuantizedArray
 from ..layout import Layout
 from ..mesh import Roles, check_mesh_in_scope, current_roles
@@ -31,7 +32,7 @@ class ModelDef:
         specs: nested dict of the parameters' partitions.
         layouts: nested dict of `Layout`, or `None` for a parameter that is not gathered.
         state_specs: nested dict of the partitions of other variables.
-        key_impls: names of the generators of variables that hold random keys, by path; a state holds their words.
+        key_impls: the generators of variables that hold random keys, by path; a state holds their words.
         roles: of mesh axes.
         frozen_specs: nested dict of the partitions of frozen weights.
         bias_rates: how far a step moves each router's bias, by its path; see `Routing`.
@@ -42,7 +43,7 @@ class ModelDef:
     specs: dict[str, Any]
     layouts: dict[str, Any]
     state_specs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    key_impls: dict[Any, str] = dataclasses.field(default_factory=dict)
+    key_impls: dict[Any, Any] = dataclasses.field(default_factory=dict)
     roles: Roles = Roles()
     frozen_specs: dict[str, Any] = dataclasses.field(default_factory=dict)
     bias_rates: dict[tuple[str, ...], float] = dataclasses.field(default_factory=dict)
@@ -77,7 +78,7 @@ class ModelDef:
             value = _at(tree_of, path)
             if read_only and isinstance(v, nnx.Param):
                 v = v.replace(on_set_value=(*_hooks(v), _refuse_write))
-            put.append(with_value(v, _as_key(value, self.key_impls[path]) if path in self.key_impls else value))
+            put.append(with_value(v, as_key(value, self.key_impls[path]) if path in self.key_impls else value))
         return nnx.merge(self.graph, jax.tree.unflatten(tree, put))
 
     def state_of(self, model: nnx.Module) -> dict[str, Any]:
@@ -127,7 +128,7 @@ def split_model(model: nnx.Module) -> Split:
         _dicts(specs),
         _dicts(layouts),
         _nested([(path, _partitions(v)) for path, v in others]),
-        {path: str(jax.random.key_impl(value_of(v))) for path, v in others if _is_key(value_of(v))},
+        {path: key_impl(value_of(v)) for path, v in others if is_key(value_of(v))},
         _roles_of((layouts, [layout_of(v) for _, v in frozen])),
         _nested([(path, _partitions(v)) for path, v in frozen]),
         {
@@ -161,24 +162,8 @@ def _nested(variables: list[tuple[Any, Leaf]]) -> dict[str, Any]:
         for key in ahead:
             node = node.setdefault(key, {})
         value = value_of(variable)
-        node[last] = _words(value) if _is_key(value) else value
+        node[last] = key_words(value) if is_key(value) else value
     return found
-
-
-def _is_key(value: Any) -> bool:
-    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-
-
-def _words(key: Any) -> Any:
-    if isinstance(key, jax.ShapeDtypeStruct):
-        return jax.eval_shape(jax.random.key_data, key)
-    return jax.random.key_data(key)
-
-
-def _as_key(words: Any, impl: str) -> Any:
-    if isinstance(words, jax.ShapeDtypeStruct):
-        return jax.eval_shape(lambda words: jax.random.wrap_key_data(words, impl=impl), words)
-    return jax.random.wrap_key_data(words, impl=impl)
 
 
 def _roles_of(layouts: Any) -> Roles:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Key, UInt32
 
+from .._random_keys import is_key, key_words
 from ..formats import NVFP4, NVFP4_1D, RUN, Format, QuantizedArray, validate
 from ._checks import as_amax, as_matrix, check_dtype, check_format
 from ._implementation import Implementation, call
@@ -192,9 +193,7 @@ def _amaxes(
 
 
 def _words(key: Any) -> jax.Array:
-    words = key
-    if hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        words = jax.random.key_data(key)
+    words = key_words(key) if is_key(key) else key
     if getattr(words, "dtype", None) != jnp.uint32:
         raise TypeError(
             f"`key` is {getattr(words, 'dtype', type(key).__name__)}; it must be a JAX key, or two uint32 words."

@@ -12,6 +12,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from .._random_keys import as_key, is_key, key_impl, key_words
 from ..nn import init
 from ._gradients import Request, View, gradients, mean_gradients
 from ._loss import Loss, mean
@@ -105,11 +106,11 @@ def _copied(leaf: Any) -> Callable[[], Any]:
     """Returns what makes an array anew, on the devices in scope; a plain number stays as it is."""
     if not hasattr(leaf, "dtype"):
         return lambda: leaf
-    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if not is_key(leaf):
         value = np.asarray(leaf)
         return lambda: jnp.asarray(value)
-    words, impl = np.asarray(jax.random.key_data(leaf)), str(jax.random.key_impl(leaf))
-    return lambda: jax.random.wrap_key_data(jnp.asarray(words), impl=impl)
+    words, impl = np.asarray(key_words(leaf)), key_impl(leaf)
+    return lambda: as_key(jnp.asarray(words), impl)
 
 
 def _path(path: Any) -> str:

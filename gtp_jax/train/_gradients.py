@@ -289,7 +289,7 @@ def _over_mesh(local: Callable[..., Any], state: TrainState, microbatches: int, 
     """Returns what `local(params, frozen, batch, step)` gives of a batch, on every rank's own part; as it is without a
     mesh."""
     model_def = state.model_def
-    check_model_state(state)
+    _check_model_state(state)
 
     def run(batch: Tree) -> Any:
         model_def.check_mesh()
@@ -315,7 +315,7 @@ def _over_mesh(local: Callable[..., Any], state: TrainState, microbatches: int, 
     return run
 
 
-def check_model_state(state: TrainState) -> None:
+def _check_model_state(state: TrainState) -> None:
     """Refuses variables other than parameters, which local view has no place for.
 
     Raises:

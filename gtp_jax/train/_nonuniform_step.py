@@ -31,12 +31,12 @@ from ..mesh import DP, GTP, TP, axes_of, degree, use_roles
 from ..nonuniform import Exchange, Parts, without_replicas
 from ..recipes import Recipe
 from ._core_metrics import CoreMetrics
-from ._gradients import Computed, Request, check_model_state
+from ._gradients import Computed, Request
 from ._jit import Jitted
 from ._loss import mean
 from ._replica_dtypes import ReplicaDtypes, replica_dtypes_of
 from ._replica_step import ReplicaStep, parts_of, settled
-from ._replicas import Batches, Replicas, is_here
+from ._replicas import Batches, Replicas, check_parameters_only, is_here
 from ._state import TrainState, constrained
 from ._update import never_skip, updated
 
@@ -254,12 +254,7 @@ class NonuniformStep:
         return after, {"loss": mean(total, tokens), "tokens": tokens, **metrics}
 
     def _check(self, state: TrainState) -> None:
-        check_model_state(state)
-        if state.frozen:
-            raise ValueError(
-                "the state has frozen weights, which are stored in formats and are not moved between layouts of "
-                "unequal degree. Train it on one mesh, or leave `freeze` out."
-            )
+        check_parameters_only(state.model_def)
         core = self._replicas.core
         if isinstance(state.step, jax.core.Tracer):
             raise TypeError("a step over replicas is run as it is; call it outside of `jax.jit`, which cannot hold it.")

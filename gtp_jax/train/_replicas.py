@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ..mesh import AXES, DP, GTP, TP, Roles, current_roles, make_mesh
+from ..mesh import AXES, DP, GTP, TP, Roles, current_roles, make_mesh, with_paths
 from ..nn import ModelDef, MoE, abstract_model, split_model
 from ..nonuniform import FaultPlan, Grid, LeafSpecs, exchanged, plan_fold, plan_unfold
 from ._replica_dtypes import replica_dtypes_of
@@ -46,8 +46,9 @@ class Replicas:
         model_defs: of the model on each of `meshes`.
 
     Raises:
-        ValueError: if there are more or fewer devices, the roles in scope name other axes than dp, gtp and tp, or a
-            term of the loss is of the whole batch, which no replica has.
+        ValueError: if there are more or fewer devices, the roles in scope name other axes than dp, gtp and tp, a term
+            of the loss is of the whole batch, which no replica has, or the replicas are unequal and the model holds
+            variables other than trained parameters.
     """
 
     def __init__(
@@ -64,6 +65,8 @@ class Replicas:
             self.core = _mesh([replica.core for replica in plan.replicas], by_slot)
         # abstract, as this process may have none of the devices
         self.model_defs = tuple(lay_out(factory, mesh.abstract_mesh)[0] for mesh in self.meshes)
+        if not plan.uniform:
+            check_parameters_only(self.model_defs[0])
         if len(self.meshes) > 1:
             _check_terms(self.model_defs[0])
 
@@ -168,7 +171,7 @@ def leaf_specs(
         replica: of the model in the replica.
         dtypes: in which they travel; those of the parameters by default.
     """
-    specs = [jax.tree.leaves(one.specs, is_leaf=lambda s: isinstance(s, PartitionSpec)) for one in (core, replica)]
+    specs = [jax.tree.leaves(one.specs, is_leaf=_is_spec) for one in (core, replica)]
     leaves = jax.tree.leaves(params)
     dtypes = [np.dtype(x.dtype) for x in leaves] if dtypes is None else dtypes
     rows = zip(leaves, dtypes, *specs, strict=True)
@@ -187,6 +190,30 @@ def _check_roles(roles: Roles) -> None:
                 f"the roles in scope have `{name}` {getattr(roles, name)!r}; replicas of unequal degree have {axes!r}, "
                 "as each is a mesh of its own. Leave `use_roles` out, or choose only `optimizer` with it."
             )
+
+
+def check_parameters_only(model_def: ModelDef) -> None:
+    """Refuses a model that holds anything but trained parameters.
+
+    Raises:
+        ValueError: naming some of it.
+    """
+    if model_def.state_specs:
+        paths = [".".join(path) for path, _ in with_paths(model_def.state_specs, is_leaf=_is_spec)]
+        raise ValueError(
+            f"the model holds variables other than parameters ({', '.join(paths[:3])}), which every replica of unequal "
+            "degree would write for itself. Leave out dropout and batch statistics, or train on one mesh, without "
+            "`replicas`."
+        )
+    if model_def.frozen_specs:
+        raise ValueError(
+            "the model has frozen weights, which are stored in formats and are not moved between layouts of unequal "
+            "degree. Leave out `freeze`, or train on one mesh, without `replicas`."
+        )
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, PartitionSpec)
 
 
 def _check_terms(model_def: ModelDef) -> None:

@@ -295,6 +295,12 @@ class WithState(Tiny):
         self.calls = nnx.Variable(jnp.zeros(()))
 
 
+class WithDropout(Tiny):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+
 class WithLoadOfAll(nnx.Module):
     def __init__(self, rngs):
         self.moe = gtp.MoE(8, 8, num_experts=2, top_k=1, routing=gtp.Routing(aux_loss="microbatch"), rngs=rngs)
@@ -305,7 +311,12 @@ class WithLoadOfAll(nnx.Module):
     [
         ({"view": "global"}, ValueError, "code in `view='global'`, which may mix all examples of a batch"),
         ({"loss": mean_loss}, TypeError, "it returned one scalar, which would be the mean of one rank's"),
-        ({"factory": WithState}, ValueError, "the model holds variables other than parameters"),
+        (
+            {"factory": WithState},
+            ValueError,
+            r"variables other than parameters \(calls\), which every replica of unequal",
+        ),
+        ({"factory": WithDropout}, ValueError, r"\(dropout.rngs.count, dropout.rngs.key\), which every replica of"),
         ({"factory": WithLoadOfAll}, ValueError, "the MoE at moe has `aux_loss` 'microbatch', a term of the load over"),
         ({"rows": 8}, ValueError, r"`batch`\['targets'\] has shape \(8, 12\), but the plan is for batches of 9 rows"),
         ({"state_factory": Everything}, ValueError, "has other parameters than the model that `replicas` was made for"),
