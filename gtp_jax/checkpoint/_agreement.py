@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
+from ..mesh import of_all_processes
 from ._damage import DamagedCheckpoint
 
 # Seconds before each further attempt, after a read that failed without proof of damage: a network file system may be
@@ -80,6 +80,6 @@ def _worst(error: Exception | None) -> tuple[int, int, str]:
     mine = np.zeros(1 + _TOLD, np.uint8)
     told = np.frombuffer(text.encode()[:_TOLD], np.uint8)
     mine[0], mine[1 : 1 + len(told)] = kind, told
-    every = np.asarray(multihost_utils.process_allgather(mine)).reshape(jax.process_count(), -1)
+    every = of_all_processes(mine)
     process = int(every[:, 0].argmax())
     return int(every[process, 0]), process, bytes(every[process, 1:]).rstrip(b"\0").decode(errors="replace")

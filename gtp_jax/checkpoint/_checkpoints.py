@@ -15,9 +15,9 @@ from typing import Any, Self, TypeVar
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 from ..layout import Layout
+from ..mesh import of_all_processes
 from ..recipes import Recipe, check_recipe
 from ._agreement import read_together
 from ._damage import DamagedCheckpoint, damaged, other_values
@@ -288,8 +288,8 @@ class Checkpoints:
         later = [one for one in agreed_steps(self._directory) if one > step]
         paths = steps_in(self._directory)
         kept = [str(set_aside(paths[one], "damaged" if one in damaged else "abandoned")) for one in later]
-        if later and jax.process_count() > 1:
-            multihost_utils.process_allgather(np.int32(0))  # renamed before anybody looks again
+        if later:
+            of_all_processes(np.int32(0))  # renamed before anybody looks again
         return kept
 
     def restore_params(self, state_like: Any, step: int | None = None) -> dict[str, Any]:

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
+
+from ..mesh import of_all_processes
 
 # Odd, so that multiplication by them loses no bit; the first two are the golden ratio's and the square root of three's.
 _LANES = (0x9E3779B1, 0xBB67AE85)
@@ -53,8 +54,7 @@ class Digests:
         arrays = self._arrays.values()
         pairs = [_own_sums(array, sums) for array, sums in zip(arrays, self._launched, strict=True)]
         totals = np.array(pairs, np.uint32).reshape(len(arrays), 2, len(_LANES))
-        if jax.process_count() > 1:
-            totals = np.sum(multihost_utils.process_allgather(totals), axis=0, dtype=np.uint32)
+        totals = np.sum(of_all_processes(totals), axis=0, dtype=np.uint32)
         digests = {
             name: _agreed(name, array, *pair) for (name, array), pair in zip(self._arrays.items(), totals, strict=True)
         }

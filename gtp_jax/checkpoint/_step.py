@@ -13,8 +13,11 @@ from concurrent.futures import Future
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
+from ..mesh import have_equally_many_devices, of_all_processes
 from ._damage import DamagedCheckpoint
 from ._foreign_json import read_file, strange_files
 from ._leaf import Leaf
@@ -49,8 +52,15 @@ def new_manager(
     registry.add(ARRAYS, ocp.args.StandardSave, SummedArrays(guard))
     registry.add(ARRAYS, ocp.args.PyTreeSave, SummedStreams(guard))
     registry.add(MANIFEST, ocp.args.JsonSave, _Manifests())
+    together = _processes()
+    if together.active_processes is not None:  # with which orbax does not make the directory
+        if jax.process_index() == 0:
+            epath.Path(directory).mkdir(parents=True, exist_ok=True)
+        of_all_processes(np.int32(0))
     options = ocp.CheckpointManagerOptions(
         preservation_policy=preservation,
+        create=together.active_processes is None,
+        multiprocessing_options=together,
         cleanup_tmp_directories=True,
         save_root_metadata=False,
         enable_async_checkpointing=background,
@@ -58,6 +68,17 @@ def new_manager(
     manager = ocp.CheckpointManager(directory, options=options, handler_registry=registry)
     manager._checkpoint_deleter = Pruning(directory, guard)  # it takes no other by its options
     return manager
+
+
+def _processes() -> ocp.options.MultiprocessingOptions:
+    """Returns how the processes wait for each other while they save.
+
+    By default orbax calls `sync_global_devices`, which fails if processes have different numbers of devices. Given the
+    processes, it waits at barriers of JAX's coordination service.
+    """
+    if have_equally_many_devices():
+        return ocp.options.MultiprocessingOptions()
+    return ocp.options.MultiprocessingOptions(active_processes=set(range(jax.process_count())))
 
 
 def write_step(

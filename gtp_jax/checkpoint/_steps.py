@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
+
+from ..mesh import of_all_processes
 
 # What to do when the system refuses to write: a full disk, an exhausted quota or a limit on the size of files; and a
 # file system or directory that has become read-only.
@@ -91,9 +91,7 @@ def agreed_steps(directory: str) -> list[int]:
 def _check_same(directory: str, step: int, count: int = 0) -> None:
     """Checks that all processes see this step, -1 if none, and so many. All of them raise, or none: the others would
     wait for the one that did."""
-    if jax.process_count() == 1:
-        return
-    seen = np.asarray(multihost_utils.process_allgather(np.array([step, count], np.int32))).reshape(-1, 2).tolist()
+    seen = of_all_processes(np.array([step, count], np.int32)).tolist()
     if any(one != seen[0] for one in seen):
         raise OSError(
             f"the processes see different checkpoints in {directory}: step {[one for one, _ in seen]} in process "

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
 from ..checkpoint import Checkpoints
+from ..mesh import of_all_processes
 from ..trainer import state_is_finite
 from ._memory import check_room
 
@@ -169,9 +169,8 @@ class Snapshots:
 
     def _choose(self, step: int, step_s: float, blocked_s: float, written_s: float) -> None:
         """Chooses the cadence, the same in all processes: that of the slowest."""
-        mine = np.array([step_s, blocked_s, written_s])
-        every = np.asarray(multihost_utils.process_allgather(mine)).reshape(-1, 3) if jax.process_count() > 1 else mine
-        step_s, blocked_s, written_s = every.reshape(-1, 3).max(axis=0).tolist()
+        every = of_all_processes(np.array([step_s, blocked_s, written_s]))
+        step_s, blocked_s, written_s = every.max(axis=0).tolist()
         self._cadence = Cadence.of_cost(step_s=step_s, blocked_s=blocked_s, written_s=written_s)
         self._next = step + self._cadence.every
         measured = {"step_s": step_s, "blocked_s": blocked_s, "written_s": written_s}

@@ -27,6 +27,8 @@ from ._parallelism import Parallelism as Parallelism
 from ._paths import Path as Path
 from ._paths import of_parameter as of_parameter
 from ._paths import with_paths as with_paths
+from ._processes import have_equally_many_devices as have_equally_many_devices
+from ._processes import of_all_processes as of_all_processes
 from ._roles import Roles as Roles
 from ._roles import current_roles as current_roles
 from ._roles import default_roles as default_roles

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import multihost_utils
 
-from ..mesh import degrees
+from ..mesh import degrees, of_all_processes
 from ..recipes import Recipe, current_recipe
 from ._gradients import Request, View, gradients, mean_gradients
 from ._loss import Loss, mean
@@ -134,8 +133,7 @@ def _finite_leaves(params: Tree) -> tuple[np.ndarray, list[str]]:
 def _first(probes: Probes) -> tuple[str | None, str | None]:
     """Returns the first output or gradient that is not finite in any process."""
     never = np.int32(np.iinfo(np.int32).max)
-    mine = np.int32(min(probes.fired, default=int(never)))
-    first = int(np.min(multihost_utils.process_allgather(mine))) if jax.process_count() > 1 else int(mine)
+    first = int(np.min(of_all_processes(np.int32(min(probes.fired, default=int(never))))))
     return (None, None) if first == never else probes.name(first)
 
 

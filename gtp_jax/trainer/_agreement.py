@@ -131,8 +131,11 @@ def check_shared(peers: Peers, directory: RunDirectory) -> None:
         )
 
 
-def check_devices() -> None:
-    """Checks that all processes have devices of one kind, equally many. Starts JAX's backend, and waits for all.
+def check_devices(*, equally_many: bool = True) -> None:
+    """Checks that all processes have devices of one kind. Starts JAX's backend, and waits for all.
+
+    Args:
+        equally_many: whether each must have the same number of devices; after failures of devices hosts do not.
 
     Raises:
         ValueError: naming what each process has.
@@ -140,16 +143,21 @@ def check_devices() -> None:
     each: dict[int, list[str]] = collections.defaultdict(list)
     for device in jax.devices():
         each[device.process_index].append(device.device_kind)
-    lines = differences(
-        [
-            {"devices": " + ".join(f"{n} x {kind}" for kind, n in sorted(collections.Counter(each[process]).items()))}
-            for process in range(jax.process_count())
-        ]
-    )
+    counts = [collections.Counter(each[process]) for process in range(jax.process_count())]
+    if equally_many:
+        lines = differences(
+            [{"devices": " + ".join(f"{n} x {kind}" for kind, n in sorted(count.items()))} for count in counts]
+        )
+        remedy = (
+            "equally many of one kind, by CUDA_VISIBLE_DEVICES or --local-devices. If devices have failed, name their "
+            "slots in the mesh with --failed-devices: then the numbers may differ."
+        )
+    else:
+        lines = differences([{"kinds of devices": " + ".join(sorted(count))} for count in counts])
+        remedy = "devices of one kind."
     if lines:
         raise ValueError(
-            "the processes of this run do not have equal devices:\n" + "\n".join(lines) + "\nGive all of them equally "
-            "many of one kind, by CUDA_VISIBLE_DEVICES or --local-devices."
+            "the processes of this run do not have equal devices:\n" + "\n".join(lines) + f"\nGive all of them {remedy}"
         )
 
 

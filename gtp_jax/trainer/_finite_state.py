@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
+
+from ..mesh import of_all_processes
 
 
 def state_is_finite(state: Any) -> bool:
@@ -16,7 +17,7 @@ def state_is_finite(state: Any) -> bool:
     floats = [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     found = _all_finite(floats).addressable_shards
     finite = all(bool(shard.data) for shard in found)  # a process may have no part of the state
-    return bool(np.all(multihost_utils.process_allgather(np.bool_(finite)))) if jax.process_count() > 1 else finite
+    return bool(np.all(of_all_processes(np.bool_(finite))))
 
 
 @jax.jit

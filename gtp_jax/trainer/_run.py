@@ -119,10 +119,10 @@ def _start(
     watch.doing("join")
     launch.join()
     # From here on all processes compute the same of the same, so that a mistake is refused by all of them or by none.
-    check_devices()
+    planned = config if supervision is None else dataclasses.replace(config, faults=supervision.faults)
+    check_devices(equally_many=not planned.faults.any)
     watch.doing("check")
     degrees = _degrees(config, supervision)
-    planned = config if supervision is None else dataclasses.replace(config, faults=supervision.faults)
     model = config.model(corpus.vocab_size, dtype="bfloat16" if on_gpu() else "float32")
     if without_sequence_parallelism(planned, degrees):
         model = dataclasses.replace(model, sequence_parallel=False)

@@ -1,4 +1,4 @@
-"""A process a device: replicas of unequal degree train as in one process, and the state is saved and restored."""
+"""Several processes: replicas of unequal degree train as in one process, and the state is saved and restored."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ROOT = Path(__file__).parents[2]
 WORKER = """
 import sys
 import jax
-jax.config.update("jax_num_cpu_devices", 1)
 jax.config.update("jax_enable_x64", True)
-address, count, rank, folder, dp, gtp_degree, tp, batch, *failed = sys.argv[1:]
+address, count, rank, devices, folder, dp, gtp_degree, tp, batch, *failed = sys.argv[1:]
+jax.config.update("jax_num_cpu_devices", int(devices))
 jax.distributed.initialize(address, int(count), int(rank))
 from flax import nnx
 import gtp_jax as gtp
@@ -39,8 +39,8 @@ with jax.set_mesh(replicas.core), Checkpoints(folder) as checkpoints:
     for number, part in enumerate(data[:4]):
         state, metrics = step(state, part)
         print("loss", repr(float(metrics["loss"])), repr(float(metrics["grad_norm"])), flush=True)
-        if number == 2:
-            checkpoints.save(3, state, {"order": [1]})
+        if number in (1, 2):
+            checkpoints.save(number + 1, state, {"order": [1]})
     checkpoints.wait()
     state, extra = checkpoints.restore(state)
     state, metrics = step(state, data[3])
@@ -48,16 +48,18 @@ with jax.set_mesh(replicas.core), Checkpoints(folder) as checkpoints:
 jax.distributed.shutdown()
 """
 
+# Degrees of a plan, and the devices of each process; by default one each.
 PLANS = {
-    "2 and 1, where one process has no part of the state": dict(dp=2, gtp=1, tp=2, failed=(3,), batch=9),
-    "gtp 2, tp 2 and 1": dict(dp=2, gtp=2, tp=2, failed=(4, 6), batch=12),
+    "2 and 1, where one process has no part of the state": (dict(dp=2, gtp=1, tp=2, failed=(3,), batch=9), ()),
+    "gtp 2, tp 2 and 1": (dict(dp=2, gtp=2, tp=2, failed=(4, 6), batch=12), ()),
+    "2 and 1, a process per replica": (dict(dp=2, gtp=1, tp=2, failed=(3,), batch=9), (2, 1)),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
-def test_a_process_a_device_equals_one_process(name, x64, tmp_path):
-    degrees = PLANS[name]
+def test_several_processes_equal_one(name, x64, tmp_path):
+    degrees, hosts = PLANS[name]
     plan = gtp.plan_faults(**degrees)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -65,16 +67,16 @@ def test_a_process_a_device_equals_one_process(name, x64, tmp_path):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     sizes = [degrees[key] for key in ("dp", "gtp", "tp", "batch")]
     arguments = [str(tmp_path / "run"), *map(str, sizes), *map(str, degrees["failed"])]
-    count = len(plan.active)
+    hosts = hosts or (1,) * len(plan.active)
     workers = [
         subprocess.Popen(
-            [sys.executable, "-c", WORKER, address, str(count), str(rank), *arguments],
+            [sys.executable, "-c", WORKER, address, str(len(hosts)), str(rank), str(devices), *arguments],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(count)
+        for rank, devices in enumerate(hosts)
     ]
     try:
         outputs = [worker.communicate(timeout=300) for worker in workers]

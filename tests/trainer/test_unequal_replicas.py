@@ -8,6 +8,7 @@ import pytest
 from .runs import processes, read_records, small, start, train, write_text
 
 HEALTHY = {"dp": 2, "tp": 2, "batch": 9, "lr": 1e-3, "dtype": "float32", "save_every": 2, "eval_every": 2}
+LOST = ["--failed-devices", "3"]
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +51,35 @@ def test_degrees_that_do_not_divide_the_sequence_train_and_evaluate(failed, text
     assert_alike(tmp_path / "hurt", tmp_path / "healthy")
 
 
+@pytest.fixture(scope="module")
+def in_one_process(text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("one") / "run"
+    train([*small(text, out, **HEALTHY, steps=4), *LOST])
+    return out
+
+
 @pytest.mark.slow
-def test_a_process_a_device_equals_one_process(text, tmp_path):
-    lost = ["--failed-devices", "3"]
-    train([*small(text, tmp_path / "one", **HEALTHY, steps=4), *lost])
-    with processes(3, [*small(text, tmp_path / "three", **HEALTHY, steps=4), *lost], tmp_path) as runs:
+def test_hosts_of_two_devices_and_one_equal_one_process(text, in_one_process, tmp_path):
+    flags = [*small(text, tmp_path / "two", **HEALTHY, steps=4), *LOST, "--local-devices=2"]
+    with processes(2, flags, tmp_path, last=["--local-devices=1"]) as runs:
+        assert [run.wait(300) for run in runs] == [0, 0], (tmp_path / "process0.txt").read_text()[-6000:]
+    assert_alike(tmp_path / "two", in_one_process)
+
+
+def test_hosts_of_unequal_devices_are_refused_without_failed_ones(text, tmp_path):
+    flags = small(text, tmp_path / "run", gtp=3, batch=9, local_devices=2)
+    with processes(2, flags, tmp_path, last=["--local-devices=1"]) as runs:
+        assert [run.wait(120) for run in runs] == [2, 2]
+    output = " ".join((tmp_path / "process0.txt").read_text().split())
+    assert "do not have equal devices: devices: 2 x cpu in process 0; 1 x cpu in process 1" in output
+    assert "If devices have failed, name their slots in the mesh with --failed-devices" in output
+
+
+@pytest.mark.slow
+def test_a_process_a_device_equals_one_process(text, in_one_process, tmp_path):
+    with processes(3, [*small(text, tmp_path / "three", **HEALTHY, steps=4), *LOST], tmp_path) as runs:
         assert [run.wait(300) for run in runs] == [0, 0, 0], (tmp_path / "process1.txt").read_text()[-6000:]
-    assert_alike(tmp_path / "three", tmp_path / "one")
+    assert_alike(tmp_path / "three", in_one_process)
     with processes(3, [*small(text, tmp_path / "three", steps=6), "--resume"], tmp_path) as runs:
         assert [run.wait(300) for run in runs] == [0, 0, 0], (tmp_path / "process1.txt").read_text()[-6000:]
     assert (6, "held_out") in losses(tmp_path / "three")
