@@ -59,8 +59,8 @@ class MoE(Layer):
             arXiv 2412.19437, equations 17 to 20), which neither the mesh nor microbatches change; see `Routing`. It is
             added to the gradient and not to the loss that is reported.
         loss_reduction: `"sum"` if the loss that is differentiated is a sum over tokens, as `cross_entropy` returns it;
-            `"mean"` if it is a mean, where each token's share of the term is that much smaller. A train step refuses
-            the other one; a step of one's own cannot tell.
+            `"mean"` if it is a mean, where each token's share of the terms (this one, and the router's z-loss) is that
+            much smaller. A train step refuses the other one; a step of your own cannot tell.
         activation: elementwise, on the gate, which it is given in float32 at least.
         epsilon: of the norm.
         sequence_parallel: whether input and output are sharded along the sequence over tp.
@@ -220,7 +220,9 @@ class MoE(Layer):
         bias = None if self.router_bias is None else self.router_bias.get_value()
         chosen = self.routing.choose(scores, bias, self.top_k)
         load = jnp.sum(jax.nn.one_hot(chosen, self.num_experts, dtype=wide), axis=(1, 2))  # (batch, experts)
-        shares = with_aux_loss(self.routing.shares(scores, chosen), self._terms(logits, scores, load))
+        shares = self.routing.shares(scores, chosen)
+        if self.added_terms:
+            shares = with_aux_loss(shares, self._terms(logits, scores, load))
         if bias is not None:
             shares = with_load_as_gradient(shares, bias, jnp.sum(load, axis=0))
         return chosen, shares
@@ -239,10 +241,12 @@ class MoE(Layer):
         if self.loss_reduction == "mean":
             weight /= logits.shape[0] * degrees(batch) * length
         share = load * (self.num_experts / (self.top_k * tokens))  # 1 of an expert with an even share
-        term = self.aux_loss_coeff * jnp.sum(share[:, None] * self.routing.probs(scores))
-        if self.routing.z_loss_coeff:
-            term += self.routing.z_loss_coeff * jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2)
-        return weight * term
+        of = {
+            "aux_loss_coeff": lambda: jnp.sum(share[:, None] * self.routing.probs(scores)),
+            "routing.z_loss_coeff": lambda: jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2),
+        }
+        first, *others = (coefficient * of[name]() for name, coefficient in self.added_terms.items())
+        return weight * sum(others, start=first)
 
     def _jitter(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         """Returns random factors for the router's inputs, of each example the same ones on every mesh."""
@@ -258,6 +262,15 @@ class MoE(Layer):
         if tensor is None:
             return whole
         return lax.dynamic_slice_in_dim(whole, lax.axis_index(tensor) * shape[1], shape[1], axis=1)
+
+    @property
+    def added_terms(self) -> dict[str, float]:
+        """The coefficients, by argument, of the terms that a call adds to the gradient; a term of 0 is not among them.
+
+        These terms are scaled for a loss of the kind that `loss_reduction` names; see `check_loss_reduction`.
+        """
+        terms = {"aux_loss_coeff": self.aux_loss_coeff, "routing.z_loss_coeff": self.routing.z_loss_coeff}
+        return {name: coefficient for name, coefficient in terms.items() if coefficient}
 
     @property
     def _batch_axes(self) -> tuple[str, ...]:
@@ -276,23 +289,25 @@ class MoE(Layer):
 
 
 def check_loss_reduction(model: nnx.Module, reduction: LossReduction) -> None:
-    """Refuses mixtures of experts that were built for another kind of loss.
+    """Refuses mixtures of experts that add terms to the gradient which are scaled for another kind of loss.
 
     Args:
-        model: in which they are.
-        reduction: of the loss that is differentiated.
+        model: the model that computed the loss.
+        reduction: the kind of the loss that is differentiated.
 
     Raises:
-        ValueError: naming the first one and the remedy.
+        ValueError: naming the first such mixture, its terms and the remedy.
     """
+    returned = {"sum": "(sum of token losses, number of tokens)", "mean": "a scalar, which is taken for a mean"}
     for path, module in nnx.iter_modules(model):
-        if isinstance(module, MoE) and module.aux_loss_coeff and module.loss_reduction != reduction:
-            returned = {"sum": "(sum of token losses, number of tokens)", "mean": "a scalar, which is taken for a mean"}
-            raise ValueError(
-                f"the loss returns {returned[reduction]}, and the MoE at {'.'.join(map(str, path)) or 'the top'} adds "
-                f"the gradient of its balance term as if it were a {module.loss_reduction}. Build it with "
-                f"`loss_reduction={reduction!r}`, or `aux_loss_coeff=0`."
-            )
+        if not isinstance(module, MoE) or module.loss_reduction == reduction or not module.added_terms:
+            continue
+        terms = " and ".join(f"`{name}`" for name in module.added_terms)
+        raise ValueError(
+            f"the loss returns {returned[reduction]}, and the MoE at {'.'.join(map(str, path)) or 'the top'} adds the "
+            f"gradient of its terms ({terms}) as if it were a {module.loss_reduction}. Build it with "
+            f"`loss_reduction={reduction!r}`, or with {terms} of 0."
+        )
 
 
 def check_moe(num_experts: int, top_k: int, aux_loss_coeff: float) -> None:

@@ -1,6 +1,7 @@
 """The term that balances experts counts once, in a step's `shard_map` and on global arrays alike."""
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from flax import nnx
 from selection import others_slow
 
 import gtp_jax as gtp
+from gtp_jax.nn import Routing
 
 
 def gradients(degrees, parallel, roles=None, reduction="sum"):
@@ -55,20 +57,50 @@ def test_gradients_of_a_mean_are_those_of_the_sum_a_token(degrees, parallel, x64
         np.testing.assert_allclose(of_mean[path] * 24, value, rtol=1e-11, atol=1e-12, err_msg=str(path))
 
 
+INPUT = np.random.default_rng(0).normal(size=(4, 6, 8))
+LOSSES = {
+    "mean": lambda model, x: jnp.mean(jnp.sin(model["experts"](x))),
+    "sum": lambda model, x: (jnp.sum(jnp.sin(model["experts"](x))) / 8, 24),  # of 24 tokens of 8 features
+}
+TERMS = {
+    "aux_loss_coeff": dict(aux_loss_coeff=0.5),
+    "routing.z_loss_coeff": dict(aux_loss_coeff=0, routing=Routing(z_loss_coeff=0.5)),
+    "none": dict(aux_loss_coeff=0),
+}
+
+
+def term_by_formula(router, x, term):
+    """The mean of one term over all tokens, in plain JAX."""
+    logits = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) @ router
+    if term == "routing.z_loss_coeff":
+        return 0.5 * jnp.mean(jnp.log(jnp.sum(jnp.exp(logits), -1)) ** 2)
+    probs = jax.nn.softmax(logits, -1)
+    taken = jnp.sum(jax.nn.one_hot(jax.lax.top_k(probs, 2)[1], 4), -2)
+    return 0.5 * 4 / 2 * jnp.mean(jnp.sum(taken.mean(1) * probs.mean(1), -1))  # of each sequence
+
+
+def step_state(reduction, term):
+    make = functools.partial(gtp.MoE, 8, 12, num_experts=4, dtype="float64", param_dtype="float64")
+    experts = lambda rngs: make(loss_reduction=reduction, rngs=rngs, **TERMS[term])  # noqa: E731
+    return gtp.TrainState.create(gtp.init(lambda rngs: nnx.Dict(experts=experts(rngs)), nnx.Rngs(0)), optax.sgd(0.1))
+
+
+@functools.cache
+def router_and_gradient(reduction, term):
+    state = step_state(reduction, term)
+    found = jax.jit(lambda state: gtp.loss_and_gradients(LOSSES[reduction], state, INPUT)[1])(state)
+    return state.params["experts"]["router"], found["experts"]["router"]
+
+
+@pytest.mark.parametrize("term", ["aux_loss_coeff", "routing.z_loss_coeff"])
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_a_step_refuses_another_kind_of_loss_than_the_experts_were_built_for(reduction):
-    model = gtp.init(
-        lambda rngs: nnx.Dict(experts=gtp.MoE(8, 12, num_experts=4, loss_reduction=reduction, rngs=rngs)), nnx.Rngs(0)
-    )
-    state = gtp.TrainState.create(model, optax.sgd(0.1))
-    losses = {
-        "mean": lambda model, x: jnp.mean(model["experts"](x)),
-        "sum": lambda model, x: (jnp.sum(model["experts"](x)), 24),
-    }
-    x = jnp.ones((4, 6, 8))
+def test_a_step_adds_the_mean_of_each_term_over_tokens_and_refuses_a_loss_of_the_other_kind(reduction, term, x64):
+    (router, found), (_, without) = (router_and_gradient(reduction, name) for name in (term, "none"))
+    wanted = jax.jit(jax.grad(term_by_formula), static_argnums=2)(router, INPUT, term)
+    np.testing.assert_allclose(found - without, wanted, rtol=1e-9, atol=1e-12)
     other = "mean" if reduction == "sum" else "sum"
-    with pytest.raises(
-        ValueError, match=f"the MoE at experts .* as if it were a {reduction}.*loss_reduction='{other}'"
-    ):
-        gtp.train_step(losses[other], optax.sgd(0.1))(state, x)
-    gtp.train_step(losses[reduction], optax.sgd(0.1))(state, x)
+    refused = lambda state: gtp.loss_and_gradients(LOSSES[other], state, INPUT)  # noqa: E731
+    message = rf"the MoE at experts .*\(`{term}`\) as if it were a {reduction}.*='{other}'`, or with `{term}` of 0"
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(refused, step_state(reduction, term))
+    jax.eval_shape(refused, step_state(reduction, "none"))  # nothing is added
