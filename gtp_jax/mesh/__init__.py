@@ -33,6 +33,7 @@ from ._roles import Roles as Roles
 from ._roles import current_roles as current_roles
 from ._roles import default_roles as default_roles
 from ._roles import loss_copies as loss_copies
+from ._roles import spec_of_batch as spec_of_batch
 from ._roles import use_loss_counted_once as use_loss_counted_once
 from ._roles import use_roles as use_roles
 from ._scope import check_mesh_in_scope as check_mesh_in_scope

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Collection
 
 import jax
+from jax.sharding import PartitionSpec
 
 from ._axes import DP, EP, GTP, TP, degrees
 
@@ -123,3 +124,9 @@ def default_roles(axes: Collection[str]) -> Roles:
     stored of them over dp too, tensor parallelism over tp; of a mesh with an axis ep, batch and weights over that too,
     and experts over ep."""
     return _WITH_EXPERTS if EP in axes else Roles()
+
+
+def spec_of_batch(roles: Roles, shape: tuple[int, ...]) -> PartitionSpec:
+    """Returns the partition of an array whose dimension 0 is the batch: sharded over the ranks that divide the batch if
+    they divide this one, and whole otherwise. A scalar is whole."""
+    return PartitionSpec(roles.batch) if shape and shape[0] % degrees(roles.batch) == 0 else PartitionSpec()

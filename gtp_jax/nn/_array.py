@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..collectives import Shards, gathered, join_split
 from ..layout import ArrayLayout, layout_of_array
-from ..mesh import check_mesh_in_scope, current_view, degrees
+from ..mesh import check_mesh_in_scope, current_view, spec_of_batch
 from ..weights import Gathered, GradReduce, Reduction, gather, reduction_of, scatter
 from ._layer import partition_of
 from ._ranks import on_ranks, ranks_spec
@@ -203,8 +203,7 @@ def over_batch(
 
     if current_view() != "global":
         return call(owner.value, state, x)
-    batch = owner.layouts[0].roles.batch
-    sharded = PartitionSpec(batch) if batched and x.shape[0] % degrees(batch) == 0 else PartitionSpec()
+    sharded = spec_of_batch(owner.layouts[0].roles, x.shape) if batched else PartitionSpec()
     into = ranks_spec() if isinstance(owner.value, Gathered) else partition_of(kernel)
     return on_ranks(call, (into, PartitionSpec(), sharded), sharded)(owner.value, state, x)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..mesh import current_roles, current_view, degree
+from ..mesh import current_roles, current_view, degree, spec_of_batch
 from ..ops import check_concrete_ids, to_index, token_cross_entropy
 
 
@@ -16,17 +16,19 @@ def cross_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the sum of token losses and the number of tokens, whose quotient is the mean loss.
 
-    Inside a `shard_map` both count this rank's sequences; in global view, the whole batch. A token that is left out
-    changes neither the sums nor any gradient, even if its logits are not finite. Second derivatives are `jax.jvp` or
-    `jax.grad` of a gradient; a first derivative exists in reverse mode only.
+    Inside a `shard_map` both count this rank's examples; in global view, the whole batch. Where ranks do not divide the
+    batch, each computes all of it. A token that is left out changes neither the sums nor any gradient, even if its
+    logits are not finite. Second derivatives are `jax.jvp` or `jax.grad` of a gradient; a first derivative exists in
+    reverse mode only.
 
     Args:
-        logits: `(batch, sequence, vocab)`. Inside a `shard_map`, this rank's part of the vocabulary as a
+        logits: `(batch, ..., vocab)`, of any number of dimensions: `(batch, sequence, vocab)` of a language model,
+            `(batch, vocab)` of a classifier. Inside a `shard_map`, this rank's part of the vocabulary as a
             column-parallel head leaves it, or, of a head with `parallel=None`, all of it.
-        targets: `(batch, sequence)`, integers. A negative one leaves its token out, whether it is -1 or -100. One that
+        targets: `(batch, ...)`, integers. A negative one leaves its token out, whether it is -1 or -100. One that
             is not below vocab is an error where its value is at hand, and makes the loss NaN inside a program;
             `gtp_jax.check_ids(targets, vocab, name="targets", ignore_negative=True)` then names it.
-        weights: `(batch, sequence)`: 0 leaves a token out of loss and count, 1 counts it. All count by default.
+        weights: `(batch, ...)`: 0 leaves a token out of loss and count, 1 counts it. All count by default.
         vocab_size: size of the whole vocabulary; the logits' by default. Needed inside a `shard_map` over tp, where it
             tells logits that are sharded from whole ones.
 
@@ -35,7 +37,11 @@ def cross_entropy(
             over tp without `vocab_size`.
         TypeError: if targets are not integers.
     """
-    if targets.shape != logits.shape[:-1] or (weights is not None and weights.shape != targets.shape):
+    if (
+        not logits.ndim
+        or targets.shape != logits.shape[:-1]
+        or (weights is not None and weights.shape != targets.shape)
+    ):
         given = None if weights is None else weights.shape
         raise ValueError(
             f"logits {logits.shape}, targets {targets.shape}, weights {given}: targets and weights have the shape of "
@@ -53,12 +59,14 @@ def cross_entropy(
     if current_view() != "global":
         return _sums(logits, targets, weights, sharded, vocab_size)
     roles = current_roles()
-    batch = PartitionSpec(roles.batch)
+    by_example = spec_of_batch(roles, targets.shape)
+    examples = (*by_example, *(None,) * (targets.ndim - len(by_example)))
 
     def local(logits, targets, weights):
-        return lax.psum(_sums(logits, targets, weights, sharded, vocab_size), roles.batch)
+        sums = _sums(logits, targets, weights, sharded, vocab_size)
+        return lax.psum(sums, roles.batch) if len(by_example) else sums
 
-    into = (PartitionSpec(roles.batch, None, roles.tensor if sharded else None), batch, batch)
+    into = (PartitionSpec(*examples, roles.tensor if sharded else None), by_example, by_example)
     mapped = jax.shard_map(local, in_specs=into, out_specs=(PartitionSpec(), PartitionSpec()), check_vma=False)
     return mapped(logits, targets, weights)
 

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from selection import others_slow
+from selection import diagonal, others_slow
 
 import gtp_jax as gtp
 from gtp_jax.nn import Routing
@@ -92,8 +92,7 @@ def router_and_gradient(reduction, term):
     return state.params["experts"]["router"], found["experts"]["router"]
 
 
-@pytest.mark.parametrize("term", ["aux_loss_coeff", "routing.z_loss_coeff"])
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("reduction, term", diagonal(["sum", "mean"], ["aux_loss_coeff", "routing.z_loss_coeff"]))
 def test_a_step_adds_the_mean_of_each_term_over_tokens_and_refuses_a_loss_of_the_other_kind(reduction, term, x64):
     (router, found), (_, without) = (router_and_gradient(reduction, name) for name in (term, "none"))
     wanted = jax.jit(jax.grad(term_by_formula), static_argnums=2)(router, INPUT, term)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from selection import diagonal
 
 import gtp_jax as gtp
 
@@ -26,7 +27,7 @@ def expected(logits, targets, tangent):
     one_hot = np.eye(logits.shape[-1])[np.maximum(targets, 0)]
     loss = -np.log((probability * one_hot).sum(-1))
     product = probability * (tangent - (probability * tangent).sum(-1, keepdims=True))
-    of_counted = lambda a: np.where(counts.reshape(counts.shape + (1,) * (a.ndim - 2)), a, 0)  # noqa: E731
+    of_counted = lambda a: np.where(counts.reshape(counts.shape + (1,) * (a.ndim - counts.ndim)), a, 0)  # noqa: E731
     return of_counted(loss).sum(), counts.sum(), of_counted(probability - one_hot), of_counted(product)
 
 
@@ -117,6 +118,52 @@ def test_inside_a_shard_map_sharded_and_whole_logits_give_the_same(sharded, voca
         close(product[..., :vocab], wanted[3])
 
 
+# of targets: classifiers, sequences, and more dimensions, one of them tp; some batches are no multiple of the ranks
+SHAPES = [(), (8,), (6,), (3, 2), (8, 3, 2), (5, 2, 2), (8, 1, 2, 2)]
+
+
+def of_shapes(vocab):
+    rng = np.random.default_rng(3)
+    logits = [rng.normal(size=(*shape, vocab)) for shape in SHAPES]
+    targets = [np.asarray(rng.integers(-1, vocab, shape)) for shape in SHAPES]
+    wanted = [expected(x[None], t[None], x[None]) for x, t in zip(logits, targets, strict=True)]
+    return logits, targets, wanted
+
+
+@pytest.mark.parametrize("mesh, vocab", diagonal(["tp 2", "no mesh", "tp 4"], [12, 13], every=3))
+def test_logits_of_any_rank_and_any_batch_have_the_loss_and_gradient_of_the_formula(mesh, vocab, x64):
+    logits, targets, wanted = of_shapes(vocab)
+
+    def losses(logits):
+        found = [gtp.cross_entropy(x, jnp.asarray(t)) for x, t in zip(logits, targets, strict=True)]
+        return sum(total for total, _ in found), found
+
+    with under(MESHES[mesh]):
+        gradients, found = jax.jit(jax.grad(losses, has_aux=True))(logits)
+    for (total, count), gradient, (loss, number, slope, _) in zip(found, gradients, wanted, strict=True):
+        close(total, loss)
+        assert count == number
+        close(gradient, slope[0])
+
+
+def test_inside_a_shard_map_logits_have_any_rank(x64):
+    shapes = [place for place, shape in enumerate(SHAPES) if shape[:1] == (8,)]
+    logits, targets, wanted = ([one[place] for place in shapes] for one in of_shapes(12))
+    specs = [P(("dp", "gtp"), *(None,) * (x.ndim - 2), "tp") for x in logits]
+
+    def local(logits, targets):
+        loss = lambda x, t: gtp.cross_entropy(x, t, vocab_size=12)[0]  # noqa: E731
+        found = [jax.value_and_grad(loss)(x, t) for x, t in zip(logits, targets, strict=True)]
+        return [total[None] for total, _ in found], [slope / 2 for _, slope in found]  # of both tp ranks' losses
+
+    with under(dict(gtp=4, tp=2)):
+        run = jax.shard_map(local, in_specs=(specs, BATCH), out_specs=(BATCH, specs), check_vma=False)
+        totals, gradients = jax.jit(run)(logits, targets)
+    for total, gradient, (loss, _, slope, _) in zip(totals, gradients, wanted, strict=True):
+        close(total.sum(), loss)
+        close(gradient, slope[0])
+
+
 @pytest.mark.parametrize(
     ("width", "vocab_size", "message"),
     [
@@ -137,3 +184,10 @@ def test_logits_of_unknown_extent_are_refused_inside_a_shard_map(width, vocab_si
 def test_a_vocabulary_of_another_size_than_the_logits_is_refused():
     with pytest.raises(ValueError, match="`vocab_size` is 12, but the logits are of 24 tokens; leave it out"):
         gtp.cross_entropy(jnp.zeros((2, 3, 24)), jnp.zeros((2, 3), jnp.int32), vocab_size=12)
+
+
+def test_logits_without_a_vocabulary_are_refused():
+    with pytest.raises(
+        ValueError, match=r"logits \(\), targets \(\), weights None: targets and weights have the shape"
+    ):
+        gtp.cross_entropy(jnp.zeros(()), jnp.zeros((), jnp.int32))
