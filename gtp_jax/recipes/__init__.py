@@ -12,4 +12,5 @@ from ._recipe import Recipe as Recipe
 from ._recipe import check_recipe as check_recipe
 from ._recipe import matches as matches
 from ._scope import current_recipe as current_recipe
+from ._scope import recipe_of_call as recipe_of_call
 from ._scope import use_recipe as use_recipe

@@ -43,3 +43,9 @@ def use_recipe(recipe: Recipe | None) -> contextlib.AbstractContextManager[None]
 def current_recipe() -> Recipe | None:
     """Returns the recipe in scope; `None` by default."""
     return _scope.value
+
+
+def recipe_of_call(recipe: Recipe | None) -> Recipe | None:
+    """Returns the recipe of a call of a step: the argument that the step was made with, otherwise the one in scope at
+    the call."""
+    return current_recipe() if recipe is None else recipe

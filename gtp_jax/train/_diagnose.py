@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from ..mesh import degrees, of_all_processes
-from ..recipes import Recipe, current_recipe
+from ..recipes import Recipe, recipe_of_call
 from ._gradients import Request, View, gradients, mean_gradients
 from ._loss import Loss, mean
 from ._probes import Probes
@@ -87,8 +87,7 @@ def diagnose(
     rows = jax.tree.leaves(batch)[0].shape[0]
     if rows % ranks:
         raise ValueError(f"`batch` has {rows} rows; {' * '.join(roles.batch)} = {ranks} ranks do not divide them.")
-    chosen = current_recipe() if recipe is None else recipe
-    request = Request(loss, view, has_aux, 1, chosen, 0, seed)
+    request = Request(loss, view, has_aux, 1, recipe_of_call(recipe), 0, seed)
     probes = Probes(state)
 
     def finite(state: TrainState, batch: Tree, places: jax.Array) -> jax.Array:

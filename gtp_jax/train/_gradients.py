@@ -75,6 +75,7 @@ def mean_gradients(params: Tree, computed: Computed) -> Tree:
 def gradients(request: Request, state: TrainState, batch: Tree) -> Computed:
     """Returns loss and gradients of a batch, in the view that the request names."""
     _check_filled(batch)
+    _check_recipe_pregathers(request)
     return (_on_global_arrays if request.view == "global" else _on_each_rank)(request, state, batch)
 
 
@@ -245,6 +246,15 @@ def _sums(returned: Returned) -> Returned:
             "`gtp_jax.cross_entropy(logits, targets)` does, or take `view='global'`."
         )
     return returned
+
+
+def _check_recipe_pregathers(request: Request) -> None:
+    if request.pregathered_layers and request.recipe is None:
+        raise ValueError(
+            f"`pregathered_layers` is {request.pregathered_layers!r}, but without a recipe no codes travel that could "
+            "be gathered ahead: no recipe was passed, and none is in scope at the call. Pass a recipe, such as "
+            "`gtp_jax.NVFP4()`, call the step under `use_recipe`, or pass `pregathered_layers=0`."
+        )
 
 
 def _check_filled(batch: Tree) -> None:

@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..collectives import reduce_scatter
 from ..mesh import DP, GTP, TP, axes_of, degree, use_roles
 from ..nonuniform import Exchange, Parts, without_replicas
-from ..recipes import Recipe
+from ..recipes import Recipe, recipe_of_call
 from ._core_metrics import CoreMetrics
 from ._gradients import Computed, Request
 from ._jit import Jitted
@@ -52,8 +52,7 @@ class NonuniformStep:
         max_grad_norm: scales gradients down to this norm.
         replicas: the meshes.
         skip_nonfinite: as in `train_step`.
-        options: returns XLA options for the mesh in scope.
-        recipe: returns the recipe to take.
+        options: returns XLA options for the mesh and the recipe in scope.
 
     Attributes:
         tell: returns scalars of the core on every process.
@@ -68,9 +67,8 @@ class NonuniformStep:
         *,
         skip_nonfinite: bool,
         options: Callable[[], dict[str, Any]],
-        recipe: Callable[[], Recipe | None],
     ) -> None:
-        self._request, self._replicas, self._recipe, self._options = request, replicas, recipe, options
+        self._request, self._replicas, self._options = request, replicas, options
         self._optimizer, self._max_grad_norm, self._skip_nonfinite = optimizer, max_grad_norm, skip_nonfinite
         self._wires: dict[Recipe | None, ReplicaDtypes] = {}
         self._send: dict[Recipe | None, Any] = {}
@@ -141,7 +139,7 @@ class NonuniformStep:
             state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
             with jax.set_mesh(core), use_roles(state.model_def.roles):
                 if (send := self._sends(state)) is not None:
-                    self._send[self._recipe()] = found["gather"] = _compiled(send, state)
+                    self._send[recipe_of_call(self._request.recipe)] = found["gather"] = _compiled(send, state)
                 shapes = self._shapes_on_core(state, sums)
                 self._update = found["update"] = _compiled(self._update, state, *shapes, self._flag(None))
         return found
@@ -152,7 +150,7 @@ class NonuniformStep:
 
     def _replica_steps(self, state: TrainState) -> list[ReplicaStep]:
         """Returns each replica's part of the step, with the recipe in scope."""
-        recipe = self._recipe()
+        recipe = recipe_of_call(self._request.recipe)
         if recipe not in self._steps:
             replicas, divided = self._replicas, _is_divided(state)
             self._steps[recipe] = [
@@ -174,7 +172,7 @@ class NonuniformStep:
 
     def _wires_of(self, state: TrainState) -> ReplicaDtypes:
         """Returns the dtypes in which weights and gradients travel, with the recipe in scope."""
-        recipe = self._recipe()
+        recipe = recipe_of_call(self._request.recipe)
         if recipe not in self._wires:
             with jax.sharding.use_abstract_mesh(self._replicas.core.abstract_mesh):
                 reduce_over_dp = "each" if self._request.microbatches == 1 else self._request.reduce_over_dp
@@ -183,7 +181,7 @@ class NonuniformStep:
 
     def _sends(self, state: TrainState) -> Any:
         """Returns the program that makes what is sent of the parameters; `None` if they are sent as they are."""
-        wires, recipe = self._wires_of(state), self._recipe()
+        wires, recipe = self._wires_of(state), recipe_of_call(self._request.recipe)
         if not wires.rounded and not _is_divided(state):
             return None
         if recipe not in self._send:

@@ -10,7 +10,7 @@ import jax
 import optax
 
 from ..mesh import Roles, current_roles, degree, degrees, platform
-from ..recipes import Recipe, check_recipe, current_recipe
+from ..recipes import Recipe, check_recipe, recipe_of_call
 from ._gradients import VIEWS, Computed, Request, View, gradients, losses, mean_gradients
 from ._jit import Jitted
 from ._loss import Loss, mean
@@ -68,8 +68,9 @@ def train_step(
         max_grad_norm: scales gradients down to this global L2 norm.
         skip_nonfinite: leave out an update whose loss, or global L2 norm of gradients, is not finite; a norm that
             overflows counts. `False` for an optimizer that must see such gradients, as one that scales the loss does.
-        recipe: what is quantized, such as `gtp_jax.NVFP4()`; by default what the recipe in scope says, if there is one
-            (`use_recipe`).
+        recipe: what is quantized, such as `gtp_jax.NVFP4()`. The default is the recipe in scope (`use_recipe`) when the
+            step is called, not when it is made: one step may be called under several recipes, each of which is
+            compiled with its own XLA options.
         pregathered_layers: layers of each stack, or `"all"`, whose codes are gathered once a step, ahead of the
             microbatches, and reused in all their passes; the others gather in each. They are counted from the first
             that travels as codes, behind a recipe's `high_precision_first`. On every device that takes the bytes of
@@ -91,7 +92,7 @@ def train_step(
         a multiple of `microbatches`, and of dp * gtp where a gtp_jax module meets it. `skip` is a bool scalar that
         leaves out the update in any case. Metrics are device scalars: `loss` (the mean over tokens, or over
         microbatches), `grad_norm`, `skipped` (whether the update was left out), `tokens` where `loss` counts them; and
-        `aux`. XLA options are those for the mesh in scope at the call.
+        `aux`. XLA options are those for the mesh and the recipe in scope at the call.
 
     Raises:
         ValueError: if `microbatches` is less than 1, `view` or `reduce_over_dp` is another name, or the latter is
@@ -104,24 +105,22 @@ def train_step(
     if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
         raise ValueError(f"`max_grad_norm` is {max_grad_norm}; it must be a number above 0, or `None` for no limit.")
     check_recipe(recipe)
-    _check_pregathered_layers(pregathered_layers, recipe)
+    _check_pregathered_layers(pregathered_layers)
     _check_view(view, has_aux)
     check_reduce_over_dp(reduce_over_dp, view, microbatches)
+    request = Request(loss, view, has_aux, microbatches, recipe, pregathered_layers, seed, reduce_over_dp)
 
     def step(state: TrainState, batch: Tree, skip: jax.Array | None = None) -> tuple[TrainState, dict[str, Any]]:
         _check_state(state)
-        chosen = current_recipe() if recipe is None else recipe
-        request = Request(loss, view, has_aux, microbatches, chosen, pregathered_layers, seed, reduce_over_dp)
-        computed = gradients(request, state, batch)
+        computed = gradients(request._replace(recipe=recipe_of_call(recipe)), state, batch)
         limits: Any = {"max_grad_norm": max_grad_norm, "skip_nonfinite": skip_nonfinite}
         after, metrics = updated(state, computed, optimizer, **limits, skip=skip)
         return after, {**_metrics(computed, state, view, has_aux), **metrics}
 
-    options = lambda: _options(compiler_options, recipe)  # noqa: E731
+    options = lambda: _options(compiler_options, recipe_of_call(recipe))  # noqa: E731
     if replicas is None or replicas.plan.uniform:
         return Jitted(step, options, donate_argnums=(0,))
     _check_replicas_view(view)
-    request = Request(loss, view, has_aux, microbatches, recipe, pregathered_layers, seed, reduce_over_dp)
     return NonuniformStep(
         request,
         optimizer,
@@ -129,7 +128,6 @@ def train_step(
         replicas,
         skip_nonfinite=skip_nonfinite,
         options=options,
-        recipe=lambda: current_recipe() if recipe is None else recipe,
     )
 
 
@@ -152,11 +150,10 @@ def eval_step(
 
     def step(state: TrainState, batch: Tree) -> dict[str, Any]:
         _check_state(state)
-        chosen = current_recipe() if recipe is None else recipe
-        computed = losses(Request(loss, view, has_aux, 1, chosen, 0, 0), state, batch)
+        computed = losses(Request(loss, view, has_aux, 1, recipe_of_call(recipe), 0, 0), state, batch)
         return _metrics(computed, state, view, has_aux)
 
-    return Jitted(step, lambda: _options(compiler_options, recipe))
+    return Jitted(step, lambda: _options(compiler_options, recipe_of_call(recipe)))
 
 
 def loss_and_gradients(
@@ -180,10 +177,10 @@ def loss_and_gradients(
     """
     _check_state(state)
     check_recipe(recipe)
-    _check_pregathered_layers(pregathered_layers, recipe)
+    _check_pregathered_layers(pregathered_layers)
     _check_view(view, has_aux=False)
     check_reduce_over_dp(reduce_over_dp, view, microbatches)
-    chosen = current_recipe() if recipe is None else recipe
+    chosen = recipe_of_call(recipe)
     request = Request(loss, view, False, microbatches, chosen, pregathered_layers, seed, reduce_over_dp)
     computed = gradients(request, state, batch)
     grads = mean_gradients(state.params, computed)
@@ -232,17 +229,12 @@ def _check_state(state: Any) -> None:
         )
 
 
-def _check_pregathered_layers(pregathered_layers: Any, recipe: Recipe | None) -> None:
+def _check_pregathered_layers(pregathered_layers: Any) -> None:
     if pregathered_layers != "all" and (
         not isinstance(pregathered_layers, int) or isinstance(pregathered_layers, bool) or pregathered_layers < 0
     ):
         raise ValueError(
             f"`pregathered_layers` is {pregathered_layers!r}; it must be a number of layers, at least 0, or 'all'."
-        )
-    if pregathered_layers and recipe is None:
-        raise ValueError(
-            f"`pregathered_layers` is {pregathered_layers!r}, but without a recipe no codes travel that could be "
-            "gathered ahead. Pass a recipe, such as `gtp_jax.NVFP4()`, or `pregathered_layers=0`."
         )
 
 

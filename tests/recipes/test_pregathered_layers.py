@@ -140,7 +140,7 @@ def test_what_cannot_be_pregathered_is_refused():
         ValueError,
         match="`pregathered_layers` is 'all', but without a recipe no codes travel that could be gathered ahead",
     ):
-        gtp.train_step(next_token_loss, optax.sgd(1.0), pregathered_layers="all")
+        lowered(None, "all", 1)
     with pytest.raises(
         ValueError,
         match="`pregathered_layers` is 2, but no layers of a `Stack` travel as codes that could be gathered ahead",
