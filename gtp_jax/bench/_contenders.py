@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ OURS, PARTITIONER, FSDP2, BOUND = "gtp_jax", "partitioner", "fsdp2", "bound"
 
 # Weights gathered again in backward, or kept for it: never compared with one another.
 POLICIES = ("regather", "keep")
+_FLAGS_OF_POLICY = {"regather": (), "keep": ("--keep-gathered",)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Contender:
         tp: tensor-parallel degrees that it takes part at.
         matmuls: formats in which layers multiply, such as `bf16` or `fp8`; ratios compare equal ones only.
         refused: why it does not run what the other flags ask for; empty if it does.
+        guards: whether the step computes the norm of all gradients and updates only if it is finite, as a step of
+            gtp_jax does.
     """
 
     family: str
@@ -42,6 +46,7 @@ class Contender:
     tp: Literal["any", "1", "above 1"] = "any"
     matmuls: str = "bf16"
     refused: str = ""
+    guards: bool = False
 
     @property
     def name(self) -> str:
@@ -56,7 +61,6 @@ class Contender:
 
 
 def _contenders() -> tuple[Contender, ...]:
-    flags_of_policy = {"regather": (), "keep": ("--keep-gathered",)}
     # async TP differs only where tp is above 1; torchao's FP8 all-gather shards over one axis
     compiled = {
         "bf16": ((), "any", "bf16"),
@@ -67,18 +71,24 @@ def _contenders() -> tuple[Contender, ...]:
     written = {"combined": ("--combine",), "unrolled": (), "scan": ("--unroll=1",)}
     ours = [
         Contender(
-            OURS, name, policy, "ours.py", (f"--recipe={name}", f"--keep-gathered={layers}"), matmuls=_matmuls(recipe())
+            OURS,
+            name,
+            policy,
+            "ours.py",
+            (f"--recipe={name}", f"--keep-gathered={layers}"),
+            matmuls=_matmuls(recipe()),
+            guards=True,
         )
         for name, recipe in RECIPES.items()
         for policy, layers in (("regather", "auto"), ("keep", "all"))
     ]
     fsdp2 = [
-        Contender(FSDP2, variant, policy, "fsdp2.py", (*flags, *flags_of_policy[policy]), tp, matmuls)
+        Contender(FSDP2, variant, policy, "fsdp2.py", (*flags, *_FLAGS_OF_POLICY[policy]), tp, matmuls)
         for variant, (flags, tp, matmuls) in compiled.items()
         for policy in POLICIES
     ]
     partitioner = [
-        Contender(PARTITIONER, variant, policy, "partitioner.py", (*flags, *flags_of_policy[policy]))
+        Contender(PARTITIONER, variant, policy, "partitioner.py", (*flags, *_FLAGS_OF_POLICY[policy]))
         for variant, flags in written.items()
         for policy in POLICIES
     ]
@@ -98,6 +108,38 @@ def _matmuls(recipe: Recipe) -> str:
 
 # In the order in which they run: the most compared first, so that a short run leaves out what matters least.
 CONTENDERS: tuple[Contender, ...] = _contenders()
+
+
+def _partitioners() -> tuple[Contender, ...]:
+    collectives = {"combined": ("--combine",), "unrolled": ()}
+    options = {"": (), "gtp-options": ("--gtp-options",)}
+    guards = {"": (), "grad-norm": ("--grad-norm=where",), "grad-norm-cond": ("--grad-norm=cond",)}
+    chosen = itertools.product(collectives.items(), options.items(), guards.items(), POLICIES)
+    return tuple(
+        Contender(
+            PARTITIONER,
+            " ".join(filter(None, (joined, xla, guard))),
+            policy,
+            "partitioner.py",
+            (*joined_flags, *xla_flags, *guard_flags, *_FLAGS_OF_POLICY[policy]),
+            guards=bool(guard),
+        )
+        for (joined, joined_flags), (xla, xla_flags), (guard, guard_flags), policy in chosen
+    )
+
+
+# The partitioner at its best: with collectives joined or not, with XLA's default options or gtp_jax's, and with or
+# without the norm and the guard of a gtp_jax step. `gtp-jax bench suite` picks from these.
+PARTITIONERS: tuple[Contender, ...] = _partitioners()
+
+
+def contender_named(name: str) -> Contender:
+    """Returns the contender of `CONTENDERS` or `PARTITIONERS` with this name.
+
+    Raises:
+        KeyError: if there is none.
+    """
+    return {c.name: c for c in (*PARTITIONERS, *CONTENDERS)}[name]
 
 
 def chosen_contenders(only: Sequence[str], *, tp: int = 1) -> list[Contender]:

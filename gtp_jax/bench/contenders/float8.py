@@ -80,8 +80,13 @@ def convert(model: Any, scaling: str, *, emulate: bool) -> Callable[[], None]:
     )
 
     tensorwise = scaling == "tensorwise"
+    recompute = "force_recompute_fp8_weight_in_bwd"  # newer versions of torchao leave that to the compiler
+    known = {recompute: True} if recompute in {f.name for f in dataclasses.fields(Float8LinearConfig)} else {}
     config = dataclasses.replace(
-        Float8LinearConfig.from_recipe_name(scaling), enable_fsdp_float8_all_gather=tensorwise, emulate=emulate
+        Float8LinearConfig.from_recipe_name(scaling),
+        enable_fsdp_float8_all_gather=tensorwise,
+        emulate=emulate,
+        **(known if tensorwise else {}),
     )
 
     def supports_fp8_matmul(module: Any, name: str) -> bool:

@@ -34,6 +34,9 @@ from torch.distributed.tensor.parallel import (
 from torch_experts import ALIGNMENT, Experts, MoE
 from workload import LEARNING_RATE, REDUCE_DTYPE, WEIGHT_DECAY, Workload, parser, report, workload
 
+# PyTorch's CUDA kernel sums the rows of a bfloat16 embedding's gradient in float32, and rounds each sum to bfloat16.
+EMBEDDING_DTYPE = "float32"
+
 
 def rope(x: torch.Tensor, theta: float) -> torch.Tensor:
     half = x.shape[-1] // 2
@@ -281,6 +284,7 @@ def main() -> None:
             last_loss=losses[-1],
             parameters=sum(p.numel() * (work.ep if p.ndim == 3 else 1) for p in model.parameters()),
             reduce_dtype=REDUCE_DTYPE,
+            embedding_dtype=EMBEDDING_DTYPE if cuda else "",
             versions={name: version(name) for name in ("torch", *(("torchao",) if args.float8 else ()))},
         )
     dist.destroy_process_group()

@@ -2,6 +2,9 @@
 
 `python partitioner.py --gtp 8 --sequences 8 --combine`, and `--keep-gathered` for weights gathered once. With
 `--num-experts` blocks have experts (partitioned_experts.py); ep is then no more than further ranks of gtp.
+
+`--grad-norm` makes the step do the same work as gtp_jax's: it also computes the norm of all gradients, and leaves the
+state as it is if the loss or the norm is not finite. `--gtp-options` compiles with the XLA options that gtp_jax sets.
 """
 
 from __future__ import annotations
@@ -23,7 +26,10 @@ from jax.sharding import PartitionSpec as P
 from timed import time_and_report
 from workload import LEARNING_RATE, REDUCE_DTYPE, WEIGHT_DECAY, Workload, parser, workload
 
+from gtp_jax.train import compile_options
+
 Tree = Any
+Guard = Literal["where", "cond"]
 WEIGHT = "gathered weight"
 
 # How weights are sharded, and how they are once gathered. Query, key and value lie together by key-value head, gate and
@@ -221,6 +227,7 @@ def make_step(
     *,
     unroll: int,
     keep_gathered: bool,
+    grad_norm: Guard | None = None,
     dtype: Any = jnp.bfloat16,
     xla: dict[str, Any] | None = None,
 ) -> tuple[Callable[..., Any], Callable[[jax.Array], Tree], Tree]:
@@ -228,6 +235,10 @@ def make_step(
     shardings.
 
     The state is `(params, optimizer state)`, donated; tokens are `(microbatch, sequence, token)`.
+
+    With `grad_norm` the step also computes the norm of all gradients, and returns the state unchanged if the loss or
+    the norm is not finite: `"where"` selects between the old and the new value of each parameter, `"cond"` branches
+    around the optimizer.
     """
     optimizer = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     sharded = jax.tree.map(lambda s: NamedSharding(mesh, s), specs(work), is_leaf=lambda s: isinstance(s, P))
@@ -257,11 +268,37 @@ def make_step(
             zeros = jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
             sums, _ = lax.scan(add, zeros, (tokens, targets))
             mean, gradient = jax.tree.map(lambda s: s / work.microbatches, sums)
-        updates, moments = optimizer.update(gradient, moments, params)
-        return (optax.apply_updates(params, updates), moments), mean
+
+        def updated() -> Tree:
+            updates, after = optimizer.update(gradient, moments, params)
+            return optax.apply_updates(params, updates), after
+
+        if grad_norm is None:
+            return updated(), mean
+        finite = jnp.isfinite(mean) & jnp.isfinite(optax.tree.norm(gradient))
+        if grad_norm == "cond":
+            return lax.cond(finite, updated, lambda: state), mean
+        return jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated(), state), mean
 
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, whole), compiler_options=xla)
     return jitted, jax.jit(make_state, out_shardings=shardings), shardings
+
+
+def options(work: Workload, *, platform: str, combine: bool, of_gtp: bool) -> dict[str, Any]:
+    """Returns the XLA options of a step.
+
+    Args:
+        work: the sizes.
+        platform: what is compiled for.
+        combine: whether the collectives of a layer are joined.
+        of_gtp: whether to take the options that gtp_jax sets, except that collectives are joined as `combine` says:
+            gtp_jax orders the collectives of layers itself and has XLA join all that may be.
+    """
+    ours = compile_options(platform, tp=work.tp) if of_gtp else {}
+    return {
+        **{name: value for name, value in ours.items() if name not in combined(work)},
+        **(combined(work) if combine else {}),
+    }
 
 
 def combined(work: Workload) -> dict[str, Any]:
@@ -282,20 +319,28 @@ def main() -> None:
     flags.add_argument("--unroll", type=int, default=0, help="layers in one loop body, 0 for no loop")
     flags.add_argument("--keep-gathered", action="store_true", help="keep gathered weights for backward")
     flags.add_argument("--combine", action="store_true", help="join the gathers of a layer, and its scatters")
+    flags.add_argument(
+        "--grad-norm",
+        choices=("where", "cond"),
+        help="compute the norm of all gradients, and update only if it is finite, by a selection or a branch",
+    )
+    flags.add_argument("--gtp-options", action="store_true", help="compile with the XLA options that gtp_jax sets")
     flags.add_argument("--xla", action="append", default=[], metavar="NAME=VALUE", help="XLA option of the step")
     flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step there")
     add_target(flags)
     args = flags.parse_args()
     work = workload(args)
-    mesh = jax.make_mesh(
-        (work.gtp * work.ep, work.tp),
-        ("gtp", "tp"),
-        devices=devices_of(args.target, work),
-        axis_types=(AxisType.Auto,) * 2,
-    )
-    xla = {**(combined(work) if args.combine else {}), **dict(map(parsed, args.xla))}
+    devices = devices_of(args.target, work)
+    mesh = jax.make_mesh((work.gtp * work.ep, work.tp), ("gtp", "tp"), devices=devices, axis_types=(AxisType.Auto,) * 2)
+    platform = "cpu" if devices[0].platform == "cpu" else "gpu"
+    xla = options(work, platform=platform, combine=args.combine, of_gtp=args.gtp_options)
     step, make_state, shardings = make_step(
-        work, mesh, unroll=args.unroll, keep_gathered=args.keep_gathered, xla=xla or None
+        work,
+        mesh,
+        unroll=args.unroll,
+        keep_gathered=args.keep_gathered,
+        grad_norm=args.grad_norm,
+        xla={**xla, **dict(map(parsed, args.xla))} or None,
     )
     with jax.set_mesh(mesh):
         shape = (work.microbatches, work.sequences // work.microbatches, work.seq)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -58,5 +59,20 @@ def time_and_report(
         last_loss=losses[-1],
         parameters=parameters,
         reduce_dtype=reduce_dtype,
+        embedding_dtype=embedding_dtype(str(step.as_text()), work),
         versions={"jax": jax.__version__},
     )
+
+
+def embedding_dtype(program: str, work: Workload) -> str:
+    """Returns the dtype in which a compiled program sums the gradients of an embedding's rows; empty if it has no such
+    scatter, as on platforms where XLA expands scatters.
+
+    Args:
+        program: HLO.
+        work: the sizes of the table, of which a rank may have a part.
+    """
+    found = re.findall(r"= (\w+)\[(\d+),(\d+)\]\S* scatter\(", program)
+    parts = [d for d, rows, width in found if work.vocab_size % int(rows) == work.hidden_size % int(width) == 0]
+    names = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
+    return ", ".join(dict.fromkeys(names[d] for d in parts if d in names))
