@@ -131,14 +131,29 @@ def measure_step(
     return _row(contender, code, output, timeout_s)
 
 
-def ratio(row: Row, rows: Sequence[Row], family: str) -> float | None:
-    """Returns how many times as fast a row is as a family's best of the same run, with the same policy and matmul
-    formats."""
-    alike = (family, row.contender.policy, row.contender.matmuls)
-    rivals = [
-        r.median_s for r in rows if r.seconds and (r.contender.family, r.contender.policy, r.contender.matmuls) == alike
+def rival(row: Row, rows: Sequence[Row], family: str, *, any_policy: bool = False) -> Row | None:
+    """Returns a family's fastest row of the same run, with the same policy and matmul formats; `None` if there is none.
+
+    Args:
+        row: the row to compare.
+        rows: all rows of the run.
+        family: the rival's.
+        any_policy: whether policies are compared with one another, as where no weight is gathered.
+    """
+    alike = [
+        r
+        for r in rows
+        if r.seconds
+        and (r.contender.family, r.contender.matmuls) == (family, row.contender.matmuls)
+        and (any_policy or r.contender.policy == row.contender.policy)
     ]
-    return min(rivals) / row.median_s if rivals and row.seconds else None
+    return min(alike, key=lambda r: r.median_s, default=None)
+
+
+def ratio(row: Row, rows: Sequence[Row], family: str, *, any_policy: bool = False) -> float | None:
+    """Returns how many times as fast a row is as `rival`; `None` if either has no result."""
+    other = rival(row, rows, family, any_policy=any_policy)
+    return other.median_s / row.median_s if other and row.seconds else None
 
 
 def _row(contender: Contender, code: int | None, output: str, allowed_s: float) -> Row:

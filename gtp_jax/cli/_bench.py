@@ -14,6 +14,7 @@ from . import (
     _bench_recipes,
     _bench_sequence,
     _bench_step,
+    _bench_suite,
 )
 
 
@@ -27,6 +28,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     topics = parser.add_subparsers(dest="topic", metavar="TOPIC", required=True)
     for topic in (
         _bench_step,
+        _bench_suite,
         _bench_growth,
         _bench_collectives,
         _bench_sequence,

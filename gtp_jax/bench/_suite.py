@@ -1,0 +1,166 @@
+"""Runs a suite: the contenders of each workload in turns, several rounds on one machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ._contenders import OURS, Contender
+from ._step import measure_step
+from ._suite_file import Result, SuiteFile
+from ._suite_table import SuiteWorkload
+
+
+@dataclasses.dataclass(frozen=True)
+class SuiteOptions:
+    """How to run a suite.
+
+    Attributes:
+        platform: `"gpu"` or `"cpu"`.
+        machine: the name of this machine.
+        environment: the environment of the contenders' processes.
+        rounds: how often each contender runs.
+        contenders: words of names of the contenders that take part; all if empty.
+        steps: the number of steps timed in a round, in place of the table's.
+        timeout_s: seconds for one process, including its start and compilation.
+        within_s: seconds for everything.
+        slower: how much slower than the fastest of its kind in the first round a rival may be and still run again;
+            `None` runs all again.
+        torch_python: the interpreter that has PyTorch.
+        logs: folder for what each process prints; nowhere by default.
+    """
+
+    platform: str
+    machine: str
+    environment: Mapping[str, str]
+    rounds: int = 3
+    contenders: Sequence[str] = ()
+    steps: int | None = None
+    timeout_s: float = 240
+    within_s: float = float("inf")
+    slower: float | None = None
+    torch_python: str = sys.executable
+    logs: Path | None = None
+
+
+def run_suite(
+    workloads: Sequence[SuiteWorkload],
+    file: SuiteFile,
+    options: SuiteOptions,
+    *,
+    say: Callable[[str], object] = lambda line: None,
+) -> Generator[tuple[SuiteWorkload, Result]]:
+    """Measures what the file does not have yet, and yields each result once it is saved.
+
+    The contenders of a workload take turns: A, B, C, A, B, C, A, B, C. All rounds of a workload run on one machine; one
+    that was begun on another machine and not finished there is measured again. A contender that failed is not repeated.
+
+    Args:
+        workloads: in the order in which they run.
+        file: where results are, and are saved.
+        options: how to run.
+        say: told about what is dropped and what is not run.
+    """
+    deadline = time.monotonic() + options.within_s
+    for workload in workloads:
+        chosen = workload.chosen(options.contenders)
+        work = workload.workload(options.platform, options.steps)
+        _check_flags(workload, chosen, file, work.flags)
+        elsewhere = [r for r in file.results if r.workload == workload.name and r.machine != options.machine]
+        if elsewhere and any(True for _ in _open(workload, chosen, file, options)):
+            say(f"{workload.name}: begun on another machine and not finished there, so it is measured again")
+            file.drop(elsewhere)
+        for number, contender in _open(workload, chosen, file, options):
+            left = deadline - time.monotonic()
+            before = [r.wall_s for r in _of(file, workload, contender)]
+            if left <= max(before, default=0):
+                say(f"the time is over; the next would be {workload.name}, {contender.name}, round {number + 1}")
+                return
+            begin = time.monotonic()
+            log = None if options.logs is None else options.logs / _log_name(workload, contender, number)
+            row = measure_step(
+                contender,
+                work,
+                environment=options.environment,
+                timeout_s=min(options.timeout_s, left),
+                torch_python=options.torch_python,
+                log=log,
+            )
+            if row.failure and time.monotonic() >= deadline:  # not its own failure
+                say(f"the time is over; {workload.name}, {contender.name}, round {number + 1} was ended")
+                return
+            wall_s, flags = time.monotonic() - begin, (*work.flags, *contender.flags)
+            result = Result(
+                workload.name,
+                contender.name,
+                number,
+                options.machine,
+                flags,
+                wall_s,
+                row.seconds,
+                row.facts,
+                row.failure,
+            )
+            file.add(result)
+            yield workload, result
+
+
+def turns(contenders: Sequence[Contender], rounds: int) -> list[tuple[int, Contender]]:
+    """Returns the order in which contenders run: all of them in each round."""
+    return [(number, contender) for number in range(rounds) for contender in contenders]
+
+
+def _open(
+    workload: SuiteWorkload, chosen: Sequence[Contender], file: SuiteFile, options: SuiteOptions
+) -> Iterator[tuple[int, Contender]]:
+    """Yields what is left to run, in turns, given what the file has by then."""
+    for number, contender in turns(chosen, options.rounds):
+        found = _of(file, workload, contender)
+        if any(r.round == number or r.failure for r in found):
+            continue
+        if number and options.slower is not None and _is_slower(workload, contender, chosen, file, options.slower):
+            continue
+        yield number, contender
+
+
+def _is_slower(
+    workload: SuiteWorkload, contender: Contender, chosen: Sequence[Contender], file: SuiteFile, margin: float
+) -> bool:
+    """Returns whether a rival was slower in the first round than another that it is compared like, by the margin."""
+    if contender.family == OURS:
+        return False
+    kind = lambda c: (c.family, c.matmuls, c.guards, c.policy if workload.gathers else "")  # noqa: E731
+    first = {
+        c.name: statistics.median(r.seconds)
+        for c in chosen
+        if kind(c) == kind(contender)
+        for r in _of(file, workload, c)
+        if r.round == 0 and r.seconds
+    }
+    return contender.name in first and first[contender.name] > (1 + margin) * min(first.values())
+
+
+def _of(file: SuiteFile, workload: SuiteWorkload, contender: Contender) -> list[Result]:
+    return [r for r in file.results if (r.workload, r.contender) == (workload.name, contender.name)]
+
+
+def _log_name(workload: SuiteWorkload, contender: Contender, number: int) -> str:
+    return f"{workload.name}_{contender.name.replace(' ', '_')}_{number + 1}.txt"
+
+
+def _check_flags(
+    workload: SuiteWorkload, chosen: Sequence[Contender], file: SuiteFile, flags_of_work: Sequence[str]
+) -> None:
+    for contender in chosen:
+        now = (*flags_of_work, *contender.flags)
+        for result in _of(file, workload, contender):
+            if result.flags != now:
+                differing = " ".join(sorted(set(result.flags) ^ set(now)))
+                raise ValueError(
+                    f"the file has results of {contender.name} on {workload.name} with other flags ({differing}). Name "
+                    "another file to begin again."
+                )

@@ -1,0 +1,169 @@
+"""The file of a suite: what was measured so far, on which machine, and whether it can be continued here."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import gtp_jax
+
+_WRITER = "gtp-jax bench suite"
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One contender's process in one round.
+
+    Attributes:
+        workload: the workload's name.
+        contender: the contender's name.
+        round: the number of the round, from 0.
+        machine: the machine that it ran on.
+        flags: the command line of the contender's script.
+        wall_s: seconds of the whole process.
+        seconds: the time of each step in seconds; empty if it failed.
+        facts: what else it reports, as in `Row`.
+        failure: why there is no result.
+    """
+
+    workload: str
+    contender: str
+    round: int
+    machine: str
+    flags: tuple[str, ...]
+    wall_s: float
+    seconds: tuple[float, ...] = ()
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    failure: str = ""
+
+
+class SuiteFile:
+    """The results of a suite, saved after each one.
+
+    Attributes:
+        results: all results so far, in the order in which they were measured.
+
+    Raises:
+        ValueError: by the constructor, if the file has results of another device, of other versions, or of other
+            settings.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        settings: Mapping[str, Any],
+        summarize: Callable[[Sequence[Result]], Any] = lambda results: None,
+    ) -> None:
+        """Reads the file if there is one.
+
+        Args:
+            path: the file; `None` keeps results in memory alone.
+            settings: what all results have in common, as `settings_here` returns.
+            summarize: makes the summary that is saved with the results, for those who read the file.
+        """
+        self._path, self._settings, self._summarize = path, json.loads(json.dumps(dict(settings))), summarize
+        self.results: list[Result] = []
+        if path is not None and path.exists():
+            self.results = self._read(path)
+
+    def add(self, result: Result) -> None:
+        """Adds a result and writes the file as a whole, so that an interrupted run leaves the one before it."""
+        self.results.append(result)
+        if self._path is None:
+            return
+        saved = {
+            "writer": _WRITER,
+            **self._settings,
+            "summary": self._summarize(self.results),
+            "results": [dataclasses.asdict(r) for r in self.results],
+        }
+        beside = self._path.with_name(self._path.name + ".part")
+        beside.write_text(json.dumps(saved, indent=1) + "\n")
+        os.replace(beside, self._path)
+
+    def drop(self, results: Iterable[Result]) -> None:
+        """Removes results."""
+        gone = set(map(id, results))
+        self.results = [result for result in self.results if id(result) not in gone]
+
+    def _read(self, path: Path) -> list[Result]:
+        try:
+            saved = json.loads(path.read_text())
+            assert saved["writer"] == _WRITER
+        except (json.JSONDecodeError, KeyError, TypeError, AssertionError):
+            raise ValueError(f"{path} was not written by `{_WRITER}`. Name another file.") from None
+        then = {name: saved.get(name) for name in self._settings}
+        differing = list(_differences(then, self._settings))
+        if differing:
+            raise ValueError(
+                f"{path} has results that this run cannot continue: {'; '.join(differing)}. Name another file to begin "
+                "again, or go on where it was written."
+            )
+        return [Result(**{**r, "flags": tuple(r["flags"]), "seconds": tuple(r["seconds"])}) for r in saved["results"]]
+
+
+def _differences(then: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> Iterable[str]:
+    for name, value in now.items():
+        was = then.get(name)
+        if isinstance(value, Mapping) and isinstance(was, Mapping):
+            yield from _differences(was, value, f"{within}{name} ")
+        elif was != value:
+            yield f"{within}{name} is {was} there, {value} here"
+
+
+def settings_here(device: str, torch_python: str, *, steps: int | None) -> dict[str, Any]:
+    """Returns what all results of a file have in common: device, versions, and what was asked for.
+
+    Args:
+        device: the kind of the device, as `probe` returns it.
+        torch_python: the interpreter that has PyTorch.
+        steps: timed steps, if they are not those of the table.
+    """
+    versions = {"gtp_jax": gtp_jax.__version__, "jax": metadata.version("jax"), "source": _source()}
+    return {"device": device, "versions": {**versions, **_torch(torch_python)}, "steps": steps}
+
+
+def this_machine(is_gpu: bool) -> str:
+    """Returns a name of this machine: the identifiers of its GPUs, or its name in the network."""
+    if is_gpu:
+        try:
+            ask = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
+            done = subprocess.run(ask, capture_output=True, text=True, check=True, timeout=60)
+            return " ".join(done.stdout.split())
+        except (OSError, subprocess.SubprocessError):
+            pass
+    return platform.node()
+
+
+def _torch(python: str) -> dict[str, str | None]:
+    ask = (
+        "import json\nfrom importlib import metadata\nfound = {}\n"
+        "for name in ('torch', 'torchao'):\n"
+        "    try: found[name] = metadata.version(name)\n"
+        "    except metadata.PackageNotFoundError: found[name] = None\n"
+        "print(json.dumps(found))"
+    )
+    try:
+        done = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True, timeout=60)
+        return json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, json.JSONDecodeError):
+        return {"torch": None, "torchao": None}
+
+
+def _source() -> str:
+    """Returns a digest of the source that contenders run: of the package without its commands, and of their scripts."""
+    package, digest = Path(gtp_jax.__file__).parent, hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        place = path.relative_to(package)
+        if place.parts[0] == "cli" or (place.parts[0] == "bench" and place.parts[1] != "contenders"):
+            continue
+        digest.update(f"{place}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]

@@ -1,0 +1,263 @@
+"""The workloads of `gtp-jax bench suite`: a table of steps, who takes part, and what gtp_jax is to reach."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Sequence
+
+from ..mesh import Parallelism
+from ..models import ExpertOptions, preset_of
+from ._contenders import CONTENDERS, FSDP2, OURS, PARTITIONER, PARTITIONERS, POLICIES, Contender, contender_named
+from ._workload import StepOptions
+from .contenders.workload import Workload
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+    """How many times as fast as a rival gtp_jax is to be.
+
+    Attributes:
+        ours: the family and variant of gtp_jax's contender; the goal applies to each policy that takes part.
+        rival: the family of the rival, whose fastest contender that does the same work counts; or the family and
+            variant of another contender of gtp_jax.
+        ratio: the rival's time over gtp_jax's.
+    """
+
+    ours: str
+    rival: str
+    ratio: float
+
+
+@dataclasses.dataclass(frozen=True)
+class SuiteWorkload:
+    """One step of the suite and everyone who runs it.
+
+    Attributes:
+        name: the name for `--workloads`.
+        title: what the step is, for tables and pictures.
+        step: its options, with the degree of every axis.
+        contenders: the names of those who take part, the most important first.
+        goals: what gtp_jax is to reach.
+        steps: the number of steps timed in a round.
+    """
+
+    name: str
+    title: str
+    step: StepOptions
+    contenders: tuple[str, ...]
+    goals: tuple[Goal, ...] = ()
+    steps: int = 12
+
+    @property
+    def devices(self) -> int:
+        """The number of devices it runs on."""
+        parallelism = self.step.parallelism
+        return (parallelism.gtp or 1) * parallelism.ep * (parallelism.tp or 1)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether weights are gathered at all; policies of gathering are compared with one another if they are not."""
+        return (self.step.parallelism.gtp or 1) * self.step.parallelism.ep > 1
+
+    def workload(self, platform: str, steps: int | None = None) -> Workload:
+        """Returns the step on GPUs, or a tiny step with the same degrees on virtual CPU devices.
+
+        Args:
+            platform: `"gpu"` or `"cpu"`.
+            steps: the number of steps timed, in place of the table's.
+        """
+        step = self.step if platform == "gpu" else _tiny(self.step)
+        return step.workload(platform, self.devices, steps=steps or self.steps, experts=ExpertOptions())
+
+    def chosen(self, only: Sequence[str]) -> list[Contender]:
+        """Returns those who take part and are asked for: all of them if `only` is empty, otherwise those whose name is
+        one of `only` or has all the words of one of `only` that is no contender's name."""
+        every = [contender_named(name) for name in self.contenders]
+        words = [set(asked.split()) for asked in only if asked not in _NAMES]
+        return [c for c in every if not only or c.name in only or any(w <= set(c.name.split()) for w in words)]
+
+
+def chosen_workloads(only: Sequence[str], contenders: Sequence[str], devices: Sequence[int]) -> list[SuiteWorkload]:
+    """Returns the workloads that are asked for.
+
+    Args:
+        only: names, or patterns such as `qwen3*`; all workloads if empty.
+        contenders: words of contenders' names; workloads without any of them are left out.
+        devices: the numbers of devices a workload may have.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    named = [w for w in WORKLOADS if not only or any(fnmatch.fnmatchcase(w.name, pattern) for pattern in only)]
+    if not named:
+        known = ", ".join(w.name for w in WORKLOADS)
+        raise ValueError(f"no workload is called {' or '.join(only)}; there are {known}.")
+    fitting = [w for w in named if w.devices in devices]
+    if not fitting:
+        needs = ", ".join(f"{w.name} {w.devices}" for w in named)
+        raise ValueError(
+            f"no workload runs on {' or '.join(map(str, devices))} devices; they need: {needs}. "
+            "Choose others with --workloads, or another --devices."
+        )
+    taking_part = [w for w in fitting if w.chosen(contenders)]
+    if not taking_part:
+        names = dict.fromkeys(name for w in fitting for name in w.contenders)
+        raise ValueError(f"no contender is called {' or '.join(contenders)}; there are {', '.join(names)}.")
+    return taking_part
+
+
+def _tiny(step: StepOptions) -> StepOptions:
+    preset = "tiny-moe" if getattr(preset_of(step.preset or ""), "num_experts", 0) else "tiny"
+    return dataclasses.replace(step, preset=preset, num_layers=1, vocab_size=None, seq=32, tokens=None)
+
+
+_NAMES = {contender.name for contender in (*CONTENDERS, *PARTITIONERS)}
+
+
+def _each(family: str, *variants: str, policies: Sequence[str] = POLICIES) -> tuple[str, ...]:
+    return tuple(f"{family} {variant} {policy}" for variant in variants for policy in policies)
+
+
+_BF16 = _each(OURS, "bf16")
+_BF16_ONCE = _each(OURS, "bf16", policies=("regather",))  # where no weight is gathered policies do not differ
+_FP8_ONCE = _each(OURS, "fp8-matmuls", policies=("regather",))
+_FSDP2 = _each(FSDP2, "bf16")
+# without collectives there is nothing to join; the plain one and the branch show what the norm and the guard cost
+_ALONE = (
+    *_each(PARTITIONER, "unrolled grad-norm"),
+    *_each(
+        PARTITIONER, "unrolled gtp-options grad-norm", "unrolled grad-norm-cond", "unrolled", policies=("regather",)
+    ),
+)
+_AT_BEST = _each(
+    PARTITIONER,
+    "combined grad-norm",
+    "combined gtp-options grad-norm",
+    "unrolled grad-norm",
+    "unrolled gtp-options grad-norm",
+    "combined",
+)
+
+
+def _options(
+    preset: str,
+    seq: int,
+    tokens: int | None = None,
+    *,
+    layers: int | None = None,
+    vocab: int | None = None,
+    microbatches: int = 1,
+    gtp: int = 1,
+    ep: int = 1,
+    tp: int = 1,
+) -> StepOptions:
+    return StepOptions(
+        preset=preset,
+        num_layers=layers,
+        vocab_size=vocab,
+        seq=seq,
+        tokens=tokens,
+        microbatches=microbatches,
+        parallelism=Parallelism(gtp=gtp, ep=ep, tp=tp),
+    )
+
+
+def _experts(preset: str, layers: int, **degrees: int) -> StepOptions:
+    return _options(preset, 4096, 16384, layers=layers, vocab=32768, **degrees)
+
+
+def _goal(ratio: float) -> tuple[Goal, ...]:
+    return (Goal(f"{OURS} bf16", PARTITIONER, ratio),)
+
+
+_OF_FP8 = f"{OURS} fp8-matmuls"
+
+WORKLOADS: tuple[SuiteWorkload, ...] = (
+    SuiteWorkload(
+        "100m",
+        "100 M, 32,768 tokens, 1 GPU",
+        _options("100m", 2048, 32768),
+        (*_BF16_ONCE, *_ALONE, *_FSDP2),
+        _goal(1.00),
+        steps=24,
+    ),
+    SuiteWorkload(
+        "1b", "1 B, 8,192 tokens, 1 GPU", _options("1b", 4096, 8192), (*_BF16_ONCE, *_ALONE, *_FSDP2), _goal(1.00)
+    ),
+    SuiteWorkload(
+        "reference-6",
+        "reference width, 6 layers, 1 GPU",
+        _options("reference", 8192, layers=6),
+        (*_BF16_ONCE, *_ALONE, *_FSDP2),
+        _goal(1.00),
+    ),
+    SuiteWorkload(
+        "qwen3-4",
+        "Qwen3-30B-A3B, 4 layers, 1 GPU",
+        _experts("qwen3-30b-a3b", 4),
+        (*_BF16_ONCE, *_FP8_ONCE, *_ALONE, *_FSDP2, *_each(FSDP2, "float8 rowwise")),
+        _goal(1.00),
+    ),
+    SuiteWorkload(
+        "mixtral-2",
+        "Mixtral, 2 layers, 1 GPU",
+        _experts("mixtral", 2),  # three layers do not fit 80 GB
+        (*_BF16_ONCE, *_FP8_ONCE, *_ALONE, *_FSDP2, *_each(FSDP2, "float8 rowwise")),
+        (*_goal(1.00), Goal(_OF_FP8, f"{OURS} bf16", 1.40)),
+        steps=8,
+    ),
+    SuiteWorkload(
+        "reference-gtp2",
+        "reference, gtp 2",
+        _options("reference", 8192, gtp=2),
+        (*_BF16, *_AT_BEST, *_FSDP2),
+        _goal(1.03),
+        steps=8,
+    ),
+    SuiteWorkload(
+        "reference-gtp2-2048",
+        "reference, gtp 2, 2,048 tokens per GPU",
+        _options("reference", 2048, gtp=2),
+        (*_BF16, *_AT_BEST, *_FSDP2),
+        _goal(1.10),
+    ),
+    SuiteWorkload(
+        "reference-gtp2-microbatches",
+        "reference width, 8 layers, gtp 2, 8 microbatches",
+        _options("reference", 8192, layers=8, microbatches=8, gtp=2),
+        (*_BF16, *_AT_BEST, *_FSDP2),
+        _goal(1.03),
+        steps=3,
+    ),
+    SuiteWorkload(
+        "reference-gtp2-fp8",
+        "reference, gtp 2, FP8 matmuls",
+        _options("reference", 8192, gtp=2),
+        (*_each(OURS, "fp8-matmuls"), *_each(FSDP2, "float8 tensorwise", "float8 rowwise")),
+        steps=8,
+    ),
+    SuiteWorkload(
+        "reference-tp2",
+        "reference width, 8 layers, tp 2",
+        _options("reference", 8192, layers=8, tp=2),
+        (*_BF16_ONCE, *_AT_BEST, *_FSDP2, *_each(FSDP2, "bf16 async-tp")),
+        _goal(1.03),
+    ),
+    SuiteWorkload(
+        "qwen3-8-gtp2",
+        "Qwen3-30B-A3B, 8 layers, gtp 2",
+        _experts("qwen3-30b-a3b", 8, gtp=2),
+        (*_BF16, *_AT_BEST, *_FSDP2),
+        _goal(1.00),
+        steps=8,
+    ),
+    SuiteWorkload(
+        "qwen3-8-ep2",
+        "Qwen3-30B-A3B, 8 layers, ep 2",
+        _experts("qwen3-30b-a3b", 8, ep=2),
+        (*_BF16, *_FP8_ONCE, *_AT_BEST, *_FSDP2, *_each(FSDP2, "float8 rowwise")),
+        (*_goal(1.00), Goal(_OF_FP8, f"{OURS} bf16", 1.15)),
+        steps=8,
+    ),
+)

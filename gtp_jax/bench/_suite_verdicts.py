@@ -1,0 +1,148 @@
+"""What the rounds of a suite say: a row for each contender, its rivals that do the same work, and goals reached."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from ._contenders import OURS, PARTITIONER
+from ._step import Row, rival
+from ._suite_file import Result
+from ._suite_table import Goal, SuiteWorkload
+
+# A goal counts as reached within this share of it.
+GOAL_TOLERANCE = 0.005
+
+
+def rows_of(workload: SuiteWorkload, results: Sequence[Result], contenders: Sequence[str] = ()) -> list[Row]:
+    """Returns a row for each contender that ran, whose `seconds` are the medians of its rounds; facts are those of the
+    first round, which compiled.
+
+    Args:
+        workload: the workload.
+        results: of any workloads.
+        contenders: words of names; all if empty.
+    """
+    rows = []
+    for contender in workload.chosen(contenders):
+        own = [r for r in results if (r.workload, r.contender) == (workload.name, contender.name)]
+        done = sorted((r for r in own if r.seconds), key=lambda r: r.round)
+        if done:
+            rows.append(Row(contender, tuple(statistics.median(r.seconds) for r in done), dict(done[0].facts)))
+        elif own:
+            rows.append(Row(contender, failure=own[0].failure))
+    return rows
+
+
+def same_work(row: Row, rows: Sequence[Row], family: str, workload: SuiteWorkload) -> Row | None:
+    """Returns the fastest row of a family that a row of gtp_jax is held against: with the same matmuls and policy, and
+    of the partitioner with the norm and the guard.
+
+    Args:
+        row: of gtp_jax.
+        rows: all rows of the workload.
+        family: the rival's.
+        workload: the workload.
+    """
+    eligible = [r for r in rows if r.contender.guards or r.contender.family != PARTITIONER]
+    return rival(row, eligible, family, any_policy=not workload.gathers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Whether gtp_jax reached a goal with one policy.
+
+    Attributes:
+        goal: the goal.
+        name: the name of gtp_jax's contender.
+        rival: the name of the rival that it is held against.
+        ratio: the rival's median time over gtp_jax's.
+        low: the smallest such ratio of one round.
+        high: the largest.
+    """
+
+    goal: Goal
+    name: str
+    rival: str
+    ratio: float
+    low: float
+    high: float
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the goal is reached within `GOAL_TOLERANCE`."""
+        return self.ratio >= self.goal.ratio * (1 - GOAL_TOLERANCE)
+
+
+def suite_verdicts(workload: SuiteWorkload, rows: Sequence[Row]) -> list[Verdict]:
+    """Returns what became of a workload's goals; nothing for those without results of both sides."""
+    found = []
+    for goal in workload.goals:
+        for row in rows:
+            if not row.seconds or f"{row.contender.family} {row.contender.variant}" != goal.ours:
+                continue
+            other = same_work(row, rows, goal.rival, workload) if goal.rival == PARTITIONER else _own(goal, row, rows)
+            if other is not None:
+                low, high = ratio_spread(row, other)
+                ratio = other.median_s / row.median_s
+                found.append(Verdict(goal, row.contender.name, other.contender.name, ratio, low, high))
+    return found
+
+
+def ratio_spread(row: Row, other: Row) -> tuple[float, float]:
+    """Returns the smallest and the largest ratio of the times of two contenders within one round."""
+    ratios = [theirs / ours for theirs, ours in zip(other.seconds, row.seconds, strict=False)]
+    return min(ratios), max(ratios)
+
+
+def _own(goal: Goal, row: Row, rows: Sequence[Row]) -> Row | None:
+    for other in rows:
+        named = f"{other.contender.family} {other.contender.variant}" == goal.rival
+        if named and other.seconds and other.contender.policy == row.contender.policy:
+            return other
+    return None
+
+
+def suite_summary(workloads: Sequence[SuiteWorkload], results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Returns the rows and verdicts of all workloads that have results, as JSON."""
+    summary = []
+    for workload in workloads:
+        rows = rows_of(workload, results)
+        if rows:
+            summary.append(
+                {
+                    "workload": workload.name,
+                    "title": workload.title,
+                    "devices": workload.devices,
+                    "rows": [_recorded(row, rows, workload) for row in rows],
+                    "goals": [
+                        {**dataclasses.asdict(v), "reached": v.is_reached} for v in suite_verdicts(workload, rows)
+                    ],
+                }
+            )
+    return summary
+
+
+def _recorded(row: Row, rows: Sequence[Row], workload: SuiteWorkload) -> dict[str, Any]:
+    entry: dict[str, Any] = {"contender": row.contender.name, "matmuls": row.contender.matmuls}
+    if row.failure:
+        return {**entry, "failure": row.failure}
+    facts = ("planned_bytes", "peak_bytes", "reduce_dtype", "embedding_dtype", "compile_s")
+    return {
+        **entry,
+        "median_s": row.median_s,
+        "low_s": row.low_s,
+        "high_s": row.high_s,
+        "rounds": len(row.seconds),
+        **{name: row.facts.get(name) for name in facts},
+        **{f"ratio_to_{family}": suite_ratio(row, rows, family, workload) for family in ("partitioner", "fsdp2")},
+    }
+
+
+def suite_ratio(row: Row, rows: Sequence[Row], family: str, workload: SuiteWorkload) -> float | None:
+    """Returns how many times as fast a row of gtp_jax is as the family's fastest that does the same work; `None` for
+    other rows and without results."""
+    other = same_work(row, rows, family, workload) if row.contender.family == OURS and row.seconds else None
+    return None if other is None else other.median_s / row.median_s

@@ -1,0 +1,216 @@
+"""`gtp-jax bench suite`: a table of training steps, each beside its rivals at their best, in rounds on one machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import bench
+from ..plan import columns
+from ._arguments import add_file_flags, add_run_flags, check_files, positive, seconds_within, whole
+
+_DESCRIPTION = """\
+Runs a table of training steps, each through gtp_jax, XLA's partitioner and PyTorch FSDP2. The contenders of a workload
+take turns, in rounds on one machine. A row is the median of its rounds' medians, with the smallest and the largest of
+them. The partitioner runs with its collectives joined and not, with XLA's default options and with gtp_jax's. Ratios
+compare the same work: the same matmul formats, the same policy of gathering weights (any policy where none is
+gathered), and only those variants of the partitioner that compute the norm of all gradients and guard the update
+(`grad-norm`), as gtp_jax does. A goal counts as reached within 0.5 %.
+"""
+
+_EXAMPLES = """\
+examples:
+  gtp-jax bench suite --list                                       workloads, contenders and goals; nothing runs
+  gtp-jax bench suite --json suite.json --png suite.png            everything that this machine has GPUs for
+  gtp-jax bench suite --json suite.json --within 9                 9 minutes of it; the same command again goes on
+  gtp-jax bench suite --devices 2 --workloads reference-gtp2 --json suite.json --contenders "gtp_jax regather" \\
+      "grad-norm regather" "fsdp2 regather" --slower 3             one workload with some of its contenders
+  gtp-jax bench suite --workloads "qwen3*" --rounds 1 --steps 4    a first look
+  gtp-jax bench suite --workloads 100m                             without a GPU: tiny steps on virtual devices
+
+A file goes on where it ended: what it has is not measured again. It is refused on another kind of device, and after a
+change of the versions or the source that contenders run. A workload that was begun on another machine of the same kind
+and not finished there is measured again as a whole.
+"""
+
+_LEGEND = (
+    "rounds: smallest to largest median of a round, and the number of rounds. x XLA, x fsdp2: times as fast as the "
+    "fastest rival that does the same work. planned: GiB of arguments and temporaries as XLA planned them. grads: "
+    "dtype in which weight gradients are sent and summed over the ranks. embedding: dtype in which the gradients of an "
+    "embedding's rows are summed over the tokens"
+)
+
+
+def add_topic(topics: Any) -> None:
+    """Adds the topic to `gtp-jax bench`."""
+    topic = topics.add_parser(
+        "suite",
+        help="a table of training steps beside their rivals at their best, in rounds that can be continued",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    topic.add_argument(
+        "--devices", type=whole, metavar="N", help="workloads of this many devices alone (default: all that fit)"
+    )
+    topic.add_argument("--workloads", nargs="+", default=[], metavar="NAME", help="names or patterns (default: all)")
+    topic.add_argument(
+        "--contenders",
+        nargs="+",
+        default=[],
+        metavar="WORDS",
+        help="of each workload, by words of names (default: all)",
+    )
+    topic.add_argument("--list", action="store_true", help="print what would run, and run nothing")
+    topic.add_argument("--rounds", type=whole, default=3, help="turns of each contender (default: %(default)s)")
+    topic.add_argument("--steps", type=whole, help="timed in a round, after 3 that are not (default: the table's)")
+    topic.add_argument(
+        "--slower",
+        type=positive,
+        metavar="PERCENT",
+        help="do not repeat variants of a rival that the first round showed to be slower by this than the fastest one "
+        "that does the same work (default: repeat all)",
+    )
+    topic.add_argument(
+        "--cache",
+        type=Path,
+        metavar="DIR",
+        help="keep compiled programs there for later rounds. It saves minutes, but all rounds then run the kernels "
+        "that autotuning picked in the first (default: jax compiles anew in each)",
+    )
+    add_run_flags(topic, timeout_s=240, one="process")
+    add_file_flags(topic, json="save results there, and continue from it", png="draw the ratios there")
+    topic.add_argument("--logs", type=Path, metavar="DIR", help="what each process printed")
+    topic.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    check_files(args.json, args.png)
+    every = sorted({workload.devices for workload in bench.WORKLOADS})
+    if args.list:
+        devices = every if args.devices is None else [args.devices]
+        print(_listed(bench.chosen_workloads(args.workloads, args.contenders, devices), args.contenders, args.rounds))
+        return 0
+    environment = bench.environment_of(max(every))
+    device, platform, count = bench.probe(environment)
+    if args.devices is not None and args.devices > count:
+        raise ValueError(f"`--devices` is {args.devices}, and there are {count} here.")
+    devices = [n for n in every if n <= count] if args.devices is None else [args.devices]
+    workloads = bench.chosen_workloads(args.workloads, args.contenders, devices)
+    if args.logs is not None:
+        args.logs.mkdir(parents=True, exist_ok=True)
+    settings = bench.settings_here(device, args.torch_python, steps=args.steps)
+    file = bench.SuiteFile(args.json, settings, lambda results: bench.suite_summary(bench.WORKLOADS, results))
+    options = bench.SuiteOptions(
+        platform=platform,
+        machine=bench.this_machine(platform == "gpu"),
+        environment={**environment, **_cache(args.cache)},
+        rounds=args.rounds,
+        contenders=args.contenders,
+        steps=args.steps,
+        timeout_s=args.timeout,
+        within_s=seconds_within(args),
+        slower=None if args.slower is None else args.slower / 100,
+        torch_python=args.torch_python,
+        logs=args.logs,
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in settings["versions"].items() if version)
+    title = f"{device}, {versions}"
+    print(f"{title}\n", flush=True)
+    for workload, result in bench.run_suite(workloads, file, options, say=_say):
+        _say(_line(workload, result, args.rounds))
+    for workload in workloads:
+        rows = bench.rows_of(workload, file.results, args.contenders)
+        if rows:
+            print(f"\n{_table(workload, rows, platform)}")
+    print(f"\n{_LEGEND}")
+    if args.png:
+        found = [(w, bench.rows_of(w, file.results)) for w in bench.WORKLOADS]
+        bench.draw_suite([(w, rows) for w, rows in found if rows], f"gtp_jax and its rivals, {device}", args.png)
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _cache(folder: Path | None) -> dict[str, str]:
+    if folder is None:
+        return {}
+    return {
+        "JAX_COMPILATION_CACHE_DIR": os.fspath(folder.absolute() / "jax"),
+        "TORCHINDUCTOR_CACHE_DIR": os.fspath(folder.absolute() / "inductor"),
+    }
+
+
+def _line(workload: bench.SuiteWorkload, result: bench.Result, rounds: int) -> str:
+    head = f"{workload.name}  {result.round + 1}/{rounds}  {result.contender}"
+    if result.failure:
+        return f"{head}: {result.failure}"
+    ordered = sorted(result.seconds)
+    median = 1e3 * (ordered[len(ordered) // 2] + ordered[(len(ordered) - 1) // 2]) / 2
+    low, high = 1e3 * ordered[0], 1e3 * ordered[-1]
+    return f"{head}  {median:.1f} ms ({low:.1f} to {high:.1f}), process {result.wall_s:.0f} s"
+
+
+def _listed(workloads: Sequence[bench.SuiteWorkload], contenders: Sequence[str], rounds: int) -> str:
+    lines, processes = [], 0
+    for workload in workloads:
+        goals = "; ".join(f"{g.ours} {g.ratio:.2f} x {g.rival}" for g in workload.goals) or "none"
+        step = bench.describe(workload.workload("gpu"), "GPU")
+        chosen = workload.chosen(contenders)
+        processes += rounds * len(chosen)
+        lines += [f"{workload.name}: {workload.title}", f"  {step}", f"  goals: {goals}"]
+        lines += [f"    {contender.name}" for contender in chosen]
+    return "\n".join([*lines, f"{len(workloads)} workloads, {processes} processes in {rounds} rounds"])
+
+
+def _table(workload: bench.SuiteWorkload, rows: Sequence[bench.Row], platform: str) -> str:
+    work = workload.workload(platform)
+    flops = bench.workload_flops(work) / work.devices
+    header = ("contender", "matmuls", "weights", "ms", "rounds", "x XLA", "x fsdp2")
+    header += ("TFLOP/s", "planned", "peak GiB", "grads", "embedding", "compile s")
+    cells = []
+    for row in rows:
+        name = f"{row.contender.family} {row.contender.variant}"
+        if row.failure:
+            continue
+        ratios = (bench.suite_ratio(row, rows, family, workload) for family in ("partitioner", "fsdp2"))
+        cells.append(
+            (
+                name,
+                row.contender.matmuls,
+                row.contender.policy,
+                f"{1e3 * row.median_s:.1f}",
+                f"{1e3 * row.low_s:.1f} to {1e3 * row.high_s:.1f}, {len(row.seconds)}",
+                *("" if r is None else f"{r:.3f}" for r in ratios),
+                f"{flops / row.median_s / 1e12:.3g}",
+                *(_gibibytes(row.facts.get(name)) for name in ("planned_bytes", "peak_bytes")),
+                row.facts.get("reduce_dtype", ""),
+                row.facts.get("embedding_dtype", ""),
+                f"{row.facts['compile_s']:.1f}" if row.facts.get("compile_s") is not None else "",
+            )
+        )
+    parts = [f"{workload.title}: {bench.describe(work, platform)}"]
+    if cells:
+        parts.append(columns(header, cells, right=(3, 5, 6, 7, 8, 9, 12)))
+    parts += [f"no result from {row.contender.name}: {row.failure}" for row in rows if row.failure]
+    parts += [_verdict(v, rows) for v in bench.suite_verdicts(workload, rows)]
+    return "\n".join(parts)
+
+
+def _verdict(verdict: bench.Verdict, rows: Sequence[bench.Row]) -> str:
+    planned = {row.contender.name: row.facts.get("planned_bytes") for row in rows}
+    ours, theirs = planned[verdict.name], planned[verdict.rival]
+    memory = f"; planned {_gibibytes(ours)} GiB, there {_gibibytes(theirs)}" if ours and theirs else ""
+    return (
+        f"{'reached' if verdict.is_reached else 'MISSED '}: {verdict.name} {verdict.ratio:.3f} x {verdict.rival} "
+        f"({verdict.low:.3f} to {verdict.high:.3f} in a round), goal {verdict.goal.ratio:.2f}{memory}"
+    )
+
+
+def _gibibytes(count: int | None) -> str:
+    return "" if count is None else f"{count / 2**30:.3g}"

@@ -1,0 +1,333 @@
+"""`gtp-jax bench suite`: contenders take turns, a file is continued or refused, rounds become ratios and verdicts."""
+
+import dataclasses
+import importlib
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from gtp_jax import bench
+from gtp_jax.bench import _suite
+from gtp_jax.cli import main
+
+BY_NAME = {workload.name: workload for workload in bench.WORKLOADS}
+REFERENCE = BY_NAME["reference-gtp2"]
+THREE = ["gtp_jax bf16 regather", "partitioner combined grad-norm regather", "fsdp2 bf16 regather"]
+SCRIPTS = Path(bench.__file__).with_name("contenders")
+OWN_MODULES = {path.stem for path in SCRIPTS.glob("*.py")}
+
+
+class Anything(type):
+    """Metaclass of classes that have any attribute, in place of those of PyTorch."""
+
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Anything(name, (), {})
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Imports a contender's script as if from its own folder; PyTorch's modules, which it may import, are empty."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    before = set(sys.modules)
+
+    def load(name: str):
+        if name == "fsdp2":
+            for torch in ("", ".nn", ".nn.functional", ".distributed", ".distributed.fsdp", ".distributed.tensor"):
+                fake_module(monkeypatch, f"torch{torch}")
+            for torch in ("_symmetric_memory", "device_mesh", "tensor.parallel"):
+                fake_module(monkeypatch, f"torch.distributed.{torch}")
+        return importlib.import_module(name)
+
+    yield load
+    for name in (set(sys.modules) - before) & OWN_MODULES:
+        sys.modules.pop(name)
+
+
+def fake_module(monkeypatch, name: str) -> None:
+    module = types.ModuleType(name)
+    vars(module)["__getattr__"] = lambda attribute: getattr(Anything(name, (), {}), attribute)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Replaces the contenders' processes: returns the names that ran, and what a name is answered."""
+    ran, answers = [], {}
+
+    def measure_step(contender, work, **_):
+        ran.append(contender.name)
+        answer = answers.get(contender.name, 0.4)
+        if isinstance(answer, str):
+            return bench.Row(contender, failure=answer)
+        return bench.Row(contender, (answer,) * 3, {"compile_s": 10.0, "planned_bytes": 2**30})
+
+    monkeypatch.setattr(_suite, "measure_step", measure_step)
+    return ran, answers
+
+
+def options(**others):
+    usual = {"platform": "gpu", "machine": "one", "environment": {}, "contenders": THREE}
+    return bench.SuiteOptions(**usual | others)
+
+
+SETTINGS = {"device": "chip", "versions": {"jax": "1", "source": "a"}, "steps": None}
+
+
+def test_every_contender_of_the_table_exists_once_and_its_script_takes_the_flags(script, monkeypatch):
+    class Parsed(Exception):
+        pass
+
+    def parsed(args, **_):
+        raise Parsed(args)
+
+    scripts = {name: script(name) for name in ("ours", "partitioner", "fsdp2")}
+    for module in scripts.values():
+        monkeypatch.setattr(module, "workload", parsed)
+    for workload in bench.WORKLOADS:
+        work, chosen = workload.workload("gpu"), workload.chosen([])
+        assert work.devices == workload.devices and len(set(workload.contenders)) == len(chosen)
+        for contender in chosen:
+            assert contender.tp in ("any", "above 1" if work.tp > 1 else "1")
+            command = contender.command(work.flags, work.devices, "python")
+            at = command.index(str(SCRIPTS / contender.script))
+            monkeypatch.setattr(sys, "argv", command[at:])
+            with pytest.raises(Parsed) as found:
+                scripts[Path(contender.script).stem].main()
+            args = found.value.args[0]
+            assert (args.num_layers, args.gtp, args.ep, args.tp) == (work.num_layers, work.gtp, work.ep, work.tp)
+        for goal in workload.goals:
+            assert any(f"{c.family} {c.variant}" == goal.ours for c in chosen)
+            assert any(goal.rival in (c.family, f"{c.family} {c.variant}") for c in chosen)
+
+
+def test_every_workload_has_a_tiny_form_with_the_same_degrees():
+    for workload in bench.WORKLOADS:
+        tiny, work = workload.workload("cpu", steps=2), workload.workload("gpu")
+        degrees = lambda w: (w.gtp, w.ep, w.tp, w.microbatches, w.has_experts)  # noqa: E731
+        assert degrees(tiny) == degrees(work)
+        assert (tiny.num_layers, tiny.steps, tiny.hidden_size) == (1, 2, 128) and tiny.tokens <= 1024
+
+
+def test_contenders_take_turns_and_a_file_goes_on_where_it_ended(measured, tmp_path):
+    ran, _ = measured
+    path = tmp_path / "suite.json"
+    run = bench.run_suite([REFERENCE], bench.SuiteFile(path, SETTINGS), options())
+    for _ in range(5):  # interrupted after five processes
+        next(run)
+    run.close()
+    assert len(json.loads(path.read_text())["results"]) == 5
+    again = bench.SuiteFile(path, SETTINGS, lambda results: len(results))
+    assert len(list(bench.run_suite([REFERENCE], again, options()))) == 4
+    assert ran == THREE * 3
+    assert json.loads(path.read_text())["summary"] == 9
+    assert not list(bench.run_suite([REFERENCE], bench.SuiteFile(path, SETTINGS), options())) and ran == THREE * 3
+
+
+def test_what_failed_and_what_is_clearly_slower_is_not_repeated(measured):
+    ran, answers = measured
+    names = [
+        "gtp_jax bf16 regather",
+        "gtp_jax bf16 keep",
+        "partitioner combined grad-norm regather",
+        "partitioner unrolled grad-norm regather",
+        "partitioner combined regather",
+        "fsdp2 bf16 regather",
+    ]
+    answers |= dict(zip(names, [0.5, 0.4, 0.40, 0.43, 0.38, "No module named 'torch'"], strict=True))
+    file = bench.SuiteFile(None, SETTINGS)
+    list(bench.run_suite([REFERENCE], file, options(contenders=names, slower=0.05)))
+    times = {name: ran.count(name) for name in names}
+    # gtp_jax's own rows always run; the plain partitioner is another kind than those with the norm
+    assert list(times.values()) == [3, 3, 3, 1, 3, 1]
+
+
+def test_results_of_another_device_version_or_step_are_refused(measured, tmp_path):
+    path = tmp_path / "suite.json"
+    list(bench.run_suite([REFERENCE], bench.SuiteFile(path, SETTINGS), options(rounds=1)))
+    for settings, message in (
+        (SETTINGS | {"device": "other"}, "cannot continue: device is chip there, other here. Name another file"),
+        (SETTINGS | {"versions": {"jax": "1", "source": "b"}}, "versions source is a there, b here"),
+        (SETTINGS | {"steps": 4}, "steps is None there, 4 here"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bench.SuiteFile(path, settings)
+    changed = dataclasses.replace(REFERENCE, step=dataclasses.replace(REFERENCE.step, num_layers=2))
+    with pytest.raises(ValueError, match=r"on reference-gtp2 with other flags \(--num-layers=16 --num-layers=2\)"):
+        list(bench.run_suite([changed], bench.SuiteFile(path, SETTINGS), options()))
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="was not written by `gtp-jax bench suite`"):
+        bench.SuiteFile(path, SETTINGS)
+
+
+def test_all_rounds_of_a_workload_are_of_one_machine(measured):
+    ran, _ = measured
+    file, said = bench.SuiteFile(None, SETTINGS), []
+    list(bench.run_suite([BY_NAME["1b"]], file, options(contenders=["gtp_jax"])))
+    list(bench.run_suite([REFERENCE], file, options(rounds=2)))
+    del ran[:]
+    there = options(machine="two")
+    list(bench.run_suite([BY_NAME["1b"]], file, dataclasses.replace(there, contenders=["gtp_jax"]), say=said.append))
+    assert not ran and not said  # finished on the other machine
+    list(bench.run_suite([REFERENCE], file, there, say=said.append))
+    assert ran == THREE * 3
+    assert said == ["reference-gtp2: begun on another machine and not finished there, so it is measured again"]
+    assert {r.machine for r in file.results if r.workload == REFERENCE.name} == {"two"}
+
+
+def test_a_process_that_would_not_end_in_time_is_not_begun(measured):
+    ran, _ = measured
+    file, said = bench.SuiteFile(None, SETTINGS), []
+    first = options(rounds=1, contenders=THREE[:1])
+    (_, result), *_ = bench.run_suite([REFERENCE], file, first)
+    file.results = [dataclasses.replace(result, wall_s=50.0)]
+    assert not list(bench.run_suite([REFERENCE], file, options(within_s=40.0, contenders=THREE[:1]), say=said.append))
+    assert len(ran) == 1
+    assert said == ["the time is over; the next would be reference-gtp2, gtp_jax bf16 regather, round 2"]
+
+
+def results_of(workload, times):
+    return [
+        bench.Result(workload.name, name, number, "one", (), 1.0, (ms / 1e3, ms / 1e3, 9.0), {"planned_bytes": number})
+        for name, rounds in times.items()
+        for number, ms in enumerate(rounds)
+    ]
+
+
+def test_a_row_is_the_median_of_its_rounds_and_is_held_against_the_same_work():
+    times = {
+        "gtp_jax bf16 regather": (400.0, 404.0, 390.0),
+        "gtp_jax bf16 keep": (380.0, 380.0, 380.0),
+        "partitioner combined grad-norm regather": (410.0, 408.0, 409.6),
+        "partitioner unrolled grad-norm regather": (420.0, 420.0, 420.0),
+        "partitioner combined regather": (395.0, 395.0, 395.0),  # without norm and guard
+        "partitioner combined grad-norm keep": (385.0, 385.0, 385.0),
+        "fsdp2 bf16 regather": (440.0, 440.0, 440.0),
+    }
+    rows = bench.rows_of(REFERENCE, results_of(REFERENCE, times))
+    by_name = {row.contender.name: row for row in rows}
+    ours = by_name["gtp_jax bf16 regather"]
+    assert (ours.median_s, ours.low_s, ours.high_s) == (0.4, 0.39, 0.404) and ours.facts == {"planned_bytes": 0}
+    assert bench.suite_ratio(ours, rows, "partitioner", REFERENCE) == pytest.approx(409.6 / 400)
+    assert bench.suite_ratio(ours, rows, "fsdp2", REFERENCE) == pytest.approx(1.1)
+    assert bench.suite_ratio(by_name["fsdp2 bf16 regather"], rows, "partitioner", REFERENCE) is None
+    regather, keep = bench.suite_verdicts(REFERENCE, rows)
+    # 1.024 is 0.6 % below 1.03
+    assert (regather.rival, regather.is_reached) == ("partitioner combined grad-norm regather", False)
+    assert regather.low == pytest.approx(408 / 404) and regather.high == pytest.approx(409.6 / 390)
+    assert (keep.ratio, keep.is_reached) == (pytest.approx(385 / 380), False)
+    times["partitioner combined grad-norm regather"] = (410.0, 410.0, 410.0)  # 1.025 is within 0.5 % of 1.03
+    rows = bench.rows_of(REFERENCE, results_of(REFERENCE, times))
+    assert [v.is_reached for v in bench.suite_verdicts(REFERENCE, rows)] == [True, False]
+    (entry,) = bench.suite_summary(bench.WORKLOADS, results_of(REFERENCE, times))
+    assert (entry["workload"], entry["rows"][0]["rounds"], entry["goals"][0]["reached"]) == ("reference-gtp2", 3, True)
+
+
+def test_where_no_weight_is_gathered_policies_are_compared_with_one_another():
+    alone = BY_NAME["reference-6"]
+    times = {
+        "gtp_jax bf16 regather": (160.0,),
+        "partitioner unrolled grad-norm regather": (158.0,),
+        "partitioner unrolled grad-norm keep": (156.0,),
+    }
+    rows = bench.rows_of(alone, results_of(alone, times))
+    assert bench.suite_ratio(rows[0], rows, "partitioner", alone) == pytest.approx(156 / 160)
+
+
+def test_fp8_is_held_against_bf16_of_the_same_run():
+    mixtral = BY_NAME["mixtral-2"]
+    times = {"gtp_jax bf16 regather": (280.0,), "gtp_jax fp8-matmuls regather": (200.0,)}
+    (verdict,) = bench.suite_verdicts(mixtral, bench.rows_of(mixtral, results_of(mixtral, times)))
+    assert (verdict.ratio, verdict.rival, verdict.is_reached) == (pytest.approx(1.4), "gtp_jax bf16 regather", True)
+
+
+def test_the_command_prints_rows_saves_and_draws(measured, tmp_path, monkeypatch, capsys):
+    ran, answers = measured
+    answers |= {THREE[0]: 0.40, THREE[1]: 0.44, THREE[2]: "No module named 'torch'"}
+    monkeypatch.setattr(bench, "probe", lambda environment: ("chip", "gpu", 2))
+    monkeypatch.setattr(bench, "this_machine", lambda is_gpu: "one")
+    saved, picture = tmp_path / "suite.json", tmp_path / "suite.png"
+    flags = ["--workloads", "reference-gtp2", "--contenders", *THREE, "--json", str(saved), "--png", str(picture)]
+    assert main(["bench", "suite", *flags]) == 0
+    printed = capsys.readouterr().out
+    assert ran == [*THREE, *THREE[:2], *THREE[:2]]
+    assert "reference-gtp2  3/3  partitioner combined grad-norm regather  440.0 ms (440.0 to 440.0)" in printed
+    assert "no result from fsdp2 bf16 regather: No module named 'torch'" in printed
+    assert "reached: gtp_jax bf16 regather 1.100 x partitioner combined grad-norm regather" in printed
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["bench", "suite", *flags]) == 0 and len(ran) == 7  # all there: nothing runs
+    monkeypatch.setattr(bench, "probe", lambda environment: ("other chip", "gpu", 2))
+    assert main(["bench", "suite", *flags]) == 2
+    assert "device is chip there, other chip here" in capsys.readouterr().err
+
+
+def test_what_would_run_is_listed_and_bad_names_are_refused(capsys):
+    assert main(["bench", "suite", "--list", "--devices", "2", "--workloads", "qwen3*", "--contenders", "gtp_jax"]) == 0
+    listed = capsys.readouterr().out
+    assert "qwen3-8-ep2" in listed and "qwen3-4" not in listed and "goals: gtp_jax bf16 1.00 x partitioner" in listed
+    assert "2 workloads, 15 processes in 3 rounds" in listed
+    for flags, message in (
+        (["--workloads", "gpt"], "no workload is called gpt; there are 100m, 1b, "),
+        (["--devices", "4"], "no workload runs on 4 devices; they need: 100m 1, "),
+        (["--contenders", "deepspeed"], "no contender is called deepspeed; there are gtp_jax bf16 regather, "),
+    ):
+        assert main(["bench", "suite", "--list", *flags]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_the_partitioners_guarded_step_is_the_plain_one_if_finite_and_changes_nothing_if_not(script):
+    partitioner = script("partitioner")
+    sizes: dict[str, Any] = dict(
+        hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=96
+    )
+    work = bench.Workload(**sizes, vocab_size=96, seq=16, sequences=2)
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("gtp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    made = {"unroll": 0, "keep_gathered": False, "dtype": jnp.float32}
+    tokens = jax.random.randint(jax.random.key(1), (1, 2, 16), 0, 96)
+    with jax.set_mesh(mesh):
+        plain, make_state, _ = partitioner.make_step(work, mesh, **made)
+        state = jax.tree.map(np.array, make_state(jax.random.key(0)))
+        want, loss = plain(state, tokens, tokens)
+        assert float(np.abs(want[0]["head"] - state[0]["head"]).max()) > 0
+        for guard in ("where", "cond"):
+            guarded, _, _ = partitioner.make_step(work, mesh, **made, grad_norm=guard)
+            found, same_loss = guarded(state, tokens, tokens)
+            np.testing.assert_allclose(same_loss, loss, rtol=1e-6)
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-9), found, want)
+            bad = jax.tree.map(np.array, found)
+            bad[0]["norm"][0] = np.nan
+            after, loss_of_bad = guarded(bad, tokens, tokens)
+            assert np.isnan(loss_of_bad)
+            jax.tree.map(np.testing.assert_array_equal, after, bad)
+
+
+def test_the_dtype_of_an_embeddings_sum_is_read_from_the_program(script):
+    work = bench.Workload(vocab_size=96, hidden_size=64, seq=16, sequences=2)
+    read = script("timed").embedding_dtype
+    ids = jnp.zeros((16,), jnp.int32)
+    for dtype in ("float32", "bfloat16"):
+        table = jax.ShapeDtypeStruct((96, 64), dtype)
+        step = jax.jit(jax.grad(lambda t: jnp.sum(t[ids].astype(jnp.float32) ** 2)))
+        assert read(step.lower(table).compile().as_text(), work) == dtype
+    assert read("%s = s32[96]{0} scatter(%a, %b, %c)\n%t = f32[7,64]{1,0} scatter(%a)", work) == ""
+
+
+@pytest.mark.slow
+def test_a_tiny_suite_runs_on_virtual_devices(tmp_path, capsys):
+    saved = tmp_path / "suite.json"
+    flags = ["--workloads", "qwen3-8-ep2", "--contenders", "gtp_jax bf16 regather", "combined grad-norm regather"]
+    assert main(["bench", "suite", *flags, "--rounds", "1", "--steps", "2", "--json", str(saved)]) == 0
+    assert "no result" not in capsys.readouterr().out
+    (entry,) = json.loads(saved.read_text())["summary"]
+    ours, combined, tuned = entry["rows"]
+    assert (ours["embedding_dtype"], combined["embedding_dtype"]) == ("float32", "bfloat16")
+    assert ours["ratio_to_partitioner"] == min(combined["median_s"], tuned["median_s"]) / ours["median_s"]
