@@ -79,16 +79,16 @@ def read_json(path: str | os.PathLike[str], *, limit: int = MAX_JSON_BYTES) -> A
     return parse_json(text)
 
 
-def parse_json(text: bytes) -> Any:
+def parse_json(text: bytes, *, most_values: int = _MAX_VALUES) -> Any:
     """Returns the content of JSON text in UTF-8.
 
     Raises:
-        ValueError: if it is not JSON, has an object with one key twice, more than 2,000,000 values, or more than 64
+        ValueError: if it is not JSON, has an object with one key twice, more than `most_values` values, or more than 64
             levels.
     """
     # a value takes some 100 bytes in memory, and as few as 2 in the text
-    if sum(map(text.count, (b",", b"[", b"{"))) > _MAX_VALUES:
-        raise ValueError(f"it holds more than {_MAX_VALUES} values, which is the most that is read")
+    if sum(map(text.count, (b",", b"[", b"{"))) > most_values:
+        raise ValueError(f"it holds more than {most_values} values, which is the most that is read")
     try:
         content = json.loads(text.decode(), object_pairs_hook=_unique)
     except RecursionError:

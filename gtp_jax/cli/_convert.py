@@ -72,6 +72,7 @@ def _import(args: argparse.Namespace) -> int:
     done = import_llama(args.source, args.out, progress=True)
     print(f"read {_tensors(done)} in {args.source}")
     print(f"{done.config.param_count():,} float32 parameters are in {args.out}, a checkpoint at step {done.step}")
+    print(f"kept unchanged with them: {_others(done)}")
     return 0
 
 
@@ -81,7 +82,7 @@ def _export(args: argparse.Namespace) -> int:
     shard_bytes = max(1, int(args.shard_gb * _GB))
     done = export_llama(source, args.out, step=args.step, dtype=args.dtype, shard_bytes=shard_bytes, progress=True)
     print(f"step {done.step} in {source}: {done.config.param_count():,} parameters as {args.dtype}")
-    print(f"wrote {_tensors(done)} to {args.out}, and config.json")
+    print(f"wrote {_tensors(done)} to {args.out}, and {_others(done)}")
     return 0
 
 
@@ -93,6 +94,10 @@ def _on_cpu() -> None:
 def _tensors(done: Converted) -> str:
     files = "1 file" if len(done.files) == 1 else f"{len(done.files)} files"
     return f"{done.tensors} tensors, {quantity(done.nbytes, 'B')}, of {files}"
+
+
+def _others(done: Converted) -> str:
+    return ", ".join(("config.json", *done.others))
 
 
 def _size(text: str) -> float:

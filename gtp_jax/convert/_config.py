@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .._foreign import brief, inside, read_json
-from ..models import FAMILIES, ModelConfig, hugging_face_of
+from ..models import FAMILIES, HuggingFace, ModelConfig, hugging_face_of
 from ._encoding import Encoding
 
 CONFIG_FILE = "config.json"
@@ -18,9 +19,11 @@ _MAX_LAYERS = 10_000
 _MAX_EXPERTS = 100_000  # of all layers
 _MAX_BYTES = 4 << 20
 
+_ROTARY = {"rope_theta", "rope_scaling"}
+
 
 def write_config(
-    path: Path, config: ModelConfig, encoding: Encoding, imported: dict[str, Any], max_positions: int | None
+    path: Path, config: ModelConfig, encoding: Encoding, imported: Mapping[str, Any], max_positions: int | None
 ) -> None:
     """Writes config.json; and, for quantized weights, hf_quant_config.json.
 
@@ -28,25 +31,40 @@ def write_config(
         path: the directory.
         config: sizes of the model.
         encoding: of the weights.
-        imported: the config.json that the model once came with; what it says of other things is kept.
+        imported: the config.json that the model once came with. Its fields are kept as they are, unless the model has
+            another value.
         max_positions: longest sequence that readers should allow; if `None`, as imported, or what readers assume.
     """
     family = hugging_face_of(config)
-    fields = {
-        **imported,
-        "architectures": [family.architecture],
-        "model_type": family.model_type,
-        **family.to_json(config),
-        "torch_dtype": encoding.dtype,
-    }
-    fields.pop("rope_parameters", None)  # transformers 5 says there what `rope_theta` and `rope_scaling` say
-    fields.pop("dtype", None)
+    own = {"architectures": [family.architecture], "model_type": family.model_type, **family.to_json(config)}
+    changed = _changed(family, own, imported)
+    fields = {**own, **imported, **changed}
+    if _ROTARY & changed.keys():
+        fields.pop("rope_parameters", None)  # transformers 5 says there what these say
+    names = [name for name in ("torch_dtype", "dtype") if name in imported]  # the latter in newer files
+    fields |= dict.fromkeys(names or ["torch_dtype"], encoding.dtype)
     if max_positions is not None:
         fields["max_position_embeddings"] = max_positions
     if encoding.quantized is not None:
         fields["quantization_config"] = encoding.quantized.config_json()
         (path / QUANTIZATION_FILE).write_text(json.dumps(encoding.quantized.quant_json(), indent=2) + "\n")
     (path / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def _changed(family: HuggingFace, own: Mapping[str, Any], imported: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those fields of a model that are not those of the config.json that it came with.
+
+    A field may be written in several ways (a size left to a default, scalings in two places), so the file is read as at
+    its import, and what it means is compared.
+    """
+    if imported.get("model_type") != family.model_type:
+        return dict(own)
+    try:
+        theirs = family.to_json(family.from_json(dict(imported), CONFIG_FILE))
+    except ValueError:  # of another version, or no config.json at all
+        return dict(own)
+    theirs |= {"model_type": family.model_type, "architectures": imported.get("architectures")}
+    return {name: value for name, value in own.items() if theirs.get(name) != value}
 
 
 def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:

@@ -18,6 +18,7 @@ class Converted:
         files: Hugging Face's files with tensors, those read or those written.
         tensors: how many tensors they hold, scales included.
         nbytes: of these tensors.
+        others: names of the tokenizer's and other files that were stored or written, unchanged, beside config.json.
     """
 
     config: ModelConfig
@@ -25,3 +26,4 @@ class Converted:
     files: tuple[Path, ...]
     tensors: int
     nbytes: int
+    others: tuple[str, ...] = ()

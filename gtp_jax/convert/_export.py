@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ..checkpoint import Checkpoints, Digest, StoredArray
-from ..models import ModelConfig, Tensor, array_shapes, hugging_face_of, saved_config
+from ..models import ModelConfig, Origin, Tensor, array_shapes, hugging_face_of, saved_config
 from ..ops import multi_amax
 from ._config import check_sizes, write_config
 from ._converted import Converted
@@ -39,7 +39,8 @@ def export_llama(
     """Writes the parameters of a checkpoint as a Hugging Face Llama: safetensors, their index, config.json.
 
     One tensor is in memory at a time, or the experts of one layer. What was read is checked against the checkpoint's
-    digests, and `out` appears at the end, complete. The tokenizer is not part of a checkpoint; copy its files there.
+    digests, and `out` appears at the end, complete. What the model was imported with comes back: the other fields of
+    config.json, and the tokenizer's files, byte for byte.
 
     Args:
         checkpoint: the directory of checkpoints.
@@ -72,6 +73,7 @@ def export_llama(
     encoding = ENCODINGS[dtype]
     tensors = hugging_face_of(config).tensors(config)
     where = f"step {manifest['step']} in {checkpoint}"
+    origin = Origin.of(manifest["extra"], checkpoints.files(manifest["step"]), where)
     stored = _parameters(checkpoints.arrays(manifest["step"]), config, tensors, where)
     encoding.check(tensors)
     entries = [entry for tensor in tensors for entry in encoding.entries(tensor)]
@@ -90,8 +92,11 @@ def export_llama(
         values.check(checkpoints, manifest["step"])
         if len(parts) > 1:
             _write_index(directory / INDEX_FILE, files, parts)
-        write_config(directory, config, encoding, manifest["extra"].get("hugging_face", {}), max_positions)
-    return Converted(config, manifest["step"], tuple(Path(out) / file for file in files), len(entries), nbytes)
+        write_config(directory, config, encoding, origin.config, max_positions)
+        for name, content in origin.files.items():
+            (directory / name).write_bytes(content)
+    written, others = tuple(Path(out) / file for file in files), tuple(origin.files)
+    return Converted(config, manifest["step"], written, len(entries), nbytes, others)
 
 
 class _Values:

@@ -10,11 +10,12 @@ import numpy as np
 from tqdm import tqdm
 
 from ..checkpoint import Checkpoints, StreamedArray
-from ..models import Tensor, array_shapes, hugging_face_of, saved
+from ..models import Origin, Tensor, array_shapes, hugging_face_of, saved
 from ._config import read_config
 from ._converted import Converted
 from ._files import open_tensors
 from ._fresh import fresh_directory
+from ._others import read_others
 from ._safetensors import Reader
 
 # The dtypes that a float32 master holds exactly.
@@ -29,7 +30,8 @@ def import_llama(hugging_face: str | Path, out: str | Path, *, progress: bool = 
     """Makes a checkpoint at step 0 of a Hugging Face Llama in safetensors: float32 parameters, no optimizer state.
 
     One tensor is in memory at a time, or the experts of one layer and kernel, and is read twice. `out` appears at the
-    end, complete.
+    end, complete. The checkpoint also keeps config.json and, byte for byte, the tokenizer's files and
+    generation_config.json, which runs that start from it pass on and `export_llama` writes again.
 
     Args:
         hugging_face: directory with config.json and safetensors, in one file or in several with an index.
@@ -42,10 +44,12 @@ def import_llama(hugging_face: str | Path, out: str | Path, *, progress: bool = 
     Raises:
         FileNotFoundError: if a file is missing.
         ValueError: if the model is not one that our Llama computes, if tensors are missing, too many, or of another
-            shape or dtype, if a value is NaN or Inf, if a file is damaged, or if `out` is not empty.
+            shape or dtype, if a value is NaN or Inf, if a file is damaged, if a tokenizer's file is a link out of the
+            directory, not JSON or too large, or if `out` is not empty.
     """
     source = Path(hugging_face).expanduser()
     config, original = read_config(source)
+    origin = Origin(original, read_others(source))
     readers = open_tensors(source)
     tensors = hugging_face_of(config).tensors(config)
     _check(source, readers, tensors)
@@ -82,11 +86,11 @@ def import_llama(hugging_face: str | Path, out: str | Path, *, progress: bool = 
         )
         for path, shape in array_shapes(tensors).items()
     }
-    extra: dict[str, Any] = {**saved(config), "hugging_face": original}
+    extra: dict[str, Any] = {**saved(config), **origin.extra()}
     with bar, fresh_directory(Path(out)) as directory, Checkpoints(directory) as checkpoints:
-        checkpoints.save_params(0, params, extra)
+        checkpoints.save_params(0, params, extra, files=origin.files)
     files = dict.fromkeys(readers[tensor.name].path for tensor in tensors)
-    return Converted(config, 0, tuple(files), len(tensors), nbytes)
+    return Converted(config, 0, tuple(files), len(tensors), nbytes, tuple(origin.files))
 
 
 def _check(source: Path, readers: dict[str, Reader], tensors: list[Tensor]) -> None:

@@ -121,6 +121,24 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     return Tokenizer(name, max(size, separator + 1), separator, encode)
 
 
+def same_vocabulary(path: str | os.PathLike[str], other: bytes) -> bool:
+    """Returns whether two tokenizer.json files give the same tokens the same ids.
+
+    Args:
+        path: one file, which `load_tokenizer` reads.
+        other: the content of the other; if it is no tokenizer, the answer is no.
+    """
+    import tokenizers
+
+    from_buffer = tokenizers.Tokenizer.from_buffer
+    mine = _loaded(from_buffer, path).get_vocab(with_added_tokens=True)
+    try:
+        with _refused("it", ""):
+            return mine == from_buffer(other).get_vocab(with_added_tokens=True)
+    except ValueError:
+        return False
+
+
 def _loaded(from_buffer: Callable[[bytes], Any], path: str | os.PathLike[str]) -> Any:
     what = f"`tokenizer` {path} cannot be read as a Hugging Face tokenizer.json"
     with _refused(what, "A SentencePiece model must be converted first."):

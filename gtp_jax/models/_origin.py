@@ -13,6 +13,7 @@ _CONFIG = "hugging_face"
 _ID = "_token_id"
 
 TOKENIZER_FILE = "tokenizer.json"
+_GENERATION_FILE = "generation_config.json"
 # Files whose meaning depends on the vocabulary: the tokenizer's, and defaults for generation, which name tokens by id.
 ORIGIN_FILES = (
     TOKENIZER_FILE,
@@ -24,7 +25,7 @@ ORIGIN_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
-    "generation_config.json",
+    _GENERATION_FILE,
 )
 
 
@@ -59,6 +60,11 @@ class Origin:
                 "Import the model again."
             )
         return cls(config, {name: files[name] for name in ORIGIN_FILES if name in files})
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether a file of a tokenizer is there, so that a vocabulary is known."""
+        return bool(self.files.keys() - {_GENERATION_FILE})
 
     def extra(self) -> dict[str, Any]:
         """Returns what to save beside the arrays; `files` are saved as files."""

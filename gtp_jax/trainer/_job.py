@@ -18,14 +18,14 @@ from jax.sharding import Mesh
 from .. import plan
 from ..checkpoint import Checkpoints
 from ..data import Corpus, Loader, Windows
-from ..models import ModelConfig, build, family_of
+from ..models import ModelConfig, Origin, build, family_of
 from ..nn import ModelDef, abstract_model, init
 from ..train import Loss, NonuniformStep, TrainState, eval_step, never_skip, train_step, with_whole_sequences
 from ._divergence import Place
 from ._fleet import Fleet, ReplicaLoader
 from ._optimizer import adamw, learning_rate
 from ._resume import resume_from
-from ._start import start_params
+from ._start import start_from
 from ._train_flags import TrainConfig
 from ._watch import Watch
 
@@ -51,6 +51,7 @@ class Job:
         evaluate: the evaluation of one batch.
         compile_s: seconds it took to compile the step.
         memory: bytes a device.
+        origin: the Hugging Face model that the parameters come from, which every checkpoint keeps.
     """
 
     config: TrainConfig
@@ -67,6 +68,7 @@ class Job:
     evaluate: Callable[[TrainState, Any], Metrics]
     compile_s: float
     memory: plan.Memory
+    origin: Origin = Origin()
 
     def held_out_loss(self, state: TrainState) -> float:
         """Returns the mean loss over the tokens of the first few held-out batches, the same every time."""
@@ -106,17 +108,18 @@ def prepare(
     source = watch.source(checkpoints, like)
     watch.doing("restore")
     resumed = resume_from(source, like, at, corpus, in_memory=source is not checkpoints) if resume else None
-    place = Place(0, 0)
+    place, origin = Place(0, 0), Origin()
     if resumed is not None:
-        state = resumed.state
+        state, origin = resumed.state, resumed.origin
         place = Place.of_extra(resumed.step, resumed.extra)
     elif config.from_ is not None:
-        params = start_params(Path(config.from_), like)
+        params, origin = start_from(Path(config.from_), like, config.tokenizer)
         state = TrainState.create(dataclasses.replace(like, params=params).model(), optimizer)
     else:
         state = TrainState.create(init(lambda rngs: build(model, rngs=rngs), nnx.Rngs(config.seed)), optimizer)
     watch.doing("compile")
-    return compile_step(config, model, fleet, corpus, state, optimizer, place), state
+    job = compile_step(config, model, fleet, corpus, state, optimizer, place)
+    return dataclasses.replace(job, origin=origin), state
 
 
 def abstract_state(config: TrainConfig, model: ModelConfig) -> tuple[TrainState, optax.GradientTransformation]:

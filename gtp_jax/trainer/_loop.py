@@ -264,9 +264,10 @@ class _Loop:
                     f"the state after step {step} is not finite, and is not saved. Take a lower --lr or a longer "
                     "--warmup."
                 )
-            extra = {"text": self._job.corpus.fingerprint, **saved_of(self._job.model), **self._place.extra()}
-            recipe = self._config.quantization.to_recipe()
-            target.save(step, self._state, extra, loss=self._held_out.get(step), recipe=recipe)
+            job, recipe = self._job, self._config.quantization.to_recipe()
+            extra = {"text": job.corpus.fingerprint, **saved_of(job.model), **job.origin.extra(), **self._place.extra()}
+            loss = self._held_out.get(step)
+            target.save(step, self._state, extra, loss=loss, recipe=recipe, files=job.origin.files)
         self._interrupt.saved(time.perf_counter() - began)
         self._watch.doing("step", step)
         return True

@@ -10,6 +10,7 @@ import jax
 
 from ..checkpoint import Checkpoints, DamagedCheckpoint
 from ..data import Corpus
+from ..models import Origin
 from ..train import TrainState
 
 
@@ -21,11 +22,13 @@ class Resumed:
         state: the train state.
         extra: what was saved beside it.
         step: updates made.
+        origin: the Hugging Face model that the run's parameters come from.
     """
 
     state: TrainState
     extra: dict[str, Any]
     step: int
+    origin: Origin
 
 
 def resume_from(
@@ -71,14 +74,15 @@ def resume_from(
             f"{corpus.name} is not the text that this run was trained on: its content has changed, or --data "
             "names another. Resume with the text as it was, or start a new run with another --out."
         )
+    origin = Origin.of(extra, source.files(step), f"the checkpoint of step {step}")
     if in_memory:
-        return Resumed(state, extra, step)
+        return Resumed(state, extra, step, origin)
     for one, error in damaged.items():
         _say(f"step {one} is damaged: {'; '.join(error.lines[:3])}{'; ...' if len(error.lines) > 3 else ''}")
     kept = source.set_aside_after(step, damaged)
     if kept:
         _say(f"going on from step {step}; later steps are set aside: {', '.join(kept)}")
-    return Resumed(state, extra, step)
+    return Resumed(state, extra, step, origin)
 
 
 def _say(text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import jax
 from jax.sharding import Mesh
 
 from ..checkpoint import Checkpoints
-from ..models import ModelConfig, build, saved_architecture
+from ..data import same_vocabulary
+from ..models import TOKENIZER_FILE, ModelConfig, Origin, build, saved_architecture
 from ..nn import abstract_model, explain
 from ..recipes import Quantization
 from ._directory import checkpoints_in
@@ -53,9 +55,40 @@ def check_recipe_fits(quantization: Quantization, model: ModelConfig, mesh: Mesh
         explain(abstract_model(lambda rngs: build(model, rngs=rngs)), quantization.to_recipe())
 
 
-def start_params(directory: Path, state_like: Any) -> dict[str, Any]:
-    """Returns the parameters of the latest step there, on the shardings of a state's."""
-    return _open(directory).restore_params(state_like)
+def start_from(directory: Path, state_like: Any, tokenizer: str | None) -> tuple[dict[str, Any], Origin]:
+    """Returns the parameters of the latest step there, on the shardings of a state's, and their origin.
+
+    The origin keeps its tokenizer only if the run's text is in the same vocabulary; otherwise a message says what is
+    left out.
+
+    Args:
+        directory: the checkpoints.
+        state_like: shapes and shardings of the run's state.
+        tokenizer: the run's tokenizer.json; `None` if bytes are the tokens.
+    """
+    checkpoints = _open(directory)
+    content = checkpoints.manifest()
+    step, where = content["step"], f"the checkpoint in {directory}"
+    params = checkpoints.restore_params(state_like, step)
+    origin = Origin.of(content["extra"], checkpoints.files(step), where)
+    if not origin.has_tokenizer or _is_of(origin, tokenizer):
+        return params, origin
+    if jax.process_index() == 0:
+        text = "its tokens are bytes" if tokenizer is None else f"`tokenizer` {tokenizer}"
+        print(
+            f"gtp-jax train: the tokenizer of {where} is left out of this run's checkpoints, because its vocabulary "
+            f"is not shown to be that of the text ({text}): {', '.join(origin.files)}. The ids of tokens in its "
+            "config.json become null. To keep them, give the tokenizer.json that belongs to it as --tokenizer.",
+            file=sys.stderr,
+            flush=True,
+        )
+    return params, origin.without_vocabulary()
+
+
+def _is_of(origin: Origin, tokenizer: str | None) -> bool:
+    """Returns whether a run's tokenizer has the vocabulary of a model's."""
+    theirs = origin.files.get(TOKENIZER_FILE)
+    return tokenizer is not None and theirs is not None and same_vocabulary(tokenizer, theirs)
 
 
 def _open(directory: Path) -> Checkpoints:

@@ -1,0 +1,167 @@
+"""What an imported model came with passes through import, training, resuming and export, and comes back as it was."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import jax
+import pytest
+import tokenizers
+from convert.hugging_face import random_tensors, write_model
+
+import gtp_jax as gtp
+from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.cli import main
+from gtp_jax.convert import export_llama, import_llama
+from gtp_jax.trainer import TrainConfig
+from gtp_jax.trainer._job import abstract_state
+from gtp_jax.trainer._start import start_from
+
+from .runs import WORDS, small, write_text
+
+jax.devices()  # fixes the number of devices to what the suite runs with
+
+# The preset `tiny`, as transformers 5 writes it, with fields that gtp_jax does not compute with.
+CONFIG = {
+    "_name_or_path": "someone/tiny",
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_dropout": 0.0,
+    "bos_token_id": 21,
+    "eos_token_id": [22, 21],
+    "pad_token_id": None,
+    "dtype": "float32",
+    "attention_bias": None,
+    "head_dim": 32,
+    "hidden_size": 128,
+    "initializer_range": 0.02,
+    "intermediate_size": 384,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "tie_word_embeddings": False,
+    "transformers_version": "5.0.0",
+    "use_cache": True,
+    "vocab_size": 256,
+}
+
+
+def tokenizer(words: list[str]) -> bytes:
+    ids = {word: i for i, word in enumerate(words)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(["</s>"])
+    return made.to_str().encode()
+
+
+FILES = {
+    "tokenizer.json": tokenizer([*WORDS, "?"]),
+    "tokenizer_config.json": b'{"model_max_length": 131072,\r\n "eos_token": "</s>"}\r\n',
+    "special_tokens_map.json": b'{ "eos_token":"</s>" }',
+    "added_tokens.json": b"{}",
+    "tokenizer.model": bytes(range(256)),
+    "vocab.json": json.dumps({word: i for i, word in enumerate(WORDS)}).encode(),
+    "merges.txt": b"#version: 0.2\na b\n",
+    "chat_template.jinja": "{{ messages }} \u2603\n".encode(),
+    "chat_template.json": b'{"chat_template": ""}\n',
+    "generation_config.json": b'{"temperature": 0.6, "eos_token_id": [22, 21]}\n',
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Hugging Face model, and the checkpoint that it was imported into."""
+    root = tmp_path_factory.mktemp("model")
+    write_model(root / "hf", random_tensors(CONFIG), CONFIG)
+    for name, content in FILES.items():
+        (root / "hf" / name).write_bytes(content)
+    (root / "hf" / "README.md").write_text("not the tokenizer's")
+    assert main(["convert", "import", str(root / "hf"), str(root / "imported")]) == 0
+    return root
+
+
+def others(directory) -> dict[str, bytes]:
+    """All files but those of the weights and config.json."""
+    ours = ("config.json", "model.safetensors", "README.md")
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name not in ours}
+
+
+def config_of(directory) -> dict:
+    return json.loads((directory / "config.json").read_text())
+
+
+def test_config_and_tokenizer_pass_through_training_and_resuming_to_export(folder, tmp_path, capsys):
+    text = write_text(tmp_path / "text")
+    flags = small(text, tmp_path / "run", steps=2, seq=16, tokenizer=folder / "hf/tokenizer.json")
+    assert main(["train", *flags, f"--from={folder / 'imported'}"]) == 0
+    assert main(["train", f"--out={tmp_path / 'run'}", "--resume", "--steps=3"]) == 0
+    assert main(["convert", "export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "float32"]) == 0
+    out, err = capsys.readouterr()
+    assert "left out" not in err and f"config.json, {', '.join(FILES)}" in out
+    assert others(tmp_path / "out") == FILES
+    found = config_of(tmp_path / "out")
+    assert {name: found[name] for name in CONFIG} == CONFIG
+    checkpoints = Checkpoints(tmp_path / "run/checkpoints", read_only=True)
+    assert [checkpoints.files(step) == FILES for step in checkpoints.steps()] == [True, True]
+
+
+def test_the_files_are_those_that_verify_reads(folder, tmp_path, capsys):
+    imported = shutil.copytree(folder / "imported", tmp_path / "imported")
+    (imported / "0/manifest/files/tokenizer.json").write_bytes(FILES["tokenizer.json"].replace(b"0", b"1"))
+    assert main(["checkpoint", "verify", str(imported)]) == 1
+    assert "tokenizer.json: changed since it was written" in capsys.readouterr().out
+    assert main(["convert", "export", str(imported), str(tmp_path / "out")]) == 2
+    assert "tokenizer.json: changed since it was written" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def started(directory, tokenizer):
+    """The parameters and the origin of a run, without the run."""
+    with jax.set_mesh(gtp.make_mesh(gtp=1, devices=jax.devices()[:1])):
+        config = TrainConfig()
+        return start_from(directory, abstract_state(config, config.model(256, dtype="float32"))[0], tokenizer)
+
+
+@pytest.mark.parametrize("other", [None, [*WORDS[::-1], "?"]], ids=["bytes", "other"])
+def test_a_tokenizer_of_another_vocabulary_is_left_out_with_a_message(folder, tmp_path, capsys, other):
+    path = None
+    if other is not None:
+        path = tmp_path / "tokenizer.json"
+        path.write_bytes(tokenizer(other))
+    params, origin = started(folder / "imported", path)
+    err = capsys.readouterr().err
+    assert f"the tokenizer of the checkpoint in {folder / 'imported'} is left out of this run's checkpoints" in err
+    assert f"{'its tokens are bytes' if path is None else path}): {', '.join(FILES)}. The ids of tokens in its" in err
+    with Checkpoints(tmp_path / "c") as checkpoints:
+        extra = {"model": TrainConfig().model(256, dtype="float32").architecture(), **origin.extra()}
+        checkpoints.save(1, {"params": params}, extra, files=origin.files)
+    export_llama(tmp_path / "c", tmp_path / "out", dtype="float32")
+    assert others(tmp_path / "out") == {}
+    found = config_of(tmp_path / "out")
+    assert {name: found[name] for name in CONFIG} == {**CONFIG, "bos_token_id": None, "eos_token_id": None}
+
+
+def test_the_same_vocabulary_in_another_file_keeps_the_tokenizer(folder, tmp_path, capsys):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(FILES["tokenizer.json"]), indent=4))
+    assert started(folder / "imported", path)[1].files == FILES
+    assert capsys.readouterr().err == ""
+
+
+def test_checkpoints_without_the_data_start_runs_and_are_exported_as_before(folder, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "hf").mkdir(exist_ok=True)
+        (tmp_path / "hf" / name).write_bytes((folder / "hf" / name).read_bytes())
+    assert import_llama(tmp_path / "hf", tmp_path / "imported").others == ()
+    params, origin = started(tmp_path / "imported", None)
+    assert origin.files == {} and origin.config == CONFIG
+    with Checkpoints(tmp_path / "c") as checkpoints:  # as versions wrote it that lost the rest
+        extra = {"model": TrainConfig().model(256, dtype="float32").architecture()}
+        checkpoints.save(1, {"params": params}, extra)
+    assert started(tmp_path / "c", None)[1] == type(origin)()
+    export_llama(tmp_path / "c", tmp_path / "out")
+    assert config_of(tmp_path / "out")["torch_dtype"] == "bfloat16" and others(tmp_path / "out") == {}
