@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Float
@@ -38,8 +39,9 @@ def to_weight(
     gradient: Float[jax.Array, "*rows features_out"], x: Float[jax.Array, "*rows features_in"], dtype: np.dtype
 ) -> Float[jax.Array, "features_out features_in"]:
     """Returns the gradient of `weight`, from that of `linear(x, weight)`, in this dtype."""
-    rows = tuple(range(x.ndim - 1))
-    return lax.dot_general(gradient, x, ((rows, rows), ((), ())), preferred_element_type=dtype)
+    # XLA's CPU compiler has no transposed bfloat16 product with a float32 sum over several dimensions
+    gradient, x = (jnp.reshape(a, (-1, a.shape[-1])) for a in (gradient, x))
+    return lax.dot_general(gradient, x, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
 
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:

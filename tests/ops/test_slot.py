@@ -50,6 +50,19 @@ def operands(name):
     return tuple(jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in (x, w, g))
 
 
+@pytest.mark.parametrize("shape", [(4, 32), (4, 3, 32), (4, 3, 2, 32)], ids=str)
+def test_the_transposed_gradient_of_a_bfloat16_weight_is_summed_in_float32_over_any_rows(shape):
+    rng = np.random.default_rng(0)
+    x, g = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for _ in range(2))
+
+    def transposed(x, g):
+        weight = SlottedWeight(jnp.ones((32, 32), x.dtype), jnp.zeros((32, 32), jnp.float32))
+        return jax.vjp(lambda w: linear(x, w), weight)[1](g)[0].slot.T
+
+    rows = [np.asarray(a, np.float64).reshape(-1, 32) for a in (x, g)]
+    np.testing.assert_allclose(jax.jit(transposed)(x, g), rows[0].T @ rows[1], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "name",
     others_slow(PRODUCTS, ["grouped_matmul", "embedding_lookup"]),
