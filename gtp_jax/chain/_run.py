@@ -53,37 +53,36 @@ def run(
 
     Returns:
         The last stage's output, and each stage's outputs. Differentiable in every stage's `shards` and `params`, in
-        `x` and in the floats of `shared`, whose gradients are summed over layers in float32 at least.
+        `x` and in the floats of `shared`, whose gradients are summed over layers in float32 at least. Both passes are
+        differentiable likewise, so that gradients can be differentiated again; `shards` are residuals for that alone.
     """
     travels = any(stage.travels for stage in stages)
     events = plan([stage.length for stage in stages], schedule, travels=travels)
 
-    def with_arrays(params: Tree, given: Tree) -> list[Stage]:
+    def with_arrays(shards: Tree, params: Tree, given: Tree) -> list[Stage]:
         return [
-            dataclasses.replace(stage, params=own, gather_inputs=inputs, constants=constants)
-            for stage, own, (inputs, constants) in zip(stages, params, given, strict=True)
+            dataclasses.replace(stage, shards=mine, params=own, gather_inputs=inputs, constants=constants)
+            for stage, mine, own, (inputs, constants) in zip(stages, shards, params, given, strict=True)
         ]
 
     @jax.custom_vjp
     def chain(shards: Tree, given: Tree, params: Tree, x: Tree, shared: Tree) -> tuple[Tree, list[Outputs]]:
-        del shards
-        return forward(with_arrays(params, given), x, events, shared)[:2]
+        return forward(with_arrays(shards, params, given), x, events, shared)[:2]
 
     def fwd(shards: Tree, given: Tree, params: Tree, x: Tree, shared: Tree):
-        del shards
-        y, outputs, residuals = forward(with_arrays(params, given), x, events, shared)
-        return (y, outputs), (given, params, shared, residuals)
+        y, outputs, residuals = forward(with_arrays(shards, params, given), x, events, shared)
+        return (y, outputs), (shards, given, params, shared, residuals)
 
     def bwd(saved: Tree, gradients: tuple[Tree, list[Outputs]]):
-        given, params, shared, residuals = saved
+        shards, given, params, shared, residuals = saved
         gradient, outputs = gradients
         scalars = [one.scalars for one in outputs]
-        computed = backward(with_arrays(params, given), residuals, gradient, events, shared, scalars)
+        stages = with_arrays(shards, params, given)
+        computed = backward(stages, residuals, gradient, events, shared, scalars)
         # layers are joined in the dtype of their sums, and only then cast
-        of_shards = jax.tree.map(lambda g, dtype: g.astype(dtype), computed.shards, dtypes)
+        of_shards = jax.tree.map(lambda g, shard: g.astype(shard.dtype), computed.shards, shards)
         return of_shards, None, computed.params, computed.x, computed.shared  # straight through what was gathered
 
-    dtypes = jax.tree.map(lambda shard: shard.dtype, [stage.shards for stage in stages])
     chain.defvjp(fwd, bwd)
     given = [(stage.gather_inputs, stage.constants) for stage in stages]
     return chain([stage.shards for stage in stages], given, [stage.params for stage in stages], x, shared)

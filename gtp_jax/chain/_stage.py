@@ -41,7 +41,8 @@ class Stage:
             more layers than these, see `first`.
         params: pytree of floats that are differentiated and used as they are: parameters that are not sharded, and
             slots into which backward puts values by way of their gradients. Stacked likewise.
-        gather: maps one layer's `gather_inputs` to its gathered weights, of which integers have no gradient.
+        gather: maps one layer's shards and `gather_inputs` to its gathered weights, of which integers have no
+            gradient. It is differentiated, in the shards alone, only where a gradient is differentiated again.
         reduce: sums the gradients of one layer's gathered weights and of its slots over the ranks.
         finish: makes the gradient of the layer's shards of what `reduce` returned, without communication. It runs once
             the layer's barrier is behind, so that XLA can write shards where all layers are collected. Gradients may
@@ -63,7 +64,7 @@ class Stage:
     shards: Tree
     gather_inputs: Tree
     params: Tree
-    gather: Callable[[Tree], Tree]
+    gather: Callable[[Tree, Tree], Tree]
     reduce: Callable[[tuple[Tree, Tree]], Tree]
     apply: Callable[[Tree, Tree, Tree, Tree, Tree, Tree, Turn], tuple[Tree, Outputs]]
     length: int = 1
@@ -89,7 +90,7 @@ class Stage:
         inputs, _ = lax.optimization_barrier((self.gather_inputs, after))
         if turn is not None:
             inputs = tied(inputs, turn)
-        return self.gather(self.of_layer(inputs, layer, self.first))
+        return self.gather(self.of_layer(self.shards, layer), self.of_layer(inputs, layer, self.first))
 
 
 def together(*trees: Tree) -> tuple[Tree, ...]:

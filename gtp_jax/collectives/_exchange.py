@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,8 @@ def exchange_gradients(
 ) -> list[jax.Array]:
     """Returns `reduce_gradient` of several fused weights at once: one all-to-all, and a sum in float32.
 
+    Its derivative, where a gradient is differentiated again, is that of the sum: straight through the rounding.
+
     Args:
         gradients: each of its fused weight's shape.
         fused: the layouts of each one's kernels; all with the same axes, of more than one rank.
@@ -54,8 +57,16 @@ def exchange_gradients(
         for part, layouts in zip(unfused, fused, strict=True)
     ]
     send = functools.partial(lax.all_to_all, axis_name=axes, split_axis=0, concat_axis=0, tiled=True)
-    arrived = _as_codes(parts, wire, send) if isinstance(wire, Format) else _rounded(parts, wire, send)
-    return [jnp.sum(part, axis=0) for part in arrived]
+
+    @jax.custom_jvp
+    def exchange(parts: list[jax.Array]) -> list[jax.Array]:
+        return _as_codes(parts, wire, send) if isinstance(wire, Format) else _rounded(parts, wire, send)
+
+    @exchange.defjvp
+    def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[list[jax.Array], list[jax.Array]]:
+        return exchange(*primals), [send(part.astype(jnp.float32)) for part in tangents[0]]
+
+    return [jnp.sum(part, axis=0) for part in exchange(parts)]
 
 
 def _rounded(parts: Sequence[jax.Array], dtype: np.dtype, send: _Send) -> list[jax.Array]:

@@ -6,7 +6,8 @@ stack of layers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,36 @@ from jax import lax
 
 from ..layout import Layout
 from ..ops import row_major
-from ._over_gloo import reduce_scatter
+from ._over_gloo import all_gather, reduce_scatter
 
 # XLA's CPU backend widens 16-bit floats in collectives; as integers they keep their true size on every backend.
 WIRE = {np.dtype(jnp.bfloat16): jnp.uint16, np.dtype(jnp.float16): jnp.uint16}
+
+
+def in_bits(move: Callable[..., jax.Array], x: jax.Array, *others: Any) -> jax.Array:
+    """Returns `move(x, *others)`, with 16-bit floats moved as integers; see `WIRE`.
+
+    Integers have no derivative. Where a gradient is differentiated again, that of `x` moves in float32.
+
+    Args:
+        move: linear in `x`, of any dtype: collectives, and choices of elements.
+        x: what moves.
+        others: pytrees of integers.
+    """
+    wire, dtype = WIRE.get(x.dtype), x.dtype
+    if wire is None:
+        return move(x, *others)
+
+    @jax.custom_jvp
+    def moved(x: jax.Array, others: Any) -> jax.Array:
+        return lax.bitcast_convert_type(move(lax.bitcast_convert_type(x, wire), *others), dtype)
+
+    @moved.defjvp
+    def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
+        wide = tangents[0].astype(jnp.float32)
+        return moved(*primals), move(wide, *primals[1]).astype(dtype)
+
+    return moved(x, others)
 
 
 def gather_stored(
@@ -68,7 +95,8 @@ def _gather(x: jax.Array, layout: Layout) -> jax.Array:
     dim = x.ndim - len(layout.shape) + layout.optimizer_dim
     wire = WIRE.get(x.dtype)
     # along a dimension of their own, whichever is divided: so XLA joins all gathers of a step in one launch
-    parts = lax.all_gather(x if wire is None else lax.bitcast_convert_type(x, wire), layout.optimizer_axes, axis=0)
+    own = x[None] if wire is None else lax.bitcast_convert_type(x, wire)[None]
+    parts = all_gather(own, layout.optimizer_axes, dim=0)
     parts = parts if wire is None else lax.bitcast_convert_type(parts, x.dtype)
     return jnp.reshape(jnp.moveaxis(parts, 0, dim), (*x.shape[:dim], -1, *x.shape[dim + 1 :]))
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,8 @@ from jax import lax
 from jaxtyping import Bool, Float, Int32, Shaped
 
 from ..ops import SlottedRows, save_routing, with_rows
-from ._stored import WIRE
+from ._over_gloo import all_gather
+from ._stored import in_bits
 from ._transports import Transport
 from ._turns import Turn, no_turn, tied, turn_after
 
@@ -187,39 +187,46 @@ gather_shares.defvjp(_shares_fwd, _shares_bwd)
 
 
 def _dispatch(x: jax.Array, turn: Turn, journey: Journey) -> tuple[jax.Array, Turn]:
-    wire, axis = _as_bits(tied(x, turn)), journey.axis
+    arrived = in_bits(_to_experts, tied(x, turn), journey)
+    return arrived, turn_after(arrived)
+
+
+def _to_experts(x: jax.Array, journey: Journey) -> jax.Array:
+    """Returns the rows that come here."""
+    axis = journey.axis
     ranks, tokens = journey.goes.shape
     if journey.transport == "gather":
-        arrived = lax.all_gather(wire, axis)
+        arrived = all_gather(x[None], axis, dim=0)
     elif journey.transport == "padded":
-        arrived = lax.all_to_all(wire[_senders(journey)], axis, split_axis=0, concat_axis=0, tiled=True)
+        arrived = lax.all_to_all(x[_senders(journey)], axis, split_axis=0, concat_axis=0, tiled=True)
     else:
-        arrived = _ragged(wire[_flat_senders(journey)], ranks * tokens, journey.counts, axis)
-    return _from_bits(jnp.reshape(arrived, (ranks * tokens, *x.shape[1:])), x.dtype), turn_after(arrived)
+        arrived = _ragged(x[_flat_senders(journey)], ranks * tokens, journey.counts, axis)
+    return jnp.reshape(arrived, (ranks * tokens, *x.shape[1:]))
 
 
 def _combine(partial_sums: jax.Array, journey: Journey) -> jax.Array:
-    wire, axis = _as_bits(partial_sums), journey.axis
-    ranks, tokens = journey.goes.shape
+    back, ranks = in_bits(_from_experts, partial_sums, journey), journey.goes.shape[0]
     if journey.transport == "ragged":
-        back = _ragged(wire, tokens * journey.most_ranks, journey.counts.T, axis)
         sent = jnp.sum(journey.goes, axis=1, dtype=jnp.int32)
         places = (jnp.cumsum(sent) - sent)[:, None] + journey.sent
         parts = [back[jnp.where(journey.goes[rank], places[rank], 0)] for rank in range(ranks)]
+    elif journey.transport == "gather":
+        parts = list(back)
     else:
-        blocks = jnp.reshape(wire, (ranks, tokens, *wire.shape[1:]))
-        back = lax.all_to_all(blocks, axis, split_axis=0, concat_axis=0, tiled=True)
-        if journey.transport == "gather":
-            parts = list(back)
-        else:
-            parts = [back[rank, jnp.where(journey.goes[rank], journey.sent[rank], 0)] for rank in range(ranks)]
+        parts = [back[rank, jnp.where(journey.goes[rank], journey.sent[rank], 0)] for rank in range(ranks)]
     dtype = partial_sums.dtype
     wide = jnp.promote_types(dtype, jnp.float32)
-    own = [
-        jnp.where(journey.goes[rank][:, None], _from_bits(part, dtype).astype(wide), 0)
-        for rank, part in enumerate(parts)
-    ]
+    own = [jnp.where(journey.goes[rank][:, None], part.astype(wide), 0) for rank, part in enumerate(parts)]
     return functools.reduce(lax.add, own).astype(dtype)
+
+
+def _from_experts(rows: jax.Array, journey: Journey) -> jax.Array:
+    """Returns this rank's rows of all ranks: `(ranks, tokens, features)`, or as `_ragged` leaves them."""
+    ranks, tokens = journey.goes.shape
+    if journey.transport == "ragged":
+        return _ragged(rows, tokens * journey.most_ranks, journey.counts.T, journey.axis)
+    blocks = jnp.reshape(rows, (ranks, tokens, *rows.shape[1:]))
+    return lax.all_to_all(blocks, journey.axis, split_axis=0, concat_axis=0, tiled=True)
 
 
 def _dispatch_fwd(x: jax.Array, turn: Turn, journey: Journey):
@@ -297,12 +304,3 @@ def _ragged(rows: jax.Array, room: int, counts: jax.Array, axis: str) -> jax.Arr
     there = (jnp.cumsum(counts, axis=0) - counts)[rank]  # behind what lower ranks send there
     out = jnp.zeros((room, *rows.shape[1:]), rows.dtype)
     return lax.ragged_all_to_all(rows, out, starts, sizes, there, arriving, axis_name=axis)
-
-
-def _as_bits(x: jax.Array) -> jax.Array:
-    wire = WIRE.get(x.dtype)
-    return x if wire is None else lax.bitcast_convert_type(x, wire)
-
-
-def _from_bits(x: jax.Array, dtype: Any) -> jax.Array:
-    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)

@@ -25,11 +25,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import custom_vjp_primal_tree_values
 from jaxtyping import Float, Shaped
 
 from ..layout import BLOCK, Layout
-from ..ops import row_major
-from ._over_gloo import reduce_scatter
+from ..ops import SlottedWeight, row_major, slot_gradient
+from ._over_gloo import all_gather, reduce_scatter
 from ._stored import WIRE, gather_stored
 
 Shards = tuple[jax.Array, ...]
@@ -57,7 +58,7 @@ def gather_weight(
     flat = jnp.reshape(part, (-1, part.shape[-1]))
     if ranks > 1:
         sent = flat if wire is None else lax.bitcast_convert_type(flat, wire)
-        whole = lax.all_gather(sent, axes, axis=0, tiled=True)
+        whole = all_gather(sent, axes, dim=0)
         flat = whole if wire is None else lax.bitcast_convert_type(whole, part.dtype)
     return fuse(jnp.reshape(flat, (ranks, *part.shape)), layouts)
 
@@ -159,30 +160,31 @@ def split_features(
 def gathered[Gathered](
     shards: Shards,
     sent: Any,
-    gather: Callable[[Any], Gathered],
-    scatter: Callable[[Any], Shards],
+    gather: Callable[[Shards, Any], Gathered],
+    scatter: Callable[[jax.Array], Shards],
 ) -> Gathered:
     """Gathers, with a scatter as the gradient, for a layer that stands outside a chain.
 
     Args:
         shards: what the gradient belongs to.
         sent: what is gathered: the shards, or what they were quantized to.
-        gather: `sent` to the fused weight, with or without a slot.
-        scatter: its gradient to that of the shards.
+        gather: the shards and `sent` to the fused weight, with or without a slot; differentiable in the shards, as
+            gradients are differentiated again.
+        scatter: the weight's gradient to that of the shards.
     """
 
     @jax.custom_vjp
     def apply(shards: Shards, sent: Any) -> Any:
-        return gather(sent)
+        return gather(shards, sent)
 
-    def fwd(shards: Shards, sent: Any) -> tuple[Any, None]:
-        return gather(sent), None
+    def fwd(shards: Any, sent: Any) -> tuple[Any, None]:
+        return gather(*custom_vjp_primal_tree_values((shards, sent))), None
 
     def bwd(residuals: None, gradient: Any) -> tuple[Shards, None]:
         del residuals
-        return scatter(gradient), None
+        return scatter(slot_gradient(gradient) if isinstance(gradient, SlottedWeight) else gradient), None
 
-    apply.defvjp(fwd, bwd)
+    apply.defvjp(fwd, bwd, symbolic_zeros=True)
     return apply(shards, sent)
 
 

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..collectives import Shards, gathered, join_split
 from ..layout import ArrayLayout, layout_of_array
 from ..mesh import check_mesh_in_scope, current_view, spec_of_batch
-from ..weights import Gathered, GradReduce, Reduction, gather, reduction_of, scatter
+from ..weights import Gathered, GradReduce, Reduction, gather_through, reduction_of, scatter
 from ._layer import partition_of
 from ._ranks import on_ranks, ranks_spec
 from ._weight import ArrayWeight, placed_once
@@ -132,8 +132,8 @@ def gather_array(variable: nnx.Variable) -> jax.Array:
         return _gathered_by_xla(value, array, owner.dtype, owner.grad_reduce)
     group = owner.group
 
-    def gather_one(sent: Any) -> Any:
-        return gather(group, sent)
+    def gather_one(shards: Shards, sent: Any) -> Any:
+        return gather_through(group, shards, sent)
 
     def to_shards(gradient: jax.Array) -> Shards:
         return () if group.frozen else scatter({(): group}, {(): gradient})[()]

@@ -48,14 +48,15 @@ from ._weight import apply_gathered
 # Places of a round are a multiple of this.
 _TILE = 16
 
+# Collectives by which tokens and weights arrive.
+_TRAVELS = ("all_gather", "all_to_all", "ragged_all_to_all")
+
 # What brings tokens to their experts: ahead of the collectives, where scales are joined to codes, those, and behind
 # them. And slots of codes, which are zeros.
 _MOVES = (
     "gather",
     "gtp_take",
-    "all_gather",
-    "all_to_all",
-    "ragged_all_to_all",
+    *_TRAVELS,
     "reshape",
     "concatenate",
     "bitcast_convert_type",
@@ -244,6 +245,8 @@ def _one_round(
 
 
 def _keeps(primitive: Any, *_: Any, **params: Any) -> bool:
+    if primitive.name == "custom_jvp_call":  # what travels as integers, or is gathered, with a derivative of its own
+        return not any(eqn.primitive.name in _TRAVELS for eqn in params["call_jaxpr"].eqns)
     return params.get("target_name", primitive.name) not in _MOVES
 
 

@@ -14,7 +14,7 @@ from flax import nnx
 from ..chain import Outputs, Remat, Schedule, Stage, run, with_remat
 from ..collectives import Packed, StoredCodes, Turn, codes_specs, replica_axes, sum_over_replicas, use_turn
 from ..mesh import current_view
-from ..ops import SlottedWeight
+from ..ops import slotted
 from ..weights import (
     CallKeys,
     Gathered,
@@ -27,6 +27,7 @@ from ..weights import (
     reduce_gradients,
     refuse_gradient,
     stored_gradients,
+    straight_through,
 )
 from ._frozen import Frozen
 from ._layer import Leaf, layout_of, value_of
@@ -264,19 +265,23 @@ class _Template:
         """Returns what the weights' variables hold in a call, by place."""
         found: dict[int, Any] = {}
         for path, (first, *others) in self.places.items():
-            weight = SlottedWeight(weights[path], slots[path]) if path in slots else weights[path]
+            weight = slotted(weights[path], slots[path]) if path in slots else weights[path]
             found[first] = Gathered(weight, groups[path], CallKeys(keys[path]) if path in keys else None)
             found |= dict.fromkeys(others)
         return found
 
 
-def _gather(groups: Groups, inputs: tuple[tuple[Packed | StoredCodes, ...], Any]) -> Weights:
-    """Gathers the weights of one layer, by path."""
-    packed, others = inputs
-    weights = {path: gather(groups[path], own) for path, own in others.items()}
-    for one in packed:
-        weights |= gather_members(groups, one)
-    return weights
+def _gather(groups: Groups, shards: Any, inputs: tuple[tuple[Packed | StoredCodes, ...], Any]) -> Weights:
+    """Gathers the weights of one layer, by path, differentiable in the shards."""
+
+    def make(inputs: tuple[tuple[Packed | StoredCodes, ...], Any]) -> Weights:
+        packed, others = inputs
+        weights = {path: gather(groups[path], own) for path, own in others.items()}
+        for one in packed:
+            weights |= gather_members(groups, one)
+        return weights
+
+    return straight_through(groups, shards, inputs, make)
 
 
 def _in_global_view(
@@ -308,10 +313,10 @@ def _in_global_view(
             return ranks
         return tuple(one.of_shards.spec for one in groups[path].layouts) if path in joined else specs[path]
 
-    def gather_globally(inputs: tuple[tuple[Any, ...], Any]) -> Weights:
+    def gather_globally(shards: Any, inputs: tuple[tuple[Any, ...], Any]) -> Weights:
         packed, others = inputs
         into = tuple(map(sent_spec, packed)), {path: sent_spec(own, path) for path, own in others.items()}
-        return on_ranks(lambda inputs: by_rank(gather(inputs)), (into,), ranks)(inputs)
+        return on_ranks(lambda *own: by_rank(gather(*own)), (trained, into), ranks)(shards, inputs)
 
     summed = {path: groups[path] for path, own in trained.items() if any(map(replica_axes, own))}
 

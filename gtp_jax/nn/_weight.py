@@ -32,7 +32,7 @@ from ..weights import (
     Stored,
     Structure,
     WeightGroup,
-    gather,
+    gather_through,
     of_layers,
     quantize,
     reduction_of,
@@ -362,16 +362,15 @@ class Weight(abc.ABC):
         """Returns `function(weight, *operands)`; see `apply_gathered`."""
         return apply_gathered((self,), function, *operands)
 
-    def _gather_one(self, sent: Shards | Packed | StoredCodes) -> Any:
+    def _gather_one(self, shards: Shards, sent: Shards | Packed | StoredCodes) -> Any:
         group = self.group
-        weight = gather(group, sent)
+        weight = gather_through(group, shards, sent)
         slot = group.slot(weight)
         return weight if slot is None else SlottedWeight(weight, slot)
 
-    def _to_shards(self, gradient: Any) -> Shards:
+    def _to_shards(self, gradient: jax.Array) -> Shards:
         group = self.group
-        array = gradient.slot if isinstance(gradient, SlottedWeight) else gradient
-        return () if group.frozen else scatter({(): group}, {(): array})[()]
+        return () if group.frozen else scatter({(): group}, {(): gradient})[()]
 
 
 def apply_gathered(owners: Sequence[Weight], function: Callable[..., Any], *operands: Any) -> Any:

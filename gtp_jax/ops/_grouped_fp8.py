@@ -22,7 +22,7 @@ from ._operand import quantizable, tensor_unit, values_of
 from ._quantize import quantize
 from ._row_codes import amax_of_rows, at_places, rounded_rows
 from ._save import save_for_backward
-from ._slot import SlottedRows, SlottedWeight
+from ._slot import SlottedRows, SlottedWeight, depends_on, refuse_second_derivative
 from ._tiles import cut_into_tiles
 
 
@@ -67,7 +67,7 @@ def grouped_fp8(
     """
     codes, slot = weight if isinstance(weight, SlottedWeight) else (weight, weight)
     if not isinstance(codes, QuantizedArray):
-        codes = _codes_of(lax.stop_gradient(codes))
+        codes = depends_on(_codes_of(lax.stop_gradient(codes)), slot)
     rows = x.slot if isinstance(x, SlottedRows) else x
     values = jax.ShapeDtypeStruct(codes.shape, rows.dtype)
     run_natively = check_grouped("grouped_fp8", rows, values, group_sizes, implementation)
@@ -78,7 +78,7 @@ def grouped_fp8(
         of_rows = x.codes
     else:
         alone = quantizable(lax.stop_gradient(x))
-        of_rows = rounded_rows(alone, FP8_E4M3, amax_of_rows(alone, fits), fits)
+        of_rows = depends_on(rounded_rows(alone, FP8_E4M3, amax_of_rows(alone, fits), fits), x)
     product = _Product(gradients, run_natively, fits, slot.dtype)
     return save_for_backward(_grouped(rows, slot, of_rows, codes, group_sizes, (taken, summed), product))
 
@@ -141,17 +141,19 @@ def _forward(
 ):
     del slot
     dtype, (taken, summed) = rows.dtype, windows
-    there = at_places(x, taken)
+    now, kernel, _ = refuse_second_derivative("grouped_fp8", (x, weight, rows))
+    there = at_places(now, taken)
     if product.fits:
-        y = _product(there, weight.codes, _units(weight), group_sizes, dtype)
+        y = _product(there, kernel.codes, _units(kernel), group_sizes, dtype)
     else:
-        values = values_of(there, dtype), values_of(weight, dtype)
+        values = values_of(there, dtype), values_of(kernel, dtype)
         y = kernels_of(product.run_natively).product(*values, group_sizes, transposed=True)
     return y if summed is None else add_up(y, summed), (x, weight, group_sizes, windows)
 
 
 def _backward(product: _Product, saved, gradient: jax.Array):
     x, weight, group_sizes, (taken, summed) = saved
+    x, weight, gradient = refuse_second_derivative("grouped_fp8", (x, weight, gradient))
     dtype = gradient.dtype
     rows = quantizable(gradient)
     # of rows that have no place some transports bring what is another rank's

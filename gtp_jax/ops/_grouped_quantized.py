@@ -19,7 +19,7 @@ from ._operand import operand_amax, quantizable, rounded_weight, values_of
 from ._quantize import quantize
 from ._row_codes import at_places, rows_in_codes
 from ._save import save_for_backward
-from ._slot import SlottedRows, SlottedWeight, values_and_slot
+from ._slot import SlottedRows, SlottedWeight, refuse_second_derivative, values_and_slot
 from ._tiles import in_whole_blocks
 
 
@@ -129,10 +129,11 @@ def _forward(
 ):
     del slot
     operands = product.operands
+    rows, now = refuse_second_derivative("grouped_quantized", (rows, codes))
     if codes is None:
         along_in, kept, _ = _copies(rows, group_sizes, operands.activation, operands.hadamard)
     else:
-        along_in, kept = at_places(codes, taken), codes
+        along_in, kept = at_places(now, taken), codes
     values = values_of(along_in, rows.dtype)
     y = kernels_of(product.run_natively).product(values, weight, group_sizes, transposed=True)
     return y, (kept, weight, group_sizes, key, taken)
@@ -140,6 +141,7 @@ def _forward(
 
 def _backward(product: _Product, saved, gradient: jax.Array):
     kept, weight, group_sizes, key, taken = saved
+    kept, weight, gradient = refuse_second_derivative("grouped_quantized", (kept, weight, gradient))
     operands, dtype, run = product.operands, gradient.dtype, kernels_of(product.run_natively)
     rounding = key if operands.stochastic else None
     along_out, along_rows, sizes = _copies(gradient, group_sizes, operands.gradient, operands.hadamard, rounding)

@@ -17,7 +17,7 @@ from ._implementation import Implementation, runs_native
 from ._operand import operand_amax, rounded_weight, rows_of, values_of
 from ._quantize import quantize
 from ._scaled import fits, scaled_product
-from ._slot import SlottedWeight, values_and_slot
+from ._slot import SlottedWeight, refuse_second_derivative, values_and_slot
 
 
 def linear_blocks(
@@ -89,7 +89,7 @@ def _forward(
     dtype: np.dtype,
 ):
     del slot, dtype
-    form, rows = operands.activation, rows_of(x)
+    form, rows = operands.activation, rows_of(refuse_second_derivative("linear_blocks", x))
     along_in, along_tokens = _amaxes(rows, operands.activation, operands.hadamard)
     y = _product(
         quantize(rows, form, amax=along_in),
@@ -105,6 +105,7 @@ def _forward(
 
 def _backward(operands: Operands, scaled: bool, dtype: np.dtype, saved, gradient: jax.Array):
     x_tokens, weight, key = saved
+    weight, gradient = refuse_second_derivative("linear_blocks", (weight, gradient))
     form, rows = operands.gradient, rows_of(gradient)
     amaxes = _amaxes(rows, form, operands.hadamard)
     along_out, along_tokens = quantize(

@@ -14,7 +14,7 @@ from ..formats import FP8_E4M3, Format, QuantizedArray
 from ._amax import multi_amax, power_of_two_amax
 from ._operand import operand_amax, quantizable, rows_of, tensor_unit
 from ._quantize import quantize
-from ._slot import SlottedWeight
+from ._slot import SlottedWeight, depends_on, refuse_second_derivative
 
 _DTYPES = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
@@ -47,6 +47,7 @@ def linear_fp8(
     if not isinstance(codes, QuantizedArray):
         values = quantizable(lax.stop_gradient(codes))
         codes = quantize(values, FP8_E4M3, amax=power_of_two_amax(multi_amax([values])[0], FP8_E4M3))
+        codes = depends_on(codes, slot)
     return _linear(x, codes, slot, gradients, slot.dtype)
 
 
@@ -57,14 +58,15 @@ def _linear(x: jax.Array, weight: QuantizedArray, slot: jax.Array, gradients: Fo
 
 def _forward(x: jax.Array, weight: QuantizedArray, slot: jax.Array, gradients: Format, dtype: np.dtype):
     del slot, gradients, dtype
-    rows = rows_of(x)
+    now, kernel = refuse_second_derivative("linear_fp8", (x, weight))
+    rows = rows_of(now)
     amax = operand_amax(multi_amax([rows]), FP8_E4M3)[0]
-    y = _product(quantize(rows, FP8_E4M3, amax=amax), weight, x.dtype, x.dtype)
+    y = _product(quantize(rows, FP8_E4M3, amax=amax), kernel, x.dtype, x.dtype)
     return jnp.reshape(y, (*x.shape[:-1], y.shape[-1])), (x, weight, amax)
 
 
 def _backward(gradients: Format, dtype: np.dtype, saved, gradient: jax.Array):
-    x, weight, amax = saved
+    x, weight, amax, gradient = refuse_second_derivative("linear_fp8", (*saved, gradient))
     rows = rows_of(gradient)
     gradient_amax = power_of_two_amax(multi_amax([rows])[0], gradients)
     along_out, along_tokens = quantize(rows, gradients, amax=(gradient_amax, gradient_amax), axis="both")

@@ -2,12 +2,64 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+import functools
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jaxtyping import Float
 
 from ..formats import QuantizedArray
+
+# What is said of an operation whose gradient has none.
+SECOND_DERIVATIVE = (
+    "a gradient is differentiated again through {}: a second derivative, as of a gradient penalty or in `jax.hessian`. "
+    "Roundings have none. Compute that loss without `matmuls=True` in its recipe, whose weights may travel as codes "
+    "all the same; or pass the gradient through `jax.lax.stop_gradient` if it is only reported."
+)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def refuse_second_derivative(operation: str, operands: Any) -> Any:
+    """Returns what the rules of a derivative compute with; an error if they are differentiated themselves.
+
+    A product of rounded operands takes its inputs through this in both of its rules. So it is refused, too, where
+    only what was rounded before depends on what is differentiated, of which nothing else could tell.
+
+    Args:
+        operation: what messages call it.
+        operands: pytree of arrays.
+    """
+    del operation
+    return operands
+
+
+@refuse_second_derivative.defjvp
+def _refuse(operation: str, primals: Any, tangents: Any) -> Any:
+    raise TypeError(SECOND_DERIVATIVE.format(f"`{operation}`"))
+
+
+def depends_on(codes: QuantizedArray, array: jax.Array) -> QuantizedArray:
+    """Returns the same codes, whose amax depends on the array that they were made of, without a gradient: so a product
+    refuses a second derivative with respect to that array."""
+    return codes if codes.amax is None else dataclasses.replace(codes, amax=_linked(codes.amax, array))
+
+
+@jax.custom_jvp
+def _linked(amax: jax.Array, array: jax.Array) -> jax.Array:
+    del array
+    return amax
+
+
+@_linked.defjvp
+def _linked_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    amax = _linked(*primals)
+    nothing = 0 * jnp.sum(tangents[1]).astype(amax.dtype)  # a constant would be no tangent, and be passed over
+    return amax, jnp.broadcast_to(nothing, amax.shape)
 
 
 class SlottedWeight(NamedTuple):
@@ -17,13 +69,47 @@ class SlottedWeight(NamedTuple):
     the matmul, which summed it in float32; and codes, which are integers, have none.
 
     Attributes:
-        values: an array, or codes where those are multiplied. They have no gradient.
+        values: an array, or codes where those are multiplied. A product gives them no gradient; the gradient of a
+            product does, see [Note: second derivatives] in `gtp_jax.weights`.
         slot: of the weight's shape, in the dtype in which its gradient leaves the product. Its values are never read,
             so that XLA makes no array of it.
     """
 
     values: jax.Array | QuantizedArray
     slot: jax.Array
+
+
+@jax.custom_vjp
+def slotted(values: jax.Array | QuantizedArray, slot: jax.Array) -> SlottedWeight:
+    """Returns the two as a weight whose whole gradient is the slot's; see `slot_gradient`."""
+    return SlottedWeight(values, slot)
+
+
+def _slotted_forward(values: Any, slot: Any) -> tuple[SlottedWeight, None]:
+    return SlottedWeight(*custom_vjp_primal_tree_values((values, slot))), None
+
+
+def _slotted_backward(_: None, gradient: SlottedWeight) -> tuple[None, jax.Array]:
+    return None, slot_gradient(gradient)
+
+
+slotted.defvjp(_slotted_forward, _slotted_backward, symbolic_zeros=True)
+
+
+def slot_gradient(gradient: SlottedWeight) -> jax.Array:
+    """Returns the gradient of a weight in its slot's dtype: what products left in the slot, and what the gradients of
+    products left in the values.
+
+    Args:
+        gradient: as a rule with `symbolic_zeros` is given it. Where only products were differentiated, that of the
+            values is such a zero, and nothing is added.
+    """
+    of_values, of_slot = gradient
+    if isinstance(of_slot, SymbolicZero):
+        of_slot = jnp.zeros(of_slot.shape, of_slot.dtype)
+    if isinstance(of_values, QuantizedArray | SymbolicZero):
+        return of_slot
+    return of_slot + of_values.astype(of_slot.dtype)
 
 
 class SlottedRows(NamedTuple):

@@ -35,8 +35,8 @@ GPU_OPTIONS: Mapping[str, Option] = {
     # 100 M parameters on an H100: 59.7 to 54.8 ms; 1 B: 139 to 132 (IDEAS.md)
     "xla_gpu_enable_triton_gemm": Option(
         False,
-        "every matmul is cuBLAS's: Triton's, which also compute what feeds a matmul, are slower in a step, and take FP8 "
-        "operands back to 16 bits",
+        "every matmul is cuBLAS's: Triton's matmuls, which also compute their operands, are slower in a step, and "
+        "convert FP8 operands back to 16 bits",
     ),
 }
 

@@ -34,6 +34,8 @@ from ._rounding import key_for as key_for
 from ._stored import Joined as Joined
 from ._stored import join_stored as join_stored
 from ._stored import of_shards as of_shards
+from ._straight_through import gather_through as gather_through
+from ._straight_through import straight_through as straight_through
 from ._value import Beside as Beside
 from ._value import Gathered as Gathered
 from ._value import Stored as Stored

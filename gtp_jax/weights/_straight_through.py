@@ -1,0 +1,84 @@
+"""Gathered weights as functions of the shards, so that gradients can be differentiated again.
+
+[Note: second derivatives]
+A first derivative never differentiates a gather: the rules of `collectives.gathered` and of a chain compute the weight,
+and reduce its gradient as the weight's group says. A second derivative differentiates these rules themselves. Hence
+three conditions, of which each costs the first derivative nothing:
+
+1. What a rule gathers is a function of the shards. `straight_through` makes it one, whatever is gathered in their place
+   (codes, joined or rounded copies, all of them under `stop_gradient`): its derivative is that of a gather of the
+   shards, in float32 at least, as if nothing had been rounded.
+2. What a weight with a slot adds to a gradient of a gradient goes where its gradient goes. A product's backward
+   multiplies by the values, whose derivative is added to the slot's by `ops.slot_gradient`.
+3. What a rule moves as integers, or in a format, has the derivative of the values: see `collectives.in_bits`, and
+   `collectives.exchange_gradients`.
+
+Products of rounded operands have no second derivative: they refuse (`ops.refuse_second_derivative`), and so does the
+gather of a weight that is multiplied as codes, through which no derivative could flow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..collectives import Packed, Shards, StoredCodes, gather_weight
+from ..formats import QuantizedArray
+from ..ops import SECOND_DERIVATIVE
+from ._group import WeightGroup, gather
+
+
+def straight_through(
+    groups: Mapping[Any, WeightGroup], shards: Mapping[Any, Shards], sent: Any, make: Callable[[Any], dict[Any, Any]]
+) -> dict[Any, Any]:
+    """Returns `make(sent)`, differentiable in the shards; see [Note: second derivatives].
+
+    Args:
+        groups: by name.
+        shards: this rank's, by name of each weight that is trained.
+        sent: what is gathered. It has no derivative.
+        make: gathers what is sent, and returns fused weights, or their codes, by name.
+    """
+
+    @jax.custom_jvp
+    def apply(shards: dict[Any, Shards], sent: Any) -> dict[Any, Any]:
+        del shards
+        return make(sent)
+
+    @apply.defjvp
+    def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
+        weights = apply(*primals)
+        moved = {name: _moved(groups[name], own) for name, own in tangents[0].items()}
+        return weights, {name: moved.get(name, jax.tree.map(_still, own)) for name, own in weights.items()}
+
+    return apply(dict(shards), sent)
+
+
+def gather_through(
+    group: WeightGroup, shards: Shards, sent: Shards | Packed | StoredCodes
+) -> jax.Array | QuantizedArray:
+    """Returns `gather(group, sent)`, differentiable in the shards."""
+    trained = {} if group.frozen else {(): shards}
+    return straight_through({(): group}, trained, sent, lambda sent: {(): gather(group, sent)})[()]
+
+
+def _moved(group: WeightGroup, shards: Shards) -> jax.Array:
+    """Returns by how much a fused weight moves as its shards move.
+
+    Raises:
+        TypeError: if the weight is multiplied as codes.
+    """
+    if group.as_codes:
+        raise TypeError(SECOND_DERIVATIVE.format("a product of operands in FP8"))
+    weight = gather_weight(shards, group.layouts, jnp.promote_types(group.dtype, jnp.float32)).astype(group.dtype)
+    return weight if group.array is None else group.array.from_fused(weight)
+
+
+def _still(leaf: jax.Array) -> Any:
+    """Returns the tangent of an array that does not move."""
+    is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return jnp.zeros_like(leaf) if is_float else np.zeros(leaf.shape, jax.dtypes.float0)
