@@ -8,6 +8,7 @@ from ._foreign_json import MAX_FILE_BYTES as MAX_FILE_BYTES
 from ._stored import StoredArray as StoredArray
 from ._streamed import StreamedArray as StreamedArray
 from ._sums import SUMS_EVENT
+from ._whole import WITHOUT_SUM as WITHOUT_SUM
 
 # Under which `jax.monitoring` hears how many seconds were waited for checksums.
 CHECKSUM_EVENTS = (DIGEST_EVENT, SUMS_EVENT)

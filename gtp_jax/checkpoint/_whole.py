@@ -17,7 +17,7 @@ from ._sums import damage, files
 # orbax's names: of its description of the arrays, and of the step.
 _METADATA, _STEP_METADATA = "_METADATA", "_CHECKPOINT_METADATA"
 # Files that nothing is read from, and that orbax writes last, when sums are taken already: only their form is checked.
-_WITHOUT_SUM = (_STEP_METADATA, COMMITTED, f"{ARRAYS}/{COMMITTED}", f"{MANIFEST}/{COMMITTED}")
+WITHOUT_SUM = (_STEP_METADATA, COMMITTED, f"{ARRAYS}/{COMMITTED}", f"{MANIFEST}/{COMMITTED}")
 _BESIDE = f"{MANIFEST}/{FOLDER}"
 _MARK = b"Checkpoint commit was successful"
 
@@ -25,7 +25,7 @@ _MARK = b"Checkpoint commit was successful"
 def step_damage(path: Any) -> list[str]:
     """Returns what is wrong with the files of a step, a line each; none if all are as they were written.
 
-    Reads every file in it.
+    Reads every file in it. Files in `WITHOUT_SUM` are only checked for their form.
 
     Raises:
         OSError: if a file is there and cannot be read.
@@ -43,7 +43,7 @@ def step_damage(path: Any) -> list[str]:
     lines += files_damage(path / _BESIDE, described or {})
     for name in sorted(files(path)):
         folder, _, file = name.rpartition("/")
-        if name in _WITHOUT_SUM:
+        if name in WITHOUT_SUM:
             if not _is_orbax(name, (path / name).read_bytes()):
                 lines.append(f"{path / name}: changed since it was written")
         elif folder == _BESIDE and (described is None or file in described):

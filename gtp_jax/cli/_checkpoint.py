@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from .._foreign import printable
-from ..checkpoint import Checkpoints
+from ..checkpoint import WITHOUT_SUM, Checkpoints
 from ..plan import columns, quantity
 from ..trainer import checkpoints_in
 
@@ -131,6 +131,10 @@ def _verify(args: argparse.Namespace) -> int:
         print(f"step {step}: " + (f"{len(lines)} file(s) damaged" if lines else "whole"))
         for line in lines:
             print(f"  {printable(line)}")
+    print(
+        f"Every file was read. Those without a checksum ({', '.join(WITHOUT_SUM)}), which orbax writes after the sums "
+        "are taken, were checked only for their form: a change in them may go unnoticed, but nothing is read from them."
+    )
     return 1 if broken else 0
 
 

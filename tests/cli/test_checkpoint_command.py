@@ -1,10 +1,12 @@
 """`gtp-jax checkpoint` lists, shows, verifies and compares what a run has saved."""
 
 import json
+import re
 
 import pytest
 from trainer.runs import small, train, write_text
 
+from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.cli import main
 
 
@@ -39,13 +41,28 @@ def test_diff_names_the_arrays_that_differ(run, capsys):
 
 
 def test_verify_names_the_step_and_the_file(run, capsys):
-    assert printed(capsys, "verify", run) == (0, "step 2: whole\nstep 4: whole\n")
+    code, text = printed(capsys, "verify", run)
+    assert code == 0 and text.startswith("step 2: whole\nstep 4: whole\n")
     path = max((run / "checkpoints/2/arrays").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else 0)
     before = path.read_bytes()
     path.write_bytes(before[:-1])
     code, text = printed(capsys, "verify", run)
     path.write_bytes(before)
     assert code == 1 and "step 2: 1 file(s) damaged" in text and str(path) in text and "step 4: whole" in text
+
+
+def test_verify_finds_a_changed_byte_in_every_file_but_those_that_it_says_it_cannot(run, capsys):
+    _, text = printed(capsys, "verify", run, "--step", 2)
+    without_sum = set(re.search(r"without a checksum \((.*?)\)", text)[1].split(", "))
+    checkpoints, step = Checkpoints(run / "checkpoints", read_only=True), run / "checkpoints/2"
+    unnoticed = set()
+    for path in sorted(step.rglob("*")):
+        if path.is_file() and (before := path.read_bytes()):
+            path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+            if not checkpoints.verify(2):
+                unnoticed.add(str(path.relative_to(step)))
+            path.write_bytes(before)
+    assert unnoticed <= without_sum and len(without_sum) == 4
 
 
 def test_what_is_not_there_is_named(run, tmp_path, capsys):
