@@ -22,7 +22,7 @@ from ..recipes import Recipe, check_recipe
 from ._agreement import read_together
 from ._damage import DamagedCheckpoint, damaged, other_values
 from ._digest import Digests
-from ._leaf import Leaf, check_savable, leaves
+from ._leaf import Leaf, check_has_params, check_savable, leaves
 from ._manifest import FILES, SAVE, check, check_format, complete, manifest
 from ._pruning import nothing_guards
 from ._quiet import keep_quiet, work_abandoned
@@ -296,15 +296,17 @@ class Checkpoints:
         """Restores the parameters alone, of any checkpoint: of a run, or imported.
 
         Args:
-            state_like: as in `restore`; only its parameters and its `model_def` are looked at.
+            state_like: a `TrainState` as in `restore`; only its parameters and its `model_def` are looked at.
             step: which step; the latest by default.
 
         Returns:
             What `state_like.params` is, with the checkpoint's values.
 
         Raises:
+            TypeError: if `state_like` has no parameters under `params`; an `nnx.State` does not have them there.
             FileNotFoundError, ValueError: as in `restore`.
         """
+        check_has_params(state_like, _PARAMS)
         _, arrays = self._read(state_like, step, part=f"{_PARAMS}/")
         return jax.tree.unflatten(jax.tree.structure(state_like.params), arrays)
 
@@ -352,6 +354,9 @@ class Checkpoints:
 
     def verify(self, step: int | None = None) -> list[str]:
         """Reads every file of a step and says which are not as they were written, a line each; none if all are.
+
+        Four small files have no checksum (`gtp_jax.checkpoint.WITHOUT_SUM`): orbax writes them after the sums are
+        taken. Nothing is read from them, and only their form is checked.
 
         Raises:
             FileNotFoundError: if there is no such step.

@@ -83,6 +83,22 @@ def leaves(state: Any) -> list[Leaf]:
     return listed
 
 
+def check_has_params(state: Any, name: str) -> None:
+    """Refuses a state whose parameters are not in its attribute `name`.
+
+    Raises:
+        TypeError: naming what came.
+    """
+    held = getattr(state, name, None)
+    if held is None or not jax.tree.leaves(held):
+        raise TypeError(
+            f"`state_like` is a {type(state).__name__} without an attribute `{name}` that holds arrays. "
+            "`restore_params` takes a `TrainState`, such as "
+            "`gtp_jax.TrainState.create(gtp_jax.nn.abstract_model(factory), optimizer)`. If the checkpoint was saved "
+            "from an `nnx.State`, call `restore`, which takes one."
+        )
+
+
 def check_savable(leaves: Sequence[Leaf]) -> None:
     """Refuses a state of which there is nothing to save, or nothing that orbax or digests know.
 

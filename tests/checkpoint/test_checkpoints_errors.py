@@ -28,6 +28,18 @@ def saved(tmp_path, plain):
     return tmp_path / "run"
 
 
+@pytest.mark.parametrize("like", [nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0))), {"a": jnp.ones(3)}], ids=type)
+def test_parameters_are_restored_for_a_train_state_alone(saved, like):
+    with pytest.raises(TypeError) as error:
+        Checkpoints(saved).restore_params(like)
+    assert f"`state_like` is a {type(like).__name__} without an attribute `params` that holds arrays" in str(
+        error.value
+    )
+    assert "takes a `TrainState`" in str(error.value) and "saved from an `nnx.State`, call `restore`" in str(
+        error.value
+    )
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [
