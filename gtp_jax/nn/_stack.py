@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from flax.errors import TraceContextError
 from jax.sharding import PartitionSpec
 
 from ..chain import Remat, Schedule, with_remat
@@ -45,15 +46,15 @@ class Stack(StackedLayers):
         schedule: when things happen; see `Schedule`.
         remat: what is kept for backward; see `with_remat`.
         sequence_parallel: whether the activation that is handed on is sharded along the sequence over tp.
-        rngs: split, one stream a layer.
+        rngs: split, so that every layer draws from streams of its own, in the factory and, if it keeps them, in calls.
 
     Attributes:
         layers: one module, whose variables are all layers', stacked.
         length: how many layers.
 
     Raises:
-        ValueError: if `length` is less than 1, `remat` is not a known policy, or a layer holds a `Stack` of its own;
-            by a call, if a layer writes a parameter.
+        ValueError: if `length` is less than 1, `remat` is not a known policy, a layer holds a `Stack` of its own, or
+            variables that `factory` did not make; by a call, if a layer writes a parameter.
         TypeError: by a call, if an NNX object is among the shared inputs.
     """
 
@@ -80,7 +81,9 @@ class Stack(StackedLayers):
         @nnx.split_rngs(splits=length)
         @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
         def make(rngs: nnx.Rngs) -> nnx.Module:
-            return factory(rngs=rngs)
+            layer = factory(rngs=rngs)
+            _refuse_outer_variables(layer)
+            return nnx.clone(layer)  # the layer may hold `rngs`, which `vmap` cannot both take and return
 
         self.layers = make(rngs)
         _refuse_inner_stacks(self.layers)
@@ -207,6 +210,26 @@ def _shared_inputs(shared: Any) -> SharedInputs:
 def _check_schedule(schedule: Any) -> None:
     if schedule is not None and not isinstance(schedule, Schedule):
         raise TypeError(f"`schedule` is {schedule!r}; it must be a `gtp_jax.Schedule`.")
+
+
+def _refuse_outer_variables(layer: nnx.Module) -> None:
+    """Refuses a layer with variables that its factory did not make: a stack would give every layer its own copy."""
+    for path, variable in nnx.iter_graph(layer):
+        if isinstance(variable, nnx.Variable) and not _is_of_this_trace(variable):
+            raise ValueError(
+                f"the `factory` of a `Stack` returned a {type(layer).__name__} with the {type(variable).__name__} "
+                f"{'.'.join(map(str, path))}, which was made outside of the factory. A stack stores variables of its "
+                "own for every layer. Make it in the factory. To share it among layers, call them in a loop: "
+                "`nnx.List([factory(rngs=rngs) for _ in range(length)])`."
+            )
+
+
+def _is_of_this_trace(variable: nnx.Variable) -> bool:
+    try:
+        variable.set_raw_value(variable.get_raw_value())
+    except TraceContextError:
+        return False
+    return True
 
 
 def _refuse_inner_stacks(module: nnx.Module) -> None:
