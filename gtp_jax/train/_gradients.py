@@ -18,6 +18,7 @@ from ..weights import Path, of_shards, resolve
 from ._loss import Loss, Returned, evaluate, mean, refuse_number_with_gradient
 from ._rounding import rounding_key
 from ._state import TrainState, constrained
+from ._state_form import check_form_kept
 from ._uncast import uncast
 from ._zero import ReduceOverDp, as_shards, sum_shards
 
@@ -122,7 +123,10 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Compu
             model = model_of(params, model_state, key)
             returned = evaluate(request.loss, model, part, has_aux=request.has_aux)
             check_loss_reduction(model, "mean" if returned.tokens is None else "sum")
-            return returned.total, (returned.tokens, model_def.state_of(model), returned.aux)
+            after = model_def.state_of(model)
+            if count > 1:  # whose states are the carry of a loop
+                check_form_kept(model_state, after)
+            return returned.total, (returned.tokens, after, returned.aux)
 
         value_and_grad = jax.value_and_grad(one, has_aux=True)
         if count == 1:

@@ -16,6 +16,7 @@ from ..mesh import Path, with_paths
 from ._gradients import Computed, mean_gradients
 from ._loss import mean
 from ._state import TrainState, constrained, state_specs
+from ._state_form import check_form_kept
 
 Tree = Any
 
@@ -51,6 +52,9 @@ def updated(
         skip_nonfinite: return the old state if the loss or the norm is not finite.
         skip: a bool, return the old state in any case; `None` for no.
 
+    Raises:
+        ValueError: if the model's variables have another form than those of `state`.
+
     Returns:
         The state after it, the old one if it was skipped; and metrics: `grad_norm`, the L2 norm of the gradients ahead
         of clipping; `skipped`, whether the update was not applied; `expert_load` of a model with biases of routers,
@@ -78,8 +82,11 @@ def updated(
         after = TrainState(_with(params, moved), opt_state, state.step + 1, state.model_def, *own)  # pyright: ignore[reportArgumentType]
         return constrained(after, specs)
 
+    branches = skip_nonfinite or skip is not None
+    if branches or not jax.sharding.get_abstract_mesh().empty:
+        check_form_kept(state.model_state, computed.model_state)
     # A branch updates in place. Selecting between old and new, leaf by leaf, took 6 to 18 % more temporary memory.
-    after = lax.cond(skipped, lambda: state, apply) if skip_nonfinite or skip is not None else apply()
+    after = lax.cond(skipped, lambda: state, apply) if branches else apply()
     metrics = {"grad_norm": norm, "skipped": skipped}
     if loads:
         metrics["expert_load"] = jnp.max(jnp.stack([jnp.max(_relative(load)) for load in loads.values()]))

@@ -1,0 +1,44 @@
+"""The shapes and dtypes of a model's other variables, which a step must not change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..mesh import with_paths
+
+Tree = Any
+
+
+def check_form_kept(before: Tree, after: Tree) -> None:
+    """Refuses a call that gives the model's variables another structure, shape or dtype.
+
+    Args:
+        before: nested dict of the variables' values before the call.
+        after: the same after it.
+
+    Raises:
+        ValueError: naming the variables, and what they were and are.
+    """
+    had, has = _forms(before), _forms(after)
+    changed = [path for path in {**had, **has} if had.get(path) != has.get(path)]
+    if changed:
+        lines = [f"  {path}: from {had.get(path, 'nothing')} to {has.get(path, 'nothing')}" for path in changed[:8]]
+        raise ValueError(
+            "a loss, or a call in it, changes the form of the model's variables:\n"
+            + "\n".join(lines)
+            + "\nA step returns a state of the form that it was given. Create the variable with its final shape and "
+            "dtype, such as `nnx.Variable(jnp.zeros(shape, dtype))`, and keep both when it is written; remove what an "
+            "earlier call has sown with `nnx.pop(model, nnx.Intermediate)`."
+        )
+
+
+def _forms(tree: Tree) -> dict[str, str]:
+    leaves = with_paths(tree, is_leaf=lambda leaf: leaf is None)
+    return {".".join(path): "None" if leaf is None else _form(leaf) for path, leaf in leaves}
+
+
+def _form(leaf: Any) -> str:
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    return f"{dtype}{list(jnp.shape(leaf))}"
