@@ -53,6 +53,7 @@ from .train import check_finite as check_finite
 from .train import diagnose as diagnose
 from .train import eval_step as eval_step
 from .train import loss_and_gradients as loss_and_gradients
+from .train import per_layer as per_layer
 from .train import train_step as train_step
 
 __version__ = "0.1.0"

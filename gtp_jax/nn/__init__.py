@@ -48,5 +48,6 @@ from ._routing import Score as Score
 from ._sent import Sent as Sent
 from ._stack import Stack as Stack
 from ._stack import run_chain as run_chain
+from ._weight import layer_counts as layer_counts
 from ._weight import structure_of as structure_of
 from ._weight import weight_owners as weight_owners

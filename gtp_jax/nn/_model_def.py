@@ -15,6 +15,7 @@ from ..layout import Layout
 from ..mesh import Roles, check_mesh_in_scope, current_roles
 from ._frozen import Frozen
 from ._layer import Leaf, check_shape, layout_of, partition_of, value_of, with_value
+from ._weight import layer_counts
 
 Tree = Any
 
@@ -36,6 +37,8 @@ class ModelDef:
         roles: of mesh axes.
         frozen_specs: nested dict of the partitions of frozen weights.
         bias_rates: how far a step moves each router's bias, by its path; see `Routing`.
+        layer_counts: the number of layers that each parameter holds along its first dimension, by its path; 0 outside
+            of a `Stack`.
     """
 
     graph: Any
@@ -47,6 +50,7 @@ class ModelDef:
     roles: Roles = Roles()
     frozen_specs: dict[str, Any] = dataclasses.field(default_factory=dict)
     bias_rates: dict[tuple[str, ...], float] = dataclasses.field(default_factory=dict)
+    layer_counts: dict[tuple[str, ...], int] = dataclasses.field(default_factory=dict)
 
     def check_mesh(self) -> None:
         """Refuses a mesh in scope that the model was not built for.
@@ -136,6 +140,7 @@ def split_model(model: nnx.Module) -> Split:
             for path, v in nnx.to_flat_state(variables)
             if isinstance(v, nnx.Param) and "bias_rate" in v.get_metadata()
         },
+        layer_counts(model),
     )
     values = _dicts(jax.tree.map(lambda v: v.get_value(), params, is_leaf=_is_variable))
     return Split(model_def, values, _nested(others), _nested(frozen))

@@ -84,9 +84,25 @@ def weight_owners(module: nnx.Module) -> dict[Path, Weight]:
     return found
 
 
+def stacks_of(model: nnx.Module) -> dict[Path, StackedLayers]:
+    """Returns the stacks within a model, by the path of their layers."""
+    return {(*path, "layers"): m for path, m in nnx.iter_modules(model) if isinstance(m, StackedLayers)}
+
+
+def layer_counts(model: nnx.Module) -> dict[tuple[str, ...], int]:
+    """Returns the number of layers that each parameter of a model holds, along its first dimension; 0 outside of a
+    `Stack`."""
+    stacks = stacks_of(model)
+    found = {}
+    for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        inside = [stack.length for start, stack in stacks.items() if path[: len(start)] == start]
+        found[tuple(map(str, path))] = inside[0] if inside else 0
+    return found
+
+
 def structure_of(model: nnx.Module) -> Structure:
     """Returns what recipes need to know of a model."""
-    stacks = {(*path, "layers"): m for path, m in nnx.iter_modules(model) if isinstance(m, StackedLayers)}
+    stacks = stacks_of(model)
     return Structure(
         type(model).__name__,
         {path: owner.built_group for path, owner in weight_owners(model).items()},

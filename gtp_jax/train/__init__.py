@@ -22,6 +22,7 @@ from ._options import GPU_OPTIONS_WITH_TP as GPU_OPTIONS_WITH_TP
 from ._options import Option as Option
 from ._options import accepts as accepts
 from ._options import compile_options as compile_options
+from ._per_layer import per_layer as per_layer
 from ._replica_dtypes import ReplicaDtypes as ReplicaDtypes
 from ._replica_dtypes import replica_dtypes_of as replica_dtypes_of
 from ._replicas import Batches as Batches

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.core
 
+from ._memory import check_distinct
+
 
 class Jitted:
     """A jitted function that is compiled with options chosen when it is called, not when it is built.
@@ -19,22 +21,34 @@ class Jitted:
         function: what is compiled.
         options: returns XLA options for the mesh in scope.
         donate_argnums: as in `jax.jit`.
+        check: called with the arguments of every call that is not within another trace.
     """
 
     def __init__(
-        self, function: Callable[..., Any], options: Callable[[], dict[str, Any]], donate_argnums: tuple[int, ...] = ()
+        self,
+        function: Callable[..., Any],
+        options: Callable[[], dict[str, Any]],
+        donate_argnums: tuple[int, ...] = (),
+        check: Callable[..., None] | None = None,
     ) -> None:
         self.__wrapped__ = function
         self.__name__ = function.__name__
         self.__doc__ = function.__doc__
         self._options = options
-        self._donated = donate_argnums
+        self._donated, self._check = donate_argnums, check
         self._by_options: dict[Any, Any] = {}
 
     def __call__(self, *args: Any) -> Any:
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
             return self.__wrapped__(*args)
-        return self.jitted()(*args)
+        if self._check is not None:
+            self._check(*args)
+        try:
+            return self.jitted()(*args)
+        except jax.errors.JaxRuntimeError as error:
+            if "donate the same buffer twice" in str(error):
+                check_distinct(args[0])
+            raise
 
     def jitted(self) -> Any:
         """Returns the `jax.jit` of the function with the options for the mesh in scope."""

@@ -34,6 +34,7 @@ from ._core_metrics import CoreMetrics
 from ._gradients import Computed, Request
 from ._jit import Jitted
 from ._loss import mean
+from ._memory import check_held
 from ._replica_dtypes import ReplicaDtypes, replica_dtypes_of
 from ._replica_step import ReplicaStep, parts_of, settled
 from ._replicas import Batches, Replicas, check_parameters_only, is_here
@@ -252,6 +253,7 @@ class NonuniformStep:
         return after, {"loss": mean(total, tokens), "tokens": tokens, **metrics}
 
     def _check(self, state: TrainState) -> None:
+        check_held(state)
         check_parameters_only(state.model_def)
         core = self._replicas.core
         if isinstance(state.step, jax.core.Tracer):

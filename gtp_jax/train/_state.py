@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,6 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..mesh import Path, check_mesh_in_scope, of_parameter, with_paths
 from ..nn import ModelDef, split_model
+from ._layers_as_one import warn_of_layers_as_one
+from ._memory import distinct
+from ._optimizer import of_model
 
 Tree = Any
 
@@ -51,7 +56,9 @@ class TrainState:
         abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model)))
         check_mesh_in_scope(creates=not abstract)
         model_def, params, model_state, frozen = split_model(model)
+        warn_of_layers_as_one(optimizer, model_def, params)
         specs = state_specs(model_def, optimizer, params)
+        optimizer = of_model(optimizer, model_def)
         if abstract:
             shapes = jax.eval_shape(optimizer.init, params)
             opt_state = jax.tree.map(_abstract, shapes, specs.opt_state)
@@ -66,7 +73,7 @@ class TrainState:
             step, model_state = jax.device_put((step, jax.tree.map(jnp.copy, model_state)), shardings)
         else:
             model_state = jax.tree.map(jnp.copy, model_state)
-        return cls(params, opt_state, step, model_def, model_state, frozen)
+        return distinct(cls(params, opt_state, step, model_def, model_state, frozen))
 
     def model(self) -> Any:
         """Returns the model, with these parameters and other variables."""
@@ -78,7 +85,7 @@ def state_specs(model_def: ModelDef, optimizer: optax.GradientTransformation, pa
 
     What the optimizer keeps for a parameter, of the parameter's shape, is sharded like it; the rest is whole.
     """
-    shapes = jax.eval_shape(optimizer.init, params)
+    shapes = jax.eval_shape(of_model(optimizer, model_def).init, params)
     specs = with_paths(model_def.specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
     parameters = {path: (p.shape, spec) for (path, spec), p in zip(specs, jax.tree.leaves(params), strict=True)}
 
@@ -90,6 +97,39 @@ def state_specs(model_def: ModelDef, optimizer: optax.GradientTransformation, pa
     opt_specs = jax.tree.unflatten(jax.tree.structure(shapes), leaf_specs)
     own = model_def.state_specs, model_def.frozen_specs
     return TrainState(model_def.specs, opt_specs, PartitionSpec(), model_def, *own)  # pyright: ignore
+
+
+@contextlib.contextmanager
+def of_optimizer(state: TrainState, optimizer: optax.GradientTransformation) -> Iterator[None]:
+    """Refuses a state that was made for another optimizer: with other arrays at once, with the same arrays in another
+    structure if the update within this context fails.
+
+    Raises:
+        ValueError: naming the first array that differs.
+    """
+    own = jax.eval_shape(of_model(optimizer, state.model_def).init, state.params)
+    wanted, found = ({path: jnp.shape(leaf) for path, leaf in with_paths(tree)} for tree in (own, state.opt_state))
+    path = next((path for path in (*wanted, *found) if wanted.get(path) != found.get(path)), None)
+    remedy = (
+        "Pass `train_step` the optimizer that `TrainState.create` was called with; to change optimizers, make a new "
+        "state: `TrainState.create(state.model(), optimizer)`."
+    )
+    if path is not None:
+        shapes = [f"shape {one[path]}" if path in one else "no such array" for one in (found, wanted)]
+        raise ValueError(
+            f"`state.opt_state` is of another optimizer: at {'.'.join(path)!r} it has {shapes[0]}, the optimizer of "
+            f"this step {shapes[1]}. {remedy}"
+        )
+    try:
+        yield
+    except Exception as error:
+        structures = [jax.tree.structure(tree) for tree in (state.opt_state, own)]
+        if structures[0] == structures[1]:
+            raise
+        raise ValueError(
+            f"`state.opt_state` is of another optimizer: it is a {structures[0]}, the optimizer of this step keeps a "
+            f"{structures[1]}. {remedy}"
+        ) from error
 
 
 def constrained(tree: Tree, specs: Tree) -> Tree:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from ..recipes import Recipe, check_recipe, recipe_of_call
 from ._gradients import VIEWS, Computed, Request, View, gradients, losses, mean_gradients
 from ._jit import Jitted
 from ._loss import Loss, mean
+from ._memory import check_held
 from ._nonuniform_step import NonuniformStep
 from ._options import compile_options
 from ._replicas import Replicas
@@ -60,7 +62,9 @@ def train_step(
         loss: `(model, batch) -> loss`: a scalar, such as a mean; or (sum of token losses, number of tokens), two
             scalars, as `cross_entropy` returns them, so that neither microbatches nor masked tokens change what a token
             counts. The scalars of several microbatches are averaged. In local view it returns the latter.
-        optimizer: any optax optimizer.
+        optimizer: any optax optimizer. Its update is passed `value`, the loss; `grad`, the gradients; and `value_fn`,
+            with which a line search evaluates the loss of the batch, and its gradient, at other parameters. See
+            `per_layer` for one that computes norms or products of whole parameters, if the model has a `Stack`.
         has_aux: whether `loss` returns `(loss, aux)`, as in `jax.value_and_grad`. Of several microbatches floats in
             `aux` are averaged, integers added. Not in local view.
         microbatches: parts of the batch, one after the other: number m is `batch[m::microbatches]`. Batch statistics
@@ -112,14 +116,22 @@ def train_step(
 
     def step(state: TrainState, batch: Tree, skip: jax.Array | None = None) -> tuple[TrainState, dict[str, Any]]:
         _check_state(state)
-        computed = gradients(request._replace(recipe=recipe_of_call(recipe)), state, batch)
-        limits: Any = {"max_grad_norm": max_grad_norm, "skip_nonfinite": skip_nonfinite}
-        after, metrics = updated(state, computed, optimizer, **limits, skip=skip)
+        chosen = request._replace(recipe=recipe_of_call(recipe))
+        computed = gradients(chosen, state, batch)
+        after, metrics = updated(
+            state,
+            computed,
+            optimizer,
+            max_grad_norm=max_grad_norm,
+            skip_nonfinite=skip_nonfinite,
+            skip=skip,
+            compute=lambda params: gradients(chosen, dataclasses.replace(state, params=params), batch),
+        )
         return after, {**_metrics(computed, state, view, has_aux), **metrics}
 
     options = lambda: _options(compiler_options, recipe_of_call(recipe))  # noqa: E731
     if replicas is None or replicas.plan.uniform:
-        return Jitted(step, options, donate_argnums=(0,))
+        return Jitted(step, options, donate_argnums=(0,), check=check_held)
     _check_replicas_view(view)
     return NonuniformStep(
         request,
@@ -153,7 +165,7 @@ def eval_step(
         computed = losses(Request(loss, view, has_aux, 1, recipe_of_call(recipe), 0, 0), state, batch)
         return _metrics(computed, state, view, has_aux)
 
-    return Jitted(step, lambda: _options(compiler_options, recipe_of_call(recipe)))
+    return Jitted(step, lambda: _options(compiler_options, recipe_of_call(recipe)), check=check_held)
 
 
 def loss_and_gradients(

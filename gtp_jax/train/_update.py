@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..mesh import Path, with_paths
 from ._gradients import Computed, mean_gradients
 from ._loss import mean
-from ._state import TrainState, constrained, state_specs
+from ._optimizer import of_model
+from ._state import TrainState, constrained, of_optimizer, state_specs
 from ._state_form import check_form_kept
 
 Tree = Any
@@ -35,6 +36,7 @@ def updated(
     max_grad_norm: float | None,
     skip_nonfinite: bool,
     skip: jax.Array | None = None,
+    compute: Callable[[Tree], Computed] | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Applies an optimizer to gradients.
 
@@ -51,6 +53,8 @@ def updated(
         max_grad_norm: scales gradients down to this norm.
         skip_nonfinite: return the old state if the loss or the norm is not finite.
         skip: a bool, return the old state in any case; `None` for no.
+        compute: returns loss and gradients of the batch at other parameters, for an optimizer with a line search;
+            `None` where the loss cannot be evaluated again.
 
     Raises:
         ValueError: if the model's variables have another form than those of `state`.
@@ -74,7 +78,11 @@ def updated(
         if max_grad_norm is not None:
             scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        value_fn = _value_fn(compute, rates, clipped=max_grad_norm is not None)
+        extra = {"value": mean(computed.total, computed.tokens), "grad": grads, "value_fn": value_fn}
+        with of_optimizer(state, optimizer):
+            update = of_model(optimizer, state.model_def).update
+            updates, opt_state = update(grads, state.opt_state, state.params, **extra)
         params: Any = optax.apply_updates(state.params, updates)
         biases = {path: leaf for path, leaf in with_paths(state.params) if path in rates}
         moved = {path: _moved(bias, loads[path], rates[path]) for path, bias in biases.items()}
@@ -92,6 +100,34 @@ def updated(
         metrics["expert_load"] = jnp.max(jnp.stack([jnp.max(_relative(load)) for load in loads.values()]))
     # so that the state can be donated, and its partition never drifts
     return constrained(after, specs), metrics
+
+
+def _value_fn(
+    compute: Callable[[Tree], Computed] | None, rates: Mapping[Path, float], *, clipped: bool
+) -> Callable[[Tree], jax.Array]:
+    """Returns the loss as a function of the parameters, as optax passes it to line searches."""
+
+    def value_and_gradient(params: Tree) -> tuple[jax.Array, Tree]:
+        if compute is None:
+            raise ValueError(
+                "the optimizer evaluates the loss at other parameters, as a line search does, and a step over "
+                "`replicas` of unequal degree computes it once. Take an optimizer without a line search, such as "
+                "`optax.lbfgs(learning_rate, linesearch=None)`."
+            )
+        if clipped:
+            raise ValueError(
+                "the optimizer evaluates the loss at other parameters, as a line search does, which takes gradients "
+                "that are those of the loss; `max_grad_norm` scales them. Pass `max_grad_norm=None`."
+            )
+        computed = compute(params)
+        return mean(computed.total, computed.tokens), _means(params, computed, rates)
+
+    @jax.custom_vjp
+    def value(params: Tree) -> jax.Array:
+        return value_and_gradient(params)[0]
+
+    value.defvjp(value_and_gradient, lambda gradient, scale: (jax.tree.map(lambda g: scale * g, gradient),))
+    return value
 
 
 def _means(params: Tree, computed: Computed, rates: Mapping[Path, float]) -> Tree:

@@ -1,0 +1,109 @@
+"""Finds the parameters of a `Stack` whose layers an optimizer treats as one tensor."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ..mesh import Path, of_parameter, with_paths
+from ..nn import ModelDef
+from ._per_layer import NotPerLayer, layers_in_scope
+from ._terms import Terms, Value, input_values
+
+Tree = Any
+
+
+def warn_of_layers_as_one(optimizer: optax.GradientTransformation, model_def: ModelDef, params: Tree) -> None:
+    """Warns if an optimizer's update of a `Stack` is not that of a list of its layers."""
+    counts = model_def.layer_counts
+    found = layers_as_one(optimizer, params, counts)
+    if not found:
+        return
+    few = [f"{'.'.join(path)} ({counts[path]} layers)" for path in found[:3]]
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    warnings.warn(
+        f"the optimizer treats the layers of a `Stack` as one tensor: its updates of {', '.join(few)}{more} are not "
+        "those of a list of layers, each with arrays of its own. It may compute norms, factors or products of whole "
+        "arrays, or ask for their number of dimensions. Pass `gtp_jax.per_layer(optimizer)` to update every layer by "
+        "itself. Within a chain put `per_layer` around the transformations that see one parameter at a time, not "
+        "around clipping by a global norm. Nothing was changed; to keep one tensor, filter this warning.",
+        stacklevel=3,
+    )
+
+
+def layers_as_one(optimizer: optax.GradientTransformation, params: Tree, counts: Mapping[Path, int]) -> list[Path]:
+    """Returns the parameters whose layers an optimizer treats as one tensor, in the order of `params`.
+
+    Traces the update twice on abstract arrays: with all layers in one array, and with one layer. A parameter is found
+    if the two compute different functions, or if the second reads a reduction over the parameter, or anything else that
+    is not elementwise; see [Note: layers in a list and layers in one array]. An optimizer whose update cannot be traced
+    is left for the step to trace.
+
+    Args:
+        optimizer: any optax optimizer.
+        params: the parameters, or their shapes.
+        counts: the number of layers of each parameter, by path; 0 outside of a `Stack`.
+    """
+    stacked = {path for path, count in counts.items() if count}
+    if not stacked:
+        return []
+    terms, own = Terms(stacked), {path: path for path in counts}
+    try:
+        whole = _outputs(terms, optimizer, params, counts)
+        single = _outputs(terms, optimizer, params, counts, one_layer=True)
+    except NotPerLayer:
+        raise
+    except Exception:  # of any kind: it is code that others wrote
+        return []
+    found = set().union(*(value.as_one for value in single.values()))
+    for path in whole.keys() | single.keys():
+        values = [outputs[path] for outputs in (whole, single) if path in outputs]
+        if len(values) == 1 or values[0].term != values[1].term:
+            read = (path,) if of_parameter(path, own) else values[0].depends
+            found |= stacked.intersection(own_path for one in read if (own_path := of_parameter(one, own)))
+    return [path for path in counts if path in found]
+
+
+def _outputs(
+    terms: Terms, optimizer: optax.GradientTransformation, params: Tree, counts: Mapping[Path, int], *, one_layer=False
+) -> dict[Path, Value]:
+    """Returns what an update computes, by the paths of updates and of the new state."""
+    known = dict.fromkeys(counts, 0) if one_layer else counts
+    leaves = [
+        jax.ShapeDtypeStruct(leaf.shape[1:] if one_layer and counts[path] else leaf.shape, leaf.dtype)
+        for path, leaf in with_paths(params)
+    ]
+    like = jax.tree.unflatten(jax.tree.structure(params), leaves)
+    update = optax.with_extra_args_support(optimizer).update
+
+    def run(grads: Tree, state: Tree, params: Tree, value: Any) -> tuple[Tree, Tree]:
+        return update(grads, state, params, value=value, grad=grads, value_fn=_any_loss)
+
+    with layers_in_scope(known, examined=True):
+        state = jax.eval_shape(lambda params: optimizer.init(params), like)
+        given = (like, state, like, jax.ShapeDtypeStruct((), jnp.float32))
+        traced, out = jax.make_jaxpr(run, return_shape=True)(*given)
+    ndims = {path: leaf.ndim for path, leaf in with_paths(like)}
+    values = terms.of(traced, input_values(given, counts), ndims)
+    return _used(dict(zip((path for path, _ in with_paths(out)), values, strict=True)))
+
+
+def _used(outputs: dict[Path, Value]) -> dict[Path, Value]:
+    """Returns the updates, and what updates of later steps read of the new state."""
+    found = {path: value for path, value in outputs.items() if path[0] == "0"}
+    while True:
+        read = frozenset().union(*(value.depends for value in found.values()))
+        # the update returns (updates, state), and takes the state as its second argument
+        more = {path: value for path, value in outputs.items() if path in read and path[0] == "1"}
+        if more.keys() <= found.keys():
+            return found
+        found |= more
+
+
+def _any_loss(params: Tree) -> jax.Array:
+    return sum((jnp.sum(leaf) for leaf in jax.tree.leaves(params)), jnp.zeros(())).astype(jnp.float32)

@@ -1,0 +1,70 @@
+"""Which arrays of a state still hold their memory, and which share it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from ..mesh import Path, with_paths
+
+Tree = Any
+
+
+def check_held(state: Tree, *_: Any) -> None:
+    """Refuses a state whose arrays a step has taken.
+
+    Raises:
+        ValueError: naming one of them.
+    """
+    if not any(_is_held(leaf) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+        return
+    path = next(path for path, leaf in with_paths(state) if _is_held(leaf) and leaf.is_deleted())
+    raise ValueError(
+        f"`state` was passed to a step before, or its array {'.'.join(path)!r} was donated elsewhere: a step takes "
+        "over the arrays of its state. Go on with the state that the step returned, `state, metrics = step(state, "
+        "batch)`; to keep an old one, copy it before: `jax.tree.map(jnp.copy, state)`."
+    )
+
+
+def shared(tree: Tree) -> dict[Path, Path]:
+    """Returns the arrays that share memory with one before them, by path: the path of the first."""
+    first: dict[Any, Path] = {}
+    found = {}
+    for path, leaf in with_paths(tree):
+        if not _is_held(leaf) or leaf.is_deleted() or not leaf.size:
+            continue
+        shards = leaf.addressable_shards
+        memory = (shards[0].device, shards[0].data.unsafe_buffer_pointer()) if shards else id(leaf)
+        if first.setdefault(memory, path) != path:
+            found[path] = first[memory]
+    return found
+
+
+def distinct(tree: Tree) -> Tree:
+    """Returns a tree of which no two arrays share memory, as no program can take the same memory twice. Arrays do where
+    one was put into two parameters, such as by `nnx.update(target, nnx.state(model))`."""
+    copied = shared(tree)
+    leaves = [jnp.copy(leaf) if path in copied else leaf for path, leaf in with_paths(tree)]
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def check_distinct(tree: Tree) -> None:
+    """Refuses a tree of which two arrays share memory.
+
+    Raises:
+        ValueError: naming both.
+    """
+    for path, before in shared(tree).items():
+        raise ValueError(
+            f"`state` holds one array twice: {'.'.join(before)!r} and {'.'.join(path)!r}, and a step takes over the "
+            "memory of each. Copy one of them with `jnp.copy`; `TrainState.create` does so for a model with one array "
+            "in two parameters."
+        )
+
+
+def _is_held(leaf: Any) -> bool:
+    """Returns whether a leaf is an array that devices hold, not a traced one."""
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)

@@ -1,0 +1,47 @@
+"""An optax optimizer as a step calls it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import optax
+
+from ..nn import ModelDef
+from ._per_layer import layers_in_scope
+
+Tree = Any
+
+
+def of_model(optimizer: optax.GradientTransformation, model_def: ModelDef) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer that knows which of a model's parameters hold the layers of a `Stack`, see `per_layer`, and
+    takes any extra arguments, of which the optimizer gets those that it has."""
+    names = _extra_names(optimizer)
+
+    def init(params: Tree) -> Tree:
+        with layers_in_scope(model_def.layer_counts):
+            return optimizer.init(params)
+
+    def update(updates: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
+        known = {name: value for name, value in extra.items() if names is None or name in names}
+        with layers_in_scope(model_def.layer_counts):
+            try:
+                return optimizer.update(updates, state, params, **known)  # pyright: ignore[reportCallIssue]
+            except TypeError as error:
+                if "required keyword-only argument" not in str(error):
+                    raise
+                raise TypeError(
+                    f"the optimizer's update needs an argument that a step does not have: {error}. A step passes "
+                    "`value`, the loss; `grad`, the gradients; and `value_fn`, the loss as a function of the "
+                    "parameters. For another one write a step of your own with `gtp_jax.loss_and_gradients`."
+                ) from error
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _extra_names(optimizer: optax.GradientTransformation) -> frozenset[str] | None:
+    """Returns the names of the extra arguments that an optimizer's update takes; `None` for any."""
+    parameters = list(inspect.signature(optimizer.update).parameters.values())
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return None
+    return frozenset(one.name for one in parameters[3:])  # after updates, state and params

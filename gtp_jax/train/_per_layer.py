@@ -1,0 +1,193 @@
+"""Optimizers that see each layer of a `Stack` as arrays of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from ..mesh import Path, of_parameter, with_paths
+from ..nn import layer_counts
+from ._terms import Terms, input_values
+
+Tree = Any
+
+
+class NotPerLayer(ValueError):
+    """An update that cannot be mapped over layers."""
+
+
+class _Scope(NamedTuple):
+    counts: Mapping[Path, int]
+    examined: bool
+
+
+_scope: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar("layers of a model's parameters", default=None)
+
+
+@contextlib.contextmanager
+def layers_in_scope(counts: Mapping[Path, int], *, examined: bool = False) -> Iterator[None]:
+    """Puts the number of layers of each parameter in scope, for `per_layer`.
+
+    Args:
+        counts: the number of layers by the path of the parameter; 0 for a parameter outside of every `Stack`.
+        examined: let `per_layer` pass gradients through, as for whoever examines the transformations around it.
+    """
+    token = _scope.set(_Scope(counts, examined))
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
+def per_layer(
+    optimizer: optax.GradientTransformation, model: nnx.Module | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer that updates every layer of a `Stack` as it would in a list of layers.
+
+    A `Stack` stores one array per parameter for all its layers. Adam's updates do not depend on that. An optimizer that
+    computes norms, factors or products of whole arrays (Muon, LAMB, LARS, Adafactor), or that asks for their number of
+    dimensions (`mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)`), takes the layers for one tensor.
+    `per_layer` maps it over the layers with `jax.vmap`. Parameters outside of stacks are updated as without it. The
+    state has the optimizer's own structure: arrays of a stacked parameter have a leading dimension of layers and are
+    sharded like it, counts stay scalars.
+
+        optimizer = optax.chain(optax.clip_by_global_norm(1.0), gtp_jax.per_layer(optax.contrib.muon(1e-3)))
+        state = gtp_jax.TrainState.create(model, optimizer)
+        step = gtp_jax.train_step(loss, optimizer)
+
+    Args:
+        optimizer: the optimizer to map. Callables within it, such as masks and labels, are called with arrays of one
+            layer. Masks, labels and dimension numbers given as trees have one entry per parameter, as without it.
+        model: the model whose parameters are passed. Not needed within `TrainState.create` and `train_step`;
+            pass it for `nnx.Optimizer`, or where you call `init` and `update` yourself.
+
+    Raises:
+        ValueError: by `init` and `update`, if the model is not known, or an array is not one of its parameters; by
+            `update`, if the update of a layer depends on other parameters, such as on the norm of all gradients, or on
+            random numbers.
+    """
+    inner = optax.with_extra_args_support(optimizer)
+    own = None if model is None else layer_counts(model)
+
+    def init(params: Tree) -> Tree:
+        counts = _counts(params, own)
+        with layers_in_scope(dict.fromkeys(counts, 0)):
+            like = jax.eval_shape(inner.init, _of_one_layer(params, counts))
+            return _mapped(inner.init, (params,), like, counts)
+
+    def update(updates: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
+        counts, examined = _counts(updates, own), _is_examined()
+        extra = {name: value for name, value in extra.items() if not callable(value)}  # such as a line search's loss
+        given = (updates, state, params, extra)
+
+        def one(updates: Tree, state: Tree, params: Tree, extra: Tree) -> tuple[Tree, Tree]:
+            return inner.update(updates, state, params, **extra)
+
+        with layers_in_scope(dict.fromkeys(counts, 0)):
+            traced, like = jax.make_jaxpr(one, return_shape=True)(*_of_one_layer(given, counts))
+            _check_separable(traced, given, like, counts)
+            return (updates, state) if examined else _mapped(one, given, like, counts)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _mapped(function: Callable[..., Tree], args: tuple[Tree, ...], like: Tree, counts: Mapping[Path, int]) -> Tree:
+    """Returns what a function of one layer returns for all layers.
+
+    Args:
+        function: called with `args`, the layers' dimension left out of each array of a stacked parameter.
+        args: arrays in trees with the parameters' paths.
+        like: what the function returns.
+        counts: the number of layers of each parameter. Stacks of the same length are mapped together.
+    """
+    leaves, structure = jax.tree.flatten(args)
+    into, out = _counts_within(args, counts), _counts_within(like, counts)
+
+    def run(*leaves: Any) -> list[Any]:
+        return jax.tree.leaves(function(*jax.tree.unflatten(structure, leaves)))
+
+    for length in sorted({*into, *out} - {0}):
+        axes = tuple(0 if count == length else None for count in into)
+        run = jax.vmap(run, axes, [0 if count == length else None for count in out], axis_size=length)
+    return jax.tree.unflatten(jax.tree.structure(like), run(*leaves))
+
+
+def _of_one_layer(tree: Tree, counts: Mapping[Path, int]) -> Tree:
+    """Returns a tree with the shape of one layer's array for each array of a stacked parameter."""
+    leaves = [
+        jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) if count else leaf
+        for leaf, count in zip(jax.tree.leaves(tree), _counts_within(tree, counts), strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def _counts(params: Tree, own: Mapping[Path, int] | None) -> dict[Path, int]:
+    """Returns the number of layers of each parameter in a tree, by its path there."""
+    scope = _scope.get()
+    known = own if scope is None else scope.counts
+    if known is None:
+        raise ValueError(
+            "`per_layer` does not know which arrays hold the layers of a `Stack`. `TrainState.create` and `train_step` "
+            "tell it; elsewhere pass the model: `gtp_jax.per_layer(optimizer, model)`."
+        )
+    found = {}
+    for path, leaf in with_paths(params):
+        name = path[:-1] if path not in known and path[-1:] == ("value",) else path  # of an `nnx.Variable`
+        if name not in known:
+            raise ValueError(
+                f"`per_layer` got an array at {_name(path)!r}, which is no parameter of the model: it knows by a "
+                "parameter's path whether it holds the layers of a `Stack`. Put it around transformations that change "
+                "the tree of parameters, such as `optax.flatten`, not inside."
+            )
+        if known[name] and jnp.shape(leaf)[:1] != (known[name],):
+            raise ValueError(
+                f"`per_layer` got an array of shape {jnp.shape(leaf)} for {_name(path)!r}, a parameter of "
+                f"{known[name]} layers, which are its first dimension. Pass the arrays that the `Stack` stores."
+            )
+        found[path] = known[name]
+    return found
+
+
+def _counts_within(tree: Tree, counts: Mapping[Path, int]) -> list[int]:
+    """Returns the number of layers that each leaf of a tree holds: that of the parameter it belongs to."""
+    return [of_parameter(path, counts) or 0 for path, _ in with_paths(tree)]
+
+
+def _is_examined() -> bool:
+    scope = _scope.get()
+    return scope is not None and scope.examined
+
+
+def _check_separable(traced: Any, given: Tree, like: Tree, counts: Mapping[Path, int]) -> None:
+    """Refuses an update of a layer that is a function of more than the layer's own arrays and of scalars."""
+    if not any(counts.values()):
+        return
+    own = {path: frozenset({path}) for path in counts}
+    inputs = input_values(given, counts)
+    for (path, _), value in zip(with_paths(like), Terms(()).of(traced, inputs, {}), strict=True):
+        owner = of_parameter(path, own) or frozenset()
+        reads = frozenset().union(*(of_parameter(one, own) or frozenset() for one in value.depends))
+        others = sorted(other for other in reads - owner if counts[other])
+        what = f"the update of {_name(*owner)!r}" if path[0] == "0" else f"the optimizer's {_name(path[1:])!r}"
+        if others:
+            raise NotPerLayer(
+                f"{what} depends on {_name(others[0])!r}, of which `per_layer` sees one layer at a time. Put what is "
+                "computed of several parameters around it, such as clipping by a global norm: "
+                "`optax.chain(optax.clip_by_global_norm(1.0), gtp_jax.per_layer(...))`."
+            )
+        if value.random and any(counts[path] for path in owner):
+            raise NotPerLayer(
+                f"{what} depends on random numbers, which would be the same for every layer under `per_layer`. "
+                "Put that transformation around it: `optax.chain(gtp_jax.per_layer(...), optax.add_noise(...))`."
+            )
+
+
+def _name(path: Path) -> str:
+    return ".".join(path)

@@ -1,0 +1,150 @@
+"""Optimizers that need the loss, and states that a step refuses."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+
+X = np.random.default_rng(0).normal(size=(8, 2, 16))
+
+
+class Regression(nnx.Module):
+    def __init__(self, rngs):
+        self.up = gtp.Dense(16, 32, parallel=None, dtype=jnp.float64, param_dtype=jnp.float64, rngs=rngs)
+        self.down = nnx.Linear(32, 16, dtype=jnp.float64, param_dtype=jnp.float64, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jnp.tanh(self.up(x)))
+
+
+def loss(model, x):
+    return jnp.mean((model(x) - x**2) ** 2)
+
+
+def plain_loss(params, x):
+    """The same in jax.numpy alone."""
+    up, down = params["up"], params["down"]
+    hidden = jnp.tanh(x @ up["kernel"])
+    return jnp.mean((hidden @ down["kernel"] + down["bias"] - x**2) ** 2)
+
+
+@pytest.fixture
+def mesh(x64):
+    with jax.set_mesh(gtp.make_mesh(gtp=2, dp=2, devices=jax.devices()[:4])) as mesh:
+        yield mesh
+
+
+def state_of(optimizer):
+    return gtp.TrainState.create(gtp.init(Regression, nnx.Rngs(0)), optimizer)
+
+
+WITH_VALUES = {
+    "lbfgs": (lambda: optax.lbfgs(memory_size=2), dict(microbatches=2)),
+    "backtracking": (lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(8)), {}),
+    "backtracking that keeps gradients": (
+        lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(8, store_grad=True)),
+        {},
+    ),
+    "reduce_on_plateau": (
+        lambda: optax.chain(optax.sgd(3.0), optax.contrib.reduce_on_plateau(0.5, patience=1, rtol=0.5)),
+        {},
+    ),
+    "polyak_sgd": (lambda: optax.polyak_sgd(f_min=0.1), {}),
+}
+
+
+@pytest.mark.parametrize("name", WITH_VALUES)
+def test_an_optimizer_is_passed_the_loss_its_gradient_and_the_loss_as_a_function(name, mesh):
+    make, options = WITH_VALUES[name]
+    optimizer = make()
+    state = state_of(optimizer)
+    params = jax.tree.map(np.asarray, state.params)
+
+    @jax.jit
+    def plain_step(params, opt_state):
+        value, grad = jax.value_and_grad(plain_loss)(params, X)
+        extra = dict(value=value, grad=grad, value_fn=lambda params: plain_loss(params, X))
+        updates, opt_state = optimizer.update(grad, opt_state, params, **extra)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    opt_state, step = optimizer.init(params), gtp.train_step(loss, optimizer, **options)
+    for _ in range(3):
+        state, metrics = step(state, X)
+        params, opt_state, value = plain_step(params, opt_state)
+        np.testing.assert_allclose(metrics["loss"], value, rtol=1e-9)
+    for found, wanted in zip(jax.tree.leaves(state.params), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-9)
+
+
+def test_a_line_search_on_clipped_gradients_is_refused(mesh):
+    step = gtp.train_step(loss, optax.lbfgs(), max_grad_norm=1.0)
+    with pytest.raises(ValueError, match="evaluates the loss at other parameters.*Pass `max_grad_norm=None`"):
+        step(state_of(optax.lbfgs()), X)
+
+
+def test_an_optimizer_that_needs_more_than_a_step_has_is_refused(mesh):
+    def update(updates, state, params=None, *, hessian, **_):
+        return updates, state
+
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    with pytest.raises(TypeError, match="needs an argument that a step does not have.*'hessian'.*`value`, the loss"):
+        gtp.train_step(loss, optimizer)(state_of(optimizer), X)
+
+
+def test_a_state_that_a_step_has_taken_is_refused(mesh):
+    optimizer = optax.sgd(0.1)
+    first = state_of(optimizer)
+    step = gtp.train_step(loss, optimizer)
+    step(first, X)
+    for again in (step, gtp.eval_step(loss)):
+        with pytest.raises(ValueError, match="`state` was passed to a step before.*'params.down.bias'.*Go on with the"):
+            again(first, X)
+
+
+def test_a_state_of_another_optimizer_is_refused(mesh):
+    state = state_of(optax.adam(0.1))
+    message = r"`state.opt_state` is of another optimizer: {}.*Pass `train_step` the optimizer that `TrainState.create`"
+    arrays, structure = "at '.*' it has .*, the optimizer of this step", "it is a PyTreeDef.*, the optimizer of this"
+    others = {optax.sgd: arrays, optax.adafactor: arrays, optax.lamb: structure}
+    for make, reason in others.items():
+        with pytest.raises(ValueError, match=message.format(reason)):
+            gtp.train_step(loss, make(0.1))(state, X)
+    gtp.train_step(loss, optax.adam(0.2))(state, X)  # whose arrays are the same
+
+
+class WithTarget(nnx.Module):
+    def __init__(self, rngs):
+        self.online, self.target = Regression(rngs), Regression(rngs)
+
+
+def to_target(model, x):
+    return jnp.mean((model.online(x) - jax.lax.stop_gradient(model.target(x))) ** 2) + loss(model.online, x)
+
+
+def test_one_array_in_two_parameters_is_trained_as_two(mesh):
+    optimizer = optax.sgd(0.1)
+    model = gtp.init(WithTarget, nnx.Rngs(0))
+    nnx.update(model.target, nnx.state(model.online))
+    state = gtp.TrainState.create(model, optimizer)
+    before = jax.tree.map(np.asarray, state.params)
+    state, _ = gtp.train_step(to_target, optimizer)(state, X)
+    gradient = jax.grad(plain_loss)(before["online"], X)  # the difference is 0 at first
+    jax.tree.map(np.testing.assert_array_equal, state.params["target"], before["target"])
+    wanted = jax.tree.map(lambda p, g: p - 0.1 * g, before["online"], gradient)
+    for found, want in zip(jax.tree.leaves(state.params["online"]), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(found, want, rtol=1e-9, atol=1e-12)
+
+
+def test_a_state_that_holds_one_array_twice_is_refused(mesh):
+    optimizer = optax.sgd(0.1)
+    state = gtp.TrainState.create(gtp.init(WithTarget, nnx.Rngs(0)), optimizer)
+    shared = dataclasses.replace(state, params={name: state.params["online"] for name in ("online", "target")})
+    with pytest.raises(ValueError, match="holds one array twice: 'params.online.down.bias' and 'params.target.down.bi"):
+        gtp.train_step(to_target, optimizer)(shared, X)

@@ -1,0 +1,313 @@
+"""Which optimizers treat the layers of a `Stack` as one tensor, and `per_layer`, which has them see each layer."""
+
+import dataclasses
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.nn import abstract_model
+
+LAYERS, WIDTH = 3, 8
+SHAPES = {"kernel": (WIDTH, 2 * WIDTH), "bias": (2 * WIDTH,)}
+
+
+class Block(nnx.Module):
+    """A layer with a matrix and a vector."""
+
+    def __init__(self, rngs):
+        make = lambda shape: nnx.Param(jax.random.normal(rngs.params(), shape, jnp.float64))  # noqa: E731
+        self.kernel, self.bias = make(SHAPES["kernel"]), make(SHAPES["bias"])
+
+    def __call__(self, x):
+        return x + jnp.tanh(x @ self.kernel.get_value() + self.bias.get_value()) @ self.kernel.get_value().T
+
+
+class Model(nnx.Module):
+    """Two stacks of different lengths, and a matrix outside of both."""
+
+    def __init__(self, rngs):
+        self.first = gtp.Stack(Block, LAYERS, rngs=rngs)
+        self.second = gtp.Stack(Block, 2, rngs=rngs)
+        self.head = nnx.Param(jax.random.normal(rngs.params(), (WIDTH, WIDTH), jnp.float64))
+
+    def __call__(self, x):
+        return self.second(self.first(x)) @ self.head.get_value()
+
+
+def squares(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+def wide(params):
+    return jax.tree.map(lambda p: p.ndim > 1, params)
+
+
+def labels(params):
+    return jax.tree_util.tree_map_with_path(lambda path, _: "other" if "bias" in str(path) else "muon", params)
+
+
+def mixed():
+    return optax.multi_transform({"muon": muon(), "other": optax.lamb(0.1)}, labels)
+
+
+def muon(rate=0.1):
+    return optax.contrib.muon(rate, ns_steps=2)
+
+
+def clipped(optimizer):
+    return optax.chain(optax.clip_by_global_norm(0.5), optimizer)
+
+
+def in_parts(optimizer):
+    return optax.MultiSteps(optimizer, 2).gradient_transformation()
+
+
+def small_adafactor():
+    return optax.adafactor(0.1, min_dim_size_to_factor=4)
+
+
+# whether the layers of a stack are one tensor to an optimizer
+OPTIMIZERS = {
+    "sgd": (False, lambda: optax.sgd(0.1)),
+    "sgd with momentum": (False, lambda: optax.sgd(0.1, momentum=0.9, nesterov=True)),
+    "adam": (False, lambda: optax.adam(0.1)),
+    "adamw with a schedule": (False, lambda: optax.adamw(optax.cosine_decay_schedule(0.1, 9))),
+    "lion": (False, lambda: optax.lion(0.1)),
+    "rmsprop": (False, lambda: optax.rmsprop(0.1)),
+    "adagrad": (False, lambda: optax.adagrad(0.1)),
+    "clip by value": (False, lambda: optax.chain(optax.clip(0.1), optax.sgd(0.1))),
+    "clip by global norm": (False, lambda: clipped(optax.adamw(0.1))),
+    "normalized by the global norm": (False, lambda: optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1))),
+    "schedule-free": (False, lambda: optax.contrib.schedule_free_adamw(0.1)),
+    "prodigy": (False, lambda: optax.contrib.prodigy()),
+    "MultiSteps": (False, lambda: in_parts(optax.adam(0.1))),
+    "apply_if_finite": (False, lambda: optax.apply_if_finite(optax.adam(0.1), 3)),
+    "zero_nans": (False, lambda: optax.chain(optax.zero_nans(), optax.sgd(0.1))),
+    "inject_hyperparams": (False, lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=0.1)),
+    "flattened adam": (False, lambda: optax.flatten(optax.adam(0.1))),
+    "lbfgs without a line search": (False, lambda: optax.lbfgs(0.1, memory_size=2, linesearch=None)),
+    "muon": (True, lambda: muon()),
+    "lamb": (True, lambda: optax.lamb(0.1)),
+    "lars": (True, lambda: optax.lars(0.1)),
+    "adafactor": (True, small_adafactor),
+    "novograd": (True, lambda: optax.novograd(0.1)),
+    "sm3": (True, lambda: optax.sm3(0.1)),
+    "adaptive gradient clipping": (True, lambda: optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1))),
+    "clip by block rms": (True, lambda: optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1))),
+    "centralized": (True, lambda: optax.chain(optax.centralize(), optax.sgd(0.1))),
+    "decay of matrices alone": (True, lambda: optax.adamw(0.1, weight_decay=0.1, mask=wide)),
+    "clip by global norm, lamb": (True, lambda: clipped(optax.lamb(0.1))),
+    "MultiSteps of lamb": (True, lambda: in_parts(optax.lamb(0.1))),
+}
+PER_LAYER = {
+    "muon": lambda each: each(muon()),
+    "lamb": lambda each: each(optax.lamb(0.1)),
+    "lars": lambda each: each(optax.lars(0.1)),
+    "adafactor": lambda each: each(small_adafactor()),
+    "decay of matrices alone": lambda each: each(optax.adamw(0.1, weight_decay=0.1, mask=wide)),
+    "in a chain": lambda each: clipped(each(muon(optax.linear_schedule(0.1, 0.01, 3)))),
+    "around multi_transform": lambda each: each(mixed()),
+    "within multi_transform": lambda each: optax.multi_transform(
+        {"muon": each(muon()), "other": each(optax.lamb(0.1))}, labels
+    ),
+    "around masked": lambda each: each(optax.masked(optax.lamb(0.1), wide)),
+    "around MultiSteps": lambda each: each(in_parts(optax.lamb(0.1))),
+    "within MultiSteps": lambda each: in_parts(each(optax.lamb(0.1))),
+    "inject_hyperparams": lambda each: each(optax.inject_hyperparams(optax.lamb)(learning_rate=0.1)),
+}
+
+
+@pytest.fixture
+def model(x64):
+    return Model(nnx.Rngs(0))
+
+
+def listed(tree, axis=0):
+    """Returns parameters, each layer's arrays by themselves."""
+    layers = {
+        name: [jax.tree.map(lambda a: jnp.take(a, i, axis), tree[name]["layers"]) for i in range(count)]  # noqa: B023
+        for name, count in (("first", LAYERS), ("second", 2))
+    }
+    return {**layers, "head": tree["head"]}
+
+
+def gradients_of(params, steps=3):
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=(steps, *p.shape))), params)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run(optimizer, params, gradients):
+    def step(carry, found):
+        params, state = carry
+        updates, state = optimizer.update(found, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    return jax.lax.scan(step, (params, optimizer.init(params)), gradients)[0]
+
+
+def largest_difference(stacked, in_list):
+    pairs = zip(jax.tree.leaves(listed(stacked)), jax.tree.leaves(in_list), strict=True)
+    return max(float(jnp.max(jnp.abs(a - b))) for a, b in pairs)
+
+
+def params_of(model):
+    return jax.tree.map(jnp.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_warning_names_the_optimizers_whose_updates_are_not_those_of_a_list(name, model):
+    as_one, make = OPTIMIZERS[name]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gtp.TrainState.create(model, make())
+    found = [str(one.message) for one in caught if "layers of a `Stack` as one tensor" in str(one.message)]
+    assert len(found) == as_one
+    if as_one:
+        assert "first.layers." in found[0] and "gtp_jax.per_layer(optimizer)" in found[0] and "head" not in found[0]
+    params = params_of(model)
+    gradients = gradients_of(params)
+    stacked, _ = run(make(), params, gradients)
+    in_list, _ = run(make(), listed(params), listed(gradients, 1))
+    difference = largest_difference(stacked, in_list)
+    assert difference > 1e-5 if as_one else difference < 1e-10
+
+
+@pytest.mark.parametrize("name", PER_LAYER)
+def test_per_layer_is_the_optimizer_on_a_list_of_layers(name, model):
+    make, params = PER_LAYER[name], params_of(model)
+    gradients = gradients_of(params)
+    stacked, state = run(make(lambda optimizer: gtp.per_layer(optimizer, model)), params, gradients)
+    in_list, _ = run(make(lambda optimizer: optimizer), listed(params), listed(gradients, 1))
+    assert largest_difference(stacked, in_list) < 1e-12
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if str(getattr(path[-1], "name", "")) in ("count", "mini_step", "gradient_step"):
+            assert leaf.shape == ()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the optimizer treats")
+        gtp.TrainState.create(model, make(gtp.per_layer))
+
+
+class Shards(nnx.Module):
+    """A layer with sharded matrices and biases, and a scale that is whole on every rank."""
+
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(16, use_bias=False, dtype=jnp.float64, param_dtype=jnp.float64, rngs=rngs)
+        self.mlp = gtp.MLP(16, 32, dtype=jnp.float64, param_dtype=jnp.float64, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+class InList(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([Shards(rngs) for _ in range(LAYERS)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class InStack(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = gtp.Stack(Shards, LAYERS, rngs=rngs)
+
+    def __call__(self, x):
+        return self.blocks(x)
+
+
+X = np.random.default_rng(0).normal(size=(8, 4, 16))
+
+
+def of_each_kind(each):
+    """Uses Muon for the first matrices of the MLP, Adafactor for the second, LAMB for vectors."""
+    kinds = {"up": muon(), "down": small_adafactor(), "norm": optax.lamb(0.1)}
+    of = lambda path: next(kind for kind in kinds if kind in jax.tree_util.keystr(path))  # noqa: E731
+    return clipped(
+        each(optax.multi_transform(kinds, lambda p: jax.tree_util.tree_map_with_path(lambda path, _: of(path), p)))
+    )
+
+
+def same_layers(state):
+    """Returns parameters of either model, one list of layers each."""
+    blocks = state.params["blocks"]
+    if "layers" in blocks:
+        return [jax.tree.map(lambda a, i=i: np.asarray(a)[i], blocks["layers"]) for i in range(LAYERS)]
+    return [jax.tree.map(np.asarray, blocks[str(i)]) for i in range(LAYERS)]
+
+
+def test_steps_with_sharded_state_are_those_of_a_list_and_a_checkpoint_goes_on(x64, tmp_path):
+    optimizer, of_list = of_each_kind(gtp.per_layer), of_each_kind(lambda optimizer: optimizer)
+    with jax.set_mesh(gtp.make_mesh(dp=2, gtp=2, devices=jax.devices()[:4])):
+        state = gtp.TrainState.create(gtp.init(InStack, nnx.Rngs(0)), optimizer)
+        in_list = gtp.TrainState.create(gtp.init(InList, nnx.Rngs(0)), of_list)
+        layers = same_layers(state)
+        blocks = {
+            str(i): jax.tree.map(
+                lambda a, like: jax.device_put(a, like.sharding), layers[i], in_list.params["blocks"][str(i)]
+            )
+            for i in range(LAYERS)
+        }
+        in_list = dataclasses.replace(in_list, params={"blocks": blocks})
+        moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.size == LAYERS * 16 * 32]
+        assert moments and all(4 * leaf.addressable_shards[0].data.size == leaf.size for leaf in moments)
+        step, list_step = gtp.train_step(squares, optimizer), gtp.train_step(squares, of_list)
+        for _ in range(2):
+            state, _ = step(state, X)
+            in_list, _ = list_step(in_list, X)
+        for found, wanted in zip(
+            jax.tree.leaves(same_layers(state)), jax.tree.leaves(same_layers(in_list)), strict=True
+        ):
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
+        with Checkpoints(tmp_path) as checkpoints:
+            checkpoints.save(2, state)
+            saved = jax.tree.map(np.asarray, state)
+        in_list, _ = list_step(in_list, X)
+    with jax.set_mesh(gtp.make_mesh(gtp=2, tp=2, devices=jax.devices()[:4])):
+        like = gtp.TrainState.create(abstract_model(InStack), optimizer)
+        state, _ = Checkpoints(tmp_path).restore(like)
+        jax.tree.map(np.testing.assert_array_equal, state.opt_state, saved.opt_state)
+        state, _ = gtp.train_step(squares, optimizer)(state, X)
+    for found, wanted in zip(jax.tree.leaves(same_layers(state)), jax.tree.leaves(same_layers(in_list)), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-11)
+
+
+def test_nnx_optimizer_takes_it_with_the_model(model):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, WIDTH)))
+    optimizer = nnx.Optimizer(model, gtp.per_layer(optax.lamb(0.1), model), wrt=nnx.Param)
+    before = params_of(model)
+    gradients = nnx.grad(squares)(model, x)
+    in_list = optax.lamb(0.1)
+    updates, _ = in_list.update(
+        listed(nnx.to_pure_dict(gradients)), in_list.init(listed(before)), params := listed(before)
+    )
+    optimizer.update(model, gradients)
+    assert largest_difference(params_of(model), optax.apply_updates(params, updates)) < 1e-12
+
+
+def test_what_cannot_be_mapped_over_layers_is_refused(model):
+    with pytest.raises(
+        ValueError, match=r"depends on 'first.layers.*sees one layer at a time.*optax.chain\(optax.clip_by"
+    ):
+        gtp.TrainState.create(model, gtp.per_layer(clipped(optax.lamb(0.1))))
+    with pytest.raises(ValueError, match="depends on random numbers, which would be the same for every layer"):
+        gtp.TrainState.create(model, gtp.per_layer(optax.noisy_sgd(0.1, key=jax.random.key(0))))
+    with pytest.raises(
+        ValueError, match="got an array at '', which is no parameter of the model.*`optax.flatten`, not"
+    ):
+        gtp.TrainState.create(model, optax.flatten(gtp.per_layer(optax.lamb(0.1))))
+    with pytest.raises(ValueError, match=r"does not know which arrays.*`gtp_jax.per_layer\(optimizer, model\)`"):
+        gtp.per_layer(optax.lamb(0.1)).init(params_of(model))
+    one = jax.tree.map(lambda p: p[0], params_of(model))
+    with pytest.raises(ValueError, match=r"of shape \(16,\) for 'first.layers.bias', a parameter of 3 layers"):
+        gtp.per_layer(optax.lamb(0.1), model).init(one)
