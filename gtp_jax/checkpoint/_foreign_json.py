@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .._foreign import MAX_JSON_BYTES, brief, check_regular, open_regular, printable
 
-# Of the files that a step keeps beside its arrays; tokenizers have up to some 50 MB.
+# Limits of the files stored with a step's arrays; tokenizers have up to some 50 MB.
 MAX_FILES, MAX_FILE_BYTES, MAX_NAME = 64, 64 << 20, 100
 
 _MAX_DIMS = 32

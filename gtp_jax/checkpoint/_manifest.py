@@ -31,7 +31,7 @@ _SEAL = "crc32"
 # own. Earlier versions did not write it.
 SAVE = "save"
 
-# The key of the sizes and digests of the files beside the arrays; absent if there are none.
+# The key of the sizes and digests of the files stored with the arrays; absent if there are none.
 FILES = "files"
 
 
@@ -54,7 +54,7 @@ def manifest(
         static: static fields of the state.
         loss: that the state has; NaN and infinities count as none.
         recipe: that the state was trained with.
-        files: contents of the files beside the arrays, by name.
+        files: the contents of the files stored with the arrays, by name.
 
     Raises:
         ValueError: if a file is too large or has no plain name.

@@ -1,4 +1,4 @@
-"""Files of bytes that a step keeps beside its arrays, such as a tokenizer's; the manifest has their digests."""
+"""Files that a step stores in addition to its arrays, such as a tokenizer's; the manifest holds their digests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def describe(files: Mapping[str, bytes]) -> dict[str, list[Any]]:
         TypeError: if a content is not bytes.
     """
     if len(files) > MAX_FILES:
-        raise ValueError(f"`files` has {len(files)} files; a step keeps at most {MAX_FILES} beside its arrays.")
+        raise ValueError(f"`files` has {len(files)} files; a step stores at most {MAX_FILES}.")
     for name, content in files.items():
         if not is_plain_name(name):
             raise ValueError(

@@ -123,7 +123,7 @@ def write_step(
 
 @dataclasses.dataclass(frozen=True)
 class _Promise:
-    """A manifest to come, and the files beside it."""
+    """A manifest to come, and the files stored with it."""
 
     description: Future[dict[str, Any]]
     files: Mapping[str, bytes]
@@ -224,10 +224,10 @@ def read_manifest(path: Any) -> dict[str, Any]:
 
 
 def read_step_files(path: Any, content: Mapping[str, Any]) -> dict[str, bytes]:
-    """Returns the contents of the files beside a step's arrays, by name.
+    """Returns the contents of the files stored with a step's arrays, by name.
 
     Args:
-        path: of the step's directory.
+        path: the step's directory.
         content: the manifest.
 
     Raises:

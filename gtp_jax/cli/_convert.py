@@ -1,4 +1,4 @@
-"""`gtp-jax convert`: Llamas from and to Hugging Face's files."""
+"""`gtp-jax convert`: models from and to Hugging Face's files."""
 
 from __future__ import annotations
 
@@ -23,17 +23,20 @@ One tensor is in memory at a time. A directory that is written appears at the en
 """
 
 _IMPORT = """\
-Makes a checkpoint at step 0 of a Hugging Face Llama: float32 parameters, without optimizer state.
+Makes a checkpoint at step 0 of a Hugging Face model: float32 parameters, without optimizer state.
 
-HF_DIR holds config.json and safetensors, in one file or in several with an index. Llamas only, without scaled rotary
-embedding and without quantized weights.
+HF_DIR holds config.json and safetensors, in one file or in several with an index. Imports Llama 2 to 3.1, Mixtral,
+and Qwen3 with or without experts; rotary frequencies may be scaled linearly or as in Llama 3.1. Refuses quantized
+weights, other scalings and other models. The checkpoint also keeps the rest of config.json, generation_config.json
+and the tokenizer's files, which an export writes again.
 """
 
 _EXPORT = """\
-Writes the parameters of a checkpoint as a Hugging Face Llama: safetensors, their index, config.json.
+Writes the parameters of a checkpoint as a Hugging Face model: safetensors, their index, config.json, and the other
+files that the model was imported with.
 
 mxfp8 and nvfp4 quantize the linear layers of attention and MLP and leave embedding, norms and head in bfloat16, in the
-layout of NVIDIA ModelOpt, which vLLM reads. The tokenizer's files are for you to copy.
+layout of NVIDIA ModelOpt. The tokenizer of a model that was not imported with one is for you to copy.
 """
 
 _GB = 10**9
@@ -44,8 +47,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     shared: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": _EXAMPLES}
     parser = subparsers.add_parser(
         "convert",
-        help="import and export Hugging Face Llamas",
-        description="Converts Llamas between checkpoints and Hugging Face's safetensors. Needs no GPU.",
+        help="import and export Hugging Face models",
+        description="Converts models between checkpoints and Hugging Face's safetensors. Needs no GPU.",
         **shared,
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)

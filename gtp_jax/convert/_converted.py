@@ -18,7 +18,7 @@ class Converted:
         files: Hugging Face's files with tensors, those read or those written.
         tensors: how many tensors they hold, scales included.
         nbytes: of these tensors.
-        others: names of the tokenizer's and other files that were stored or written, unchanged, beside config.json.
+        others: the names of the files that were copied unchanged, such as the tokenizer's.
     """
 
     config: ModelConfig

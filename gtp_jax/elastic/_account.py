@@ -55,9 +55,10 @@ class Account:
         if self._pause is None:
             return
         pause, self._pause = self._pause, None
-        marks = fleet.marks
+        marks, began = fleet.marks, fleet.state_began
+        assert began is not None  # before its first step
         # a fleet that was started before the verdict has waited for it
-        checked = max(pause.verdict, marks["restore"])
+        checked = max(pause.verdict, began)
         compiling = max(checked, marks["first compile"])
         ready = max(compiling, min(marks[f"first {name}"] for name in ("step", "evaluate") if f"first {name}" in marks))
         ends = (pause.verdict, checked, compiling, ready, fleet.first_step_at)

@@ -186,6 +186,11 @@ class Fleet:
         if self.begin_step is not None and self.first_step_at is None and member.step > self.begin_step:
             self.first_step_at = now
 
+    @property
+    def state_began(self) -> float | None:
+        """When the last member began to restore or to initialize the state; `None` if none has."""
+        return self.marks.get("restore", self.marks.get("initialize"))
+
     def _forget(self, member: Member) -> None:
         if key_of(self._selector, member.line):
             self._selector.unregister(member.line)

@@ -253,7 +253,7 @@ class Supervisor:
             while True:
                 fleet.poll(_POLL_S)
                 self._ownership.check()
-                self._begun = self._begun or "restore" in fleet.marks
+                self._begun = self._begun or fleet.state_began is not None
                 self._restored = self._restored or "compile" in fleet.marks
                 if self._signal is not None and sent is None:
                     sent = self._signal

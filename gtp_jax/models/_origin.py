@@ -46,7 +46,7 @@ class Origin:
         """Returns the origin that a checkpoint was saved with.
 
         Args:
-            extra: what was saved beside the arrays.
+            extra: the `extra` that the checkpoint was saved with.
             files: the checkpoint's files.
             where: the checkpoint's name, for messages.
 
@@ -67,7 +67,7 @@ class Origin:
         return bool(self.files.keys() - {_GENERATION_FILE})
 
     def extra(self) -> dict[str, Any]:
-        """Returns what to save beside the arrays; `files` are saved as files."""
+        """Returns the fields to save in a checkpoint's `extra`; `files` are saved as files."""
         return {_CONFIG: dict(self.config)} if self.config else {}
 
     def without_vocabulary(self) -> Self:

@@ -15,6 +15,7 @@ LIMITS_S: Mapping[Activity, float] = {
     "join": 300.0,
     "check": 3600.0,
     "compile": 3600.0,
+    "initialize": 3600.0,
     "restore": 3600.0,
     "step": 3600.0,
     "evaluate": 3600.0,

@@ -106,7 +106,7 @@ def prepare(
     """
     like, optimizer = abstract_state(config, model)
     source = watch.source(checkpoints, like)
-    watch.doing("restore")
+    watch.doing("initialize" if not resume and config.from_ is None else "restore")
     resumed = resume_from(source, like, at, corpus, in_memory=source is not checkpoints) if resume else None
     place, origin = Place(0, 0), Origin()
     if resumed is not None:
@@ -116,6 +116,7 @@ def prepare(
         params, origin = start_from(Path(config.from_), like, config.tokenizer)
         state = TrainState.create(dataclasses.replace(like, params=params).model(), optimizer)
     else:
+        watch.doing("initialize")
         state = TrainState.create(init(lambda rngs: build(model, rngs=rngs), nnx.Rngs(config.seed)), optimizer)
     watch.doing("compile")
     job = compile_step(config, model, fleet, corpus, state, optimizer, place)

@@ -15,7 +15,7 @@ from ._peers import Peers
 from ._watch import Activity, Watch
 
 # Activities that are events; a step is not, as `log.jsonl` has it.
-_EVENTS = ("restore", "compile", "evaluate", "save", "snapshot")
+_EVENTS = ("initialize", "restore", "compile", "evaluate", "save", "snapshot")
 
 
 class Recorder(Watch):

@@ -27,10 +27,14 @@ def heading(config: TrainConfig, model: ModelConfig, fleet: Fleet, corpus: Corpu
         f"mesh    {_devices(fleet)} {kind}"
         f"{f' of {jax.process_count()} processes' if jax.process_count() > 1 else ''}\n"
         f"recipe  {config.quantization.summary}\n"
-        f"text    {corpus.name}: {len(corpus.train):,} tokens ({corpus.tokenizer}) of {train} documents, "
-        f"{len(corpus.held_out):,} of {held_out} held out\n"
+        f"text    {corpus.name}: {len(corpus.train):,} tokens ({corpus.tokenizer}) of {_documents(train)}, "
+        f"{len(corpus.held_out):,} of {_documents(held_out)} held out\n"
         f"to beat {unigram:.3f} nats a token: the unigram entropy, of held-out tokens under the training text's counts"
     )
+
+
+def _documents(count: int) -> str:
+    return f"{count} document" if count == 1 else f"{count} documents"
 
 
 def report(job: Job, outcome: Outcome, records: list[Record], unigram: float, causes: dict[str, float]) -> str:

@@ -14,7 +14,19 @@ from ._json_socket import Message
 from ._peers import Peers
 
 # What a process does. Each lasts until the next begins; `step` begins again after every step.
-Activity = Literal["start", "check", "join", "restore", "compile", "step", "evaluate", "save", "snapshot", "diagnose"]
+Activity = Literal[
+    "start",
+    "check",
+    "join",
+    "initialize",
+    "restore",
+    "compile",
+    "step",
+    "evaluate",
+    "save",
+    "snapshot",
+    "diagnose",
+]
 
 
 class Watch(abc.ABC):

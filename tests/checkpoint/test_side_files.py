@@ -1,4 +1,4 @@
-"""Files that a step keeps beside its arrays: the same bytes come back, changes are found, names lead nowhere else."""
+"""Files that a step stores with its arrays: the same bytes come back, changes are found, names lead nowhere else."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_every_change_of_a_file_is_found_by_verify_files_and_restore(directory, 
         ({".hidden": b""}, ValueError, "no dot at its beginning"),
         ({"a\n": b""}, ValueError, "printable"),
         ({"a": b"x" * ((64 << 20) + 1)}, ValueError, "a with 67108865 bytes; a file must have at most 67108864"),
-        ({str(i): b"" for i in range(65)}, ValueError, "65 files; a step keeps at most 64"),
+        ({str(i): b"" for i in range(65)}, ValueError, "65 files; a step stores at most 64"),
         ({"a": "text"}, TypeError, "'text' as a; it must be bytes"),
     ],
     ids=["path", "hidden", "line", "large", "many", "text"],

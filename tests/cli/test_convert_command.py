@@ -99,6 +99,14 @@ def test_help_has_examples(capsys):
         assert "gtp-jax convert export gtp-run exported" in capsys.readouterr().out
 
 
+def test_help_of_import_names_what_is_imported(capsys):
+    with pytest.raises(SystemExit):
+        main(["convert", "import", "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Imports Llama 2 to 3.1, Mixtral, and Qwen3 with or without experts; rotary frequencies may be scaled" in out
+    assert "Llamas only" not in out
+
+
 def test_a_run_does_not_start_from_another_model(run, text, tmp_path, capsys):
     flags = small(text, tmp_path / "out", steps=2)
     code, _, err = printed(capsys, "train", *flags, "--from", run, "--preset=100m")

@@ -62,8 +62,11 @@ def change_config(source, **fields):
         ),
         (dict(rope_scaling={"type": "linear", "factor": 0}), "`factor` of RopeScaling is 0; it must be a number above"),
         (dict(rope_parameters={"rope_type": "yarn"}), "has rope_parameters of the type 'yarn', one of linear, llama3"),
-        (dict(attention_bias=True), "has attention_bias True, False is expected: .* biases in the attention"),
-        (dict(hidden_act="gelu"), "has hidden_act 'gelu'.*another activation"),
+        (
+            dict(attention_bias=True),
+            "has attention_bias True, False is expected: gtp_jax's Llama has no biases in its attention",
+        ),
+        (dict(hidden_act="gelu"), "has hidden_act 'gelu'.*gtp_jax's Llama computes no other activation"),
         (dict(num_attention_heads=3), "`num_kv_heads` 2 does not divide `num_heads` 3"),
         (dict(hidden_size=None), "lacks hidden_size. Take the config.json that belongs to the weights"),
         (dict(hidden_size="64"), "has hidden_size '64': sizes are whole numbers"),
@@ -110,6 +113,57 @@ def test_files_that_are_not_json(source, tmp_path):
     for text in ("[1]", "[" * 100_000):
         (source / "config.json").write_text(text)
         assert "is not a JSON object" in refused(import_llama, source, out=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "tokenizer.json",
+            b'{"model":',
+            "tokenizer.json is not a JSON object .Expecting value.*Download it again, or move",
+        ),
+        ("tokenizer.json", b"[" * 100_000, "tokenizer.json is not a JSON object .it has more than 64 levels"),
+        ("generation_config.json", b"[1]", "generation_config.json is not a JSON object .it holds something else"),
+        ("vocab.json", b"\xff", "vocab.json is not a JSON object"),
+        ("added_tokens.json", b"{" + b'"":0,' * 4_000_000 + b"}", "it holds more than 4000000 values"),
+        (
+            "tokenizer.model",
+            1 << 40,
+            "tokenizer.model has more than 67108864 bytes, which is the most that a checkpoint",
+        ),
+        ("merges.txt", "../secret", "merges.txt is a link to .*secret, outside of the folder"),
+        ("chat_template.jinja", "nowhere", "chat_template.jinja is not in .* Download it as well"),
+        (
+            "special_tokens_map.json",
+            "/dev/zero",
+            "special_tokens_map.json is a link to /dev/zero, outside of the folder",
+        ),
+    ],
+    ids=["cut", "deep", "list", "bytes", "values", "huge", "outside", "dangling", "device"],
+)
+def test_malformed_files_of_a_tokenizer(source, tmp_path, name, content, message):
+    (tmp_path / "secret").write_text("secret")
+    if isinstance(content, bytes):
+        (source / name).write_bytes(content)
+    elif isinstance(content, int):
+        with (source / name).open("wb") as file:
+            file.truncate(content)
+    else:
+        (source / name).symlink_to(content)
+    error = FileNotFoundError if content == "nowhere" else ValueError
+    assert re.search(message, refused(import_llama, source, out=tmp_path / "out", error=error))
+
+
+def test_files_of_a_tokenizer_in_the_cache_of_hugging_face_are_kept(source, tmp_path):
+    snapshot, blobs = tmp_path / "snapshots/1", tmp_path / "blobs"
+    snapshot.parent.mkdir()
+    source.rename(snapshot)
+    blobs.mkdir()
+    (blobs / "1234").write_bytes(b"a model")
+    (snapshot / "tokenizer.model").symlink_to("../../blobs/1234")
+    assert import_llama(snapshot, tmp_path / "out").others == ("tokenizer.model",)
+    assert Checkpoints(tmp_path / "out", read_only=True).files() == {"tokenizer.model": b"a model"}
 
 
 def test_an_index_of_other_files(source, tmp_path):

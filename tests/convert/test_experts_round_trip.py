@@ -49,8 +49,11 @@ def test_a_model_comes_back_bit_for_bit_and_computes_what_its_tensors_say(name, 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sliding_window": 4096}, "has sliding_window 4096, None is expected: gtp_jax does not limit a Llama's"),
-        ({"router_jitter_noise": 0.1}, "has router_jitter_noise 0.1, 0.0 is expected: gtp_jax has no jitter"),
+        (
+            {"sliding_window": 4096},
+            "has sliding_window 4096, None is expected: gtp_jax's Llama does not limit its attention",
+        ),
+        ({"router_jitter_noise": 0.1}, "has router_jitter_noise 0.1, 0.0 is expected: gtp_jax's Llama has no jitter"),
         ({"num_local_experts": 0}, "has num_local_experts 0; a model of type 'mixtral' has at least 1"),
         ({"num_experts_per_tok": 9}, "`top_k` is 9 of 8 experts"),
         ({"num_local_experts": "8"}, "has num_local_experts '8': sizes are whole numbers"),

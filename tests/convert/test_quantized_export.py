@@ -160,5 +160,7 @@ def test_a_matrix_taken_in_slices_is_the_same(exported, tmp_path, monkeypatch):
 
 def test_quantized_weights_are_not_imported(exported, tmp_path):
     _, folder = exported
-    with pytest.raises(ValueError, match="has quantization_config .* gtp_jax cannot import quantized weights"):
+    with pytest.raises(
+        ValueError, match="has quantization_config .* gtp_jax's Llama is not imported from quantized weights"
+    ):
         import_llama(folder / "nvfp4", tmp_path / "out")

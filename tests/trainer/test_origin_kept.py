@@ -1,4 +1,4 @@
-"""What an imported model came with passes through import, training, resuming and export, and comes back as it was."""
+"""An imported model's config and tokenizer pass through training and resuming, and an export writes them again."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.cli import main
 from gtp_jax.models import PRESETS
 from gtp_jax.trainer import TrainConfig
+from gtp_jax.trainer._report import _documents
 
 from .runs import read_records, small, train, write_text
 
@@ -61,6 +62,16 @@ def test_report_has_bytes_a_device_and_collectives(run):
     assert re.search(r"^ +\d+ +all-gather +forward +gtp +\w+ +f32 +\[\d+,\d+\]", report, re.MULTILINE)
     assert re.search(r"^ +\d+ +reduce-scatter +backward +gtp", report, re.MULTILINE)
     assert re.search(r"speed +[\d,]+ tokens/s", report)
+
+
+def test_report_of_a_fresh_run_counts_seconds_of_initialization_and_none_of_restoring(run):
+    out, _ = run
+    table = (out / "report.txt").read_text().partition("time, all attempts")[2].partition("goodput")[0]
+    assert re.search(r"^initialize +[\d.]+ ", table, re.MULTILINE) and "restore" not in table
+
+
+def test_one_document_is_no_plural():
+    assert [_documents(count) for count in (0, 1, 2)] == ["0 documents", "1 document", "2 documents"]
 
 
 def test_log_has_a_line_a_step_and_an_evaluation(run):

@@ -42,7 +42,7 @@ def from_json(kind: Kind, content: dict[str, Any], file: str) -> LlamaConfig:
     """
     for name, (value, what) in kind.fixed.items():
         if content.get(name) is not None and content[name] != value:  # null says nothing
-            raise ValueError(f"{file} has {name} {content[name]!r}, {value!r} is expected: gtp_jax {what}.")
+            raise ValueError(f"{file} has {name} {content[name]!r}, {value!r} is expected: gtp_jax's Llama {what}.")
     fields = {**kind.defaults, **content, **_rotary(file, content)}
     fields |= {name: content[other] for name, other in kind.also.items() if name not in content and other in content}
     if fields.get("num_key_value_heads") is None:

@@ -37,11 +37,11 @@ _QWEN3_MOE: Fields = (
 _DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
 # The one value that our Llama computes, and what it cannot do otherwise.
 _FIXED = {
-    "hidden_act": ("silu", "does not compute another activation"),
-    "attention_bias": (False, "does not compute biases in the attention"),
-    "quantization_config": (None, "cannot import quantized weights"),
+    "hidden_act": ("silu", "computes no other activation"),
+    "attention_bias": (False, "has no biases in its attention"),
+    "quantization_config": (None, "is not imported from quantized weights"),
 }
-_WINDOWS = "does not limit a Llama's attention to windows"
+_WINDOWS = "does not limit its attention to windows"
 _QWEN3 = {**_FIXED, "use_sliding_window": (False, _WINDOWS)}
 
 
@@ -87,7 +87,7 @@ KINDS: tuple[Kind, ...] = (
         "llama",
         "LlamaForCausalLM",
         (*_FIELDS[:6], *_DENSE, *_FIELDS[6:]),
-        {**_FIXED, "mlp_bias": (False, "does not compute biases in the MLP")},
+        {**_FIXED, "mlp_bias": (False, "has no biases in its MLP")},
         _DEFAULTS,
     ),
     Kind(
@@ -97,7 +97,7 @@ KINDS: tuple[Kind, ...] = (
         {
             **{name: fixed for name, fixed in _FIXED.items() if name != "attention_bias"},
             "sliding_window": (None, _WINDOWS),
-            "router_jitter_noise": (0.0, "has no jitter in a Llama's routers"),
+            "router_jitter_noise": (0.0, "has no jitter in its routers"),
         },
         {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "tie_word_embeddings": False},
         experts=True,
