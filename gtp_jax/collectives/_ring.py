@@ -55,7 +55,8 @@ def _gather_linear(x: jax.Array, weight: jax.Array, slot: jax.Array, axis: str, 
 
 
 def _gather_linear_forward(x: jax.Array, weight: jax.Array, slot: jax.Array, axis: str, dtype: np.dtype):
-    return _gather_linear(x, weight, slot, axis, dtype), (x, weight)
+    del slot, dtype
+    return _while_gathered(x, lambda part, _: linear(part, weight), axis), (x, weight)
 
 
 def _gather_linear_backward(axis: str, dtype: np.dtype, saved: tuple[jax.Array, jax.Array], gradients: Parts):
@@ -93,7 +94,8 @@ def _linear_scatter(parts: Parts, weight: jax.Array, slot: jax.Array, axis: str,
 
 
 def _linear_scatter_forward(parts: Parts, weight: jax.Array, slot: jax.Array, axis: str, dtype: np.dtype):
-    return _linear_scatter(parts, weight, slot, axis, dtype), (parts, weight)
+    del slot, dtype
+    return _while_scattered(parts, lambda part: linear(part, weight), axis), (parts, weight)
 
 
 def _linear_scatter_backward(axis: str, dtype: np.dtype, saved: tuple[Parts, jax.Array], gradient: jax.Array):
