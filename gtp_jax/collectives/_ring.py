@@ -29,10 +29,10 @@ Parts = tuple[jax.Array, ...]
 
 
 def gather_linear(
-    x: Float[jax.Array, "batch part features_in"],
+    x: Float[jax.Array, "batch part *inner features_in"],
     weight: Float[jax.Array, "features_out features_in"] | SlottedWeight,
     axis: str,
-) -> tuple[Float[jax.Array, "batch part features_out"], ...]:
+) -> tuple[Float[jax.Array, "batch part *inner features_out"], ...]:
     """Returns `linear` of every rank's part of the sequence, of which `x` is this rank's.
 
     Backward gathers the sequence again for the weight's gradient (Korthikanti et al. 2022, arXiv 2205.05198). That of
@@ -40,7 +40,7 @@ def gather_linear(
     rounds.
 
     Args:
-        x: `(batch, sequence / tp, features_in)`.
+        x: `(batch, sequence / tp, ..., features_in)`.
         weight: `(features_out, features_in)`.
         axis: the tensor axis, which shards the sequence.
     """
@@ -70,16 +70,16 @@ _gather_linear.defvjp(_gather_linear_forward, _gather_linear_backward)
 
 
 def linear_scatter(
-    parts: tuple[Float[jax.Array, "batch part features_in"], ...],
+    parts: tuple[Float[jax.Array, "batch part *inner features_in"], ...],
     weight: Float[jax.Array, "features_out features_in"] | SlottedWeight,
     axis: str,
-) -> Float[jax.Array, "batch part features_out"]:
+) -> Float[jax.Array, "batch part *inner features_out"]:
     """Returns the sum over ranks of `linear` of every rank's part, of which each rank gets its own.
 
     Sums are in the dtype of the product, as those of a reduce-scatter are; the weight's gradient as in `gather_linear`.
 
     Args:
-        parts: `(batch, sequence / tp, features_in)` each.
+        parts: `(batch, sequence / tp, ..., features_in)` each.
         weight: `(features_out, features_in)`.
         axis: the tensor axis, which shards the sequence.
     """

@@ -132,14 +132,14 @@ class Attention(Layer):
         Raises:
             ValueError: if shapes do not fit.
         """
+        if x.ndim != 3:
+            raise ValueError(f"Attention takes (batch, sequence, features); got shape {x.shape}.")
         key = self.core.dropout_key(deterministic, dropout_key)
         given = {"positions": positions, "segment_ids": segment_ids, "mask": mask, "dropout_key": key}
         return super().__call__(x, deterministic=key is None, **given)
 
     def local(self, x: jax.Array, *, deterministic: bool, **inputs: Any) -> jax.Array:
         del deterministic  # said by the key
-        if x.ndim != 3:
-            raise ValueError(f"Attention takes (batch, sequence, features); got shape {x.shape}.")
         if inputs["positions"] is None and inputs["segment_ids"] is not None and self.core.rope_theta is not None:
             inputs["positions"] = positions_of(inputs["segment_ids"])
         by_head = {name: _by_head(y, self.core.head_dim) for name, y in self.qkv(x).items()}
@@ -236,17 +236,17 @@ class CrossAttention(Layer):
         Raises:
             ValueError: if shapes do not fit.
         """
+        if x.ndim != 3 or memory.ndim != 3:
+            raise ValueError(
+                f"CrossAttention takes (batch, sequence, features) and (batch, memory, features); got {x.shape} and "
+                f"{memory.shape}."
+            )
         key = self.core.dropout_key(deterministic, dropout_key)
         given: dict[str, Any] = {"segment_ids": segment_ids, "mask": mask, "dropout_key": key}
         return super().__call__(x, memory=memory, deterministic=key is None, **given)
 
     def local(self, x: jax.Array, *, memory: jax.Array, deterministic: bool, **inputs: Any) -> jax.Array:
         del deterministic  # said by the key
-        if x.ndim != 3 or memory.ndim != 3:
-            raise ValueError(
-                f"CrossAttention takes (batch, sequence, features) and (batch, memory, features); got {x.shape} and "
-                f"{memory.shape}."
-            )
         q = _by_head(self.query(x), self.core.head_dim)
         kv = self.kv(memory)
         k, v = (_by_head(kv[name], self.core.head_dim) for name in ("key", "value"))

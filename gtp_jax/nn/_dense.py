@@ -78,6 +78,7 @@ class Dense(WeightOwner):
     """
 
     codes_multiply = True
+    fewest_dims = 2
 
     def __init__(
         self,
@@ -133,15 +134,20 @@ class Dense(WeightOwner):
         if self.parallel is None:
             return PartitionSpec(self.roles.batch), PartitionSpec(self.roles.batch)
         inside = inside_layer(self.roles, ndim, even=not self.layouts[0].takes_part)
-        sides = between_layers(self.roles, self._shards_sequence(ndim)), inside
+        sides = between_layers(self.roles, self.shards_sequence(ndim)), inside
         return sides if self.parallel == "column" else (sides[1], sides[0])
 
+    @property
+    def converts(self) -> tuple[bool, bool]:
+        uneven = self.layouts[0].takes_part
+        return uneven and self.parallel == "row", uneven and self.parallel == "column"
+
     def from_global(self, x: Any) -> Any:
-        split, takes_part = self.layouts[0].split, self.layouts[0].takes_part
-        return split.take(x, -1) if self.parallel == "row" and split is not None and takes_part else x
+        split = self.layouts[0].split
+        return split.take(x, -1) if self.converts[0] and split is not None else x
 
     def to_global(self, y: Any) -> Any:
-        if self.parallel != "column" or not self.layouts[0].takes_part:
+        if not self.converts[1]:
             return y
         parts = zip(self.layouts, self._parts_of(y), strict=True)
         return self._by_name([part if one.split is None else join_split(part, one.split, -1) for one, part in parts])
@@ -159,7 +165,7 @@ class Dense(WeightOwner):
     def moves_in_parts(self, x: jax.Array) -> bool:
         """Returns whether the sequence moves over tp part by part, under matmuls, or at once, ahead of and behind
         them."""
-        return self._shards_sequence(x.ndim) and degree(self.roles.tensor) > 1 and self.operands is None
+        return self.shards_sequence(x.ndim) and degree(self.roles.tensor) > 1 and self.operands is None
 
     def to_parts(self, x: jax.Array) -> tuple[Any, ...]:
         """Returns what a call returns, for each part of the sequence (`collectives.Parts`); one whole if it moves at
@@ -170,7 +176,7 @@ class Dense(WeightOwner):
             products = save_for_backward(self.with_weight(lambda w, x: gather_linear(x, w, axis), x))
         else:
             if self.parallel == "column":
-                x = gather_sequence(x, axis, sequence_parallel=self._shards_sequence(x.ndim))
+                x = gather_sequence(x, axis, sequence_parallel=self.shards_sequence(x.ndim))
             products = (self.with_weight(lambda w, x: self.product(x, w), x),)
         return tuple(self._named(split_features(y, self.layouts)) for y in products)
 
@@ -187,15 +193,12 @@ class Dense(WeightOwner):
             return self._named(split_features(y, self.layouts))
         x = self._whole(parts)
         outputs = split_features(self.with_weight(lambda w, x: self.product(x, w), x), self.layouts)
-        whole = self._shards_sequence(x.ndim)
+        whole = self.shards_sequence(x.ndim)
         return self._named([reduce_scatter_sequence(y, axis, sequence_parallel=whole) for y in outputs])
 
     def prepare(self, x: jax.Array) -> jax.Array:
         """Returns what is multiplied, from the input."""
         return x
-
-    def _shards_sequence(self, ndim: int) -> bool:
-        return self.sequence_parallel and ndim > 2
 
     def _check_features(self, x: jax.Array) -> None:
         if current_view() != "global":

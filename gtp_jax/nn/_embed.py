@@ -74,7 +74,7 @@ class Embed(WeightOwner):
         return self.layouts[0].shape[0]
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Maps `(batch, sequence)` integers to `(batch, sequence, features)`.
+        """Maps `(batch, ...)` integers to `(batch, ..., features)`.
 
         Raises:
             TypeError: if tokens are not integers.
@@ -89,8 +89,7 @@ class Embed(WeightOwner):
         return self.with_weight(self._embedding_lookup, tokens)
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
-        del ndim
-        return PartitionSpec(self.roles.batch), between_layers(self.roles, self.sequence_parallel)
+        return PartitionSpec(self.roles.batch), between_layers(self.roles, self.shards_sequence(ndim + 1))
 
     def attend(self, x: jax.Array) -> jax.Array:
         """Returns logits by the same table (Press and Wolf 2017, arXiv 1608.05859), this rank's part of the vocabulary.
@@ -99,7 +98,8 @@ class Embed(WeightOwner):
         """
         if current_view() == "global":
             raise ValueError("Embed.attend runs inside a shard_map or without a mesh; call it through a `TiedHead`.")
-        x = gather_sequence(x.astype(self.dtype), self.roles.tensor, sequence_parallel=self.sequence_parallel)
+        sharded = self.shards_sequence(x.ndim)
+        x = gather_sequence(x.astype(self.dtype), self.roles.tensor, sequence_parallel=sharded)
         logits = split_features(self.with_weight(lambda w, x: linear(x, w), x), self.layouts)[0]
         split = self.layouts[0].split
         assert split is not None
@@ -116,7 +116,7 @@ class Embed(WeightOwner):
         outside = (tokens < 0) | (tokens >= split.size)
         rows = embedding_lookup(table, jnp.where(here, local, 0))
         rows = jnp.where(here[..., None], rows, jnp.where(outside, jnp.nan, 0)[..., None].astype(rows.dtype))
-        return reduce_scatter_sequence(rows, self.roles.tensor, sequence_parallel=self.sequence_parallel)
+        return reduce_scatter_sequence(rows, self.roles.tensor, sequence_parallel=self.shards_sequence(rows.ndim))
 
 
 class TiedHead(Layer):
@@ -133,6 +133,8 @@ class TiedHead(Layer):
     Raises:
         ValueError: if `norm` is another.
     """
+
+    fewest_dims = 2
 
     def __init__(
         self,
@@ -153,7 +155,7 @@ class TiedHead(Layer):
         self.sequence_parallel = embed.sequence_parallel
 
     def local(self, x: jax.Array) -> jax.Array:
-        """Maps `(batch, sequence, features)` to logits `(batch, sequence, vocab)`, this rank's part."""
+        """Maps `(batch, ..., features)` to logits `(batch, ..., vocab)`, this rank's part."""
         if self.norm == "rms":
             x = rms_norm(x, self.scale.get_value(), epsilon=self.epsilon)
         elif self.norm == "layer":
@@ -161,9 +163,13 @@ class TiedHead(Layer):
         return self.embed.attend(x)
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
-        even = not self.embed.layouts[0].takes_part
-        return between_layers(self.roles, self.sequence_parallel), inside_layer(self.roles, ndim, even=even)
+        inside = inside_layer(self.roles, ndim, even=not self.converts[1])
+        return between_layers(self.roles, self.shards_sequence(ndim)), inside
+
+    @property
+    def converts(self) -> tuple[bool, bool]:
+        return False, self.embed.layouts[0].takes_part
 
     def to_global(self, y: Any) -> Any:
-        layout = self.embed.layouts[0]
-        return join_split(y, layout.split, -1) if layout.takes_part and layout.split is not None else y
+        split = self.embed.layouts[0].split
+        return join_split(y, split, -1) if self.converts[1] and split is not None else y

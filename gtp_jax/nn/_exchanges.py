@@ -99,7 +99,7 @@ def _numbers(parts: list[Layers]) -> str:
 def _exchange_of(
     module: MoE, name: str, axis: str, tokens: int, form: Format | None, *, keeps_shares: bool
 ) -> Exchange:
-    own = tokens // (degree(module.roles.tensor) if module.divides_sequence else 1)
+    own = tokens // (degree(module.roles.tensor) if module.divides_sequence(3) else 1)
     ranks, experts = degree(axis), module.up.own_experts
     chunks = math.gcd(own, module.exchange_chunks)
     sizes = own // chunks, module.top_k, ranks, experts

@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -163,10 +163,13 @@ class Layer(nnx.Module):
     and finds itself in local view there.
 
     Attributes:
-        sequence_parallel: whether activations between layers are sharded along the sequence, over the tensor axis.
+        sequence_parallel: whether activations between layers are sharded along the sequence, over the tensor axis; see
+            `shards_sequence`.
+        fewest_dims: the fewest dimensions of an input whose first one is the batch.
     """
 
     sequence_parallel: bool
+    fewest_dims: int = 1
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -180,14 +183,39 @@ class Layer(nnx.Module):
         """The roles of mesh axes in scope when it was built; those in scope now if it never called `__init__` here."""
         return getattr(self, "_roles", None) or current_roles()
 
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return type(self).__name__
+
     @abc.abstractmethod
     def local(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Computes the call on this rank's part."""
 
+    def shards_sequence(self, ndim: int) -> bool:
+        """Returns whether an activation of `ndim` dimensions is sharded over the tensor axis between layers.
+
+        With `sequence_parallel` one of three dimensions or more, `(batch, sequence, ..., features)`, is sharded in
+        dimension 1. One of two, `(batch, features)`, has no sequence, and is whole on every tensor rank.
+        """
+        if not hasattr(self, "sequence_parallel"):
+            raise AttributeError(
+                f"{type(self).__name__} does not say whether activations are sharded along the sequence. Set "
+                "`self.sequence_parallel` to `True` or `False` in `__init__`, or override `partitions`."
+            )
+        return self.sequence_parallel and ndim > 2
+
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
         """Partitions of input and output in global view; `ndim` is the input's. By default those between layers."""
-        between = between_layers(self.roles, self.sequence_parallel and ndim > 2)
+        between = between_layers(self.roles, self.shards_sequence(ndim))
         return between, between
+
+    @property
+    def converts(self) -> tuple[bool, bool]:
+        """Whether `from_global` and `to_global` change what they are given; by default whether a class overrides
+        them."""
+        own = type(self)
+        return own.from_global is not Layer.from_global, own.to_global is not Layer.to_global
 
     def partition_of_input(self, name: int | str, array: Any) -> PartitionSpec:
         """Returns the partition, in global view, of an array among the inputs behind the first: sharded over the batch
@@ -236,9 +264,25 @@ def between_layers(roles: Roles, sequence_parallel: bool) -> PartitionSpec:
 def inside_layer(roles: Roles, ndim: int, *, even: bool = True) -> PartitionSpec:
     """Returns the partition of activations inside a parallel layer: features sharded over the tensor axis, or whole if
     it does not divide them evenly, as global arrays cannot be sharded so."""
+    if ndim == 1:  # features alone
+        return PartitionSpec(roles.tensor) if even else PartitionSpec()
     if not even:
         return PartitionSpec(roles.batch)
     return PartitionSpec(roles.batch, *(None,) * (ndim - 2), roles.tensor)
+
+
+def states_partitions(module: nnx.Module) -> TypeGuard[Layer]:
+    """Returns whether a module says how its input and output are partitioned in global view."""
+    if not isinstance(module, Layer):
+        return False
+    return hasattr(module, "sequence_parallel") or type(module).partitions is not Layer.partitions
+
+
+def sides_of(layer: Layer, before: int, behind: int) -> tuple[PartitionSpec, PartitionSpec]:
+    """Returns the partitions, in global view, of a layer's input of `before` dimensions and its output of `behind`."""
+    if type(layer).partitions is not Layer.partitions:
+        return layer.partitions(before)
+    return layer.partitions(before)[0], layer.partitions(behind)[1]
 
 
 def in_shard_map(
@@ -259,14 +303,14 @@ def in_shard_map(
     """
     roles = module.roles
     others = SharedInputs((), {}) if others is None else others
-    _check_input(x, into, roles, type(module).__name__)
+    _check_input(x, into, roles, module.title, module.fewest_dims)
     graph, state = nnx.split(module)
     variables, tree = jax.tree.flatten(state, is_leaf=lambda v: isinstance(v, nnx.Variable))
     for variable in variables:
         layout = layout_of(variable)
         if layout is not None:
-            layout.check_mesh(f"the weight of shape {layout.shape} of {type(module).__name__}")
-            check_shape(variable, type(module).__name__)
+            layout.check_mesh(f"the weight of shape {layout.shape} of {module.title}")
+            check_shape(variable, module.title)
 
     def local(values: list[Any], x: jax.Array, arrays: list[jax.Array]) -> Any:
         values = [_on_rank(value) for value in values]
@@ -342,10 +386,14 @@ def _on_rank(value: Any) -> Any:
     return dataclasses.replace(value, keys=keys.of_rank(rank))
 
 
-def _check_input(x: jax.Array, into: PartitionSpec, roles: Roles, name: str) -> None:
-    if x.ndim < max(1, len(into)):
-        raise ValueError(f"{name} takes (batch, sequence, features) under this mesh; the input has shape {x.shape}.")
+def _check_input(x: jax.Array, into: PartitionSpec, roles: Roles, name: str, fewest: int = 1) -> None:
     batch, tensor = degrees(roles.batch), roles.tensor
+    fewest = max(1, len(into), fewest if batch > 1 else 1)
+    if x.ndim < fewest:
+        raise ValueError(
+            f"the input of {name} has shape {x.shape}; under this mesh it needs a batch, dimension 0, "
+            f"and at least {fewest} in all. Add a batch dimension."
+        )
     if x.shape[0] % batch:
         raise ValueError(
             f"the input of {name} has shape {x.shape}; its first dimension is the batch and must be a multiple of "

@@ -27,6 +27,8 @@ class MLP(Layer):
         options: passed to both `Dense` layers.
     """
 
+    fewest_dims = 2
+
     def __init__(
         self,
         features: int,
@@ -50,7 +52,7 @@ class MLP(Layer):
         self.sequence_parallel = sequence_parallel
 
     def local(self, x: jax.Array) -> jax.Array:
-        """Maps `(batch, sequence, features)` to the same shape."""
+        """Maps `(batch, ..., features)` to the same shape."""
         return self.down.from_parts(tuple(save_activation(self._activated(part)) for part in self.up.to_parts(x)))
 
     def _activated(self, hidden: dict[str, jax.Array]) -> jax.Array:

@@ -84,6 +84,8 @@ class MoE(Layer):
         ValueError: if `top_k` is not between 1 and `num_experts`, or ep does not divide `num_experts`.
     """
 
+    fewest_dims = 2
+
     def __init__(
         self,
         features: int,
@@ -155,25 +157,30 @@ class MoE(Layer):
         self.sequence_parallel = sequence_parallel
 
     def local(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
-        """Maps `(batch, sequence, features)` to the same shape.
+        """Maps `(batch, ..., features)` to the same shape.
 
         Args:
-            x: activations.
+            x: activations. What lies between the batch and the features is the sequence of an example; without it an
+                example is one token.
             key: of the router's jitter, the same on every rank; without one there is none.
         """
+        if x.ndim < 2:
+            raise ValueError(f"MoE takes (batch, ..., features), such as (batch, sequence, features); got {x.shape}.")
         x = rms_norm(x, self.scale.get_value(), epsilon=self.epsilon)
         y = self._mixture(x, key)
         return y if self.shared is None else y + self.shared(x)
 
     def _mixture(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
+        sharded = self.shards_sequence(x.ndim)
         if self.parallel is not None:
-            x = gather_sequence(x, self.roles.tensor, sequence_parallel=self.sequence_parallel)
-        chosen, combine_weights = self._route(x, key)
+            x = gather_sequence(x, self.roles.tensor, sequence_parallel=sharded)
+        tokens = jnp.reshape(x, (x.shape[0], -1, x.shape[-1]))
+        chosen, combine_weights = self._route(tokens, key, self.divides_sequence(x.ndim))
         experts = self._on_their_ranks if degree(self.roles.experts) > 1 else self._gathered
-        y = experts(x.astype(self.up.dtype), chosen, combine_weights)
+        y = jnp.reshape(experts(tokens.astype(self.up.dtype), chosen, combine_weights), x.shape)
         if self.parallel is None:
             return y
-        return reduce_scatter_sequence(y, self.roles.tensor, sequence_parallel=self.sequence_parallel)
+        return reduce_scatter_sequence(y, self.roles.tensor, sequence_parallel=sharded)
 
     def _on_their_ranks(self, x: jax.Array, chosen: jax.Array, combine_weights: jax.Array) -> jax.Array:
         """Returns the weighted sums of experts that ranks divide."""
@@ -208,12 +215,18 @@ class MoE(Layer):
         y = self.down.with_weight(self.down.product_of, save_activation(weighted), sizes, None, None, window)
         return jnp.reshape(y, x.shape)
 
-    def _route(self, x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Returns each token's experts and their shares, in float32 at least."""
+    def _route(self, x: jax.Array, key: jax.Array | None, divided: bool) -> tuple[jax.Array, jax.Array]:
+        """Returns each token's experts and their shares, in float32 at least.
+
+        Args:
+            x: `(batch, sequence, features)`.
+            key: of the jitter.
+            divided: whether `x` is this tensor rank's part of the sequence.
+        """
         wide = jnp.promote_types(x.dtype, jnp.float32)
         inputs = x.astype(wide)
         if self.routing.jitter and key is not None:
-            inputs = inputs * self._jitter(key, x.shape, wide)
+            inputs = inputs * self._jitter(key, x.shape, wide, divided)
         # on GPUs the default precision of float32 is TF32, which has 10 bits
         logits = jnp.matmul(inputs, self.router.get_value().astype(wide), precision=lax.Precision.HIGHEST)
         scores = self.routing.scores(logits)
@@ -222,15 +235,15 @@ class MoE(Layer):
         load = jnp.sum(jax.nn.one_hot(chosen, self.num_experts, dtype=wide), axis=(1, 2))  # (batch, experts)
         shares = self.routing.shares(scores, chosen)
         if self.added_terms:
-            shares = with_aux_loss(shares, self._terms(logits, scores, load))
+            shares = with_aux_loss(shares, self._terms(logits, scores, load, divided))
         if bias is not None:
             shares = with_load_as_gradient(shares, bias, jnp.sum(load, axis=0))
         return chosen, shares
 
-    def _terms(self, logits: jax.Array, scores: jax.Array, load: jax.Array) -> jax.Array:
+    def _terms(self, logits: jax.Array, scores: jax.Array, load: jax.Array, divided: bool) -> jax.Array:
         """Returns the terms that are added to the loss in the gradient: sums over tokens, or means of all of them."""
         length, weight, tensor = logits.shape[1], 1.0, self.roles.tensor
-        if self.divides_sequence and tensor is not None:
+        if divided and tensor is not None:
             # A rank sees a part of the sequence; but all see every token's loss, so that it counts tp times.
             load, length, weight = lax.psum(load, tensor), length * degree(tensor), float(degree(tensor))
         batch, tokens = self._batch_axes, length
@@ -248,9 +261,9 @@ class MoE(Layer):
         first, *others = (coefficient * of[name]() for name, coefficient in self.added_terms.items())
         return weight * sum(others, start=first)
 
-    def _jitter(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    def _jitter(self, key: jax.Array, shape: tuple[int, ...], dtype: Any, divided: bool) -> jax.Array:
         """Returns random factors for the router's inputs, of each example the same ones on every mesh."""
-        tensor = self.roles.tensor if self.divides_sequence else None
+        tensor = self.roles.tensor if divided else None
         length = shape[1] * degree(tensor)
         first = lax.axis_index(self._batch_axes) * shape[0] if self._batch_axes else 0
 
@@ -282,10 +295,9 @@ class MoE(Layer):
         """How many ranks have experts of one token at most."""
         return self.routing.most_ranks(self.num_experts, self.top_k, self.up.own_experts)
 
-    @property
-    def divides_sequence(self) -> bool:
-        """Says whether tensor ranks route their own parts of the sequence."""
-        return self.parallel is None and self.sequence_parallel and degree(self.roles.tensor) > 1
+    def divides_sequence(self, ndim: int) -> bool:
+        """Returns whether tensor ranks route their own parts of the sequence of an input of `ndim` dimensions."""
+        return self.parallel is None and self.shards_sequence(ndim) and degree(self.roles.tensor) > 1
 
 
 def check_loss_reduction(model: nnx.Module, reduction: LossReduction) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.errors import TraceContextError
 from jax.sharding import PartitionSpec
 
 from ..chain import Remat, Schedule, with_remat
-from ..mesh import check_mesh_in_scope, current_view
+from ..mesh import check_mesh_in_scope, current_view, degree
 from ._frozen import Frozen
-from ._layer import Layer, in_shard_map
+from ._layer import Layer, sides_of, states_partitions
 from ._shared import SharedInputs
 from ._stages import Part, run_parts
 from ._weight import StackedLayers
@@ -45,7 +46,8 @@ class Stack(StackedLayers):
         length: number of layers.
         schedule: when things happen; see `Schedule`.
         remat: what is kept for backward; see `with_remat`.
-        sequence_parallel: whether the activation that is handed on is sharded along the sequence over tp.
+        sequence_parallel: whether the activation that is handed on is sharded along the sequence over tp, for a
+            `gtp_jax.nn.Layer` that does not say so itself.
         rngs: split, so that every layer draws from streams of its own, in the factory and, if it keeps them, in calls.
 
     Attributes:
@@ -94,6 +96,21 @@ class Stack(StackedLayers):
     def local(self, x: Any, *shared: Any, **named: Any) -> Any:
         inputs = SharedInputs(shared, named)
         return run_parts((self._part(self.remat),), x, self.schedule, inputs)
+
+    @property
+    def fewest_dims(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The fewest dimensions of an input of its layers."""
+        return getattr(self.layers, "fewest_dims", 1)
+
+    def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
+        """Partitions of input and output in global view: those of a layer that states its own."""
+        layer = self.layers
+        return layer.partitions(ndim) if states_partitions(layer) else super().partitions(ndim)
+
+    def linked(self, ndim: int) -> bool:
+        """Returns whether a layer returns the same part of an activation of `ndim` dimensions as it takes."""
+        into, out = self.partitions(ndim)
+        return _same(into, out) and not (isinstance(self.layers, Layer) and any(self.layers.converts))
 
     def _part(self, remat: Remat) -> Part:
         return Part(self.layers, remat, self.length)
@@ -151,43 +168,120 @@ def run_chain(
 
 
 def _call(parts: tuple[Part, ...], modules: tuple[Layer, ...], x: Any, schedule: Schedule, shared: SharedInputs) -> Any:
-    """Calls a chain as the view in scope requires: in global view within one `shard_map` only if all of its modules are
-    written for local view."""
+    """Calls a chain as the view in scope requires: in global view within one `shard_map` if all of its modules are
+    written for local view, and each hands on what the next one takes."""
     check_mesh_in_scope()
-    if current_view() != "global" or not shared.empty or not all(_is_local(part.module) for part in parts):
-        return run_parts(parts, x, schedule, shared)
-    chain = Chain(modules, schedule, tuple(part.remat for part in parts))
-    return in_shard_map(chain, x, *chain.partitions(jnp.ndim(x)))
+    if current_view() == "global" and shared.empty and all(_is_local(part.module) for part in parts):
+        ndim = jnp.ndim(x) + jnp.issubdtype(jnp.result_type(x), jnp.integer)  # ids become vectors
+        chain = Chain(modules, schedule, tuple(part.remat for part in parts), ndim)
+        if chain.linked(jnp.ndim(x)):
+            try:
+                return chain(x)
+            except OtherDimensions as other:
+                chain.ndim = other.ndim
+            if chain.linked(jnp.ndim(x)):
+                return chain(x)
+    return run_parts(parts, x, schedule, shared)
+
+
+class OtherDimensions(Exception):
+    """An output has another number of dimensions than a chain was traced for.
+
+    Attributes:
+        ndim: the number that it has.
+    """
+
+    def __init__(self, ndim: int) -> None:
+        super().__init__(f"an output of {ndim} dimensions")
+        self.ndim = ndim
 
 
 class Chain(Layer):
-    """Modules in a row, called like one module, within one `shard_map`."""
+    """Modules in a row, called like one module, within one `shard_map`.
 
-    def __init__(self, modules: tuple[Layer, ...], schedule: Schedule, remat: tuple[Remat, ...]) -> None:
+    Args:
+        modules: at least one.
+        schedule: when things happen.
+        remat: what each module keeps for backward.
+        ndim: dimensions of the output, and of what modules hand on to each other. The trace checks it.
+
+    Raises:
+        OtherDimensions: by a call, if the output has another number.
+    """
+
+    def __init__(self, modules: tuple[Layer, ...], schedule: Schedule, remat: tuple[Remat, ...], ndim: int) -> None:
         super().__init__()
         self.modules = nnx.List(modules)
         self._roles = modules[0].roles
         self.schedule = schedule
         self.remat = remat
+        self.ndim = ndim
         self.sequence_parallel = False
+        self.fewest_dims = modules[0].fewest_dims
+
+    @property
+    def title(self) -> str:
+        return " + ".join(module.title for module in self.modules)
 
     def local(self, x: Any) -> Any:
         parts = [
             m._part(remat) if isinstance(m, Stack) else Part(m, remat)
             for m, remat in zip(self.modules, self.remat, strict=True)
         ]
-        return run_parts(parts, x, self.schedule, SharedInputs((), {}))
+        y = run_parts(parts, x, self.schedule, SharedInputs((), {}))
+        ndim = max((array.ndim for array in jax.tree.leaves(y)), default=self.ndim)
+        if ndim != self.ndim:
+            raise OtherDimensions(ndim)
+        return y
 
     def partitions(self, ndim: int) -> tuple[PartitionSpec, PartitionSpec]:
-        first: Layer = self.modules[0]
-        last: Layer = self.modules[-1]
-        return first.partitions(ndim)[0], last.partitions(3)[1]
+        sides = self._sides(ndim)
+        return sides[0][0], sides[-1][1]
+
+    def linked(self, ndim: int) -> bool:
+        """Returns whether each layer hands on exactly the part of an activation that the next one takes, so that no
+        global array lies between them; `ndim` is the input's.
+
+        Where they do not, as between two column-parallel layers, every layer finds its own way in global view.
+        """
+        if any(isinstance(m, Stack) and not m.linked(self.ndim) for m in self.modules):
+            return False
+        sides = self._sides(ndim)
+        converts = [m.converts for m in self.modules]
+        return all(
+            _same(one[1], other[0]) and not gives[1] and not takes[0]
+            for one, other, gives, takes in zip(sides, sides[1:], converts, converts[1:], strict=False)
+        )
+
+    def _sides(self, ndim: int) -> list[tuple[PartitionSpec, PartitionSpec]]:
+        """Returns the partitions of every module's input and output."""
+        sides = [sides_of(self.modules[0], ndim, self.ndim)]
+        for place, module in enumerate(self.modules[1:], 2):
+            if states_partitions(module) or place == len(self.modules):
+                sides.append(sides_of(module, self.ndim, self.ndim))
+            else:  # works on what it is given
+                sides.append((sides[-1][1], sides[-1][1]))
+        return sides
 
     def from_global(self, x: Any) -> Any:
         return self.modules[0].from_global(x)
 
     def to_global(self, y: Any) -> Any:
         return self.modules[-1].to_global(y)
+
+
+def _same(one: PartitionSpec, other: PartitionSpec) -> bool:
+    """Returns whether two partitions shard an array the same way on the mesh in scope."""
+    return _sharding_axes(one) == _sharding_axes(other)
+
+
+def _sharding_axes(spec: PartitionSpec) -> list[tuple[str, ...]]:
+    """Returns the axes of more than one rank that shard each dimension, without the whole dimensions at the end."""
+    entries = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec]
+    axes = [tuple(axis for axis in entry if degree(axis) > 1) for entry in entries]
+    while axes and not axes[-1]:
+        axes.pop()
+    return axes
 
 
 def _is_local(module: nnx.Module) -> bool:

@@ -259,7 +259,10 @@ def test_batch_that_does_not_divide_is_refused():
         step_on(next_token_loss, 12, 4, view="local")
     with pytest.raises(ValueError, match=r"`batch`\['targets'\] has shape \(8, 4\); its first dimension"):
         step_on(next_token_loss, 8, 4, microbatches=2, view="local")
-    with pytest.raises(ValueError, match=r"the input of Chain has shape \(12, 4\); its first dimension is the batch"):
+    with pytest.raises(
+        ValueError,
+        match=r"the input of Embed \+ Stack \+ LayerNormDense has shape \(12, 4\); its first dimension is the batch",
+    ):
         step_on(next_token_loss, 12, 4)
     with pytest.raises(ValueError, match=r"`batch`\['targets'\] has shape \(9, 4\); .* a multiple of microbatches = 2"):
         step_on(next_token_loss, 9, 4, microbatches=2)
