@@ -178,7 +178,7 @@ ON_A_MESH = {
     ),
     "dimensions": (
         lambda: dense(parallel="row")(jnp.ones(32)),
-        r"Dense takes \(batch, sequence, features\) under this",
+        r"input of Dense has shape \(32,\); under this mesh it needs a batch, dimension 0, and at least 2 in all",
     ),
     "attend": (lambda: gtp.Embed(32, 8, rngs=rngs()).attend(jnp.ones((4, 2, 8))), "call it through a `TiedHead`"),
 }
@@ -317,3 +317,35 @@ def test_a_layer_built_without_a_mesh_is_refused_inside_another_shard_map():
             ValueError, match="was built for a mesh with gtp 1 x tp 1; the mesh in scope has gtp 1 x tp 2"
         ):
             jax.jit(local)(jnp.ones((2, 8)))
+
+
+class Writes(nnx.Module):
+    def __init__(self, rngs, held, written):
+        self.dense = nnx.Linear(4, 4, rngs=rngs)
+        self.term = gtp.AuxLoss(held)
+        self.written = written
+
+    def __call__(self, x):
+        y = self.dense(x)
+        self.term.set_value(jnp.broadcast_to(jnp.mean(y**2), self.written.shape).astype(self.written.dtype))
+        return y
+
+
+NARROW, LONG = jax.ShapeDtypeStruct((), jnp.bfloat16), jax.ShapeDtypeStruct((3,), jnp.float32)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(
+    ("held", "written", "message"),
+    [
+        (0.0, NARROW, r"changes the form.*\n  term: from float32\[\] to bfloat16\[\]\n.*dtype"),
+        (0.0, LONG, r"changes the form.*\n  term: from float32\[\] to float32\[3\]\n.*shape"),
+        (None, LONG, r"changes the form.*\n  term: from None to float32\[3\]\n"),
+    ],
+)
+def test_a_variable_that_is_written_in_another_dtype_or_shape_is_named(held, written, message, microbatches):
+    held = None if held is None else jnp.zeros(())
+    state = gtp.TrainState.create(Writes(rngs(), held, written), optax.sgd(0.1))
+    step = gtp.train_step(lambda model, x: jnp.mean(model(x)), optax.sgd(0.1), microbatches=microbatches)
+    with pytest.raises(ValueError, match=message):
+        step.lower(state, jnp.ones((4, 4)))
