@@ -278,11 +278,11 @@ def states_partitions(module: nnx.Module) -> TypeGuard[Layer]:
     return hasattr(module, "sequence_parallel") or type(module).partitions is not Layer.partitions
 
 
-def sides_of(layer: Layer, before: int, behind: int) -> tuple[PartitionSpec, PartitionSpec]:
-    """Returns the partitions, in global view, of a layer's input of `before` dimensions and its output of `behind`."""
+def sides_of(layer: Layer, taken: int, returned: int) -> tuple[PartitionSpec, PartitionSpec]:
+    """Returns the partitions, in global view, of a layer's input of `taken` dimensions and output of `returned`."""
     if type(layer).partitions is not Layer.partitions:
-        return layer.partitions(before)
-    return layer.partitions(before)[0], layer.partitions(behind)[1]
+        return layer.partitions(taken)
+    return layer.partitions(taken)[0], layer.partitions(returned)[1]
 
 
 def in_shard_map(

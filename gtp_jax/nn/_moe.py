@@ -220,7 +220,7 @@ class MoE(Layer):
 
         Args:
             x: `(batch, sequence, features)`.
-            key: of the jitter.
+            key: the key of the jitter; `None` for no jitter.
             divided: whether `x` is this tensor rank's part of the sequence.
         """
         wide = jnp.promote_types(x.dtype, jnp.float32)

@@ -206,7 +206,7 @@ class Chain(Layer):
         ndim: dimensions of the output, and of what modules hand on to each other. The trace checks it.
 
     Raises:
-        OtherDimensions: by a call, if the output has another number.
+        OtherDimensions: if the output of a call has another number of dimensions.
     """
 
     def __init__(self, modules: tuple[Layer, ...], schedule: Schedule, remat: tuple[Remat, ...], ndim: int) -> None:
