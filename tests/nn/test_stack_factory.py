@@ -1,4 +1,4 @@
-"""What a `Stack`'s factory may make: layers that draw, that write, that grow; and what it may not hold."""
+"""Layers that a `Stack`'s factory makes: those that draw, write or grow run as in a loop; others are refused."""
 
 import jax
 import jax.numpy as jnp
