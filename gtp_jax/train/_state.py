@@ -83,15 +83,18 @@ class TrainState:
 def state_specs(model_def: ModelDef, optimizer: optax.GradientTransformation, params: Tree) -> TrainState:
     """Returns the partition of every array of a state: a `TrainState` with `PartitionSpec` leaves.
 
-    What the optimizer keeps for a parameter, of the parameter's shape, is sharded like it; the rest is whole.
+    What the optimizer keeps for a parameter, of the parameter's shape, is sharded like it, as are several such arrays
+    in one (the history of L-BFGS); the rest is whole.
     """
     shapes = jax.eval_shape(of_model(optimizer, model_def).init, params)
     specs = with_paths(model_def.specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
     parameters = {path: (p.shape, spec) for (path, spec), p in zip(specs, jax.tree.leaves(params), strict=True)}
 
     def spec_of(path: Path, leaf: Any) -> PartitionSpec:
-        shape, spec = of_parameter(path, parameters) or (None, None)
-        return spec if spec is not None and leaf.shape == shape else PartitionSpec()
+        owner = of_parameter(path, parameters)
+        if owner is None or leaf.shape[leaf.ndim - len(owner[0]) :] != owner[0]:
+            return PartitionSpec()
+        return PartitionSpec(*(None,) * (leaf.ndim - len(owner[0])), *owner[1])
 
     leaf_specs = [spec_of(path, leaf) for path, leaf in with_paths(shapes)]
     opt_specs = jax.tree.unflatten(jax.tree.structure(shapes), leaf_specs)

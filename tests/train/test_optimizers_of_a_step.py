@@ -83,6 +83,12 @@ def test_an_optimizer_is_passed_the_loss_its_gradient_and_the_loss_as_a_function
         np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-9)
 
 
+def test_a_history_of_gradients_is_sharded_like_the_parameter(mesh):
+    state = state_of(optax.lbfgs(memory_size=2))
+    history = state.opt_state[0].diff_updates_memory["up"]["kernel"]
+    assert history.shape == (2, 16, 32) and history.addressable_shards[0].data.size == history.size // 4
+
+
 def test_a_line_search_on_clipped_gradients_is_refused(mesh):
     step = gtp.train_step(loss, optax.lbfgs(), max_grad_norm=1.0)
     with pytest.raises(ValueError, match="evaluates the loss at other parameters.*Pass `max_grad_norm=None`"):
