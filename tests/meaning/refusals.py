@@ -1,0 +1,46 @@
+"""What the library may refuse: messages of its own, each with the draws for which it is right.
+
+Whatever the documentation says is supported is not in this table, so that refusing it is a failure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from .grammar import Draw
+
+
+def _uneven_batch(draw: Draw) -> bool:
+    return draw.model.shape[0] % (draw.ranks_of_batch * draw.microbatches) != 0
+
+
+def _uneven_sequence(draw: Draw) -> bool:
+    return draw.sequence_parallel and draw.model.rank > 2 and draw.model.shape[1] % draw.degree("tp") != 0
+
+
+def _another_reduction(draw: Draw) -> bool:
+    experts = [one for one in draw.model.block if one.kind == "moe" and (one.aux or one.z)]
+    return any(one.sums != draw.loss.counts for one in experts)
+
+
+def _small_for_blocks(draw: Draw) -> bool:
+    return draw.recipe in ("MXFP8", "NVFP4") and draw.model.width < 32 * draw.degree("gtp", "tp", "ep")
+
+
+# kind of error, what its message matches, and of which draws it may come
+REFUSALS: tuple[tuple[type[Exception], str, Callable[[Draw], bool]], ...] = (
+    (ValueError, r"its first dimension is the batch and must be a multiple of", _uneven_batch),
+    (ValueError, r"dimension 1 is the sequence and must be a multiple of", _uneven_sequence),
+    (ValueError, r"is to be sharded along its sequence, dimension 1, over tp = \d+, which does not", _uneven_sequence),
+    (ValueError, r"Build it with `loss_reduction=", _another_reduction),
+    (ValueError, r"fewer than the \d+ of a block of", _small_for_blocks),
+)
+
+
+def allowed(draw: Draw, error: Exception) -> str | None:
+    """Returns the words by which an error is known for a refusal that is right for the draw; `None` for another."""
+    for kind, pattern, right_for in REFUSALS:
+        if isinstance(error, kind) and re.search(pattern, str(error)) and right_for(draw):
+            return pattern
+    return None
