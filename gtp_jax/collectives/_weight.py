@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_derivatives import custom_vjp_primal_tree_values
 from jaxtyping import Float, Shaped
 
 from ..layout import BLOCK, Layout
@@ -178,13 +177,14 @@ def gathered[Gathered](
         return gather(shards, sent)
 
     def fwd(shards: Any, sent: Any) -> tuple[Any, None]:
-        return gather(*custom_vjp_primal_tree_values((shards, sent))), None
+        return gather(shards, sent), None
 
     def bwd(residuals: None, gradient: Any) -> tuple[Shards, None]:
         del residuals
         return scatter(slot_gradient(gradient) if isinstance(gradient, SlottedWeight) else gradient), None
 
-    apply.defvjp(fwd, bwd, symbolic_zeros=True)
+    # without `symbolic_zeros`, which JAX does not have in a `shard_map` that is not traced
+    apply.defvjp(fwd, bwd)
     return apply(shards, sent)
 
 

@@ -102,8 +102,8 @@ def slot_gradient(gradient: SlottedWeight) -> jax.Array:
     products left in the values.
 
     Args:
-        gradient: as a rule with `symbolic_zeros` is given it. Where only products were differentiated, that of the
-            values is such a zero, and nothing is added.
+        gradient: as a rule is given it. Where only products were differentiated, that of the values is zero: a symbolic
+            one, or zeros, whose sum XLA leaves out.
     """
     of_values, of_slot = gradient
     if isinstance(of_slot, SymbolicZero):
