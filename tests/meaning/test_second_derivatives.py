@@ -134,3 +134,111 @@ def test_the_gradient_of_a_penalty_is_that_of_plain_jax(kind, dtype, recipe, mes
     found = np.concatenate([np.reshape(g, (-1, WIDTH, WIDTH)) for g in found])
     error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
     assert error < {"float32": 1e-5, "bfloat16": 2e-2}[dtype]
+
+
+class Everything(nnx.Module):
+    """A layer of each kind that gathers weights."""
+
+    def __init__(self, rngs, dtype):
+        width, vocab = 16, 32
+        given = dict(rngs=rngs, dtype=dtype, param_dtype="float64")
+        self.embed = gtp.Embed(vocab, width, **given)
+        self.attention = gtp.Attention(width, num_heads=4, num_kv_heads=2, head_dim=4, **given)
+        self.up, self.down = gtp.LayerNormDense(width, 32, **given), gtp.Dense(32, width, parallel="row", **given)
+        self.mlp = gtp.MLP(width, 32, **given)
+        self.conv = gtp.Conv(width, width, (3,), **given)
+        self.einsum = gtp.Einsum("bsd,df->bsf", (width, width), **given)
+        self.moe = gtp.MoE(width, 16, num_experts=4, top_k=2, aux_loss_coeff=0, **given)
+        self.own = gtp.Param(jax.random.normal(rngs.params(), (width, width), "float64") / 4, dtype=dtype)
+        self.head = gtp.TiedHead(self.embed, param_dtype="float64", rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        x = x + self.attention(x)
+        x = x + self.down(jax.nn.gelu(self.up(x)))
+        x = x + self.mlp(x) + self.moe(x)
+        x = self.einsum(jnp.tanh(self.conv(x)))
+        return self.head(jnp.tanh(x @ self.own.gather().astype(x.dtype)) + x)
+
+
+def penalized_token_loss(model, batch):
+    graph, params, others = nnx.split(model, nnx.Param, ...)
+
+    def mean(params):
+        total, count = gtp.cross_entropy(nnx.merge(graph, params, others)(batch["tokens"]), batch["targets"])
+        return total / count
+
+    return mean(params) + sum(jnp.sum(g.astype("float64") ** 2) for g in jax.tree.leaves(jax.grad(mean)(params)))
+
+
+def test_a_penalty_through_every_layer_has_the_gradient_of_finite_differences(x64):
+    rng = np.random.default_rng(4)
+    tokens = jnp.asarray(rng.integers(0, 32, (2, 4, 8)))
+    batch = {"tokens": tokens[0], "targets": tokens[1]}
+    graph, params, others = nnx.split(Everything(nnx.Rngs(0), "float64"), nnx.Param, ...)
+    along = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape)), params)
+
+    def moved(by):
+        return penalized_token_loss(
+            nnx.merge(graph, jax.tree.map(lambda a, d: a + by * d, params, along), others), batch
+        )
+
+    up, down = jax.jit(jax.vmap(moved))(jnp.asarray([2e-7, -2e-7]))
+    slope = float(up - down) / 4e-7  # of which the error is 1e-7 of it
+    with jax.set_mesh(gtp.make_mesh(gtp=2, tp=2, devices=jax.devices()[:4])):
+        for dtype, tolerance in (("float64", 1e-6), ("bfloat16", 0.05)):
+            model = gtp.init(lambda rngs, dtype=dtype: Everything(rngs, dtype), nnx.Rngs(0))
+            found = gradients_of(model, penalized_token_loss, batch, "jit", None)
+            there = sum(np.vdot(g, d) for g, d in zip(found, jax.tree.leaves(along), strict=True))
+            assert abs(there - slope) < tolerance * abs(slope), dtype
+
+
+@pytest.mark.parametrize(
+    "recipe", [gtp.FP8(matmuls=True), gtp.NVFP4(matmuls=True, stochastic=False)], ids=["fp8", "nvfp4"]
+)
+@pytest.mark.parametrize("terms", ["x", "params"])
+def test_products_of_rounded_operands_refuse_a_second_derivative(recipe, terms):
+    with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
+        for kind in MODELS.values():
+            model = gtp.init(lambda rngs, kind=kind: kind(rngs), nnx.Rngs(0))
+            state = gtp.TrainState.create(model, optax.sgd(1.0))
+            step = gtp.train_step(loss_of((terms,)), optax.sgd(1.0), recipe=recipe)
+            batch = {"x": jnp.ones((BATCH, LENGTH, WIDTH))}
+            with pytest.raises(
+                TypeError, match="differentiated again through .*Compute that loss without `matmuls=True`"
+            ):
+                step.trace(state, batch)
+
+
+@pytest.mark.parametrize("order", ["jvp", "vjp"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_gradient_is_differentiated_forward_too(kind, order):
+    """Of what JAX allows: the product of the Hessian of the parameters and a vector."""
+    weights = exact_weights("none")
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(BATCH, LENGTH, WIDTH)), "float32")
+    along = np.random.default_rng(2).normal(size=weights.shape).astype(np.float32)
+
+    def product(gradient, params, along):
+        if order == "jvp":
+            return jax.jvp(gradient, (params,), (along,))[1]
+        return jax.vjp(gradient, params)[1](along)[0]
+
+    def of(call):
+        return jax.grad(lambda params: jnp.sum(jnp.sin(call(params).astype("float32"))))
+
+    plain = lambda w: jnp.tanh(jnp.tanh(x @ w[0]) @ w[1])  # noqa: E731
+    wanted = np.asarray(product(of(plain), jnp.asarray(weights), jnp.asarray(along)))
+    with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
+        model = gtp.init(lambda rngs: MODELS[kind](rngs), nnx.Rngs(0))
+        graph, params, others = nnx.split(model, nnx.Param, ...)
+        shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
+        put, moved = (
+            jax.tree.unflatten(
+                jax.tree.structure(params), [jnp.reshape(a, s) for a, s in zip(parts, shapes, strict=True)]
+            )
+            for parts in ([w] if kind == "stack" else list(w) for w in (jnp.asarray(weights), jnp.asarray(along)))
+        )
+        gradient = of(lambda params: nnx.merge(graph, params, others)(x))
+        found = jax.jit(lambda params, along: product(gradient, params, along))(put, moved)
+    found = np.concatenate([np.reshape(g, (-1, WIDTH, WIDTH)) for g in jax.tree.leaves(found)])
+    assert np.linalg.norm(found - wanted) < 2e-2 * np.linalg.norm(wanted)
