@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from .._random_keys import as_key, is_key, key_impl, key_words
 from ..nn import init
+from ..recipes import Recipe, check_recipe
 from ._gradients import Request, View, gradients, mean_gradients
 from ._loss import Loss, mean
 from ._state import TrainState
@@ -29,6 +30,7 @@ def check(
     rngs: nnx.Rngs | None = None,
     has_aux: bool = False,
     microbatches: int = 1,
+    recipe: Recipe | None = None,
     view: View = "global",
     tolerance: float = 1e-4,
 ) -> dict[str, float]:
@@ -39,20 +41,26 @@ def check(
     `gtp_jax.nn.Layer`, a `shard_map` of one's own).
 
     Args:
-        loss: as in `train_step`; so are `has_aux`, `microbatches` and `view`.
+        loss: as in `train_step`; so are `has_aux`, `microbatches`, `recipe` and `view`.
         factory: makes the model, as in `gtp_jax.init`.
         batch: pytree of arrays.
         rngs: as in `gtp_jax.init`; `nnx.Rngs(0)` by default.
-        tolerance: largest difference that is let pass, relative to the largest magnitude in a tensor.
+        tolerance: largest difference that is let pass, relative to the largest magnitude in a tensor. With a recipe
+            both steps round each weight to the same codes, so that the default serves. With `matmuls=True` a sum in
+            another order may round to another code here and there: take 1e-2. `NVFP4(matmuls=True)` needs
+            `stochastic=False`, as each rank rounds by random bits of its own. With `grad_wire` only ranks round
+            gradients, and one device does not: take 1e-2 for `"bf16"`, and 0.1 for formats.
 
     Returns:
         The relative difference of each tensor, by name: the loss, what `aux` holds, gradients, and variables that the
         model has written.
 
     Raises:
+        TypeError: if `recipe` is no recipe.
         ValueError: if there is no mesh in scope, if the loss is not finite, or if a tensor differs; naming the first
             that does.
     """
+    check_recipe(recipe)
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
         raise ValueError(
@@ -68,7 +76,7 @@ def check(
         state, batch = jax.tree.unflatten(tree, [copy() for copy in copies])
         model = init(factory, nnx.merge(streams, state))
         state = TrainState.create(model, optax.identity())
-        request = Request(loss, view, has_aux, microbatches, None, 0, 0)
+        request = Request(loss, view, has_aux, microbatches, recipe, 0, 0)
 
         def named(state: TrainState, batch: Tree) -> dict[str, Any]:
             found = gradients(request, state, batch)

@@ -125,3 +125,18 @@ def test_check_names_the_first_tensor_that_differs():
             gtp.check(lambda model, x: loss(model, x) * jnp.nan, right, x)
     with pytest.raises(ValueError, match="compares the mesh in scope with one device, and there is none.*set_mesh"):
         gtp.check(loss, right, x)
+
+
+def test_check_uses_a_recipe_on_the_mesh_and_on_one_device():
+    codes = []
+
+    def loss(model, x):
+        codes.append([one.format.name for one in model.packed])
+        return jnp.mean(jax.grad(lambda x: jnp.sum(jnp.tanh(model(x))))(x) ** 2)
+
+    x = np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32)
+    with jax.set_mesh(gtp.make_mesh(gtp=4, devices=jax.devices()[:4])):
+        found = gtp.check(loss, lambda rngs: gtp.Dense(32, 32, dtype="float32", rngs=rngs), x, recipe=gtp.FP8())
+        with pytest.raises(TypeError, match="recipe"):
+            gtp.check(loss, lambda rngs: gtp.Dense(32, 32, rngs=rngs), x, recipe="fp8")
+    assert max(found.values()) < 1e-6 and len(codes) >= 2 and set(map(tuple, codes)) == {("FP8_E4M3",)}
