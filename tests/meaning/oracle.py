@@ -28,14 +28,14 @@ class Notes:
         words: of dropout's keys, by number of the block and the layer.
         number: of the microbatch, which counts the draws of dropout.
         losses: values of `AuxLoss`.
-        hidden: terms that are in the gradient and not in the reported loss.
+        hidden: sums over tokens that are in the gradient and not in the reported loss, and the number of tokens.
         margins: by how much experts were chosen, in units of the logits' spread.
     """
 
     def __init__(self, words: dict[str, jax.Array], number: Any) -> None:
         self.words, self.number = words, number
         self.losses: list[jax.Array] = []
-        self.hidden: list[jax.Array] = []
+        self.hidden: list[tuple[jax.Array, int]] = []
         self.margins: list[jax.Array] = []
 
 
@@ -96,7 +96,7 @@ def moe(p: dict[str, Any], x: jax.Array, layer: Layer, notes: Notes, c: Any) -> 
         load, length = load.sum(0, keepdims=True), tokens
     term = layer.aux * (load * EXPERTS / (TOP_K * length) * scores).sum()
     term += layer.z * (jax.nn.logsumexp(logits, -1) ** 2).sum()
-    notes.hidden.append(term / (1 if layer.sums else tokens))
+    notes.hidden.append((term, tokens))
     return jnp.einsum("bseo,eio->bsi", hidden.astype(c), p["down"]["kernel"].astype(c)).astype(c)
 
 
@@ -217,7 +217,8 @@ def loss_of(draw: Draw, p: Any, batch: Any, words: Any, c: Any, number: Any) -> 
         extra = penalty(loss, inner, p, x)
         scale = count if loss.counts else 1
         value = scale * extra if loss.alone else value + scale * extra
-    hidden = sum(notes.hidden, jnp.zeros((), wide))
+    # each token weighs in them as it does in the loss
+    hidden = sum((term / (1 if loss.counts else n) for term, n in notes.hidden), jnp.zeros((), wide))
     margin = jnp.stack([m.astype(jnp.float32) for m in notes.margins]).min() if notes.margins else jnp.float32(1)
     return value + hidden, (count, value, margin)
 

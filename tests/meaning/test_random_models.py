@@ -9,7 +9,8 @@ import pytest
 
 from .draws import run
 
-FIRST, PART, USUAL, ALL = int(os.environ.get("GTP_TEST_FIRST_DRAW", "0")), 10, 40, 400
+# from 70 on, forty draws have every cause of a silent error for which the grammar was written
+FIRST, PART, USUAL, ALL = int(os.environ.get("GTP_TEST_FIRST_DRAW", "70")), 10, 40, 400
 
 
 @pytest.mark.parametrize(
