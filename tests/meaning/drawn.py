@@ -238,7 +238,7 @@ def loss_of(loss: Loss, model: Any, batch: Any) -> Any:
 
 
 def canonical(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """Returns the path of a variable as the oracle knows it: without the attributes that only wrap."""
+    """Returns the path of a variable in the oracle's parameters, which have no attributes of wrappers."""
     return tuple(str(part) for part in path if part != "inner")
 
 

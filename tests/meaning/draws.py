@@ -215,7 +215,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("count", type=int)
     parser.add_argument("--record", type=pathlib.Path, help="JSON file of outcomes, read and written")
     parser.add_argument("--again", action="store_true", help="compute those that failed once more")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no draw after so many")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no draw after this time")
     args = parser.parse_args(argv)
     found = run(range(args.first, args.first + args.count), args.record, again=args.again, seconds=args.seconds)
     counts = collections.Counter((one.kind, one.why if one.kind == "refused" else "") for one in found.values())

@@ -47,7 +47,7 @@ class Layer:
             `Dense` that writes an `AuxLoss`), `plain` (of Flax), `norm` (Flax's batch norm), `dropout` (Flax's) or
             `operation`.
         bias: whether the layer has one.
-        norm: of the input of a `pair`, `mlp` or `attention`.
+        norm: the norm of the input of a `pair`, `mlp` or `attention`.
         operation: between the layers of a `pair`, or of an `operation`: a key of `test_operations`.
         parallel, aux, z, reduction, load_of: of a `moe`; a `reduction` of `None` is the default.
     """
@@ -75,13 +75,13 @@ class Model:
 
     Attributes:
         dtype: `None` for the library's defaults: no argument names a dtype.
-        shape: of the input, `(batch, ...)`; without features for tokens.
+        shape: the input's shape, `(batch, ...)`, without its features.
         tokens: whether the input are tokens.
         width: features between blocks.
         entry: `embed`, `dense`, or `cast` for none.
         block: layers, each on a residual branch if `residual`.
         length: number of blocks.
-        pool: `mean`, `last`, `flatten` or `None`: what is done ahead of the head.
+        pool: `mean`, `last`, `flatten` or `None`: what is done before the head.
         head: `column`, `dense`, `normed`, `tied`, `plain` or `None`.
     """
 
@@ -112,7 +112,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """What is differentiated.
+    """A loss function.
 
     Attributes:
         kind: `mean` of a function of the output; `sum` of it with a count; `tokens`, the two that `cross_entropy`
@@ -120,7 +120,7 @@ class Loss:
         masked: whether targets are masked, by weights and by negative ids.
         penalty: the square of a first derivative, with respect to `input` or `params`, or of a product of the Hessian
             and a vector (`hvp`); `None` for none.
-        inner: of what the penalty takes the derivative: the output's `sum`, or the `loss`.
+        inner: what the penalty differentiates: the output's `sum`, or the `loss`.
         alone: whether the penalty is the whole loss.
     """
 

@@ -22,11 +22,11 @@ FORMATS = {"FP8": "FP8_E4M3", "MXFP8": "MXFP8", "NVFP4": "NVFP4"}
 
 
 class Notes:
-    """What layers leave beside the activation, and what they draw from.
+    """Values that layers leave in addition to the activation, and the keys of dropout.
 
     Attributes:
         words: of dropout's keys, by number of the block and the layer.
-        number: of the microbatch, which counts the draws of dropout.
+        number: the microbatch's number, by which dropout's keys differ.
         losses: values of `AuxLoss`.
         hidden: sums over tokens that are in the gradient and not in the reported loss, and the number of tokens.
         margins: by how much experts were chosen, in units of the logits' spread.
@@ -149,7 +149,7 @@ def apply_layer(layer: Layer, p: dict[str, Any], x: jax.Array, notes: Notes, c: 
 
 
 def forward(model: Model, p: dict[str, Any], x: jax.Array, c: Any, notes: Notes) -> jax.Array:
-    """Returns the model's output; its layers note what else they leave."""
+    """Returns the model's output; its layers add to the notes."""
     if model.entry == "embed":
         x = p["embed"]["table"].astype(c)[x]
     elif model.entry == "dense":

@@ -1,4 +1,4 @@
-"""What the library may refuse: messages of its own, each with the draws for which it is right.
+"""Refusals that are right: messages of the library, each with the draws that it may refuse.
 
 Whatever the documentation says is supported is not in this table, so that refusing it is a failure.
 """
@@ -28,7 +28,7 @@ def _small_for_blocks(draw: Draw) -> bool:
     return draw.recipe in ("MXFP8", "NVFP4") and draw.model.width < 32 * draw.degree("gtp", "tp", "ep")
 
 
-# kind of error, what its message matches, and of which draws it may come
+# the type of the error, a pattern of its message, and which draws may raise it
 REFUSALS: tuple[tuple[type[Exception], str, Callable[[Draw], bool]], ...] = (
     (ValueError, r"its first dimension is the batch and must be a multiple of", _uneven_batch),
     (ValueError, r"dimension 1 is the sequence and must be a multiple of", _uneven_sequence),
