@@ -83,7 +83,7 @@ def read_text(paths: Sequence[str | os.PathLike[str]] = (), *, follow_links: boo
             links += len(outside)
             what = f"directory holds no UTF-8 text ({len(texts)} files looked at, {skipped} of them not text)"
         else:
-            if path.suffix.lower() in _RECORDS:
+            if _kind(path) in _RECORDS:
                 raise ValueError(f"`data` {path} is a file of records: {_remedy(path)}")
             text = _read(path)
             if text is None:
@@ -122,15 +122,17 @@ def _check_records(directory: Path, files: Sequence[Path]) -> None:
     """Checks that a directory holds text, and not only files of records.
 
     Raises:
-        ValueError: naming one of the files. If there are other files too, a warning does.
+        ValueError: naming one of the files. If there are other files too, a warning names it: for files that only data
+            sets have, and for all files of records if they are most of the bytes.
     """
-    records = [file for file in files if file.suffix.lower() in _RECORDS]
+    records = [file for file in files if _kind(file) in _RECORDS]
     if records and len(records) == len(files):
         raise ValueError(
             f"`data` directory {directory} holds nothing but files of records, such as {records[0].name}: "
             f"{_remedy(records[0])}"
         )
-    data = [file for file in records if file.suffix.lower() in _DATA]
+    most = 2 * sum(file.stat().st_size for file in records) > sum(file.stat().st_size for file in files)
+    data = records if most else [file for file in records if _kind(file) in _DATA]
     if data:
         warnings.warn(
             f"{len(data)} of the {len(files)} files in `data` directory {directory} are files of records, such as "
@@ -139,11 +141,17 @@ def _check_records(directory: Path, files: Sequence[Path]) -> None:
         )
 
 
+def _kind(file: Path) -> str:
+    """Returns the suffix of a file of records, or of the file that a link leads to; otherwise the file's own."""
+    suffixes = [path.suffix.lower() for path in (file, file.resolve())]
+    return next((suffix for suffix in suffixes if suffix in _RECORDS), suffixes[0])
+
+
 def _remedy(file: Path) -> str:
     """Returns what a file of records holds, what is read instead, and how to convert it."""
-    holds, text = _RECORDS[file.suffix.lower()]
+    holds, text = _RECORDS[_kind(file)]
     return (
-        f"a {file.suffix} file holds {holds}. Only plain text is read, a UTF-8 file per document, and the model would "
+        f"a {_kind(file)} file holds {holds}. Only plain text is read, a UTF-8 file per document, and the model would "
         f"learn the encoding. Write the text {text} to a .txt file of its own, and give their directory."
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 import pytest
 
@@ -144,3 +145,22 @@ def test_records_among_text_are_named_in_a_warning(tmp_path):
         UserWarning, match=r"1 of the 2 files in `data` directory .* such as train\.jsonl: a \.jsonl file"
     ):
         assert len(read_text([tmp_path]).documents) == 2
+
+
+@pytest.mark.parametrize("name", ["train.json", "tokens.bin"])
+def test_records_that_are_most_of_a_directory_are_named_in_a_warning_and_a_little_json_is_not(tmp_path, name):
+    (tmp_path / "README.md").write_text("read me")
+    (tmp_path / name).write_text('["a long record"]')
+    with pytest.warns(UserWarning, match=rf"1 of the 2 files in `data` directory .* such as {name}"):
+        read_text([tmp_path])
+    (tmp_path / "book.txt").write_text("a text that is longer than the record" * 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(read_text([tmp_path]).documents) == 3
+
+
+def test_a_link_to_a_file_of_records_is_refused_like_the_file(tmp_path):
+    (tmp_path / "train.jsonl").write_text("{}")
+    (tmp_path / "train.txt").symlink_to(tmp_path / "train.jsonl")
+    with pytest.raises(ValueError, match=r"a \.jsonl file holds a JSON record per line"):
+        read_text([tmp_path / "train.txt"])
