@@ -58,11 +58,13 @@ def run(
     """
     travels = any(stage.travels for stage in stages)
     events = plan([stage.length for stage in stages], schedule, travels=travels)
+    # JAX keeps the rules below with what it has traced: they are given all arrays, and hold none
+    bare = [dataclasses.replace(stage, shards=(), gather_inputs=(), params=(), constants=()) for stage in stages]
 
     def with_arrays(shards: Tree, params: Tree, given: Tree) -> list[Stage]:
         return [
             dataclasses.replace(stage, shards=mine, params=own, gather_inputs=inputs, constants=constants)
-            for stage, mine, own, (inputs, constants) in zip(stages, shards, params, given, strict=True)
+            for stage, mine, own, (inputs, constants) in zip(bare, shards, params, given, strict=True)
         ]
 
     @jax.custom_vjp
@@ -77,8 +79,7 @@ def run(
         shards, given, params, shared, residuals = saved
         gradient, outputs = gradients
         scalars = [one.scalars for one in outputs]
-        stages = with_arrays(shards, params, given)
-        computed = backward(stages, residuals, gradient, events, shared, scalars)
+        computed = backward(with_arrays(shards, params, given), residuals, gradient, events, shared, scalars)
         # layers are joined in the dtype of their sums, and only then cast
         of_shards = jax.tree.map(lambda g, shard: g.astype(shard.dtype), computed.shards, shards)
         return of_shards, None, computed.params, computed.x, computed.shared  # straight through what was gathered

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,13 +14,13 @@ from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..collectives import Shards, gathered, join_split
+from ..collectives import gathered, join_split
 from ..layout import ArrayLayout, layout_of_array
 from ..mesh import check_mesh_in_scope, current_view, spec_of_batch
-from ..weights import Gathered, GradReduce, Reduction, gather_through, reduction_of, scatter
+from ..weights import Gathered, GradReduce, Reduction, gather_through, reduction_of
 from ._layer import partition_of
 from ._ranks import on_ranks, ranks_spec
-from ._weight import ArrayWeight, placed_once
+from ._weight import ArrayWeight, placed_once, to_shards
 
 
 class GatheredOnUse(nnx.Variable):
@@ -131,14 +132,8 @@ def gather_array(variable: nnx.Variable) -> jax.Array:
     if view == "global":
         return _gathered_by_xla(value, array, owner.dtype, owner.grad_reduce)
     group = owner.group
-
-    def gather_one(shards: Shards, sent: Any) -> Any:
-        return gather_through(group, shards, sent)
-
-    def to_shards(gradient: jax.Array) -> Shards:
-        return () if group.frozen else scatter({(): group}, {(): gradient})[()]
-
-    return gathered(owner.shards(), owner.sent(), gather_one, to_shards)
+    make, scatter = functools.partial(gather_through, group), functools.partial(to_shards, group)
+    return gathered(owner.shards(), owner.sent(), make, scatter)
 
 
 def _placed(value: Any, array: ArrayLayout) -> jax.Array:

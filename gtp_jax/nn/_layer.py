@@ -18,7 +18,7 @@ from ..collectives import codes_specs
 from ..formats import QuantizedArray
 from ..layout import Layout
 from ..mesh import Roles, check_mesh_in_scope, current_roles, current_view, degree, degrees, stacked_spec, use_roles
-from ..weights import Beside, Gathered, Stored
+from ..weights import Beside, Gathered, Stored, forget_after
 from ._ranks import on_ranks, ranks_spec
 from ._shared import SharedInputs
 
@@ -312,6 +312,7 @@ def in_shard_map(
             layout.check_mesh(f"the weight of shape {layout.shape} of {module.title}")
             check_shape(variable, module.title)
 
+    @forget_after()
     def local(values: list[Any], x: jax.Array, arrays: list[jax.Array]) -> Any:
         values = [_on_rank(value) for value in values]
         put = [with_value(v, value) for v, value in zip(variables, values, strict=True)]

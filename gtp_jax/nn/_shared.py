@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import jax
@@ -42,6 +43,12 @@ class SharedInputs:
     def empty(self) -> bool:
         """Says whether there are none."""
         return not self._is_array
+
+    def without_arrays(self) -> SharedInputs:
+        """Returns the rest alone, for a rule of a derivative, which outlives the trace of the arrays."""
+        rest = copy.copy(self)
+        rest.arrays = []
+        return rest
 
     def arguments(self, arrays: list[jax.Array]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments, with these arrays in place of `arrays`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,6 +22,7 @@ from ..weights import (
     Layers,
     WeightGroup,
     bundle_frozen,
+    forget_after,
     gather,
     gather_members,
     in_param_dtypes,
@@ -63,6 +65,7 @@ class Part:
     length: int | None = None
 
 
+@forget_after()
 def run_parts(
     parts: Sequence[Part], x: Any, schedule: Schedule, shared: SharedInputs, *, declared: bool = False
 ) -> Any:
@@ -198,6 +201,9 @@ class _Template:
         """Returns the layer as a stage, not stacked."""
 
         view = current_view()
+        # what JAX keeps of a chain when its trace is over must not hold the trace's arrays
+        template = self._without_arrays()
+        rest = None if shared is None else shared.without_arrays()
 
         def apply(
             weights: Weights,
@@ -209,12 +215,12 @@ class _Template:
             turn: Turn,
         ) -> tuple[Any, Outputs]:
             keys, others = constants
-            layer = self.merged(params, others, self._values(groups, weights, slots, keys))
+            layer = template.merged(params, others, template._values(groups, weights, slots, keys))
             before = values_of(variables_of(layer))
-            args, kwargs = shared.arguments(arrays) if shared is not None else ((), {})
+            args, kwargs = rest.arguments(arrays) if rest is not None else ((), {})
             with use_turn(turn if view == "local" else None):
                 y = layer(x, *args, **kwargs)  # pyright: ignore[reportCallIssue]
-            return y, outputs_of(before, variables_of(layer), self.name)
+            return y, outputs_of(before, variables_of(layer), template.name)
 
         def slots(weights: Weights) -> Slots:
             found = {path: group.slot(weights[path]) for path, group in groups.items()}
@@ -245,6 +251,13 @@ class _Template:
             travels=any(group.travels for group in groups.values()),
             frozen=frozenset(groups) - frozenset(trained),
         )
+
+    def _without_arrays(self) -> _Template:
+        template = copy.copy(self)
+        template.leaves = [v.replace(None) if isinstance(v, nnx.Variable) else None for v in self.leaves]
+        template.owners, template.shards, template.kept = {}, {}, ((), {})
+        template.params, template.constants = [], []
+        return template
 
     def merged(self, params: list[Any], constants: list[Any], weights: Mapping[int, Any]) -> Any:
         """Returns the layer with these values in its variables; those of weights by their place among the leaves."""

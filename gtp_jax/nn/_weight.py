@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -378,16 +379,6 @@ class Weight(abc.ABC):
         """Returns `function(weight, *operands)`; see `apply_gathered`."""
         return apply_gathered((self,), function, *operands)
 
-    def _gather_one(self, shards: Shards, sent: Shards | Packed | StoredCodes) -> Any:
-        group = self.group
-        weight = gather_through(group, shards, sent)
-        slot = group.slot(weight)
-        return weight if slot is None else SlottedWeight(weight, slot)
-
-    def _to_shards(self, gradient: jax.Array) -> Shards:
-        group = self.group
-        return () if group.frozen else scatter({(): group}, {(): gradient})[()]
-
 
 def apply_gathered(owners: Sequence[Weight], function: Callable[..., Any], *operands: Any) -> Any:
     """Returns `function(*weights, *operands)`, the weights gathered for it here, and again in backward, unless a chain
@@ -404,14 +395,34 @@ def apply_gathered(owners: Sequence[Weight], function: Callable[..., Any], *oper
 
     def gather_and_apply(shards: Sequence[Shards], *operands: Any) -> Any:
         weights = (
-            gathered(own, given if is_ahead else own, owner._gather_one, owner._to_shards)
-            for own, given, is_ahead, owner in zip(shards, sent, ahead, owners, strict=True)
+            gathered(
+                own,
+                given if is_ahead else own,
+                functools.partial(_gathered_of, group),
+                functools.partial(to_shards, group),
+            )
+            for own, given, is_ahead, group in zip(shards, sent, ahead, groups, strict=True)
         )
         return function(*weights, *operands)
 
     if any(group.ranks > 1 or group.divided for group in groups):
         gather_and_apply = jax.checkpoint(gather_and_apply)  # else backward would keep the gathered weights
     return gather_and_apply([owner.shards() for owner in owners], *operands)
+
+
+# Rules of derivatives know what is decided alone, and no module: JAX keeps them with what it has traced, and with them
+# would keep the arrays that a module holds in a trace.
+
+
+def _gathered_of(group: WeightGroup, shards: Shards, sent: Shards | Packed | StoredCodes) -> Any:
+    weight = gather_through(group, shards, sent)
+    slot = group.slot(weight)
+    return weight if slot is None else SlottedWeight(weight, slot)
+
+
+def to_shards(group: WeightGroup, gradient: jax.Array) -> Shards:
+    """Returns the gradients of a weight's shards; none, if it is frozen."""
+    return () if group.frozen else scatter({(): group}, {(): gradient})[()]
 
 
 class WeightOwner(Weight, Layer):

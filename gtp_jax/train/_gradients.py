@@ -14,7 +14,7 @@ from ..collectives import sum_over_replicas
 from ..mesh import Roles, degrees, use_roles
 from ..nn import check_loss_reduction, join_in_view, keys_of, quantize_in_view, shards_of, structure_of, with_groups
 from ..recipes import Recipe
-from ..weights import Path, of_shards, resolve
+from ..weights import Path, forget_after, of_shards, resolve
 from ._loss import Loss, Returned, evaluate, mean, refuse_number_with_gradient
 from ._rounding import rounding_key
 from ._state import TrainState, constrained
@@ -88,6 +88,7 @@ def losses(request: Request, state: TrainState, batch: Tree) -> Computed:
         with use_roles(state.model_def.roles):
             model_of, sharded = _model_of(request, state), _sharded(batch, state.model_def.roles)
 
+            @forget_after()
             def one(params: Tree) -> Returned:
                 model = model_of(params, state.model_state)
                 return evaluate(request.loss, model, sharded, has_aux=request.has_aux)
@@ -100,6 +101,7 @@ def losses(request: Request, state: TrainState, batch: Tree) -> Computed:
     def local(params: Tree, frozen: Tree, batch: Tree, _: jax.Array) -> Tree:
         model_of = _model_of(request, state, params, frozen)
 
+        @forget_after()
         def one(params: Tree) -> Returned:
             return _sums(evaluate(request.loss, model_of(params, {}), batch, has_aux=False))
 
@@ -118,6 +120,7 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Compu
     with use_roles(model_def.roles):
         model_of = _model_of(request, state)
 
+        @forget_after()
         def one(params: Tree, model_state: Tree, part: Tree, number: Any) -> tuple[jax.Array, tuple[Any, Tree, Tree]]:
             key = rounding_key(request.seed, state.step, number) if _rounds(request.recipe) else None
             model = model_of(params, model_state, key)
@@ -162,6 +165,7 @@ def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
         model_of = _model_of(request, state, params, frozen, whole_gradients=last)
         params = as_shards(params, model_def.layouts) if last else params
 
+        @forget_after()
         def one(params: Tree, part: Tree, number: jax.Array | int):
             key = (
                 rounding_key(request.seed, step, number, of_rank=True, replica=request.replica)

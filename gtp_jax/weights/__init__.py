@@ -39,3 +39,4 @@ from ._straight_through import straight_through as straight_through
 from ._value import Beside as Beside
 from ._value import Gathered as Gathered
 from ._value import Stored as Stored
+from ._value import forget_after as forget_after

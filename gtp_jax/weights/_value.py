@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -53,6 +56,27 @@ class Stored:
         return whole if stop - start == len(whole) else whole[start - first : stop - first]
 
 
+# What has been put beside weights since the innermost `forget_after` began; `None` outside of any.
+_PUT: contextvars.ContextVar[list[Beside] | None] = contextvars.ContextVar("put_beside_weights", default=None)
+
+
+@contextlib.contextmanager
+def forget_after() -> Iterator[None]:
+    """Drops at its end the arrays that were put beside weights within it.
+
+    Static metadata outlive a trace: `nnx.jit` and `nnx.remat` keep them as keys of their caches, and would keep the
+    trace's arrays with them. It is also a decorator.
+    """
+    put: list[Beside] = []
+    token = _PUT.set(put)
+    try:
+        yield
+    finally:
+        _PUT.reset(token)
+        for beside in put:
+            beside.forget()
+
+
 class Beside:
     """A `Stored` as metadata of its kernel's variable, whose value stays the array: a model's code sees weights alone.
 
@@ -65,6 +89,15 @@ class Beside:
 
     def __init__(self, stored: Stored) -> None:
         self._stored = stored
+        if (put := _PUT.get()) is not None:
+            put.append(self)
+
+    def forget(self) -> None:
+        """Drops the arrays: every array is another than the one that was known."""
+        known = self._stored
+        self._stored = Stored(
+            _FORGOTTEN, known.groups, changed=known.changed, stands_in=known.stands_in, rounded=known.rounded
+        )
 
     def of(self, shard: Any) -> Stored:
         """Returns what is known of this array.
@@ -82,6 +115,8 @@ class Beside:
             )
         return Stored(shard, stored.groups, keys=stored.keys, changed=True)
 
+
+_FORGOTTEN: Any = object()  # stands where an array was
 
 _GATHERED = (
     "the array of a weight is read or written by a layer of a `Stack`, or of `run_chain`, where the weight is gathered "

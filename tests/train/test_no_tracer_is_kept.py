@@ -1,0 +1,78 @@
+"""When a step has been traced, nothing of the trace is alive: not in the caches of what its loss calls either."""
+
+from __future__ import annotations
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = gtp.Dense(32, 32, rngs=rngs)
+
+    def __call__(self, x):
+        return jnp.tanh(self.dense(x))
+
+
+class Stacked(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = gtp.Stack(lambda rngs: Block(rngs), 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.blocks(x)
+
+
+# Of the module, as functions that are jitted usually are: their caches live as long.
+@nnx.jit
+def jitted(model, x):
+    return model(x)
+
+
+@nnx.remat
+def recomputed(model, x):
+    return model(x)
+
+
+@jax.jit
+def doubled(x):
+    return 2 * x
+
+
+CALLS = {
+    "plain": lambda model, x: model(x),
+    "nnx.jit": jitted,
+    "nnx.remat": recomputed,
+    "jax.jit": lambda model, x: doubled(model(x)),
+}
+
+# A layer alone on one device: of a `shard_map` with `jax.checkpoint` and a collective in it, jax 0.12.0 itself keeps
+# what it has linearized.
+MODELS = {"layer": (Block, {"gtp": 1}), "stack": (Stacked, {"gtp": 2, "dp": 2})}
+
+
+def tracers() -> list[jax.core.Tracer]:
+    gc.collect()
+    return [found for found in gc.get_objects() if isinstance(found, jax.core.Tracer)]
+
+
+@pytest.mark.parametrize("recipe", [None, gtp.FP8()], ids=["none", "fp8"])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_no_tracer_is_alive_after_a_trace(kind, call, recipe):
+    make, sizes = MODELS[kind]
+    with jax.set_mesh(gtp.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])):
+        state = gtp.TrainState.create(gtp.init(lambda rngs: make(rngs), nnx.Rngs(0)), optax.sgd(1.0))
+        step = gtp.train_step(lambda model, x: jnp.mean(CALLS[call](model, x) ** 2), optax.sgd(1.0), recipe=recipe)
+        before = tracers()
+        step.trace(state, jnp.zeros((8, 32)))
+        known = {id(one) for one in before}
+        left = [one.aval for one in tracers() if id(one) not in known]
+    assert not left
