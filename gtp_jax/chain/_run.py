@@ -54,7 +54,8 @@ def run(
     Returns:
         The last stage's output, and each stage's outputs. Differentiable in every stage's `shards` and `params`, in
         `x` and in the floats of `shared`, whose gradients are summed over layers in float32 at least. Both passes are
-        differentiable likewise, so that gradients can be differentiated again; `shards` are residuals for that alone.
+        differentiable in the same arrays, so that gradients can be differentiated again; `shards` are residuals for
+        that alone.
     """
     travels = any(stage.travels for stage in stages)
     events = plan([stage.length for stage in stages], schedule, travels=travels)

@@ -28,7 +28,7 @@ from jax import lax
 from jaxtyping import Float, Shaped
 
 from ..layout import BLOCK, Layout
-from ..ops import SlottedWeight, row_major, slot_gradient
+from ..ops import SlottedWeight, row_major, slotted
 from ._over_gloo import all_gather, reduce_scatter
 from ._stored import WIRE, gather_stored
 
@@ -176,16 +176,16 @@ def gathered[Gathered](
     def apply(shards: Shards, sent: Any) -> Any:
         return gather(shards, sent)
 
-    def fwd(shards: Any, sent: Any) -> tuple[Any, None]:
+    def fwd(shards: Shards, sent: Any) -> tuple[Any, None]:
         return gather(shards, sent), None
 
     def bwd(residuals: None, gradient: Any) -> tuple[Shards, None]:
         del residuals
-        return scatter(slot_gradient(gradient) if isinstance(gradient, SlottedWeight) else gradient), None
+        return scatter(gradient.slot if isinstance(gradient, SlottedWeight) else gradient), None
 
-    # without `symbolic_zeros`, which JAX does not have in a `shard_map` that is not traced
     apply.defvjp(fwd, bwd)
-    return apply(shards, sent)
+    weight: Any = apply(shards, sent)
+    return slotted(*weight) if isinstance(weight, SlottedWeight) else weight  # pyright: ignore[reportReturnType]
 
 
 def _lead(layout: Layout) -> tuple[int, ...]:

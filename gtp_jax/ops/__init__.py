@@ -56,7 +56,6 @@ from ._slot import SECOND_DERIVATIVE as SECOND_DERIVATIVE
 from ._slot import SlottedRows as SlottedRows
 from ._slot import SlottedWeight as SlottedWeight
 from ._slot import refuse_second_derivative as refuse_second_derivative
-from ._slot import slot_gradient as slot_gradient
 from ._slot import slotted as slotted
 from ._slot import values_and_slot as values_and_slot
 from ._weighted_glu import weighted_glu as weighted_glu

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
+import numpy as np
 from jaxtyping import Float
 
 from ..formats import QuantizedArray
 
-# What is said of an operation whose gradient has none.
+# The message of an operation whose gradient has no gradient.
 SECOND_DERIVATIVE = (
     "a gradient is differentiated again through {}: a second derivative, as of a gradient penalty or in `jax.hessian`. "
     "Roundings have none. Compute that loss without `matmuls=True` in its recipe, whose weights may travel as codes "
@@ -80,37 +80,22 @@ class SlottedWeight(NamedTuple):
     slot: jax.Array
 
 
-@jax.custom_vjp
 def slotted(values: jax.Array | QuantizedArray, slot: jax.Array) -> SlottedWeight:
-    """Returns the two as a weight whose whole gradient is the slot's; see `slot_gradient`."""
-    return SlottedWeight(values, slot)
+    """Returns the two as a weight whose whole gradient is the slot's: what products leave there, and what gradients of
+    products leave in the values."""
+    if isinstance(values, QuantizedArray):
+        return SlottedWeight(values, slot)
+    return SlottedWeight(_to_slot(values, slot, slot.dtype), slot)
 
 
-def _slotted_forward(values: Any, slot: Any) -> tuple[SlottedWeight, None]:
-    return SlottedWeight(*custom_vjp_primal_tree_values((values, slot))), None
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _to_slot(values: jax.Array, slot: jax.Array, dtype: np.dtype) -> jax.Array:
+    del slot, dtype
+    return values
 
 
-def _slotted_backward(_: None, gradient: SlottedWeight) -> tuple[None, jax.Array]:
-    return None, slot_gradient(gradient)
-
-
-slotted.defvjp(_slotted_forward, _slotted_backward, symbolic_zeros=True)
-
-
-def slot_gradient(gradient: SlottedWeight) -> jax.Array:
-    """Returns the gradient of a weight in its slot's dtype: what products left in the slot, and what the gradients of
-    products left in the values.
-
-    Args:
-        gradient: as a rule is given it. Where only products were differentiated, that of the values is zero: a symbolic
-            one, or zeros, whose sum XLA leaves out.
-    """
-    of_values, of_slot = gradient
-    if isinstance(of_slot, SymbolicZero):
-        of_slot = jnp.zeros(of_slot.shape, of_slot.dtype)
-    if isinstance(of_values, QuantizedArray | SymbolicZero):
-        return of_slot
-    return of_slot + of_values.astype(of_slot.dtype)
+# where only products are differentiated, the values have no gradient, and JAX does not call the rule
+_to_slot.defvjp(lambda values, slot, dtype: (values, None), lambda dtype, _, gradient: (None, gradient.astype(dtype)))
 
 
 class SlottedRows(NamedTuple):

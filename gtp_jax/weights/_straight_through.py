@@ -9,7 +9,7 @@ three conditions, of which each costs the first derivative nothing:
    (codes, joined or rounded copies, all of them under `stop_gradient`): its derivative is that of a gather of the
    shards, in float32 at least, as if nothing had been rounded.
 2. What a weight with a slot adds to a gradient of a gradient goes where its gradient goes. A product's backward
-   multiplies by the values, whose derivative is added to the slot's by `ops.slot_gradient`.
+   multiplies by the values, whose derivative `ops.slotted` adds to the slot's.
 3. What a rule moves as integers, or in a format, has the derivative of the values: see `collectives.in_bits`, and
    `collectives.exchange_gradients`.
 
@@ -27,7 +27,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..collectives import Packed, Shards, StoredCodes, gather_weight
-from ..formats import QuantizedArray
 from ..ops import SECOND_DERIVATIVE
 from ._group import WeightGroup, gather
 
@@ -58,9 +57,7 @@ def straight_through(
     return apply(dict(shards), sent)
 
 
-def gather_through(
-    group: WeightGroup, shards: Shards, sent: Shards | Packed | StoredCodes
-) -> jax.Array | QuantizedArray:
+def gather_through(group: WeightGroup, shards: Shards, sent: Shards | Packed | StoredCodes) -> Any:
     """Returns `gather(group, sent)`, differentiable in the shards."""
     trained = {} if group.frozen else {(): shards}
     return straight_through({(): group}, trained, sent, lambda sent: {(): gather(group, sent)})[()]

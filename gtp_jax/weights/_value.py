@@ -56,13 +56,13 @@ class Stored:
         return whole if stop - start == len(whole) else whole[start - first : stop - first]
 
 
-# What has been put beside weights since the innermost `forget_after` began; `None` outside of any.
+# Made since the innermost `forget_after` began; `None` outside of any.
 _PUT: contextvars.ContextVar[list[Beside] | None] = contextvars.ContextVar("put_beside_weights", default=None)
 
 
 @contextlib.contextmanager
 def forget_after() -> Iterator[None]:
-    """Drops at its end the arrays that were put beside weights within it.
+    """Drops, at its end, the arrays of every `Beside` that was made within it.
 
     Static metadata outlive a trace: `nnx.jit` and `nnx.remat` keep them as keys of their caches, and would keep the
     trace's arrays with them. It is also a decorator.

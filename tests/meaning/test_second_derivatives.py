@@ -6,6 +6,8 @@ and one on the gradient with respect to the parameters. The oracles are plain JA
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -141,7 +143,7 @@ class Everything(nnx.Module):
 
     def __init__(self, rngs, dtype):
         width, vocab = 16, 32
-        given = dict(rngs=rngs, dtype=dtype, param_dtype="float64")
+        given: dict[str, Any] = dict(rngs=rngs, dtype=dtype, param_dtype="float64")
         self.embed = gtp.Embed(vocab, width, **given)
         self.attention = gtp.Attention(width, num_heads=4, num_kv_heads=2, head_dim=4, **given)
         self.up, self.down = gtp.LayerNormDense(width, 32, **given), gtp.Dense(32, width, parallel="row", **given)
@@ -213,7 +215,7 @@ def test_products_of_rounded_operands_refuse_a_second_derivative(recipe, terms):
 @pytest.mark.parametrize("order", ["jvp", "vjp"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_gradient_is_differentiated_forward_too(kind, order):
-    """Of what JAX allows: the product of the Hessian of the parameters and a vector."""
+    """The product of a vector and the Hessian with respect to the parameters, by both modes."""
     weights = exact_weights("none")
     x = jnp.asarray(np.random.default_rng(1).normal(size=(BATCH, LENGTH, WIDTH)), "float32")
     along = np.random.default_rng(2).normal(size=weights.shape).astype(np.float32)

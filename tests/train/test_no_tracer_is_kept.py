@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -30,7 +31,7 @@ class Stacked(nnx.Module):
         return self.blocks(x)
 
 
-# Of the module, as functions that are jitted usually are: their caches live as long.
+# At module level, as functions that are jitted usually are: their caches live as long.
 @nnx.jit
 def jitted(model, x):
     return model(x)
