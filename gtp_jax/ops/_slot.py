@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Float
 
 from ..formats import QuantizedArray
@@ -85,17 +84,21 @@ def slotted(values: jax.Array | QuantizedArray, slot: jax.Array) -> SlottedWeigh
     products leave in the values."""
     if isinstance(values, QuantizedArray):
         return SlottedWeight(values, slot)
-    return SlottedWeight(_to_slot(values, slot, slot.dtype), slot)
+    return SlottedWeight(_moving_with(slot, values), slot)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _to_slot(values: jax.Array, slot: jax.Array, dtype: np.dtype) -> jax.Array:
-    del slot, dtype
+@jax.custom_jvp
+def _moving_with(slot: jax.Array, values: jax.Array) -> jax.Array:
+    del slot
     return values
 
 
-# where only products are differentiated, the values have no gradient, and JAX does not call the rule
-_to_slot.defvjp(lambda values, slot, dtype: (values, None), lambda dtype, _, gradient: (None, gradient.astype(dtype)))
+@_moving_with.defjvp
+def _moving_with_jvp(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    # the values as they are, which may be a function of the shards in a derivative of this one
+    return primals[1], tangents[0].astype(primals[1].dtype)
 
 
 class SlottedRows(NamedTuple):
