@@ -55,8 +55,8 @@ def _gather_linear(x: jax.Array, weight: jax.Array, slot: jax.Array, axis: str, 
 
 
 def _gather_linear_forward(x: jax.Array, weight: jax.Array, slot: jax.Array, axis: str, dtype: np.dtype):
-    del slot, dtype
-    return _while_gathered(x, lambda part, _: linear(part, weight), axis), (x, weight)
+    # the weight is its own slot here: see [Note: second derivatives] in `gtp_jax.weights`
+    return _gather_linear(x, weight, weight.astype(dtype), axis, dtype), (x, weight)
 
 
 def _gather_linear_backward(axis: str, dtype: np.dtype, saved: tuple[jax.Array, jax.Array], gradients: Parts):
@@ -94,8 +94,7 @@ def _linear_scatter(parts: Parts, weight: jax.Array, slot: jax.Array, axis: str,
 
 
 def _linear_scatter_forward(parts: Parts, weight: jax.Array, slot: jax.Array, axis: str, dtype: np.dtype):
-    del slot, dtype
-    return _while_scattered(parts, lambda part: linear(part, weight), axis), (parts, weight)
+    return _linear_scatter(parts, weight, weight.astype(dtype), axis, dtype), (parts, weight)  # as above
 
 
 def _linear_scatter_backward(axis: str, dtype: np.dtype, saved: tuple[Parts, jax.Array], gradient: jax.Array):

@@ -92,8 +92,8 @@ def _grouped_matmul(
 
 
 def _fwd(x: jax.Array, weight: jax.Array, slot: jax.Array, group_sizes: jax.Array, native: bool, dtype: np.dtype):
-    y = kernels_of(native).product(x, weight, group_sizes, transposed=True)
-    return y, (x, weight, group_sizes)
+    # the weight is its own slot here: see [Note: second derivatives] in `gtp_jax.weights`
+    return _grouped_matmul(x, weight, weight.astype(dtype), group_sizes, native, dtype), (x, weight, group_sizes)
 
 
 def _bwd(native: bool, dtype: np.dtype, saved: tuple[jax.Array, jax.Array, jax.Array], gradient: jax.Array):

@@ -69,8 +69,7 @@ class SlottedWeight(NamedTuple):
 
     Attributes:
         values: an array, or codes where those are multiplied. A product gives them no gradient; the gradient of a
-            product does, see [Note: second derivatives] in `gtp_jax.weights`: forward rules multiply by the values as
-            any code does, not by calling the product, whose rule would leave that in a slot that nobody reads.
+            product does, see [Note: second derivatives] in `gtp_jax.weights`.
         slot: of the weight's shape, in the dtype in which its gradient leaves the product. Its values are never read,
             so that XLA makes no array of it.
     """
