@@ -13,6 +13,7 @@ from jax import lax
 from ..collectives import Turn, no_turn
 from ._collect import Piece, collect
 from ._events import Barrier, Compute, Event, Gather, Loop, Plan, Reduce
+from ._forward import Residuals
 from ._stage import ByLayer, Stage, place, renumbered, tied_trees, together
 
 Tree = Any
@@ -29,7 +30,7 @@ class Gradients(NamedTuple):
 
 def backward(
     stages: Sequence[Stage],
-    residuals: ByLayer,
+    residuals: Residuals,
     gradient: Tree,
     plan: Plan,
     shared: Tree = (),
@@ -50,7 +51,7 @@ def backward(
     """
     scalars = [()] * len(stages) if scalars is None else scalars
     walk = _Backward(stages, shared, scalars, residuals)
-    carry, done = walk.run(plan.backward, _Carry(gradient, {}, {}, walk.zeros()), 0, residuals)
+    carry, done = walk.run(plan.backward, _Carry(gradient, {}, {}, walk.zeros()), 0, residuals.layers)
     assert not carry.weights and not carry.pending, "gathered, and never used"
     stacked = [stage.stacked for stage in stages]
     shards, params = (collect(_pieces(gradients, len(stages)), stacked) for gradients in done)
@@ -81,12 +82,13 @@ class _Done(NamedTuple):
 
 
 class _Backward:
-    def __init__(self, stages: Sequence[Stage], shared: Tree, scalars: Sequence[Tree], residuals: ByLayer):
+    def __init__(self, stages: Sequence[Stage], shared: Tree, scalars: Sequence[Tree], residuals: Residuals):
         self.stages = stages
         self.shared = shared
         self.scalars = scalars
+        self.sent = residuals.sent
         # stages in which backward needs weights that were not kept; that of an embedding, for one, does not
-        self.regathers = {stage for (stage, _), closure in residuals.items() if any(_marks(closure.args_res[0]))}
+        self.regathers = {stage for (stage, _), closure in residuals.layers.items() if any(_marks(closure.args_res[0]))}
 
     def zeros(self) -> list[jax.Array]:
         floats = [leaf for leaf in jax.tree.leaves(self.shared) if _is_float(leaf)]
@@ -110,7 +112,7 @@ class _Backward:
             match event:
                 case Gather(stage, layer):
                     if stage in self.regathers:
-                        weights[stage, layer] = self.stages[stage].gather_layer(place(origin, layer), entered, turn)
+                        weights[stage, layer] = self._gather(stage, layer, place(origin, layer), entered, turn)
                 case Reduce(stage, layer):
                     gradients = tied_trees(pending.pop((stage, layer)), turn)
                     reduced[stage, layer] = self.stages[stage].reduce(gradients)
@@ -137,6 +139,13 @@ class _Backward:
                     done.params.update(looped.params)
         done.shards.update(self._finished(reduced))
         return _Carry(gradient, weights, pending, shared), done
+
+    def _gather(self, stage: int, layer: int, number: Any, entered: Tree, turn: Turn) -> Tree:
+        """Gathers a layer's weights again, of what was sent before if that was kept."""
+        own = self.stages[stage]
+        kept = self.sent.get((stage, layer))
+        prepared = own.prepare_layer(number, entered) if kept is None else kept
+        return own.gather_layer(number, prepared, entered, turn)
 
     def _finished(self, reduced: ByLayer) -> ByLayer:
         """Returns the gradients of shards, each with that it is one layer's."""

@@ -66,10 +66,17 @@ class Plan:
 
     Moving activations to the host and back (offload, fetch) would be two more kinds of event, which the planner would
     put between a layer's `Compute` and the next `Barrier`.
+
+    Attributes:
+        forward: its events.
+        backward: likewise.
+        keep_sent: whether what a layer sent in forward is kept, and sent again in backward, instead of being cast and
+            joined again.
     """
 
     forward: tuple[Event, ...]
     backward: tuple[Event, ...]
+    keep_sent: bool = False
 
     def __str__(self) -> str:
         return self.describe()

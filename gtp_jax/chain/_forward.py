@@ -18,18 +18,30 @@ from ._stage import ByLayer, Outputs, Stage, place, renumbered, together
 Tree = Any
 
 
+class Residuals(NamedTuple):
+    """What `backward` needs, by stage and layer.
+
+    Attributes:
+        layers: what each layer saved; of a loop's layers stacked, by the first of them.
+        sent: what was prepared to be sent for layers whose gathered weights are not kept, if the plan keeps it.
+    """
+
+    layers: ByLayer
+    sent: ByLayer
+
+
 class Forward(NamedTuple):
     """What a forward pass leaves.
 
     Attributes:
         y: the last stage's output.
         outputs: one a stage.
-        residuals: what `backward` needs, by stage and first layer; of a loop's layers stacked.
+        residuals: what `backward` needs.
     """
 
     y: Tree
     outputs: list[Outputs]
-    residuals: ByLayer
+    residuals: Residuals
 
 
 def forward(stages: Sequence[Stage], x: PyTree[Shaped[jax.Array, " ..."]], plan: Plan, shared: Tree = ()) -> Forward:
@@ -43,20 +55,23 @@ def forward(stages: Sequence[Stage], x: PyTree[Shaped[jax.Array, " ..."]], plan:
         plan: made by `plan` for the lengths of these stages.
         shared: pytree of arrays that every layer of the stages with `takes_shared` is given.
     """
-    walk = _Forward(stages, shared)
+    walk = _Forward(stages, shared, plan.keep_sent)
     x, weights, done = walk.run(plan.forward, x, {}, 0)
     assert not weights, f"gathered, and never used: {sorted(weights)}"
     pieces: list[list[Piece]] = [[] for _ in stages]
     for (stage, layer), (_, outputs, several) in done.items():
         pieces[stage].append((layer, outputs, several))
     outputs = collect(pieces, [stage.stacked for stage in stages])
-    return Forward(x, outputs, {key: closure for key, (closure, _, _) in done.items()})
+    layers = {key: closure for key, (closure, _, _) in done.items()}
+    return Forward(x, outputs, Residuals(layers, walk.sent))
 
 
 class _Forward:
-    def __init__(self, stages: Sequence[Stage], shared: Tree):
+    def __init__(self, stages: Sequence[Stage], shared: Tree, keep_sent: bool):
         self.stages = stages
         self.shared = shared
+        self.keep_sent = keep_sent
+        self.sent: ByLayer = {}
 
     def run(self, events: Sequence[Event], x: Tree, weights: ByLayer, origin: Any) -> tuple[Tree, ByLayer, ByLayer]:
         """Returns the activation, weights in flight, and of each layer its closure, its outputs, and whether these are
@@ -65,9 +80,15 @@ class _Forward:
         for event in events:
             match event:
                 case Gather(stage, layer):
-                    weights[stage, layer] = self.stages[stage].gather_layer(place(origin, layer), x)
+                    number = place(origin, layer)
+                    prepared = self.stages[stage].prepare_layer(number, x)
+                    weights[stage, layer] = self.stages[stage].gather_layer(number, prepared, x)
+                    if self.keep_sent:
+                        self.sent[stage, layer] = prepared
                 case Compute(stage, layer, keep):
                     own = weights.pop((stage, layer))
+                    if keep:
+                        self.sent.pop((stage, layer), None)
                     turn = turn_after(weights)
                     x, closure, outputs = self._compute(self.stages[stage], place(origin, layer), x, own, keep, turn)
                     done[stage, layer] = closure, outputs, False

@@ -25,7 +25,8 @@ def plan(lengths: Sequence[int], schedule: Schedule, *, travels: bool = True) ->
     offsets = [sum(lengths[:stage]) for stage in range(len(lengths))]
     found = segments(list(lengths), schedule, kept)
     planner = _Planner(found, offsets, total - kept, schedule.prefetch)
-    return Plan(tuple(planner.forward()), tuple(planner.backward()))
+    keep_sent = schedule.keep_gathered != 0 and not any(segment.loop for segment in found)
+    return Plan(tuple(planner.forward()), tuple(planner.backward()), keep_sent)
 
 
 class _Planner:

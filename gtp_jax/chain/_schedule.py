@@ -17,7 +17,9 @@ class Schedule:
             reduce-scatter the last gradient under this layer's backward. Off: each is waited for.
         unroll: layers of a stack in one loop body; `"full"` writes every layer out, which is fastest to run.
         keep_gathered: the number of layers, counted from the chain's end, that keep their gathered weights for
-            backward, or `"all"`; the other layers gather again. `"auto"`, the default, keeps the last layer's, because
+            backward, or `"all"`; the other layers gather again. Where layers are written out, these keep what they
+            sent, two bytes in bfloat16 for each parameter that a rank holds, instead of casting and joining shards
+            again; with `0` they keep nothing. `"auto"`, the default, keeps the last layer's gathered weights, because
             its backward follows its forward at once; and all layers' where no weight of the chain travels and layers
             are written out, because gathering again would only cast and join the same shards again.
     """

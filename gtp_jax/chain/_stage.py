@@ -41,8 +41,11 @@ class Stage:
             more layers than these, see `first`.
         params: pytree of floats that are differentiated and used as they are: parameters that are not sharded, and
             slots into which backward puts values by way of their gradients. Stacked likewise.
-        gather: maps one layer's shards and `gather_inputs` to its gathered weights, of which integers have no
-            gradient. It is differentiated, in the shards alone, only where a gradient is differentiated again.
+        prepare: makes of one layer's `gather_inputs`, without communication, what is sent in the place of some of
+            them. Layers that are written out keep it for backward.
+        gather: maps one layer's shards, `gather_inputs` and what `prepare` returned to its gathered weights, of which
+            integers have no gradient. It is differentiated, in the shards alone, only where a gradient is
+            differentiated again.
         reduce: sums the gradients of one layer's gathered weights and of its slots over the ranks.
         finish: makes the gradient of the layer's shards of what `reduce` returned, without communication. It runs once
             the layer's barrier is behind, so that XLA can write shards where all layers are collected. Gradients may
@@ -64,13 +67,14 @@ class Stage:
     shards: Tree
     gather_inputs: Tree
     params: Tree
-    gather: Callable[[Tree, Tree], Tree]
+    gather: Callable[[Tree, Tree, Tree], Tree]
     reduce: Callable[[tuple[Tree, Tree]], Tree]
     apply: Callable[[Tree, Tree, Tree, Tree, Tree, Tree, Turn], tuple[Tree, Outputs]]
     length: int = 1
     stacked: bool = False
     constants: Tree = ()
     first: int = 0
+    prepare: Callable[[Tree], Tree] = lambda inputs: ()
     finish: Callable[[Tree], Tree] = lambda reduced: reduced
     slots: Callable[[Tree], Tree] = lambda weights: {}
     takes_shared: bool = False
@@ -84,13 +88,19 @@ class Stage:
         index = place(layer, first)
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), tree)
 
-    def gather_layer(self, layer: Any, after: Tree, turn: Turn | None = None) -> Tree:
-        """Gathers the weights of a layer, no sooner than the values `after` have arrived, and than a turn."""
+    def prepare_layer(self, layer: Any, after: Tree) -> Tree:
+        """Prepares what a layer sends, no sooner than the values `after` have arrived."""
         # tied before it is cut out of a stack, so that forward's piece is not kept for backward
         inputs, _ = lax.optimization_barrier((self.gather_inputs, after))
+        return self.prepare(self.of_layer(inputs, layer, self.first))
+
+    def gather_layer(self, layer: Any, prepared: Tree, after: Tree, turn: Turn | None = None) -> Tree:
+        """Gathers the weights of a layer, no sooner than the values `after` have arrived, and than a turn."""
+        inputs, prepared, _ = lax.optimization_barrier((self.gather_inputs, prepared, after))
         if turn is not None:
-            inputs = tied(inputs, turn)
-        return self.gather(self.of_layer(self.shards, layer), self.of_layer(inputs, layer, self.first))
+            inputs, prepared = tied((inputs, prepared), turn)
+        own = self.of_layer(inputs, layer, self.first)
+        return self.gather(self.of_layer(self.shards, layer), own, prepared)
 
 
 def together(*trees: Tree) -> tuple[Tree, ...]:

@@ -51,9 +51,11 @@ from ._turns import use_turn as use_turn
 from ._weight import Shards as Shards
 from ._weight import as_shards as as_shards
 from ._weight import bytes_of as bytes_of
+from ._weight import gather_part as gather_part
 from ._weight import gather_weight as gather_weight
 from ._weight import gathered as gathered
 from ._weight import in_order as in_order
+from ._weight import part_of as part_of
 from ._weight import reduce_gradient as reduce_gradient
 from ._weight import split_features as split_features
 from ._weight import use_rows as use_rows

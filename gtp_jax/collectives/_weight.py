@@ -50,9 +50,19 @@ def gather_weight(
         `(rows, features_in)`, or of experts `(ranks, experts, rows, features_in)`; see [Note: the fused weight]. With
         one rank no collective is issued.
     """
+    return gather_part(part_of(shards, layouts, dtype), layouts)
+
+
+def part_of(shards: Shards, layouts: Sequence[Layout], dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Returns this rank's part of a fused weight as it travels, `(*experts, rows of kernel 0 | rows of kernel 1 | ...,
+    cols)`; arguments as in `gather_weight`."""
     shards = gather_stored(shards, layouts, dtype)
     rows = [jnp.moveaxis(s, layout.rows, -2) for s, layout in zip(shards, layouts, strict=True)]
-    part = rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=-2)
+    return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=-2)
+
+
+def gather_part(part: jax.Array, layouts: Sequence[Layout]) -> Float[jax.Array, "*fused rows features_in"]:
+    """Returns the fused weight of which this rank has a part, as `part_of` makes it."""
     ranks, axes, wire = layouts[0].ranks, layouts[0].axes, WIRE.get(part.dtype)
     flat = jnp.reshape(part, (-1, part.shape[-1]))
     if ranks > 1:

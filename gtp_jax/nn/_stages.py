@@ -26,6 +26,7 @@ from ..weights import (
     gather,
     gather_members,
     in_param_dtypes,
+    prepare,
     reduce_gradients,
     refuse_gradient,
     stored_gradients,
@@ -42,6 +43,10 @@ from ._weight import Weight, kernel_places, weight_owners
 # One layer's gathered weights by path, arrays or codes; and the arrays that receive the gradients of some of them.
 Weights = dict[Any, Any]
 Slots = dict[Any, jax.Array]
+
+# What one layer gathers: buffers of codes; by path shards, or codes of its own. And what is sent in place of shards.
+Inputs = tuple[tuple[Packed | StoredCodes, ...], dict[Any, Any]]
+Prepared = dict[Any, jax.Array]
 
 # What is decided about one layer's weights, by path.
 Groups = Mapping[Any, WeightGroup]
@@ -233,14 +238,17 @@ class _Template:
             return reduce_gradients(trained, {**of_weights, **of_slots})
 
         finish = functools.partial(stored_gradients, trained)
-        gather, reduced = functools.partial(_gather, groups), reduce
+        ahead, gather, reduced = functools.partial(_prepare, groups), functools.partial(_gather, groups), reduce
         if current_view() == "global":  # in which `finish` has nothing left to do
             joined = {path for path, owner in self.owners.items() if owner.joined() is not None}
-            gather, slots, reduced = _in_global_view(groups, joined, gather, slots, lambda own: finish(reduce(own)))
+            ahead, gather, slots, reduced = _in_global_view(
+                groups, joined, ahead, gather, slots, lambda own: finish(reduce(own))
+            )
         return Stage(
             shards,
             gather_inputs,
             params,
+            prepare=ahead,
             gather=gather,
             slots=slots,
             reduce=reduced,
@@ -284,32 +292,41 @@ class _Template:
         return found
 
 
-def _gather(groups: Groups, shards: Any, inputs: tuple[tuple[Packed | StoredCodes, ...], Any]) -> Weights:
+def _prepare(groups: Groups, inputs: Inputs) -> Prepared:
+    """Returns what is sent in the place of shards that are to be cast, by path."""
+    found = {path: prepare(groups[path], own) for path, own in inputs[1].items()}
+    return {path: own for path, own in found.items() if own is not None}
+
+
+def _gather(groups: Groups, shards: Any, inputs: Inputs, prepared: Prepared) -> Weights:
     """Gathers the weights of one layer, by path, differentiable in the shards."""
 
-    def make(inputs: tuple[tuple[Packed | StoredCodes, ...], Any]) -> Weights:
+    def make(inputs: Inputs) -> Weights:
         packed, others = inputs
         weights = {path: gather(groups[path], own) for path, own in others.items()}
         for one in packed:
             weights |= gather_members(groups, one)
         return weights
 
-    return straight_through(groups, shards, inputs, make)
+    packed, others = inputs
+    return straight_through(groups, shards, (packed, {**others, **prepared}), make)
 
 
 def _in_global_view(
     groups: Groups,
     joined: Collection[Any],
+    prepare: Callable[..., Prepared],
     gather: Callable[..., Weights],
     slots: Callable[..., Slots],
     to_shards: Callable[..., Any],
-) -> tuple[Callable[..., Weights], Callable[..., Slots], Callable[..., Any]]:
-    """Returns the three, on global arrays: weights, slots and their gradients are every rank's own.
+) -> tuple[Callable[..., Prepared], Callable[..., Weights], Callable[..., Slots], Callable[..., Any]]:
+    """Returns the four, on global arrays: what is prepared, weights, slots and their gradients are every rank's own.
 
     Args:
         groups: by path.
         joined: paths of which shards are gathered, joined from what ranks store.
-        gather: in local view, and so are the others.
+        prepare: in local view, and so are the others.
+        gather: of shards, of what stands in their place, and of what is prepared.
         slots: of gathered weights.
         to_shards: from gradients of gathered weights.
     """
@@ -326,10 +343,16 @@ def _in_global_view(
             return ranks
         return tuple(one.of_shards.spec for one in groups[path].layouts) if path in joined else specs[path]
 
-    def gather_globally(shards: Any, inputs: tuple[tuple[Any, ...], Any]) -> Weights:
+    def inputs_spec(inputs: Inputs) -> Any:
         packed, others = inputs
-        into = tuple(map(sent_spec, packed)), {path: sent_spec(own, path) for path, own in others.items()}
-        return on_ranks(lambda *own: by_rank(gather(*own)), (trained, into), ranks)(shards, inputs)
+        return tuple(map(sent_spec, packed)), {path: sent_spec(own, path) for path, own in others.items()}
+
+    def prepare_globally(inputs: Inputs) -> Prepared:
+        return on_ranks(prepare, (inputs_spec(inputs),), ranks)(inputs)
+
+    def gather_globally(shards: Any, inputs: Inputs, prepared: Prepared) -> Weights:
+        into = trained, inputs_spec(inputs), ranks
+        return on_ranks(lambda *own: by_rank(gather(*own)), into, ranks)(shards, inputs, prepared)
 
     summed = {path: groups[path] for path, own in trained.items() if any(map(replica_axes, own))}
 
@@ -341,7 +364,7 @@ def _in_global_view(
     def to_global_shards(gradients: tuple[Any, Slots]) -> dict[Any, Any]:
         return on_ranks(to_summed_shards, ((ranks, ranks),), trained)(gradients)
 
-    return gather_globally, on_ranks(slots, (ranks,), ranks), to_global_shards
+    return prepare_globally, gather_globally, on_ranks(slots, (ranks,), ranks), to_global_shards
 
 
 def _sent(owner: Weight) -> Any:

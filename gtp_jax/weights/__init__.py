@@ -16,6 +16,7 @@ from ._group import WeightGroup as WeightGroup
 from ._group import gather as gather
 from ._group import gather_members as gather_members
 from ._group import in_param_dtypes as in_param_dtypes
+from ._group import prepare as prepare
 from ._group import reduce_gradients as reduce_gradients
 from ._group import scatter as scatter
 from ._group import stored_gradients as stored_gradients

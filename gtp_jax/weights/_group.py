@@ -19,9 +19,11 @@ from ..collectives import (
     exchange_gradients,
     gather_codes,
     gather_packed,
+    gather_part,
     gather_weight,
     in_order,
     pack_codes,
+    part_of,
     reduce_gradient,
     scatter_stored,
     use_rows,
@@ -133,18 +135,29 @@ class WeightGroup:
         return jnp.zeros(weight.shape, self.grad_reduce.slot)
 
 
-def gather(group: WeightGroup, sent: Shards | Packed | StoredCodes) -> jax.Array | QuantizedArray:
+def prepare(group: WeightGroup, sent: Shards | Packed | StoredCodes) -> jax.Array | None:
+    """Returns what `gather` would make of shards to send them: cast, rows first, joined. `None` where there is nothing
+    to cast, or communication is part of it: then `gather` does it in every pass."""
+    if not isinstance(sent, tuple) or group.divided or not group.travels:
+        return None
+    if all(shard.dtype == group.dtype for shard in sent):
+        return None
+    return part_of(sent, group.layouts, group.dtype)
+
+
+def gather(group: WeightGroup, sent: Shards | Packed | StoredCodes | jax.Array) -> jax.Array | QuantizedArray:
     """Returns the fused weight, or its codes where those are multiplied; an array of any shape as such. Called inside a
     `shard_map`.
 
     Args:
         group: what is gathered.
-        sent: this rank's shards, what it stores of them, or their codes.
+        sent: this rank's shards, what it stores of them, their codes, or what `prepare` made of them.
     """
     if isinstance(sent, StoredCodes):
         sent = pack_codes(sent, [group.layouts])
     if not isinstance(sent, Packed):
-        weight = gather_weight(sent, group.layouts, group.dtype)
+        whole = isinstance(sent, tuple)
+        weight = gather_weight(sent, group.layouts, group.dtype) if whole else gather_part(sent, group.layouts)
         return weight if group.array is None else group.array.from_fused(weight)
     if group.as_codes:
         return gather_codes(sent, group.layouts)

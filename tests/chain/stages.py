@@ -63,7 +63,7 @@ def stage(shards, params, constants, remat="nothing") -> Stage:
         {"w": shards},
         {"w": shards},
         params,
-        gather=lambda _, one: {"w": lax.all_gather(one["w"], AXIS, axis=0, tiled=True)},
+        gather=lambda _, one, prepared: {"w": lax.all_gather(one["w"], AXIS, axis=0, tiled=True)},
         reduce=lambda found: {"w": lax.psum_scatter(found[0]["w"], AXIS, scatter_dimension=0, tiled=True)},
         apply=with_remat(apply, remat),
         length=len(shards),

@@ -68,7 +68,7 @@ def test_gradients_of_shared_floats_are_summed_in_float32(unroll):
     def apply(weights, slots, params, x, shared, constants, turn):
         return x + shared, Outputs()
 
-    identity = Stage((), (), (), lambda _, one: one, lambda found: (), apply, count, True, takes_shared=True)
+    identity = Stage((), (), (), lambda _, one, prepared: one, lambda found: (), apply, count, True, takes_shared=True)
     total = lambda shared: run([identity], jnp.zeros(()), Schedule(unroll=unroll), shared)[0]  # noqa: E731
     gradient = jax.grad(lambda shared: total(shared).astype(jnp.float32))(jnp.zeros((), jnp.bfloat16))
     assert gradient.dtype == jnp.bfloat16 and gradient == count

@@ -1,10 +1,17 @@
-"""The planner's events, read as a machine would run them: nothing is compiled, no array made."""
+"""The planner's events, read as a machine would run them, and how often a traced chain prepares what it sends."""
 
+import dataclasses
 import itertools
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
-from gtp_jax.chain import Barrier, Compute, Gather, Loop, Reduce, Schedule, plan
+from gtp_jax.chain import Barrier, Compute, Gather, Loop, Reduce, Schedule, plan, run
+
+from .stages import AXIS, FEATURES, arrays, shared_inputs, stage
 
 LENGTHS = [[1], [3], [1, 6, 1], [2, 5], [1, 1, 1], [7, 1, 4]]
 SCHEDULES = [
@@ -128,3 +135,36 @@ backward
   compute embed[0] | reduce blocks[0]
   reduce embed[0]"""
     )
+
+
+@pytest.mark.parametrize(
+    "schedule, passes",
+    [
+        (Schedule(), 1),
+        (Schedule(prefetch=False), 1),
+        (Schedule(keep_gathered="all"), 1),
+        (Schedule(keep_gathered=0), 2),
+    ],
+    ids=str,
+)
+def test_written_out_layers_prepare_what_they_send_once_unless_nothing_is_kept(schedule, passes):
+    weights, params, constants = arrays(3)
+    prepared = []
+
+    def prepare(own):
+        prepared.append(own)
+        return {"w": 2 * own["w"]}
+
+    def loss(weights, x):
+        own = dataclasses.replace(
+            stage(weights, params, constants),
+            prepare=prepare,
+            gather=lambda _, own, sent: {"w": lax.all_gather(sent["w"], AXIS, axis=0, tiled=True)},
+        )
+        return jnp.sum(run([own], x, schedule, shared_inputs(2))[0])
+
+    mesh = jax.make_mesh((len(jax.devices()),), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    split = P(None, AXIS)
+    step = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(split, P()), out_specs=split, check_vma=False)
+    jax.eval_shape(step, weights, jnp.zeros((2, FEATURES)))
+    assert len(prepared) == passes * 3

@@ -218,10 +218,15 @@ def test_layers_that_gather_their_own_weights_hand_backward_none_of_them(keep_ga
                 return nnx.merge(graph, params, copies)(x)
 
             y, backward = jax.vjp(run, params, x)
-            saved.extend(leaf.shape for leaf in jax.tree.leaves(backward))
+            saved.extend((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(backward))
             return y
 
         jax.eval_shape(call, params, others, jax.ShapeDtypeStruct((8, 2, 128), jnp.bfloat16))
-    shards = [shape[0] if len(shape) == 3 else 1 for shape in saved if shape[-2:] == (128, 128)]
-    whole = [shape[0] if len(shape) == 3 else 1 for shape in saved if shape[-2:] == (8 * 128, 128)]
-    assert (sum(shards), sum(whole)) == (3, layers)  # the stacked shards, once; every rank's copy of what is kept
+
+    def count(rows, dtype):
+        return sum(shape[0] if len(shape) == 3 else 1 for shape, of in saved if (*shape[-2:], of) == (rows, 128, dtype))
+
+    sent = 3 - layers if unroll == "full" and keep_gathered else 0
+    assert count(128, jnp.float32) == 3  # the stacked shards, once
+    assert count(128, jnp.bfloat16) == sent  # what was cast for the others
+    assert count(8 * 128, jnp.bfloat16) == layers  # every rank's copy of what is kept
