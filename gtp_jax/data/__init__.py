@@ -12,5 +12,5 @@ from ._text import standard_library as standard_library
 from ._tokens import BYTES as BYTES
 from ._tokens import Tokenizer as Tokenizer
 from ._tokens import load_tokenizer as load_tokenizer
-from ._tokens import same_vocabulary as same_vocabulary
+from ._tokens import same_tokenizer as same_tokenizer
 from ._windows import Windows as Windows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -121,8 +122,11 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     return Tokenizer(name, max(size, separator + 1), separator, encode)
 
 
-def same_vocabulary(path: str | os.PathLike[str], other: bytes) -> bool:
-    """Returns whether two tokenizer.json files give the same tokens the same ids.
+def same_tokenizer(path: str | os.PathLike[str], other: bytes) -> bool:
+    """Returns whether two tokenizer.json files define one tokenizer, so that every text has the same ids.
+
+    What is compared is all that the `tokenizers` package reads of them, but for padding and truncation: vocabulary,
+    merges, added tokens, normalizer, pre-tokenizer, post-processor, decoder and options of the model.
 
     Args:
         path: one file, which `load_tokenizer` reads.
@@ -131,12 +135,19 @@ def same_vocabulary(path: str | os.PathLike[str], other: bytes) -> bool:
     import tokenizers
 
     from_buffer = tokenizers.Tokenizer.from_buffer
-    mine = _loaded(from_buffer, path).get_vocab(with_added_tokens=True)
+    mine = _definition(_loaded(from_buffer, path))
     try:
         with _refused("it", ""):
-            return mine == from_buffer(other).get_vocab(with_added_tokens=True)
+            return mine == _definition(from_buffer(other))
     except ValueError:
         return False
+
+
+def _definition(tokenizer: Any) -> Any:
+    """Returns what a tokenizer does with a text, in the form in which the package writes it."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return json.loads(tokenizer.to_str())
 
 
 def _loaded(from_buffer: Callable[[bytes], Any], path: str | os.PathLike[str]) -> Any:

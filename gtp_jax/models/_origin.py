@@ -70,7 +70,7 @@ class Origin:
         """Returns the fields to save in a checkpoint's `extra`; `files` are saved as files."""
         return {_CONFIG: dict(self.config)} if self.config else {}
 
-    def without_vocabulary(self) -> Self:
-        """Returns the origin of a model that was trained on another vocabulary: no files, and no tokens' ids."""
+    def without_tokenizer(self) -> Self:
+        """Returns the origin of a model that was trained with another tokenizer: no files, and no tokens' ids."""
         ids = {name: None for name in self.config if name.endswith(_ID)}
         return dataclasses.replace(self, config={**self.config, **ids}, files={})

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from ..checkpoint import Checkpoints
-from ..data import same_vocabulary
+from ..data import same_tokenizer
 from ..models import TOKENIZER_FILE, ModelConfig, Origin, build, saved_architecture
 from ..nn import abstract_model, explain
 from ..recipes import Quantization
@@ -58,8 +58,8 @@ def check_recipe_fits(quantization: Quantization, model: ModelConfig, mesh: Mesh
 def start_from(directory: Path, state_like: Any, tokenizer: str | None) -> tuple[dict[str, Any], Origin]:
     """Returns the parameters of the latest step there, on the shardings of a state's, and their origin.
 
-    The origin keeps its tokenizer only if the run's text is in the same vocabulary; otherwise a message says what is
-    left out.
+    The origin keeps its tokenizer only if it is the one that the run's text is read with; otherwise a message says what
+    is left out.
 
     Args:
         directory: the checkpoints.
@@ -76,19 +76,19 @@ def start_from(directory: Path, state_like: Any, tokenizer: str | None) -> tuple
     if jax.process_index() == 0:
         text = "its tokens are bytes" if tokenizer is None else f"`tokenizer` {tokenizer}"
         print(
-            f"gtp-jax train: the tokenizer of {where} is left out of this run's checkpoints, because its vocabulary "
-            f"is not shown to be that of the text ({text}): {', '.join(origin.files)}. The ids of tokens in its "
+            f"gtp-jax train: the tokenizer of {where} is left out of this run's checkpoints, because it is not shown "
+            f"to be the one that the text is read with ({text}): {', '.join(origin.files)}. The ids of tokens in its "
             "config.json become null. To keep them, give the tokenizer.json that belongs to it as --tokenizer.",
             file=sys.stderr,
             flush=True,
         )
-    return params, origin.without_vocabulary()
+    return params, origin.without_tokenizer()
 
 
 def _is_of(origin: Origin, tokenizer: str | None) -> bool:
-    """Returns whether a run's tokenizer has the vocabulary of a model's."""
+    """Returns whether a run's tokenizer is that of a model."""
     theirs = origin.files.get(TOKENIZER_FILE)
-    return tokenizer is not None and theirs is not None and same_vocabulary(tokenizer, theirs)
+    return tokenizer is not None and theirs is not None and same_tokenizer(tokenizer, theirs)
 
 
 def _open(directory: Path) -> Checkpoints:

@@ -50,11 +50,14 @@ CONFIG = {
 }
 
 
-def tokenizer(words: list[str]) -> bytes:
+def tokenizer(words: list[str], **parts: object) -> bytes:
+    """A tokenizer of words; `parts` are its normalizer, decoder and so on."""
     ids = {word: i for i, word in enumerate(words)}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="?"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     made.add_special_tokens(["</s>"])
+    for name, part in parts.items():
+        setattr(made, name, part)
     return made.to_str().encode()
 
 
@@ -126,12 +129,20 @@ def started(directory, tokenizer):
         return start_from(directory, abstract_state(config, config.model(256, dtype="float32"))[0], tokenizer)
 
 
-@pytest.mark.parametrize("other", [None, [*WORDS[::-1], "?"]], ids=["bytes", "other"])
-def test_a_tokenizer_of_another_vocabulary_is_left_out_with_a_message(folder, tmp_path, capsys, other):
+@pytest.mark.parametrize(
+    "other",
+    [
+        None,
+        tokenizer([*WORDS[::-1], "?"]),
+        tokenizer([*WORDS, "?"], normalizer=tokenizers.normalizers.Lowercase()),
+    ],
+    ids=["bytes", "other ids", "the same ids"],
+)
+def test_a_tokenizer_other_than_the_runs_is_left_out_with_a_message(folder, tmp_path, capsys, other):
     path = None
     if other is not None:
         path = tmp_path / "tokenizer.json"
-        path.write_bytes(tokenizer(other))
+        path.write_bytes(other)
     params, origin = started(folder / "imported", path)
     err = capsys.readouterr().err
     assert f"the tokenizer of the checkpoint in {folder / 'imported'} is left out of this run's checkpoints" in err
@@ -145,7 +156,7 @@ def test_a_tokenizer_of_another_vocabulary_is_left_out_with_a_message(folder, tm
     assert {name: found[name] for name in CONFIG} == {**CONFIG, "bos_token_id": None, "eos_token_id": None}
 
 
-def test_the_same_vocabulary_in_another_file_keeps_the_tokenizer(folder, tmp_path, capsys):
+def test_the_same_tokenizer_in_another_file_is_kept(folder, tmp_path, capsys):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(json.loads(FILES["tokenizer.json"]), indent=4))
     assert started(folder / "imported", path)[1].files == FILES
