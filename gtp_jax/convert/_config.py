@@ -31,16 +31,17 @@ def write_config(
         path: the directory.
         config: sizes of the model.
         encoding: of the weights.
-        imported: the config.json that the model once came with. Its fields are kept as they are, unless the model has
-            another value.
+        imported: the config.json that the model once came with. Its fields are kept as they are, and none is added,
+            unless the model has another value than readers of the file take.
         max_positions: longest sequence that readers should allow; if `None`, as imported, or what readers assume.
     """
     family = hugging_face_of(config)
     own = {"architectures": [family.architecture], "model_type": family.model_type, **family.to_json(config)}
     changed = _changed(family, own, imported)
-    fields = {**own, **imported, **changed}
     if _ROTARY & changed.keys():
-        fields.pop("rope_parameters", None)  # transformers 5 says there what these say
+        changed |= {name: own[name] for name in _ROTARY}
+        imported = {name: value for name, value in imported.items() if name != "rope_parameters"}  # which says the same
+    fields = {**imported, **changed}
     names = [name for name in ("torch_dtype", "dtype") if name in imported]  # the latter in newer files
     fields |= dict.fromkeys(names or ["torch_dtype"], encoding.dtype)
     if max_positions is not None:

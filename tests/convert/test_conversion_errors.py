@@ -78,6 +78,14 @@ def change_config(source, **fields):
         (dict(rope_parameters={"full_attention": {"rope_theta": 1e4}}), "has rope_parameters .* for all layers"),
         (dict(partial_rotary_factor=0.5), "has partial_rotary_factor 0.5, 1 or none is expected"),
         (dict(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}), "has partial_rotary_factor 0.5"),
+        (
+            dict(rope_theta=5e5, rope_parameters={"rope_theta": 1e6, "rope_type": "default"}),
+            "has rope_theta 500000.0 and rope_parameters.rope_theta 1000000.0, which contradict each other",
+        ),
+        (
+            dict(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_type": "default"}),
+            "has rope_scaling {.*'factor': 2.0} and rope_parameters {'kind': 'default'}, which contradict",
+        ),
     ],
 )
 def test_configurations_that_our_llama_does_not_compute(source, tmp_path, fields, message):

@@ -1,5 +1,6 @@
 """From Hugging Face's files to a checkpoint and back, bit for bit; read by another reader."""
 
+import dataclasses
 import json
 
 import ml_dtypes
@@ -88,22 +89,37 @@ def test_a_tied_head_has_no_tensor(tmp_path):
 def test_config_comes_back_with_what_it_said_of_other_things(source, tmp_path):
     export_llama(source[2], tmp_path / "out")
     found = json.loads((tmp_path / "out/config.json").read_text())
-    assert {key: found[key] for key in CONFIG} == CONFIG
-    assert found["torch_dtype"] == "bfloat16" and "quantization_config" not in found
+    assert found == {**CONFIG, "torch_dtype": "bfloat16"}
     export_llama(source[2], tmp_path / "longer", max_positions=8192)
     assert json.loads((tmp_path / "longer/config.json").read_text())["max_position_embeddings"] == 8192
 
 
-@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
-def test_scaled_frequencies_are_read_from_either_place_and_written_back(tmp_path, place):
-    scaling = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
-    scaling["original_max_position_embeddings"] = 8192
-    given = {place: {**scaling, "rope_theta": 500000.0} if place == "rope_parameters" else scaling}
-    write_model(tmp_path / "hf", random_tensors(CONFIG), {**CONFIG, **given})
-    found = import_llama(tmp_path / "hf", tmp_path / "imported").config.rope_scaling
-    assert found == gtp.RopeScaling(kind="llama3", factor=8.0, original_length=8192)
+SCALING = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+SCALING["original_max_position_embeddings"] = 8192
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        dict(rope_theta=5e5, rope_scaling=SCALING),
+        dict(rope_parameters={**SCALING, "rope_theta": 5e5}),
+        dict(rope_theta=5e5, rope_scaling=SCALING, rope_parameters={**SCALING, "rope_theta": 5e5}),
+        dict(rope_scaling={**SCALING, "rope_theta": 5e5}, rope_parameters={"rope_theta": 5e5}),
+    ],
+    ids=["rope_scaling", "rope_parameters", "both", "the base in both"],
+)
+def test_scaled_frequencies_are_read_from_either_place_and_written_back_there_alone(tmp_path, places):
+    given = {**{name: value for name, value in CONFIG.items() if name != "rope_theta"}, **places}
+    write_model(tmp_path / "hf", random_tensors(CONFIG), given)
+    config = import_llama(tmp_path / "hf", tmp_path / "imported").config
+    assert config.rope_theta == 5e5
+    assert config.rope_scaling == gtp.RopeScaling(kind="llama3", factor=8.0, original_length=8192)
     export_llama(tmp_path / "imported", tmp_path / "out")
-    assert json.loads((tmp_path / "out/config.json").read_text())["rope_scaling"] == scaling
+    assert json.loads((tmp_path / "out/config.json").read_text()) == {**given, "torch_dtype": "bfloat16"}
+    export_llama(tmp_path / "imported", tmp_path / "other", config=dataclasses.replace(config, rope_theta=7e5))
+    written = json.loads((tmp_path / "other/config.json").read_text())
+    found = {name: written.get(name) for name in ("rope_theta", "rope_scaling", "rope_parameters")}
+    assert found == {"rope_theta": 7e5, "rope_scaling": SCALING, "rope_parameters": None}
 
 
 def test_sizes_that_transformers_leaves_out_have_its_defaults(source, tmp_path):

@@ -76,12 +76,13 @@ def from_json(kind: Kind, content: dict[str, Any], file: str) -> LlamaConfig:
 
 
 def _rotary(file: str, content: dict[str, Any]) -> dict[str, Any]:
-    """Returns the base of the rotary wavelengths, from either place where transformers writes it.
+    """Returns the base of the rotary wavelengths, from all places where transformers writes it.
 
     Raises:
-        ValueError: if the wavelengths are of a part of a head, or not the same in all layers.
+        ValueError: if the wavelengths are of a part of a head, not the same in all layers, or of two bases.
     """
-    for name in ("rope_scaling", "rope_parameters"):
+    given = {"rope_theta": content.get("rope_theta")}
+    for name in _PLACES:
         fields = content.get(name) or {}
         if not isinstance(fields, dict) or any(isinstance(value, dict) for value in fields.values()):
             raise ValueError(
@@ -92,9 +93,32 @@ def _rotary(file: str, content: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"{file} has partial_rotary_factor {part!r}, 1 or none is expected: gtp_jax turns whole heads."
             )
-    theta = (content.get("rope_parameters") or {}).get("rope_theta")
+        given[f"{name}.rope_theta"] = fields.get("rope_theta")
+    theta = _agreed(file, given)
     return {} if theta is None else {"rope_theta": theta}
 
+
+def _agreed(file: str, given: dict[str, Any]) -> Any:
+    """Returns what all fields say that say something; `None` if none does.
+
+    Versions of transformers disagree about which of two counts, so that the model would be another one to some readers.
+
+    Raises:
+        ValueError: if two differ.
+    """
+    said = {name: value for name, value in given.items() if value is not None}
+    first, *others = said.items() or [("", None)]
+    for name, value in others:
+        if value != first[1]:
+            raise ValueError(
+                f"{file} has {first[0]} {first[1]!r} and {name} {value!r}, which contradict each other, and versions "
+                "of transformers do not agree which one counts. Leave the one that the weights were trained with."
+            )
+    return first[1]
+
+
+# Where transformers writes the rotary embedding: up to version 4, beside a field for the base; and from version 5 on.
+_PLACES = ("rope_scaling", "rope_parameters")
 
 # Fields of a scaling in theirs and ours, by its type.
 _SCALINGS = {
@@ -109,15 +133,17 @@ _SCALINGS = {
 
 
 def _scaling(file: str, content: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the fields of the scaling of the rotary frequencies, from either place where transformers writes it.
+    """Returns the fields of the scaling of the rotary frequencies, from both places where transformers writes it.
 
     Raises:
-        ValueError: if it is of another type, or lacks a field.
+        ValueError: if it is of another type, lacks a field, or is not the same in both.
     """
-    for name in ("rope_parameters", "rope_scaling"):
+    given: dict[str, Any] = {}
+    for name in _PLACES:
         fields = content.get(name) or {}
-        kind = fields.get("rope_type", fields.get("type", "default"))
-        if kind == "default":
+        kind = fields.get("rope_type", fields.get("type"))
+        if kind is None or kind == "default":
+            given[name] = None if kind is None else {"kind": kind}
             continue
         if not isinstance(kind, str) or kind not in _SCALINGS:
             raise ValueError(
@@ -127,8 +153,9 @@ def _scaling(file: str, content: dict[str, Any]) -> dict[str, Any] | None:
         lacking = [theirs for theirs, _ in _SCALINGS[kind] if not _is_of(fields.get(theirs), (int, float))]
         if lacking:
             raise ValueError(f"{file} has {name} of the type {kind!r} without numbers for {', '.join(lacking)}.")
-        return {"kind": kind, **{ours: fields[theirs] for theirs, ours in _SCALINGS[kind]}}
-    return None
+        given[name] = {"kind": kind, **{ours: fields[theirs] for theirs, ours in _SCALINGS[kind]}}
+    scaling = _agreed(file, given)
+    return None if scaling is None or scaling["kind"] == "default" else scaling
 
 
 def _scaling_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
