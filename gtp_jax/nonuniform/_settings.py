@@ -9,6 +9,9 @@ from .._dataclass_flags import as_tuple, check_knobs, knob
 from .._foreign import brief
 from ._faults import FaultPlan, plan_faults
 
+# Arguments of `plan_faults` that have another name here.
+_ARGUMENTS = {"failed": "failed_devices", "batches": "replica_batches"}
+
 
 def _number(text: str) -> int:
     if not text.isascii() or not text.isdigit():
@@ -66,15 +69,21 @@ class Faults:
         Raises:
             ValueError: as `plan_faults`.
         """
-        return plan_faults(
-            dp=dp,
-            gtp=gtp,
-            tp=tp,
-            failed=self.failed_devices,
-            batch=batch,
-            microbatches=microbatches,
-            batches=self.replica_batches,
-            even=self.even,
-            min_tp=self.min_tp,
-            core_tp=self.core_tp,
-        )
+        try:
+            return plan_faults(
+                dp=dp,
+                gtp=gtp,
+                tp=tp,
+                failed=self.failed_devices,
+                batch=batch,
+                microbatches=microbatches,
+                batches=self.replica_batches,
+                even=self.even,
+                min_tp=self.min_tp,
+                core_tp=self.core_tp,
+            )
+        except ValueError as error:
+            text = str(error)
+            for theirs, ours in _ARGUMENTS.items():
+                text = text.replace(f"`{theirs}`", f"`{ours}`")
+            raise ValueError(text) from error

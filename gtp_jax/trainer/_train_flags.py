@@ -157,8 +157,7 @@ class TrainConfig:
         One process has the failed ones too, and several have those alone that compute.
         """
         if self.faults.any:
-            asked = self.parallelism
-            plan = self.fault_plan({"dp": asked.dp, "gtp": asked.gtp or 1, "tp": asked.tp or 1})
+            plan = self.fault_plan(self._healthy())
             return plan.slots if processes == 1 else len(plan.active)
         return self.parallelism.virtual_devices(VIRTUAL_DEVICES)
 
@@ -174,7 +173,7 @@ class TrainConfig:
         """
         asked = self.parallelism
         if self.faults.any:
-            degrees = {"dp": asked.dp, "gtp": asked.gtp or 1, "tp": asked.tp or 1}  # of the healthy run
+            degrees = self._healthy()
             self.fault_plan(degrees).devices_of(range(devices))
             preset_of(self.preset).check_mesh(tp=degrees["tp"], seq=self.seq)
             return degrees
@@ -185,6 +184,18 @@ class TrainConfig:
         preset_of(self.preset).check_mesh(tp=degrees["tp"], seq=self.seq)
         self.execution.check_batch(self.batch, degrees)
         return degrees
+
+    def _healthy(self) -> dict[str, int]:
+        """Returns the degrees of the run before devices failed, whose number does not tell them."""
+        asked = self.parallelism
+        if asked.gtp is None and asked.tp is None:
+            name = "failed_devices" if self.faults.failed_devices else "replica_batches"
+            raise ValueError(
+                f"`{name}` is {list(getattr(self.faults, name))}, which is of the replicas of a grid dp x gtp x tp, "
+                "but neither --gtp nor --tp is given. Give the degrees that the run had with all its devices; one that "
+                "is left out is 1."
+            )
+        return {"dp": asked.dp, "gtp": asked.gtp or 1, "tp": asked.tp or 1}
 
     def fault_plan(self, degrees: dict[str, int]) -> FaultPlan:
         """Returns how the run goes on without its failed devices.

@@ -78,3 +78,13 @@ def test_an_unknown_setting_is_refused():
 def test_values_out_of_range_are_refused_by_the_piece_that_has_them(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("faults", [{"failed_devices": [3]}, {"replica_batches": [4, 4]}])
+def test_failures_are_refused_where_the_healthy_grid_is_not_said(faults):
+    (name,) = faults
+    config = from_settings(TrainConfig, {"dp": 2, **faults})
+    for check in (lambda: config.virtual_devices(1), lambda: config.degrees(4, virtual=True)):
+        with pytest.raises(ValueError, match=rf"`{name}` is \[.*neither --gtp nor --tp is given. Give the degrees"):
+            check()
+    assert from_settings(TrainConfig, {"dp": 2, "tp": 2, "batch": 8, **faults}).virtual_devices(1) == 4
