@@ -71,8 +71,9 @@ def resume_from(
             ) from error
     if extra["text"] != corpus.fingerprint:
         raise ValueError(
-            f"{corpus.name} is not the text that this run was trained on: its content has changed, or --data "
-            "names another. Resume with the text as it was, or start a new run with another --out."
+            f"the tokens of {corpus.name} by the tokenizer {corpus.tokenizer} are not those that this run was trained "
+            "on: the content of the text or of the tokenizer has changed, or --data or --tokenizer names another. "
+            "Resume with both as they were, or start a new run with another --out."
         )
     origin = Origin.of(extra, source.files(step), f"the checkpoint of step {step}")
     if in_memory:

@@ -118,7 +118,8 @@ def test_changed_text_is_not_resumed_on(run_of_two_steps, tmp_path, capsys):
     other = write_text(tmp_path / "other", documents=41)
     before = TrainConfig.load(run_of_two_steps / "config.json")
     assert main(["train", f"--out={run_of_two_steps}", "--resume", f"--data={other}"]) == 2
-    assert "is not the text that this run was trained on" in capsys.readouterr().err
+    message = "are not those that this run was trained on: the content of the text or of the tokenizer has changed"
+    assert f"by the tokenizer bytes {message}, or --data or --tokenizer" in capsys.readouterr().err
     assert TrainConfig.load(run_of_two_steps / "config.json") == before
 
 
