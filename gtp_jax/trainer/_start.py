@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from .._foreign import brief
 from ..checkpoint import Checkpoints
 from ..data import same_tokenizer
-from ..models import TOKENIZER_FILE, ModelConfig, Origin, build, saved_architecture
+from ..models import PRESETS, TOKENIZER_FILE, ModelConfig, Origin, build, saved_architecture
 from ..nn import abstract_model, explain
 from ..recipes import Quantization
 from ._directory import checkpoints_in
+from ._train_flags import VOCAB_MULTIPLE, vocab_size_with
+
+
+# Fields of an architecture that flags other than --preset decide.
+_OF_OTHER_FLAGS = {"vocab_size", "top_k", "shared_hidden", "routing"}
+_OWN_PROGRAM = (
+    "Train it in a program of your own: `gtp_jax.models.saved_config` makes its configuration of the manifest's "
+    "`extra`, and `Checkpoints.restore_params` reads its parameters."
+)
 
 
 def check_start(directory: Path, model: ModelConfig) -> None:
@@ -41,8 +52,31 @@ def check_start(directory: Path, model: ModelConfig) -> None:
         raise ValueError(
             f"the checkpoint in {directory} is of another model than this run's:\n"
             + "\n".join(lines)
-            + "\nChoose the --preset, and the --tokenizer, that belong to it."
+            + f"\n{_remedy(theirs)}"
         )
+
+
+def _remedy(theirs: Mapping[str, Any]) -> str:
+    """Returns which flags make a run of a model of this architecture, or that none do."""
+
+    def sizes(architecture: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in architecture.items() if name not in _OF_OTHER_FLAGS}
+
+    fitting = {name: preset for name, preset in PRESETS.items() if sizes(preset.architecture()) == sizes(theirs)}
+    if not fitting:
+        return f"No --preset has the sizes of the checkpoint's, and `gtp-jax train` trains no others. {_OWN_PROGRAM}"
+    name, preset = next(iter(fitting.items()))
+    vocab_size = theirs.get("vocab_size")
+    if not isinstance(vocab_size, int) or vocab_size_with(preset, vocab_size) != vocab_size:
+        return (
+            f"--preset {name} has its other sizes, but no --tokenizer gives it {brief(vocab_size)} tokens: `gtp-jax "
+            f"train` takes {preset.vocab_size}, or a larger multiple of {VOCAB_MULTIPLE}. {_OWN_PROGRAM}"
+        )
+    least = vocab_size - VOCAB_MULTIPLE + 1 if vocab_size > preset.vocab_size else 1
+    return (
+        f"Choose --preset {name}, and the --tokenizer that belongs to it; of its kind are those with {least} to "
+        f"{vocab_size} tokens, their separator included."
+    )
 
 
 def check_recipe_fits(quantization: Quantization, model: ModelConfig, mesh: Mesh) -> None:

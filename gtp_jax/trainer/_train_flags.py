@@ -32,7 +32,7 @@ _RENAMED = {
     "reduce": "grad_wire",
 }
 
-_VOCAB_MULTIPLE = 128
+VOCAB_MULTIPLE = 128
 
 # float64 needs JAX_ENABLE_X64; it makes runs on different meshes comparable to 1e-12
 DTYPES = ("float32", "bfloat16", "float64")
@@ -41,6 +41,11 @@ DTYPES = ("float32", "bfloat16", "float64")
 def default_lr(preset: str) -> float:
     """Returns the highest learning rate of a preset where none is asked for: it falls with the width."""
     return 0.003 * math.sqrt(128 / preset_of(preset).hidden_size)
+
+
+def vocab_size_with(preset: ModelConfig, tokens: int) -> int:
+    """Returns the vocabulary of a preset that is trained on text of so many different tokens."""
+    return max(-(-tokens // VOCAB_MULTIPLE) * VOCAB_MULTIPLE, preset.vocab_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -221,9 +226,9 @@ class TrainConfig:
             dtype: compute dtype.
         """
         preset = self.experts.of(preset_of(self.preset), self.preset)
-        vocab_size = -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+        vocab_size = vocab_size_with(preset, vocab_size)
         return dataclasses.replace(
-            preset, vocab_size=max(vocab_size, preset.vocab_size), dtype=self.dtype or dtype, **self.execution.of_model
+            preset, vocab_size=vocab_size, dtype=self.dtype or dtype, **self.execution.of_model
         )
 
     @property

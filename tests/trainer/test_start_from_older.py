@@ -28,7 +28,7 @@ def test_the_older_names_are_of_the_same_model_and_differences_are_told_by_today
         model = gtp.init(lambda rngs: gtp.Dense(2, 2, rngs=rngs), nnx.Rngs(0))
         checkpoints.save(1, gtp.TrainState.create(model, optax.sgd(1.0)), extra={"model": OLD})
     check_start(tmp_path, MODEL)
-    with pytest.raises(ValueError, match="another model than this run's:\n  vocab_size: 97 there, 128 here\nChoose"):
+    with pytest.raises(ValueError, match="than this run's:\n  vocab_size: 97 there, 128 here\nNo --preset"):
         check_start(tmp_path, dataclasses.replace(MODEL, vocab_size=128))
 
 
