@@ -5,19 +5,28 @@ from __future__ import annotations
 import argparse
 import difflib
 import itertools
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from .._foreign import printable
 
+# What `float` takes, with a sign. argparse itself knows no exponents, and would take such a value for a flag.
+_NEGATIVE = re.compile(r"-(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(e[-+]?\d+)?$|-(inf|infinity|nan)$", re.IGNORECASE)
+
 
 class Parser(argparse.ArgumentParser):
     """Refuses unknown words with the usage of the command that they were given to, and the nearest known word.
 
-    argparse creates subcommands' parsers of the same class, so that this holds for each of them. A message repeats
+    argparse creates subcommands' parsers of the same class, so that this holds for each of them. A negative number is a
+    value, which the flag's own check refuses. A message repeats
     foreign words in a form that a terminal displays and does not interpret.
     """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._negative_number_matcher = _NEGATIVE
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """Parses arguments, all of which must be known.

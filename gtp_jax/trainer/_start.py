@@ -19,7 +19,6 @@ from ..recipes import Quantization
 from ._directory import checkpoints_in
 from ._train_flags import VOCAB_MULTIPLE, vocab_size_with
 
-
 # Fields of an architecture that flags other than --preset decide.
 _OF_OTHER_FLAGS = {"vocab_size", "top_k", "shared_hidden", "routing"}
 _OWN_PROGRAM = (

@@ -227,9 +227,7 @@ class TrainConfig:
         """
         preset = self.experts.of(preset_of(self.preset), self.preset)
         vocab_size = vocab_size_with(preset, vocab_size)
-        return dataclasses.replace(
-            preset, vocab_size=vocab_size, dtype=self.dtype or dtype, **self.execution.of_model
-        )
+        return dataclasses.replace(preset, vocab_size=vocab_size, dtype=self.dtype or dtype, **self.execution.of_model)
 
     @property
     def peak_lr(self) -> float:

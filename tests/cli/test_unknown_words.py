@@ -62,3 +62,10 @@ def test_values_that_look_like_flags_are_values(capsys):
     assert (str(args.directory), args.step) == ("--stp", 3)
     args = parser().parse_args(["train", "--data", "--x y", "--warm", "3"])
     assert (args.data, args.warmup) == (["--x y"], 3)
+
+
+@pytest.mark.parametrize("value", ["-1e-3", "-.5E2", "-1_0.", "-2", "-inf"])
+def test_a_negative_number_is_a_value_which_the_flag_refuses(value, capsys):
+    assert main(["train", "--lr", value]) == 2
+    assert f"`lr` is {float(value)}; it must be a number above 0" in capsys.readouterr().err
+    assert f"is {value!r}; it must be a positive number" in refused(capsys, "bench", "step", "--within", value)
