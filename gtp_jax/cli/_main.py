@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from .._exit_codes import of_error, of_signal
-from ..mesh import has_gpu
+from ..mesh import has_gpu, use_cpu
 from ..train import all_reduce_with_nccl
 from ..trainer import Diverged
 from . import _bench, _checkpoint, _convert, _doctor, _elastic, _inspect, _plan_faults, _profile, _replay, _train
@@ -37,6 +37,9 @@ examples:
 `gtp-jax COMMAND --help` explains a command's options.
 """
 
+# Commands that read files and shapes, and compute nothing that needs a device.
+_OF_FILES = ("checkpoint", "convert", "elastic", "plan-faults")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
@@ -50,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal that has ended it.
     """
     args = parser().parse_args(argv)
-    if has_gpu():
+    if args.command in _OF_FILES:
+        use_cpu()
+    elif has_gpu():
         all_reduce_with_nccl()  # before the backend starts, which reads XLA_FLAGS
     try:
         return args.run(args)

@@ -16,6 +16,7 @@ from ._degrees import fill_degrees as fill_degrees
 from ._devices import choose_devices as choose_devices
 from ._devices import has_gpu as has_gpu
 from ._devices import on_gpu as on_gpu
+from ._devices import use_cpu as use_cpu
 from ._hardware import largest_attention_head as largest_attention_head
 from ._hardware import platform as platform
 from ._hardware import runs_kernels as runs_kernels

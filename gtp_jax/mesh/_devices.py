@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import logging
 import os
 
 import jax
@@ -29,11 +30,23 @@ def choose_devices(total: int, *, processes: int = 1, local: int | None = None) 
         )
     try:
         jax.config.update("jax_num_cpu_devices", local or total // processes)
-        if "JAX_PLATFORMS" not in os.environ and not has_gpu():
-            # An installed CUDA plugin would look for a driver and complain at length that there is none.
-            jax.config.update("jax_platforms", "cpu")
+        if not has_gpu():
+            use_cpu()  # an installed CUDA plugin would look for a driver and complain at length that there is none
     except RuntimeError:
         pass  # jax runs already, with devices that are counted later
+
+
+def use_cpu() -> None:
+    """Makes jax compute on the CPU, unless the environment says on what, and keeps quiet of broken plugins."""
+    if "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")
+    if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
+        # jax loads installed plugins all the same, and logs the traceback of one that is broken
+        logging.getLogger("jax._src.xla_bridge").addFilter(_is_not_of_plugin)
+
+
+def _is_not_of_plugin(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("Jax plugin configuration error")
 
 
 def has_gpu() -> bool:
