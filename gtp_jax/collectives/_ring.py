@@ -23,7 +23,7 @@ from jax import lax
 from jaxtyping import Float, Shaped
 
 from ..mesh import degree
-from ..ops import SlottedWeight, linear, to_input, to_weight, values_and_slot
+from ..ops import SlottedWeight, as_one, linear, to_input, to_weight, values_and_slot
 
 Parts = tuple[jax.Array, ...]
 
@@ -51,12 +51,16 @@ def gather_linear(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _gather_linear(x: jax.Array, weight: jax.Array, slot: jax.Array, axis: str, dtype: np.dtype) -> Parts:
     del slot, dtype
+    return _gathered_product(axis, x, weight)
+
+
+def _gathered_product(axis: str, x: jax.Array, weight: jax.Array) -> Parts:
     return _while_gathered(x, lambda part, _: linear(part, weight), axis)
 
 
 def _gather_linear_forward(x: jax.Array, weight: jax.Array, slot: jax.Array, axis: str, dtype: np.dtype):
-    # the weight is its own slot here: see [Note: second derivatives] in `gtp_jax.weights`
-    return _gather_linear(x, weight, weight.astype(dtype), axis, dtype), (x, weight)
+    del slot, dtype
+    return as_one(functools.partial(_gathered_product, axis), x, weight), (x, weight)
 
 
 def _gather_linear_backward(axis: str, dtype: np.dtype, saved: tuple[jax.Array, jax.Array], gradients: Parts):
@@ -90,11 +94,16 @@ def linear_scatter(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _linear_scatter(parts: Parts, weight: jax.Array, slot: jax.Array, axis: str, dtype: np.dtype) -> jax.Array:
     del slot, dtype
+    return _scattered_product(axis, parts, weight)
+
+
+def _scattered_product(axis: str, parts: Parts, weight: jax.Array) -> jax.Array:
     return _while_scattered(parts, lambda part: linear(part, weight), axis)
 
 
 def _linear_scatter_forward(parts: Parts, weight: jax.Array, slot: jax.Array, axis: str, dtype: np.dtype):
-    return _linear_scatter(parts, weight, weight.astype(dtype), axis, dtype), (parts, weight)  # as above
+    del slot, dtype
+    return as_one(functools.partial(_scattered_product, axis), parts, weight), (parts, weight)
 
 
 def _linear_scatter_backward(axis: str, dtype: np.dtype, saved: tuple[Parts, jax.Array], gradient: jax.Array):
@@ -116,6 +125,10 @@ def join_parts(
     parts: tuple[Shaped[jax.Array, "batch part *features"], ...], axis: str
 ) -> Shaped[jax.Array, "batch sequence *features"]:
     """Returns the sequence in its order, whole, from its parts `(batch, sequence / ranks, ...)`."""
+    return _join(parts, axis)
+
+
+def _join(parts: Parts, axis: str) -> jax.Array:
     length = parts[0].shape[1]
     whole = jnp.zeros((parts[0].shape[0], length * len(parts), *parts[0].shape[2:]), parts[0].dtype)
     for part, start in zip(parts, _starts(length, axis), strict=True):
@@ -132,6 +145,10 @@ def split_parts(
     Raises:
         ValueError: if the axis does not divide it.
     """
+    return _split(x, axis)
+
+
+def _split(x: jax.Array, axis: str) -> Parts:
     length, rest = divmod(x.shape[1], degree(axis))
     if rest:
         raise ValueError(
@@ -141,13 +158,10 @@ def split_parts(
     return tuple(lax.dynamic_slice_in_dim(x, start, length, 1) for start in _starts(length, axis))
 
 
-# Each is the other's inverse and transpose. JAX's own would add up arrays that are zero outside of one part.
-join_parts.defvjp(
-    lambda parts, axis: (join_parts(parts, axis), None), lambda axis, _, gradient: (split_parts(gradient, axis),)
-)
-split_parts.defvjp(
-    lambda x, axis: (split_parts(x, axis), None), lambda axis, _, gradients: (join_parts(gradients, axis),)
-)
+# Each is the other's inverse and transpose. JAX's own, which second derivatives take, add up arrays that are zero
+# outside of one part.
+join_parts.defvjp(lambda parts, axis: (_join(parts, axis), None), lambda axis, _, gradient: (_split(gradient, axis),))
+split_parts.defvjp(lambda x, axis: (_split(x, axis), None), lambda axis, _, gradients: (_join(gradients, axis),))
 
 
 def _while_gathered(x: jax.Array, make: Callable[[jax.Array, int], jax.Array], axis: str) -> Parts:

@@ -208,17 +208,17 @@ def _gathered_by_xla(value: jax.Array, array: ArrayLayout, dtype: Any, reduction
     mesh = jax.sharding.get_abstract_mesh()
     stored, used = NamedSharding(mesh, array.spec), NamedSharding(mesh, array.use_spec)
 
-    @jax.custom_vjp
-    def apply(value: jax.Array) -> jax.Array:
+    def gather(value: jax.Array) -> jax.Array:
         return lax.with_sharding_constraint(value.astype(dtype), used)
 
     def fwd(value: jax.Array) -> tuple[jax.Array, None]:
-        return apply(value), None
+        return gather(value), None
 
     def bwd(_: None, gradient: jax.Array) -> tuple[jax.Array]:
         sums = lax.with_sharding_constraint(gradient.astype(reduction.sums), stored)
         return (sums.astype(value.dtype),)
 
+    apply = jax.custom_vjp(gather)
     apply.defvjp(fwd, bwd)
     return apply(value)
 

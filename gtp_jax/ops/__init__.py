@@ -4,6 +4,7 @@ from ._amax import hadamard as hadamard
 from ._amax import hadamard_amax as hadamard_amax
 from ._amax import multi_amax as multi_amax
 from ._amax import power_of_two_amax as power_of_two_amax
+from ._as_one import as_one as as_one
 from ._attention import attention as attention
 from ._attention import check_choices as check_choices
 from ._attention import check_mask as check_mask

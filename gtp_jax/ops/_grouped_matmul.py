@@ -18,6 +18,7 @@ from jaxtyping import Float, Int32
 from ..mesh import platform
 from . import _grouped_blocked as blocked
 from . import _grouped_native as on_gpus
+from ._as_one import as_one
 from ._implementation import Implementation, runs_native
 from ._save import save_for_backward
 from ._slot import SlottedWeight, values_and_slot
@@ -92,8 +93,9 @@ def _grouped_matmul(
 
 
 def _fwd(x: jax.Array, weight: jax.Array, slot: jax.Array, group_sizes: jax.Array, native: bool, dtype: np.dtype):
-    # the weight is its own slot here: see [Note: second derivatives] in `gtp_jax.weights`
-    return _grouped_matmul(x, weight, weight.astype(dtype), group_sizes, native, dtype), (x, weight, group_sizes)
+    del slot, dtype
+    product = functools.partial(kernels_of(native).product, transposed=True)
+    return as_one(product, x, weight, group_sizes), (x, weight, group_sizes)
 
 
 def _bwd(native: bool, dtype: np.dtype, saved: tuple[jax.Array, jax.Array, jax.Array], gradient: jax.Array):

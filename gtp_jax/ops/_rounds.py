@@ -35,7 +35,12 @@ def in_rounds(
 
 def _fwd(function: Callable[..., jax.Array], operands: Tree, constants: Tree, rounds: jax.Array):
     first, vjp = jax.vjp(lambda operands: function(0, operands, constants), operands)
-    total = lax.fori_loop(1, rounds, lambda i, total: total + function(i, operands, constants), first)
+
+    def add(i: jax.Array, total: jax.Array) -> jax.Array:
+        # by the rules of its derivative, which can be differentiated forward, as a `jax.custom_vjp` cannot
+        return total + jax.vjp(lambda operands: function(i, operands, constants), operands)[0]
+
+    total = lax.fori_loop(1, rounds, add, first)
     return total, (vjp, operands, constants, rounds)
 
 

@@ -9,8 +9,8 @@ three conditions, of which each costs the first derivative nothing:
    (codes, joined or rounded copies, all of them under `stop_gradient`): its derivative is that of a gather of the
    shards, in float32 at least, as if nothing had been rounded.
 2. What a weight with a slot adds to a gradient of a gradient goes where its gradient goes. A product's backward
-   multiplies by the values, whose derivative `ops.slotted` adds to the slot's. A forward rule that calls its own
-   product gives it the weight for a slot: the slot that the rule was given is zeros, which nothing moves.
+   multiplies by the values, whose derivative `ops.slotted` adds to the slot's. A forward rule multiplies by them as any
+   code does (`ops.as_one`): the slot that it was given is zeros, which nothing moves.
 3. What a rule moves as integers, or in a format, has the derivative of the values: see `collectives.in_bits`, and
    `collectives.exchange_gradients`.
 

@@ -163,12 +163,16 @@ class Everything(nnx.Module):
         return self.head(jnp.tanh(x @ self.own.gather().astype(x.dtype)) + x)
 
 
+def mean_token_loss(graph, params, others, batch):
+    total, count = gtp.cross_entropy(nnx.merge(graph, params, others)(batch["tokens"]), batch["targets"])
+    return total / count
+
+
 def penalized_token_loss(model, batch):
     graph, params, others = nnx.split(model, nnx.Param, ...)
 
     def mean(params):
-        total, count = gtp.cross_entropy(nnx.merge(graph, params, others)(batch["tokens"]), batch["targets"])
-        return total / count
+        return mean_token_loss(graph, params, others, batch)
 
     return mean(params) + sum(jnp.sum(g.astype("float64") ** 2) for g in jax.tree.leaves(jax.grad(mean)(params)))
 
@@ -193,6 +197,23 @@ def test_a_penalty_through_every_layer_has_the_gradient_of_finite_differences(x6
             found = gradients_of(model, penalized_token_loss, batch, "jit", None)
             there = sum(np.vdot(g, d) for g, d in zip(found, jax.tree.leaves(along), strict=True))
             assert abs(there - slope) < tolerance * abs(slope), dtype
+
+
+def test_the_gradient_through_every_layer_is_differentiated_forward_and_that_again_in_reverse(x64):
+    """Traced alone: compiled, it would take half a minute. Values are compared below."""
+    tokens = jnp.zeros((4, 8), jnp.int32)
+    batch = {"tokens": tokens, "targets": tokens}
+    with jax.set_mesh(gtp.make_mesh(gtp=2, tp=2, devices=jax.devices()[:4])):
+        model = gtp.nn.abstract_model(lambda rngs: Everything(rngs, "float64"))
+        graph, params, others = nnx.split(model, nnx.Param, ...)
+        gradient = jax.grad(lambda params: mean_token_loss(graph, params, others, batch))
+
+        def curvature(params, along):
+            moved = jax.jvp(gradient, (params,), (along,))[1]
+            return sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(along), strict=True))
+
+        found = jax.eval_shape(jax.grad(curvature), params, params)
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, params)
 
 
 @pytest.mark.parametrize(
@@ -244,3 +265,62 @@ def test_a_gradient_is_differentiated_forward_too(kind, order):
         found = jax.jit(lambda params, along: product(gradient, params, along))(put, moved)
     found = np.concatenate([np.reshape(g, (-1, WIDTH, WIDTH)) for g in jax.tree.leaves(found)])
     assert np.linalg.norm(found - wanted) < 2e-2 * np.linalg.norm(wanted)
+
+
+class Pair(nnx.Module):
+    def __init__(self, rngs):
+        given: dict[str, Any] = dict(rngs=rngs, dtype="float64", param_dtype="float64")
+        self.up, self.down = gtp.Dense(4, 2, parallel="column", **given), gtp.Dense(2, 4, parallel="row", **given)
+
+    def __call__(self, x):
+        return x + self.down(jnp.sin(self.up(x)))
+
+
+@pytest.mark.parametrize("kind", ["list", "stack"])
+def test_derivatives_through_a_sequence_that_moves_in_parts_are_those_of_plain_jax(kind, x64):
+    """Of forward over reverse (`jax.hessian`), and of reverse over that."""
+    rng = np.random.default_rng(0)
+    weights = jnp.asarray(rng.normal(size=8)), jnp.asarray(rng.normal(size=8))
+    x, along = jnp.asarray(rng.normal(size=(2, 4, 4))), jnp.asarray(rng.normal(size=(16, 16)))
+
+    def derivatives(call):
+        def value(flat):
+            return jnp.sum(jnp.cos(call(jnp.reshape(flat[:8], (4, 2)), jnp.reshape(flat[8:], (2, 4)), x)))
+
+        def both(flat):
+            hessian = jax.hessian(value)
+            return hessian(flat), jax.grad(lambda flat: jnp.vdot(hessian(flat), along))(flat)
+
+        return [np.asarray(a) for a in jax.jit(both)(jnp.concatenate(weights))]
+
+    wanted = derivatives(lambda up, down, x: x + jnp.sin(x @ up) @ down)
+    with jax.set_mesh(gtp.make_mesh(gtp=2, tp=2, devices=jax.devices()[:4])):
+        model = gtp.init(lambda rngs: gtp.Stack(Pair, 1, rngs=rngs) if kind == "stack" else Pair(rngs), nnx.Rngs(0))
+        graph, state = nnx.split(model)
+        lead, structure = (1,) if kind == "stack" else (), jax.tree.structure(state)
+
+        def call(up, down, x):
+            put = [jnp.reshape(kernel, (*lead, *kernel.shape)) for kernel in (down, up)]
+            return nnx.merge(graph, jax.tree.unflatten(structure, put))(x)
+
+        found = derivatives(call)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_experts_that_multiply_in_several_rounds_are_differentiated_forward_over_reverse(x64):
+    x, along = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 4, 8)))
+
+    def product(**degrees):
+        def layer(rngs):
+            options: dict[str, Any] = dict(round_size=0.3, aux_loss_coeff=0, dtype="float64", param_dtype="float64")
+            return gtp.MoE(8, 8, num_experts=4, top_k=2, rngs=rngs, **options)
+
+        with jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[: sum(degrees.values())])):
+            graph, state = nnx.split(gtp.init(layer, nnx.Rngs(0)))
+            gradient = jax.grad(lambda state, x: jnp.sum(jnp.sin(nnx.merge(graph, state)(x))), (0, 1))
+            found = jax.jit(lambda *given: jax.jvp(gradient, *given))((state, x), (state, along))[1]
+            return [np.asarray(leaf) for leaf in jax.tree.leaves(found)]
+
+    for a, b in zip(product(ep=2), product(gtp=1), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
