@@ -20,6 +20,10 @@ def of_parameter[T](path: Path, parameters: Mapping[Path, T]) -> T | None:
     """Returns what `parameters` holds for the parameter that an optimizer's array at `path` belongs to, if it does.
 
     Optax keeps such arrays in trees of the parameters' structure, whole or masked, so their paths end with the
-    parameter's own.
+    parameter's own, or, of an array for each axis (SM3), with that and the number of the axis.
     """
-    return next((parameters[path[start:]] for start in range(len(path)) if path[start:] in parameters), None)
+    for own in (path, path[:-1]) if path and path[-1].isdigit() else (path,):
+        for start in range(len(own)):
+            if own[start:] in parameters:
+                return parameters[own[start:]]
+    return None

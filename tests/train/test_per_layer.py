@@ -113,6 +113,7 @@ PER_LAYER = {
     "lamb": lambda each: each(optax.lamb(0.1)),
     "lars": lambda each: each(optax.lars(0.1)),
     "adafactor": lambda each: each(small_adafactor()),
+    "sm3": lambda each: each(optax.sm3(0.1)),
     "decay of matrices alone": lambda each: each(optax.adamw(0.1, weight_decay=0.1, mask=wide)),
     "in a chain": lambda each: clipped(each(muon(optax.linear_schedule(0.1, 0.01, 3)))),
     "around multi_transform": lambda each: each(mixed()),
