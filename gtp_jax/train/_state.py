@@ -19,6 +19,7 @@ from ..nn import ModelDef, split_model
 from ._layers_as_one import warn_of_layers_as_one
 from ._memory import distinct
 from ._optimizer import of_model
+from ._state_form import form
 
 Tree = Any
 
@@ -104,24 +105,24 @@ def state_specs(model_def: ModelDef, optimizer: optax.GradientTransformation, pa
 
 @contextlib.contextmanager
 def of_optimizer(state: TrainState, optimizer: optax.GradientTransformation) -> Iterator[None]:
-    """Refuses a state that was made for another optimizer: with other arrays at once, with the same arrays in another
-    structure if the update within this context fails.
+    """Refuses a state that was made for another optimizer: with arrays of other shapes or dtypes at once, with the same
+    arrays in another structure if the update within this context fails.
 
     Raises:
         ValueError: naming the first array that differs.
     """
     own = jax.eval_shape(of_model(optimizer, state.model_def).init, state.params)
-    wanted, found = ({path: jnp.shape(leaf) for path, leaf in with_paths(tree)} for tree in (own, state.opt_state))
+    wanted, found = ({path: form(leaf) for path, leaf in with_paths(tree)} for tree in (own, state.opt_state))
     path = next((path for path in (*wanted, *found) if wanted.get(path) != found.get(path)), None)
     remedy = (
         "Pass `train_step` the optimizer that `TrainState.create` was called with; to change optimizers, make a new "
         "state: `TrainState.create(state.model(), optimizer)`."
     )
     if path is not None:
-        shapes = [f"shape {one[path]}" if path in one else "no such array" for one in (found, wanted)]
+        forms = [one.get(path, "no such array") for one in (found, wanted)]
         raise ValueError(
-            f"`state.opt_state` is of another optimizer: at {'.'.join(path)!r} it has {shapes[0]}, the optimizer of "
-            f"this step {shapes[1]}. {remedy}"
+            f"`state.opt_state` is of another optimizer: at {'.'.join(path)!r} it has {forms[0]}, the optimizer of "
+            f"this step {forms[1]}. {remedy}"
         )
     try:
         yield
@@ -133,6 +134,22 @@ def of_optimizer(state: TrainState, optimizer: optax.GradientTransformation) -> 
             f"`state.opt_state` is of another optimizer: it is a {structures[0]}, the optimizer of this step keeps a "
             f"{structures[1]}. {remedy}"
         ) from error
+
+
+def check_optimizer_keeps_forms(before: Tree, after: Tree) -> None:
+    """Refuses an optimizer whose update gives its state other shapes or dtypes, which no step could be given.
+
+    Raises:
+        ValueError: naming the first array that differs.
+    """
+    had, has = ({path: form(leaf) for path, leaf in with_paths(tree)} for tree in (before, after))
+    path = next((path for path in (*had, *has) if had.get(path) != has.get(path)), None)
+    if path is not None:
+        forms = [one.get(path, "no such array") for one in (had, has)]
+        raise ValueError(
+            f"the optimizer's `update` changes the form of its state: at {'.'.join(path)!r} from {forms[0]} to "
+            f"{forms[1]}. Let its `init` and `update` agree, such as by a cast in `update`."
+        )
 
 
 def constrained(tree: Tree, specs: Tree) -> Tree:

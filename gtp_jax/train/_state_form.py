@@ -36,9 +36,10 @@ def check_form_kept(before: Tree, after: Tree) -> None:
 
 def _forms(tree: Tree) -> dict[str, str]:
     leaves = with_paths(tree, is_leaf=lambda leaf: leaf is None)
-    return {".".join(path): "None" if leaf is None else _form(leaf) for path, leaf in leaves}
+    return {".".join(path): "None" if leaf is None else form(leaf) for path, leaf in leaves}
 
 
-def _form(leaf: Any) -> str:
+def form(leaf: Any) -> str:
+    """Returns the dtype and the shape of an array, as messages write them: `float32[2, 3]`."""
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     return f"{dtype}{list(jnp.shape(leaf))}"

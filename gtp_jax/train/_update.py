@@ -16,7 +16,7 @@ from ..mesh import Path, with_paths
 from ._gradients import Computed, mean_gradients
 from ._loss import mean
 from ._optimizer import of_model
-from ._state import TrainState, constrained, of_optimizer, state_specs
+from ._state import TrainState, check_optimizer_keeps_forms, constrained, of_optimizer, state_specs
 from ._state_form import check_form_kept
 
 Tree = Any
@@ -83,6 +83,7 @@ def updated(
         with of_optimizer(state, optimizer):
             update = of_model(optimizer, state.model_def).update
             updates, opt_state = update(grads, state.opt_state, state.params, **extra)
+        check_optimizer_keeps_forms(state.opt_state, opt_state)
         params: Any = optax.apply_updates(state.params, updates)
         biases = {path: leaf for path, leaf in with_paths(state.params) if path in rates}
         moved = {path: _moved(bias, loads[path], rates[path]) for path, bias in biases.items()}

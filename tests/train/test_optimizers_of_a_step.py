@@ -122,7 +122,20 @@ def test_a_state_of_another_optimizer_is_refused(mesh):
     for make, reason in others.items():
         with pytest.raises(ValueError, match=message.format(reason)):
             gtp.train_step(loss, make(0.1))(state, X)
+    for options in ({}, {"skip_nonfinite": False}):
+        with pytest.raises(ValueError, match=r"at '0.mu.*' it has float64\[.*, the optimizer of this step bfloat16\["):
+            gtp.train_step(loss, optax.adam(0.1, mu_dtype="bfloat16"), **options)(state, X)
     gtp.train_step(loss, optax.adam(0.2))(state, X)  # whose arrays are the same
+
+
+def test_an_optimizer_that_changes_the_form_of_its_state_is_refused(mesh):
+    def update(updates, state, params=None):
+        return updates, jax.tree.map(lambda g: g.astype("float16"), updates)
+
+    optimizer = optax.GradientTransformation(optax.tree.zeros_like, update)
+    for options in ({}, {"skip_nonfinite": False}):
+        with pytest.raises(ValueError, match=r"changes the form of its state: at '.*' from float64\[.* to float16\["):
+            gtp.train_step(loss, optimizer, **options)(state_of(optimizer), X)
 
 
 class WithTarget(nnx.Module):
