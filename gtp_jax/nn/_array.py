@@ -205,17 +205,15 @@ def over_batch(
 
 def _gathered_by_xla(value: jax.Array, array: ArrayLayout, dtype: Any, reduction: Reduction) -> jax.Array:
     """Returns a stored global array as `Param.gather` has it; its gradient goes straight to the stored partition."""
-    mesh = jax.sharding.get_abstract_mesh()
-    stored, used = NamedSharding(mesh, array.spec), NamedSharding(mesh, array.use_spec)
 
     def gather(value: jax.Array) -> jax.Array:
-        return lax.with_sharding_constraint(value.astype(dtype), used)
+        return lax.with_sharding_constraint(value.astype(dtype), array.use_spec)
 
     def fwd(value: jax.Array) -> tuple[jax.Array, None]:
         return gather(value), None
 
     def bwd(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-        sums = lax.with_sharding_constraint(gradient.astype(reduction.sums), stored)
+        sums = lax.with_sharding_constraint(gradient.astype(reduction.sums), array.spec)
         return (sums.astype(value.dtype),)
 
     apply = jax.custom_vjp(gather)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from ..collectives import Shards, codes_specs, cuts_blocks
 from ..formats import QuantizedArray
@@ -221,9 +221,7 @@ def _cast(group: WeightGroup, masters: Shards) -> tuple[jax.Array, ...]:
     cast = tuple(jnp.array(x, group.dtype, copy=True) for x in masters)
     if current_view() != "global":
         return cast
-    mesh = jax.sharding.get_abstract_mesh()
     specs = [one.of_shards.spec for one in group.layouts] if group.array is None else [group.array.spec]
     return tuple(
-        lax.with_sharding_constraint(x, NamedSharding(mesh, stacked_spec(spec, x.ndim)))
-        for x, spec in zip(cast, specs, strict=True)
+        lax.with_sharding_constraint(x, stacked_spec(spec, x.ndim)) for x, spec in zip(cast, specs, strict=True)
     )

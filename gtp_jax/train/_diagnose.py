@@ -15,6 +15,7 @@ from ..mesh import degrees, of_all_processes
 from ..recipes import Recipe, recipe_of_call
 from ._gradients import Request, View, gradients, mean_gradients
 from ._loss import Loss, mean
+from ._memory import check_held
 from ._probes import Probes
 from ._state import TrainState
 
@@ -77,8 +78,10 @@ def diagnose(
     every process.
 
     Raises:
-        ValueError: if the batch has not as many rows as the ranks that shard it, or a multiple.
+        ValueError: if the batch has not as many rows as the ranks that shard it, or a multiple; if a step has taken the
+            state.
     """
+    check_held(state)
     flags, names = _finite_leaves(state.params)
     if not flags.all():
         return Diagnosis(parameter=names[int(np.argmin(flags))])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from ..collectives import sum_over_replicas
 from ..mesh import Roles, degrees, use_roles
@@ -292,10 +293,13 @@ def _parts(path: Any, batch: Any, count: int, roles: Roles) -> jax.Array:
 
 
 def _divided(batch: jax.Array, roles: Roles, dim: int) -> jax.Array:
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or batch.ndim <= dim or batch.shape[dim] % degrees(roles.batch):
-        return batch
-    return lax.with_sharding_constraint(batch, NamedSharding(mesh, PartitionSpec(*(None,) * dim, roles.batch)))
+    whole = jax.sharding.get_abstract_mesh().empty or batch.ndim <= dim or batch.shape[dim] % degrees(roles.batch)
+    return batch if whole else _held(batch, PartitionSpec(*(None,) * dim, roles.batch))
+
+
+@functools.partial(jax.jit, static_argnums=(1,), inline=True)  # outside of it JAX holds no array made without the mesh
+def _held(batch: jax.Array, spec: PartitionSpec) -> jax.Array:
+    return lax.with_sharding_constraint(batch, spec)
 
 
 def _of_microbatches(batch: jax.Array, count: int) -> jax.Array:

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..mesh import Path, check_mesh_in_scope, of_parameter, with_paths
 from ..nn import ModelDef, split_model
 from ._layers_as_one import warn_of_layers_as_one
-from ._memory import distinct
+from ._memory import check_held, distinct
 from ._optimizer import of_model
 from ._state_form import form
 
@@ -77,7 +77,12 @@ class TrainState:
         return distinct(cls(params, opt_state, step, model_def, model_state, frozen))
 
     def model(self) -> Any:
-        """Returns the model, with these parameters and other variables."""
+        """Returns the model, with these parameters and other variables.
+
+        Raises:
+            ValueError: if a step has taken the arrays.
+        """
+        check_held(self)
         return self.model_def.model(self.params, self.model_state, self.frozen)
 
 
@@ -153,14 +158,12 @@ def check_optimizer_keeps_forms(before: Tree, after: Tree) -> None:
 
 
 def constrained(tree: Tree, specs: Tree) -> Tree:
-    """Holds the arrays of a traced pytree to partitions, of the same structure; without a mesh as they are."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    """Holds the arrays of a pytree to partitions, of the same structure; without a mesh as they are."""
+    if jax.sharding.get_abstract_mesh().empty:
         return tree
     leaves, structure = jax.tree.flatten(tree)
     partitions = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
-    placed = [lax.with_sharding_constraint(a, NamedSharding(mesh, s)) for a, s in zip(leaves, partitions, strict=True)]
-    return jax.tree.unflatten(structure, placed)
+    return jax.tree.unflatten(structure, map(lax.with_sharding_constraint, leaves, partitions))
 
 
 def _shardings(specs: Any) -> Any:

@@ -183,10 +183,15 @@ def loss_and_gradients(
     """Returns the loss of the batch, as `train_step` reports it, and its gradient with respect to `state.params`, for a
     step of one's own.
 
-    Call it under `jax.jit`, with the mesh in scope. Arguments as in `train_step`. Gradients are rounded stochastically
-    by bits that follow from `seed` and `state.step`: count the latter up after every update, or they will be rounded
-    alike each time. What a call writes to the model's variables is dropped.
+    Call it with the mesh in scope, and under `jax.jit`: outside it runs one operation after another. Arguments as in
+    `train_step`. Gradients are rounded stochastically by bits that follow from `seed` and `state.step`: count the
+    latter up after every update, or they will be rounded alike each time. What a call writes to the model's variables
+    is dropped.
+
+    Raises:
+        ValueError: on arguments that `train_step` refuses; if a step has taken the state.
     """
+    check_held(state)
     _check_state(state)
     check_recipe(recipe)
     _check_pregathered_layers(pregathered_layers)

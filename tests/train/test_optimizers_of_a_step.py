@@ -109,9 +109,12 @@ def test_a_state_that_a_step_has_taken_is_refused(mesh):
     first = state_of(optimizer)
     step = gtp.train_step(loss, optimizer)
     step(first, X)
-    for again in (step, gtp.eval_step(loss)):
+    calls = {"step": lambda: step(first, X), "eval_step": lambda: gtp.eval_step(loss)(first, X)}
+    calls |= {"diagnose": lambda: gtp.diagnose(loss, first, X), "model": first.model}
+    calls |= {"gradients": lambda: gtp.loss_and_gradients(loss, first, X)}
+    for call in calls.values():
         with pytest.raises(ValueError, match="`state` was passed to a step before.*'params.down.bias'.*Go on with the"):
-            again(first, X)
+            call()
 
 
 def test_a_state_of_another_optimizer_is_refused(mesh):

@@ -110,6 +110,20 @@ def test_evaluation_is_the_loss_that_the_next_step_reports(key):
     assert float(found["tokens"]) == float(metrics["tokens"]) == 64
 
 
+def test_gradients_outside_of_jit_are_those_within(key):
+    x = jax.random.normal(key, (4, 2, 8))  # on no mesh
+
+    def loss(model, x):
+        return jnp.mean(model(x) ** 2)
+
+    with jax.set_mesh(gtp.make_mesh(gtp=2, tp=2, devices=jax.devices()[:4])):
+        state = gtp.TrainState.create(gtp.init(lambda rngs: gtp.MLP(8, 16, rngs=rngs), nnx.Rngs(1)), optax.sgd(0.1))
+        for count in (1, 2):
+            call = lambda state, x, count=count: gtp.loss_and_gradients(loss, state, x, microbatches=count)  # noqa: E731
+            for found, wanted in zip(host(call(state, x)), host(jax.jit(call)(state, x)), strict=True):
+                np.testing.assert_allclose(found, wanted, rtol=1e-2, atol=1e-5)
+
+
 def test_a_state_made_for_another_mesh_is_refused(key):
     state = make_state()
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
