@@ -168,7 +168,7 @@ def _while_gathered(x: jax.Array, make: Callable[[jax.Array, int], jax.Array], a
     """Returns `make(part, s)` of every part, `x` being part 0, each while the next is on its way [Note: turns]."""
     made = [make(x, 0)]
     for s in range(1, degree(axis)):
-        x, made[-1] = lax.optimization_barrier((_send(x, 1, axis), made[-1]))
+        x, made[-1] = _at_once(_send(x, 1, axis), made[-1])
         made.append(make(x, s))
     return tuple(made)
 
@@ -178,10 +178,20 @@ def _while_scattered(parts: Parts, make: Callable[[jax.Array], jax.Array], axis:
     total = make(parts[-1])
     for part in reversed(parts[:-1]):
         # it is not added within the matmul, which would wait for it
-        part, total = lax.optimization_barrier((part, total))
-        total, made = lax.optimization_barrier((_send(total, -1, axis), make(part)))
+        part, total = _at_once(part, total)
+        total, made = _at_once(_send(total, -1, axis), make(part))
         total = total + made
     return total
+
+
+@jax.custom_jvp
+def _at_once(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns both, neither sooner than the other. Their derivatives are not tied: JAX (0.12) transposes no barrier of
+    which an operand is a constant, as a tangent of zero is."""
+    return lax.optimization_barrier((one, other))
+
+
+_at_once.defjvp(lambda primals, tangents: (_at_once(*primals), tangents))
 
 
 def _term(part: jax.Array, gradient: jax.Array, axis: str, dtype: np.dtype) -> jax.Array:

@@ -6,6 +6,7 @@ and one on the gradient with respect to the parameters. The oracles are plain JA
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -278,18 +279,25 @@ class Pair(nnx.Module):
 
 @pytest.mark.parametrize("kind", ["list", "stack"])
 def test_derivatives_through_a_sequence_that_moves_in_parts_are_those_of_plain_jax(kind, x64):
-    """Of forward over reverse (`jax.hessian`), and of reverse over that."""
+    """Of forward over reverse (`jax.hessian`), of reverse over that, and of reverse over reverse."""
     rng = np.random.default_rng(0)
     weights = jnp.asarray(rng.normal(size=8)), jnp.asarray(rng.normal(size=8))
     x, along = jnp.asarray(rng.normal(size=(2, 4, 4))), jnp.asarray(rng.normal(size=(16, 16)))
 
+    terms = ("value", "x", "params")
+
+    def kernels(flat):
+        return jnp.reshape(flat[:8], (4, 2)), jnp.reshape(flat[8:], (2, 4))
+
     def derivatives(call):
         def value(flat):
-            return jnp.sum(jnp.cos(call(jnp.reshape(flat[:8], (4, 2)), jnp.reshape(flat[8:], (2, 4)), x)))
+            return jnp.sum(jnp.cos(call(*kernels(flat), x)))
 
         def both(flat):
             hessian = jax.hessian(value)
-            return hessian(flat), jax.grad(lambda flat: jnp.vdot(hessian(flat), along))(flat)
+            penalized = functools.partial(three_parts, lambda flat, x: call(*kernels(flat), x), terms=terms)
+            third = jax.grad(lambda flat: jnp.vdot(hessian(flat), along))
+            return hessian(flat), third(flat), jax.grad(penalized)(flat, x)
 
         return [np.asarray(a) for a in jax.jit(both)(jnp.concatenate(weights))]
 
