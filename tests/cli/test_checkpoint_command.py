@@ -72,3 +72,11 @@ def test_what_is_not_there_is_named(run, tmp_path, capsys):
     assert code == 2 and "no step 3 in" in text
     code, text = printed(capsys, "verify", tmp_path)
     assert code == 2 and f"no complete step in {tmp_path}" in text
+
+
+@pytest.mark.parametrize("verb", ["list", "show", "verify", "diff"])
+def test_a_step_given_for_a_run_is_answered_with_what_to_give(run, verb, capsys):
+    step = run / "checkpoints/2"
+    code, text = printed(capsys, verb, step, *([run] if verb == "diff" else []))
+    assert code == 2 and f"{step} is one step of a run. Give the directory that holds the steps, {step.parent}," in text
+    assert "--step 2" in text
