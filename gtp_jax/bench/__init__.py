@@ -78,6 +78,7 @@ from ._suite import run_suite as run_suite
 from ._suite import turns as turns
 from ._suite_file import Result as Result
 from ._suite_file import SuiteFile as SuiteFile
+from ._suite_file import read_suite as read_suite
 from ._suite_file import settings_here as settings_here
 from ._suite_file import this_machine as this_machine
 from ._suite_picture import draw_suite as draw_suite

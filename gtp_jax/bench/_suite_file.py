@@ -95,11 +95,7 @@ class SuiteFile:
         self.results = [result for result in self.results if id(result) not in gone]
 
     def _read(self, path: Path) -> list[Result]:
-        try:
-            saved = json.loads(path.read_text())
-            assert saved["writer"] == _WRITER
-        except (json.JSONDecodeError, KeyError, TypeError, AssertionError):
-            raise ValueError(f"{path} was not written by `{_WRITER}`. Name another file.") from None
+        saved = read_suite(path)
         then = {name: saved.get(name) for name in self._settings}
         differing = list(_differences(then, self._settings))
         if differing:
@@ -108,6 +104,24 @@ class SuiteFile:
                 "again, or go on where it was written."
             )
         return [Result(**{**r, "flags": tuple(r["flags"]), "seconds": tuple(r["seconds"])}) for r in saved["results"]]
+
+
+def read_suite(path: Path) -> dict[str, Any]:
+    """Returns the content of a suite's file.
+
+    Raises:
+        ValueError: if it is cut off or changed, or of something else.
+        OSError: if it cannot be read.
+    """
+    try:
+        saved = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is not whole JSON, as a file that is cut off: {error}. Get it again, or name another file."
+        ) from None
+    if not isinstance(saved, dict) or saved.get("writer") != _WRITER:
+        raise ValueError(f"{path} was not written by `{_WRITER}`. Name another file.")
+    return saved
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> Iterable[str]:

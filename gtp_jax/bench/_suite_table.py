@@ -70,6 +70,10 @@ class SuiteWorkload:
         step = self.step if platform == "gpu" else _tiny(self.step)
         return step.workload(platform, self.devices, steps=steps or self.steps, experts=ExpertOptions())
 
+    def on(self, platform: str) -> SuiteWorkload:
+        """Returns the workload with the title of what `workload` makes of it: the sizes in the table's are a GPU's."""
+        return self if platform == "gpu" else dataclasses.replace(self, title=f"{self.name} in small")
+
     def chosen(self, only: Sequence[str]) -> list[Contender]:
         """Returns those who take part and are asked for: all of them if `only` is empty, otherwise those whose name is
         one of `only` or has all the words of one of `only` that is no contender's name."""

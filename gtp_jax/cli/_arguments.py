@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from pathlib import Path
 
@@ -25,13 +26,22 @@ def whole(text: str) -> int:
     return int(text)
 
 
+def program(text: str) -> str:
+    """Returns the name of a program that can be started, for `type=`."""
+    if shutil.which(text) is None:
+        raise argparse.ArgumentTypeError(f"is {text!r}, which is no program that can be started")
+    return text
+
+
 def check_files(*paths: Path | None) -> None:
     """Checks that files can be written to these places.
 
     Raises:
-        ValueError: naming the folder that is not there.
+        ValueError: naming the folder that is not there, or what is one.
     """
     for path in filter(None, paths):
+        if path.is_dir():
+            raise ValueError(f"{path} is a directory; name a file, in it for instance.")
         if not path.absolute().parent.is_dir():
             raise ValueError(f"{path.absolute().parent} is no directory; create it first, or name another file.")
 
@@ -49,7 +59,11 @@ def add_run_flags(topic: argparse.ArgumentParser, *, timeout_s: int, one: str) -
     )
     topic.add_argument("--within", type=positive, metavar="MIN", help="minutes for all; later ones are skipped")
     topic.add_argument(
-        "--torch-python", default=sys.executable, metavar="PATH", help="the Python that has torch (default: this one)"
+        "--torch-python",
+        type=program,
+        default=sys.executable,
+        metavar="PATH",
+        help="the Python that has torch (default: this one)",
     )
 
 

@@ -91,6 +91,8 @@ def _run(args: argparse.Namespace) -> int:
     check_files(args.json, args.png)
     every = sorted({workload.devices for workload in bench.WORKLOADS})
     if args.list:
+        if args.json is not None and args.json.exists():
+            bench.read_suite(args.json)
         devices = every if args.devices is None else [args.devices]
         print(_listed(bench.chosen_workloads(args.workloads, args.contenders, devices), args.contenders, args.rounds))
         return 0
@@ -99,11 +101,12 @@ def _run(args: argparse.Namespace) -> int:
     if args.devices is not None and args.devices > count:
         raise ValueError(f"`--devices` is {args.devices}, and there are {count} here.")
     devices = [n for n in every if n <= count] if args.devices is None else [args.devices]
-    workloads = bench.chosen_workloads(args.workloads, args.contenders, devices)
+    known = [workload.on(platform) for workload in bench.WORKLOADS]
+    workloads = [w.on(platform) for w in bench.chosen_workloads(args.workloads, args.contenders, devices)]
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
     settings = bench.settings_here(device, args.torch_python, steps=args.steps)
-    file = bench.SuiteFile(args.json, settings, lambda results: bench.suite_summary(bench.WORKLOADS, results))
+    file = bench.SuiteFile(args.json, settings, lambda results: bench.suite_summary(known, results))
     options = bench.SuiteOptions(
         platform=platform,
         machine=bench.this_machine(platform == "gpu"),
@@ -128,7 +131,7 @@ def _run(args: argparse.Namespace) -> int:
             print(f"\n{_table(workload, rows, platform)}")
     print(f"\n{_LEGEND}")
     if args.png:
-        found = [(w, bench.rows_of(w, file.results)) for w in bench.WORKLOADS]
+        found = [(w, bench.rows_of(w, file.results)) for w in known]
         bench.draw_suite([(w, rows) for w, rows in found if rows], f"gtp_jax and its rivals, {device}", args.png)
     return 0
 

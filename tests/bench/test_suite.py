@@ -164,6 +164,9 @@ def test_results_of_another_device_version_or_step_are_refused(measured, tmp_pat
     changed = dataclasses.replace(REFERENCE, step=dataclasses.replace(REFERENCE.step, num_layers=2))
     with pytest.raises(ValueError, match=r"on reference-gtp2 with other flags \(--num-layers=16 --num-layers=2\)"):
         list(bench.run_suite([changed], bench.SuiteFile(path, SETTINGS), options()))
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(ValueError, match="suite.json is not whole JSON, as a file that is cut off: "):
+        bench.SuiteFile(path, SETTINGS)
     path.write_text("{}")
     with pytest.raises(ValueError, match="was not written by `gtp-jax bench suite`"):
         bench.SuiteFile(path, SETTINGS)
@@ -282,6 +285,21 @@ def test_what_would_run_is_listed_and_bad_names_are_refused(capsys):
     ):
         assert main(["bench", "suite", "--list", *flags]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_files_that_a_run_could_not_use_are_refused_by_the_list_too(tmp_path, capsys):
+    (tmp_path / "other.json").write_text("[]")
+    for flags, message in (
+        (["--json", str(tmp_path / "other.json")], "was not written by `gtp-jax bench suite`"),
+        (["--json", str(tmp_path)], "is a directory; name a file"),
+        (["--png", str(tmp_path / "no/suite.png")], "is no directory; create it first"),
+    ):
+        assert main(["bench", "suite", "--list", *flags]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_title_tells_the_sizes_of_what_ran():
+    assert [REFERENCE.on(platform).title for platform in ("gpu", "cpu")] == [REFERENCE.title, "reference-gtp2 in small"]
 
 
 def test_the_partitioners_guarded_step_is_the_plain_one_if_finite_and_changes_nothing_if_not(script):
