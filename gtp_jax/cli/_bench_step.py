@@ -219,6 +219,8 @@ def _print_changes(changes: list[bench.Change]) -> int:
 
 
 def _read(path: Path) -> Any:
+    if not path.is_file():
+        raise ValueError(f"`--compare` is {path}, which is no file. Give one that `gtp-jax bench step --json` wrote.")
     try:
         return json.loads(path.read_text())
     except json.JSONDecodeError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import signal
 import sys
 from collections.abc import Sequence
@@ -58,8 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif has_gpu():
         all_reduce_with_nccl()  # before the backend starts, which reads XLA_FLAGS
     try:
-        return args.run(args)
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
     except EXPECTED as error:
+        if isinstance(error, BrokenPipeError) and not _is_read():
+            return of_signal(signal.SIGPIPE)
         if args.traceback or (text := explanation(error)) is None:
             raise
         print(f"gtp-jax {args.command}: error: {text}", file=sys.stderr)
@@ -70,6 +76,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"gtp-jax {args.command}: interrupted", file=sys.stderr)
         return of_signal(signal.SIGINT)
+
+
+def _is_read() -> bool:
+    """Says whether somebody still reads what is printed; if not, as behind `| head`, the rest of it goes nowhere."""
+    out = select.poll()
+    out.register(sys.stdout.fileno(), 0)
+    if not out.poll(0):  # which reports errors of the pipe alone
+        return True
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # as the interpreter flushes at its end
+    return False
 
 
 def parser() -> argparse.ArgumentParser:

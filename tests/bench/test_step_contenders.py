@@ -273,11 +273,17 @@ def test_bad_arguments_are_refused_with_the_remedy(capsys):
     for flags, message in (
         (["--tokens", "100", "--seq", "64", "--gtp", "2"], "Make it a multiple of 64"),
         (["--contenders", "deepspeed"], "no contender is called deepspeed"),
-        (["--compare", "no.json"], "no.json"),
+        (["--compare", "no.json"], "`--compare` is no.json, which is no file. Give one that `gtp-jax bench"),
         (["--tp", "0"], "`tp` is 0; it must be a whole number of at least 1"),
     ):
         assert main(["bench", "step", *flags]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_python_that_cannot_be_started_is_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "step", "--torch-python", "/nope"])
+    assert "argument --torch-python: is '/nope', which is no program that can be started" in capsys.readouterr().err
 
 
 @pytest.mark.slow
