@@ -69,8 +69,8 @@ def per_layer(
             pass it for `nnx.Optimizer`, or where you call `init` and `update` yourself.
 
     Raises:
-        ValueError: by `init` and `update`, if the model is not known, or an array is not one of its parameters; by
-            `update`, if the update of a layer depends on other parameters, such as on the norm of all gradients, or on
+        ValueError: by `init` and `update`, if the model is not known, or an array is not one of its parameters; if the
+            update or the state of a layer depends on other parameters, such as on the norm of all gradients, or on
             random numbers.
     """
     inner = optax.with_extra_args_support(optimizer)
@@ -78,9 +78,14 @@ def per_layer(
 
     def init(params: Tree) -> Tree:
         counts = _counts(params, own)
+
+        def one(params: Tree) -> tuple[tuple[()], Tree]:  # as an update that has no updates
+            return (), inner.init(params)
+
         with layers_in_scope(dict.fromkeys(counts, 0)):
-            like = jax.eval_shape(inner.init, _of_one_layer(params, counts))
-            return _mapped(inner.init, (params,), like, counts)
+            traced, like = jax.make_jaxpr(one, return_shape=True)(_of_one_layer(params, counts))
+            _check_separable(traced, (params,), like, counts)
+            return _mapped(one, (params,), like, counts)[1]
 
     def update(updates: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
         counts, examined = _counts(updates, own), _is_examined()
@@ -166,7 +171,7 @@ def _is_examined() -> bool:
 
 
 def _check_separable(traced: Any, given: Tree, like: Tree, counts: Mapping[Path, int]) -> None:
-    """Refuses an update of a layer that is a function of more than the layer's own arrays and of scalars."""
+    """Refuses an update or a state of a layer that is a function of more than the layer's own arrays and of scalars."""
     if not any(counts.values()):
         return
     own = {path: frozenset({path}) for path in counts}
