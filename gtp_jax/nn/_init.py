@@ -60,7 +60,9 @@ def _birth(factory: Callable[[nnx.Rngs], Any], rngs: nnx.Rngs) -> tuple[Any, Any
 def abstract_model[M: nnx.Module](factory: Callable[[nnx.Rngs], M]) -> M:
     """Returns the model with `jax.ShapeDtypeStruct`s, sharded for the mesh in scope, in place of arrays.
 
-    Allocates nothing, so the mesh may consist of devices that are not there.
+    Allocates nothing, so the mesh may consist of devices that are not there. The factory is called with `nnx.Rngs(0)`.
+    A model that keeps its `nnx.Rngs`, by the names of their streams, makes its own:
+    `abstract_model(lambda _: Model(nnx.Rngs(0, dropout=1)))`.
 
     Raises:
         ValueError: if the mesh in scope has Explicit axes, or was put there by `with mesh:`.
