@@ -26,11 +26,14 @@ def whole(text: str) -> int:
     return int(text)
 
 
-def program(text: str) -> str:
-    """Returns the name of a program that can be started, for `type=`."""
-    if shutil.which(text) is None:
-        raise argparse.ArgumentTypeError(f"is {text!r}, which is no program that can be started")
-    return text
+def check_torch_python(name: str) -> None:
+    """Checks that `--torch-python` names a program that can be started.
+
+    Raises:
+        ValueError: if it does not.
+    """
+    if shutil.which(name) is None:
+        raise ValueError(f"`--torch-python` is {name!r}, which is no program that can be started.")
 
 
 def check_files(*paths: Path | None) -> None:
@@ -60,7 +63,6 @@ def add_run_flags(topic: argparse.ArgumentParser, *, timeout_s: int, one: str) -
     topic.add_argument("--within", type=positive, metavar="MIN", help="minutes for all; later ones are skipped")
     topic.add_argument(
         "--torch-python",
-        type=program,
         default=sys.executable,
         metavar="PATH",
         help="the Python that has torch (default: this one)",

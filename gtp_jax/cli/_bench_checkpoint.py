@@ -16,7 +16,7 @@ from tqdm import tqdm
 from .. import bench
 from ..models import PRESETS
 from ..plan import columns, quantity
-from ._arguments import add_file_flags, add_run_flags, check_files, seconds_within, whole
+from ._arguments import add_file_flags, add_run_flags, check_files, check_torch_python, seconds_within, whole
 
 _DESCRIPTION = """\
 Saves and restores a Llama's float32 parameters and AdamW moments on all devices, each contender in a process of its
@@ -65,6 +65,7 @@ def add_topic(topics: Any) -> None:
 def _run(args: argparse.Namespace) -> int:
     chosen = bench.chosen_saving_contenders(args.contenders)
     check_files(args.json, args.png)
+    check_torch_python(args.torch_python)
     if not args.dir.is_dir():
         raise ValueError(f"{args.dir.absolute()} is no directory; create it first, or name another.")
     environment = bench.environment_of(args.devices)

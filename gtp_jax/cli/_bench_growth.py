@@ -15,7 +15,7 @@ from tqdm import tqdm
 from .. import bench
 from .._dataclass_flags import add_flags, from_settings, given
 from ..plan import Target, columns, parse_target, topology_devices
-from ._arguments import add_file_flags, add_run_flags, check_files, seconds_within, whole
+from ._arguments import add_file_flags, add_run_flags, check_files, check_torch_python, seconds_within, whole
 
 _DESCRIPTION = """\
 Measures steps along five axes. All but `strong` include the step that the flags choose, that of `bench step`.
@@ -82,6 +82,7 @@ def _run(args: argparse.Namespace) -> int:
     axes = bench.parse_axes(args.axes)
     contenders = bench.chosen_contenders(args.contenders, tp=step.parallelism.tp or 1)
     check_files(args.json, args.png)
+    check_torch_python(args.torch_python)
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
     environment = bench.environment_of(step.parallelism.virtual_devices(bench.VIRTUAL_DEVICES))

@@ -18,7 +18,7 @@ from ..models import ExpertOptions
 from ..nn import GRAD_REDUCE
 from ..plan import columns, quantity
 from ..recipes import Quantization
-from ._arguments import add_file_flags, add_run_flags, check_files, seconds_within, whole
+from ._arguments import add_file_flags, add_run_flags, check_files, check_torch_python, seconds_within, whole
 
 _EXAMPLES = """\
 examples:
@@ -111,6 +111,7 @@ def _run(args: argparse.Namespace) -> int:
     experts = ExpertOptions(**words)
     chosen = bench.with_experts(chosen, experts.flags(but=("top_k", "aux_loss_coeff", "shared_hidden")), args.transport)
     check_files(args.json, args.png)
+    check_torch_python(args.torch_python)
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
     saved = None if args.compare is None else _read(args.compare)

@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import bench
 from ..plan import columns
-from ._arguments import add_file_flags, add_run_flags, check_files, positive, seconds_within, whole
+from ._arguments import add_file_flags, add_run_flags, check_files, check_torch_python, positive, seconds_within, whole
 
 _DESCRIPTION = """\
 Runs a table of training steps, each through gtp_jax, XLA's partitioner and PyTorch FSDP2. The contenders of a workload
@@ -89,6 +89,7 @@ def add_topic(topics: Any) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     check_files(args.json, args.png)
+    check_torch_python(args.torch_python)
     every = sorted({workload.devices for workload in bench.WORKLOADS})
     if args.list:
         if args.json is not None and args.json.exists():
