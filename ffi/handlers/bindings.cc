@@ -7,7 +7,7 @@
 #include "xla/ffi/api/c_api.h"
 
 #define GTP_FOR_EACH_OPERATION(DO) \
-  DO(multi_amax) DO(hadamard_amax) DO(quantize) DO(dequantize) DO(pack) DO(unpack)
+  DO(multi_amax) DO(hadamard_amax) DO(quantize) DO(dequantize) DO(pack) DO(pack_apart) DO(unpack)
 #define GTP_FOR_EACH_CUDA_OPERATION(DO) DO(grouped_product) DO(grouped_outer) DO(take) DO(transpose)
 
 #define GTP_DECLARE(name)                                             \

@@ -58,8 +58,105 @@ ffi::Error read_plan(const Format& format, ffi::Span<const int64_t> table, Plan&
   return ffi::Error::Success();
 }
 
+// Pieces that one job quantizes: neighbouring matrices of an array whose codes, scales and amaxes lie at equal distances.
+struct Run {
+  int64_t first, count;
+  int64_t step;  // from a piece's number in the plan to the next one's
+};
+
+// Returns the pieces of each array, in the plan's order, as few long runs; without `long_runs` each piece is a run.
+std::vector<Run> runs_of(const Plan& plan, int64_t arrays, bool long_runs) {
+  std::vector<std::vector<Run>> runs(arrays);
+  for (int64_t i = 0; i < static_cast<int64_t>(plan.pieces.size()); ++i) {
+    const Piece& piece = plan.pieces[i];
+    std::vector<Run>& its = runs[piece.array];
+    if (long_runs && !its.empty()) {
+      Run& run = its.back();
+      const int64_t last = run.first + (run.count - 1) * run.step, step = run.count == 1 ? i - last : run.step;
+      const Piece &before = plan.pieces[last], &first = plan.pieces[run.first];
+      const Piece& second = run.count == 1 ? piece : plan.pieces[run.first + step];
+      if (i - last == step && piece.matrix == before.matrix + 1 && piece.rows == first.rows &&
+          piece.cols == first.cols && piece.transposed == first.transposed &&
+          piece.codes_start - before.codes_start == second.codes_start - first.codes_start &&
+          piece.scales_start - before.scales_start == second.scales_start - first.scales_start) {
+        run.step = step;
+        ++run.count;
+        continue;
+      }
+    }
+    its.push_back({i, 1, 0});
+  }
+  std::vector<Run> found;
+  for (const std::vector<Run>& its : runs) found.insert(found.end(), its.begin(), its.end());
+  return found;
+}
+
+// What packing a plan's pieces takes, given the buffers' first bytes: a stack of layers' in one buffer, `buffers` of one
+// element, or each layer's in its own.
 // amax: float32 (*lead, pieces). shards: the plan's arrays, (*lead, rows, cols) or, of several pieces, (*lead, matrices,
-// rows, cols), with cols ahead of rows if the piece is transposed. buffer: uint8 (*lead, bytes).
+// rows, cols), with cols before rows if the piece is transposed.
+ffi::Error pack_jobs(const Format& format, const Plan& plan, const Dims& lead, ffi::AnyBuffer amax,
+                     ffi::RemainingArgs shards, const std::vector<uint8_t*>& buffers, std::vector<QuantizeJob>& jobs) {
+  const auto count = static_cast<int64_t>(plan.pieces.size());
+  const auto apart = static_cast<int64_t>(buffers.size());
+  const int64_t layers = product(lead) / apart;  // in each buffer
+  int64_t arrays = 0;
+  for (const Piece& piece : plan.pieces) arrays = std::max(arrays, piece.array + 1);
+  if (static_cast<int64_t>(shards.size()) != arrays) {
+    return invalid("there are " + std::to_string(shards.size()) + " shards; the plan's pieces lie in " +
+                   std::to_string(arrays));
+  }
+  for (const Run& run : runs_of(plan, arrays, layers == 1)) {
+    const int64_t i = run.first;
+    const Piece& piece = plan.pieces[i];
+    const std::string name = "shard " + std::to_string(piece.array);
+    const auto shard = shards.get<ffi::AnyBuffer>(piece.array);
+    if (!shard.has_value()) return shard.error();
+    QuantizeJob job{};
+    GTP_CHECK(check_values(name, *shard, job.dtype));
+    job.rows = piece.transposed ? piece.cols : piece.rows;
+    job.cols = piece.transposed ? piece.rows : piece.cols;
+    const Dims dims = dims_of(*shard);
+    const int64_t matrices = dims.size() == lead.size() + 3 ? dims[lead.size()] : 1;
+    Dims expected = lead;
+    if (dims.size() == lead.size() + 3) expected.push_back(matrices);
+    expected.insert(expected.end(), {job.rows, job.cols});
+    const int64_t last = piece.matrix + run.count - 1;
+    if (dims != expected || last >= matrices) {
+      return invalid(name + " has shape " + to_string(dims) + "; piece " +
+                     std::to_string(i + (run.count - 1) * run.step) + " is matrix " + std::to_string(last) + " of " +
+                     to_string(expected));
+    }
+    if (shard->element_count() == 0) continue;
+    const int64_t elements = job.rows * job.cols;
+    const bool several = run.count > 1;
+    const Piece& second = plan.pieces[i + run.step];
+    job.count = layers * run.count;
+    job.x_stride = (several ? 1 : matrices) * elements;
+    job.count_per_amax = 1;
+    job.amax_stride = several ? run.step : count;
+    job.column_transposed = true;
+    const CopyShape shape = copy_shape(format, piece.rows, piece.cols, false);
+    Copy& copy = piece.transposed ? job.column : job.row;
+    copy.codes_bytes = shape.codes_bytes();
+    copy.scales_bytes = shape.scales_bytes();
+    copy.codes_stride = several ? second.codes_start - piece.codes_start : plan.bytes;
+    copy.scales_stride = several ? second.scales_start - piece.scales_start : plan.bytes;
+    copy.codes_gap = static_cast<int32_t>(round_up(copy.codes_bytes, kSectionBytes) - copy.codes_bytes);
+    copy.scales_gap = static_cast<int32_t>(round_up(copy.scales_bytes, kSectionBytes) - copy.scales_bytes);
+    for (int64_t layer = 0; layer < apart; ++layer) {
+      job.x = static_cast<const uint8_t*>(shard->untyped_data()) +
+              (layer * matrices + piece.matrix) * elements * dtype_bytes(job.dtype);
+      copy.codes = buffers[layer] + piece.codes_start;
+      copy.scales = buffers[layer] + piece.scales_start;
+      copy.amax = static_cast<const float*>(amax.untyped_data()) + layer * count + i;
+      jobs.push_back(job);
+    }
+  }
+  return ffi::Error::Success();
+}
+
+// buffer: uint8 (*lead, bytes). For the rest see pack_jobs.
 template <class B>
 ffi::Error pack(typename B::Context context, ffi::AnyBuffer amax, ffi::RemainingArgs shards,
                 ffi::Result<ffi::AnyBuffer> buffer, int32_t format_code, ffi::Span<const int64_t> table) {
@@ -68,58 +165,46 @@ ffi::Error pack(typename B::Context context, ffi::AnyBuffer amax, ffi::Remaining
     const Format& format = kFormats[format_code];
     Plan plan;
     GTP_CHECK(read_plan(format, table, plan));
-    const int64_t count = static_cast<int64_t>(plan.pieces.size());
     GTP_CHECK(check_f32("amax", amax));
     Dims lead = dims_of(amax);
-    if (lead.empty() || lead.back() != count) return invalid("amax does not have one element per piece");
+    if (lead.empty() || lead.back() != static_cast<int64_t>(plan.pieces.size())) {
+      return invalid("amax does not have one element per piece");
+    }
     lead.pop_back();
     GTP_CHECK(check_bytes("buffer", *buffer, lead, {plan.bytes}));
-
-    int64_t arrays = 0;
-    for (const Piece& piece : plan.pieces) arrays = std::max(arrays, piece.array + 1);
-    if (static_cast<int64_t>(shards.size()) != arrays) {
-      return invalid("there are " + std::to_string(shards.size()) + " shards; the plan's pieces lie in " +
-                     std::to_string(arrays));
-    }
-    auto* bytes = static_cast<uint8_t*>(buffer->untyped_data());
     std::vector<QuantizeJob> jobs;
-    for (int64_t i = 0; i < count; ++i) {
-      const Piece& piece = plan.pieces[i];
-      const std::string name = "shard " + std::to_string(piece.array);
-      const auto shard = shards.get<ffi::AnyBuffer>(piece.array);
-      if (!shard.has_value()) return shard.error();
-      QuantizeJob job{};
-      GTP_CHECK(check_values(name, *shard, job.dtype));
-      job.rows = piece.transposed ? piece.cols : piece.rows;
-      job.cols = piece.transposed ? piece.rows : piece.cols;
-      const Dims dims = dims_of(*shard);
-      const int64_t matrices = dims.size() == lead.size() + 3 ? dims[lead.size()] : 1;
-      Dims expected = lead;
-      if (dims.size() == lead.size() + 3) expected.push_back(matrices);
-      expected.insert(expected.end(), {job.rows, job.cols});
-      if (dims != expected || piece.matrix >= matrices) {
-        return invalid(name + " has shape " + to_string(dims) + "; piece " + std::to_string(i) + " is matrix " +
-                       std::to_string(piece.matrix) + " of " + to_string(expected));
-      }
-      const int64_t elements = job.rows * job.cols;
-      job.x = static_cast<const uint8_t*>(shard->untyped_data()) + piece.matrix * elements * dtype_bytes(job.dtype);
-      job.count = product(lead);
-      job.x_stride = matrices * elements;
-      job.count_per_amax = 1;
-      job.amax_stride = count;
-      job.column_transposed = true;
-      const CopyShape shape = copy_shape(format, piece.rows, piece.cols, false);
-      Copy& copy = piece.transposed ? job.column : job.row;
-      copy.codes = bytes + piece.codes_start;
-      copy.scales = bytes + piece.scales_start;
-      copy.amax = static_cast<const float*>(amax.untyped_data()) + i;
-      copy.codes_stride = copy.scales_stride = plan.bytes;
-      copy.codes_bytes = shape.codes_bytes();
-      copy.scales_bytes = shape.scales_bytes();
-      copy.codes_gap = static_cast<int32_t>(round_up(copy.codes_bytes, kSectionBytes) - copy.codes_bytes);
-      copy.scales_gap = static_cast<int32_t>(round_up(copy.scales_bytes, kSectionBytes) - copy.scales_bytes);
-      if (shard->element_count() > 0) jobs.push_back(job);
+    GTP_CHECK(pack_jobs(format, plan, lead, amax, shards, {static_cast<uint8_t*>(buffer->untyped_data())}, jobs));
+    return B::run(context, B::quantize, jobs, QuantizeOptions{format_code, false, nullptr});
+  });
+}
+
+// amax: float32 (layers, pieces). buffers: uint8 (1, bytes) for each layer. For the rest see pack_jobs.
+template <class B>
+ffi::Error pack_apart(typename B::Context context, ffi::AnyBuffer amax, ffi::RemainingArgs shards,
+                      ffi::RemainingRets buffers, int32_t format_code, ffi::Span<const int64_t> table) {
+  return guarded([&]() -> ffi::Error {
+    GTP_CHECK(check_format(format_code));
+    const Format& format = kFormats[format_code];
+    Plan plan;
+    GTP_CHECK(read_plan(format, table, plan));
+    GTP_CHECK(check_f32("amax", amax));
+    const Dims dims = dims_of(amax);
+    if (dims.size() != 2 || dims[1] != static_cast<int64_t>(plan.pieces.size())) {
+      return invalid("amax does not have one element per layer and piece");
     }
+    if (static_cast<int64_t>(buffers.size()) != dims[0]) {
+      return invalid("there are " + std::to_string(buffers.size()) + " buffers for " + std::to_string(dims[0]) +
+                     " layers");
+    }
+    std::vector<uint8_t*> first;
+    for (size_t layer = 0; layer < buffers.size(); ++layer) {
+      const auto buffer = buffers.get<ffi::AnyBuffer>(layer);
+      if (!buffer.has_value()) return buffer.error();
+      GTP_CHECK(check_bytes("buffer", **buffer, {1}, {plan.bytes}));
+      first.push_back(static_cast<uint8_t*>((*buffer)->untyped_data()));
+    }
+    std::vector<QuantizeJob> jobs;
+    if (!first.empty()) GTP_CHECK(pack_jobs(format, plan, {dims[0]}, amax, shards, first, jobs));
     return B::run(context, B::quantize, jobs, QuantizeOptions{format_code, false, nullptr});
   });
 }
@@ -200,6 +285,12 @@ GTP_DEFINE_HANDLERS(pack, pack,
                     .Arg<ffi::AnyBuffer>()
                         .RemainingArgs()
                         .Ret<ffi::AnyBuffer>()
+                        .Attr<int32_t>("format")
+                        .Attr<ffi::Span<const int64_t>>("table"));
+GTP_DEFINE_HANDLERS(pack_apart, pack_apart,
+                    .Arg<ffi::AnyBuffer>()
+                        .RemainingArgs()
+                        .RemainingRets()
                         .Attr<int32_t>("format")
                         .Attr<ffi::Span<const int64_t>>("table"));
 GTP_DEFINE_HANDLERS(unpack, unpack,
