@@ -29,7 +29,9 @@ from typing import Any
 import jax
 from jaxtyping import PyTree, Shaped
 
+from ..weights import Apart
 from ._backward import backward
+from ._events import Loop
 from ._forward import forward
 from ._plan import plan
 from ._schedule import Schedule
@@ -86,5 +88,15 @@ def run(
         return of_shards, None, computed.params, computed.x, computed.shared  # straight through what was gathered
 
     chain.defvjp(fwd, bwd)
-    given = [(stage.gather_inputs, stage.constants) for stage in stages]
+    looped = {event.stage for event in events.forward if isinstance(event, Loop)}
+    given = [
+        (_joined(stage.gather_inputs) if number in looped else stage.gather_inputs, stage.constants)
+        for number, stage in enumerate(stages)
+    ]
     return chain([stage.shards for stage in stages], given, [stage.params for stage in stages], x, shared)
+
+
+def _joined(inputs: Tree) -> Tree:
+    """Returns the same with stacks that lie apart joined, once for all iterations of a loop."""
+    is_apart = lambda leaf: isinstance(leaf, Apart)  # noqa: E731
+    return jax.tree.map(lambda leaf: leaf.joined() if is_apart(leaf) else leaf, inputs, is_leaf=is_apart)

@@ -10,6 +10,7 @@ import jax
 from jax import lax
 
 from ..collectives import Turn, tied
+from ..weights import Apart
 
 Tree = Any
 
@@ -86,21 +87,30 @@ class Stage:
         if not self.stacked:
             return tree
         index = place(layer, first)
-        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, 0, keepdims=False), tree)
+
+        def part(stack: Any) -> jax.Array:
+            return stack.layer(index) if _is_apart(stack) else lax.dynamic_index_in_dim(stack, index, 0, keepdims=False)
+
+        return jax.tree.map(part, tree, is_leaf=_is_apart)
 
     def prepare_layer(self, layer: Any, after: Tree) -> Tree:
         """Prepares what a layer sends, no sooner than the values `after` have arrived."""
         # tied before it is cut out of a stack, so that forward's piece is not kept for backward
-        inputs, _ = lax.optimization_barrier((self.gather_inputs, after))
+        inputs, _ = lax.optimization_barrier((self._read(layer), after))
         return self.prepare(self.of_layer(inputs, layer, self.first))
 
     def gather_layer(self, layer: Any, prepared: Tree, after: Tree, turn: Turn | None = None) -> Tree:
         """Gathers the weights of a layer, no sooner than the values `after` have arrived, and than a turn."""
-        inputs, prepared, _ = lax.optimization_barrier((self.gather_inputs, prepared, after))
+        inputs, prepared, _ = lax.optimization_barrier((self._read(layer), prepared, after))
         if turn is not None:
             inputs, prepared = tied((inputs, prepared), turn)
         own = self.of_layer(inputs, layer, self.first)
         return self.gather(self.of_layer(self.shards, layer), own, prepared)
+
+    def _read(self, layer: Any) -> Tree:
+        """Returns `gather_inputs`, in which stacks that lie apart hold this layer alone."""
+        index = place(layer, self.first)
+        return jax.tree.map(lambda a: a.only(index) if _is_apart(a) else a, self.gather_inputs, is_leaf=_is_apart)
 
 
 def together(*trees: Tree) -> tuple[Tree, ...]:
@@ -128,6 +138,10 @@ def tied_trees(tree: Tree, turn: Turn) -> Tree:
 def place(origin: Any, layer: int) -> Any:
     """Returns the layer's number; in a loop `layer` is counted from the iteration's layer, `origin`."""
     return origin + layer if layer else origin
+
+
+def _is_apart(leaf: Any) -> bool:
+    return isinstance(leaf, Apart)
 
 
 # A value for each layer that is in flight or done, by stage and layer.

@@ -23,3 +23,4 @@ from ._spec import NVFP4_1D as NVFP4_1D
 from ._spec import RUN as RUN
 from ._spec import Element as Element
 from ._spec import Format as Format
+from ._spec import WireFormat as WireFormat

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Protocol, runtime_checkable
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,15 @@ E5M2 = Element(name="e5m2", bits=8, mantissa_bits=2, min_exponent=-14, max=57344
 RUN = 16
 
 ELEMENTS = {element.name: element for element in (E2M1, E4M3, E5M2)}
+
+
+@runtime_checkable
+class WireFormat(Protocol):
+    """Names what weights are encoded in on the wire: a `Format`, or a format of your own, see
+    `gtp_jax.weights.OwnFormat`."""
+
+    @property
+    def name(self) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -64,7 +64,7 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class LaunchOrder:
     """Events in the order in which they are launched."""
 
     events: tuple[Event, ...]
@@ -88,8 +88,8 @@ class Schedule:
         return tuple(e for e in self.collectives(*kinds) if not self.under(e, under))
 
 
-def schedule(program: str | Module, *, backward: str = BACKWARD) -> Schedule:
-    """Returns the schedule of a compiled program.
+def launch_order(program: str | Module, *, backward: str = BACKWARD) -> LaunchOrder:
+    """Returns the order in which a compiled program launches its work.
 
     Args:
         program: the text of a compiled module, or the parsed module.
@@ -103,11 +103,11 @@ def schedule(program: str | Module, *, backward: str = BACKWARD) -> Schedule:
         raise ValueError("the module is not scheduled (`is_scheduled=true`): pass the text of a *compiled* program.")
     visits = list(module.walk())
     events = [e for at, visit in enumerate(visits) for e in _events(module, visit, at, backward)]
-    return Schedule(tuple(dataclasses.replace(e, end=_end(e, visits)) for e in events))
+    return LaunchOrder(tuple(dataclasses.replace(e, end=_end(e, visits)) for e in events))
 
 
-def render(program: Schedule) -> str:
-    """Returns the schedule as a table, a line an event, with bars for what is in flight.
+def render(program: LaunchOrder) -> str:
+    """Returns the order as a table, a line an event, with bars for what is in flight.
 
     `┌` and `└` stand where an asynchronous collective starts and ends, `│` while it is in flight, `■` for a
     synchronous one. Exposed collectives are marked.

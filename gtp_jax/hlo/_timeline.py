@@ -13,7 +13,7 @@ import dataclasses
 from typing import Literal
 
 from ._chips import Fact, fact
-from ._schedule import Event, Schedule
+from ._launch_order import Event, LaunchOrder
 
 Lane = Literal["compute", "communication"]
 
@@ -42,7 +42,7 @@ class Timeline:
     """Modelled times of a program on a chip.
 
     Attributes:
-        spans: one an event, in the order of the schedule. What a loop repeats is one span of the whole duration.
+        spans: one an event, in the order of launches. What a loop repeats is one span of the whole duration.
         flop_rate: the rate assumed for matmuls and attention.
         link_rate: the rate assumed for collectives.
     """
@@ -72,11 +72,11 @@ class Timeline:
         return max((s.end_us for s in self.spans), default=0.0)
 
 
-def timeline(program: Schedule, chip: str) -> Timeline:
-    """Models the times of a schedule.
+def timeline(program: LaunchOrder, chip: str) -> Timeline:
+    """Models the times of a program.
 
     Args:
-        program: the schedule.
+        program: the order of its launches.
         chip: a key of `CHIPS`.
 
     Raises:

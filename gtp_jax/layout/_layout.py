@@ -157,6 +157,12 @@ class Layout:
         return dataclasses.replace(self, optimizer_axes=(), optimizer_degrees=(), optimizer_dim=None)
 
     @property
+    def gathered(self) -> Layout:
+        """The layout of the same weight, stored as what a gather makes of it: the axes of the gather and of the
+        optimizer divide nothing."""
+        return dataclasses.replace(self.of_shards, shard_dim=None, axes=(), degrees=())
+
+    @property
     def use_shape(self) -> tuple[int, ...]:
         """Shape of what one rank multiplies with, padding included, in the dimensions' stored order."""
         width = 0 if self.split is None else self.split.width

@@ -24,7 +24,6 @@ from ._hardware import supports_block_scaled_matmul as supports_block_scaled_mat
 from ._hardware import supports_fp8_matmul as supports_fp8_matmul
 from ._hardware import supports_grouped_matmul as supports_grouped_matmul
 from ._hardware import supports_packed_attention as supports_packed_attention
-from ._parallelism import Parallelism as Parallelism
 from ._paths import Path as Path
 from ._paths import of_parameter as of_parameter
 from ._paths import with_paths as with_paths
@@ -38,5 +37,6 @@ from ._roles import spec_of_batch as spec_of_batch
 from ._roles import use_loss_counted_once as use_loss_counted_once
 from ._roles import use_roles as use_roles
 from ._scope import check_mesh_in_scope as check_mesh_in_scope
+from ._scope import mesh_of_devices as mesh_of_devices
 from ._specs import axes_of as axes_of
 from ._specs import stacked_spec as stacked_spec

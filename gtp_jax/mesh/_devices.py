@@ -30,19 +30,17 @@ def choose_devices(total: int, *, processes: int = 1, local: int | None = None) 
         )
     try:
         jax.config.update("jax_num_cpu_devices", local or total // processes)
-        if not has_gpu():
+        if not has_gpu() and os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
             use_cpu()  # an installed CUDA plugin would look for a driver and complain at length that there is none
     except RuntimeError:
         pass  # jax runs already, with devices that are counted later
 
 
 def use_cpu() -> None:
-    """Makes jax compute on the CPU, unless the environment says on what, and keeps quiet of broken plugins."""
-    if "JAX_PLATFORMS" not in os.environ:
-        jax.config.update("jax_platforms", "cpu")
-    if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
-        # jax loads installed plugins all the same, and logs the traceback of one that is broken
-        logging.getLogger("jax._src.xla_bridge").addFilter(_is_not_of_plugin)
+    """Makes jax compute on the CPU, whatever the environment says, and keeps quiet of broken plugins."""
+    jax.config.update("jax_platforms", "cpu")
+    # jax loads installed plugins all the same, and logs the traceback of one that is broken
+    logging.getLogger("jax._src.xla_bridge").addFilter(_is_not_of_plugin)
 
 
 def _is_not_of_plugin(record: logging.LogRecord) -> bool:

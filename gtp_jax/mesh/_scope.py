@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 from jax.interpreters import pxla
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 
 
 def _legacy_scope() -> Any:
@@ -55,3 +55,22 @@ def check_mesh_in_scope(*, creates: bool = False) -> None:
             "them. To shard it, build and call it under `with jax.set_mesh(gtp_jax.make_mesh(gtp=...)):`.",
             stacklevel=3,
         )
+
+
+def mesh_of_devices(caller: str) -> Mesh:
+    """Returns the mesh in scope with its devices, for arrays that are put there; an empty one if there is none.
+
+    Args:
+        caller: what messages call the function that puts them.
+
+    Raises:
+        ValueError: within a program that is traced, which has no devices yet.
+    """
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError as error:
+        raise ValueError(
+            f"`{caller}` is called while JAX traces a program (`jax.jit`, `jax.eval_shape`), in which no array "
+            "can be put on the devices of the mesh. Call it outside: it compiles by itself what it computes, and "
+            "`gtp_jax.nn.abstract_model` gives shapes and shardings without computing."
+        ) from error

@@ -8,6 +8,7 @@ from ._calls import dequantize as dequantize
 from ._calls import hadamard_amax as hadamard_amax
 from ._calls import multi_amax as multi_amax
 from ._calls import pack as pack
+from ._calls import pack_apart as pack_apart
 from ._calls import quantize as quantize
 from ._calls import unpack as unpack
 from ._grouped_calls import grouped_outer as grouped_outer

@@ -97,6 +97,15 @@ def pack(shards: Sequence[jax.Array], amax: jax.Array, *, format: Format, plan: 
     return call("gtp_pack", result, [amax, *shards], "broadcast_all", **_plan(format, plan))
 
 
+def pack_apart(
+    shards: Sequence[jax.Array], amax: jax.Array, *, format: Format, plan: PackPlan
+) -> tuple[jax.Array, ...]:
+    """See `reference.pack_apart`."""
+    layer = jax.ShapeDtypeStruct((1, plan.bytes(format)), jnp.uint8)
+    # sequential: the handler takes one leading dimension, which counts layers
+    return tuple(call("gtp_pack_apart", [layer] * amax.shape[0], [amax, *shards], "sequential", **_plan(format, plan)))
+
+
 def unpack(
     buffer: jax.Array, amax: jax.Array, *, format: Format, plan: PackPlan, dtype: jnp.dtype
 ) -> tuple[jax.Array, ...]:

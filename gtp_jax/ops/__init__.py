@@ -33,6 +33,7 @@ from ._norm import layer_norm as layer_norm
 from ._norm import rms_norm as rms_norm
 from ._operand import quantizable as quantizable
 from ._pack import pack as pack
+from ._pack import pack_apart as pack_apart
 from ._pack import unpack as unpack
 from ._packed import packed_lacks as packed_lacks
 from ._quantize import dequantize as dequantize

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from ..mesh import largest_attention_head, platform
 from ._implementation import Implementation, runs_native
@@ -27,6 +29,7 @@ def attention(
     sinks: jax.Array | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
+    query_position: jax.Array | int | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Computes `softmax(soft_cap(q k^T * scale), where allowed) v`, for each head.
@@ -50,6 +53,10 @@ def attention(
         sinks: `(heads,)`, a logit that takes part in each softmax with no value behind it (gpt-oss).
         dropout_rate: the share of attention weights set to 0; the others grow by `1 / (1 - dropout_rate)`.
         dropout_key: of `jax.random`, needed for dropout.
+        query_position: the place of the first query among the keys, for queries that continue a sequence whose earlier
+            keys are cached: an integer, or integers `(batch,)`. The others follow it, and `causal` and `window` count
+            from these places. By default the queries are all of the sequence. 0 with as many keys as queries gives the
+            same bits.
         implementation: `"reference"`, written out; `"native"`, cuDNN's; or `None` for the best at hand. What cuDNN
             does not compute, `cudnn_lacks` says.
 
@@ -62,12 +69,17 @@ def attention(
     """
     head_dim, rate = q.shape[-1], dropout_rate
     _check(q, k, v, causal, window, mask, segment_ids, soft_cap, sinks, rate, dropout_key)
+    first = _check_places(q, k, causal, window, query_position)
     if isinstance(scale, jax.Array):  # kernels take a number that is known when they are compiled
         q, scale = (q * scale).astype(q.dtype), 1.0
     factor: float = head_dim**-0.5 if scale is None else scale
     lacks = cudnn_lacks(q.dtype, head_dim, soft_cap=soft_cap is not None, sinks=sinks is not None, dropout=rate > 0)
     allowed = allowed_by(mask, segment_ids)
-    unseeing = mask is not None or isinstance(segment_ids, tuple)  # whether a query may see no key, not even its own
+    # true if a query may see no key, not even its own
+    unseeing = first is not None or mask is not None or isinstance(segment_ids, tuple)
+    if first is not None:
+        allowed = both(allowed, in_order(q.shape[1], k.shape[1], causal, window, first))
+        causal, window = False, None
     if not lacks and allowed is not None and (q.shape[1] % 2 or k.shape[1] % 2):
         lacks = f"cuDNN takes a mask over sequences of even length; these are {q.shape[1]} and {k.shape[1]}"
     if runs_native("attention", implementation, lacks):
@@ -192,8 +204,6 @@ def _check(
             f"`q` {q.shape}, `k` {k.shape}, `v` {v.shape}: `k` and `v` have one shape, batch and head_dim are those of "
             "`q`, and their number of heads divides that of `q`."
         )
-    if causal and queries != keys:
-        raise ValueError(f"`causal` is for a sequence that attends to itself; {queries} queries have {keys} keys.")
     check_choices(window=window, soft_cap=soft_cap, dropout_rate=dropout_rate)
     if mask is not None:
         check_mask(mask, batch, queries, keys, heads)
@@ -209,6 +219,51 @@ def _check(
         raise ValueError(f"`sinks` has the shape {sinks.shape}; it must be ({heads},), a logit for each query head.")
     if dropout_rate and dropout_key is None:
         raise ValueError(f"`dropout_rate` is {dropout_rate}, which needs a `dropout_key`.")
+
+
+def _check_places(q: jax.Array, k: jax.Array, causal: bool, window: int | None, position: Any) -> Any:
+    """Returns the place of the first query among the keys, if it decides what is seen; `None` if places are simply
+    0, 1, ..."""
+    queries, keys = q.shape[1], k.shape[1]
+    if position is not None:
+        _check_query_position(position, q.shape[0], queries, keys)
+        whole = isinstance(position, int) and position == 0 and queries == keys
+        return position if (causal or window is not None) and not whole else None
+    if causal and queries != keys:
+        raise ValueError(
+            f"`causal` compares places in one sequence, and {queries} queries have {keys} keys. Pass the place of the "
+            "first query among the keys as `query_position`."
+        )
+    return None
+
+
+def _check_query_position(position: Any, batch: int, queries: int, keys: int) -> None:
+    """Refuses a place of the first query that is no place among the keys.
+
+    A value that is not known while a program is traced is not looked at: a query behind the last key sees all keys, and
+    one ahead of the first key sees none.
+
+    Raises:
+        TypeError: if it is no integer.
+        ValueError: naming its shape or value, and what is allowed.
+    """
+    if isinstance(position, bool) or not jnp.issubdtype(jnp.result_type(position), jnp.integer):
+        raise TypeError(f"`query_position` is {position!r}; it must be an integer, or integers of shape ({batch},).")
+    if jnp.shape(position) not in ((), (batch,)):
+        raise ValueError(
+            f"`query_position` has the shape {jnp.shape(position)}; it must be a scalar, or ({batch},), one place for "
+            "each example."
+        )
+    if isinstance(position, Tracer):
+        return
+    places = np.asarray(position)  # known, even while a program is traced
+    lowest, highest = int(places.min()), int(places.max())
+    if lowest < 0 or highest + queries > keys:
+        got = f"{lowest}" if lowest == highest else f"{lowest} to {highest}"
+        raise ValueError(
+            f"`query_position` is {got}; {queries} queries among {keys} keys begin at a place from 0 to "
+            f"{keys - queries}."
+        )
 
 
 def check_mask(mask: Any, batch: int, queries: int, keys: int, heads: int) -> None:

@@ -19,13 +19,13 @@ class Window(NamedTuple):
     Attributes:
         pairs: int32 `(size,)`: the pair at each place, `row * choices + choice`.
         places: int32 `(rows, choices)`: the place of each pair; below 0, or `size` and above, of one that is elsewhere.
-        count: int32: how many places there are; those behind hold nothing.
+        filled: int32: how many places there are; those behind hold nothing.
         first: int32: the first of them; behind the last place come those ahead of it.
     """
 
     pairs: jax.Array
     places: jax.Array
-    count: jax.Array
+    filled: jax.Array
     first: jax.Array | int = 0
 
     @property
@@ -52,10 +52,10 @@ class Window(NamedTuple):
         """Returns the window whose place 0 is this one's place `by`, and whose last places are those ahead of it."""
         size = self.pairs.shape[0]
         places = jnp.where(self.here, (self.places - by) % size, -1)
-        return Window(jnp.roll(self.pairs, -by), places, self.count, (self.first - by) % size)
+        return Window(jnp.roll(self.pairs, -by), places, self.filled, (self.first - by) % size)
 
     def _is_real(self, place: jax.Array) -> jax.Array:
-        return (place - self.first) % self.pairs.shape[0] < self.count
+        return (place - self.first) % self.pairs.shape[0] < self.filled
 
 
 def window_of(

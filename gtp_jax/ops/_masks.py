@@ -8,11 +8,23 @@ import jax
 import jax.numpy as jnp
 
 
-def in_order(queries: int, keys: int, causal: bool, window: int | None) -> jax.Array | None:
-    """Returns where a query may attend by places alone, `(queries, keys)`; `None` for everywhere."""
+def in_order(queries: int, keys: int, causal: bool, window: int | None, first: jax.Array | int = 0) -> jax.Array | None:
+    """Returns where a query may attend by places alone; `None` for everywhere.
+
+    Args:
+        queries, keys: how many there are.
+        causal, window: as in `attention`.
+        first: the place of the first query among the keys, one for all examples or `(batch,)`.
+
+    Returns:
+        `(queries, keys)`; `(batch or 1, 1, queries, keys)` if the place of the first query is given as an array or is
+        not 0.
+    """
     if not causal and window is None:
         return None
     ahead = jnp.arange(queries)[:, None] - jnp.arange(keys)
+    if not (isinstance(first, int) and first == 0):
+        ahead = ahead + jnp.reshape(jnp.asarray(first), (-1, 1, 1, 1))
     near = None if window is None else jnp.abs(ahead) < window
     return both(ahead >= 0 if causal else None, near)
 

@@ -22,7 +22,10 @@ def pack(
     *,
     implementation: Implementation | None = None,
 ) -> UInt8[jax.Array, "*lead bytes"]:
-    """Quantizes this rank's shards of a layer's weights into one contiguous buffer, in one launch a dtype.
+    """Quantizes this rank's shards of a layer's weights into one contiguous buffer.
+
+    On a GPU this is one launch per dtype of the shards, unless there are more pieces than a launch takes
+    (`ffi/README.md`).
 
     Args:
         shards: the plan's arrays: `(*lead, rows, cols)` or, where the piece is transposed, `(*lead, cols, rows)`; with
@@ -40,6 +43,42 @@ def pack(
         TypeError: if an argument is of another type or dtype.
         ValueError: if the number or the shapes of the shards, or the shape of `amax`, are not the plan's.
     """
+    return call("pack", implementation, *_checked(shards, format, amax, plan), format=format, plan=plan)
+
+
+def pack_apart(
+    shards: Sequence[Float[jax.Array, "layers ..."]],
+    format: Format,
+    amax: Float32[jax.Array, "layers pieces"] | None,
+    plan: PackPlan,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[UInt8[jax.Array, "1 bytes"], ...]:
+    """Quantizes the shards of a stack of layers as `pack` does, each layer's into a buffer of its own.
+
+    On a GPU each layer's pieces count: there are more launches per dtype than `pack` has.
+
+    Args:
+        shards: as in `pack`, with one leading dimension.
+        format: as in `pack`.
+        amax: as in `pack`.
+        plan: as in `pack`.
+        implementation: as in `pack`.
+
+    Returns:
+        The layers' rows of what `pack` returns: uint8 `(1, plan.bytes(format))` each.
+
+    Raises:
+        TypeError: as in `pack`.
+        ValueError: as in `pack`.
+    """
+    return tuple(call("pack_apart", implementation, *_checked(shards, format, amax, plan), format=format, plan=plan))
+
+
+def _checked(
+    shards: Sequence[jax.Array], format: Format, amax: jax.Array | None, plan: PackPlan
+) -> tuple[list[jax.Array], jax.Array]:
+    """Returns the shards and their amaxes, as the implementations take them."""
     check_format(format)
     _check_plan(plan)
     arrays = [as_values(f"shards[{index}]", x) for index, x in enumerate(shards)]
@@ -52,8 +91,7 @@ def pack(
                 f"`shards[{index}]` has shape {array.shape}; the plan's is stored {shape}, and the leading dimensions "
                 f"are {lead}."
             )
-    amax = _amaxes(amax, format, (*lead, len(plan.pieces)))
-    return call("pack", implementation, arrays, amax, format=format, plan=plan)
+    return arrays, _amaxes(amax, format, (*lead, len(plan.pieces)))
 
 
 def unpack(
@@ -65,7 +103,10 @@ def unpack(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[Float[jax.Array, " ..."], ...]:
-    """Dequantizes the gathered buffers of all shards into the layer's weights, in one launch a dtype.
+    """Dequantizes the gathered buffers of all shards into the layer's weights.
+
+    On a GPU this is one launch, because all weights have one dtype, unless there are more pieces than a launch takes
+    (`ffi/README.md`).
 
     Args:
         buffer: uint8 `(shards, plan.bytes(format))`, shard after shard as a gather leaves them.

@@ -1,6 +1,5 @@
 """Recipes: what is quantized, and how. Small, frozen, said once for a whole model."""
 
-from ._quantization import Quantization as Quantization
 from ._recipe import BF16 as BF16
 from ._recipe import EXCLUDED as EXCLUDED
 from ._recipe import FP8 as FP8

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import formats
-from ..formats import Format, Operands
+from ..formats import Format, Operands, WireFormat
 
 # What a gradient may be exchanged in, to be summed in float32.
 GRAD_WIRES: dict[str, Format | np.dtype] = {
@@ -48,7 +48,7 @@ class Recipe:
         override: pattern to the recipe of what matches, a mapping or pairs; of these recipes the formats and
             `grad_wire` count.
         grad_wire: `"bf16"`, `"fp8"` or `"mxfp8"`, in which each rank sends the others their shares of a layer's weight
-            gradient, which they then add up in float32; see `gtp_jax.collectives.exchange_gradients`. By default, and
+            gradient, which they then add up in float32; see `gtp_jax.weights.exchange_gradients`. By default, and
             of what stays in high precision, as the modules' `grad_reduce` says.
     """
 
@@ -96,8 +96,8 @@ class Recipe:
             )
 
     @property
-    def wire(self) -> Format | None:
-        """Format of the weights on the wire; `None`: the modules' dtype."""
+    def wire(self) -> WireFormat | None:
+        """Format of the weights on the wire; `None`: the modules' dtype. See `gtp_jax.weights.OwnFormat` for others."""
         return None
 
     @property
@@ -133,7 +133,7 @@ class Recipe:
         words = tuple(map(str, path))
         return next((recipe for pattern, recipe in self.rules if matches(pattern, words)), self)
 
-    def wire_of(self, path: Iterable[Any]) -> Format | None:
+    def wire_of(self, path: Iterable[Any]) -> WireFormat | None:
         """Returns the format of the weights of the module at `path`."""
         return self.of(path).wire
 

@@ -1,28 +1,96 @@
-"""What becomes of a model's weights: how each is gathered, quantized and multiplied, and how its gradient is reduced.
+"""The life of a weight: how each is gathered, quantized and multiplied, and how its gradient is reduced.
 
-No Flax here: `nn` extracts a `Structure` from a model, and puts the values made here into its variables.
+[Note: life of a weight]
+Functions take what is decided (`WeightGroup`, static, compared by value) and arrays, never modules. No Flax here: `nn`
+extracts a `Structure` from a model, and puts the values made here into its variables.
+
+| state | type | the transition to it | when |
+|---|---|---|---|
+| stored | an array of logical shape, sharded as its `Layout` says, over dp too (ZeRO) | a constructor | between steps |
+| decided | `WeightGroup`, by path and `Layers` | `resolve(structure, recipe)` | per trace |
+| prepared | `Stretch`es of `Wire`s, beside the array (`Stored`) | `prepare(groups, stored)` | per step |
+| on the wire | a `Wire`: `Kernels`, `Part`, `Packed`, `StoredCodes` | `Wire.ready(groups)` | per layer and pass |
+| gathered | the fused weight or its codes; in a chain `Gathered` | `Wire.gather(groups)` | ahead of its layer |
+| gradient | of the gathered weight, or in its slot | the layer's backward | |
+| reduced | this rank's part of the sum | `reduce_gradients(groups, gradients)` | one layer late |
+| gradient of shards | `Shards` | `stored_gradients(groups, reduced)` | after its layer |
+
+`straight_through` makes of a gather a function of the shards, whatever is gathered in their place; `gathered` is the
+whole way for a layer outside a chain.
+
+Less usual states:
+
+- *Frozen*: ranks store codes, or arrays in the dtype in which they travel, and no master. `frozen_wires` sends them;
+  they have no gradient (`refuse_gradient`).
+- *Gathered before the step* (`pregathered_layers`): a `Packed` with all ranks' shards, whose `gather` moves nothing.
+- *Placeholder* (`Holds.PLACEHOLDER`, of `reduce_over_dp="last"`): gradients are taken of arrays of NaN that have the
+  shapes of whole shards, and what was joined before is gathered. They are summed over dp after the last microbatch.
+- *Rounded* (`Holds.ROUNDED`, of unequal replicas): the stored array has values of the dtype in which it travels.
+- *Replaced* (`Holds.REPLACED`): user code put another array into the variable, such as a noisy weight or the one inside
+  `nnx.remat`. What was prepared is of the old one; the new one is prepared where it is used, and keeps its keys.
+- *Of any shape* (`WeightGroup.array`): a matrix on the wire, whose rows the ranks divide; no recipe quantizes it.
+- *In global view* what is every rank's own is a global array (`ranks_spec`). One wrapper, `in_view`, calls what is
+  written for a rank there, with the partitions that `specs` of a wire, or of `Stored`, tells.
 """
 
+from ._apart import Apart as Apart
+from ._codes import StoredCodes as StoredCodes
+from ._codes import codes_of as codes_of
+from ._codes import codes_specs as codes_specs
+from ._codes import cuts_blocks as cuts_blocks
+from ._codes import pack_codes as pack_codes
+from ._exchange import exchange_gradients as exchange_gradients
 from ._frozen import FrozenAs as FrozenAs
-from ._frozen import bundle_frozen as bundle_frozen
+from ._frozen import frozen_wire as frozen_wire
+from ._frozen import frozen_wires as frozen_wires
 from ._frozen import quantize_frozen as quantize_frozen
 from ._frozen import refuse_gradient as refuse_gradient
-from ._frozen import sent_of_frozen as sent_of_frozen
+from ._fused import Shards as Shards
+from ._fused import as_shards as as_shards
+from ._fused import bytes_of as bytes_of
+from ._fused import fuse as fuse
+from ._fused import gather_part as gather_part
+from ._fused import gather_weight as gather_weight
+from ._fused import in_order as in_order
+from ._fused import part_of as part_of
+from ._fused import reduce_gradient as reduce_gradient
+from ._fused import split_features as split_features
+from ._fused import use_rows as use_rows
+from ._gather import gathered as gathered
+from ._gather import straight_through as straight_through
 from ._grad_reduce import GRAD_REDUCE as GRAD_REDUCE
 from ._grad_reduce import GradReduce as GradReduce
 from ._grad_reduce import Reduction as Reduction
 from ._grad_reduce import reduction_of as reduction_of
 from ._group import WeightGroup as WeightGroup
-from ._group import gather as gather
-from ._group import gather_members as gather_members
-from ._group import in_param_dtypes as in_param_dtypes
-from ._group import prepare as prepare
-from ._group import reduce_gradients as reduce_gradients
-from ._group import scatter as scatter
-from ._group import stored_gradients as stored_gradients
-from ._quantize import Quantized as Quantized
-from ._quantize import check_pregathered_layers as check_pregathered_layers
-from ._quantize import quantize as quantize
+from ._optimizer_axes import gather_stored as gather_stored
+from ._optimizer_axes import is_divided as is_divided
+from ._optimizer_axes import scatter_stored as scatter_stored
+from ._packed import Bundle as Bundle
+from ._packed import Packed as Packed
+from ._packed import fits_blocks as fits_blocks
+from ._packed import gather_codes as gather_codes
+from ._packed import gather_packed as gather_packed
+from ._packed import pack_all as pack_all
+from ._packed import plan_of as plan_of
+from ._packed import pregather_layers as pregather_layers
+from ._packed import wire_bytes as wire_bytes
+from ._prepare import Prepared as Prepared
+from ._prepare import Stretch as Stretch
+from ._prepare import bytes_on_wire as bytes_on_wire
+from ._prepare import check_pregathered_layers as check_pregathered_layers
+from ._prepare import prepare as prepare
+from ._prepare import quantize as quantize
+from ._prepare import wires_of as wires_of
+from ._ranks import by_rank as by_rank
+from ._ranks import in_view as in_view
+from ._ranks import of_rank as of_rank
+from ._ranks import on_ranks as on_ranks
+from ._ranks import ranks_spec as ranks_spec
+from ._reduce import in_param_dtypes as in_param_dtypes
+from ._reduce import reduce_gradients as reduce_gradients
+from ._reduce import scatter as scatter
+from ._reduce import stored_gradients as stored_gradients
 from ._resolve import Groups as Groups
 from ._resolve import Layers as Layers
 from ._resolve import Path as Path
@@ -32,12 +100,13 @@ from ._resolve import of_layers as of_layers
 from ._resolve import resolve as resolve
 from ._rounding import CallKeys as CallKeys
 from ._rounding import key_for as key_for
-from ._stored import Joined as Joined
-from ._stored import join_stored as join_stored
-from ._stored import of_shards as of_shards
-from ._straight_through import gather_through as gather_through
-from ._straight_through import straight_through as straight_through
 from ._value import Beside as Beside
 from ._value import Gathered as Gathered
+from ._value import Holds as Holds
 from ._value import Stored as Stored
 from ._value import forget_after as forget_after
+from ._wire import FusedWeights as FusedWeights
+from ._wire import Kernels as Kernels
+from ._wire import OwnFormat as OwnFormat
+from ._wire import Part as Part
+from ._wire import Wire as Wire

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,12 +17,14 @@ from jax.sharding import PartitionSpec
 
 from ..formats import Format, QuantizedArray
 from ..layout import Layout
+from ._group import WeightGroup
 from ._packed import Fused, Packed, plan_of
+from ._wire import FusedWeights, Wire
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("kernels",), meta_fields=("members",))
 @dataclasses.dataclass(frozen=True)
-class StoredCodes:
+class StoredCodes(Wire):
     """This rank's codes of a layer's weights, or of a stack of layers', as they are stored.
 
     Attributes:
@@ -37,6 +39,16 @@ class StoredCodes:
     def format(self) -> Format:
         """Returns that of all of them."""
         return self.kernels[0][0].format
+
+    def gather(self, groups: Mapping[Any, WeightGroup]) -> FusedWeights:
+        """Returns the fused weights of one layer."""
+        return pack_codes(self, [groups[name].layouts for name in self.members]).gather(groups)
+
+    def specs(self, groups: Mapping[Any, WeightGroup], *, stacked: bool = False) -> StoredCodes:
+        """Returns the partitions of the codes of each kernel."""
+        layouts = [groups[name].layouts for name in self.members]
+        kernels = tuple(tuple(codes_specs(one, self.format, int(stacked)) for one in own) for own in layouts)
+        return StoredCodes(kernels, self.members)
 
 
 def pack_codes(stored: StoredCodes, fused: Fused) -> Packed:
@@ -73,10 +85,10 @@ def codes_of(packed: Packed, layouts: Sequence[Layout]) -> tuple[QuantizedArray,
         layouts: of its kernels.
     """
     plan, form = plan_of([layouts], packed.format), packed.format
-    lead, count = packed.buffer.shape[:-1], layouts[0].matrices
+    lead, count = packed.array.shape[:-1], layouts[0].matrices
 
     def array(section: Any) -> jax.Array:
-        own = packed.buffer[..., section.start : section.start + section.bytes]
+        own = packed.array[..., section.start : section.start + section.bytes]
         return jnp.reshape(own, (*lead, *section.shape))
 
     def joined(arrays: list[jax.Array | None]) -> Any:

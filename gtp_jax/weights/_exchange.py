@@ -28,11 +28,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Float
 
+from ..collectives import WIRE
 from ..formats import Format, PackPlan, Piece
 from ..layout import Layout
 from ..ops import multi_amax, pack, power_of_two_amax, quantizable, unpack
-from ._stored import WIRE
-from ._weight import unfuse
+from ._fused import unfuse
 
 _Send = Callable[[jax.Array], jax.Array]
 

@@ -7,11 +7,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..collectives import Bundle, Shards, StoredCodes, codes_of, pack_all
 from ..formats import Format, Operands, QuantizedArray
+from ._codes import StoredCodes, codes_of
+from ._fused import Shards
 from ._group import WeightGroup
-from ._quantize import buffer_of
+from ._packed import Bundle, pack_all
+from ._prepare import buffer_of
 from ._resolve import Path
+from ._wire import Kernels, Wire
 
 # What ranks store of the kernels of each module, by its path: codes, or arrays in the dtype in which they travel.
 Kept = Mapping[Path, tuple[Any, ...]]
@@ -33,31 +36,29 @@ def quantize_frozen(groups: Sequence[WeightGroup], masters: Sequence[Shards]) ->
     """
     bundles = []
     for group, shards in zip(groups, masters, strict=True):
-        assert group.wire is not None
+        assert isinstance(group.wire, Format)
         exact = group.operands is not None
         bundles.append(Bundle({(): shards}, [group.layouts], group.wire, powers_of_two=exact, one_scale=group.as_codes))
     packed = pack_all(bundles) if bundles else []
     return [codes_of(own, [one.of_shards for one in group.layouts]) for own, group in zip(packed, groups, strict=True)]
 
 
-def sent_of_frozen(group: WeightGroup, kept: tuple[Any, ...]) -> Shards | StoredCodes:
+def frozen_wire(group: WeightGroup, kept: tuple[Any, ...]) -> Wire:
     """Returns what a rank sends of a frozen weight that travels alone."""
     kept = refuse_gradient(kept)
-    return kept if group.wire is None else StoredCodes((kept,), ((),))
+    return Kernels(kept) if group.wire is None else StoredCodes((kept,), ((),))
 
 
-def bundle_frozen(
-    groups: Mapping[Path, WeightGroup], kept: Kept
-) -> tuple[tuple[StoredCodes, ...], dict[Path, tuple[jax.Array, ...]]]:
-    """Returns what a stack's rank sends of frozen weights: codes that travel in one buffer together, and arrays, by
-    path."""
+def frozen_wires(groups: Mapping[Path, WeightGroup], kept: Kept) -> list[Wire]:
+    """Returns what a rank sends of the frozen weights of a stack: codes that travel in one buffer together, and
+    arrays."""
     together: dict[Any, list[Path]] = {}
     for path, group in groups.items():
         if group.wire is not None:
             together.setdefault(buffer_of(group, path, stacked=True), []).append(path)
     kept = refuse_gradient(dict(kept))
-    codes = tuple(StoredCodes(tuple(kept[path] for path in paths), tuple(paths)) for paths in together.values())
-    return codes, {path: kept[path] for path, group in groups.items() if group.wire is None}
+    codes = [StoredCodes(tuple(kept[path] for path in paths), tuple(paths)) for paths in together.values()]
+    return [*codes, *(Kernels(kept[path], (path,)) for path, group in groups.items() if group.wire is None)]
 
 
 @jax.custom_vjp

@@ -18,8 +18,7 @@ order first, by one copy of the weight. The result has the same form, with 1 for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +26,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Float, Shaped
 
+from ..collectives import WIRE, all_gather, reduce_scatter
 from ..layout import BLOCK, Layout
-from ..ops import SlottedWeight, row_major, slotted
-from ._over_gloo import all_gather, reduce_scatter
-from ._stored import WIRE, gather_stored
+from ..ops import row_major
+from ._optimizer_axes import gather_stored
 
 Shards = tuple[jax.Array, ...]
 
@@ -54,10 +53,10 @@ def gather_weight(
 
 
 def part_of(shards: Shards, layouts: Sequence[Layout], dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Returns this rank's part of a fused weight as it travels, `(*experts, rows of kernel 0 | rows of kernel 1 | ...,
-    cols)`; arguments as in `gather_weight`."""
+    """Returns this rank's part of a fused weight as it travels, `(*stack, *experts, rows of kernel 0 | rows of kernel 1
+    | ..., cols)`; arguments as in `gather_weight`, with the leading dimension of a stack or without."""
     shards = gather_stored(shards, layouts, dtype)
-    rows = [jnp.moveaxis(s, layout.rows, -2) for s, layout in zip(shards, layouts, strict=True)]
+    rows = [jnp.moveaxis(s, layout.rows - len(layout.shape), -2) for s, layout in zip(shards, layouts, strict=True)]
     return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=-2)
 
 
@@ -164,38 +163,6 @@ def split_features(
     by_rank = jnp.reshape(y, (*y.shape[:-1], ranks, -1))
     pieces = jnp.split(by_rank, np.cumsum([size // ranks for size in sizes])[:-1], axis=-1)
     return tuple(jnp.reshape(piece, (*y.shape[:-1], size)) for piece, size in zip(pieces, sizes, strict=True))
-
-
-def gathered[Gathered](
-    shards: Shards,
-    sent: Any,
-    gather: Callable[[Shards, Any], Gathered],
-    scatter: Callable[[jax.Array], Shards],
-) -> Gathered:
-    """Gathers, with a scatter as the gradient, for a layer that stands outside a chain.
-
-    Args:
-        shards: what the gradient belongs to.
-        sent: what is gathered: the shards, or what they were quantized to.
-        gather: the shards and `sent` to the fused weight, with or without a slot; differentiable in the shards, as
-            gradients are differentiated again.
-        scatter: the weight's gradient to that of the shards.
-    """
-
-    @jax.custom_vjp
-    def apply(shards: Shards, sent: Any) -> Any:
-        return gather(shards, sent)
-
-    def fwd(shards: Shards, sent: Any) -> tuple[Any, None]:
-        return gather(shards, sent), None
-
-    def bwd(residuals: None, gradient: Any) -> tuple[Shards, None]:
-        del residuals
-        return scatter(gradient.slot if isinstance(gradient, SlottedWeight) else gradient), None
-
-    apply.defvjp(fwd, bwd)
-    weight: Any = apply(shards, sent)
-    return slotted(*weight) if isinstance(weight, SlottedWeight) else weight  # pyright: ignore[reportReturnType]
 
 
 def _lead(layout: Layout) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""Gathered weights as functions of the shards, so that gradients can be differentiated again.
+"""Gathered weights as functions of the shards, with the reduction as their gradient.
 
 [Note: second derivatives]
-A first derivative never differentiates a gather: the rules of `collectives.gathered` and of a chain compute the weight,
+A first derivative never differentiates a gather: the rules of `gathered` and of a chain compute the weight,
 and reduce its gradient as the weight's group says. A second derivative differentiates these rules themselves. Hence
 three conditions, of which each costs the first derivative nothing:
 
@@ -12,7 +12,7 @@ three conditions, of which each costs the first derivative nothing:
    multiplies by the values, whose derivative `ops.slotted` adds to the slot's. A forward rule multiplies by them as any
    code does (`ops.as_one`): the slot that it was given is zeros, which nothing moves.
 3. What a rule moves as integers, or in a format, has the derivative of the values: see `collectives.in_bits`, and
-   `collectives.exchange_gradients`.
+   `exchange_gradients`.
 
 Products of rounded operands have no second derivative: they refuse (`ops.refuse_second_derivative`), and so does the
 gather of a weight that is multiplied as codes, through which no derivative could flow.
@@ -27,9 +27,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..collectives import Packed, Shards, StoredCodes, gather_weight
-from ..ops import SECOND_DERIVATIVE
-from ._group import WeightGroup, gather
+from ..ops import SECOND_DERIVATIVE, SlottedWeight, slotted
+from ._fused import Shards, gather_weight
+from ._group import WeightGroup
+from ._reduce import scatter
+from ._wire import Kernels, Wire
 
 
 def straight_through(
@@ -58,10 +60,40 @@ def straight_through(
     return apply(dict(shards), sent)
 
 
-def gather_through(group: WeightGroup, shards: Shards, sent: Shards | Packed | StoredCodes) -> Any:
-    """Returns `gather(group, sent)`, differentiable in the shards."""
-    trained = {} if group.frozen else {(): shards}
-    return straight_through({(): group}, trained, sent, lambda sent: {(): gather(group, sent)})[()]
+def gathered(group: WeightGroup, shards: Shards, wire: Wire | None) -> Any:
+    """Returns a fused weight, or its codes, for a layer outside a chain. Its gradient is reduced to that of the shards.
+
+    Args:
+        group: the weight.
+        shards: this rank's; nothing of a frozen weight.
+        wire: what this rank sends, with the one member `()`; the shards themselves if it is `None`.
+    """
+
+    def make(shards: Shards, wire: Wire | None) -> Any:
+        wire = Kernels(shards) if wire is None else wire
+        trained = {} if group.frozen else {(): shards}
+        weight = straight_through({(): group}, trained, wire, lambda wire: wire.gather({(): group}))[()]
+        slot = group.slot(weight)
+        return weight if slot is None else SlottedWeight(weight, slot)
+
+    # rules know what is decided alone, and no module: JAX keeps them, and would keep the arrays of a trace with them
+    @jax.custom_vjp
+    def apply(shards: Shards, wire: Wire | None) -> Any:
+        return make(shards, wire)
+
+    def fwd(shards: Shards, wire: Wire | None) -> tuple[Any, None]:
+        return make(shards, wire), None
+
+    def bwd(residuals: None, gradient: Any) -> tuple[Shards, None]:
+        del residuals
+        if group.frozen:
+            return (), None
+        gradient = gradient.slot if isinstance(gradient, SlottedWeight) else gradient
+        return scatter({(): group}, {(): gradient})[()], None
+
+    apply.defvjp(fwd, bwd)
+    weight: Any = apply(shards, wire)
+    return slotted(*weight) if isinstance(weight, SlottedWeight) else weight
 
 
 def _moved(group: WeightGroup, shards: Shards) -> jax.Array:

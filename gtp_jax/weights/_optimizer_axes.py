@@ -6,46 +6,22 @@ stack of layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
+from ..collectives import WIRE, all_gather, reduce_scatter
 from ..layout import Layout
+from ..mesh import stacked_spec
 from ..ops import row_major
-from ._over_gloo import all_gather, reduce_scatter
-
-# XLA's CPU backend widens 16-bit floats in collectives; as integers they keep their true size on every backend.
-WIRE = {np.dtype(jnp.bfloat16): jnp.uint16, np.dtype(jnp.float16): jnp.uint16}
 
 
-def in_bits(move: Callable[..., jax.Array], x: jax.Array, *others: Any) -> jax.Array:
-    """Returns `move(x, *others)`, with 16-bit floats moved as integers; see `WIRE`.
-
-    Integers have no derivative. Where a gradient is differentiated again, that of `x` moves in float32.
-
-    Args:
-        move: linear in `x`, of any dtype: collectives, and choices of elements.
-        x: what moves.
-        others: pytrees of integers.
-    """
-    wire, dtype = WIRE.get(x.dtype), x.dtype
-    if wire is None:
-        return move(x, *others)
-
-    @jax.custom_jvp
-    def moved(x: jax.Array, others: Any) -> jax.Array:
-        return lax.bitcast_convert_type(move(lax.bitcast_convert_type(x, wire), *others), dtype)
-
-    @moved.defjvp
-    def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
-        wide = tangents[0].astype(jnp.float32)
-        return moved(*primals), move(wide, *primals[1]).astype(dtype)
-
-    return moved(x, others)
+def stored_specs(layouts: Sequence[Layout], arrays: Sequence[jax.Array]) -> tuple[PartitionSpec, ...]:
+    """Returns the partitions of what ranks store of kernels, with the leading dimension of a stack or without."""
+    return tuple(stacked_spec(layout.spec, x.ndim) for layout, x in zip(layouts, arrays, strict=True))
 
 
 def gather_stored(

@@ -22,7 +22,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,9 +34,12 @@ from jaxtyping import Float
 from ..formats import SECTION_BYTES, Format, PackPlan, Piece, QuantizedArray
 from ..layout import Layout, axes_in_use
 from ..mesh import degrees
-from ..ops import multi_amax, pack, power_of_two_amax, quantizable, unpack
-from ._stored import gather_stored, is_divided
-from ._weight import Shards, fuse, fuse_kernels, own_experts, whole_kernels
+from ..ops import multi_amax, pack, pack_apart, power_of_two_amax, quantizable, unpack
+from ._apart import Apart
+from ._fused import Shards, fuse, fuse_kernels, own_experts, whole_kernels
+from ._group import WeightGroup
+from ._optimizer_axes import gather_stored, is_divided
+from ._wire import FusedWeights, Wire
 
 # The layouts of each fused weight's kernels.
 Fused = Sequence[Sequence[Layout]]
@@ -46,22 +49,37 @@ Fused = Sequence[Sequence[Layout]]
     jax.tree_util.register_dataclass, data_fields=("buffer", "amax"), meta_fields=("format", "members", "gathered")
 )
 @dataclasses.dataclass(frozen=True)
-class Packed:
+class Packed(Wire):
     """This rank's shards of a layer's weights, or of a stack of layers', as they travel; or all ranks', once they have.
 
     Attributes:
-        buffer: uint8 `(*stack, bytes)`; `(*stack, ranks, bytes)` if gathered.
+        buffer: uint8 `(*stack, bytes)`; `(*stack, ranks, bytes)` if gathered. Each layer of a stack that is written out
+            may have an array of its own.
         amax: float32 `(*stack, kernels)`, over all shards; `None` if the format has none. It does not travel.
         format: of the codes.
         members: names of the fused weights in it, in order.
         gathered: whether all shards are here.
     """
 
-    buffer: jax.Array
+    buffer: jax.Array | Apart
     amax: jax.Array | None
     format: Format
     members: tuple[Any, ...]
     gathered: bool = False
+
+    @property
+    def array(self) -> jax.Array:
+        """Returns the buffer, which is one array: of one layer, or of a stack that does not lie apart."""
+        assert not isinstance(self.buffer, Apart)
+        return self.buffer
+
+    def gather(self, groups: Mapping[Any, WeightGroup]) -> FusedWeights:
+        """Returns the fused weights of one layer, from one gather; of one that is multiplied as codes its codes."""
+        members = [groups[name] for name in self.members]
+        if len(members) == 1 and members[0].as_codes:
+            return {self.members[0]: gather_codes(self, members[0].layouts)}
+        found = gather_packed(self, [member.layouts for member in members], members[0].dtype)
+        return dict(zip(self.members, found, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +93,7 @@ class Bundle:
         format: of the codes.
         powers_of_two: whether a tensor's scale is rounded to one.
         one_scale: whether all kernels of a fused weight share one, so that its codes can be multiplied as they are.
+        apart: whether each layer of a stack gets a buffer of its own where that costs nothing.
     """
 
     shards: dict[Any, Shards]
@@ -82,6 +101,7 @@ class Bundle:
     format: Format
     powers_of_two: bool = False
     one_scale: bool = False
+    apart: bool = False
 
     @property
     def kernels(self) -> list[jax.Array]:
@@ -109,7 +129,7 @@ class Bundle:
 
 
 def pack_all(bundles: Sequence[Bundle]) -> list[Packed]:
-    """Quantizes shards: one amax kernel and one reduction of one vector for all bundles, one launch for each.
+    """Quantizes shards: one amax kernel and one reduction of one vector for all bundles, one call for each.
 
     The amax of a weight is taken over the axes that shard it, and not over replicas, which agree already. What is
     stored of shards is joined to shards; see [Note: stored].
@@ -142,11 +162,13 @@ def pack_all(bundles: Sequence[Bundle]) -> list[Packed]:
     return found
 
 
-def _pack_shards(bundle: Bundle, amax: jax.Array | None) -> jax.Array:
+def _pack_shards(bundle: Bundle, amax: jax.Array | None) -> jax.Array | Apart:
     """Returns the bytes of this rank's shards; see [Note: stored]."""
     form, fused, plan = bundle.format, bundle.fused, plan_of(bundle.fused, bundle.format)
     first = fused[0][0]
     if not is_divided(next(iter(bundle.shards.values()))[0], first):
+        if bundle.apart:
+            return Apart(pack_apart(bundle.kernels, form, amax, plan))
         return pack(bundle.kernels, form, amax, plan)
     if not _stored_fits_blocks(fused, form):
         kernels = {
@@ -265,7 +287,7 @@ def gather_packed(packed: Packed, fused: Fused, dtype: jax.typing.DTypeLike) -> 
         fused: the layouts of each member's kernels; all with the same axes.
         dtype: of the weights.
     """
-    buffers = packed.buffer if packed.gathered else _of_all_ranks(packed.buffer, fused, axis=0)
+    buffers = packed.array if packed.gathered else _of_all_ranks(packed.array, fused, axis=0)
     exact = jnp.float32 if np.dtype(dtype) == np.float64 else dtype
     plan, by_shard = plan_of(fused, packed.format), fits_blocks(fused, packed.format)
     if not by_shard:
@@ -297,7 +319,7 @@ def gather_codes(packed: Packed, layouts: Sequence[Layout]) -> QuantizedArray:
         layouts: of its kernels.
     """
     assert packed.amax is not None and packed.format.block is None
-    buffers = packed.buffer if packed.gathered else _of_all_ranks(packed.buffer, [layouts], axis=0)
+    buffers = packed.array if packed.gathered else _of_all_ranks(packed.array, [layouts], axis=0)
     plan = plan_of([layouts], packed.format)
     (matrix,) = plan.outputs(len(buffers))
     codes = buffers
@@ -314,7 +336,7 @@ def gather_codes(packed: Packed, layouts: Sequence[Layout]) -> QuantizedArray:
 def pregather_layers(packed: Packed, fused: Fused, start: int, stop: int) -> Packed:
     """Returns layers `start` to `stop` (exclusive) of a stack with all ranks' shards, from one gather."""
     some = jax.tree.map(lambda a: a[start:stop], packed)
-    return dataclasses.replace(some, buffer=_of_all_ranks(some.buffer, fused, axis=1), gathered=True)
+    return dataclasses.replace(some, buffer=_of_all_ranks(some.array, fused, axis=1), gathered=True)
 
 
 def _of_all_ranks(buffer: jax.Array, fused: Fused, axis: int) -> jax.Array:

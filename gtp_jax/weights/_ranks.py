@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ..formats import QuantizedArray
-from ..mesh import use_loss_counted_once
+from ..mesh import current_view, use_loss_counted_once
 
 Tree = Any
 
@@ -39,6 +39,27 @@ def on_ranks(function: Callable[..., Tree], into: Any, out: Any) -> Callable[...
             return function(*map(of_rank, args))
 
     return jax.shard_map(local, in_specs=into, out_specs=out, check_vma=False)
+
+
+def in_view(function: Callable[..., Tree], into: Callable[..., Any], out: Any = None) -> Callable[..., Tree]:
+    """Returns a function that is written for local view, for the view in scope: in global view it is called on every
+    rank's own part.
+
+    Args:
+        function: written for local view.
+        into: returns the partitions of its arguments in global view, given these: a tuple, of pytree prefixes.
+        out: partitions of what it returns. `None`: values of every rank's own, see `by_rank`.
+    """
+    if current_view() != "global":
+        return function
+    ranks = ranks_spec()
+
+    def in_global_view(*args: Tree) -> Tree:
+        if out is None:
+            return on_ranks(lambda *own: by_rank(function(*own)), into(*args), ranks)(*args)
+        return on_ranks(function, into(*args), out)(*args)
+
+    return in_global_view
 
 
 def of_rank(tree: Tree) -> Tree:

@@ -5,55 +5,66 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import enum
 import functools
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
-from ..collectives import Packed
+from ..layout import Layout
+from ..mesh import stacked_spec
 from ._group import WeightGroup
+from ._prepare import Stretch
 from ._resolve import Layers
 from ._rounding import CallKeys
 
 
+class Holds(enum.Enum):
+    """What the array in a weight's variable is."""
+
+    MASTER = "what this rank stores"
+    REPLACED = "another array than the one that was prepared: user code put it there"
+    PLACEHOLDER = "an array whose values mean nothing: gradients are taken of it, and others are gathered"
+    ROUNDED = "what this rank stores, rounded to the dtype in which it travels"
+
+
 @functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("shard", "packed", "keys", "joined"),
-    meta_fields=("groups", "starts", "changed", "stands_in", "rounded"),
+    jax.tree_util.register_dataclass, data_fields=("shard", "prepared", "keys"), meta_fields=("groups", "holds")
 )
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """What a rank stores of a kernel, for which something is decided or gathered already; of a stack's layers, stacked.
+    """What a rank stores of a kernel about which something has been decided; of a stack's layers, stacked.
 
     Attributes:
-        shard: what gradients are taken of.
+        shard: the array of which gradients are taken.
         groups: what is decided about it, by layers.
-        packed: buffers of codes that are gathered in place of shards: of all layers and, ahead of them, of those whose
-            codes have been gathered already. The first member of a buffer holds it, in the first kernel.
-        keys: of stochastic rounding; `None` where nothing is rounded so.
-        joined: shards that are gathered in place of `shard`, each of some layers of a stack.
-        starts: the first layer of each of `joined`.
-        changed: whether the array is another than the one of which codes and shards were gathered ahead.
-        stands_in: whether `shard` is a placeholder, whose values mean nothing.
-        rounded: whether `shard` has values of a narrower dtype, that in which it travels.
+        prepared: what is gathered in its place; the first kernel of a module has it for all of them.
+        keys: keys of stochastic rounding; `None` where nothing is rounded so.
+        holds: what `shard` is.
     """
 
     shard: jax.Array
     groups: tuple[tuple[Layers, WeightGroup], ...]
-    packed: tuple[Packed, ...] = ()
+    prepared: tuple[Stretch, ...] = ()
     keys: CallKeys | None = None
-    joined: tuple[jax.Array, ...] = ()
-    starts: tuple[int, ...] = ()
-    changed: bool = False
-    stands_in: bool = False
-    rounded: bool = False
+    holds: Holds = Holds.MASTER
 
-    def joined_layers(self, start: int, stop: int) -> jax.Array:
-        """Returns `joined` of layers `start` to `stop` (exclusive) of a stack."""
-        first, own = max((first, i) for i, first in enumerate(self.starts) if first <= start)
-        whole = self.joined[own]
-        return whole if stop - start == len(whole) else whole[start - first : stop - first]
+    def specs(self, layout: Layout) -> Stored:
+        """Returns the partitions of its arrays in global view.
+
+        Args:
+            layout: the kernel's.
+        """
+        (layers, group), *_ = self.groups
+        stacked = layers.stack is not None
+        prepared = tuple(
+            dataclasses.replace(one, wire=one.wire.specs({one.wire.members[0]: group}, stacked=stacked))
+            for one in self.prepared
+        )
+        shard: Any = stacked_spec(layout.spec, self.shard.ndim)
+        return dataclasses.replace(self, shard=shard, prepared=prepared, keys=PartitionSpec())  # pyright: ignore[reportArgumentType]
 
 
 # Made since the innermost `forget_after` began; `None` outside of any.
@@ -94,10 +105,7 @@ class Beside:
 
     def forget(self) -> None:
         """Drops the arrays: every array is another than the one that was known."""
-        known = self._stored
-        self._stored = Stored(
-            _FORGOTTEN, known.groups, changed=known.changed, stands_in=known.stands_in, rounded=known.rounded
-        )
+        self._stored = Stored(_FORGOTTEN, self._stored.groups, holds=self._stored.holds)
 
     def of(self, shard: Any) -> Stored:
         """Returns what is known of this array.
@@ -108,12 +116,12 @@ class Beside:
         stored = self._stored
         if stored.shard is shard:
             return stored
-        if stored.stands_in:
+        if stored.holds is Holds.PLACEHOLDER:
             raise ValueError(
                 "a weight is replaced by another, or passed through a transformation such as `nnx.remat`, in a step "
                 "with `reduce_over_dp='last'`, where its array is a placeholder. Take `reduce_over_dp='each'`."
             )
-        return Stored(shard, stored.groups, keys=stored.keys, changed=True)
+        return Stored(shard, stored.groups, keys=stored.keys, holds=Holds.REPLACED)
 
 
 _FORGOTTEN: Any = object()  # stands where an array was

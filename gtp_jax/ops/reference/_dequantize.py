@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -11,6 +13,8 @@ from ._blocks import from_blocks, over_blocks, over_matrices, to_blocks, unpack_
 from ._quantize import _whole_scale
 
 
+# traced once for all pieces of a shape, of which a layer of experts has many
+@functools.partial(jax.jit, static_argnames=("format", "columns", "shape", "dtype"), inline=True)
 def dequantize(
     codes: jax.Array,
     scales: jax.Array,

@@ -33,6 +33,13 @@ def pack(shards: Sequence[jax.Array], amax: jax.Array, *, format: Format, plan: 
     return jnp.concatenate([jnp.zeros((*lead, 0), jnp.uint8), *padded], axis=-1)
 
 
+def pack_apart(
+    shards: Sequence[jax.Array], amax: jax.Array, *, format: Format, plan: PackPlan
+) -> tuple[jax.Array, ...]:
+    """Returns the rows of what `pack` returns of a stack of layers: uint8 `(1, bytes)` each."""
+    return tuple(jnp.split(pack(shards, amax, format=format, plan=plan), amax.shape[0]))
+
+
 def unpack(
     buffer: jax.Array, amax: jax.Array, *, format: Format, plan: PackPlan, dtype: jnp.dtype
 ) -> tuple[jax.Array, ...]:

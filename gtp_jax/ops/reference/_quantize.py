@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -16,6 +18,8 @@ from ._philox import random_bytes
 _NO_BYTES = (0,)
 
 
+# traced once for all pieces of a shape, of which a layer of experts has many
+@functools.partial(jax.jit, static_argnames=("format", "hadamard", "stochastic", "rows", "columns"), inline=True)
 def quantize(
     x: jax.Array,
     amax: jax.Array,

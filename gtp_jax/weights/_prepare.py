@@ -1,0 +1,324 @@
+"""Shards, made ready for a step: quantized, or joined from what ranks store of them, once for many calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+from jax import lax
+
+from ..formats import Format
+from ._apart import Apart
+from ._fused import Shards, bytes_of
+from ._group import WeightGroup
+from ._optimizer_axes import gather_stored, stored_specs
+from ._packed import Bundle, fits_blocks, pack_all, pregather_layers, wire_bytes
+from ._ranks import in_view, ranks_spec
+from ._resolve import Groups, Layers, Path
+from ._wire import Kernels, OwnFormat, Wire
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("wire",), meta_fields=("start", "stop"))
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """A wire that is made once per step.
+
+    Attributes:
+        wire: what is gathered in place of shards.
+        start: the first of its layers in a stack; 0 of a module outside stacks.
+        stop: the layer after the last; 1 of a module outside stacks.
+    """
+
+    wire: Wire
+    start: int
+    stop: int
+
+    def of(self, start: int, stop: int) -> Wire:
+        """Returns the wire of layers `start` to `stop` (exclusive)."""
+        if (start, stop) == (self.start, self.stop):
+            return self.wire
+        at = slice(start - self.start, stop - self.start)
+        return jax.tree.map(lambda a: a[at], self.wire, is_leaf=lambda node: isinstance(node, Apart))
+
+
+# What is gathered in place of shards, by path of the module that is the first member of each wire. Where two stretches
+# have a layer, the first counts.
+Prepared = dict[Path, tuple[Stretch, ...]]
+
+# Layers of a stack that are joined first, as many as have been gathered when the first has been computed; and how many
+# at a time then, few enough to arrive while two layers compute.
+_FIRST, _NEXT = 2, 6
+
+
+def prepare(
+    groups: Groups,
+    stored: Mapping[Path, Shards],
+    pregathered_layers: int | Literal["all"] = 0,
+    written_out: Collection[Path] = (),
+    rounded: Collection[Path] = (),
+) -> Prepared:
+    """Returns what a step gathers in place of shards, in the view in scope: codes of weights that travel in a format,
+    and shards of others, if ranks store only parts of them.
+
+    Args:
+        groups: as `resolve` returns them.
+        stored: what this rank stores, by path of the module; in global view whole arrays.
+        pregathered_layers: as in `quantize`.
+        written_out: stacks without loops, by path of their layers.
+        rounded: modules whose arrays have the dtype in which they travel, but for a conversion: taken as they are,
+            although no axes divide them further.
+    """
+    # what has been rounded is here already: there is nothing to hide under compute
+    joined = _joined(groups, stored, () if rounded else written_out, rounded)
+    quantized = quantize(groups, stored, pregathered_layers, written_out)
+    return {path: (*joined.get(path, ()), *quantized.get(path, ())) for path in {**joined, **quantized}}
+
+
+def quantize(
+    groups: Groups,
+    shards: Mapping[Path, Shards],
+    pregathered_layers: int | Literal["all"] = 0,
+    written_out: Collection[Path] = (),
+) -> Prepared:
+    """Quantizes shards, in the view in scope: one amax kernel and one reduction of one vector for all, one call for
+    each buffer.
+
+    Weights of a stack's layer of one format, dtype and axes share a buffer, except those whose codes are multiplied as
+    they lie; every other module has its own. Of a stack all layers are quantized, also those that stay in high
+    precision: to leave them out would copy the others' masters.
+
+    Args:
+        groups: as `resolve` returns them.
+        shards: this rank's, or what it stores of them, by path of the module; in global view whole arrays.
+        pregathered_layers: of each stack so many layers, from the first that is quantized, are gathered here, so that
+            no pass need gather them.
+        written_out: stacks without loops, by path of their layers: each layer's codes lie apart, unless some are
+            gathered here.
+
+    Raises:
+        ValueError: if codes are to be gathered ahead and no layer of a stack has any, or fewer.
+    """
+    if pregathered_layers:
+        check_pregathered_layers(groups, pregathered_layers)
+    buffers = _buffers(groups)
+    if not buffers:
+        return {}
+    fused = {path: group.layouts for _, members in buffers for path, group in members.items()}
+    own = {path: shards[path] for path in fused}
+
+    def into(own: Mapping[Path, Shards]) -> tuple[Any]:
+        return ({path: stored_specs(fused[path], own[path]) for path in own},)
+
+    out = {next(iter(members)): ranks_spec(stacked=layers.stack is not None) for layers, members in buffers}
+
+    def pack(shards: Mapping[Path, Shards]) -> Prepared:
+        bundles: dict[int, Bundle] = {}
+        for number, (layers, members) in enumerate(buffers):
+            if isinstance(members[next(iter(members))].wire, Format):
+                bundles[number] = _bundle(layers, members, shards, written_out, pregathered_layers)
+        packed = dict(zip(bundles, pack_all(list(bundles.values())), strict=True))
+        found: Prepared = {}
+        for number, (layers, members) in enumerate(buffers):
+            first = next(iter(members))
+            length = 1 if layers.stack is None else len(shards[first][0])
+            if number not in packed:
+                found[first] = (Stretch(_own_wire(layers, members, shards), 0, length),)
+                continue
+            ahead: tuple[Stretch, ...] = ()
+            quantized = layers.stop - layers.start
+            count = quantized if pregathered_layers == "all" else min(pregathered_layers, quantized)
+            if layers.stack is not None and count:
+                stop = layers.start + count
+                whole = pregather_layers(packed[number], bundles[number].fused, layers.start, stop)
+                ahead = (Stretch(whole, layers.start, stop),)
+            found[first] = (*ahead, Stretch(packed[number], 0, length))
+        return found
+
+    return in_view(pack, into, out)(own)
+
+
+def _bundle(
+    layers: Layers,
+    members: Mapping[Path, WeightGroup],
+    shards: Mapping[Path, Shards],
+    written_out: Collection[Path],
+    pregathered_layers: int | Literal["all"],
+) -> Bundle:
+    first = next(iter(members.values()))
+    assert isinstance(first.wire, Format)
+    return Bundle(
+        {_name(path, layers): shards[path] for path in members},
+        [group.layouts for group in members.values()],
+        first.wire,
+        powers_of_two=first.operands is not None,
+        one_scale=first.as_codes,
+        apart=not pregathered_layers and layers.stack in written_out,
+    )
+
+
+def _own_wire(layers: Layers, members: Mapping[Path, WeightGroup], shards: Mapping[Path, Shards]) -> Wire:
+    form = next(iter(members.values())).wire
+    assert isinstance(form, OwnFormat)
+    own = {_name(path, layers): shards[path] for path in members}
+    wire = form.wire(own, {_name(path, layers): group for path, group in members.items()})
+    if any(x.ndim <= (layers.stack is not None) for x in jax.tree.leaves(wire)):
+        raise ValueError(
+            f"`wire` of the format {form.name} returned an array without a dimension of its own. Give it one: "
+            "`scale[..., None]`, as in global view the arrays of all ranks lie one after another."
+        )
+    return wire
+
+
+def _name(path: Path, layers: Layers) -> Path:
+    """Returns the name of a weight as a layer knows it: its path within the layer."""
+    return () if layers.stack is None else path[len(layers.stack) :]
+
+
+def _joined(
+    groups: Groups, stored: Mapping[Path, Shards], written_out: Collection[Path], rounded: Collection[Path]
+) -> Prepared:
+    """Gathers over the optimizer's axes what ranks store of shards, in the dtype in which the shards travel.
+
+    Of weights that travel in a format `quantize` gathers the codes. Weights that ranks store as whole shards are left
+    out. In a model without codes the layers of stacks that are written out come a few at a time, one gather after the
+    other, behind all other weights: so the first layers are computed while the others arrive.
+    """
+    found: dict[Path, list[Stretch]] = {}
+    later: dict[int, dict[Path, Shards]] = {}
+    coded = {path for (path, _), group in groups.items() if group.wire is not None}
+    kinds = {
+        path: (layers, group)
+        for (path, layers), group in groups.items()
+        if group.wire is None and (group.divided or path in rounded)
+    }
+
+    def join(path: Path, start: int, mine: Shards) -> Stretch:
+        layers, group = kinds[path]
+        wire = Kernels(_gather(group, mine), (_name(path, layers),), joined=True)
+        own = Stretch(wire, start, start + (1 if layers.stack is None else len(mine[0])))
+        found.setdefault(path, []).append(own)
+        return own
+
+    for (path, layers), group in groups.items():
+        if path not in kinds or group.wire is not None or (path not in coded and path in found):
+            continue
+        mine = tuple(lax.stop_gradient(x) for x in stored[path])
+        start, stop = 0, None
+        if path in coded:  # only the layers at its ends are in high precision
+            start, stop = layers.start, layers.stop
+        elif not coded and layers.stack in written_out:
+            stop = _FIRST
+            for next_start in range(_FIRST, len(mine[0]), _NEXT):
+                later.setdefault(next_start, {})[path] = tuple(x[next_start : next_start + _NEXT] for x in mine)
+        join(path, start, mine if layers.stack is None else tuple(x[start:stop] for x in mine))
+    before: Any = {path: list(own) for path, own in found.items()}
+    for start, some in sorted(later.items()):
+        some, _ = lax.optimization_barrier((some, before))  # else XLA would join all in one launch
+        before = {path: join(path, start, mine) for path, mine in some.items()}
+    return {path: tuple(own) for path, own in found.items()}
+
+
+def _gather(group: WeightGroup, stored: Shards) -> Shards:
+    """Returns shards, in global view sharded as a gather wants them."""
+    layouts = group.layouts
+    joined = in_view(
+        lambda stored: gather_stored(stored, layouts, group.dtype),
+        lambda stored: (stored_specs(layouts, stored),),
+        stored_specs([layout.of_shards for layout in layouts], stored),
+    )
+    return joined(stored)
+
+
+def check_pregathered_layers(groups: Groups, pregathered_layers: int | Literal["all"]) -> None:
+    """Refuses to hold codes of more layers than have any.
+
+    Raises:
+        ValueError: naming how many there are.
+    """
+    counts = [
+        layers.stop - layers.start
+        for (_, layers), group in groups.items()
+        if isinstance(group.wire, Format) and layers.stack is not None and not group.frozen
+    ]
+    if not counts:
+        raise ValueError(
+            f"`pregathered_layers` is {pregathered_layers!r}, but no layers of a `Stack` travel as codes that could be "
+            "gathered ahead. Pass a recipe that quantizes them, such as `gtp_jax.NVFP4()`, or `pregathered_layers=0`."
+        )
+    if pregathered_layers != "all" and pregathered_layers > max(counts):
+        raise ValueError(
+            f"`pregathered_layers` is {pregathered_layers}, but no `Stack` has more than {max(counts)} layers that "
+            "travel as codes. Pass fewer, or 'all'."
+        )
+
+
+def _buffers(groups: Groups) -> list[tuple[Layers, dict[Path, WeightGroup]]]:
+    """Returns what travels in one buffer: stacks' ahead of the rest."""
+    found: dict[Any, tuple[Layers, dict[Path, WeightGroup]]] = {}
+    for (path, layers), group in sorted(groups.items(), key=lambda item: item[0][1].stack is None):
+        if group.wire is None or group.frozen:
+            continue
+        kind = layers, buffer_of(group, path, stacked=layers.stack is not None)
+        found.setdefault(kind, (layers, {}))[1][path] = group
+    return list(found.values())
+
+
+def buffer_of(group: WeightGroup, path: Path, *, stacked: bool) -> Any:
+    """Returns what weights of a layer have in common that share a buffer: a key."""
+    assert group.wire is not None
+    alone = path if not stacked or group.as_codes else None
+    fits = not isinstance(group.wire, Format) or fits_blocks([group.layouts], group.wire)
+    first = group.layouts[0]
+    return group.wire, group.operands is not None, alone, group.dtype, first.axes, first.optimizer_axes, fits
+
+
+def bytes_on_wire(group: WeightGroup) -> int:
+    """Returns the bytes of one layer's gathered weight on the wire, of all ranks' shards."""
+    form = group.wire
+    if form is None:
+        return bytes_of(group.layouts, group.dtype.itemsize)
+    if isinstance(form, Format):
+        return wire_bytes([group.layouts], form)
+    assert isinstance(form, OwnFormat)
+    return form.wire_bytes(group)
+
+
+def wires_of(
+    groups: Mapping[Any, WeightGroup],
+    made: Sequence[Stretch],
+    shards: Mapping[Any, Shards],
+    own: Mapping[Any, Shards],
+    start: int,
+    stop: int,
+) -> tuple[tuple[Wire, ...], int]:
+    """Returns what layers `start` to `stop` (exclusive) of a stack gather, one wire for each weight: codes first, then
+    arrays by name; and the index of `start` in their arrays.
+
+    Args:
+        groups: what is decided about these layers, by name.
+        made: what was made ahead; the first that has these layers, in the weight's format, counts.
+        shards: of all layers.
+        own: of these layers alone.
+        start: the first layer.
+        stop: the layer after the last.
+    """
+    chosen: list[Stretch] = []
+    left = set(groups)
+    for one in made:
+        members = one.wire.members
+        here = one.start <= start and stop <= one.stop and left.issuperset(members)
+        if here and all(groups[name].wire == one.wire.format for name in members):
+            chosen.append(one)
+            left -= set(members)
+    length = max((one.stop for one in made), default=0)
+    shared = all((one.start, one.stop) == (0, length) for one in chosen)
+    if shared:  # with the other layers, uncopied
+        wires, first = [one.wire for one in chosen], start
+    else:
+        wires, first = [one.of(start, stop) for one in chosen], 0
+    wires += [Kernels((shards if shared else own)[name], (name,)) for name in left]
+    codes = [wire for wire in wires if wire.format is not None]
+    return (*codes, *sorted((wire for wire in wires if wire.format is None), key=lambda wire: wire.members)), first

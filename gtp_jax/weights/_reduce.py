@@ -1,0 +1,86 @@
+"""Gradients of gathered weights, back to what ranks store of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._exchange import exchange_gradients
+from ._fused import Shards, as_shards, in_order, reduce_gradient
+from ._group import WeightGroup
+from ._optimizer_axes import scatter_stored
+
+
+def scatter(groups: Mapping[Any, WeightGroup], gradients: Mapping[Any, jax.Array]) -> dict[Any, Shards]:
+    """Returns the gradients of what ranks store, from those of fused weights.
+
+    Args:
+        groups: by name.
+        gradients: this rank's, by the same names.
+    """
+    return in_param_dtypes(groups, stored_gradients(groups, reduce_gradients(groups, gradients)))
+
+
+def reduce_gradients(
+    groups: Mapping[Any, WeightGroup], gradients: Mapping[Any, jax.Array]
+) -> dict[Any, jax.Array | Shards]:
+    """Sums the gradients of fused weights over the ranks of a gather, then over the optimizer's axes, which span more
+    nodes. What is exchanged alike travels together.
+
+    Returns:
+        What `stored_gradients` takes: this rank's part of each, in the dtype of the sum; or shards, where a weight is
+        divided further over the optimizer's axes.
+    """
+    gradients = {name: _fused(group, gradients[name]) for name, group in groups.items()}
+    parts: dict[Any, jax.Array] = {}
+    together: dict[Any, list[Any]] = defaultdict(list)
+    for name, group in groups.items():
+        if group.exchanged is not None and group.ranks > 1:
+            together[group.exchanged, group.layouts[0].axes].append(name)
+        else:
+            parts[name] = reduce_gradient(gradients[name], group.layouts, group.grad_reduce.sums)
+    for (wire, _), names in together.items():
+        layouts = [groups[name].layouts for name in names]
+        exchanged = exchange_gradients([gradients[name] for name in names], layouts, wire)
+        parts.update(zip(names, exchanged, strict=True))
+    divided = {name: group for name, group in groups.items() if group.divided}
+    return parts | {name: _shards_of_sum(group, parts[name]) for name, group in divided.items()}
+
+
+def _shards_of_sum(group: WeightGroup, part: jax.Array) -> Shards:
+    """Returns what this rank stores of a gradient, summed over the optimizer's axes."""
+    shards = as_shards(part, group.layouts, (part.dtype,) * len(group.layouts))
+    return scatter_stored(shards, group.layouts, group.stored_sums, (group.stored_sums,) * len(group.layouts))
+
+
+def stored_gradients(groups: Mapping[Any, WeightGroup], reduced: Mapping[Any, jax.Array | Shards]) -> dict[Any, Shards]:
+    """Returns the gradients of what ranks store, in the dtype of their sums, from what `reduce_gradients` returns."""
+    kernels = {name: groups[name].layouts for name in reduced}
+    return {
+        name: own if isinstance(own, tuple) else as_shards(own, kernels[name], (own.dtype,) * len(kernels[name]))
+        for name, own in reduced.items()
+    }
+
+
+def in_param_dtypes(groups: Mapping[Any, WeightGroup], gradients: Mapping[Any, Shards]) -> dict[Any, Shards]:
+    """Returns the gradients of what ranks store in the parameters' dtypes."""
+    return {
+        name: tuple(g.astype(dtype) for g, dtype in zip(own, groups[name].param_dtypes, strict=True))
+        for name, own in gradients.items()
+    }
+
+
+def _fused(group: WeightGroup, gradient: jax.Array) -> jax.Array:
+    """Returns the gradient of a fused weight, from that of what `gather` returns."""
+    if group.array is None:
+        return gradient
+    matrix = group.array.matrix
+    *ahead, rows, cols = matrix.use_shape
+    ranks = matrix.ranks if in_order(group.layouts) else 1
+    shape = (ranks, *ahead, rows // ranks, cols) if ahead else (rows, cols)
+    take = jax.linear_transpose(group.array.from_fused, jax.ShapeDtypeStruct(shape, gradient.dtype))
+    return take(jnp.reshape(gradient, group.array.use_shape))[0]
