@@ -5,6 +5,8 @@ from ._damage import DamagedCheckpoint as DamagedCheckpoint
 from ._digest import DIGEST_EVENT
 from ._digest import Digest as Digest
 from ._foreign_json import MAX_FILE_BYTES as MAX_FILE_BYTES
+from ._place import checkpoints_in as checkpoints_in
+from ._steps import whole_step as whole_step
 from ._stored import StoredArray as StoredArray
 from ._streamed import StreamedArray as StreamedArray
 from ._sums import SUMS_EVENT

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import operator
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -16,7 +15,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from ..layout import Layout
 from ..mesh import of_all_processes
 from ..recipes import Recipe, check_recipe
 from ._agreement import read_together
@@ -30,7 +28,7 @@ from ._retention import Retention
 from ._set_aside import set_aside
 from ._static import static_fields
 from ._step import ARRAYS, loss_of, new_manager, read_arrays, read_manifest, read_step_files, write_step
-from ._steps import absolute, agreed_steps, find_step, no_step, refused_write, steps_in
+from ._steps import absolute, agreed_steps, find_step, no_step, refused_write, steps_in, whole_step
 from ._stored import StoredArray, stored_arrays
 from ._streamed import StreamedArray
 from ._whole import check_bound, step_damage
@@ -59,7 +57,8 @@ class Checkpoints:
 
     A checkpoint holds logical arrays (unpadded, in pure nested dicts), so that any mesh restores what any other saved,
     bit for bit. Each process writes and reads its own share; every process makes the same calls in the same order, on
-    a directory they share. One run writes to a directory at a time; others may read it meanwhile.
+    a directory they share. One run writes to a directory at a time; others may read it meanwhile. Every method raises
+    TypeError for a step that is not a whole number.
 
     Args:
         directory: where the steps are; made at the first save. A path, or a URL that orbax knows (`gs://...`).
@@ -138,8 +137,8 @@ class Checkpoints:
                 is empty, complex or of a type that orbax does not store, if the copies of a replicated array differ, or
                 if a file is too large or has no plain name.
             OSError: if the disk is full or has become read-only; earlier steps are as they were.
-            TypeError: if a leaf of `state` is not a jax array, if JSON cannot hold `extra`, if `recipe` is none, or if
-                a file's content is not bytes.
+            TypeError: if `step` is not a whole number, if a leaf of `state` is not a jax array, if JSON cannot hold
+                `extra`, if `recipe` is none, or if a file's content is not bytes.
         """
         step = self._checked(step)
         check_recipe(recipe)
@@ -187,7 +186,7 @@ class Checkpoints:
 
         Raises:
             ValueError: as in `save`.
-            TypeError: if JSON cannot hold `extra`, or a file's content is not bytes.
+            TypeError: if `step` is not a whole number, JSON cannot hold `extra`, or a file's content is not bytes.
         """
         step, files = self._checked(step), dict(files or {})
         saved, digests = [], {}
@@ -283,6 +282,7 @@ class Checkpoints:
         Returns:
             The new paths.
         """
+        step, damaged = whole_step(step), {whole_step(one, "damaged") for one in damaged}
         self.close()
         self._check_guard()
         later = [one for one in agreed_steps(self._directory) if one > step]
@@ -303,7 +303,8 @@ class Checkpoints:
             What `state_like.params` is, with the checkpoint's values.
 
         Raises:
-            TypeError: if `state_like` has no parameters under `params`; an `nnx.State` does not have them there.
+            TypeError: if `state_like` has no parameters in an attribute `params`; a mapping has none, nor does an
+                `nnx.State`, which is one.
             FileNotFoundError, ValueError: as in `restore`.
         """
         check_has_params(state_like, _PARAMS)
@@ -316,7 +317,7 @@ class Checkpoints:
         chosen = [leaf for leaf in leaves(state_like) if leaf.name.startswith(part)]
         path = self._path(step)
         content = read_together(lambda: read_manifest(path), path)
-        check_format(content, f"the checkpoint {path}", _experts_in(state_like))
+        check_format(content, f"the checkpoint {path}")
         check(content, chosen, static_fields(state_like), f"the checkpoint {path}", part)
         read_together(lambda: check_bound(path, content), path)
         if not part and content.get(FILES):  # a run must not go on from a step whose files are damaged
@@ -331,13 +332,14 @@ class Checkpoints:
     def manifest(self, step: int | None = None) -> dict[str, Any]:
         """Returns what a step's checkpoint says about itself.
 
-        Format, versions, step, arrays with shape, dtype and digest, recipe, loss, extra.
+        Format, versions, step, arrays with shape, dtype and digest, recipe, loss, extra. Read in this process alone,
+        also before `jax.distributed.initialize`.
 
         Raises:
             FileNotFoundError: if there is no such step.
             ValueError: if the manifest is missing or damaged.
         """
-        return read_manifest(self._path(step))
+        return read_manifest(self._path(step, together=False))
 
     def files(self, step: int | None = None) -> dict[str, bytes]:
         """Returns the files that a step was saved with, by name; none if it was saved without.
@@ -356,7 +358,7 @@ class Checkpoints:
         """Reads every file of a step and says which are not as they were written, a line each; none if all are.
 
         Four small files have no checksum (`gtp_jax.checkpoint.WITHOUT_SUM`): orbax writes them after the sums are
-        taken. Nothing is read from them, and only their form is checked.
+        taken. Nothing is read from them; checked is that they are there, and their form.
 
         Raises:
             FileNotFoundError: if there is no such step.
@@ -420,23 +422,15 @@ class Checkpoints:
         if jax.process_index() == 0:
             self._guard()
 
-    def _path(self, step: int | None) -> Any:
+    def _path(self, step: int | None, *, together: bool = True) -> Any:
+        step = None if step is None else whole_step(step)
         self.wait()
-        return find_step(self._directory, step)
+        return find_step(self._directory, step, together=together)
 
     def _checked(self, step: int) -> int:
-        step = operator.index(step)
+        step = whole_step(step)
         if self._read_only:
             raise ValueError(f"the checkpoints in {self._directory} were opened with `read_only=True`; leave it out.")
         if step < 0:
             raise ValueError(f"`step` is {step}; it must be a whole number of at least 0.")
         return step
-
-
-def _experts_in(state: Any) -> bool | None:
-    """Says whether a state's weights include kernels of experts; `None` if it has none of gtp_jax's models."""
-    model_def = getattr(state, "model_def", None)
-    if model_def is None:
-        return None
-    layouts = jax.tree.leaves(model_def.layouts, is_leaf=lambda x: isinstance(x, Layout))
-    return any(isinstance(layout, Layout) and len(layout.shape) > 2 for layout in layouts)

@@ -55,7 +55,7 @@ def check_manifest(content: Any) -> None:
     for name, what, fits in _FIELDS:
         if name in content:
             _expect(f"`{name}`", content[name], what, fits)
-        elif name in _ALWAYS:
+        elif name != "files":  # absent if there are none
             raise ValueError(f"has no `{name}`")
     for name, leaf in content["leaves"].items():
         _expect(f"`leaves` {brief(name)}", leaf, "an object with shape, dtype and digest", _is_leaf)
@@ -186,5 +186,3 @@ _FIELDS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
     ("loss", "a number", _is_loss),
     ("files", "an object of sizes and digests by file name", _are_files),
 )
-# Later fields are missing in what earlier versions wrote.
-_ALWAYS = ("format", "gtp_jax", "step", "leaves", "extra")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import tensorstore as ts
 
+from .._foreign import brief
 from .._random_keys import as_key, is_key, key_impl, key_words
 from ..mesh import Path, with_paths
 
@@ -89,10 +90,12 @@ def check_has_params(state: Any, name: str) -> None:
     Raises:
         TypeError: naming what came.
     """
-    held = getattr(state, name, None)
+    mapping = isinstance(state, Mapping)  # whose keys may pass for attributes, as those of an `nnx.State` do
+    held = None if mapping else getattr(state, name, None)
     if held is None or not jax.tree.leaves(held):
+        keys = f" with the keys {brief(list(state))}," if mapping else ""
         raise TypeError(
-            f"`state_like` is a {type(state).__name__} without an attribute `{name}` that holds arrays. "
+            f"`state_like` is a {type(state).__name__}{keys} without an attribute `{name}` that holds arrays. "
             "`restore_params` takes a `TrainState`, such as "
             "`gtp_jax.TrainState.create(gtp_jax.nn.abstract_model(factory), optimizer)`. If the checkpoint was saved "
             "from an `nnx.State`, call `restore`, which takes one."

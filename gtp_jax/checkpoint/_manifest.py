@@ -16,7 +16,7 @@ from ._foreign_json import check_manifest
 from ._leaf import Leaf
 from ._side_files import describe
 
-# Raised when a checkpoint is written that older versions would misread. 2: experts' kernels are (experts, out, in).
+# Raised when a checkpoint is written that another version would misread.
 FORMAT = 2
 
 _SHOWN = 8
@@ -28,7 +28,7 @@ _MAX_EXTRA = MAX_JSON_BYTES // 2
 _SEAL = "crc32"
 
 # The key of a random number that a step's manifest and its arrays share, so that no other step's arrays pass for its
-# own. Earlier versions did not write it.
+# own.
 SAVE = "save"
 
 # The key of the sizes and digests of the files stored with the arrays; absent if there are none.
@@ -95,41 +95,27 @@ def read(text: str) -> dict[str, Any]:
         content = parse_json(text.encode())
         whole = json.dumps(content) == text and content.pop(_SEAL) == _crc(content)
     except (ValueError, KeyError, AttributeError, TypeError):
-        whole = False
+        content, whole = {}, False
     if not whole:
         raise ValueError("changed since it was written")
     check_manifest(content)
     return content
 
 
-def check_format(saved: dict[str, Any], where: str, experts: bool | None = None) -> None:
+def check_format(saved: dict[str, Any], where: str) -> None:
     """Refuses checkpoints whose arrays mean something else to this version than to the one that wrote them.
 
     Args:
         saved: the manifest.
         where: what messages call the checkpoint.
-        experts: whether what is restored has kernels of experts; by default whether names say so, as those of a `MoE`.
 
     Raises:
         ValueError: naming both versions' formats.
     """
-    if saved["format"] > FORMAT:
+    if saved["format"] != FORMAT:
         raise ValueError(
-            f"{where} has format {saved['format']}, written by gtp_jax {saved['gtp_jax']}; this version reads formats "
-            f"up to {FORMAT}. Upgrade gtp_jax."
-        )
-    if saved["format"] >= 2:
-        return
-    names = saved["leaves"]
-    if experts is None:
-        mixtures = [name.removesuffix("router") for name in names if name.endswith("/router")]
-        experts = any(name.startswith(f"{mixture}up/kernel") for mixture in mixtures for name in names)
-    if experts:
-        raise ValueError(
-            f"{where} has format {saved['format']}, in which experts' kernels are (experts, in, out); now they are "
-            "(experts, out, in), and so are their moments. Restore it with the version that wrote it, and save the "
-            "parameters anew with the last two dimensions exchanged; of Mixtral and Qwen3, `gtp-jax convert` with both "
-            "versions does that."
+            f"{where} has format {saved['format']}, written by gtp_jax {saved['gtp_jax']}; this version reads format "
+            f"{FORMAT}. Read it with a version of gtp_jax that writes format {saved['format']}."
         )
 
 
@@ -140,12 +126,9 @@ def check(saved: dict[str, Any], leaves: Sequence[Leaf], static: Mapping[str, st
         ValueError: naming every path (the first few) that the checkpoint or the model lacks, or that they hold in
             different shapes or dtypes, or with other static fields.
     """
-    has = {name: _text(entry) for name, entry in saved["leaves"].items()}
-    wants = {leaf.name: _text(_entry(leaf)) for leaf in leaves}
-    what = "arrays"
-    if "static" in saved:  # not in what earlier versions wrote
-        has, wants = {**has, **saved["static"]}, {**wants, **static}
-        what += " and static fields" if static or saved["static"] else ""
+    has = {name: _text(entry) for name, entry in saved["leaves"].items()} | saved["static"]
+    wants = {leaf.name: _text(_entry(leaf)) for leaf in leaves} | dict(static)
+    what = "arrays and static fields" if static or saved["static"] else "arrays"
     every = [name for name in {**wants, **has} if name.startswith(part)]
     names = [name for name in every if has.get(name) != wants.get(name)]
     if not names:

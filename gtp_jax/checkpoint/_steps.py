@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import operator
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 
+from .._foreign import brief
 from ..mesh import of_all_processes
 
 # What to do when the system refuses to write: a full disk, an exhausted quota or a limit on the size of files; and a
@@ -41,6 +43,27 @@ def absolute(directory: str | os.PathLike[str], *, writable: bool) -> str:
     return str(path)
 
 
+def whole_step(step: Any, name: str = "step") -> int:
+    """Returns the number of a step.
+
+    Args:
+        step: a whole number, of Python's, NumPy's or JAX's.
+        name: the argument's name, for the message.
+
+    Raises:
+        TypeError: if it is anything else, a bool or a float included.
+    """
+    try:
+        if not isinstance(step, bool):
+            return operator.index(step)
+    except TypeError:
+        pass
+    raise TypeError(
+        f"`{name}` is {brief(step)}, a {type(step).__name__}; it must be a whole number: an int, or an integer of "
+        "NumPy or JAX."
+    )
+
+
 def steps_in(directory: str) -> dict[int, Any]:
     """Returns the committed steps and their paths."""
     find = ocp.path.step.standard_name_format().find_all
@@ -48,8 +71,13 @@ def steps_in(directory: str) -> dict[int, Any]:
     return {step.step: step.path for step in list(find(directory)) or find(directory)}
 
 
-def find_step(directory: str, step: int | None) -> Any:
-    """Returns the path of a step, the latest one if it is `None`. Every process must call this.
+def find_step(directory: str, step: int | None, *, together: bool = True) -> Any:
+    """Returns the path of a step, the latest one if it is `None`.
+
+    Args:
+        directory: the directory of the steps.
+        step: its number.
+        together: every process calls this. Otherwise JAX need not have connected them.
 
     Raises:
         FileNotFoundError: if there is no such step.
@@ -59,7 +87,8 @@ def find_step(directory: str, step: int | None) -> Any:
     if step is None:
         step = max(paths, default=None)
     mine = -1 if step not in paths else step
-    _check_same(directory, mine)
+    if together:
+        _check_same(directory, mine)
     if mine >= 0:
         return paths[mine]
     if paths:

@@ -16,7 +16,8 @@ from ._sums import damage, files
 
 # orbax's names: of its description of the arrays, and of the step.
 _METADATA, _STEP_METADATA = "_METADATA", "_CHECKPOINT_METADATA"
-# Files that nothing is read from, and that orbax writes last, when sums are taken already: only their form is checked.
+# Files that nothing is read from, and that orbax writes last, when sums are taken already: always, so that one that is
+# missing has been deleted, but only the form of their content is checked.
 WITHOUT_SUM = (_STEP_METADATA, COMMITTED, f"{ARRAYS}/{COMMITTED}", f"{MANIFEST}/{COMMITTED}")
 _BESIDE = f"{MANIFEST}/{FOLDER}"
 _MARK = b"Checkpoint commit was successful"
@@ -25,7 +26,7 @@ _MARK = b"Checkpoint commit was successful"
 def step_damage(path: Any) -> list[str]:
     """Returns what is wrong with the files of a step, a line each; none if all are as they were written.
 
-    Reads every file in it. Files in `WITHOUT_SUM` are only checked for their form.
+    Reads every file in it. Files in `WITHOUT_SUM` are only checked to be there and for their form.
 
     Raises:
         OSError: if a file is there and cannot be read.
@@ -41,7 +42,9 @@ def step_damage(path: Any) -> list[str]:
         lines += error.lines
     described = None if content is None else content.get(FILES, {})
     lines += files_damage(path / _BESIDE, described or {})
-    for name in sorted(files(path)):
+    there = set(files(path))
+    lines += [f"{path / name}: missing" for name in WITHOUT_SUM if name not in there]
+    for name in sorted(there):
         folder, _, file = name.rpartition("/")
         if name in WITHOUT_SUM:
             if not _is_orbax(name, (path / name).read_bytes()):
@@ -83,5 +86,5 @@ def check_bound(path: Any, content: Mapping[str, Any]) -> None:
         raise DamagedCheckpoint(path, [f"{file}: missing"]) from error
     except (ValueError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(path, [f"{file}: changed since it was written"]) from error
-    if theirs != content.get(SAVE):
+    if theirs != content[SAVE]:
         raise DamagedCheckpoint(path, [f"{path / ARRAYS}: not the arrays that were saved with this manifest"])

@@ -20,6 +20,7 @@ _MAX_EXPERTS = 100_000  # of all layers
 _MAX_BYTES = 4 << 20
 
 _ROTARY = {"rope_theta", "rope_scaling"}
+_SCALINGS = ("rope_scaling", "rope_parameters")
 
 
 def write_config(
@@ -31,16 +32,21 @@ def write_config(
         path: the directory.
         config: sizes of the model.
         encoding: of the weights.
-        imported: the config.json that the model once came with. Its fields are kept as they are, and none is added,
-            unless the model has another value than readers of the file take.
+        imported: the config.json that the model once came with. Its fields are kept as they are, but for an empty
+            scaling, and none is added, unless the model has another value than readers of the file take, those of
+            transformers 4 included.
         max_positions: longest sequence that readers should allow; if `None`, as imported, or what readers assume.
     """
+    # one that is empty says nothing, and transformers 4 fails on it
+    imported = {name: value for name, value in imported.items() if not (name in _SCALINGS and value == {})}
     family = hugging_face_of(config)
     own = {"architectures": [family.architecture], "model_type": family.model_type, **family.to_json(config)}
     changed = _changed(family, own, imported)
     if _ROTARY & changed.keys():
         changed |= {name: own[name] for name in _ROTARY}
         imported = {name: value for name, value in imported.items() if name != "rope_parameters"}  # which says the same
+    elif _ROTARY & _changed(family, own, _as_read_before_5(imported)).keys():
+        changed |= {name: own[name] for name in _ROTARY if imported.get(name) is None and own[name] is not None}
     fields = {**imported, **changed}
     names = [name for name in ("torch_dtype", "dtype") if name in imported]  # the latter in newer files
     fields |= dict.fromkeys(names or ["torch_dtype"], encoding.dtype)
@@ -50,6 +56,15 @@ def write_config(
         fields["quantization_config"] = encoding.quantized.config_json()
         (path / QUANTIZATION_FILE).write_text(json.dumps(encoding.quantized.quant_json(), indent=2) + "\n")
     (path / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def _as_read_before_5(imported: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a config.json without those of the rotary embedding that transformers 4 does not read; it
+    takes defaults for them, and says nothing."""
+    fields = {name: value for name, value in imported.items() if name != "rope_parameters"}
+    if isinstance(scaling := fields.get("rope_scaling"), dict):
+        fields["rope_scaling"] = {name: value for name, value in scaling.items() if name != "rope_theta"}
+    return fields
 
 
 def _changed(family: HuggingFace, own: Mapping[str, Any], imported: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,9 +94,11 @@ def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
 
     Raises:
         FileNotFoundError: if it is not there.
-        ValueError: if it is of a model that no family computes, naming what.
+        ValueError: if the directory is a file, or it is of a model that no family computes, naming what.
     """
     file = path / CONFIG_FILE
+    if path.is_file():
+        raise ValueError(f"{path} is a file. Give the directory of a Hugging Face model, which holds {CONFIG_FILE}.")
     try:
         place = inside(path, CONFIG_FILE)
     except FileNotFoundError as error:

@@ -19,6 +19,7 @@ class Converted:
         tensors: how many tensors they hold, scales included.
         nbytes: of these tensors.
         others: the names of the files that were copied unchanged, such as the tokenizer's.
+        copies: the names of tensors that were not imported because they equal the one that they are tied to.
     """
 
     config: ModelConfig
@@ -27,3 +28,4 @@ class Converted:
     tensors: int
     nbytes: int
     others: tuple[str, ...] = ()
+    copies: tuple[str, ...] = ()

@@ -21,11 +21,17 @@ def open_tensors(directory: Path) -> dict[str, Reader]:
 
     Raises:
         FileNotFoundError: if there are no safetensors, or the index names a file that is not there.
-        ValueError: if a file is not whole, or index and files do not agree.
+        ValueError: if a file is not whole, if index and files do not agree, or if there is a single file and an
+            index of others.
     """
     index = directory / INDEX_FILE
     if _is_there(index):
         where = _weight_map(index)
+        if _is_there(directory / SINGLE_FILE) and SINGLE_FILE not in where.values():
+            raise ValueError(
+                f"{directory} holds {SINGLE_FILE} and {INDEX_FILE}, which names other files: two models. Delete or "
+                "move the one that does not belong to it."
+            )
     elif _is_there(directory / SINGLE_FILE):
         reader = Reader(directory / SINGLE_FILE, place=inside(directory, SINGLE_FILE))
         return dict.fromkeys(reader.entries, reader)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from ._files import open_tensors
 from ._fresh import fresh_directory
 from ._others import read_others
 from ._safetensors import Reader
+from ._vocabulary import tokens_beyond, warning_of
 
 # The dtypes that a float32 master holds exactly.
 _DTYPES = ("F32", "BF16", "F16")
@@ -31,7 +35,8 @@ def import_llama(hugging_face: str | Path, out: str | Path, *, progress: bool = 
 
     One tensor is in memory at a time, or the experts of one layer and kernel, and is read twice. `out` appears at the
     end, complete. The checkpoint also keeps config.json and, byte for byte, the tokenizer's files and
-    generation_config.json, which runs that start from it pass on and `export_llama` writes again.
+    generation_config.json, which runs that start from it pass on and `export_llama` writes again. Warns of ids of the
+    tokenizer for which the model has no row.
 
     Args:
         hugging_face: directory with config.json and safetensors, in one file or in several with an index.
@@ -44,15 +49,20 @@ def import_llama(hugging_face: str | Path, out: str | Path, *, progress: bool = 
     Raises:
         FileNotFoundError: if a file is missing.
         ValueError: if the model is not one that our Llama computes, if tensors are missing, too many, or of another
-            shape or dtype, if a value is NaN or Inf, if a file is damaged, if a tokenizer's file is a link out of the
-            directory, not JSON or too large, or if `out` is not empty.
+            shape or dtype, if a stored head differs from the embedding that it is tied to, if a value is NaN or Inf, if
+            a file is damaged, if a tokenizer's file is a link out of the directory, not JSON or too large, or if `out`
+            is not empty.
     """
     source = Path(hugging_face).expanduser()
     config, original = read_config(source)
     origin = Origin(original, read_others(source))
     readers = open_tensors(source)
-    tensors = hugging_face_of(config).tensors(config)
+    layout = hugging_face_of(config)
+    tensors = layout.tensors(config)
+    copies = _take_copies(readers, layout.copies(config))
     _check(source, readers, tensors)
+    if lacking := tokens_beyond(origin.files, config.vocab_size):  # before anything is written: warnings may be errors
+        warnings.warn(warning_of(lacking, config.vocab_size, str(source)), stacklevel=2)
     nbytes = sum(readers[tensor.name].entries[tensor.name].nbytes for tensor in tensors)
     bar = tqdm(total=2 * nbytes, desc="import", unit="B", unit_scale=True, disable=None if progress else True)
 
@@ -90,7 +100,35 @@ def import_llama(hugging_face: str | Path, out: str | Path, *, progress: bool = 
     with bar, fresh_directory(Path(out)) as directory, Checkpoints(directory) as checkpoints:
         checkpoints.save_params(0, params, extra, files=origin.files)
     files = dict.fromkeys(readers[tensor.name].path for tensor in tensors)
-    return Converted(config, 0, tuple(files), len(tensors), nbytes, tuple(origin.files))
+    return Converted(config, 0, tuple(files), len(tensors), nbytes, tuple(origin.files), copies)
+
+
+def _take_copies(readers: dict[str, Reader], copies: Mapping[str, str]) -> tuple[str, ...]:
+    """Takes tensors that repeat another one out of what is to be imported, and returns their names.
+
+    Args:
+        readers: the file of each tensor.
+        copies: the tensor that each of them has to equal.
+
+    Raises:
+        ValueError: if one does not, bit for bit.
+    """
+    found = [name for name, original in copies.items() if name in readers and original in readers]
+    for name in found:
+        file = readers.pop(name)
+        if _identity(file, name) != _identity(readers[copies[name]], copies[name]):
+            raise ValueError(
+                f"{name} in {file.path} differs from the tied embedding, {copies[name]}: config.json has "
+                "tie_word_embeddings true, so that the model has no head of its own. If it has one, set "
+                "tie_word_embeddings to false; otherwise save the model again without it."
+            )
+    return tuple(found)
+
+
+def _identity(file: Reader, name: str) -> tuple[str, tuple[int, ...], bytes]:
+    """Returns what equals only for tensors with the same bits; so one is in memory at a time."""
+    entry = file.entries[name]
+    return entry.dtype, entry.shape, hashlib.blake2b(file.read(name).reshape(-1).view(np.uint8).data).digest()
 
 
 def _check(source: Path, readers: dict[str, Reader], tensors: list[Tensor]) -> None:

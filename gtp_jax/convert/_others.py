@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from .._foreign import inside, open_regular, parse_json
 from ..checkpoint import MAX_FILE_BYTES
@@ -22,6 +23,15 @@ def read_others(directory: Path) -> dict[str, bytes]:
     return {name: _read(directory, name) for name in there}
 
 
+def parse_other(content: bytes) -> Any:
+    """Returns what is in one of these files that is JSON.
+
+    Raises:
+        ValueError: if it is not JSON, or has too many values.
+    """
+    return parse_json(content, most_values=_MAX_VALUES)
+
+
 def _read(directory: Path, name: str) -> bytes:
     with open_regular(inside(directory, name)) as file:
         content = file.read(MAX_FILE_BYTES + 1)
@@ -32,7 +42,7 @@ def _read(directory: Path, name: str) -> bytes:
         )
     if name.endswith(".json"):
         try:
-            if not isinstance(parse_json(content, most_values=_MAX_VALUES), dict):
+            if not isinstance(parse_other(content), dict):
                 raise ValueError("it holds something else")
         except ValueError as error:
             raise ValueError(

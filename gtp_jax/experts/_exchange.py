@@ -12,24 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..collectives import (
-    Journey,
-    Transport,
-    Turn,
-    choose_transport,
-    combine,
-    dispatch,
-    dispatch_codes,
-    gather_choices,
-    gather_shares,
-    in_turn,
-    no_turn,
-    plan_journey,
-    tied,
-    turn_after,
-    turn_in_scope,
-)
+from ..collectives import Turn, in_turn, no_turn, tied, turn_after, turn_in_scope
 from ..formats import QuantizedArray
+from ..nn import apply_gathered
 from ..ops import (
     SlottedRows,
     SlottedWeight,
@@ -43,7 +28,8 @@ from ..ops import (
     with_rows,
 )
 from ._grouped import GroupedDense
-from ._weight import apply_gathered
+from ._tokens import Journey, combine, dispatch, dispatch_codes, gather_choices, gather_shares, plan_journey
+from ._transports import Transport, choose_transport
 
 # Places of a round are a multiple of this.
 _TILE = 16
@@ -152,7 +138,7 @@ def exchange(
         values = [w.values if isinstance(w, SlottedWeight) else None for w in weights]
         sums, turn = [], turn_after(every)
         for one, keys_of_one in zip(parts, keys, strict=True):
-            rows, codes, turn = _sent(x, turn, one)
+            rows, codes, turn = _dispatched(x, turn, one)
             # shares travel with the first chunk at the latest: XLA may join them with a later one, for which experts
             # would then wait
             turn = tied(turn, turn_after(lax.stop_gradient(shares)))
@@ -212,7 +198,7 @@ def _chunk(
     )
 
 
-def _sent(x: jax.Array | SlottedRows, turn: Turn, one: _Chunk) -> tuple[jax.Array, QuantizedArray | None, Turn]:
+def _dispatched(x: jax.Array | SlottedRows, turn: Turn, one: _Chunk) -> tuple[jax.Array, QuantizedArray | None, Turn]:
     """Returns the rows of a chunk that come here, or their slot and their codes; and the turn that follows."""
     if not isinstance(x, SlottedRows):
         rows, turn = dispatch(x[one.start : one.stop], turn, one.journey)

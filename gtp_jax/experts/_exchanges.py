@@ -7,15 +7,15 @@ import math
 
 from flax import nnx
 
-from ..collectives import Transport, choose_transport
 from ..formats import Format
 from ..mesh import degree
+from ..nn import StackedLayers, structure_of
 from ..recipes import Recipe
 from ..weights import Groups, Layers, Path, resolve
 from ._exchange import places_of_round, worst_case
 from ._moe import MoE
-from ._sent import Sent, sent_by_layer, token_bytes
-from ._weight import StackedLayers, structure_of
+from ._traffic import Traffic, token_bytes, traffic_of_layer
+from ._transports import Transport, choose_transport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Exchange:
         worst_rows: rows of a chunk if every token chooses as many experts of one rank as it can: multiplied in several
             rounds.
         arrived_bytes: of the array in which partial sums of a chunk arrive, or tokens, if not as codes: transient.
-        sent_bytes: that leave a rank in dispatches of all chunks, if every expert is as likely as another; with groups
-            of experts and `ragged` at most.
-        sent: all that a rank sends, in both passes.
+        dispatched_bytes: that leave a rank in dispatches of all chunks, if every expert is as likely as another; with
+            groups of experts and `ragged` at most.
+        traffic: all that a rank sends, in both passes.
     """
 
     module: str
@@ -48,8 +48,8 @@ class Exchange:
     round_rows: int
     worst_rows: int
     arrived_bytes: int
-    sent_bytes: int
-    sent: tuple[Sent, ...]
+    dispatched_bytes: int
+    traffic: tuple[Traffic, ...]
 
     @property
     def rounds(self) -> int:
@@ -120,8 +120,8 @@ def _exchange_of(
         round_rows=places_of_round(*sizes, module.round_size),
         worst_rows=worst_case(*sizes),
         arrived_bytes=ranks * (own // chunks) * width * number,
-        sent_bytes=int(rows * token_bytes(width, number, form)),
-        sent=sent_by_layer(
+        dispatched_bytes=int(rows * token_bytes(width, number, form)),
+        traffic=traffic_of_layer(
             ranks=ranks,
             transport=transport,
             tokens=own,

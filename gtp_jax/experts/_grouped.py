@@ -11,9 +11,9 @@ from flax import nnx
 from jax import lax
 from jax.nn import initializers
 
-from ..collectives import split_features
 from ..layout import Layout, Split, layouts_of_kernels
 from ..mesh import current_view, degree
+from ..nn import Initializer, WeightOwner, make_weight
 from ..ops import (
     SlottedRows,
     SlottedWeight,
@@ -25,8 +25,7 @@ from ..ops import (
     rows_in_codes,
     sum_of_places,
 )
-from ..weights import GradReduce
-from ._weight import Initializer, WeightOwner, make_weight
+from ..weights import GradReduce, split_features
 
 GroupedParallel = Literal["column", "row", "expert"] | None
 

@@ -12,8 +12,9 @@ from flax import nnx
 from jax import lax
 from jax.nn import initializers
 
-from ..collectives import Transport, check_transport, gather_sequence, reduce_scatter_sequence
+from ..collectives import gather_sequence, reduce_scatter_sequence
 from ..mesh import degree, degrees, loss_copies
+from ..nn import MLP, Layer, make_vector, make_whole
 from ..ops import (
     Window,
     rms_norm,
@@ -24,12 +25,11 @@ from ..ops import (
     with_aux_loss,
     with_load_as_gradient,
 )
+from ._balance import make_router_bias
 from ._exchange import check_chunks, exchange
 from ._grouped import GroupedDense
-from ._layer import Layer
-from ._mlp import MLP
 from ._routing import Routing
-from ._weight import make_router_bias, make_vector, make_whole
+from ._transports import Transport, check_transport
 
 ExpertParallel = Literal["features", "expert"] | None
 LossReduction = Literal["sum", "mean"]
@@ -69,7 +69,7 @@ class MoE(Layer):
         shared_hidden: size in between of an MLP that every token goes through as well, DeepSeek's shared experts; 0 for
             none.
         transport: how tokens travel to experts of other ranks: `"gather"`, `"padded"` or `"ragged"`; see
-            `gtp_jax.collectives.choose_transport`, which decides by default.
+            `gtp_jax.experts.choose_transport`, which decides by default.
         round_size: rows that a rank's experts multiply at once, as a multiple of an even share of all tokens. Where
             they have more, they multiply again, and the layer takes longer; a smaller size takes less memory.
         exchange_chunks: parts in which tokens travel to experts of other ranks, so that one is on its way while experts

@@ -20,16 +20,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Int32, Shaped
 
+from ..collectives import Turn, all_gather, in_bits, no_turn, tied, turn_after
 from ..ops import SlottedRows, save_routing, with_rows
-from ._over_gloo import all_gather
-from ._stored import in_bits
 from ._transports import Transport
-from ._turns import Turn, no_turn, tied, turn_after
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("goes", "sent", "comes", "counts"),
+    data_fields=("goes", "number", "comes", "counts"),
     meta_fields=("axis", "transport", "most_ranks"),
 )
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Journey:
 
     Attributes:
         goes: bool `(ranks, tokens)`: which of this rank's tokens go to each rank.
-        sent: int32 `(ranks, tokens)`: the number of each among the tokens that go there.
+        number: int32 `(ranks, tokens)`: the number of each among the tokens that go there.
         comes: bool `(ranks, tokens)`: which tokens of each rank come here.
         counts: int32 `(ranks, ranks)`: how many tokens go from the first to the second.
         axis: the ranks'.
@@ -47,7 +45,7 @@ class Journey:
     """
 
     goes: jax.Array
-    sent: jax.Array
+    number: jax.Array
     comes: jax.Array
     counts: jax.Array
     axis: str
@@ -111,9 +109,9 @@ def plan_journey(
     owners = every // experts
     to = jnp.any(owners[:, None] == of_rank, axis=-1)  # (from, to, tokens)
     goes = to[rank]
-    sent = jnp.cumsum(goes, axis=1, dtype=jnp.int32) - 1
+    number = jnp.cumsum(goes, axis=1, dtype=jnp.int32) - 1
     counts = jnp.sum(to, axis=-1, dtype=jnp.int32)
-    return Journey(goes, sent, to[:, rank], counts, axis, transport, most_ranks)
+    return Journey(goes, number, to[:, rank], counts, axis, transport, most_ranks)
 
 
 @jax.custom_vjp
@@ -207,13 +205,13 @@ def _to_experts(x: jax.Array, journey: Journey) -> jax.Array:
 def _combine(partial_sums: jax.Array, journey: Journey) -> jax.Array:
     back, ranks = in_bits(_from_experts, partial_sums, journey), journey.goes.shape[0]
     if journey.transport == "ragged":
-        sent = jnp.sum(journey.goes, axis=1, dtype=jnp.int32)
-        places = (jnp.cumsum(sent) - sent)[:, None] + journey.sent
+        going = jnp.sum(journey.goes, axis=1, dtype=jnp.int32)
+        places = (jnp.cumsum(going) - going)[:, None] + journey.number
         parts = [back[jnp.where(journey.goes[rank], places[rank], 0)] for rank in range(ranks)]
     elif journey.transport == "gather":
         parts = list(back)
     else:
-        parts = [back[rank, jnp.where(journey.goes[rank], journey.sent[rank], 0)] for rank in range(ranks)]
+        parts = [back[rank, jnp.where(journey.goes[rank], journey.number[rank], 0)] for rank in range(ranks)]
     dtype = partial_sums.dtype
     wide = jnp.promote_types(dtype, jnp.float32)
     own = [jnp.where(journey.goes[rank][:, None], part.astype(wide), 0) for rank, part in enumerate(parts)]
@@ -275,7 +273,7 @@ combine.defvjp(_combine_fwd, _combine_bwd)
 def _senders(journey: Journey) -> jax.Array:
     """Returns, for each rank, the tokens that go there, ahead of any others: `(ranks, tokens)`."""
     ranks, tokens = journey.goes.shape
-    place = jnp.where(journey.goes, journey.sent, tokens)
+    place = jnp.where(journey.goes, journey.number, tokens)
     every = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (ranks, tokens))
     return jnp.zeros_like(every).at[jnp.arange(ranks)[:, None], place].set(every, mode="drop")
 
@@ -283,8 +281,8 @@ def _senders(journey: Journey) -> jax.Array:
 def _flat_senders(journey: Journey) -> jax.Array:
     """Returns the tokens that are sent, rank after rank."""
     ranks, tokens = journey.goes.shape
-    sent = jnp.sum(journey.goes, axis=1, dtype=jnp.int32)
-    place = jnp.where(journey.goes, (jnp.cumsum(sent) - sent)[:, None] + journey.sent, ranks * tokens)
+    going = jnp.sum(journey.goes, axis=1, dtype=jnp.int32)
+    place = jnp.where(journey.goes, (jnp.cumsum(going) - going)[:, None] + journey.number, ranks * tokens)
     every = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (ranks, tokens))
     return jnp.zeros(tokens * journey.most_ranks, jnp.int32).at[jnp.ravel(place)].set(jnp.ravel(every), mode="drop")
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from ..collectives import Transport
 from ..formats import Format, codes_shape, scales_shape
+from ._transports import Transport
 
 _INDEX_BYTES = 4  # of a choice, int32
 _AMAX_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Sent:
+class Traffic:
     """Something that travels between the ranks of experts, of one layer and microbatch.
 
     Attributes:
@@ -34,7 +34,7 @@ class Sent:
     bytes: int
 
 
-def sent_by_layer(
+def traffic_of_layer(
     *,
     ranks: int,
     transport: Transport,
@@ -46,7 +46,7 @@ def sent_by_layer(
     itemsize: int,
     form: Format | None,
     keeps_shares: bool,
-) -> tuple[Sent, ...]:
+) -> tuple[Traffic, ...]:
     """Returns what a rank sends, in the order of `exchange`.
 
     Args:
@@ -68,18 +68,18 @@ def sent_by_layer(
     shares = "all-gather", wide, 1, of_choices * share_bytes
     row = "u16" if itemsize == 2 else f"f{8 * itemsize}", chunks, int(rows * width * itemsize)
     token = row if form is None else ("u8", chunks, int(rows * token_bytes(width, itemsize, form)))
-    amax = Sent("forward", "amax of tokens", "all-reduce", "f32", 1, 2 * (ranks - 1) * _AMAX_BYTES // ranks)
+    amax = Traffic("forward", "amax of tokens", "all-reduce", "f32", 1, 2 * (ranks - 1) * _AMAX_BYTES // ranks)
     return (
-        Sent("forward", "choices", "all-gather", "s32", 1, of_choices * _INDEX_BYTES),
-        Sent("forward", "shares", *shares),
+        Traffic("forward", "choices", "all-gather", "s32", 1, of_choices * _INDEX_BYTES),
+        Traffic("forward", "shares", *shares),
         *([amax] if form is not None and form.has_amax else []),
-        Sent("forward", "dispatch of tokens", there, *token),
-        Sent("forward", "combine of partial sums", back, *row),
-        *([] if keeps_shares else [Sent("backward", "shares, again", *shares)]),
-        Sent("backward", "dispatch of tokens, again", there, *token),
-        Sent("backward", "dispatch of gradients of partial sums", there, *row),
-        Sent("backward", "combine of gradients of tokens", back, *row),
-        Sent("backward", "gradients of shares", "all-to-all", wide, 1, of_choices * share_bytes),
+        Traffic("forward", "dispatch of tokens", there, *token),
+        Traffic("forward", "combine of partial sums", back, *row),
+        *([] if keeps_shares else [Traffic("backward", "shares, again", *shares)]),
+        Traffic("backward", "dispatch of tokens, again", there, *token),
+        Traffic("backward", "dispatch of gradients of partial sums", there, *row),
+        Traffic("backward", "combine of gradients of tokens", back, *row),
+        Traffic("backward", "gradients of shares", "all-to-all", wide, 1, of_choices * share_bytes),
     )
 
 

@@ -4,6 +4,11 @@ from ._breakdown import EXPOSED as EXPOSED
 from ._breakdown import IDLE as IDLE
 from ._breakdown import Breakdown as Breakdown
 from ._breakdown import breakdown as breakdown
+from ._explain import AttentionFact as AttentionFact
+from ._explain import ExpertsFact as ExpertsFact
+from ._explain import Explanation as Explanation
+from ._explain import WireFact as WireFact
+from ._explain import explain as explain
 from ._fault_text import fault_text as fault_text
 from ._faults import FaultOptions as FaultOptions
 from ._faults import FaultReport as FaultReport

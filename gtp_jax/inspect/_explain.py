@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..collectives import bytes_of, choose_transport, in_order, use_rows, wire_bytes
+from ..experts import GroupedDense, MoE, choose_transport
 from ..formats import Format, Operands
+from ..hlo import columns, quantity
+from ..hook import UnitCall, UnitFact, calls_of, placement_of, unit_facts
 from ..mesh import degree, supports_block_scaled_matmul, supports_fp8_matmul, supports_packed_attention
+from ..nn import AttentionCore, Dense, Weight, layout_of, structure_of, weight_owners
 from ..ops import multiplies_fp8_groups
-from ..plan import columns, quantity
 from ..recipes import BF16, Recipe, check_recipe
-from ..weights import Layers, Path, WeightGroup, resolve
-from ._attention_core import AttentionCore
-from ._dense import Dense
-from ._grouped import GroupedDense
-from ._layer import layout_of
-from ._moe import MoE
-from ._weight import Weight, structure_of, weight_owners
+from ..weights import Layers, Path, WeightGroup, bytes_on_wire, in_order, resolve, use_rows
 
 _READS = "reads a mask or segments, if there are any, as an array of (queries, keys)"
 _PACKS = "packs segments that are runs; reads a mask and other segments as an array of (queries, keys)"
@@ -103,12 +101,16 @@ class Explanation:
         experts: of each `MoE`.
         untouched: paths of all other parameters, which no recipe touches: norms, biases, routers, and modules that are
             not gtp_jax's.
+        units: of each module whose weights `gtp_jax.shard` has sharded.
+        calls: of each call of such a module, in the call that was explained.
     """
 
     facts: tuple[WireFact, ...]
     untouched: tuple[str, ...] = ()
     attentions: tuple[AttentionFact, ...] = ()
     experts: tuple[ExpertsFact, ...] = ()
+    units: tuple[UnitFact, ...] = ()
+    calls: tuple[UnitCall, ...] = ()
 
     def __str__(self) -> str:
         header = ("module", "layers", "kernels", "wire", "a layer", "B/element", "matmul", "gradient")
@@ -128,7 +130,20 @@ class Explanation:
         table = columns(header, rows, right=(1, 4, 5))
         products = [(f.module, _layers(f), f.forward, f.dgrad, f.wgrad) for f in self.facts if f.forward]
         header = ("module", "layers", "forward: input x weight", "dgrad: gradient x weight", "wgrad: gradient x input")
-        parts = [table, *([columns(header, products, right=(1,))] if products else [])]
+        parts = [
+            *([table] if rows or not self.units else []),
+            *([columns(header, products, right=(1,))] if products else []),
+        ]
+        if self.units:
+            rows = [
+                (u.module or "the model", u.type, u.weights, u.shards, quantity(u.bytes, "B"), u.gathered)
+                for u in self.units
+            ]
+            header = ("module", "class", "weights", "shards", "gathered bytes", "gathered")
+            parts.append(columns(header, rows, right=(2, 3, 4)))
+        if self.calls:
+            rows = [(c.module or "the model", "ahead" if c.prefetched else "in place", c.reason) for c in self.calls]
+            parts.append(columns(("call of", "gathered", "why"), rows))
         if self.attentions:
             rows = [(fact.module, fact.implementation, fact.reason) for fact in self.attentions]
             parts.append(columns(("module", "attention", "why"), rows))
@@ -140,12 +155,16 @@ class Explanation:
         return "\n\n".join(parts)
 
 
-def explain(model: nnx.Module, recipe: Recipe | None) -> Explanation:
+def explain(
+    model: nnx.Module, recipe: Recipe | None = None, *, call: Callable[[Any], Any] | None = None
+) -> Explanation:
     """Says of each weight of a model what a recipe does with it, also of those that none touches.
 
     Args:
         model: may be abstract.
         recipe: such as `gtp_jax.NVFP4()`.
+        call: a function of the model, such as `lambda model: model(tokens)`. It is traced, and not computed, to say of
+            each call of a module that `gtp_jax.shard` has sharded whether its weights are gathered ahead of it.
 
     Raises:
         TypeError: if `recipe` is something else, or `model` no NNX module.
@@ -163,10 +182,12 @@ def explain(model: nnx.Module, recipe: Recipe | None) -> Explanation:
     groups = resolve(structure_of(model), recipe).items()
     facts = tuple(_fact(path, owners[path], group, layers) for (path, layers), group in groups)
     params = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    others = (".".join(map(str, path)) for path, variable in params if layout_of(variable) is None)
+    untouched = [(path, v) for path, v in params if layout_of(v) is None and placement_of(v) is None]
+    others = (".".join(map(str, path)) for path, _ in untouched)
     attentions = tuple(_attention(path, m) for path, m in nnx.iter_modules(model) if isinstance(m, AttentionCore))
     experts = tuple(_experts(path, m) for path, m in nnx.iter_modules(model) if isinstance(m, MoE))
-    return Explanation(facts, tuple(others), attentions, experts)
+    calls = () if call is None else calls_of(model, call)
+    return Explanation(facts, tuple(others), attentions, experts, unit_facts(model), calls)
 
 
 def _attention(path: Path, core: AttentionCore) -> AttentionFact:
@@ -207,7 +228,7 @@ def _experts(path: Path, moe: MoE) -> ExpertsFact:
 
 def _fact(path: Path, owner: Weight, group: WeightGroup, layers: Layers) -> WireFact:
     layouts, form = group.layouts, group.wire
-    total = bytes_of(layouts, group.dtype.itemsize) if form is None else wire_bytes([layouts], form)
+    total = bytes_on_wire(group)
     operands = group.operands if isinstance(owner, Dense | GroupedDense) else None
     return WireFact(
         module=".".join(map(str, path)),

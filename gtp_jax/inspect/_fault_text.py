@@ -6,7 +6,7 @@ import collections
 import dataclasses
 from fractions import Fraction
 
-from ..plan import columns, fact, quantity
+from ..hlo import columns, fact, quantity
 from ._faults import FaultReport
 
 _SHOWN = 6
@@ -20,7 +20,7 @@ def fault_text(report: FaultReport, chip: str = "h200") -> str:
         chip: whose rates set the times.
     """
     plan = report.plan
-    parts = [_replicas(report), _exchanges(report), _times(report, chip), _memory(report), _owners(report)]
+    parts = [_replicas(report), _transfers(report), _times(report, chip), _memory(report), _owners(report)]
     named = {tp: names for tp, names in report.whole.items() if names}
     for tp, names in sorted(named.items(), reverse=True):
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
@@ -48,20 +48,20 @@ def _replicas(report: FaultReport) -> str:
     return text + (f"\nleft out: replicas {_slots(left_out)}" if left_out else "")
 
 
-def _exchanges(report: FaultReport) -> str:
+def _transfers(report: FaultReport) -> str:
     rows = []
     for name, moves in (("unfold", report.unfold), ("fold", report.fold)):
         for replica, one in zip(report.plan.replicas, moves, strict=True):
             most = [max(end.values(), default=0) for end in (one.sent(), one.received())]
             sizes = (one.bytes_needed, one.bytes_moved, *most, one.bytes_in_turn)
             rows.append((f"{name} {replica.number}", len(one.rounds), *(quantity(n, "B") for n in sizes)))
-    header = ("exchange", "rounds", "needed", "with padding", "most sent", "most received", "in turn")
+    header = ("transfer", "rounds", "needed", "with padding", "most sent", "most received", "in turn")
     return columns(header, rows, right=range(1, 7))
 
 
 def _times(report: FaultReport, chip: str) -> str:
     link, memory = fact(chip, "link_ceiling", "link_peak").value, fact(chip, "memory_rate").value
-    sizes = dataclasses.asdict(report.exchanged)
+    sizes = dataclasses.asdict(report.transferred)
     seconds = {name: size / (memory if name == "copies" else link) for name, size in sizes.items()}
     names = {
         "gather": "weights, gathered over replicas",
@@ -71,7 +71,7 @@ def _times(report: FaultReport, chip: str) -> str:
         "copies": "copies within a device, ahead of and behind these",
     }
     rows = [(text, quantity(sizes[name], "B"), f"{1000 * seconds[name]:.1f} ms") for name, text in names.items()]
-    header = (f"a step exchanges, one after the other, on {chip}", "bytes", "predicted")
+    header = (f"a step transfers, one after the other, on {chip}", "bytes", "predicted")
     return columns(header, [*rows, ("in all", "", f"{1000 * sum(seconds.values()):.1f} ms")], right=(1, 2))
 
 
@@ -83,9 +83,9 @@ def _memory(report: FaultReport) -> str:
         for slot, use in zip(slots, uses, strict=True):
             alike[use].append(slot)
         for use, some in alike.items():
-            sizes = (use.masters, use.weights, use.gradients, use.exchange, use.activations, use.total)
+            sizes = (use.masters, use.weights, use.gradients, use.transfer, use.activations, use.total)
             rows.append((_slots(some), *(quantity(n, "B") for n in sizes)))
-    header = ("memory of devices", "masters, AdamW", "weights", "gradients", "exchange", "activations", "in all")
+    header = ("memory of devices", "masters, AdamW", "weights", "gradients", "transfer", "activations", "in all")
     return columns(header, rows, right=range(1, 7))
 
 

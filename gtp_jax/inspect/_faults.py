@@ -11,27 +11,30 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from .._dataclass_flags import check_knobs, knob, piece
+from ..hlo import CHIPS, quantity
 from ..layout import Layout
 from ..mesh import AXES, DP, TP, Roles, axes_of, use_roles, with_paths
 from ..models import PRESETS, build, preset_of
 from ..nn import GRAD_REDUCE, GradReduce, ModelDef
 from ..nonuniform import (
-    Exchanged,
     FaultPlan,
-    Faults,
     LeafSpecs,
     Moves,
     Replica,
+    Transferred,
     box_of,
     elements,
-    exchanged,
+    lay_out,
+    leaf_specs,
     plan_fold,
     plan_unfold,
+    replica_dtypes_of,
+    transferred,
+    with_best_core,
     without_replicas,
 )
-from ..plan import CHIPS, quantity
-from ..train import lay_out, leaf_specs, replica_dtypes_of, state_specs, with_best_core
+from ..runner.flags import Faults, check_knobs, knob, piece
+from ..train import state_specs
 
 _GB = 1e9
 
@@ -57,7 +60,7 @@ class FaultOptions:
     grad_reduce: GradReduce = knob(
         "float32", "training", "as in training: what gradients travel in", kind=str, choices=GRAD_REDUCE
     )
-    chip: str = knob("h200", "speed", f"whose links set the time of exchanges: {', '.join(CHIPS)}", kind=str)
+    chip: str = knob("h200", "speed", f"whose links set the time of transfers: {', '.join(CHIPS)}", kind=str)
     memory: float | None = knob(
         None, "memory", "refuse a plan that needs more than this on a device", kind=float, above=0, metavar="GB"
     )
@@ -93,14 +96,14 @@ class Use:
         masters: what it stores of parameters and optimizer state; 0 outside of the core.
         weights: parameters in its replica's layout, in the dtypes in which they travel; none that the core stores so.
         gradients: in its replica's layout.
-        exchange: buffers, and gradients in the core's layout, or parameters gathered over replicas: the larger.
+        transfer: buffers, and gradients in the core's layout, or parameters gathered over replicas: the larger.
         activations: what else it needs for its sequences, scaled from the healthy run's.
     """
 
     masters: int
     weights: int
     gradients: int
-    exchange: int
+    transfer: int
     activations: int
 
     @property
@@ -119,7 +122,7 @@ class FaultReport:
         fold: for each replica, what moves so that the core has its gradients.
         memory: for each replica, of its devices, row by row.
         owners: for each weight that tp divides, units each rank owns, by degree.
-        exchanged: bytes of a step that travel one after another, over all parts of it.
+        transferred: bytes of a step that travel one after another, over all parts of it.
         whole: weights that some replica stores whole on every rank of tp, as its degree divides none of their
             dimensions, by degree.
     """
@@ -129,7 +132,7 @@ class FaultReport:
     fold: tuple[Moves, ...]
     memory: tuple[tuple[Use, ...], ...]
     owners: dict[str, dict[int, tuple[int, ...]]]
-    exchanged: Exchanged
+    transferred: Transferred
     whole: dict[int, tuple[str, ...]]
 
 
@@ -160,12 +163,12 @@ def inspect_faults(options: FaultOptions) -> FaultReport:
         stored = leaf_specs(core, params, model_def)
         # several microbatches are added up in the dtype of the parameters
         leaves = stored, weights, stored if plan.microbatches > 1 else gradients
-        exchanges = unfold[-1], fold[-1]
+        transfers = unfold[-1], fold[-1]
         activations = int(options.activations * _GB * share)
-        memory.append(_memory(replica, leaves, exchanges, sizes, state=state, activations=activations))
+        memory.append(_memory(replica, leaves, transfers, sizes, state=state, activations=activations))
     whole = {tp: _whole(model_def, tp) for tp, model_def in of_degree.items()}
     of_core = [leaf_specs(core, params, core, dtypes) for dtypes in (wires.weights, wires.gradients)]
-    times = exchanged(of_core[0], of_core[1], unfold, fold, sizes)
+    times = transferred(of_core[0], of_core[1], unfold, fold, sizes)
     report = FaultReport(plan, tuple(unfold), tuple(fold), tuple(memory), _owners(of_degree), times, whole)
     _check_memory(report, options.memory)
     return report
@@ -197,7 +200,7 @@ def _part_bytes(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec, sizes: 
 def _memory(
     replica: Replica,
     leaves: tuple[list[LeafSpecs], list[LeafSpecs], list[LeafSpecs]],
-    exchanges: tuple[Moves, Moves],
+    transfers: tuple[Moves, Moves],
     core: dict[Any, int],
     *,
     state: int,
@@ -212,11 +215,11 @@ def _memory(
         for some in (sent_back, sent)
     )
     divided = any(without_replicas(leaf.core) != leaf.core for leaf in stored)
-    buffers = 2 * max(moves.bytes_in_turn for moves in exchanges)  # what is sent and what is received
+    buffers = 2 * max(moves.bytes_in_turn for moves in transfers)  # what is sent and what is received
     stores = {slot for row in replica.core for slot in row}
     found = []
     for number, slot in enumerate(slot for row in replica.slots for slot in row):
-        rows = zip(own, exchanges[0].leaves, stored, strict=True)
+        rows = zip(own, transfers[0].leaves, stored, strict=True)
         shared = sum(
             n
             for n, leaf, one in rows
@@ -228,7 +231,7 @@ def _memory(
                 masters=state if is_core else 0,
                 weights=sum(own) - shared,
                 gradients=gradients,
-                exchange=buffers + (max(folded, gathered) if is_core else 0),
+                transfer=buffers + (max(folded, gathered) if is_core else 0),
                 activations=activations,
             )
         )

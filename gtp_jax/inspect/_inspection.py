@@ -15,14 +15,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .. import plan
-from .._dataclass_flags import check_knobs, knob, piece
+from .. import hlo
+from ..experts import Exchange, exchanges
 from ..layout import Layout
-from ..mesh import Parallelism, Roles, make_mesh, use_roles
-from ..models import PRESETS, ExpertOptions, build, family_of, preset_of
-from ..nn import Exchange, Explanation, abstract_model, exchanges, explain
-from ..recipes import Quantization
-from ..train import Execution, TrainState, train_step
+from ..mesh import Roles, make_mesh, use_roles
+from ..models import PRESETS, build, family_of, preset_of
+from ..nn import abstract_model
+from ..runner.flags import Execution, ExpertOptions, Parallelism, Quantization, check_knobs, knob, piece
+from ..train import TrainState, train_step
+from ._explain import Explanation, explain
 
 _DEFAULT_DEVICES = 8
 _MAX_GRAD_NORM = 1.0
@@ -92,7 +93,7 @@ class Inspection:
         memory: bytes a device.
         collectives: of the compiled step.
         flops: operations of a step over all devices, recomputation not counted.
-        schedule: the order of launches, for a target.
+        order: of launches, for a target.
         timeline: its modelled times.
         compile_s: seconds it took to compile.
     """
@@ -104,11 +105,11 @@ class Inspection:
     parameters: tuple[Parameter, ...]
     wire: Explanation
     exchanges: tuple[Exchange, ...]
-    memory: plan.Memory
-    collectives: tuple[plan.Collective, ...]
+    memory: hlo.Memory
+    collectives: tuple[hlo.Collective, ...]
     flops: int
-    schedule: plan.Schedule | None
-    timeline: plan.Timeline | None
+    order: hlo.LaunchOrder | None
+    timeline: hlo.Timeline | None
     compile_s: float
 
 
@@ -119,7 +120,7 @@ def inspect(options: InspectOptions) -> Inspection:
         ValueError: if degrees, heads, sequence or batch do not fit one another, before anything is compiled.
         ModuleNotFoundError: if a target needs packages that are not installed.
     """
-    target = None if options.target is None else plan.parse_target(options.target)
+    target = None if options.target is None else hlo.parse_target(options.target)
     execution, recipe = options.execution, options.quantization.to_recipe()
     config = dataclasses.replace(options.experts.of(preset_of(options.preset), options.preset), **execution.of_model)
     degrees = options.parallelism.degrees(target.devices if target else _DEFAULT_DEVICES)
@@ -129,7 +130,7 @@ def inspect(options: InspectOptions) -> Inspection:
     execution.check_batch(batch, degrees)
     # also for a target: compiling needs no GPU, and takes none
     host = _cpu_devices(1 if target else math.prod(degrees.values()))
-    mesh = make_mesh(**degrees, devices=plan.topology_devices(target) if target else host)
+    mesh = make_mesh(**degrees, devices=hlo.topology_devices(target) if target else host)
     optimizer = optax.adamw(1e-3)
     # the mesh also decides for what platform's compiler the step has options
     with jax.set_mesh(mesh), use_roles(options.parallelism.roles):
@@ -150,10 +151,10 @@ def inspect(options: InspectOptions) -> Inspection:
         tokens = _batch(mesh, options.parallelism.roles, batch, options.seq)
         lowered = step.lower(state, tokens)  # pyright: ignore[reportFunctionMemberAccess]
         began = time.perf_counter()
-        compiled = lowered.compile(compiler_options=dict(plan.COMPILE_OPTIONS) if target else None)
+        compiled = lowered.compile(compiler_options=dict(hlo.COMPILE_OPTIONS) if target else None)
         compile_s = time.perf_counter() - began
-    module = plan.parse(str(compiled.as_text()))
-    schedule = plan.schedule(module) if target else None
+    module = hlo.parse(str(compiled.as_text()))
+    order = hlo.launch_order(module) if target else None
     return Inspection(
         options=options,
         degrees=dict(mesh.shape),
@@ -162,9 +163,9 @@ def inspect(options: InspectOptions) -> Inspection:
         parameters=_parameters(state),
         wire=wire,
         exchanges=found,
-        memory=plan.memory(compiled, params=state.params, opt_state=state.opt_state),
-        collectives=tuple(plan.collectives(module)),
-        flops=plan.step_flops(
+        memory=hlo.memory(compiled, params=state.params, opt_state=state.opt_state),
+        collectives=tuple(hlo.collectives(module)),
+        flops=hlo.step_flops(
             matmul_params=config.matmul_params(),
             tokens=batch * options.seq,
             layers=config.num_layers,
@@ -172,8 +173,8 @@ def inspect(options: InspectOptions) -> Inspection:
             heads=config.num_heads,
             head_dim=config.head_dim,
         ),
-        schedule=schedule,
-        timeline=plan.timeline(schedule, target.chip) if schedule and target else None,
+        order=order,
+        timeline=hlo.timeline(order, target.chip) if order and target else None,
         compile_s=compile_s,
     )
 
@@ -213,7 +214,7 @@ def _parameters(state: TrainState) -> tuple[Parameter, ...]:
                 logical_shape=leaf.shape,
                 dtype=str(leaf.dtype),
                 partition=tuple(leaf.sharding.spec) + (None,) * (len(leaf.shape) - len(leaf.sharding.spec)),
-                bytes_per_device=plan.bytes_per_device(leaf),
+                bytes_per_device=hlo.bytes_per_device(leaf),
                 note="" if layout is None else _note(layout, dict(leaf.sharding.mesh.shape)),
             )
         )

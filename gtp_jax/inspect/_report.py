@@ -6,9 +6,9 @@ import dataclasses
 from collections import defaultdict
 from typing import Any
 
-from .. import plan
-from .._dataclass_flags import settings_of
-from ..plan import COMPUTE, columns, quantity
+from .. import hlo
+from ..hlo import COMPUTE, columns, quantity
+from ..runner.flags import settings_of
 from ._inspection import Inspection
 from ._timeline import seconds
 
@@ -21,10 +21,10 @@ def as_text(inspection: Inspection) -> str:
         f"how weights travel, recipe {inspection.options.quantization.summary}\n\n{inspection.wire}",
         *([_exchanges(inspection)] if inspection.exchanges else []),
         inspection.memory.table() + _capacity(inspection),
-        "collectives of one step\n\n" + plan.table(inspection.collectives),
+        "collectives of one step\n\n" + hlo.table(inspection.collectives),
     ]
-    if inspection.schedule is not None:
-        sections += ["order of launches\n\n" + plan.render(inspection.schedule), _over_dp(inspection)]
+    if inspection.order is not None:
+        sections += ["order of launches\n\n" + hlo.render(inspection.order), _over_dp(inspection)]
         sections.append(_overlap(inspection))
     return "\n\n".join(sections)
 
@@ -43,12 +43,12 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
         "exchanges": [{**dataclasses.asdict(one), "rounds": one.rounds} for one in inspection.exchanges],
         "untouched": list(inspection.wire.untouched),
         "memory": {**dataclasses.asdict(inspection.memory), "peak_bytes": inspection.memory.peak_bytes},
-        "collectives": [{"count": count, **_collective(c)} for c, count in plan.summary(inspection.collectives)],
+        "collectives": [{"count": count, **_collective(c)} for c, count in hlo.summary(inspection.collectives)],
     }
-    if inspection.schedule is not None and inspection.timeline is not None:
-        exposed = {e.name for e in inspection.schedule.exposed()}
+    if inspection.order is not None and inspection.timeline is not None:
+        exposed = {e.name for e in inspection.order.exposed()}
         line = inspection.timeline
-        result["schedule"] = [_event(e, e.name in exposed) for e in inspection.schedule.events]
+        result["order"] = [_event(e, e.name in exposed) for e in inspection.order.events]
         result["modelled"] = {
             **{f.name: getattr(line, f.name)._asdict() for f in dataclasses.fields(line) if f.name != "spans"},
             **{k: getattr(line, k) for k in ("total_us", "compute_us", "communication_us", "exposed_us")},
@@ -81,21 +81,21 @@ def _parameters(inspection: Inspection) -> str:
 def _capacity(inspection: Inspection) -> str:
     if inspection.options.target is None:
         return ""
-    chip = plan.parse_target(inspection.options.target).chip
-    memory_bytes = plan.fact(chip, "memory").value
+    chip = hlo.parse_target(inspection.options.target).chip
+    memory_bytes = hlo.fact(chip, "memory").value
     share = inspection.memory.peak_bytes / memory_bytes
     return f"\n{share:.0%} of the {quantity(memory_bytes, 'B')} of an {chip}, by XLA's forecast"
 
 
 def _over_dp(inspection: Inspection) -> str:
     """Says what runs under each collective over dp, those alike in one line."""
-    assert inspection.schedule is not None and inspection.timeline is not None
+    assert inspection.order is not None and inspection.timeline is not None
     groups: dict[tuple[Any, ...], list[tuple[int, float, float]]] = defaultdict(list)
     for span in inspection.timeline.spans:
         event, own = span.event, span.event.collective
         if own is None or "dp" not in own.axes:
             continue
-        under = [e.kind for e in inspection.schedule.under(event)]
+        under = [e.kind for e in inspection.order.under(event)]
         words = ", ".join(f"{under.count(kind)} {kind}" for kind in COMPUTE if kind in under)
         alike = (event.kind, event.direction, own.axes, own.dtype, own.wire_bytes, words or "nothing")
         groups[alike].append((event.times, span.end_us - span.start_us, span.exposed_us))
@@ -110,10 +110,10 @@ def _over_dp(inspection: Inspection) -> str:
 
 
 def _overlap(inspection: Inspection) -> str:
-    assert inspection.schedule is not None and inspection.timeline is not None
+    assert inspection.order is not None and inspection.timeline is not None
     rows = []
-    for kind in dict.fromkeys(e.kind for e in inspection.schedule.collectives()):
-        events, exposed = inspection.schedule.collectives(kind), inspection.schedule.exposed(kind)
+    for kind in dict.fromkeys(e.kind for e in inspection.order.collectives()):
+        events, exposed = inspection.order.collectives(kind), inspection.order.exposed(kind)
         asynchronous = sum(e.end > e.start for e in events)
         sent = sum(e.times * e.collective.wire_bytes for e in exposed if e.collective)
         rows.append((kind, len(events), asynchronous, len(exposed), quantity(sent, "B")))
@@ -142,7 +142,7 @@ def _exchanges(inspection: Inspection) -> str:
             f"{one.worst_rows:,}",
             str(one.rounds),
             quantity(one.arrived_bytes, "B"),
-            quantity(one.sent_bytes, "B"),
+            quantity(one.dispatched_bytes, "B"),
         )
         for one in inspection.exchanges
     ]
@@ -150,19 +150,19 @@ def _exchanges(inspection: Inspection) -> str:
         *("module", "over", "transport", "tokens", "chunks", "rows a round"),
         *("at worst", "rounds", "transient", "dispatch"),
     )
-    sent = [
+    traffic = [
         (one.module, each.direction, each.what, each.kind, each.dtype, str(each.count), quantity(each.bytes, "B"))
         for one in inspection.exchanges
-        for each in one.sent
+        for each in one.traffic
     ]
-    sent_header = ("module", "pass", "what travels", "kind", "dtype", "count", "sent")
+    traffic_header = ("module", "pass", "what travels", "kind", "dtype", "count", "sent")
     return (
         "how tokens travel to experts of other ranks, each time a layer runs, on each rank\n\n"
         + columns(header, rows, right=(3, 4, 5, 6, 7, 8, 9))
         + "\n\nno token is dropped: where experts have more rows of a chunk than a round, they multiply in several, at "
         "most in `rounds`.\nOf these rows backward keeps no more than a round of each chunk has. `dispatch` leaves a "
         "rank whose experts are evenly\nloaded.\n\n"
-        + columns(sent_header, sent, right=(5, 6))
+        + columns(traffic_header, traffic, right=(5, 6))
         + "\n\nin this order, of a layer and microbatch, from a rank whose experts are evenly loaded; XLA may join "
         "collectives that are\nready at once. Its own count of a ragged exchange, below, is room for the worst load."
     )
@@ -179,7 +179,7 @@ def _shape(dims: tuple[int, ...]) -> str:
     return "x".join(map(str, dims)) or "scalar"
 
 
-def _collective(c: plan.Collective) -> dict[str, Any]:
+def _collective(c: hlo.Collective) -> dict[str, Any]:
     return {
         "kind": c.kind,
         "direction": c.direction,
@@ -196,7 +196,7 @@ def _collective(c: plan.Collective) -> dict[str, Any]:
     }
 
 
-def _event(e: plan.Event, exposed: bool) -> dict[str, Any]:
+def _event(e: hlo.Event, exposed: bool) -> dict[str, Any]:
     kept = ("kind", "name", "start", "end", "times", "depth", "direction", "flops")
     own = e.collective
     size = {} if own is None else {"axes": own.axes, "wire_bytes": own.wire_bytes, "exposed": exposed}

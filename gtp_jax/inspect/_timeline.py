@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..plan import Span, Timeline, quantity
+from ..hlo import Span, Timeline, quantity
 
 _COLOURS = {
     "matmul": "#4c72b0",

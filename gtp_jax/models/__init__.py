@@ -1,6 +1,5 @@
 """Reference models, a folder a family."""
 
-from ._expert_options import ExpertOptions as ExpertOptions
 from ._families import FAMILIES as FAMILIES
 from ._families import PRESETS as PRESETS
 from ._families import build as build
@@ -15,6 +14,9 @@ from ._family import HuggingFace as HuggingFace
 from ._family import ModelConfig as ModelConfig
 from ._hf_tensor import Tensor as Tensor
 from ._hf_tensor import array_shapes as array_shapes
+from ._load import config_of as config_of
+from ._load import load as load
+from ._load import opened as opened
 from ._origin import ORIGIN_FILES as ORIGIN_FILES
 from ._origin import TOKENIZER_FILE as TOKENIZER_FILE
 from ._origin import Origin as Origin

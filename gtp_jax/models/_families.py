@@ -17,20 +17,6 @@ FAMILIES: tuple[Family, ...] = (LLAMA,)
 PRESETS: dict[str, ModelConfig] = {name: config for family in FAMILIES for name, config in family.presets.items()}
 
 
-# Fields in checkpoints before they were renamed.
-_RENAMED = {
-    "vocab": "vocab_size",
-    "experts": "num_experts",
-    "dim": "hidden_size",
-    "layers": "num_layers",
-    "heads": "num_heads",
-    "kv_heads": "num_kv_heads",
-    "ffn": "intermediate_size",
-    "tied": "tie_embeddings",
-    "eps": "epsilon",
-}
-
-
 def family_of(config: ModelConfig) -> Family:
     """Returns the family that a configuration is of.
 
@@ -67,7 +53,7 @@ def saved(config: ModelConfig) -> dict[str, Any]:
 
 
 def saved_architecture(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what `architecture` said of a checkpoint's model, under the names that its fields have now.
+    """Returns the sizes of a checkpoint's model by field name, as `saved` wrote them.
 
     Raises:
         KeyError: if nothing is said of it.
@@ -76,7 +62,7 @@ def saved_architecture(extra: Mapping[str, Any]) -> dict[str, Any]:
     fields = extra["model"]
     if not isinstance(fields, Mapping):
         raise TypeError(f"its model is {fields!r}; it must be a dict of sizes")
-    return {_RENAMED[name] if name in _RENAMED else name: value for name, value in fields.items()}
+    return dict(fields)
 
 
 def saved_config(extra: Mapping[str, Any]) -> ModelConfig:
@@ -86,7 +72,7 @@ def saved_config(extra: Mapping[str, Any]) -> ModelConfig:
         KeyError: if nothing is said of it.
         TypeError: if it is of another version.
     """
-    name = extra.get("family", LLAMA.name)  # checkpoints of version 0.1 name no family
+    name = extra.get("family", LLAMA.name)  # as a user saves `{"model": config.architecture()}`
     families = {family.name: family for family in FAMILIES}
     if name not in families:
         raise TypeError(f"its family is {name!r}; known are {', '.join(families)}")

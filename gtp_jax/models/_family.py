@@ -72,6 +72,7 @@ class HuggingFace:
         model_type: of config.json.
         architecture: likewise.
         tensors: a model's tensors, in the order in which Hugging Face writes them.
+        copies: tensors that files may hold in addition, and the tensor that each of them has to equal.
         to_json: the fields of config.json that the model decides.
         from_json: the model of a config.json; the second argument names the file in messages.
         fits: whether a model can be stored so.
@@ -80,6 +81,7 @@ class HuggingFace:
     model_type: str
     architecture: str
     tensors: Callable[[Any], list[Tensor]]
+    copies: Callable[[Any], dict[str, str]]
     to_json: Callable[[Any], dict[str, Any]]
     from_json: Callable[[dict[str, Any], str], ModelConfig]
     fits: Callable[[Any], bool]

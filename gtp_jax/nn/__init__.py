@@ -1,5 +1,8 @@
 """Flax NNX modules: they hold parameters and configuration, and call the layers below."""
 
+from typing import TYPE_CHECKING
+
+from .._names_above import look_up
 from ..weights import GRAD_REDUCE as GRAD_REDUCE
 from ..weights import GradReduce as GradReduce
 from ..weights import reduction_of as reduction_of
@@ -7,47 +10,66 @@ from ._array import Param as Param
 from ._attention import Attention as Attention
 from ._attention import CrossAttention as CrossAttention
 from ._attention import check_heads as check_heads
+from ._attention_core import AttentionCore as AttentionCore
+from ._cache import Cache as Cache
+from ._cache import Calls as Calls
 from ._conv import Conv as Conv
 from ._dense import Dense as Dense
 from ._dense import LayerNormDense as LayerNormDense
 from ._einsum import Einsum as Einsum
 from ._embed import Embed as Embed
 from ._embed import TiedHead as TiedHead
-from ._exchange import check_chunks as check_chunks
-from ._exchanges import Exchange as Exchange
-from ._exchanges import exchanges as exchanges
-from ._explain import AttentionFact as AttentionFact
-from ._explain import Explanation as Explanation
-from ._explain import WireFact as WireFact
-from ._explain import explain as explain
 from ._frozen import Frozen as Frozen
 from ._frozen import freeze as freeze
-from ._grouped import GroupedDense as GroupedDense
 from ._init import abstract_model as abstract_model
 from ._init import init as init
 from ._layer import Layer as Layer
+from ._layer import layout_of as layout_of
+from ._layer import partition_of as partition_of
 from ._loss import cross_entropy as cross_entropy
 from ._mlp import MLP as MLP
 from ._model_def import ModelDef as ModelDef
 from ._model_def import split_model as split_model
-from ._moe import ExpertParallel as ExpertParallel
-from ._moe import MoE as MoE
-from ._moe import check_loss_reduction as check_loss_reduction
-from ._moe import check_moe as check_moe
 from ._outputs import AuxLoss as AuxLoss
 from ._outputs import Metric as Metric
-from ._quantized import join_in_view as join_in_view
 from ._quantized import keys_of as keys_of
-from ._quantized import quantize_in_view as quantize_in_view
 from ._quantized import quantize_weights as quantize_weights
 from ._quantized import shards_of as shards_of
 from ._quantized import with_groups as with_groups
-from ._routing import AuxLossOf as AuxLossOf
-from ._routing import Routing as Routing
-from ._routing import Score as Score
-from ._sent import Sent as Sent
 from ._stack import Stack as Stack
 from ._stack import run_chain as run_chain
+from ._unstacked import with_gathered_weights as with_gathered_weights
+from ._update_rule import UpdateRule as UpdateRule
+from ._update_rule import set_update_rule as set_update_rule
+from ._weight import Initializer as Initializer
+from ._weight import StackedLayers as StackedLayers
+from ._weight import Weight as Weight
+from ._weight import WeightOwner as WeightOwner
+from ._weight import apply_gathered as apply_gathered
 from ._weight import layer_counts as layer_counts
+from ._weight import make_vector as make_vector
+from ._weight import make_weight as make_weight
+from ._weight import make_whole as make_whole
+from ._weight import stacks_of as stacks_of
 from ._weight import structure_of as structure_of
 from ._weight import weight_owners as weight_owners
+
+# see [Note: names above]
+if TYPE_CHECKING:
+    from ..experts import AuxLossOf as AuxLossOf
+    from ..experts import ExpertParallel as ExpertParallel
+    from ..experts import GroupedDense as GroupedDense
+    from ..experts import MoE as MoE
+    from ..experts import Routing as Routing
+    from ..experts import Score as Score
+    from ..inspect import AttentionFact as AttentionFact
+    from ..inspect import Explanation as Explanation
+    from ..inspect import WireFact as WireFact
+    from ..inspect import explain as explain
+
+ABOVE = {
+    "gtp_jax.experts": ("AuxLossOf", "ExpertParallel", "GroupedDense", "MoE", "Routing", "Score"),
+    "gtp_jax.inspect": ("AttentionFact", "Explanation", "WireFact", "explain"),
+}
+if not TYPE_CHECKING:  # so that they see which names there are
+    __getattr__ = look_up(__name__, ABOVE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,13 +13,12 @@ from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..collectives import gathered, join_split
+from ..collectives import join_split
 from ..layout import ArrayLayout, layout_of_array
 from ..mesh import check_mesh_in_scope, current_view, spec_of_batch
-from ..weights import Gathered, GradReduce, Reduction, gather_through, reduction_of
+from ..weights import Gathered, GradReduce, Reduction, gathered, on_ranks, ranks_spec, reduction_of
 from ._layer import partition_of
-from ._ranks import on_ranks, ranks_spec
-from ._weight import ArrayWeight, placed_once, to_shards
+from ._weight import ArrayWeight, placed_once
 
 
 class GatheredOnUse(nnx.Variable):
@@ -131,9 +129,7 @@ def gather_array(variable: nnx.Variable) -> jax.Array:
         return value.astype(owner.dtype)
     if view == "global":
         return _gathered_by_xla(value, array, owner.dtype, owner.grad_reduce)
-    group = owner.group
-    make, scatter = functools.partial(gather_through, group), functools.partial(to_shards, group)
-    return gathered(owner.shards(), owner.sent(), make, scatter)
+    return gathered(owner.group, owner.shards(), owner.wire())
 
 
 def _placed(value: Any, array: ArrayLayout) -> jax.Array:

@@ -22,7 +22,13 @@ from ..ops import (
     rope,
     save_for_backward,
 )
+from ._cache import filled_from, seen_slots, with_token
 from ._weight import make_vector
+
+_CACHED = (
+    "{} while `gtp_jax.generate` keeps its keys and values. Take `positions` in the model's call, `(batch, sequence)`, "
+    "and hand them to every `gtp_jax.Attention`, through a `Stack` as `shared`; leave masks and segments out."
+)
 
 
 class AttentionCore(nnx.Module):
@@ -33,10 +39,13 @@ class AttentionCore(nnx.Module):
     Args:
         num_heads, num_kv_heads, head_dim: of all ranks.
         queries: layout of the kernel that makes the queries: sinks are divided among tp ranks like its heads.
+        keys: layout of the kernel that makes the keys.
         roles: of mesh axes.
         dtype: of queries, keys and values.
 
     Attributes:
+        cached_keys, cached_values: the `Cache`s of `gtp_jax.generate`; `None` elsewhere.
+        kv_heads: key-value heads of all ranks, with the padding of ranks that have fewer.
         deterministic: whether dropout is off; `nnx.Module.eval` and `nnx.Module.train` set it.
     """
 
@@ -47,6 +56,7 @@ class AttentionCore(nnx.Module):
         num_kv_heads: int,
         head_dim: int,
         queries: Layout,
+        keys: Layout,
         roles: Roles,
         dtype: Any,
         param_dtype: Any,
@@ -73,6 +83,10 @@ class AttentionCore(nnx.Module):
         self.rope_theta, self.rope_scaling, self.rotary_dim = rope_theta, rope_scaling, rotary_dim
         self.roles = roles
         self.deterministic = False
+        assert keys.split is not None
+        self.kv_heads = keys.split.width * len(keys.split.owners) // head_dim
+        self.cached_keys: Any = nnx.data(None)
+        self.cached_values: Any = nnx.data(None)
 
         def scale_of_heads() -> Any:
             return make_vector(head_dim, initializers.ones, rngs.params(), param_dtype) if qk_norm else nnx.data(None)
@@ -121,6 +135,16 @@ class AttentionCore(nnx.Module):
         if self.rope_theta is not None:
             turn: dict[str, Any] = {"positions": positions, "scaling": self.rope_scaling, "rotary_dim": self.rotary_dim}
             q, k = (rope(x, theta=self.rope_theta, **turn) for x in (q, k))
+        options: dict[str, Any] = {"scale": self.scale, "soft_cap": self.soft_cap, "sinks": self._sinks()}
+        if self.cached_keys is not None:
+            self.cached_keys.get_metadata()["calls"].count += 1
+            if mask is not None or segment_ids is not None:
+                raise ValueError(_CACHED.format("the model gives attention a mask or segments"))
+            if positions is None:
+                raise ValueError(_CACHED.format("the model calls attention without `positions`"))
+            if self.cached_keys.get_metadata()["filled"]:
+                return self._with_cached(q, k, v, positions, options)
+            self._fill(k, v, positions)
         return attention(
             save_for_backward(q),
             save_for_backward(k),
@@ -129,12 +153,33 @@ class AttentionCore(nnx.Module):
             window=self.window,
             mask=mask,
             segment_ids=segment_ids,
-            scale=self.scale,
-            soft_cap=self.soft_cap,
-            sinks=self._sinks(),
             dropout_rate=0.0 if dropout_key is None else self.dropout_rate,
             dropout_key=self._of_rank(dropout_key),
+            **options,
         )
+
+    def _fill(self, k: jax.Array, v: jax.Array, positions: jax.Array) -> None:
+        """Writes the caches of sequences that begin here."""
+        places = jnp.broadcast_to(positions, k.shape[:2])
+        for cache, x in ((self.cached_keys, k), (self.cached_values, v)):
+            cache.set_value(filled_from(x, places, cache.get_value().shape[1]))
+
+    def _with_cached(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, options: dict[str, Any]
+    ) -> jax.Array:
+        """Returns the attention of one token of each sequence to those that are cached, and adds it to them."""
+        if q.shape[1] != 1:
+            raise ValueError(
+                f"attention is called with {q.shape[1]} tokens of each sequence while `gtp_jax.generate` generates one "
+                "after another. A model may not change the length of its input."
+            )
+        places = jnp.broadcast_to(positions, k.shape[:2])[:, 0]
+        for cache, x in ((self.cached_keys, k), (self.cached_values, v)):
+            cache.set_value(with_token(cache.get_value(), x, places))
+        keys, values = self.cached_keys.get_value(), self.cached_values.get_value()
+        if self.window is None:
+            return attention(q, keys, values, causal=True, query_position=places, **options)
+        return attention(q, keys, values, mask=seen_slots(places, keys.shape[1])[:, None], **options)
 
     def lacks(self) -> str:
         """Says why cuDNN does not compute it on the devices at hand; nothing if it does. See `ops.cudnn_lacks`."""

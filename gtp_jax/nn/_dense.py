@@ -20,13 +20,12 @@ from ..collectives import (
     join_split,
     linear_scatter,
     reduce_scatter_sequence,
-    split_features,
     split_parts,
 )
 from ..layout import Layout, layouts_of_kernels
 from ..mesh import current_view, degree
 from ..ops import layer_norm, rms_norm, save_for_backward
-from ..weights import GradReduce
+from ..weights import GradReduce, split_features
 from ._layer import between_layers, inside_layer
 from ._weight import Initializer, WeightOwner, make_vector, make_weight
 

@@ -11,11 +11,11 @@ from flax import nnx
 from jax.nn import initializers
 from jax.sharding import PartitionSpec
 
-from ..collectives import gather_sequence, join_split, reduce_scatter_sequence, split_features
+from ..collectives import gather_sequence, join_split, reduce_scatter_sequence
 from ..layout import layouts_of_kernels
 from ..mesh import current_view
 from ..ops import SlottedWeight, check_concrete_ids, embedding_lookup, layer_norm, linear, rms_norm, to_index
-from ..weights import GradReduce
+from ..weights import GradReduce, split_features
 from ._dense import Norm, check_norm
 from ._layer import Layer, between_layers, inside_layer
 from ._weight import Initializer, WeightOwner, make_vector, make_weight

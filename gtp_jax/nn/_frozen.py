@@ -12,14 +12,23 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..collectives import Shards, codes_specs, cuts_blocks
-from ..formats import QuantizedArray
+from ..formats import Format, QuantizedArray
 from ..mesh import check_mesh_in_scope, current_view, stacked_spec
 from ..recipes import Recipe, check_recipe
-from ..weights import FrozenAs, Path, Structure, WeightGroup, quantize_frozen, resolve
+from ..weights import (
+    FrozenAs,
+    Path,
+    Shards,
+    Structure,
+    WeightGroup,
+    codes_specs,
+    cuts_blocks,
+    on_ranks,
+    quantize_frozen,
+    resolve,
+)
 from ._array import GatheredOnUse
 from ._layer import partition_of
-from ._ranks import on_ranks
 from ._weight import Weight, kernel_places, structure_of, weight_owners
 
 
@@ -106,7 +115,7 @@ def freeze[M: nnx.Module](model: M, recipe: Recipe | None = None, *, trained: An
     for (path, own), values in zip(places.items(), kept, strict=True):
         group = groups[path]
         for place, value, layout in zip(own, values, group.layouts, strict=True):
-            known = FrozenAs(group.wire, group.operands)
+            known = FrozenAs(_format(group), group.operands)
             put[place] = _frozen(leaves[place], value, layout=layout.of_shards, frozen=known)
     for place, variable in enumerate(leaves):
         if place not in put:  # a copy, as a step donates its state, and the model is left as it is
@@ -172,6 +181,11 @@ def _groups(structure: Structure, owners: Mapping[Path, Weight], recipe: Recipe 
                 "key. Pass `gtp_jax.NVFP4(matmuls=True, stochastic=False)`."
             )
         form = group.wire
+        if not isinstance(form, Format | None):
+            raise ValueError(
+                f"the recipe has {name} travel in {form.name}, which has no form for storage. Freeze with a recipe of "
+                "gtp_jax, such as `gtp_jax.NVFP4()`, or name the module in `exclude`."
+            )
         cut = [layout for layout in group.layouts if form is not None and cuts_blocks(layout, form)]
         if cut and form is not None:
             raise ValueError(
@@ -208,12 +222,17 @@ def _out(groups: Sequence[WeightGroup], masters: Sequence[Shards]) -> list[Any]:
     """Returns the partitions of codes."""
     return [
         tuple(
-            codes_specs(one.of_shards, group.wire, x.ndim - len(one.shape))
+            codes_specs(one.of_shards, form, x.ndim - len(one.shape))
             for one, x in zip(group.layouts, mine, strict=True)
         )
         for group, mine in zip(groups, masters, strict=True)
-        if group.wire is not None
+        if (form := _format(group)) is not None
     ]
+
+
+def _format(group: WeightGroup) -> Format | None:
+    assert isinstance(group.wire, Format | None)
+    return group.wire
 
 
 def _cast(group: WeightGroup, masters: Shards) -> tuple[jax.Array, ...]:

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..mesh import check_mesh_in_scope
+from ..mesh import check_mesh_in_scope, mesh_of_devices
 from ._layer import partition_of, value_of, with_value
 from ._weight import name_weights
 
@@ -30,7 +30,7 @@ def init[M: nnx.Module](factory: Callable[[nnx.Rngs], M], rngs: nnx.Rngs) -> M:
         Without a mesh it is whole, on one device, with a warning if there are several.
 
     Raises:
-        ValueError: if the mesh in scope has Explicit axes, or was put there by `with mesh:`.
+        ValueError: if the mesh in scope has Explicit axes, or was put there by `with mesh:`; while JAX traces.
     """
     check_mesh_in_scope(creates=True)
     graph, make, keys = _birth(factory, rngs)
@@ -41,11 +41,11 @@ def init[M: nnx.Module](factory: Callable[[nnx.Rngs], M], rngs: nnx.Rngs) -> M:
 
 def _birth(factory: Callable[[nnx.Rngs], Any], rngs: nnx.Rngs) -> tuple[Any, Any, Any]:
     """Returns a model's graph, the jitted program that makes its arrays, and that program's argument."""
+    mesh = mesh_of_devices("gtp_jax.init")
     streams, keys = nnx.split(rngs)
     # of copies of the streams themselves, as a model's variables may name them
     abstract = abstract_model(lambda _: factory(nnx.merge(streams, jax.tree.map(lambda a: a, keys))))
     graph, state = nnx.split(abstract)
-    mesh = jax.sharding.get_mesh()
     shardings = None
     if not mesh.empty:
         shardings = jax.tree.map(
@@ -65,13 +65,13 @@ def abstract_model[M: nnx.Module](factory: Callable[[nnx.Rngs], M]) -> M:
     `abstract_model(lambda _: Model(nnx.Rngs(0, dropout=1)))`.
 
     Raises:
-        ValueError: if the mesh in scope has Explicit axes, or was put there by `with mesh:`.
+        ValueError: if the mesh in scope has Explicit axes, or was put there by `with mesh:`; while JAX traces.
     """
     check_mesh_in_scope()
+    mesh = mesh_of_devices("gtp_jax.nn.abstract_model")
     # not `nnx.eval_shape`, which takes every variable for one array: codes are several
     graph, state = jax.eval_shape(lambda: nnx.split(factory(nnx.Rngs(0))))
     _refuse_tracers(nnx.merge(graph, state))
-    mesh = jax.sharding.get_mesh()
 
     def place(leaf: Any) -> Any:
         def abstract(a: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:

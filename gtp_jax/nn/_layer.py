@@ -14,12 +14,11 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..collectives import codes_specs
 from ..formats import QuantizedArray
 from ..layout import Layout
 from ..mesh import Roles, check_mesh_in_scope, current_roles, current_view, degree, degrees, stacked_spec, use_roles
-from ..weights import Beside, Gathered, Stored, forget_after
-from ._ranks import on_ranks, ranks_spec
+from ..weights import Beside, Gathered, Holds, Stored, codes_specs, forget_after, on_ranks, ranks_spec
+from ._cache import Cache
 from ._shared import SharedInputs
 
 # A leaf of a module's state: a variable, or an array that is a module's attribute.
@@ -64,8 +63,8 @@ def with_value(variable: Leaf, value: Any) -> Leaf:
         return value
     if not isinstance(value, Stored):
         return variable.replace(value)
-    read = {"on_get_value": _refuse_read} if value.stands_in else {}
-    read = {"on_get_value": _refuse_rounded_read} if value.rounded else read
+    refused = _REFUSED_READS.get(value.holds)
+    read = {} if refused is None else {"on_get_value": refused}
     return variable.replace(value.shard, beside=Beside(value), **read)
 
 
@@ -85,6 +84,9 @@ def _refuse_rounded_read(variable: nnx.Variable, value: Any) -> Any:
         "weights travel in the dtype in which they are multiplied and are rounded to it. Leave such a term to the "
         "optimizer (weight decay), or build the model with `dtype='float32'`."
     )
+
+
+_REFUSED_READS = {Holds.PLACEHOLDER: _refuse_read, Holds.ROUNDED: _refuse_rounded_read}
 
 
 class _Method:
@@ -305,6 +307,7 @@ def in_shard_map(
     others = SharedInputs((), {}) if others is None else others
     _check_input(x, into, roles, module.title, module.fewest_dims)
     graph, state = nnx.split(module)
+    caches = _caches(module)
     variables, tree = jax.tree.flatten(state, is_leaf=lambda v: isinstance(v, nnx.Variable))
     for variable in variables:
         layout = layout_of(variable)
@@ -321,14 +324,25 @@ def in_shard_map(
             args, kwargs = others.arguments(arrays)
             y = merged.to_global(merged(merged.from_global(x), *args, **kwargs))
         _refuse_writes(values, merged)
-        return y
+        return (y, [cache.get_value() for _, cache in _caches(merged)]) if caches else y
 
     specs = [_value_spec(v) for v in variables]
     values = [_for_view(value_of(v)) for v in variables]
     of_others = [
         _partition_of_other(module, name, array, x) for name, array in zip(others.names, others.arrays, strict=True)
     ]
-    return on_ranks(local, (specs, into, of_others), out)(values, x, others.arrays)
+    into_ranks = (specs, into, of_others)
+    if not caches:
+        return on_ranks(local, into_ranks, out)(values, x, others.arrays)
+    y, written = on_ranks(local, into_ranks, (out, [partition_of(v) for _, v in caches]))(values, x, others.arrays)
+    put = [(path, cache.replace(value)) for (path, cache), value in zip(caches, written, strict=True)]
+    nnx.update(module, nnx.from_flat_state(put))
+    return y
+
+
+def _caches(module: nnx.Module) -> list[tuple[Any, Cache]]:
+    """Returns the caches of a module, by path: of all variables only these may be written by each rank's own call."""
+    return list(nnx.to_flat_state(nnx.state(module, Cache)))
 
 
 def _partition_of_other(module: Layer, name: int | str, array: Any, x: jax.Array) -> PartitionSpec:
@@ -348,7 +362,7 @@ def _refuse_writes(before: list[Any], module: nnx.Module) -> None:
     known = {id(leaf) for leaf in jax.tree.leaves(before)}
     for path, v in nnx.to_flat_state(nnx.split(module)[1]):
         leaves = jax.tree.leaves(value_of(v))
-        if not isinstance(v, nnx.Param) and any(id(leaf) not in known for leaf in leaves):
+        if not isinstance(v, nnx.Param | Cache) and any(id(leaf) not in known for leaf in leaves):
             raise ValueError(
                 f"a call of {type(module).__name__} writes {'.'.join(map(str, path))}, a {type(v).__name__}. A "
                 "`gtp_jax.nn.Layer` computes on each rank's own part, where what is written would be one rank's alone. "
@@ -362,11 +376,7 @@ def _value_spec(variable: Leaf) -> Any:
     if isinstance(value, Stored):
         layout = layout_of(variable)
         assert layout is not None
-        shard = stacked_spec(layout.spec, value.shard.ndim)
-        stacked = value.groups[0][0].stack is not None
-        joined = stacked_spec(layout.of_shards.spec, value.shard.ndim)
-        specs: dict[str, Any] = {"packed": ranks_spec(stacked=stacked), "keys": PartitionSpec(), "joined": joined}
-        return dataclasses.replace(value, shard=shard, **specs)  # pyright: ignore[reportArgumentType]
+        return value.specs(layout)
     if isinstance(value, Gathered):
         return Gathered(ranks_spec(), value.group, PartitionSpec())  # pyright: ignore[reportArgumentType]
     return PartitionSpec() if value is None else partition_of(variable)

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from .._random_keys import as_key, is_key, key_impl, key_words
@@ -15,6 +14,7 @@ from ..layout import Layout
 from ..mesh import Roles, check_mesh_in_scope, current_roles
 from ._frozen import Frozen
 from ._layer import Leaf, check_shape, layout_of, partition_of, value_of, with_value
+from ._update_rule import UpdateRule, update_rule_of
 from ._weight import layer_counts
 
 Tree = Any
@@ -36,7 +36,7 @@ class ModelDef:
         key_impls: the generators of variables that hold random keys, by path; a state holds their words.
         roles: of mesh axes.
         frozen_specs: nested dict of the partitions of frozen weights.
-        bias_rates: how far a step moves each router's bias, by its path; see `Routing`.
+        update_rules: of parameters that no optimizer moves, by path.
         layer_counts: the number of layers that each parameter holds along its first dimension, by its path; 0 outside
             of a `Stack`.
     """
@@ -49,7 +49,7 @@ class ModelDef:
     key_impls: dict[Any, Any] = dataclasses.field(default_factory=dict)
     roles: Roles = Roles()
     frozen_specs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    bias_rates: dict[tuple[str, ...], float] = dataclasses.field(default_factory=dict)
+    update_rules: dict[tuple[str, ...], UpdateRule] = dataclasses.field(default_factory=dict)
     layer_counts: dict[tuple[str, ...], int] = dataclasses.field(default_factory=dict)
 
     def check_mesh(self) -> None:
@@ -81,7 +81,7 @@ class ModelDef:
             tree_of = params if isinstance(v, nnx.Param) else frozen if isinstance(v, Frozen) else model_state
             value = _at(tree_of, path)
             if read_only and isinstance(v, nnx.Param):
-                v = v.replace(on_set_value=(*_hooks(v), _refuse_write))
+                v = v.replace(on_set_value=(*_hooks(v), _RefuseWrite(path)))
             put.append(with_value(v, as_key(value, self.key_impls[path]) if path in self.key_impls else value))
         return nnx.merge(self.graph, jax.tree.unflatten(tree, put))
 
@@ -136,9 +136,9 @@ def split_model(model: nnx.Module) -> Split:
         _roles_of((layouts, [layout_of(v) for _, v in frozen])),
         _nested([(path, _partitions(v)) for path, v in frozen]),
         {
-            tuple(map(str, path)): v.get_metadata()["bias_rate"]
+            tuple(map(str, path)): rule
             for path, v in nnx.to_flat_state(variables)
-            if isinstance(v, nnx.Param) and "bias_rate" in v.get_metadata()
+            if isinstance(v, nnx.Param) and (rule := update_rule_of(v)) is not None
         },
         layer_counts(model),
     )
@@ -200,15 +200,24 @@ def _hooks(variable: nnx.Variable) -> tuple[Any, ...]:
     return hooks if isinstance(hooks, tuple) else (hooks,)
 
 
-def _refuse_write(variable: nnx.Variable, value: Any) -> Any:
-    path = ".".join(map(str, variable.get_metadata().get("path", ())))
-    raise ValueError(
-        f"a loss, or a call in it, sets the {type(variable).__name__} {path or 'of shape ' + str(jnp.shape(value))}. A "
-        "step updates the parameters that it was given, so that what is set would be lost. Make it another "
-        "`nnx.Variable`, which a step keeps; or for this loss alone change a copy: "
-        "`graph, state = nnx.split(model)`, `nnx.merge(graph, jax.tree.map(..., state))`. `nnx.update` on "
-        "`nnx.clone(model)` changes a copy too; on the model itself a step would drop what it changes."
-    )
+@dataclasses.dataclass(frozen=True)
+class _RefuseWrite:
+    """A hook of a variable, which refuses to set it. All are equal, so that layers alike stay alike.
+
+    Attributes:
+        path: of the variable in the model.
+    """
+
+    path: tuple[Any, ...] = dataclasses.field(compare=False)
+
+    def __call__(self, variable: nnx.Variable, value: Any) -> Any:
+        raise ValueError(
+            f"a loss, or a call in it, sets the {type(variable).__name__} {'.'.join(map(str, self.path))}. A step "
+            "updates the parameters that it was given, so that what is set would be lost. Make it another "
+            "`nnx.Variable`, which a step keeps; or for this loss alone change a copy: "
+            "`graph, state = nnx.split(model)`, `nnx.merge(graph, jax.tree.map(..., state))`. `nnx.update` on "
+            "`nnx.clone(model)` changes a copy too; on the model itself a step would drop what it changes."
+        )
 
 
 def _is_layout(node: Any) -> bool:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..chain import Outputs
+from ._cache import Cache
 from ._layer import Leaf, layout_of, value_of
 
 # Variables of one layer, or the stacked ones of all layers of a stack, and arrays that are attributes, by path.
@@ -34,7 +35,7 @@ class Metric(nnx.Variable):
 
 
 # Types whose values a `Stack` hands on without a gradient.
-_WITHOUT_GRADIENT = (nnx.BatchStat, nnx.RngState)
+_WITHOUT_GRADIENT = (nnx.BatchStat, nnx.RngState, Cache)
 
 
 def variables_of(module: nnx.Module) -> Written:

@@ -13,10 +13,12 @@ from jax.sharding import PartitionSpec
 
 from ..chain import Remat, Schedule, with_remat
 from ..mesh import check_mesh_in_scope, current_view, degree
+from ._cache import Cache
 from ._frozen import Frozen
 from ._layer import Layer, sides_of, states_partitions
 from ._shared import SharedInputs
 from ._stages import Part, run_parts
+from ._unstacked import Unstacked
 from ._weight import StackedLayers
 
 
@@ -152,6 +154,9 @@ def run_chain(
         if not isinstance(module, Stack):
             _refuse_inner_stacks(module)
     _check_schedule(schedule)
+    if any(isinstance(module, Unstacked) for module in modules):
+        inputs = dict(shared) if isinstance(shared, Mapping) else tuple(shared)
+        return _one_by_one(x, modules, inputs)
     stacks = [m for m in modules if isinstance(m, Stack)]
     schedules = {m.schedule for m in stacks}
     if schedule is None and len(schedules) > 1:
@@ -165,6 +170,16 @@ def run_chain(
     others: Remat = stacks[0].remat if stacks else "matmuls"
     parts = tuple(m._part(remat or m.remat) if isinstance(m, Stack) else Part(m, remat or others) for m in modules)
     return _call(parts, modules, x, schedule or (stacks[0].schedule if stacks else Schedule()), inputs)
+
+
+def _one_by_one(x: Any, modules: tuple[Layer, ...], shared: Any) -> Any:
+    """Calls modules one after another, of which nothing is gathered."""
+    for module in modules:
+        if not isinstance(module, Unstacked):
+            x = module(x)
+        else:
+            x = module(x, **shared) if isinstance(shared, dict) else module(x, *shared)
+    return x
 
 
 def _call(parts: tuple[Part, ...], modules: tuple[Layer, ...], x: Any, schedule: Schedule, shared: SharedInputs) -> Any:
@@ -285,9 +300,9 @@ def _sharding_axes(spec: PartitionSpec) -> list[tuple[str, ...]]:
 
 
 def _is_local(module: nnx.Module) -> bool:
-    """Says whether a module is written for local view, and has no variables other than parameters."""
+    """Says whether a module is written for local view, and has no variables other than parameters and caches."""
     variables = nnx.to_flat_state(nnx.state(module, nnx.Variable))
-    return isinstance(module, Layer) and all(isinstance(v, nnx.Param | Frozen) for _, v in variables)
+    return isinstance(module, Layer) and all(isinstance(v, nnx.Param | Frozen | Cache) for _, v in variables)
 
 
 def _shared_inputs(shared: Any) -> SharedInputs:

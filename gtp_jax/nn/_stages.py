@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,30 +13,32 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..chain import Outputs, Remat, Schedule, Stage, run, with_remat
-from ..collectives import Packed, StoredCodes, Turn, codes_specs, replica_axes, sum_over_replicas, use_turn
+from ..collectives import Turn, replica_axes, sum_over_replicas, use_turn
 from ..mesh import current_view
 from ..ops import slotted
 from ..weights import (
     CallKeys,
     Gathered,
+    Kernels,
     Layers,
+    Stretch,
     WeightGroup,
-    bundle_frozen,
+    Wire,
     forget_after,
-    gather,
-    gather_members,
+    frozen_wires,
     in_param_dtypes,
-    prepare,
+    in_view,
+    ranks_spec,
     reduce_gradients,
     refuse_gradient,
     stored_gradients,
     straight_through,
+    wires_of,
 )
 from ._frozen import Frozen
 from ._layer import Leaf, layout_of, value_of
 from ._outputs import is_float, outputs_of, values_of, variables_of, write
 from ._quantized import quantized_in_scope
-from ._ranks import by_rank, on_ranks, ranks_spec
 from ._shared import SharedInputs
 from ._weight import Weight, kernel_places, weight_owners
 
@@ -44,9 +46,9 @@ from ._weight import Weight, kernel_places, weight_owners
 Weights = dict[Any, Any]
 Slots = dict[Any, jax.Array]
 
-# What one layer gathers: buffers of codes; by path shards, or codes of its own. And what is sent in place of shards.
-Inputs = tuple[tuple[Packed | StoredCodes, ...], dict[Any, Any]]
-Prepared = dict[Any, jax.Array]
+# What one layer gathers; and in the same order what is sent in place of it, where that is something else.
+Wires = tuple[Wire, ...]
+Ready = tuple[Wire | None, ...]
 
 # What is decided about one layer's weights, by path.
 Groups = Mapping[Any, WeightGroup]
@@ -71,12 +73,10 @@ class Part:
 
 
 @forget_after()
-def run_parts(
-    parts: Sequence[Part], x: Any, schedule: Schedule, shared: SharedInputs, *, declared: bool = False
-) -> Any:
+def run_parts(parts: Sequence[Part], x: Any, schedule: Schedule, shared: SharedInputs) -> Any:
     """Runs modules as one chain, and writes to their variables what their calls wrote.
 
-    In global view what a chain has gathered is a global array of every rank's copy (see `_ranks`), so that layers
+    In global view what a chain has gathered is a global array of every rank's copy (see `on_ranks`), so that layers
     compute on global arrays, and gradients of weights stay one a rank until the chain reduces them.
 
     Args:
@@ -107,52 +107,30 @@ def _stages(part: Part, shared: SharedInputs) -> list[Stage]:
     if not stacked:
         groups = {path: owner.group for path, owner in template.owners.items()}
         keys = {path: owner.keys.next(link=True) for path, owner in template.owners.items() if owner.keys is not None}
-        sent = {path: _sent(owner) for path, owner in template.owners.items()}
+        wires = tuple(_wire(path, owner) for path, owner in sorted(template.owners.items()))
         constants = keys, template.constants
-        return [template.stage(groups, template.shards, ((), sent), template.params, constants, part.remat)]
+        return [template.stage(groups, template.shards, wires, template.params, constants, part.remat)]
 
     by_layers = {path: owner.groups(length) for path, owner in template.owners.items()}
-    buffers = [one for owner in template.owners.values() for one in owner.packed]
-    bundled = {path for one in buffers for path in one.members}
-
-    def gathered(own: Any, start: int, stop: int, but: Collection[Any] = ()) -> Any:
-        """Returns what is gathered of these layers: `own`, or what takes its place, but for some paths."""
-        joined = {path: template.owners[path].joined(start, stop) for path in template.shards if path not in but}
-        return {path: own[path] if shards is None else shards for path, shards in joined.items()}
-
-    def with_frozen(packed: tuple[Any, ...], others: dict[Any, Any], at: int, start: int, stop: int) -> Any:
-        """Returns what is gathered of these layers: `packed` and `others`, whose first layer is `start`, in which it
-        has the index `at`; and what is frozen."""
-        codes, arrays = template.kept
-        if at != start:
-            codes, arrays = jax.tree.map(lambda a: a[start:stop], (codes, arrays))
-        return (*codes, *packed), {**others, **arrays}
-
-    some_joined = any(owner.joined() is not None for owner in template.owners.values())
-    pregathered = tuple(one for one in buffers if one.gathered)
-    packed = tuple(one for one in buffers if not one.gathered)
-    quantized = [layers for groups in by_layers.values() for layers, group in groups if group.wire and not group.frozen]
-    first = min((layers.start for layers in quantized), default=0)
-    last = max((layers.stop for layers in quantized), default=0)
-    ahead = first + (pregathered[0].buffer.shape[0] if pregathered else 0)
+    made = [Stretch(wire, 0, length) for wire in template.frozen]
+    made += [one for owner in template.owners.values() for one in owner.prepared]
     ends = {end for groups in by_layers.values() for layers, _ in groups for end in layers[:2]}
-    ends |= {start for owner in template.owners.values() for start in owner.starts}
-    bounds = sorted({0, *ends, ahead, length})
+    ends |= {end for one in made for end in (one.start, one.stop)}
+    bounds = sorted({0, *ends, length})
     keys = _layer_keys(template.owners, length)
     pieces = _split((template.shards, template.params, (keys, template.constants)), bounds[1:-1])
     stages = []
     for start, stop, (own, params, constants) in zip(bounds, bounds[1:], pieces, strict=False):
         groups = {path: _of_layer(start, groups) for path, groups in by_layers.items()}
-        if not first <= start < last:
-            sent, at = (((), gathered(own, start, stop)), 0) if some_joined else (((), template.shards), start)
-        elif start < ahead:
-            sent, at = (pregathered, gathered(own, start, stop, bundled)), 0
-        else:
-            sent, at = (packed, gathered(template.shards, 0, length, bundled)), start
-        inputs = with_frozen(*sent, at, start, stop)
-        stage = template.stage(groups, own, inputs, params, constants, part.remat, shared)
-        stages.append(dataclasses.replace(stage, length=stop - start, stacked=True, first=at))
+        wires, first = wires_of(groups, made, template.shards, own, start, stop)
+        stage = template.stage(groups, own, wires, params, constants, part.remat, shared)
+        stages.append(dataclasses.replace(stage, length=stop - start, stacked=True, first=first))
     return stages
+
+
+def _wire(path: Any, owner: Weight) -> Wire:
+    wire: Any = owner.wire()
+    return Kernels(owner.shards(), (path,)) if wire is None else dataclasses.replace(wire, members=(path,))
 
 
 def _of_layer(layer: int, groups: Sequence[tuple[Layers, WeightGroup]]) -> WeightGroup:
@@ -166,7 +144,7 @@ class _Template:
         owners: modules with weights that the chain gathers, by path.
         places: of their kernels among the layer's leaves.
         shards: of those that are trained, by path.
-        kept: what is gathered of the others of a stack, see `bundle_frozen`.
+        frozen: what is gathered of the others of a stack.
         params: the floats of the other variables, but for those that are frozen.
         constants: the rest of them: integers, keys, what is frozen.
     """
@@ -184,7 +162,7 @@ class _Template:
         self.shards = {path: owner.shards() for path, owner in self.owners.items() if not owner.frozen}
         frozen = {path: owner for path, owner in self.owners.items() if stacked and owner.frozen}
         groups = {path: owner.built_group for path, owner in frozen.items()}
-        self.kept = bundle_frozen(groups, {path: owner.stored() for path, owner in frozen.items()})
+        self.frozen = frozen_wires(groups, {path: owner.stored() for path, owner in frozen.items()})
         put = [v for v, is_put in zip(self.leaves, self.is_put, strict=True) if is_put]
         values = [refuse_gradient(value_of(v)) if isinstance(v, Frozen) else value_of(v) for v in put]
         arrays, self.values = jax.tree.flatten(values)
@@ -197,7 +175,7 @@ class _Template:
         self,
         groups: Groups,
         shards: Any,
-        gather_inputs: Any,
+        wires: Wires,
         params: Any,
         constants: Any,
         remat: Remat,
@@ -232,26 +210,23 @@ class _Template:
             return {path: slot for path, slot in found.items() if slot is not None}
 
         trained = {path: group for path, group in groups.items() if not group.frozen}
-
-        def reduce(gradients: tuple[Any, Slots]) -> dict[Any, Any]:
-            of_weights, of_slots = gradients
-            return reduce_gradients(trained, {**of_weights, **of_slots})
-
+        specs = {path: tuple(layout.spec for layout in group.layouts) for path, group in trained.items()}
+        ranks = ranks_spec()
+        local = functools.partial(_reduce_to_shards if view == "global" else _reduce, trained)
+        reduce = in_view(local, lambda gradients: ((ranks, ranks),), specs)
+        ready = in_view(functools.partial(_ready, groups), lambda wires: (_specs(groups, wires),))
+        gather = in_view(
+            functools.partial(_gather, groups), lambda shards, wires, ready: (specs, _specs(groups, wires), ranks)
+        )
         finish = functools.partial(stored_gradients, trained)
-        ahead, gather, reduced = functools.partial(_prepare, groups), functools.partial(_gather, groups), reduce
-        if current_view() == "global":  # in which `finish` has nothing left to do
-            joined = {path for path, owner in self.owners.items() if owner.joined() is not None}
-            ahead, gather, slots, reduced = _in_global_view(
-                groups, joined, ahead, gather, slots, lambda own: finish(reduce(own))
-            )
         return Stage(
             shards,
-            gather_inputs,
+            wires,
             params,
-            prepare=ahead,
+            prepare=ready,
             gather=gather,
-            slots=slots,
-            reduce=reduced,
+            slots=in_view(slots, lambda weights: (ranks,)),
+            reduce=reduce,
             finish=finish,
             apply=with_remat(apply, remat),
             constants=constants,
@@ -263,7 +238,7 @@ class _Template:
     def _without_arrays(self) -> _Template:
         template = copy.copy(self)
         template.leaves = [v.replace(None) if isinstance(v, nnx.Variable) else None for v in self.leaves]
-        template.owners, template.shards, template.kept = {}, {}, ((), {})
+        template.owners, template.shards, template.frozen = {}, {}, []
         template.params, template.constants = [], []
         return template
 
@@ -292,93 +267,37 @@ class _Template:
         return found
 
 
-def _prepare(groups: Groups, inputs: Inputs) -> Prepared:
-    """Returns what is sent in the place of shards that are to be cast, by path."""
-    found = {path: prepare(groups[path], own) for path, own in inputs[1].items()}
-    return {path: own for path, own in found.items() if own is not None}
+def _specs(groups: Groups, wires: Wires) -> Any:
+    return tuple(one.specs(groups) for one in wires)
 
 
-def _gather(groups: Groups, shards: Any, inputs: Inputs, prepared: Prepared) -> Weights:
+def _ready(groups: Groups, wires: Wires) -> Ready:
+    return tuple(one.ready(groups) for one in wires)
+
+
+def _gather(groups: Groups, shards: Any, wires: Wires, ready: Ready) -> Weights:
     """Gathers the weights of one layer, by path, differentiable in the shards."""
 
-    def make(inputs: Inputs) -> Weights:
-        packed, others = inputs
-        weights = {path: gather(groups[path], own) for path, own in others.items()}
-        for one in packed:
-            weights |= gather_members(groups, one)
-        return weights
+    def make(wires: Wires) -> Weights:
+        return {path: weight for one in wires for path, weight in one.gather(groups).items()}
 
-    packed, others = inputs
-    return straight_through(groups, shards, (packed, {**others, **prepared}), make)
+    sent = tuple(wire if own is None else own for wire, own in zip(wires, ready, strict=True))
+    return straight_through(groups, shards, sent, make)
 
 
-def _in_global_view(
-    groups: Groups,
-    joined: Collection[Any],
-    prepare: Callable[..., Prepared],
-    gather: Callable[..., Weights],
-    slots: Callable[..., Slots],
-    to_shards: Callable[..., Any],
-) -> tuple[Callable[..., Prepared], Callable[..., Weights], Callable[..., Slots], Callable[..., Any]]:
-    """Returns the four, on global arrays: what is prepared, weights, slots and their gradients are every rank's own.
+def _reduce(groups: Groups, gradients: tuple[Any, Slots]) -> dict[Any, Any]:
+    """Sums the gradients of one layer's weights, of which some are in slots; see `reduce_gradients`."""
+    of_weights, of_slots = gradients
+    return reduce_gradients(groups, {**of_weights, **of_slots})
 
-    Args:
-        groups: by path.
-        joined: paths of which shards are gathered, joined from what ranks store.
-        prepare: in local view, and so are the others.
-        gather: of shards, of what stands in their place, and of what is prepared.
-        slots: of gathered weights.
-        to_shards: from gradients of gathered weights.
-    """
-    ranks = ranks_spec()
+
+def _reduce_to_shards(groups: Groups, gradients: tuple[Any, Slots]) -> dict[Any, Any]:
+    """Returns the gradients of shards, summed over replicas too, in global view."""
+    found = stored_gradients(groups, _reduce(groups, gradients))
     specs = {path: tuple(layout.spec for layout in group.layouts) for path, group in groups.items()}
-    trained = {path: own for path, own in specs.items() if not groups[path].frozen}
-
-    def sent_spec(own: Any, path: Any = ()) -> Any:
-        if isinstance(own, StoredCodes):
-            members = [groups[path or name] for name in own.members]
-            kernels = [tuple(codes_specs(one, own.format) for one in member.layouts) for member in members]
-            return StoredCodes(tuple(kernels), own.members)
-        if isinstance(own, Packed):
-            return ranks
-        return tuple(one.of_shards.spec for one in groups[path].layouts) if path in joined else specs[path]
-
-    def inputs_spec(inputs: Inputs) -> Any:
-        packed, others = inputs
-        return tuple(map(sent_spec, packed)), {path: sent_spec(own, path) for path, own in others.items()}
-
-    def prepare_globally(inputs: Inputs) -> Prepared:
-        return on_ranks(prepare, (inputs_spec(inputs),), ranks)(inputs)
-
-    def gather_globally(shards: Any, inputs: Inputs, prepared: Prepared) -> Weights:
-        into = trained, inputs_spec(inputs), ranks
-        return on_ranks(lambda *own: by_rank(gather(*own)), into, ranks)(shards, inputs, prepared)
-
-    summed = {path: groups[path] for path, own in trained.items() if any(map(replica_axes, own))}
-
-    def to_summed_shards(gradients: tuple[Any, Slots]) -> dict[Any, Any]:
-        found = to_shards(gradients)  # a sum over replicas is taken in the parameters' dtypes
-        found |= in_param_dtypes(summed, {path: found[path] for path in summed})
-        return sum_over_replicas(found, trained)
-
-    def to_global_shards(gradients: tuple[Any, Slots]) -> dict[Any, Any]:
-        return on_ranks(to_summed_shards, ((ranks, ranks),), trained)(gradients)
-
-    return prepare_globally, gather_globally, on_ranks(slots, (ranks,), ranks), to_global_shards
-
-
-def _sent(owner: Weight) -> Any:
-    """Returns what a rank sends in a gather of a module's weight."""
-    if (
-        owner.frozen
-        or current_view() != "global"
-        or owner.group.wire is None
-        or owner.packed
-        or owner.joined() is not None
-    ):
-        return owner.sent()
-    specs = tuple(layout.spec for layout in owner.layouts)
-    return on_ranks(owner.sent_of, (specs,), ranks_spec())(owner.shards())
+    summed = {path: group for path, group in groups.items() if any(map(replica_axes, specs[path]))}
+    found |= in_param_dtypes(summed, {path: found[path] for path in summed})  # in which this sum is taken
+    return sum_over_replicas(found, specs)
 
 
 def _of_one_layer(leaf: Leaf) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -16,29 +15,32 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..chain import Schedule
-from ..collectives import Packed, Shards, StoredCodes, gathered, use_rows
 from ..formats import Operands
 from ..layout import ArrayLayout, Layout
 from ..mesh import current_view
-from ..ops import SlottedWeight, linear, linear_blocks, linear_fp8
+from ..ops import linear, linear_blocks, linear_fp8
 from ..recipes import Recipe, current_recipe
 from ..weights import (
     CallKeys,
     FrozenAs,
     Gathered,
     GradReduce,
+    Holds,
     Layers,
     Path,
     Reduction,
+    Shards,
     Stored,
+    Stretch,
     Structure,
     WeightGroup,
-    gather_through,
+    Wire,
+    frozen_wire,
+    gathered,
     of_layers,
     quantize,
     reduction_of,
-    scatter,
-    sent_of_frozen,
+    use_rows,
 )
 from ._layer import Layer, check_shape, refuse_broadcast, value_of, with_value, wrap_methods
 
@@ -62,15 +64,8 @@ def make_vector(size: int, init: Initializer, key: jax.Array, dtype: Any, *, beh
 
 
 def make_whole(shape: tuple[int, ...], init: Initializer, key: jax.Array, dtype: Any) -> nnx.Param:
-    """Makes a matrix that is whole on every rank: a router."""
+    """Makes a parameter that is whole on every rank."""
     return _sharded(init(key, shape, dtype), PartitionSpec(*(None,) * len(shape)))
-
-
-def make_router_bias(num_experts: int, rate: float) -> nnx.Param:
-    """Makes a router's bias: float32 zeros, whole on every rank, which a step moves by `rate` and no optimizer does."""
-    bias = _sharded(jnp.zeros(num_experts, jnp.float32), PartitionSpec(None))
-    bias.set_metadata(bias_rate=rate)
-    return bias
 
 
 def weight_owners(module: nnx.Module) -> dict[Path, Weight]:
@@ -228,12 +223,6 @@ class Weight(abc.ABC):
         return value_of(self.weights()[0])
 
     @property
-    def changed(self) -> bool:
-        """Says whether a kernel is another array than the one of which codes or shards were gathered ahead."""
-        values = [value_of(w) for w in self.weights()]
-        return any(isinstance(value, Stored) and value.changed for value in values)
-
-    @property
     def frozen(self) -> FrozenAs | None:
         """What it was frozen as; `None` of a weight that is trained."""
         return self.weights()[0].get_metadata().get("frozen")
@@ -303,40 +292,28 @@ class Weight(abc.ABC):
         return value.keys if isinstance(value, Stored | Gathered) else None
 
     @property
-    def packed(self) -> tuple[Packed, ...]:
-        """Buffers of codes that are gathered in place of shards, its own and other modules'."""
-        value = self.value
-        return value.packed if isinstance(value, Stored) and not self.changed else ()
+    def replaced(self) -> bool:
+        """Says whether a kernel is another array than the one that was prepared."""
+        values = [value_of(w) for w in self.weights()]
+        return any(isinstance(value, Stored) and value.holds is Holds.REPLACED for value in values)
 
     @property
-    def starts(self) -> tuple[int, ...]:
-        """The first layers of the stretches of a stack whose shards have been joined already."""
+    def prepared(self) -> tuple[Stretch, ...]:
+        """Returns what is gathered in place of shards; nothing if a kernel has been replaced since."""
         value = self.value
-        return value.starts if isinstance(value, Stored) and not self.changed else ()
+        return value.prepared if isinstance(value, Stored) and not self.replaced else ()
 
-    def joined(self, start: int = 0, stop: int | None = None) -> Shards | None:
-        """Returns shards that are gathered in place of `shards`, of layers `start` to `stop` of a stack; `None` if
-        there are none."""
-        values = [value_of(w) for w in self.weights()]
-        if not isinstance(values[0], Stored) or not values[0].joined or self.changed:
-            return None
-        return tuple(value.joined[0] if stop is None else value.joined_layers(start, stop) for value in values)
-
-    def sent(self) -> Shards | Packed | StoredCodes:
-        """Returns what this rank sends in a gather, or what it stores, to be joined to that; quantized here if a recipe
-        is in scope."""
+    def wire(self) -> Wire | None:
+        """Returns what this rank sends in a gather of a module outside stacks, quantized here if a recipe is in scope;
+        `None` if it sends its shards."""
         if self.frozen:
-            return sent_of_frozen(self.group, self.stored())
-        if self.packed:
-            return self.packed[0]
-        return self.joined() or self.sent_of(self.shards())
-
-    def sent_of(self, shards: Shards) -> Shards | Packed:
-        """Returns what this rank sends of these shards. Called in local view."""
-        group = self.group
-        if group.wire is None:
-            return shards
-        return quantize({((), Layers(0, 1)): group}, {(): lax.stop_gradient(shards)})[()][0]
+            return frozen_wire(self.group, self.stored())
+        if self.prepared:
+            return self.prepared[0].wire
+        if self.group.wire is None:
+            return None
+        (own,) = quantize({((), Layers(0, 1)): self.group}, {(): lax.stop_gradient(self.shards())})[()]
+        return own.wire
 
     def product(self, x: jax.Array, weight: Any) -> jax.Array:
         """Returns `x @ weight.T`, as a recipe has it."""
@@ -387,42 +364,14 @@ def apply_gathered(owners: Sequence[Weight], function: Callable[..., Any], *oper
         owner.check_mesh()
     if all(isinstance(owner.value, Gathered) for owner in owners):
         return function(*(owner.value.weight for owner in owners), *operands)
-    groups, sent = [owner.group for owner in owners], [owner.sent() for owner in owners]
-    ahead = [
-        isinstance(own, Packed | StoredCodes) or group.frozen or owner.joined() is not None
-        for owner, group, own in zip(owners, groups, sent, strict=True)
-    ]
+    groups, wires = [owner.group for owner in owners], [owner.wire() for owner in owners]
 
     def gather_and_apply(shards: Sequence[Shards], *operands: Any) -> Any:
-        weights = (
-            gathered(
-                own,
-                given if is_ahead else own,
-                functools.partial(_gathered_of, group),
-                functools.partial(to_shards, group),
-            )
-            for own, given, is_ahead, group in zip(shards, sent, ahead, groups, strict=True)
-        )
-        return function(*weights, *operands)
+        return function(*map(gathered, groups, shards, wires), *operands)
 
     if any(group.ranks > 1 or group.divided for group in groups):
         gather_and_apply = jax.checkpoint(gather_and_apply)  # else backward would keep the gathered weights
     return gather_and_apply([owner.shards() for owner in owners], *operands)
-
-
-# Rules of derivatives know what is decided alone, and no module: JAX keeps them with what it has traced, and with them
-# would keep the arrays that a module holds in a trace.
-
-
-def _gathered_of(group: WeightGroup, shards: Shards, sent: Shards | Packed | StoredCodes) -> Any:
-    weight = gather_through(group, shards, sent)
-    slot = group.slot(weight)
-    return weight if slot is None else SlottedWeight(weight, slot)
-
-
-def to_shards(group: WeightGroup, gradient: jax.Array) -> Shards:
-    """Returns the gradients of a weight's shards; none, if it is frozen."""
-    return () if group.frozen else scatter({(): group}, {(): gradient})[()]
 
 
 class WeightOwner(Weight, Layer):

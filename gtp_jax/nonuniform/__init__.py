@@ -1,12 +1,11 @@
-"""Replicas of unequal tensor-parallel degree: which devices go on after failures, and what moves between layouts."""
+"""Replicas of unequal tensor-parallel degree: which devices go on after failures, what moves, and the step."""
 
+from ._batches import Batches as Batches
+from ._batches import is_here as is_here
+from ._best_core import with_best_core as with_best_core
 from ._boxes import Box as Box
 from ._boxes import box_of as box_of
 from ._boxes import elements as elements
-from ._exchange import Exchange as Exchange
-from ._exchange import Parts as Parts
-from ._exchanged import Exchanged as Exchanged
-from ._exchanged import exchanged as exchanged
 from ._faults import FaultPlan as FaultPlan
 from ._faults import Grid as Grid
 from ._faults import Replica as Replica
@@ -15,7 +14,17 @@ from ._layouts import LeafSpecs as LeafSpecs
 from ._layouts import plan_fold as plan_fold
 from ._layouts import plan_unfold as plan_unfold
 from ._layouts import without_replicas as without_replicas
+from ._models import lay_out as lay_out
+from ._models import leaf_specs as leaf_specs
+from ._models import with_whole_sequences as with_whole_sequences
 from ._moves import LeafBoxes as LeafBoxes
 from ._moves import Moves as Moves
 from ._moves import plan_moves as plan_moves
-from ._settings import Faults as Faults
+from ._replica_dtypes import ReplicaDtypes as ReplicaDtypes
+from ._replica_dtypes import replica_dtypes_of as replica_dtypes_of
+from ._replicas import Replicas as Replicas
+from ._step import NonuniformStep as NonuniformStep
+from ._transfer import Parts as Parts
+from ._transfer import Transfer as Transfer
+from ._transferred import Transferred as Transferred
+from ._transferred import transferred as transferred

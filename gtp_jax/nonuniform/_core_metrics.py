@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from ..nonuniform import Exchange, LeafBoxes, plan_moves
-from ._replicas import Replicas, is_here
+from ._batches import is_here
+from ._moves import LeafBoxes, plan_moves
+from ._transfer import Transfer
+
+if TYPE_CHECKING:
+    from ._replicas import Replicas  # which makes the step, and the step this
 
 
 class CoreMetrics:
@@ -25,7 +29,7 @@ class CoreMetrics:
         self._core = {device.process_index for device in replicas.core.devices.flat}
         everyone = {device.process_index for mesh in replicas.meshes for device in mesh.devices.flat}
         self._needed = not everyone <= self._core
-        self._exchanges: dict[tuple[int, tuple[np.dtype, ...]], Exchange] = {}
+        self._transfers: dict[tuple[int, tuple[np.dtype, ...]], Transfer] = {}
 
     def __call__(self, metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Returns the metrics, as arrays of which this process has a copy.
@@ -40,13 +44,13 @@ class CoreMetrics:
             if is_here(mesh):
                 kinds = tuple(np.dtype(x.dtype) for x in metrics.values())
                 parts = [{s.device: s.data for s in x.addressable_shards} for x in metrics.values()]
-                told = self._exchange(place, kinds)(parts)
+                told = self._transfer(place, kinds)(parts)
                 if jax.process_index() not in self._core:
                     found = {name: next(iter(part.values())) for name, part in zip(metrics, told, strict=True)}
         return found
 
-    def _exchange(self, place: int, kinds: tuple[np.dtype, ...]) -> Exchange:
-        if (place, kinds) not in self._exchanges:
+    def _transfer(self, place: int, kinds: tuple[np.dtype, ...]) -> Transfer:
+        if (place, kinds) not in self._transfers:
             replica = self._replicas.plan.replicas[place]
             slots = [slot for row in replica.slots for slot in row]
             core = {slot for row in replica.core for slot in row}
@@ -54,5 +58,5 @@ class CoreMetrics:
             after: Any = {number: () for number in range(len(slots))}
             moves = plan_moves([LeafBoxes(kind, before, after) for kind in kinds])
             devices = list(self._replicas.meshes[place].devices.flat)
-            self._exchanges[place, kinds] = Exchange(moves, devices, "tell")
-        return self._exchanges[place, kinds]
+            self._transfers[place, kinds] = Transfer(moves, devices, "tell")
+        return self._transfers[place, kinds]

@@ -82,7 +82,7 @@ class Round:
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    """An exchange, planned: see `plan_moves`.
+    """A transfer, planned: see `plan_moves`.
 
     Attributes:
         leaves: the arrays.

@@ -1,6 +1,6 @@
 """In which dtype weights and gradients travel between the core and replicas of unequal degree.
 
-A weight that is multiplied in bfloat16 is rounded on its way there anyway: rounded ahead of the exchange, as ZeRO does
+A weight that is multiplied in bfloat16 is rounded on its way there anyway: rounded ahead of the transfer, as ZeRO does
 ahead of its gather, it gives the same step, bit for bit. A gradient travels in the dtype in which a step on one mesh
 sums it over the optimizer's axes.
 """
@@ -15,8 +15,8 @@ import numpy as np
 
 from ..nn import ModelDef, structure_of, weight_owners
 from ..recipes import Recipe
+from ..train import ReduceOverDp
 from ..weights import Path, WeightGroup, resolve
-from ._zero import ReduceOverDp
 
 Tree = Any
 

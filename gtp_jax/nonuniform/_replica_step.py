@@ -13,12 +13,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..mesh import TP
 from ..nn import ModelDef
-from ..nonuniform import Exchange, LeafSpecs, Parts, Replica, plan_fold, plan_unfold
-from ._gradients import Request, gradients, in_dtypes_of
-from ._jit import Jitted
+from ..train import Jitted, Request, TrainState, gradients, in_dtypes_of
+from ._faults import Replica
+from ._layouts import LeafSpecs, plan_fold, plan_unfold
+from ._models import leaf_specs, with_whole_sequences
 from ._replica_dtypes import ReplicaDtypes
-from ._replicas import leaf_specs, with_whole_sequences
-from ._state import TrainState
+from ._transfer import Parts, Transfer
 
 Tree = Any
 Sums = tuple[jax.Array, jax.Array]
@@ -57,8 +57,8 @@ class ReplicaStep:
         gradients = leaf_specs(core, state.params, model_def, wires.gradients)
         number = LeafSpecs((), np.dtype(state.step.dtype), PartitionSpec(), PartitionSpec())
         devices = list(mesh.devices.flat)
-        self.unfold = Exchange(plan_unfold(replica, [*params, number]), devices, "unfold")
-        self.fold = Exchange(plan_fold(replica, gradients), devices, "fold")
+        self.unfold = Transfer(plan_unfold(replica, [*params, number]), devices, "unfold")
+        self.fold = Transfer(plan_fold(replica, gradients), devices, "fold")
         # the number of updates made goes with the weights
         self._shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in (*params, number)]
         self._stored = [np.dtype(x.dtype) for x in leaves]
@@ -104,9 +104,9 @@ class ReplicaStep:
                 lowered = self._program.lower(params, number, batch)
                 self._program, self._sums = lowered.compile(), lowered.out_info[1]
         found = {"gradients": self._program}
-        for name, exchange in (("unfold", self.unfold), ("fold", self.fold)):
-            if exchange.moves.rounds:
-                found[name] = exchange.compile()
+        for name, transfer in (("unfold", self.unfold), ("fold", self.fold)):
+            if transfer.moves.rounds:
+                found[name] = transfer.compile()
         assert self._sums is not None
         return found, self._sums
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ..mesh import AXES, DP, GTP, TP, Roles, current_roles, make_mesh, with_paths
-from ..nn import ModelDef, MoE, abstract_model, split_model
-from ..nonuniform import FaultPlan, Grid, LeafSpecs, exchanged, plan_fold, plan_unfold
-from ._replica_dtypes import replica_dtypes_of
+from ..experts import MoE
+from ..mesh import AXES, DP, GTP, TP, Roles, current_roles, make_mesh
+from ..nn import ModelDef
+from ..train import Request, View
+from ._batches import Batches, is_here
+from ._faults import FaultPlan, Grid
+from ._models import check_parameters_only, lay_out
+from ._step import NonuniformStep
 
 Tree = Any
 
@@ -70,6 +73,25 @@ class Replicas:
         if len(self.meshes) > 1:
             _check_terms(self.model_defs[0])
 
+    def own_step(
+        self,
+        request: Request,
+        optimizer: optax.GradientTransformation,
+        *,
+        max_grad_norm: float | None,
+        skip_nonfinite: bool,
+        options: Callable[[], dict[str, Any]],
+    ) -> NonuniformStep | None:
+        """Returns the step over these replicas, for `train_step`; `None` if no device of the plan failed.
+
+        Raises:
+            ValueError: if the step is one in global view.
+        """
+        if self.plan.uniform:
+            return None
+        _check_view(request.view)
+        return NonuniformStep(request, optimizer, max_grad_norm, self, skip_nonfinite=skip_nonfinite, options=options)
+
     def place(self, batch: Tree) -> Batches:
         """Returns the rows of a batch, on the devices that train on them.
 
@@ -90,96 +112,9 @@ class Replicas:
         return Batches(tuple(parts))
 
 
-@dataclasses.dataclass(frozen=True)
-class Batches:
-    """A batch, divided among replicas.
-
-    Attributes:
-        parts: for each replica a pytree of arrays on its mesh; `None` where this process has none of its devices.
-    """
-
-    parts: tuple[Tree, ...]
-
-
-def is_here(mesh: Mesh) -> bool:
-    """Says whether this process has devices of a mesh."""
-    return any(device.process_index == jax.process_index() for device in mesh.devices.flat)
-
-
-def with_whole_sequences(model_def: ModelDef) -> ModelDef:
-    """Returns the same model without sequence parallelism, so that the tensor-parallel degree need not divide
-    sequences: numbers are the same, and between layers each rank has the whole sequence."""
-    model = nnx.merge(model_def.graph, model_def.variables)
-    for _, module in nnx.iter_modules(model):
-        if getattr(module, "sequence_parallel", False):
-            module.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue]
-    return dataclasses.replace(model_def, graph=nnx.split(model)[0])
-
-
 def _mesh(grids: Sequence[Grid], by_slot: Mapping[int, Any]) -> Mesh:
     devices = np.array([[[by_slot[slot] for slot in row] for row in grid] for grid in grids], dtype=object)
     return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
-def lay_out(factory: Callable[[nnx.Rngs], nnx.Module], mesh: AbstractMesh) -> tuple[ModelDef, Tree]:
-    """Returns the definition of a model on a mesh, of which no device need be here, and its parameters' shapes."""
-    with jax.sharding.use_abstract_mesh(mesh):
-        model_def, params, _, _ = split_model(abstract_model(factory))
-        return model_def, params
-
-
-def with_best_core(factory: Callable[[nnx.Rngs], nnx.Module], plan: FaultPlan) -> FaultPlan:
-    """Returns the plan with the core at the degree at which the exchanges of a step take least, the sums over replicas
-    among them.
-
-    Where a degree divides no dimension of a weight, each rank of tp stores it whole, which is much to move and to sum;
-    a core of fewer devices may divide it. Of degrees at which exchanges take as long it is the highest, which stores
-    least.
-    """
-    if plan.uniform:
-        return plan
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of weights that stay whole, at degrees that are not taken
-        of_degree = {tp: lay_out(factory, _abstract(1, plan.gtp, tp))[0] for tp in {r.tp for r in plan.replicas}}
-
-    def in_turn(core_tp: int) -> int:
-        mesh = _abstract(len(plan.replicas), plan.gtp, core_tp)
-        with warnings.catch_warnings(), jax.sharding.use_abstract_mesh(mesh):
-            warnings.simplefilter("ignore")
-            core, params = lay_out(factory, mesh)
-            wires = replica_dtypes_of(core, params, None)
-        of_core = [leaf_specs(core, params, core, dtypes) for dtypes in (wires.weights, wires.gradients)]
-        unfold, fold = [], []
-        for replica in plan.with_core(core_tp).replicas:
-            model_def = of_degree[replica.tp]
-            unfold.append(plan_unfold(replica, leaf_specs(core, params, model_def, wires.weights)))
-            fold.append(plan_fold(replica, leaf_specs(core, params, model_def, wires.gradients)))
-        sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-        return exchanged(of_core[0], of_core[1], unfold, fold, sizes).over_links
-
-    return plan.with_core(min(range(min(replica.tp for replica in plan.replicas), 0, -1), key=in_turn))
-
-
-def leaf_specs(
-    core: ModelDef, params: Tree, replica: ModelDef, dtypes: Sequence[np.dtype] | None = None
-) -> list[LeafSpecs]:
-    """Returns how the core and a replica store each parameter, or its gradient.
-
-    Args:
-        core: of the model on the core.
-        params: arrays, or their shapes and dtypes.
-        replica: of the model in the replica.
-        dtypes: in which they travel; those of the parameters by default.
-    """
-    specs = [jax.tree.leaves(one.specs, is_leaf=_is_spec) for one in (core, replica)]
-    leaves = jax.tree.leaves(params)
-    dtypes = [np.dtype(x.dtype) for x in leaves] if dtypes is None else dtypes
-    rows = zip(leaves, dtypes, *specs, strict=True)
-    return [LeafSpecs(x.shape, dtype, one, other) for x, dtype, one, other in rows]
-
-
-def _abstract(dp: int, gtp: int, tp: int) -> AbstractMesh:
-    return AbstractMesh((dp, gtp, tp), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def _check_roles(roles: Roles) -> None:
@@ -192,28 +127,13 @@ def _check_roles(roles: Roles) -> None:
             )
 
 
-def check_parameters_only(model_def: ModelDef) -> None:
-    """Refuses a model that holds anything but trained parameters.
-
-    Raises:
-        ValueError: naming some of it.
-    """
-    if model_def.state_specs:
-        paths = [".".join(path) for path, _ in with_paths(model_def.state_specs, is_leaf=_is_spec)]
+def _check_view(view: View) -> None:
+    if view == "global":
         raise ValueError(
-            f"the model holds variables other than parameters ({', '.join(paths[:3])}), which every replica of unequal "
-            "degree would write for itself. Leave out dropout and batch statistics, or train on one mesh, without "
-            "`replicas`."
+            "`replicas` of unequal degree compute on different examples, each on a mesh of its own, so that code in "
+            "`view='global'`, which may mix all examples of a batch, would see only some. Pass `view='local'`, if the "
+            "loss is a sum over sequences and every operation is written for a rank's own."
         )
-    if model_def.frozen_specs:
-        raise ValueError(
-            "the model has frozen weights, which are stored in formats and are not moved between layouts of unequal "
-            "degree. Leave out `freeze`, or train on one mesh, without `replicas`."
-        )
-
-
-def _is_spec(node: Any) -> bool:
-    return isinstance(node, PartitionSpec)
 
 
 def _check_terms(model_def: ModelDef) -> None:

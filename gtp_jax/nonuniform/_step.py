@@ -16,7 +16,7 @@ sum may be divided among ranks and replicas in any way. What is not such a sum i
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
@@ -28,18 +28,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..collectives import reduce_scatter
 from ..mesh import DP, GTP, TP, axes_of, degree, use_roles
-from ..nonuniform import Exchange, Parts, without_replicas
 from ..recipes import Recipe, recipe_of_call
+from ..train import Computed, Jitted, Request, TrainState, check_values, constrained, mean, never_skip, updated
+from ._batches import Batches, is_here
 from ._core_metrics import CoreMetrics
-from ._gradients import Computed, Request
-from ._jit import Jitted
-from ._loss import mean
-from ._memory import check_held
+from ._layouts import without_replicas
+from ._models import check_parameters_only
 from ._replica_dtypes import ReplicaDtypes, replica_dtypes_of
 from ._replica_step import ReplicaStep, parts_of, settled
-from ._replicas import Batches, Replicas, check_parameters_only, is_here
-from ._state import TrainState, constrained
-from ._update import never_skip, updated
+from ._transfer import Parts, Transfer
+
+if TYPE_CHECKING:
+    from ._replicas import Replicas  # which makes the step
 
 Tree = Any
 
@@ -72,7 +72,7 @@ class NonuniformStep:
         self._request, self._replicas, self._options = request, replicas, options
         self._optimizer, self._max_grad_norm, self._skip_nonfinite = optimizer, max_grad_norm, skip_nonfinite
         self._wires: dict[Recipe | None, ReplicaDtypes] = {}
-        self._send: dict[Recipe | None, Any] = {}
+        self._gather: dict[Recipe | None, Any] = {}
         self._update: Any = Jitted(self._updated, options, donate_argnums=(0, 1))
         self.tell = CoreMetrics(replicas)
         self._steps: dict[Recipe | None, list[ReplicaStep]] = {}
@@ -139,13 +139,13 @@ class NonuniformStep:
         if is_here(core):
             state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
             with jax.set_mesh(core), use_roles(state.model_def.roles):
-                if (send := self._sends(state)) is not None:
-                    self._send[recipe_of_call(self._request.recipe)] = found["gather"] = _compiled(send, state)
+                if (gather := self._gather_of(state)) is not None:
+                    self._gather[recipe_of_call(self._request.recipe)] = found["gather"] = _compiled(gather, state)
                 shapes = self._shapes_on_core(state, sums)
                 self._update = found["update"] = _compiled(self._update, state, *shapes, self._flag(None))
         return found
 
-    def exchanges(self, state: TrainState) -> list[dict[str, Exchange]]:
+    def transfers(self, state: TrainState) -> list[dict[str, Transfer]]:
         """Returns what moves between each replica and the core: `unfold` the weights, `fold` the gradients."""
         return [{"unfold": step.unfold, "fold": step.fold} for step in self._replica_steps(state)]
 
@@ -180,26 +180,26 @@ class NonuniformStep:
                 self._wires[recipe] = replica_dtypes_of(state.model_def, state.params, recipe, reduce_over_dp)
         return self._wires[recipe]
 
-    def _sends(self, state: TrainState) -> Any:
-        """Returns the program that makes what is sent of the parameters; `None` if they are sent as they are."""
+    def _gather_of(self, state: TrainState) -> Any:
+        """Returns the program that rounds and gathers the parameters; `None` if they travel as they are."""
         wires, recipe = self._wires_of(state), recipe_of_call(self._request.recipe)
         if not wires.rounded and not _is_divided(state):
             return None
-        if recipe not in self._send:
+        if recipe not in self._gather:
 
             def gather(state: TrainState) -> Tree:
-                return _sent(wires, state)
+                return _gathered(wires, state)
 
-            self._send[recipe] = Jitted(gather, self._options)
-        return self._send[recipe]
+            self._gather[recipe] = Jitted(gather, self._options)
+        return self._gather[recipe]
 
     def _stored(self, state: TrainState) -> Parts:
         """Returns what the core's devices send of every parameter, whole over replicas, and of the number of updates
         made."""
         params = state.params
-        if is_here(self._replicas.core) and (send := self._sends(state)) is not None:
+        if is_here(self._replicas.core) and (gather := self._gather_of(state)) is not None:
             with jax.set_mesh(self._replicas.core):
-                params = send(state)
+                params = gather(state)
                 settled(params)
         return [parts_of(x) for x in (*jax.tree.leaves(params), state.step)]
 
@@ -253,8 +253,8 @@ class NonuniformStep:
         return after, {"loss": mean(total, tokens), "tokens": tokens, **metrics}
 
     def _check(self, state: TrainState) -> None:
-        check_held(state)
         check_parameters_only(state.model_def)
+        check_values(state)
         core = self._replicas.core
         if isinstance(state.step, jax.core.Tracer):
             raise TypeError("a step over replicas is run as it is; call it outside of `jax.jit`, which cannot hold it.")
@@ -292,7 +292,7 @@ def _sum_over_replicas(spec: PartitionSpec, found: jax.Array, param: Any) -> jax
     return total if param.shape else total[0]
 
 
-def _sent(wires: ReplicaDtypes, state: TrainState) -> Tree:
+def _gathered(wires: ReplicaDtypes, state: TrainState) -> Tree:
     """Returns the parameters in the dtypes in which they travel, whole over replicas."""
     leaves, structure = jax.tree.flatten(state.params)
     cast = [x.astype(dtype) for x, dtype in zip(leaves, wires.weights, strict=True)]

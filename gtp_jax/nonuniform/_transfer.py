@@ -32,7 +32,7 @@ Device = Any  # a `jax.Device`, which is no type
 Parts = list[dict[Device, jax.Array]]
 
 
-class Exchange:
+class Transfer:
     """Moves arrays between devices as `Moves` say.
 
     Every process that has one of the devices calls it, in the same order as other programs over these devices.
@@ -43,7 +43,7 @@ class Exchange:
         name: by which profiles know its programs: NAME_pack, NAME_permute, NAME_assemble.
     """
 
-    def __init__(self, moves: Moves, devices: Sequence[Device], name: str = "exchange") -> None:
+    def __init__(self, moves: Moves, devices: Sequence[Device], name: str = "transfer") -> None:
         self.moves = moves
         self._devices = list(devices)
         self._mesh = Mesh(np.array(self._devices), (_AXIS,))
@@ -109,14 +109,14 @@ class Exchange:
         pairs = [[(m.sender, m.receiver) for m in one.messages] for one in self.moves.rounds]
 
         def permute(buffers: list[jax.Array]) -> list[jax.Array]:
-            return [_sent(buffer, way) for buffer, way in zip(buffers, pairs, strict=True)]
+            return [_permuted(buffer, way) for buffer, way in zip(buffers, pairs, strict=True)]
 
         return jax.shard_map(
             permute, mesh=self._mesh, in_specs=PartitionSpec(_AXIS), out_specs=PartitionSpec(_AXIS), check_vma=False
         )
 
 
-def _sent(buffer: jax.Array, way: Sequence[tuple[int, int]]) -> jax.Array:
+def _permuted(buffer: jax.Array, way: Sequence[tuple[int, int]]) -> jax.Array:
     if buffer.dtype.itemsize != 2:
         return lax.ppermute(buffer, _AXIS, way)
     # XLA's CPU backend widens 16-bit floats in collectives; as integers they keep their true size on every backend

@@ -1,4 +1,4 @@
-"""What a step over replicas of unequal degree exchanges, from shapes alone."""
+"""What a step over replicas of unequal degree transfers, from shapes alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._moves import Moves
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchanged:
+class Transferred:
     """Bytes that pass one after another through the link of the busiest device in a step, none of them under compute.
 
     Attributes:
@@ -38,13 +38,13 @@ class Exchanged:
         return self.gather + self.unfold + self.fold + self.reduction
 
 
-def exchanged(
+def transferred(
     weights: Sequence[LeafSpecs],
     gradients: Sequence[LeafSpecs],
     unfold: Sequence[Moves],
     fold: Sequence[Moves],
     sizes: Mapping[Any, int],
-) -> Exchanged:
+) -> Transferred:
     """Counts the bytes of a step.
 
     Args:
@@ -55,7 +55,7 @@ def exchanged(
         sizes: of the core's mesh axes.
     """
     copies = [moves.bytes_copied for moves in (max(unfold, key=_copied), max(fold, key=_copied))]
-    return Exchanged(
+    return Transferred(
         gather=sum(_gathered(leaf, sizes) for leaf in weights),
         unfold=max(moves.bytes_in_turn for moves in unfold),
         fold=max(moves.bytes_in_turn for moves in fold),

@@ -16,7 +16,7 @@ from .._random_keys import as_key, is_key, key_impl, key_words
 from ..nn import init
 from ..recipes import Recipe, check_recipe
 from ._gradients import Request, View, gradients, mean_gradients
-from ._loss import Loss, mean
+from ._loss import Loss, check_loss, mean
 from ._state import TrainState
 
 Tree = Any
@@ -60,6 +60,7 @@ def check(
         ValueError: if there is no mesh in scope, if the loss is not finite, or if a tensor differs; naming the first
             that does.
     """
+    check_loss(loss)
     check_recipe(recipe)
     mesh = jax.sharding.get_mesh()
     if mesh.empty:

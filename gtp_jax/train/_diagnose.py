@@ -14,9 +14,10 @@ import optax
 from ..mesh import degrees, of_all_processes
 from ..recipes import Recipe, recipe_of_call
 from ._gradients import Request, View, gradients, mean_gradients
-from ._loss import Loss, mean
-from ._memory import check_held
+from ._loss import Loss, check_loss, mean
+from ._memory import check_values
 from ._probes import Probes
+from ._rows import check_arrays, check_filled, check_rows
 from ._state import TrainState
 
 Tree = Any
@@ -32,7 +33,7 @@ class Diagnosis:
         rank: coordinates on the mesh axes that shard the batch, of the ranks that computed it.
         devices: numbers of these ranks' devices.
         layer: path of the first module whose output or gradient is not finite, with the layer's number in a `Stack`;
-            `None` if every module's are finite: it is the loss function.
+            empty if it is the model itself; `None` if every module's are finite: it is the loss function.
         kind: `output`, or `gradient`, of the loss with respect to the module's output.
     """
 
@@ -55,8 +56,10 @@ class Diagnosis:
         of_rank = f" of rank {where} (devices {', '.join(map(str, self.devices))})" if where else ""
         if self.layer is None:
             what = "every layer's output and gradient are finite: look at the loss function, behind the last layer"
+        elif not self.layer and self.kind == "gradient":
+            what = "the model's output is finite, and the gradient that reaches it is not: look at the loss function"
         else:
-            what = f"the first {self.kind} that is not finite is that of {self.layer}"
+            what = f"the first {self.kind} that is not finite is that of {self.layer or 'the model itself'}"
         return f"sample {self.sample} of the batch{of_rank}: {what}"
 
 
@@ -78,23 +81,35 @@ def diagnose(
     every process.
 
     Raises:
-        ValueError: if the batch has not as many rows as the ranks that shard it, or a multiple; if a step has taken the
-            state.
+        ValueError: if the number of rows is no multiple of the number of ranks that shard the batch, or differs from
+            leaf to leaf; if a step has taken the state, or it has no values.
+        TypeError: if `loss` is no function.
     """
-    check_held(state)
+    check_loss(loss)
+    check_values(state)
     flags, names = _finite_leaves(state.params)
     if not flags.all():
         return Diagnosis(parameter=names[int(np.argmin(flags))])
     roles, mesh = state.model_def.roles, jax.sharding.get_mesh()
     ranks = 1 if mesh.empty else degrees(roles.batch)
-    rows = jax.tree.leaves(batch)[0].shape[0]
+    rows = _rows_of(batch)
     if rows % ranks:
         raise ValueError(f"`batch` has {rows} rows; {' * '.join(roles.batch)} = {ranks} ranks do not divide them.")
     request = Request(loss, view, has_aux, 1, recipe_of_call(recipe), 0, seed)
     probes = Probes(state)
 
     def finite(state: TrainState, batch: Tree, places: jax.Array) -> jax.Array:
-        found = gradients(request, state, jax.tree.map(lambda a: jnp.take(a, places, axis=0), batch))
+        try:
+            found = gradients(
+                request, state, jax.tree.map(lambda a: jnp.take(a, places, axis=0) if jnp.ndim(a) else a, batch)
+            )
+        except Exception as error:
+            if rows > ranks:
+                error.add_note(
+                    f"`diagnose` gives the loss {ranks} of the {rows} rows of `batch` at a time. Take the number of "
+                    "rows from the batch that the loss is given, not from elsewhere."
+                )
+            raise
         norm = optax.tree.norm(mean_gradients(state.params, found))
         return jnp.isfinite(mean(found.total, found.tokens)) & jnp.isfinite(norm)
 
@@ -125,6 +140,17 @@ def diagnose(
     return Diagnosis(None, sample, rank, devices, layer, kind)
 
 
+def _rows_of(batch: Tree) -> int:
+    """Returns the number of examples in a batch, of which each can be taken alone."""
+    check_arrays(batch)
+    check_filled(batch)
+    check_rows(batch, "whose samples are run one by one")
+    arrays = [leaf for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
+    if not arrays:
+        raise ValueError("`batch` holds no array with a row for each sample, so that none can be run alone.")
+    return arrays[0].shape[0]
+
+
 def _finite_leaves(params: Tree) -> tuple[np.ndarray, list[str]]:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     flags = jax.jit(lambda xs: jnp.stack([jnp.isfinite(x).all() for x in xs]))([x for _, x in leaves])
@@ -133,9 +159,16 @@ def _finite_leaves(params: Tree) -> tuple[np.ndarray, list[str]]:
 
 
 def _first(probes: Probes) -> tuple[str | None, str | None]:
-    """Returns the first output or gradient that is not finite in any process."""
+    """Returns the first output or gradient that is not finite in any process.
+
+    The model's own output counts if the gradient that reaches it is not finite either, or nothing else is: logits may
+    be masked with `-inf`, and a loss need not read all that a model returns.
+    """
     never = np.int32(np.iinfo(np.int32).max)
-    first = int(np.min(of_all_processes(np.int32(min(probes.fired, default=int(never))))))
+    fired = probes.fired
+    if ("gradient", "") not in map(probes.name, fired):
+        fired = {number for number in fired if probes.name(number) != ("output", "")} or fired
+    first = int(np.min(of_all_processes(np.int32(min(fired, default=int(never))))))
     return (None, None) if first == never else probes.name(first)
 
 

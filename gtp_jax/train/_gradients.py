@@ -12,16 +12,18 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..collectives import sum_over_replicas
+from ..experts import check_loss_reduction
 from ..mesh import Roles, degrees, use_roles
-from ..nn import check_loss_reduction, join_in_view, keys_of, quantize_in_view, shards_of, structure_of, with_groups
+from ..nn import keys_of, shards_of, structure_of, with_groups
 from ..recipes import Recipe
-from ..weights import Path, forget_after, of_shards, resolve
-from ._loss import Loss, Returned, evaluate, mean, refuse_number_with_gradient
+from ..weights import Path, forget_after, prepare, resolve
+from ._loss import Loss, Returned, evaluate, mean, refuse_number_with_gradient, wide
 from ._rounding import rounding_key
+from ._rows import check_arrays, check_filled, check_rows
 from ._state import TrainState, constrained
 from ._state_form import check_form_kept
 from ._uncast import uncast
-from ._zero import ReduceOverDp, as_shards, sum_shards
+from ._zero import ReduceOverDp, placeholders, sum_shards
 
 Tree = Any
 View = Literal["global", "local"]
@@ -76,14 +78,14 @@ def mean_gradients(params: Tree, computed: Computed) -> Tree:
 
 def gradients(request: Request, state: TrainState, batch: Tree) -> Computed:
     """Returns loss and gradients of a batch, in the view that the request names."""
-    _check_filled(batch)
+    check_filled(batch)
     _check_recipe_pregathers(request)
     return (_on_global_arrays if request.view == "global" else _on_each_rank)(request, state, batch)
 
 
 def losses(request: Request, state: TrainState, batch: Tree) -> Computed:
     """Returns the loss of a batch, without gradients; variables that the model writes are dropped."""
-    _check_filled(batch)
+    check_filled(batch)
     if request.view == "global":
         state.model_def.check_mesh()
         with use_roles(state.model_def.roles):
@@ -130,6 +132,7 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Compu
             after = model_def.state_of(model)
             if count > 1:  # whose states are the carry of a loop
                 check_form_kept(model_state, after)
+                _check_addable(returned.aux)
             return returned.total, (returned.tokens, after, returned.aux)
 
         value_and_grad = jax.value_and_grad(one, has_aux=True)
@@ -138,20 +141,23 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Compu
             (total, (tokens, after, aux)), found = value_and_grad(state.params, state.model_state, sharded, 0)
             return Computed(total, tokens, found, after, aux)
 
+        check_arrays(batch)
+        check_rows(batch)
         parts = jax.tree_util.tree_map_with_path(lambda path, a: _parts(path, a, count, model_def.roles), batch)
 
         def add(carry: Tree, numbered: Tree) -> tuple[Tree, None]:
             sums, before = carry
             (total, (tokens, after, aux)), found = value_and_grad(state.params, before, *numbered)
             found = constrained(jax.tree.map(jnp.add, sums[3], found), model_def.specs)
+            aux = jax.tree.map(wide, aux)
             return ((*jax.tree.map(jnp.add, sums[:3], (total, tokens, aux)), found), after), None
 
         first = jax.tree.map(lambda a: a[0], parts)
         shapes = jax.eval_shape(value_and_grad, state.params, state.model_state, first, 0)
-        (total, (tokens, _, aux)), found = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        sums = (total, tokens, aux, constrained(found, model_def.specs))
+        (total, (tokens, _, own)), found = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        sums = (total, tokens, jax.tree.map(wide, own), constrained(found, model_def.specs))
         ((total, tokens, aux, found), after), _ = lax.scan(add, (sums, state.model_state), (parts, jnp.arange(count)))
-    aux = jax.tree.map(lambda a: a / count if jnp.issubdtype(a.dtype, jnp.inexact) else a, aux)
+    aux = jax.tree.map(lambda a, own: (a / count).astype(own.dtype) if _is_inexact(a) else a, aux, own)
     if tokens is None:
         total, found = jax.tree.map(lambda a: a / count, (total, found))
     return Computed(total, tokens, found, after, aux)
@@ -164,7 +170,7 @@ def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
 
     def local(params: Tree, frozen: Tree, batch: Tree, step: jax.Array):
         model_of = _model_of(request, state, params, frozen, whole_gradients=last)
-        params = as_shards(params, model_def.layouts) if last else params
+        params = placeholders(params, model_def.layouts) if last else params
 
         @forget_after()
         def one(params: Tree, part: Tree, number: jax.Array | int):
@@ -221,7 +227,7 @@ def _model_of(
         state: of the model.
         params: in local view, what this rank stores.
         frozen: likewise, of frozen weights.
-        whole_gradients: leave out the sum over the optimizer's axes, as for `as_shards`.
+        whole_gradients: leave out the sum over the optimizer's axes, as for `placeholders`.
     """
     model_def = state.model_def
     params = state.params if params is None else params
@@ -232,16 +238,13 @@ def _model_of(
     if request.recipe is None and not request.rounded and not any(group.divided for group in groups.values()):
         return lambda params, model_state, key=None: model_def.model(params, model_state, frozen, read_only=True)
     stored = lax.stop_gradient(shards_of(model))
-    # what has been rounded is here already: there is nothing to hide under compute
-    joined = join_in_view(groups, stored, () if request.rounded else structure.written_out, request.rounded)
-    quantized = quantize_in_view(groups, stored, request.pregathered_layers)
-    decided = of_shards(groups) if whole_gradients else groups
+    prepared = prepare(groups, stored, request.pregathered_layers, structure.written_out, request.rounded)
+    decided = {at: group.of_shards for at, group in groups.items()} if whole_gradients else groups
 
     def model_of(params: Tree, model_state: Tree, key: jax.Array | None = None) -> Any:
         keys = None if key is None else keys_of(key, groups)
         model = model_def.model(params, model_state, frozen, read_only=True)
-        kind = {"stands_in": whole_gradients, "rounded": request.rounded}
-        return with_groups(model, decided, quantized, keys, joined, **kind)
+        return with_groups(model, decided, prepared, keys, placeholders=whole_gradients, rounded=request.rounded)
 
     return model_of
 
@@ -266,14 +269,18 @@ def _check_recipe_pregathers(request: Request) -> None:
         )
 
 
-def _check_filled(batch: Tree) -> None:
-    """Refuses a batch of no rows, or of rows without tokens, whose mean loss is not a number."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        if 0 in jnp.shape(leaf):
-            raise ValueError(
-                f"`batch`{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}, and so holds nothing. Leave out "
-                "batches without rows; a row that does not count has `weights` of 0."
+def _check_addable(aux: Tree) -> None:
+    """Refuses what is reported of a microbatch and cannot be added up."""
+    for path, value in jax.tree_util.tree_leaves_with_path(aux):
+        if not (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == jnp.bool_):
+            raise TypeError(
+                f"`aux`{jax.tree_util.keystr(path)} is {value.dtype}, of which there is no sum over microbatches. "
+                "Return numbers, such as `jax.random.key_data(key)`, or leave it out."
             )
+
+
+def _is_inexact(value: jax.Array) -> bool:
+    return jnp.issubdtype(value.dtype, jnp.inexact)
 
 
 def _sharded(batch: Tree, roles: Roles) -> Tree:
@@ -315,6 +322,7 @@ def _over_mesh(local: Callable[..., Any], state: TrainState, microbatches: int, 
 
     def run(batch: Tree) -> Any:
         model_def.check_mesh()
+        check_arrays(batch)
         roles = model_def.roles
         parts = degrees(roles.batch) * microbatches
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
@@ -323,6 +331,8 @@ def _over_mesh(local: Callable[..., Any], state: TrainState, microbatches: int, 
                     f"`batch`{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; its first dimension is the "
                     f"batch and must be a multiple of {' * '.join(roles.batch)} * microbatches = {parts}."
                 )
+        if parts > 1:
+            check_rows(batch)
         if jax.sharding.get_abstract_mesh().empty:
             return local(state.params, state.frozen, batch, state.step)
         into = (model_def.specs, model_def.frozen_specs, PartitionSpec(roles.batch), PartitionSpec())

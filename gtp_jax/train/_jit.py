@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -36,9 +37,11 @@ class Jitted:
         self.__doc__ = function.__doc__
         self._options = options
         self._donated, self._check = donate_argnums, check
+        self._signature = inspect.signature(function)
         self._by_options: dict[Any, Any] = {}
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args = self._by_place(args, kwargs)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
             return self.__wrapped__(*args)
         if self._check is not None:
@@ -58,14 +61,18 @@ class Jitted:
             self._by_options[key] = jax.jit(self.__wrapped__, donate_argnums=self._donated, compiler_options=options)
         return self._by_options[key]
 
-    def lower(self, *args: Any) -> Any:
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what `jax.jit(...).lower` returns."""
-        return self.jitted().lower(*args)
+        return self.jitted().lower(*self._by_place(args, kwargs))
 
-    def trace(self, *args: Any) -> Any:
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what `jax.jit(...).trace` returns."""
-        return self.jitted().trace(*args)
+        return self.jitted().trace(*self._by_place(args, kwargs))
 
-    def eval_shape(self, *args: Any) -> Any:
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what `jax.jit(...).eval_shape` returns."""
-        return self.jitted().eval_shape(*args)
+        return self.jitted().eval_shape(*self._by_place(args, kwargs))
+
+    def _by_place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Returns all arguments by place, as donation and checks count them; they may be passed by name."""
+        return self._signature.bind(*args, **kwargs).args if kwargs else args

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ._rows import numbers_in_lists
+
 Tree = Any
 Loss = Callable[[Any, Tree], Any]
 
@@ -26,14 +28,27 @@ class Returned(NamedTuple):
     aux: Tree
 
 
+def check_loss(loss: Any) -> None:
+    """Refuses what is no function.
+
+    Raises:
+        TypeError: saying what came.
+    """
+    if not callable(loss):
+        raise TypeError(
+            f"`loss` is a {type(loss).__name__}, which cannot be called; it must be a function of the model and the "
+            "batch, such as `gtp_jax.models.next_token_loss`. Is another argument in its place?"
+        )
+
+
 def evaluate(loss: Loss, model: Any, batch: Tree, *, has_aux: bool) -> Returned:
     """Calls a loss function.
 
     Raises:
         TypeError: if it returns anything but a scalar, or a sum and a number; with `has_aux` a pair of this and a
-            pytree of arrays; where it is differentiated, if the number has a gradient.
+            pytree of arrays of numbers; where it is differentiated, if the number has a gradient.
     """
-    returned, aux = loss(model, batch), ()
+    returned, aux = _called(loss, model, batch), ()
     if has_aux:
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise TypeError(
@@ -42,7 +57,8 @@ def evaluate(loss: Loss, model: Any, batch: Tree, *, has_aux: bool) -> Returned:
             )
         returned, aux = returned
     if isinstance(returned, tuple) and len(returned) == 2 and all(jnp.shape(v) == () for v in returned):
-        return Returned(_float(returned[0]), _number(jnp.asarray(returned[1])), jax.tree.map(jnp.asarray, aux))
+        number = wide(_number(jnp.asarray(returned[1])))
+        return Returned(wide(_float(returned[0])), number, _arrays(aux))
     whole: Any = returned
     if not jax.tree_util.treedef_is_leaf(jax.tree.structure(whole)) or jnp.shape(whole) != ():
         raise TypeError(
@@ -50,7 +66,35 @@ def evaluate(loss: Loss, model: Any, batch: Tree, *, has_aux: bool) -> Returned:
             "which a step takes the quotient over the whole batch, as `gtp_jax.cross_entropy(logits, targets)` gives "
             f"them. It returned {_described(returned)}. If it returns more beside its loss, pass `has_aux=True`."
         )
-    return Returned(_float(returned), None, jax.tree.map(jnp.asarray, aux))
+    return Returned(wide(_float(returned)), None, _arrays(aux))
+
+
+def _called(loss: Loss, model: Any, batch: Tree) -> Any:
+    try:
+        return loss(model, batch)
+    except Exception as error:
+        if isinstance(error, TypeError) and "not callable" in str(error):
+            error.add_note("A loss is called as `loss(model, batch)`: the model is its first argument.")
+        if listed := numbers_in_lists(batch):
+            error.add_note(listed)
+        raise
+
+
+def _arrays(aux: Tree) -> Tree:
+    """Returns a pytree of arrays, integers in int32 at least, in which microbatches add them up; refuses by name what
+    cannot be an array."""
+
+    def array(path: Any, leaf: Any) -> jax.Array:
+        try:
+            value = jnp.asarray(leaf)
+            return wide(value) if jnp.issubdtype(value.dtype, jnp.integer) else value
+        except TypeError:
+            raise TypeError(
+                f"`aux`{jax.tree_util.keystr(path)}, which `loss` returned, is a {type(leaf).__name__}; it must be an "
+                "array or a number. Leave text out of `aux`."
+            ) from None
+
+    return jax.tree_util.tree_map_with_path(array, aux)
 
 
 def refuse_number_with_gradient(total: Callable[[Tree], jax.Array], params: Tree) -> None:
@@ -72,9 +116,21 @@ def refuse_number_with_gradient(total: Callable[[Tree], jax.Array], params: Tree
 
 
 def mean(total: jax.Array, tokens: jax.Array | None) -> jax.Array:
-    """Returns `total` a token, 0 of no tokens: a batch that is masked throughout changes nothing but the optimizer's
-    state; `total` itself if it is a mean."""
+    """Returns `total` divided by `tokens`, and 0 of no tokens; `total` itself if it is a mean already.
+
+    The gradients of a batch that is masked throughout are 0: parameters move only by what the optimizer does of its
+    own, such as weight decay or momentum.
+    """
     return total if tokens is None else (total / jnp.where(tokens > 0, tokens, 1)).astype(total.dtype)
+
+
+def wide(value: jax.Array) -> jax.Array:
+    """Returns a number in a dtype in which many may be added up: float32 at least, int32 at least."""
+    if jnp.issubdtype(value.dtype, jnp.floating) and jnp.finfo(value.dtype).bits < 32:
+        return value.astype(jnp.float32)
+    if jnp.issubdtype(value.dtype, jnp.integer) and value.dtype.itemsize < 4:
+        return value.astype(jnp.int32)
+    return value
 
 
 def _float(value: Any) -> jax.Array:

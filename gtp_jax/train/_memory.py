@@ -29,6 +29,23 @@ def check_held(state: Tree, *_: Any) -> None:
     )
 
 
+def check_values(state: Tree, *_: Any) -> None:
+    """Refuses a state that nothing can be computed with: without values, or with arrays that a step has taken.
+
+    Raises:
+        ValueError: naming an array.
+    """
+    check_held(state)
+    if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
+        return
+    path = next(path for path, leaf in with_paths(state) if isinstance(leaf, jax.ShapeDtypeStruct))
+    raise ValueError(
+        f"`state` has no values, only shapes and dtypes, such as at {'.'.join(path)!r}: it was made of an abstract "
+        "model. Make it of `gtp_jax.init(...)`, or restore it; without values a step can be traced alone, by its "
+        "methods `lower`, `trace` and `eval_shape`."
+    )
+
+
 def shared(tree: Tree) -> dict[Path, Path]:
     """Returns the arrays that share memory with one before them, by path: the path of the first."""
     first: dict[Any, Path] = {}

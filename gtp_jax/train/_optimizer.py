@@ -13,6 +13,20 @@ from ._per_layer import layers_in_scope
 Tree = Any
 
 
+def check_optimizer(optimizer: Any) -> None:
+    """Refuses what is no optax optimizer.
+
+    Raises:
+        TypeError: saying what came.
+    """
+    if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+        tx = " Of an `nnx.Optimizer` pass what it was made of, its `tx`." if hasattr(optimizer, "tx") else ""
+        raise TypeError(
+            f"`optimizer` is a {type(optimizer).__name__} without `init` and `update`; it must be an optax optimizer, "
+            f"such as `optax.adamw(1e-3)`.{tx}"
+        )
+
+
 def of_model(optimizer: optax.GradientTransformation, model_def: ModelDef) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer that knows which of a model's parameters hold the layers of a `Stack`, see `per_layer`, and
     takes any extra arguments, of which the optimizer gets those that it has."""

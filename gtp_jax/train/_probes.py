@@ -42,10 +42,10 @@ class Probes:
             name = ".".join(map(str, path))
             setattr(module, _PATH, name)
             if isinstance(module, Stack):
-                self._lengths[name] = module.length
+                self._lengths[".".join(map(str, (*path, "layers")))] = module.length
                 module.schedule = dataclasses.replace(module.schedule, unroll="full")
                 module.remat = "everything"  # `jax.checkpoint` would trace layers alike once, and number them alike
-        self._classes = {type(module) for path, module in nnx.iter_modules(model) if callable(module) and path}
+        self._classes = {type(module) for path, module in nnx.iter_modules(model) if callable(module)}
         self._state = dataclasses.replace(state, model_def=split_model(model).model_def)
 
     def __enter__(self) -> TrainState:
@@ -81,12 +81,12 @@ class Probes:
 
     def _layer(self, path: str) -> str:
         """Returns a module's path, with the number of its layer: how often it has been called."""
-        stack = next((name for name in self._lengths if path.startswith(f"{name}.layers")), None)
-        if stack is None:
+        layers = next((name for name in self._lengths if path.startswith(name)), None)
+        if layers is None:
             return path
-        number = self._calls[stack, path] % self._lengths[stack]
-        self._calls[stack, path] += 1
-        return f"{stack}.layers[{number}]{path.removeprefix(f'{stack}.layers')}"
+        number = self._calls[layers, path] % self._lengths[layers]
+        self._calls[layers, path] += 1
+        return f"{layers}[{number}]{path.removeprefix(layers)}"
 
     def _probe(self, x: jax.Array, layer: str) -> jax.Array:
         """Returns `x`, looked at."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,13 +13,13 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..mesh import Path, check_mesh_in_scope, of_parameter, with_paths
+from ..mesh import Path, check_mesh_in_scope, mesh_of_devices, of_parameter, with_paths
 from ..nn import ModelDef, split_model
 from ._layers_as_one import warn_of_layers_as_one
 from ._memory import check_held, distinct
-from ._optimizer import of_model
+from ._optimizer import check_optimizer, of_model
 from ._state_form import form
 
 Tree = Any
@@ -52,24 +53,28 @@ class TrainState:
 
         Raises:
             ValueError: if the mesh in scope has Explicit axes, or was put there by `with mesh:`; if modules were built
-                under different roles.
+                under different roles; while JAX traces.
+            TypeError: if `optimizer` is none of optax.
         """
+        check_optimizer(optimizer)
         abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model)))
         check_mesh_in_scope(creates=not abstract)
+        mesh = mesh_of_devices("gtp_jax.TrainState.create")
         model_def, params, model_state, frozen = split_model(model)
         warn_of_layers_as_one(optimizer, model_def, params)
         specs = state_specs(model_def, optimizer, params)
         optimizer = of_model(optimizer, model_def)
         if abstract:
             shapes = jax.eval_shape(optimizer.init, params)
-            opt_state = jax.tree.map(_abstract, shapes, specs.opt_state)
-            step: Any = _abstract(jax.ShapeDtypeStruct((), jnp.int32), PartitionSpec())
-            model_state = jax.tree.map(_abstract, model_state, specs.model_state)
-            frozen = jax.tree.map(_abstract, frozen, specs.frozen)
+            abstract_on_mesh = functools.partial(_abstract, mesh)
+            opt_state = jax.tree.map(abstract_on_mesh, shapes, specs.opt_state)
+            step: Any = abstract_on_mesh(jax.ShapeDtypeStruct((), jnp.int32), PartitionSpec())
+            model_state = jax.tree.map(abstract_on_mesh, model_state, specs.model_state)
+            frozen = jax.tree.map(abstract_on_mesh, frozen, specs.frozen)
             return cls(params, opt_state, step, model_def, model_state, frozen)
-        opt_state = jax.jit(optimizer.init, out_shardings=_shardings(specs.opt_state))(params)
+        opt_state = jax.jit(optimizer.init, out_shardings=_shardings(mesh, specs.opt_state))(params)
         step = jnp.zeros((), jnp.int32)
-        if shardings := _shardings(PartitionSpec()):
+        if shardings := _shardings(mesh, PartitionSpec()):
             # copies, as a step donates its state, and the model may go on using its own
             step, model_state = jax.device_put((step, jax.tree.map(jnp.copy, model_state)), shardings)
         else:
@@ -166,14 +171,12 @@ def constrained(tree: Tree, specs: Tree) -> Tree:
     return jax.tree.unflatten(structure, map(lax.with_sharding_constraint, leaves, partitions))
 
 
-def _shardings(specs: Any) -> Any:
-    mesh = jax.sharding.get_mesh()
+def _shardings(mesh: Mesh, specs: Any) -> Any:
     if mesh.empty:
         return None
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
 
 
-def _abstract(shape: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-    mesh = jax.sharding.get_mesh()
+def _abstract(mesh: Mesh, shape: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
     sharding = None if mesh.empty else NamedSharding(mesh, spec)
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)

@@ -14,11 +14,11 @@ from ..mesh import Roles, current_roles, degree, degrees, platform
 from ..recipes import Recipe, check_recipe, recipe_of_call
 from ._gradients import VIEWS, Computed, Request, View, gradients, losses, mean_gradients
 from ._jit import Jitted
-from ._loss import Loss, mean
-from ._memory import check_held
-from ._nonuniform_step import NonuniformStep
+from ._loss import Loss, check_loss, mean
+from ._memory import check_values
+from ._optimizer import check_optimizer
 from ._options import compile_options
-from ._replicas import Replicas
+from ._own_step import BringsStep
 from ._state import TrainState
 from ._update import updated
 from ._zero import ReduceOverDp, check_reduce_over_dp
@@ -39,7 +39,7 @@ def train_step(
     reduce_over_dp: ReduceOverDp = "each",
     view: View = "global",
     seed: int = 0,
-    replicas: Replicas | None = None,
+    replicas: BringsStep | None = None,
     compiler_options: dict[str, Any] | None = None,
 ) -> Callable[..., tuple[TrainState, dict[str, Any]]]:
     """Returns a jitted optimizer step. The state is donated.
@@ -66,7 +66,8 @@ def train_step(
             with which a line search evaluates the loss of the batch, and its gradient, at other parameters. See
             `per_layer` for one that computes norms or products of whole parameters, if the model has a `Stack`.
         has_aux: whether `loss` returns `(loss, aux)`, as in `jax.value_and_grad`. Of several microbatches floats in
-            `aux` are averaged, integers added. Not in local view.
+            `aux` are averaged, in float32 at least, and integers added. However many there are, floats come back in
+            the dtype that the loss gave them, and integers in int32 at least. Not in local view.
         microbatches: parts of the batch, one after the other: number m is `batch[m::microbatches]`. Batch statistics
             are those of a microbatch, and variables that a model writes go from one to the next.
         max_grad_norm: scales gradients down to this global L2 norm.
@@ -85,10 +86,10 @@ def train_step(
             With one microbatch both are the same program.
         view: `"global"` or `"local"`, see above.
         seed: of stochastic rounding, of which every step, microbatch and rank has its own bits.
-        replicas: of unequal tensor-parallel degree, for a run that goes on without some of its devices. The state is on
-            `replicas.core`, the batch has the plan's number of rows, and the view is local: its losses are sums over
-            sequences, which any replica may compute. The step is not traced as a whole: call it outside `jax.jit`.
-            Of a plan without failures the step is that without `replicas`.
+        replicas: `gtp_jax.Replicas` of unequal tensor-parallel degree, for a run that goes on without some of its
+            devices. The state is on `replicas.core`, the batch has the plan's number of rows, and the view is local:
+            its losses are sums over sequences, which any replica may compute. The step is not traced as a whole: call
+            it outside `jax.jit`. Of a plan without failures the step is that without `replicas`.
         compiler_options: XLA options, which win over those of `compile_options` for the mesh in scope.
 
     Returns:
@@ -102,8 +103,10 @@ def train_step(
         ValueError: if `microbatches` is less than 1, `view` or `reduce_over_dp` is another name, or the latter is
             `"last"` in global view; by `step`, if `microbatches` do not divide the batch, if codes are to be gathered
             ahead of a model that has none, or if in local view the model has variables other than parameters.
-        TypeError: by `step`, if `loss` returns something else.
+        TypeError: if `loss` is no function or `optimizer` none of optax; by `step`, if `loss` returns something else.
     """
+    check_loss(loss)
+    check_optimizer(optimizer)
     if not isinstance(microbatches, int) or microbatches < 1:
         raise ValueError(f"`microbatches` is {microbatches!r}; it must be a whole number of at least 1.")
     if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
@@ -130,17 +133,9 @@ def train_step(
         return after, {**_metrics(computed, state, view, has_aux), **metrics}
 
     options = lambda: _options(compiler_options, recipe_of_call(recipe))  # noqa: E731
-    if replicas is None or replicas.plan.uniform:
-        return Jitted(step, options, donate_argnums=(0,), check=check_held)
-    _check_replicas_view(view)
-    return NonuniformStep(
-        request,
-        optimizer,
-        max_grad_norm,
-        replicas,
-        skip_nonfinite=skip_nonfinite,
-        options=options,
-    )
+    limits: Any = {"max_grad_norm": max_grad_norm, "skip_nonfinite": skip_nonfinite}
+    own = None if replicas is None else replicas.own_step(request, optimizer, **limits, options=options)
+    return Jitted(step, options, donate_argnums=(0,), check=check_values) if own is None else own
 
 
 def eval_step(
@@ -157,6 +152,7 @@ def eval_step(
     What a call writes to the model's variables is dropped. Dropout and batch statistics are as the loss function has
     them: call `model.eval()` in it for those of inference. Arguments as in `train_step`.
     """
+    check_loss(loss)
     check_recipe(recipe)
     _check_view(view, has_aux)
 
@@ -165,7 +161,7 @@ def eval_step(
         computed = losses(Request(loss, view, has_aux, 1, recipe_of_call(recipe), 0, 0), state, batch)
         return _metrics(computed, state, view, has_aux)
 
-    return Jitted(step, lambda: _options(compiler_options, recipe_of_call(recipe)), check=check_held)
+    return Jitted(step, lambda: _options(compiler_options, recipe_of_call(recipe)), check=check_values)
 
 
 def loss_and_gradients(
@@ -191,8 +187,9 @@ def loss_and_gradients(
     Raises:
         ValueError: on arguments that `train_step` refuses; if a step has taken the state.
     """
-    check_held(state)
+    check_loss(loss)
     _check_state(state)
+    check_values(state)
     check_recipe(recipe)
     _check_pregathered_layers(pregathered_layers)
     _check_view(view, has_aux=False)
@@ -227,15 +224,6 @@ def _options(own: dict[str, Any] | None, recipe: Recipe | None) -> dict[str, Any
     tensor = current_roles().tensor
     known = tensor in jax.sharding.get_abstract_mesh().axis_names  # a model may have other roles than those in scope
     return compile_options(platform(), own, tp=degree(tensor) if known else 1, fp8=fp8)
-
-
-def _check_replicas_view(view: View) -> None:
-    if view == "global":
-        raise ValueError(
-            "`replicas` of unequal degree compute on different examples, each on a mesh of its own, so that code in "
-            "`view='global'`, which may mix all examples of a batch, would see only some. Pass `view='local'`, if the "
-            "loss is a sum over sequences and every operation is written for a rank's own."
-        )
 
 
 def _check_state(state: Any) -> None:

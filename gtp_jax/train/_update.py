@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..mesh import Path, with_paths
+from ..nn import UpdateRule
 from ._gradients import Computed, mean_gradients
 from ._loss import mean
 from ._optimizer import of_model
@@ -43,8 +44,8 @@ def updated(
     The loss and the norm of the gradients are summed over all devices anyway, and a NaN or Inf in any gradient makes
     the norm NaN or Inf: whether both are finite is the same on every device, at no communication of its own.
 
-    What the optimizer makes of routers' biases does not count, nor do their gradients in the norm: they are loads,
-    by which biases move here.
+    What the optimizer makes of parameters with a rule of their own does not count, nor do their gradients in the norm:
+    rules move them here.
 
     Args:
         state: before it.
@@ -61,12 +62,11 @@ def updated(
 
     Returns:
         The state after it, the old one if it was skipped; and metrics: `grad_norm`, the L2 norm of the gradients ahead
-        of clipping; `skipped`, whether the update was not applied; `expert_load` of a model with biases of routers,
-        that of the busiest expert of any layer, 1 if it has an even share.
+        of clipping; `skipped`, whether the update was not applied; and those of rules, such as `expert_load`.
     """
-    rates = state.model_def.bias_rates
-    loads = _loads(computed, rates)
-    norm = optax.tree.norm(_means(state.params, computed, rates))
+    rules = state.model_def.update_rules
+    ruled = {path: mean(g, computed.tokens) for path, g in with_paths(computed.gradients) if path in rules}
+    norm = optax.tree.norm(_means(state.params, computed, rules))
     finite = jnp.isfinite(mean(computed.total, computed.tokens)) & jnp.isfinite(norm)
     skipped = ~finite if skip_nonfinite else jnp.zeros((), jnp.bool)
     skipped = skipped if skip is None else skipped | skip
@@ -74,19 +74,19 @@ def updated(
 
     def apply() -> TrainState:
         # within the branch, so that XLA fuses what follows the sums as it does without a branch: not a bit changes
-        grads = _means(state.params, computed, rates)
+        grads = _means(state.params, computed, rules)
         if max_grad_norm is not None:
             scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-        value_fn = _value_fn(compute, rates, clipped=max_grad_norm is not None)
+        value_fn = _value_fn(compute, rules, clipped=max_grad_norm is not None)
         extra = {"value": mean(computed.total, computed.tokens), "grad": grads, "value_fn": value_fn}
         with of_optimizer(state, optimizer):
             update = of_model(optimizer, state.model_def).update
             updates, opt_state = update(grads, state.opt_state, state.params, **extra)
         check_optimizer_keeps_forms(state.opt_state, opt_state)
         params: Any = optax.apply_updates(state.params, updates)
-        biases = {path: leaf for path, leaf in with_paths(state.params) if path in rates}
-        moved = {path: _moved(bias, loads[path], rates[path]) for path, bias in biases.items()}
+        before = {path: leaf for path, leaf in with_paths(state.params) if path in rules}
+        moved = {path: rules[path].moved(leaf, ruled[path]) for path, leaf in before.items()}
         own = computed.model_state, state.frozen
         after = TrainState(_with(params, moved), opt_state, state.step + 1, state.model_def, *own)  # pyright: ignore[reportArgumentType]
         return constrained(after, specs)
@@ -96,15 +96,13 @@ def updated(
         check_form_kept(state.model_state, computed.model_state)
     # A branch updates in place. Selecting between old and new, leaf by leaf, took 6 to 18 % more temporary memory.
     after = lax.cond(skipped, lambda: state, apply) if branches else apply()
-    metrics = {"grad_norm": norm, "skipped": skipped}
-    if loads:
-        metrics["expert_load"] = jnp.max(jnp.stack([jnp.max(_relative(load)) for load in loads.values()]))
+    metrics = {"grad_norm": norm, "skipped": skipped, **_metrics(rules, ruled)}
     # so that the state can be donated, and its partition never drifts
     return constrained(after, specs), metrics
 
 
 def _value_fn(
-    compute: Callable[[Tree], Computed] | None, rates: Mapping[Path, float], *, clipped: bool
+    compute: Callable[[Tree], Computed] | None, rules: Mapping[Path, UpdateRule], *, clipped: bool
 ) -> Callable[[Tree], jax.Array]:
     """Returns the loss as a function of the parameters, as optax passes it to line searches."""
 
@@ -121,7 +119,7 @@ def _value_fn(
                 "that are those of the loss; `max_grad_norm` scales them. Pass `max_grad_norm=None`."
             )
         computed = compute(params)
-        return mean(computed.total, computed.tokens), _means(params, computed, rates)
+        return mean(computed.total, computed.tokens), _means(params, computed, rules)
 
     @jax.custom_vjp
     def value(params: Tree) -> jax.Array:
@@ -131,27 +129,19 @@ def _value_fn(
     return value
 
 
-def _means(params: Tree, computed: Computed, rates: Mapping[Path, float]) -> Tree:
-    """Returns mean gradients, those of routers' biases 0."""
+def _means(params: Tree, computed: Computed, rules: Mapping[Path, UpdateRule]) -> Tree:
+    """Returns mean gradients, those of parameters with rules 0."""
     means = mean_gradients(params, computed)
-    return _with(means, {path: jnp.zeros_like(leaf) for path, leaf in with_paths(means) if path in rates})
+    return _with(means, {path: jnp.zeros_like(leaf) for path, leaf in with_paths(means) if path in rules})
 
 
-def _loads(computed: Computed, rates: Mapping[Path, float]) -> dict[Path, jax.Array]:
-    """Returns the loads of experts, by the paths of their routers' biases."""
-    return {path: mean(g, computed.tokens) for path, g in with_paths(computed.gradients) if path in rates}
-
-
-def _moved(bias: jax.Array, load: jax.Array, rate: float) -> jax.Array:
-    """Returns biases after a step: lower of experts with more than an even share of tokens, higher of the others."""
-    excess = load.shape[-1] * load - jnp.sum(load, axis=-1, keepdims=True)
-    return bias - rate * jnp.sign(excess).astype(bias.dtype)
-
-
-def _relative(load: jax.Array) -> jax.Array:
-    """Returns loads as multiples of an even share."""
-    total = jnp.sum(load, axis=-1, keepdims=True)
-    return load * load.shape[-1] / jnp.where(total > 0, total, 1)
+def _metrics(rules: Mapping[Path, UpdateRule], gradients: Mapping[Path, jax.Array]) -> dict[str, jax.Array]:
+    """Returns what rules report, each class of all its parameters at once."""
+    found: dict[str, jax.Array] = {}
+    for kind in dict.fromkeys(type(rules[path]) for path in gradients):
+        own = [path for path in gradients if type(rules[path]) is kind]
+        found |= rules[own[0]].metrics([gradients[path] for path in own])
+    return found
 
 
 def _with(tree: Tree, values: Mapping[Path, jax.Array]) -> Tree:

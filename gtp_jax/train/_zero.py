@@ -7,8 +7,8 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from ..collectives import scatter_stored
 from ..layout import Layout
+from ..weights import scatter_stored
 
 Tree = Any
 
@@ -34,7 +34,7 @@ def check_reduce_over_dp(name: Any, view: str, microbatches: int) -> None:
         )
 
 
-def as_shards(params: Tree, layouts: Tree) -> Tree:
+def placeholders(params: Tree, layouts: Tree) -> Tree:
     """Returns parameters of which gradients can be taken that are not yet summed over the optimizer's axes.
 
     In place of what this rank stores of a weight is NaN of its whole shard's shape. What is gathered has been joined
@@ -54,8 +54,10 @@ def as_shards(params: Tree, layouts: Tree) -> Tree:
 
 
 def sum_shards(gradients: Tree, layouts: Tree) -> Tree:
-    """Sums gradients of `as_shards` over the optimizer's axes, in their own dtype, and returns those of what this rank
-    stores."""
+    """Sums gradients of `placeholders` over the optimizer's axes, in their own dtype.
+
+    Returns those of what this rank stores.
+    """
 
     def one(g: jax.Array, layout: Layout | None) -> jax.Array:
         return g if layout is None else scatter_stored([g], [layout], g.dtype, [g.dtype])[0]

@@ -8,8 +8,8 @@ import numbers
 from typing import Any, Literal
 
 from ...chain import KeepGathered, Remat, Schedule
-from ...collectives import Transport, check_transport
-from ...nn import ExpertParallel, GradReduce, Routing, check_chunks, check_heads, check_moe, reduction_of
+from ...experts import ExpertParallel, Routing, Transport, check_chunks, check_moe, check_transport
+from ...nn import GradReduce, check_heads, reduction_of
 from ...ops import RopeScaling, check_rotary
 
 _ARCHITECTURE = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ...nn import Routing
+from ...experts import Routing
 from ...ops import RopeScaling
 from ._config import LlamaConfig
 from ._hf_kinds import Kind

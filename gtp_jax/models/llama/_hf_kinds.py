@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ...nn import Routing
+from ...experts import Routing
 from ._config import LlamaConfig
 
 Fields = tuple[tuple[str, str], ...]

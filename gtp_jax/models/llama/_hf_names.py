@@ -85,3 +85,8 @@ def tensors(model_type: str, config: LlamaConfig) -> list[Tensor]:
     layers = [tensor(row, layer, expert) for layer in range(config.num_layers) for row, expert in rows]
     after = [tensor(row) for row in (*_AFTER, *(() if config.tie_embeddings else _HEAD))]
     return [*before, *layers, *after]
+
+
+def copies(config: LlamaConfig) -> dict[str, str]:
+    """Returns which tensors files may hold in addition to the model's, and the tensor that each of them repeats."""
+    return {_HEAD[0][0]: _BEFORE[0][0]} if config.tie_embeddings else {}

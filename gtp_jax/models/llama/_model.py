@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ...experts import MoE
 from ...nn import (
     MLP,
     Attention,
     Embed,
     Layer,
     LayerNormDense,
-    MoE,
     Stack,
     TiedHead,
     cross_entropy,
@@ -96,7 +96,12 @@ class Llama(nnx.Module):
         )
 
     def __call__(
-        self, tokens: jax.Array, *, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        logits_at: jax.Array | None = None,
     ) -> jax.Array:
         """Maps `(batch, sequence)` tokens to `(batch, sequence, vocab)` logits.
 
@@ -104,12 +109,17 @@ class Llama(nnx.Module):
             tokens: ids.
             positions: `(batch, sequence)`; by default 0, 1, ... in each document.
             segment_ids: `(batch, sequence)`, which tell documents packed into one row apart; one document by default.
+            logits_at: `(batch,)`, the one place in each row whose logits are returned, `(batch, 1, vocab)`; all by
+                default.
         """
         if positions is None and segment_ids is not None:
             positions = positions_of(segment_ids)
         shared = {"positions": positions, "segment_ids": segment_ids}
         given = {name: array for name, array in shared.items() if array is not None}
-        return run_chain(tokens, self.embed, self.blocks, self.head, shared=given)
+        if logits_at is None:
+            return run_chain(tokens, self.embed, self.blocks, self.head, shared=given)
+        x = run_chain(tokens, self.embed, self.blocks, shared=given)
+        return self.head(jnp.take_along_axis(x, logits_at[:, None, None], axis=1))
 
 
 def next_token_loss(model: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,148 @@
+"""A model from a checkpoint: of a run, or imported."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from ..checkpoint import Checkpoints, Digest, StoredArray, checkpoints_in
+from ..mesh import check_mesh_in_scope
+from ..nn import abstract_model, freeze, layout_of
+from ..recipes import Recipe
+from ._families import build, saved_config
+from ._family import ModelConfig
+
+# Rows of a matrix that are in memory twice while it is read.
+_ROWS = 4096
+_SHOWN = 8
+
+
+def load(
+    path: str | Path,
+    *,
+    step: int | None = None,
+    dtype: str = "bfloat16",
+    param_dtype: str | None = None,
+    recipe: Recipe | None = None,
+) -> nnx.Module:
+    """Returns the model of a checkpoint, sharded over the mesh in scope; nothing of an optimizer is read.
+
+    Each array is read a few rows at a time and checked against the checkpoint's digest. The whole array is in the
+    host's memory only in the dtype in which devices store it.
+
+    Args:
+        path: the directory of a run, or of what `gtp-jax convert import` made.
+        step: which step; the latest by default.
+        dtype: the dtype of compute.
+        param_dtype: the dtype in which devices store the weights that are gathered; `dtype` by default, which serves
+            for `gtp_jax.generate`; `"float32"` for training. Norms and routers keep that of the checkpoint.
+        recipe: freezes the weights as codes, as `gtp_jax.freeze` makes them of float32 masters, which devices hold
+            meanwhile.
+
+    Raises:
+        FileNotFoundError: if there is no such directory or step.
+        ValueError: if there is no checkpoint, it does not say of which model it is, or it is damaged.
+    """
+    check_mesh_in_scope()
+    directory, checkpoints = opened(path)
+    manifest = checkpoints.manifest(step)
+    where = f"step {manifest['step']} in {directory}"
+    config = dataclasses.replace(config_of(manifest["extra"], where), dtype=dtype)  # pyright: ignore[reportArgumentType]
+    kept = np.dtype(jnp.dtype("float32" if recipe is not None else param_dtype or dtype))
+    model = abstract_model(lambda rngs: build(config, rngs=rngs))
+    _fill(model, checkpoints.arrays(manifest["step"]), kept, where)
+    if recipe is None:
+        return model
+    return freeze(model, recipe, trained=lambda _, variable: layout_of(variable) is None)
+
+
+def opened(path: str | Path) -> tuple[Path, Checkpoints]:
+    """Returns the directory of checkpoints that a path names, and opens it to be read.
+
+    Raises:
+        FileNotFoundError: if there is no such directory; a name on the Hugging Face Hub is told how to download it.
+        ValueError: if there is no checkpoint in it, saying what there is.
+    """
+    given = Path(path).expanduser()
+    if not given.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+        name = given.name
+        raise FileNotFoundError(
+            f"no directory {path}. If it is a model on the Hugging Face Hub, download and import it: `hf download "
+            f"{path} --local-dir {name}`, and `gtp-jax convert import {name} {name}-imported`."
+        )
+    directory = checkpoints_in(given)
+    if (given / "config.json").is_file() and any(given.glob("*.safetensors")):
+        raise ValueError(
+            f"{given} holds Hugging Face's files. Import them: `gtp-jax convert import {given} {given.name}-imported`."
+        )
+    checkpoints = Checkpoints(directory, read_only=True)
+    if checkpoints.latest() is None:
+        raise ValueError(
+            f"no complete step in {directory}. Give the directory of a run that has saved one, or of an import."
+        )
+    return directory, checkpoints
+
+
+def config_of(extra: Mapping[str, Any], where: str) -> ModelConfig:
+    """Returns the configuration of a checkpoint's model.
+
+    Raises:
+        ValueError: if it does not say, or is of another version.
+    """
+    try:
+        return saved_config(extra)
+    except (KeyError, TypeError) as error:
+        said = "" if isinstance(error, KeyError) else f" ({error})"
+        raise ValueError(
+            f"{where} does not say of which model it is{said}. Take one that `gtp-jax train` or `gtp-jax convert "
+            "import` of this version has written, or save with `gtp_jax.models.saved(config)` as `extra`."
+        ) from None
+
+
+def _fill(model: nnx.Module, stored: Mapping[str, StoredArray], kept: np.dtype, where: str) -> None:
+    """Puts a checkpoint's arrays into an abstract model.
+
+    Raises:
+        ValueError: if it has other arrays, or they are damaged.
+    """
+    variables = {"/".join(map(str, ("params", *path))): v for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    wants = {name: v.get_raw_value().shape for name, v in variables.items()}
+    has = {name: array.shape for name, array in stored.items() if name.startswith("params/")}
+    lines = [
+        f"  {name}: {has.get(name, 'no such array')} found, {wants.get(name, 'no such array')} wanted"
+        for name in {**wants, **has}
+        if wants.get(name) != has.get(name)
+    ]
+    if lines:
+        more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        raise ValueError(f"{where} has other arrays than its model:\n" + "\n".join([*lines[:_SHOWN], *more]))
+    for name, variable in variables.items():
+        like = variable.get_raw_value()
+        dtype = kept if layout_of(variable) is not None else like.dtype
+        variable.set_raw_value(jax.device_put(_read(stored[name], dtype, where), like.sharding))
+
+
+def _read(stored: StoredArray, dtype: Any, where: str) -> np.ndarray:
+    """Returns an array in another dtype, read a few rows at a time."""
+    whole, digest = np.empty(stored.shape, dtype), Digest()
+    length = stored.shape[0]
+    rows = 1 if len(stored.shape) > 2 else _ROWS  # of a stack a layer
+    for begin in range(0, length, rows):
+        end = min(begin + rows, length)
+        part = stored.read(begin, end)
+        digest.add(begin, part)
+        whole[begin:end] = part
+    if digest.text() != stored.digest:
+        raise ValueError(
+            f"{where} is damaged: {stored.name} is not what was saved. `gtp-jax checkpoint verify` says which files "
+            "are damaged; take another step."
+        )
+    return whole

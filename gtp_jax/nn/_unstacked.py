@@ -1,0 +1,91 @@
+"""A `Stack` taken apart, for calls that compute with the same weights many times and differentiate nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from ..mesh import current_view
+from ..weights import Gathered, Kernels, in_view
+from ._layer import Layer, partition_of
+from ._weight import StackedLayers, Weight, weight_owners
+
+
+class Unstacked(Layer):
+    """The layers of a `Stack`, each with variables of its own, called one after another.
+
+    Args:
+        layers: in order.
+    """
+
+    def __init__(self, layers: list[nnx.Module]) -> None:
+        super().__init__()
+        self.layers = nnx.List(layers)
+
+    def __call__(self, x: Any, *shared: Any, **named: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x, *shared, **named)  # pyright: ignore[reportCallIssue]
+        return x
+
+    def local(self, x: Any, *shared: Any, **named: Any) -> Any:
+        return self(x, *shared, **named)
+
+
+def with_gathered_weights(model: nnx.Module) -> nnx.Module:
+    """Returns a model that holds its weights as layers multiply by them: its stacks are taken apart, and each weight is
+    gathered, cast and fused with those that meet the same input. Called in a program; nothing is differentiated.
+
+    Args:
+        model: changed; without codes.
+    """
+    for path, module in list(nnx.iter_modules(model)):
+        if isinstance(module, StackedLayers):
+            apart = Unstacked([_layer(module, i) for i in range(module.length)])
+            if not path:
+                model = apart
+                break
+            *ahead, last = path
+            parent: Any = model
+            for key in ahead:
+                parent = _child(parent, key)
+            if isinstance(last, int) or isinstance(parent, nnx.Dict):
+                parent[last] = apart
+            else:
+                setattr(parent, str(last), apart)
+    for owner in weight_owners(model).values():
+        first, *others = owner.weights()
+        first.set_raw_value(_gathered(owner))
+        for variable in others:
+            variable.set_raw_value(None)
+    return model
+
+
+def _child(node: Any, key: Any) -> Any:
+    return node[key] if isinstance(key, int) or isinstance(node, nnx.Dict) else getattr(node, key)
+
+
+def _layer(stack: Any, index: int) -> nnx.Module:
+    """Returns one layer of a stack."""
+    graph, state = nnx.split(stack.layers)
+
+    def of_layer(leaf: Any) -> Any:
+        if not isinstance(leaf, nnx.Variable):
+            return leaf[index]
+        sharding = leaf.get_metadata().get("out_sharding")
+        metadata = {"out_sharding": tuple(sharding)[1:]} if sharding else {}
+        one = leaf.replace(jax.tree.map(lambda array: array[index], leaf.get_raw_value()), **metadata)
+        if current_view() == "global" and not jnp.issubdtype(one.get_raw_value().dtype, jax.dtypes.prng_key):
+            one = one.replace(lax.with_sharding_constraint(one.get_raw_value(), partition_of(one)))
+        return one
+
+    return nnx.merge(graph, jax.tree.map(of_layer, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
+
+
+def _gathered(owner: Weight) -> Gathered:
+    groups = {(): owner.built_group}
+    gather = in_view(lambda wire: wire.gather(groups)[()], lambda wire: (wire.specs(groups),))
+    return Gathered(gather(Kernels(owner.stored())), groups[()])

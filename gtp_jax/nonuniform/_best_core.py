@@ -1,0 +1,53 @@
+"""The degree of the core at which transfers of a step take least."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import jax
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
+
+from ..mesh import AXES
+from ._faults import FaultPlan
+from ._layouts import plan_fold, plan_unfold
+from ._models import lay_out, leaf_specs
+from ._replica_dtypes import replica_dtypes_of
+from ._transferred import transferred
+
+
+def with_best_core(factory: Callable[[nnx.Rngs], nnx.Module], plan: FaultPlan) -> FaultPlan:
+    """Returns the plan with the core at the degree at which the transfers of a step take least, the sums over replicas
+    among them.
+
+    Where a degree divides no dimension of a weight, each rank of tp stores it whole, which is much to move and to sum;
+    a core of fewer devices may divide it. Of degrees at which transfers take as long it is the highest, which stores
+    least.
+    """
+    if plan.uniform:
+        return plan
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of weights that stay whole, at degrees that are not taken
+        of_degree = {tp: lay_out(factory, _abstract(1, plan.gtp, tp))[0] for tp in {r.tp for r in plan.replicas}}
+
+    def in_turn(core_tp: int) -> int:
+        mesh = _abstract(len(plan.replicas), plan.gtp, core_tp)
+        with warnings.catch_warnings(), jax.sharding.use_abstract_mesh(mesh):
+            warnings.simplefilter("ignore")
+            core, params = lay_out(factory, mesh)
+            wires = replica_dtypes_of(core, params, None)
+        of_core = [leaf_specs(core, params, core, dtypes) for dtypes in (wires.weights, wires.gradients)]
+        unfold, fold = [], []
+        for replica in plan.with_core(core_tp).replicas:
+            model_def = of_degree[replica.tp]
+            unfold.append(plan_unfold(replica, leaf_specs(core, params, model_def, wires.weights)))
+            fold.append(plan_fold(replica, leaf_specs(core, params, model_def, wires.gradients)))
+        sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+        return transferred(of_core[0], of_core[1], unfold, fold, sizes).over_links
+
+    return plan.with_core(min(range(min(replica.tp for replica in plan.replicas), 0, -1), key=in_turn))
+
+
+def _abstract(dp: int, gtp: int, tp: int) -> AbstractMesh:
+    return AbstractMesh((dp, gtp, tp), AXES, axis_types=(AxisType.Auto,) * len(AXES))

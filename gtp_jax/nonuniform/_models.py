@@ -1,0 +1,77 @@
+"""A model on the mesh of a replica, of which no device need be here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from ..mesh import with_paths
+from ..nn import ModelDef, abstract_model, split_model
+from ._layouts import LeafSpecs
+
+Tree = Any
+
+
+def lay_out(factory: Callable[[nnx.Rngs], nnx.Module], mesh: AbstractMesh) -> tuple[ModelDef, Tree]:
+    """Returns the definition of a model on a mesh, of which no device need be here, and its parameters' shapes."""
+    with jax.sharding.use_abstract_mesh(mesh):
+        model_def, params, _, _ = split_model(abstract_model(factory))
+        return model_def, params
+
+
+def with_whole_sequences(model_def: ModelDef) -> ModelDef:
+    """Returns the same model without sequence parallelism, so that the tensor-parallel degree need not divide
+    sequences: numbers are the same, and between layers each rank has the whole sequence."""
+    model = nnx.merge(model_def.graph, model_def.variables)
+    for _, module in nnx.iter_modules(model):
+        if getattr(module, "sequence_parallel", False):
+            module.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue]
+    return dataclasses.replace(model_def, graph=nnx.split(model)[0])
+
+
+def leaf_specs(
+    core: ModelDef, params: Tree, replica: ModelDef, dtypes: Sequence[np.dtype] | None = None
+) -> list[LeafSpecs]:
+    """Returns how the core and a replica store each parameter, or its gradient.
+
+    Args:
+        core: of the model on the core.
+        params: arrays, or their shapes and dtypes.
+        replica: of the model in the replica.
+        dtypes: in which they travel; those of the parameters by default.
+    """
+    specs = [jax.tree.leaves(one.specs, is_leaf=_is_spec) for one in (core, replica)]
+    leaves = jax.tree.leaves(params)
+    dtypes = [np.dtype(x.dtype) for x in leaves] if dtypes is None else dtypes
+    rows = zip(leaves, dtypes, *specs, strict=True)
+    return [LeafSpecs(x.shape, dtype, one, other) for x, dtype, one, other in rows]
+
+
+def check_parameters_only(model_def: ModelDef) -> None:
+    """Refuses a model that holds anything but trained parameters.
+
+    Raises:
+        ValueError: naming some of it.
+    """
+    if model_def.state_specs:
+        paths = [".".join(path) for path, _ in with_paths(model_def.state_specs, is_leaf=_is_spec)]
+        raise ValueError(
+            f"the model holds variables other than parameters ({', '.join(paths[:3])}), which every replica of unequal "
+            "degree would write for itself. Leave out dropout and batch statistics, or train on one mesh, without "
+            "`replicas`."
+        )
+    if model_def.frozen_specs:
+        raise ValueError(
+            "the model has frozen weights, which are stored in formats and are not moved between layouts of unequal "
+            "degree. Leave out `freeze`, or train on one mesh, without `replicas`."
+        )
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, PartitionSpec)
