@@ -1,0 +1,151 @@
+"""What happens when a unit, or a module with units within it, is called."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.errors import TraceContextError
+from jax.core import Tracer
+
+from ..chain import Remat
+from ..mesh import check_mesh_in_scope
+from ._choice import own_variables
+from ._movement import gather, own_part, scatter
+from ._nodes import is_array
+from ._placement import Placement, placement_of
+from ._scope import hook_is_off
+from ._step import run
+from ._trace import traced
+from ._walk import is_under_way, leave, take, walking
+
+
+def call_unit(
+    method: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: Any, *, remat: Remat, keep_last: bool
+) -> Any:
+    """Returns `method(unit, *args, **kwargs)`, with the unit's weights gathered in both passes.
+
+    Raises:
+        ValueError: if the mesh in scope is not the one that the unit was sharded for.
+        TypeError: if it is differentiated in forward mode.
+    """
+    if hook_is_off() or not _checked(unit, _sharded_in(unit)):
+        return method(unit, *args, **kwargs)
+    call = traced(method, unit, args, kwargs)
+    keep_last = keep_last and is_under_way()
+    with _explained(unit):
+        outputs, token = run(*call[:3], take(unit), remat=remat, keep_last=keep_last)
+    leave(token)
+    return call.finish(outputs)
+
+
+def call_holder(method: Callable[..., Any], holder: nnx.Module, args: Any, kwargs: Any) -> Any:
+    """Returns `method(holder, *args, **kwargs)`; its own weights are gathered, and its units follow one another."""
+    if hook_is_off():
+        return method(holder, *args, **kwargs)
+    known = _held.get()  # by a call of the same holder around this one
+    own = [(v, p) for v in own_variables(holder) if (p := placement_of(v)) and p.gathered and id(v) not in known]
+    with walking(), _gathered(holder, own if _checked(holder, own) else []):
+        return method(holder, *args, **kwargs)
+
+
+# The variables, by `id`, that hold gathered weights for as long as a call lasts.
+_held: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar("gtp_jax_held", default=frozenset())
+
+Sharded = list[tuple[nnx.Variable, Placement]]
+
+
+def _sharded_in(unit: nnx.Module) -> Sharded:
+    """Returns the sharded weights within a unit."""
+    nodes = (node for _, node in nnx.iter_graph(unit))
+    return [(node, p) for node in nodes if (p := placement_of(node)) is not None and p.gathered]
+
+
+def _checked(owner: nnx.Module, weights: Sharded) -> bool:
+    """Returns whether there are weights to gather.
+
+    Raises:
+        ValueError: if the mesh in scope is not the one that they were sharded for, or an array is not sharded any more.
+    """
+    if not weights:
+        return False
+    check_mesh_in_scope()
+    name = f"{type(owner).__name__}"
+    for placement in {placement for _, placement in weights}:
+        placement.check_mesh(name)
+    for variable, placement in weights:
+        _check_place(variable.get_raw_value(), placement, name)
+    return True
+
+
+def _check_place(value: Any, placement: Placement, name: str) -> None:
+    """Refuses an array that something has put in the place of shards."""
+    if not is_array(value) or isinstance(value, Tracer) or lies(value, placement):
+        return
+    raise ValueError(
+        f"a weight of shape {value.shape} of {name} was sharded by `gtp_jax.shard`, and now holds an array on "
+        f"{value.sharding}; `nnx.update` with arrays from elsewhere does that. Call `gtp_jax.shard` on the "
+        "model again, which puts its arrays back as shards."
+    )
+
+
+def lies(value: jax.Array, placement: Placement) -> bool:
+    """Returns whether an array is stored as its placement has it, on the mesh in scope."""
+    wanted = jax.sharding.NamedSharding(jax.sharding.get_mesh(), placement.stored)
+    return value.sharding.is_equivalent_to(wanted, value.ndim)
+
+
+@contextlib.contextmanager
+def _explained(owner: nnx.Module) -> Iterator[None]:
+    """Says what to do instead where JAX refuses to differentiate a gather in forward mode."""
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(
+            f"a {type(owner).__name__} that `gtp_jax.shard` has sharded is differentiated in forward mode (`jax.jvp`, "
+            "`jax.jacfwd`), which its gathers do not support. Take reverse mode; or call it under "
+            "`with gtp_jax.without_hook():`, where XLA gathers the weights: forward-mode differentiation works there."
+        ) from error
+
+
+@contextlib.contextmanager
+def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
+    """Lets variables hold gathered weights for as long as a call lasts."""
+    put = []
+    mark = _held.set(_held.get() | {id(variable) for variable, _ in weights})
+    for variable, placement in weights:
+        shard = variable.get_raw_value()
+        with _explained(owner):
+            weight = gather_once(shard, placement)
+        try:
+            variable.set_raw_value(weight)
+        except TraceContextError:  # of a model around a scan, for instance: XLA gathers what its body reads
+            continue
+        put.append((variable, shard, weight, placement))
+    try:
+        yield
+    finally:
+        _held.reset(mark)
+        for variable, shard, weight, placement in put:
+            now = variable.get_raw_value()
+            variable.set_raw_value(shard if now is weight else own_part(now, placement))
+
+
+def gather_once(shard: jax.Array, placement: Placement) -> jax.Array:
+    """Returns a gathered weight that backward keeps if it needs it; its gradient goes straight to the shards."""
+
+    @jax.custom_vjp
+    def apply(shard: jax.Array) -> jax.Array:
+        return gather(shard, placement)
+
+    def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+        return (scatter(gradient, placement),)
+
+    apply.defvjp(lambda shard: (gather(shard, placement), None), backward)
+    return apply(shard)

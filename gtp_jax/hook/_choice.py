@@ -1,0 +1,167 @@
+"""Which modules of a model are units."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from flax import nnx
+
+Path = tuple[Any, ...]
+# A pattern of a path, a class, several of either, or a function of a path and a module.
+Blocks = str | type | tuple[str | type, ...] | Callable[[str, nnx.Module], bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The modules of a model that the hook calls, by path.
+
+    Attributes:
+        blocks: those that the caller has named, or that were found.
+        others: modules outside of blocks that have weights.
+        holders: modules that have units within them.
+    """
+
+    blocks: dict[Path, nnx.Module]
+    others: dict[Path, nnx.Module]
+    holders: dict[Path, nnx.Module]
+
+    @property
+    def units(self) -> dict[Path, nnx.Module]:
+        return {**self.blocks, **self.others}
+
+
+def name_of(path: Path) -> str:
+    """Returns a path as patterns and messages have it."""
+    return ".".join(map(str, path))
+
+
+def matches(pattern: str, path: Path) -> bool:
+    """Returns whether a path matches a pattern, in which `*` stands for any part of one name between dots."""
+    names = pattern.split(".") if pattern else []
+    return len(names) == len(path) and all(fnmatch.fnmatchcase(str(p), n) for p, n in zip(path, names, strict=True))
+
+
+def choose(model: nnx.Module, blocks: Blocks | None, is_weight: Callable[[Any], bool]) -> Choice:
+    """Chooses units.
+
+    Args:
+        model: any.
+        blocks: what the caller calls blocks; by default the members of the longest lists of similar modules.
+        is_weight: tells variables that are worth sharding.
+
+    Raises:
+        ValueError: if no module matches.
+        TypeError: if `blocks` is something else.
+    """
+    modules = dict(in_order(model))
+    heavy = {path: m for path, m in modules.items() if any(is_weight(v) for _, v in nnx.iter_graph(m))}
+    if blocks is None:
+        chosen = _longest_lists(heavy)
+    else:
+        told = _told(blocks)
+        chosen = _outermost([path for path, module in modules.items() if told(path, module)])
+    if not chosen:
+        raise ValueError(_none_matches(blocks, modules))
+    chosen_modules = {id(modules[path]) for path in chosen}
+    outside = {
+        path: m
+        for path, m in heavy.items()
+        if not any(path[: len(block)] == block or block[: len(path)] == path for block in chosen)
+        and not any(id(m) in chosen_modules for _, m in nnx.iter_modules(m))
+        and any(is_weight(v) for v in own_variables(m))
+    }
+    others = {path: outside[path] for path in _outermost(list(outside))}
+    units = [*chosen, *others]
+    holders = {p: m for p, m in modules.items() if any(u[: len(p)] == p and len(u) > len(p) for u in units)}
+    return Choice({path: modules[path] for path in chosen}, others, holders)
+
+
+def in_order(module: nnx.Module, path: Path = (), seen: set[int] | None = None) -> Iterable[tuple[Path, nnx.Module]]:
+    """Yields the modules within a module with their paths, itself first, in the order in which attributes were set."""
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    if not _is_container(module):
+        yield path, module
+    for name, value in _children(module):
+        if isinstance(value, nnx.Module) or _is_container(value):
+            yield from in_order(value, (*path, name), seen)
+
+
+def own_variables(module: nnx.Module) -> list[nnx.Variable]:
+    """Returns the variables of a module, in its lists too, that are not those of modules within it."""
+    found: list[nnx.Variable] = []
+    for _, value in _children(module):
+        if isinstance(value, nnx.Variable):
+            found.append(value)
+        elif _is_container(value):
+            found += own_variables(value)
+    return found
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, nnx.List | nnx.Dict | list | tuple | dict)
+
+
+def _children(node: Any) -> list[tuple[Any, Any]]:
+    if isinstance(node, dict):
+        return list(node.items())
+    if isinstance(node, list | tuple | nnx.List):
+        return list(enumerate(node))
+    return [(name, value) for name, value in vars(node).items() if not name.startswith("_pytree__")]
+
+
+def _longest_lists(modules: dict[Path, nnx.Module]) -> list[Path]:
+    """Returns the members of lists of modules of one class, the longest lists first, of lists that contain one another
+    those of the longest. Attributes whose names differ by a number at their end are a list too."""
+    lists: dict[Any, list[Path]] = defaultdict(list)
+    for path, module in modules.items():
+        if path and callable(module):
+            lists[path[:-1], re.sub(r"\d+$", "", str(path[-1])), type(module)].append(path)
+    chosen: list[Path] = []
+    for members in sorted((own for own in lists.values() if len(own) > 1), key=len, reverse=True):
+        if not any(_related(one, other) for one in members for other in chosen):
+            chosen += members
+    return [path for path in modules if path in set(chosen)]
+
+
+def _related(one: Path, other: Path) -> bool:
+    count = min(len(one), len(other))
+    return one[:count] == other[:count]
+
+
+def _outermost(paths: list[Path]) -> list[Path]:
+    return [path for path in paths if not any(path[: len(o)] == o and path != o for o in paths)]
+
+
+def _told(blocks: Blocks) -> Callable[[Path, nnx.Module], bool]:
+    if isinstance(blocks, str):
+        return lambda path, _: matches(blocks, path)
+    if isinstance(blocks, type):
+        return lambda _, module: isinstance(module, blocks)
+    if isinstance(blocks, tuple) and blocks:
+        each = [_told(one) for one in blocks]
+        return lambda path, module: any(one(path, module) for one in each)
+    if callable(blocks):
+        return lambda path, module: bool(blocks(name_of(path), module))
+    raise TypeError(
+        f"`blocks` is {blocks!r}; it must be a pattern of paths such as 'layers.*', a class of modules, a tuple of "
+        "these, or a function `(path, module) -> bool`."
+    )
+
+
+def _none_matches(blocks: Any, modules: dict[Path, nnx.Module]) -> str:
+    paths = [name_of(path) for path in modules if path]
+    shown = ", ".join(paths[:12]) + (", ..." if len(paths) > 12 else "")
+    if blocks is None:
+        return (
+            "the model has no list of similar modules with weights, whose members would be its blocks. Name them with "
+            f"`blocks`: a pattern such as 'layers.*', or a class. Its modules are {shown or 'none'}."
+        )
+    return f"`blocks` is {blocks!r}, which matches no module of the model. Its modules are {shown or 'none'}."

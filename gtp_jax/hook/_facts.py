@@ -1,0 +1,88 @@
+"""What the hook does with each module of a model, and with each call of a unit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from ._choice import name_of, own_variables
+from ._placement import placement_of, shards_of
+from ._unit import Holder, Unit, kind_of
+from ._walk import recording
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitFact:
+    """A module whose weights are gathered.
+
+    Attributes:
+        module: its path in the model.
+        type: the name of its class.
+        weights: how many of its weights are sharded.
+        shards: into how many parts the most divided of them is stored.
+        bytes: of its gathered weights, in the parameters' dtypes.
+        gathered: when they are.
+    """
+
+    module: str
+    type: str
+    weights: int
+    shards: int
+    bytes: int
+    gathered: str
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitCall:
+    """One call of a unit.
+
+    Attributes:
+        module: its path in the model.
+        prefetched: whether its weights travel while the unit before computes.
+        reason: why they do not, and are gathered at the call instead.
+    """
+
+    module: str
+    prefetched: bool
+    reason: str
+
+
+def unit_facts(model: nnx.Module) -> tuple[UnitFact, ...]:
+    """Returns what is done with each module of a model that `shard` has sharded."""
+    found = []
+    for path, module in nnx.iter_modules(model):
+        kind = kind_of(module)
+        if isinstance(kind, Unit):
+            variables = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Variable)]
+            when = "ahead of its call, in both passes"
+        elif isinstance(kind, Holder):
+            variables = own_variables(module)
+            when = "as its call begins, and kept for backward if needed"
+        else:
+            continue
+        weights = [(v, p) for v in variables if (p := placement_of(v)) is not None and p.gathered]
+        if weights:
+            size = sum(math.prod(v.get_raw_value().shape) * v.get_raw_value().dtype.itemsize for v, _ in weights)
+            shards = max(shards_of(placement) for _, placement in weights)
+            found.append(UnitFact(name_of(path), type(module).__name__, len(weights), shards, size, when))
+    return tuple(found)
+
+
+def calls_of(model: nnx.Module, function: Callable[..., Any], *args: Any) -> tuple[UnitCall, ...]:
+    """Returns how each call of a unit is tied in `function(model, *args)`, which is traced and not computed."""
+    graph, state = nnx.split(model)
+    paths: dict[int, str] = {}
+
+    def call(state: Any, *args: Any) -> None:
+        own = nnx.merge(graph, state)
+        paths.update({id(module): name_of(path) for path, module in nnx.iter_modules(own)})
+        function(own, *args)
+
+    with recording() as steps:
+        jax.eval_shape(call, state, *args)
+    return tuple(UnitCall(paths.get(id(step.unit), "a copy"), step.tied, step.reason) for step in steps)

@@ -1,0 +1,55 @@
+"""A weight's two movements: shards to the gathered weight, and its gradient to the gradient of the shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax import lax
+
+from ..mesh import current_view, degrees
+from ._placement import Placement
+
+
+def gather(shard: jax.Array, placement: Placement) -> jax.Array:
+    """Returns the weight in use.
+
+    In global view XLA gathers: the inner constraint keeps what the shard waits for in front of the gather, which XLA
+    would otherwise move ahead of it, where it merges with that of the other pass.
+    """
+    if current_view() == "global":
+        shard = lax.with_sharding_constraint(shard, placement.stored)
+        return lax.with_sharding_constraint(shard, placement.used)
+    for dim in range(shard.ndim):
+        if axes := placement.gathered_axes(dim):
+            shard = lax.all_gather(shard, axes, axis=dim, tiled=True)
+    return shard
+
+
+def form_in_use(shard: Any, placement: Placement) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of the gathered weight."""
+    sizes = shard.shape
+    if current_view() != "global":
+        sizes = [size * degrees(placement.gathered_axes(dim)) for dim, size in enumerate(sizes)]
+    return jax.ShapeDtypeStruct(tuple(sizes), shard.dtype)
+
+
+def scatter(gradient: jax.Array, placement: Placement) -> jax.Array:
+    """Returns the gradient of the stored array: that of the weight in use, summed over the ranks that share it."""
+    if current_view() == "global":
+        return lax.with_sharding_constraint(gradient, placement.stored)
+    for dim in reversed(range(gradient.ndim)):
+        if axes := placement.gathered_axes(dim):
+            gradient = lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
+    return gradient
+
+
+def own_part(weight: jax.Array, placement: Placement) -> jax.Array:
+    """Returns what is stored of a weight that every rank has in use."""
+    if current_view() == "global":
+        return lax.with_sharding_constraint(weight, placement.stored)
+    for dim in range(weight.ndim):
+        if axes := placement.gathered_axes(dim):
+            size = weight.shape[dim] // lax.axis_size(axes)
+            weight = lax.dynamic_slice_in_dim(weight, lax.axis_index(axes) * size, size, dim)
+    return weight

@@ -1,0 +1,100 @@
+"""NNX nodes among a call's arguments and results, taken apart to arrays and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+# From arrays to the value that they are of.
+Rebuild = Callable[[Sequence[Any]], Any]
+
+
+def is_node(value: Any) -> bool:
+    """Returns whether a value is a module, another node of NNX's, or a variable."""
+    return isinstance(value, nnx.Pytree | nnx.Variable)
+
+
+def is_array(value: Any) -> bool:
+    """Returns whether a value is an array of JAX's, perhaps traced."""
+    return isinstance(value, jax.Array)
+
+
+def taken_apart(value: Any, known: Mapping[int, Any]) -> tuple[list[Any], Rebuild]:
+    """Returns the arrays within a value, and what makes the value of others.
+
+    Args:
+        value: any pytree, with nodes in it.
+        known: nodes that stand for others, by `id`: these others take their places.
+    """
+    leaves, tree = jax.tree.flatten(value, is_leaf=is_node)
+    arrays: list[Any] = []
+    rebuilds: list[tuple[int, Rebuild]] = []
+    for leaf in leaves:
+        if id(leaf) in known:
+            own, rebuild = [], _constant(known[id(leaf)])
+        elif isinstance(leaf, nnx.Variable):
+            own, rebuild = _variable(leaf, known)
+        elif is_node(leaf):
+            own, rebuild = _module(leaf)
+        elif is_array(leaf):
+            own, rebuild = [leaf], lambda found: found[0]
+        else:
+            own, rebuild = [], _constant(leaf)
+        arrays += own
+        rebuilds.append((len(own), rebuild))
+
+    def put_together(found: Sequence[Any]) -> Any:
+        values, start = [], 0
+        for count, rebuild in rebuilds:
+            values.append(rebuild(found[start : start + count]))
+            start += count
+        return jax.tree.unflatten(tree, values)
+
+    return arrays, put_together
+
+
+def variables_of(state: Any) -> tuple[list[Any], Any]:
+    """Returns the variables, and the arrays that are attributes, of an NNX state; and its structure."""
+    return jax.tree.flatten(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+def value_of(leaf: Any) -> Any:
+    """Returns what a variable holds; an array is its own value."""
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def with_value(leaf: Any, value: Any) -> Any:
+    """Returns a variable with another value; in place of an array that value."""
+    return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
+
+
+def is_dynamic(value: Any) -> bool:
+    """Returns whether what a variable holds is an array, of numpy's too."""
+    return isinstance(value, jax.Array | np.ndarray)
+
+
+def _constant(value: Any) -> Rebuild:
+    return lambda _: value
+
+
+def _variable(variable: nnx.Variable, known: Mapping[int, Any]) -> tuple[list[Any], Rebuild]:
+    arrays, rebuild = taken_apart(variable.get_raw_value(), known)
+    bare = variable.replace(None)  # a function that outlives a trace holds no tracer of it
+    return arrays, lambda found: bare.replace(rebuild(found))
+
+
+def _module(module: Any) -> tuple[list[Any], Rebuild]:
+    graph, state = nnx.split(module)
+    leaves, structure = variables_of(state)
+    arrays, rebuild = taken_apart([value_of(leaf) for leaf in leaves], {})
+    leaves = [with_value(leaf, None) for leaf in leaves]
+
+    def merged(found: Sequence[Any]) -> Any:
+        put = [with_value(leaf, value) for leaf, value in zip(leaves, rebuild(found), strict=True)]
+        return nnx.merge(graph, jax.tree.unflatten(structure, put))
+
+    return arrays, merged

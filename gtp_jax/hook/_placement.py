@@ -1,0 +1,155 @@
+"""Where a sharded weight is stored, and how it is used."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from ..mesh import Roles, axes_of, degree, degrees
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The partitions of a weight.
+
+    Attributes:
+        stored: of the stored array.
+        used: of the gathered array: whole, but for the axes that the weight is not gathered over.
+        degrees: the axes that `stored` names, each with its size.
+        ndim: the number of dimensions of the array.
+    """
+
+    stored: PartitionSpec
+    used: PartitionSpec
+    degrees: tuple[tuple[str, int], ...]
+    ndim: int
+
+    @property
+    def gathered(self) -> bool:
+        """Whether using the weight takes a gather."""
+        return _entries(self.stored, 0) != _entries(self.used, 0)
+
+    def gathered_axes(self, dim: int) -> tuple[str, ...]:
+        """Returns the axes over which dimension `dim` is gathered, outermost first; they are its innermost."""
+        stored, used = _axes(self.stored, dim), _axes(self.used, dim)
+        return tuple(axis for axis in stored if axis not in used)
+
+    def check_mesh(self, owner: str) -> None:
+        """Refuses a call under another mesh than the one that the weight was sharded for.
+
+        Raises:
+            ValueError: naming both.
+        """
+        found = dict(jax.sharding.get_abstract_mesh().shape)
+        if any(found.get(axis) != size for axis, size in self.degrees):
+            want = " x ".join(f"{axis} {size}" for axis, size in self.degrees)
+            have = " x ".join(f"{axis} {size}" for axis, size in found.items()) or "no mesh"
+            raise ValueError(
+                f"{owner} was sharded by `gtp_jax.shard` over {want}, and the mesh in scope is {have}. Call it under "
+                "`with jax.set_mesh(mesh):` with the mesh that it was sharded for; under another mesh, make the model "
+                "again and shard that."
+            )
+
+    def of_slice(self, shape: tuple[int, ...]) -> Placement:
+        """Returns the placement of a part of the array, as a scan or a vmap over its first dimension has it.
+
+        Raises:
+            ValueError: if the first dimension is sharded, or the array has another number of dimensions.
+        """
+        if len(shape) == self.ndim:
+            return self
+        if len(shape) != self.ndim - 1 or _axes(self.stored, 0):
+            raise ValueError(
+                f"a weight of {self.ndim} dimensions, which `gtp_jax.shard` stores as {self.stored}, holds an array of "
+                f"shape {shape}. A scan or a vmap over it must run over its first dimension, which must stay whole: "
+                "name another partition with `specs`. For other arrays, make the model again and shard that."
+            )
+        stored, used = (PartitionSpec(*tuple(spec)[1:]) for spec in (self.stored, self.used))
+        return Placement(stored, used, self.degrees, len(shape))
+
+
+def placement_of(variable: Any) -> Placement | None:
+    """Returns how a variable is placed, from its metadata; `None` if `shard` left it whole."""
+    placement = variable.get_metadata().get("placement") if isinstance(variable, nnx.Variable) else None
+    shape = None if placement is None else getattr(variable.get_raw_value(), "shape", None)
+    return placement if placement is None or shape is None else placement.of_slice(shape)
+
+
+def place(shape: Sequence[int], roles: Roles, used: PartitionSpec) -> Placement | None:
+    """Returns the placement of a weight of this shape on the mesh in scope; `None` if it stays whole.
+
+    The longest dimension that the ranks of all axes divide evenly is sharded; otherwise two dimensions are, one over
+    the axes of the role `weights` and one over those of `optimizer`; otherwise fewer axes shard one dimension.
+
+    Args:
+        shape: logical shape.
+        roles: of the mesh axes.
+        used: the partition of the array in use, by axes that it is not gathered over.
+    """
+    taken = axes_of(used)
+    weights = _above_one(axis for axis in roles.weights if axis not in taken)
+    further = _above_one(axis for axis in roles.over_optimizer if axis not in taken)
+    all_axes = (*further, *weights)
+    for chosen in ((all_axes,), (weights, further), *((axes,) for axes in _fewer(all_axes, weights))):
+        stored = _divided(tuple(shape), used, chosen)
+        if stored is not None:
+            return placed(stored, used, len(shape)) if axes_of(stored) else None
+    return None
+
+
+def placed(stored: PartitionSpec, used: PartitionSpec, ndim: int) -> Placement:
+    """Returns the placement with these partitions on the mesh in scope."""
+    axes = [axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in axes_of(stored)]
+    return Placement(stored, used, tuple((axis, degree(axis)) for axis in axes), ndim)
+
+
+def _divided(shape: tuple[int, ...], used: PartitionSpec, groups: Sequence[tuple[str, ...]]) -> PartitionSpec | None:
+    """Returns the partition with each group of axes on a dimension, in addition to `used`; `None` if they cannot be."""
+    entries = [_axes(used, dim) for dim in range(len(shape))]
+    for axes in groups:
+        local = [size // degrees(own) for size, own in zip(shape, entries, strict=True)]
+        dims = [dim for dim, size in enumerate(local) if size % degrees(axes) == 0]
+        if not dims:
+            return None
+        dim = max(dims, key=lambda dim: (not entries[dim], local[dim], -dim))  # one that no axis divides, if there is
+        entries[dim] = (*entries[dim], *axes)
+    return _spec(entries)
+
+
+def _fewer(axes: tuple[str, ...], weights: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Returns choices of axes: those of most ranks first, of equally many those with more of `weights`; none last."""
+    some = [chosen for count in range(len(axes) + 1) for chosen in itertools.combinations(axes, count)]
+    return sorted(some, key=lambda chosen: (-degrees(chosen), -len(set(chosen) & set(weights))))
+
+
+def _above_one(axes: Any) -> tuple[str, ...]:
+    names = jax.sharding.get_abstract_mesh().axis_names
+    return tuple(axis for axis in axes if axis in names and degree(axis) > 1)
+
+
+def _axes(spec: PartitionSpec, dim: int) -> tuple[str, ...]:
+    entry = spec[dim] if dim < len(spec) else None
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _entries(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
+    entries = [_axes(spec, dim) for dim in range(max(ndim, len(spec)))]
+    while entries and not entries[-1]:
+        entries.pop()
+    return entries
+
+
+def _spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
+    return PartitionSpec(*(None if not axes else axes[0] if len(axes) == 1 else axes for axes in entries))
+
+
+def shards_of(placement: Placement) -> int:
+    """Returns into how many different shards a weight is divided."""
+    return math.prod(size for _, size in placement.degrees)

@@ -1,0 +1,262 @@
+"""Shards the weights of any NNX model."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..chain import REMAT, Remat
+from ..mesh import Roles, axes_of, check_mesh_in_scope, current_roles, degree, degrees, use_roles
+from ._call import lies
+from ._choice import Blocks, choose, matches, name_of
+from ._placement import Placement, place, placed, placement_of, shards_of
+from ._unit import Holder, Unit, kind_of, make
+
+# What `specs` may say of a weight: how it is partitioned, or that it stays whole.
+Spec = PartitionSpec | tuple[Any, ...] | None
+
+_LARGE = 1 << 20  # elements of a weight that is worth a warning
+
+
+def shard[M: nnx.Module](
+    model: M,
+    blocks: Blocks | None = None,
+    *,
+    min_size: int = 1 << 14,
+    specs: Mapping[str, Spec] | None = None,
+    remat: Remat = "matmuls",
+    keep_last: bool = True,
+    methods: tuple[str, ...] = ("__call__", "attend"),
+    roles: Roles | None = None,
+) -> M:
+    """Shards the weights of a model that knows nothing of it, in place, and returns the model.
+
+        model = Transformer(config, rngs=rngs)                  # anyone's NNX model
+        model = gtp_jax.shard(model, blocks="layers.*")
+
+    Every floating-point `nnx.Param` of `min_size` elements or more is stored as shards, over the axes of the roles
+    `weights` (gtp) and `optimizer` (dp, ZeRO). While a block computes, the weights of the next one are gathered, in
+    both passes; backward gathers them again, and reduces a block's gradients while the next block computes. Modules
+    outside of blocks that have weights, such as an embedding or a head, are treated like blocks. Results are those of
+    the model without a mesh. `gtp_jax.explain(model)` lists what is done with each module.
+
+    The model may be concrete or abstract; `gtp_jax.init(lambda rngs: gtp_jax.shard(Model(rngs)), rngs)` creates every
+    array as shards. Modules stay instances of their classes, but their `type` is a subclass of it. Weights of gtp_jax's
+    own layers are left alone.
+
+    Args:
+        model: any NNX model.
+        blocks: which modules are blocks: a pattern of paths, in which `*` stands for any part of a name between dots; a
+            class; a tuple of these; or a function `(path, module) -> bool`. Of blocks within blocks the outermost
+            counts. By default the members of the longest lists of modules of one class.
+        min_size: elements from which on a weight is sharded.
+        specs: the stored partition of weights by pattern of their paths, or `None` for weights that stay whole.
+        remat: what a block keeps for backward, as in `gtp_jax.Stack`.
+        keep_last: keep the gathered weights of the unit that no other follows, so that backward does not begin by
+            waiting for them. Pass `False` for a model that is called within a loop, which would keep them each time.
+        methods: the methods of units that gather their weights. Other methods compute with what XLA gathers.
+        roles: of the mesh axes; by default those in scope (`use_roles`).
+
+    Raises:
+        ValueError: if no mesh is in scope, no module matches `blocks`, the model is sharded already, or no weight is
+            large enough. A model that is sharded already, but whose arrays have been replaced by arrays that are not,
+            gets them back as shards.
+        TypeError: if `model` is no NNX module.
+    """
+    _check_arguments(model, min_size, remat)
+    check_mesh_in_scope()
+    if jax.sharding.get_abstract_mesh().empty:
+        raise ValueError(
+            "`gtp_jax.shard` found no mesh in scope to shard the model over. Call it, and the model, under "
+            "`with jax.set_mesh(gtp_jax.make_mesh(gtp=...)):`."
+        )
+    if any(kind_of(module) is not None for _, module in nnx.iter_modules(model)):
+        return _put_back(model)
+    roles = current_roles() if roles is None else roles
+    _check_roles(roles)
+    variables = _variables(model)
+    own = _of_own_layers(model)
+    is_weight = lambda v: isinstance(v, nnx.Variable) and id(v) not in own and _is_weight(v, min_size)  # noqa: E731
+    if not any(map(is_weight, variables.values())):
+        raise ValueError(
+            f"the model has no floating-point `nnx.Param` of {min_size} elements or more, so that there is nothing to "
+            "shard. Pass a smaller `min_size`."
+        )
+    choice = choose(model, blocks, is_weight)
+    with use_roles(roles):
+        placements = {path: _placement(path, v, specs or {}, roles) for path, v in variables.items() if is_weight(v)}
+    _warn_of_whole(placements, variables, specs or {}, roles)
+    for path, variable in variables.items():
+        _put(variable, placements.get(path))
+    for module in choice.units.values():
+        make(module, Unit(remat, keep_last, methods))
+    for module in choice.holders.values():
+        make(module, Holder())
+    return model
+
+
+def _check_arguments(model: Any, min_size: Any, remat: Any) -> None:
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"`model` is a {type(model).__name__}; it must be an `nnx.Module`.")
+    if not isinstance(min_size, int) or min_size < 1:
+        raise ValueError(f"`min_size` is {min_size!r}; it must be a whole number of at least 1.")
+    if remat not in REMAT:
+        raise ValueError(f"`remat` is {remat!r}; it must be one of {', '.join(map(repr, get_args(Remat)))}.")
+
+
+def _check_roles(roles: Any) -> None:
+    if not isinstance(roles, Roles):
+        raise TypeError(f"`roles` is a {type(roles).__name__}; it must be a `gtp_jax.Roles`.")
+    names = jax.sharding.get_abstract_mesh().axis_names
+    if not {*roles.weights, *roles.over_optimizer} & set(names):
+        raise ValueError(
+            f"the mesh in scope has the axes {names}, and the roles shard weights over {roles.weights!r}. Say what its "
+            f"axes do, such as `roles=gtp_jax.Roles(batch=({names[0]!r},), weights=({names[0]!r},), tensor=None)`."
+        )
+
+
+def _variables(model: nnx.Module) -> dict[tuple[Any, ...], nnx.Variable]:
+    return {path: v for path, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)}
+
+
+def _is_weight(variable: nnx.Variable, min_size: int) -> bool:
+    """Returns whether a variable is a parameter that is worth sharding."""
+    value = variable.get_raw_value()
+    if not isinstance(variable, nnx.Param) or not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        return False
+    own = "layout" in variable.get_metadata()  # a `gtp_jax.Param` in somebody's module
+    return not own and jnp.issubdtype(value.dtype, jnp.floating) and math.prod(value.shape) >= min_size
+
+
+def _of_own_layers(model: nnx.Module) -> set[int]:
+    """Returns the variables, by `id`, within gtp_jax's own layers, which partition them themselves."""
+    package = __name__.partition(".")[0]
+    own = (
+        module
+        for _, module in nnx.iter_modules(model)
+        if any(base.__module__.partition(".")[0] == package for base in type(module).__mro__)
+    )
+    return {id(node) for module in own for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Variable)}
+
+
+def _placement(path: Any, variable: nnx.Variable, specs: Mapping[str, Spec], roles: Roles) -> Placement | None:
+    """Returns how a weight is placed; `None` if it stays whole."""
+    shape = variable.get_raw_value().shape
+    gathered = {*roles.weights, *roles.over_optimizer, *roles.batch}
+    pattern = next((pattern for pattern in specs if matches(pattern, path)), None)
+    named = variable.get_metadata().get("out_sharding") if pattern is None else specs[pattern]
+    if pattern is not None and named is None:
+        return None
+    spec = _checked_spec(path, shape, named, "its `out_sharding`" if pattern is None else f"`specs[{pattern!r}]`")
+    used = PartitionSpec(*(_without(entry, gathered) for entry in spec))
+    if pattern is None and not axes_of(spec) & gathered:
+        return place(shape, roles, used)
+    return placed(spec, used, len(shape)) if axes_of(spec) else None
+
+
+def _checked_spec(path: Any, shape: tuple[int, ...], named: Any, where: str) -> PartitionSpec:
+    """Returns a partition that somebody has named, without axes of one rank.
+
+    Raises:
+        ValueError: if it has more dimensions than the weight, names an axis that the mesh lacks, or does not divide it.
+    """
+    entries = () if named is None else tuple(named)
+    names = jax.sharding.get_abstract_mesh().axis_names
+    axes = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
+    unknown = [axis for entry in axes for axis in entry if axis not in names]
+    if unknown or len(entries) > len(shape):
+        raise ValueError(
+            f"the weight {name_of(path)} of shape {shape} is to be partitioned as {entries} by {where}, and the mesh "
+            f"in scope has the axes {names}. With `specs`, name one axis of the mesh, several, or `None` per dimension."
+        )
+    axes = [tuple(axis for axis in entry if degree(axis) > 1) for entry in axes]
+    for dim, entry in enumerate(axes):
+        if shape[dim] % degrees(entry):
+            raise ValueError(
+                f"the weight {name_of(path)} of shape {shape} is to be partitioned as {entries} by {where}, and "
+                f"{degrees(entry)} ranks of {' x '.join(entry)} do not divide dimension {dim}. Take another: `specs`."
+            )
+    return PartitionSpec(*(None if not entry else entry[0] if len(entry) == 1 else entry for entry in axes))
+
+
+def _without(entry: Any, axes: set[str]) -> Any:
+    kept = tuple(axis for axis in ((entry,) if isinstance(entry, str) else entry or ()) if axis not in axes)
+    return None if not kept else kept[0] if len(kept) == 1 else kept
+
+
+def _put(variable: nnx.Variable, placement: Placement | None) -> None:
+    """Puts what a variable holds on the mesh, and lets the variable say how."""
+    if placement is not None:
+        variable.set_metadata(out_sharding=tuple(placement.stored), placement=placement)
+    named = variable.get_metadata().get("out_sharding") or ()
+    known = axes_of(PartitionSpec(*named)) <= set(jax.sharding.get_abstract_mesh().axis_names)
+    spec = PartitionSpec(*named) if known else PartitionSpec()
+    value = variable.get_raw_value()
+    variable.set_raw_value(jax.tree.map(lambda array: _on_mesh(array, spec), value))
+
+
+def _on_mesh(value: Any, spec: PartitionSpec) -> Any:
+    if isinstance(value, Tracer):
+        extended = jnp.issubdtype(value.dtype, jax.dtypes.extended)
+        return value if extended else lax.with_sharding_constraint(value, spec)
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=NamedSharding(_mesh(), spec))
+    if isinstance(value, jax.Array | np.ndarray):
+        return jax.device_put(value, NamedSharding(_mesh(), spec))
+    return value
+
+
+def _mesh() -> Any:
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError:  # within a trace
+        return jax.sharding.get_abstract_mesh()
+
+
+def _put_back[M: nnx.Module](model: M) -> M:
+    """Puts arrays back as shards that something has replaced.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    moved = False
+    for variable in _variables(model).values():
+        placement, value = placement_of(variable), variable.get_raw_value()
+        if placement is None or not isinstance(value, jax.Array | np.ndarray) or isinstance(value, Tracer):
+            continue
+        placement.check_mesh("the model")
+        if not isinstance(value, jax.Array) or not lies(value, placement):
+            variable.set_raw_value(_on_mesh(value, placement.stored))
+            moved = True
+    if not moved:
+        raise ValueError(
+            "the model, or a part of it, is sharded already, and all its arrays are where they belong. Shard a "
+            "whole model once; to shard it otherwise, make it again."
+        )
+    return model
+
+
+def _warn_of_whole(placements: Mapping[Any, Placement | None], variables: Any, specs: Any, roles: Roles) -> None:
+    """Warns of large weights that stay whole, or are divided among fewer ranks than there are."""
+    ranks = degrees(tuple(a for a in roles.weights if a in jax.sharding.get_abstract_mesh().axis_names))
+    for path, placement in placements.items():
+        shape = variables[path].get_raw_value().shape
+        asked = any(matches(pattern, path) for pattern in specs)
+        shards = 1 if placement is None else shards_of(placement)
+        if ranks > 1 and shards < ranks and math.prod(shape) >= _LARGE and not asked:
+            parts = "stays whole on every rank" if shards == 1 else f"is divided among {shards} ranks alone"
+            warnings.warn(
+                f"a weight of shape {shape} {parts}: {name_of(path)}, as no dimension can be divided among {ranks}. "
+                "Choose sizes that the degrees divide; or say with `specs` that this is wanted.",
+                stacklevel=3,
+            )

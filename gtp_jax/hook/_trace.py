@@ -1,0 +1,189 @@
+"""One call of a unit, traced to a jaxpr in its caller's contexts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+from jax.core import Tracer, eval_jaxpr
+from jax.extend.core import Jaxpr
+
+from ._movement import form_in_use, own_part
+from ._nodes import Rebuild, is_array, is_dynamic, is_node, taken_apart, value_of, variables_of, with_value
+from ._placement import Placement, placement_of
+from ._scope import without_hook
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a call of a unit computes. It holds no traced array, as functions that outlive the trace hold it.
+
+    Attributes:
+        jaxpr: of the call; its inputs are weights, then other arrays, of which those at `arguments` are arguments of
+            the call.
+        consts: of the jaxpr; in the places of those that are traced, a mark.
+        placements: of the weights.
+        arguments: start and end of the arguments among the other arrays. What the unit's other variables hold, and
+            those of nodes among the arguments, is before them, and what is read from around the unit behind them.
+    """
+
+    jaxpr: Jaxpr
+    consts: tuple[Any, ...]
+    placements: tuple[Placement, ...]
+    arguments: tuple[int, int]
+
+    def evaluate(self, jaxpr: Jaxpr, weights: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
+        """Returns the outputs of `jaxpr`, which has the constants of this one."""
+        end = self.arguments[1]
+        captured = iter(rest[end:])
+        consts = [next(captured) if const is _CAPTURED else const for const in self.consts]
+        return eval_jaxpr(jaxpr, consts, *weights, *rest[:end])
+
+
+class Traced(NamedTuple):
+    """A call of a unit.
+
+    Attributes:
+        program: what it computes.
+        weights: the shards of weights that are gathered.
+        rest: the other arrays.
+        finish: takes the program's outputs, writes what the unit wrote to its variables, and returns its result.
+    """
+
+    program: Program
+    weights: list[Any]
+    rest: list[Any]
+    finish: Rebuild
+
+
+_CAPTURED = object()  # stands for a constant that is traced
+
+
+def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: Any) -> Traced:
+    """Traces `original(unit, *args, **kwargs)` on a copy of the unit, and of the nodes among its arguments."""
+    flat, tree = jax.tree.flatten((args, kwargs), is_leaf=is_node)
+    nodes = (unit, *(leaf for leaf in flat if is_node(leaf)))
+    graph, state = nnx.split(nodes)
+    leaves, structure = variables_of(state)
+    values, of_values = jax.tree.flatten([value_of(leaf) for leaf in leaves])
+    owners = [leaf for leaf in leaves for _ in jax.tree.leaves(value_of(leaf))]
+    placements = [_gathered(owner) if is_dynamic(value) else None for owner, value in zip(owners, values, strict=True)]
+    at_weights = [i for i, placement in enumerate(placements) if placement is not None]
+    at_others = [i for i, value in enumerate(values) if is_dynamic(value) and placements[i] is None]
+    at_arguments = [i for i, leaf in enumerate(flat) if is_array(leaf)]
+    originals = _graph_of(nodes)
+    finish: list[Rebuild] = []
+
+    def function(weights: list[Any], others: list[Any], arguments: list[Any]) -> list[Any]:
+        put = list(values)
+        for i, value in zip((*at_weights, *at_others), (*weights, *others), strict=True):
+            put[i] = value
+        copies = [with_value(leaf, v) for leaf, v in zip(leaves, jax.tree.unflatten(of_values, put), strict=True)]
+        merged = nnx.merge(graph, jax.tree.unflatten(structure, copies))
+        given, own = list(flat), iter(merged[1:])
+        for i, value in zip(at_arguments, arguments, strict=True):
+            given[i] = value
+        given = [next(own) if is_node(leaf) else leaf for leaf in given]
+        args, kwargs = jax.tree.unflatten(tree, given)
+        before = _Before(originals, _graph_of(merged))
+        with without_hook():  # units within have their weights already
+            result = original(merged[0], *args, **kwargs)
+        arrays, rebuild = before.taken_apart(result)
+        written, write = before.writes()
+
+        finish.append(functools.partial(_finish, rebuild, write, len(arrays)))
+        return [*arrays, *written]
+
+    weights, others = [values[i] for i in at_weights], [values[i] for i in at_others]
+    arguments = [flat[i] for i in at_arguments]
+    known = tuple(placement for placement in placements if placement is not None)
+    gathered = [form_in_use(shard, placement) for shard, placement in zip(weights, known, strict=True)]
+    closed = jax.make_jaxpr(function)(gathered, others, arguments)
+    captured = [const for const in closed.consts if isinstance(const, Tracer)]
+    consts = tuple(_CAPTURED if isinstance(const, Tracer) else const for const in closed.consts)
+    program = Program(closed.jaxpr, consts, known, (len(others), len(others) + len(arguments)))
+    return Traced(program, weights, [*others, *arguments, *captured], finish[-1])
+
+
+def _finish(rebuild: Rebuild, write: Rebuild, results: int, found: Sequence[Any]) -> Any:
+    write(found[results:])
+    return rebuild(found[:results])
+
+
+def _gathered(owner: Any) -> Placement | None:
+    placement = placement_of(owner)
+    return placement if placement is not None and placement.gathered else None
+
+
+def _graph_of(nodes: tuple[Any, ...]) -> list[Any]:
+    """Returns the nodes and variables within nodes, in an order that depends on their structure alone."""
+    return [node for _, node in nnx.iter_graph(nodes) if is_node(node)]
+
+
+class _Before:
+    """The copies that a call is made on, as they were before it.
+
+    Args:
+        originals: what they are copies of.
+        copies: in the same order.
+    """
+
+    def __init__(self, originals: list[Any], copies: list[Any]) -> None:
+        self._pairs = list(zip(originals, copies, strict=True))
+        self._known = {id(copy): original for original, copy in self._pairs}
+        self._attributes = {id(copy): dict(vars(copy)) for copy in copies if not isinstance(copy, nnx.Variable)}
+        self._values = {id(copy): copy.get_raw_value() for copy in copies if isinstance(copy, nnx.Variable)}
+
+    def taken_apart(self, value: Any) -> tuple[list[Any], Rebuild]:
+        """Returns the arrays within a value, and what makes it of others, with originals in the places of copies."""
+        return taken_apart(value, self._known)
+
+    def writes(self) -> tuple[list[Any], Rebuild]:
+        """Returns the arrays of all that the call has written, and what writes them to the originals."""
+        arrays: list[Any] = []
+        put: list[tuple[int, Rebuild]] = []
+
+        def write(value: Any, setter: Callable[[Any], Any]) -> None:
+            own, rebuild = self.taken_apart(value)
+            arrays.extend(own)
+            put.append((len(own), lambda found: setter(rebuild(found))))
+
+        for original, copy in self._pairs:
+            if isinstance(copy, nnx.Variable):
+                if copy.get_raw_value() is not self._values[id(copy)]:
+                    write(copy.get_raw_value(), lambda value, node=original: _write(node, value))
+                continue
+            before, now = self._attributes[id(copy)], vars(copy)
+            for name in (name for name in now if not name.startswith("_pytree__")):
+                if name not in before or _differs(now[name], before[name]):
+                    write(now[name], lambda value, node=original, name=name: setattr(node, name, value))
+            for name in (name for name in before if name not in now):
+                put.append((0, lambda _, node=original, name=name: delattr(node, name)))
+
+        def write_all(found: Sequence[Any]) -> None:
+            start = 0
+            for count, one in put:
+                one(found[start : start + count])
+                start += count
+
+        return arrays, write_all
+
+
+def _write(variable: nnx.Variable, value: Any) -> None:
+    placement = _gathered(variable)
+    variable.set_raw_value(value if placement is None else own_part(value, placement))
+
+
+def _differs(now: Any, before: Any) -> bool:
+    if now is before:
+        return False
+    if is_node(now) or is_node(before) or is_array(now) or is_array(before):
+        return True
+    try:
+        return type(now) is not type(before) or bool(now != before)
+    except ValueError:  # of numpy's arrays
+        return True

@@ -1,0 +1,93 @@
+"""The subclasses of users' classes whose methods are the hook's."""
+
+from __future__ import annotations
+
+import copyreg
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from flax import nnx
+
+from ..chain import Remat
+from ._call import call_holder, call_unit
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """A module whose weights are gathered for each of its calls.
+
+    Attributes:
+        remat: names what is kept for backward.
+        keep_last: whether its gathered weights are kept too, if no unit follows.
+        methods: the methods that gather.
+    """
+
+    remat: Remat
+    keep_last: bool
+    methods: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Holder:
+    """A module with units within it: each of its public methods begins a walk."""
+
+
+Kind = Unit | Holder
+
+
+def kind_of(module: Any) -> Kind | None:
+    """Returns what `shard` has made of a module; `None` if nothing."""
+    return getattr(type(module), "_gtp_kind", None)
+
+
+def make(module: nnx.Module, kind: Kind) -> None:
+    """Makes a module a unit or a holder: an instance of a subclass of its class."""
+    object.__setattr__(module, "__class__", _hooked(type(module), kind))
+
+
+def methods_of(cls: type, names: Iterable[str] | None = None) -> dict[str, Callable[..., Any]]:
+    """Returns the public methods of a class that its author wrote, `__call__` among them; or those of these names."""
+    found: dict[str, Callable[..., Any]] = {}
+    for base in reversed(cls.__mro__):
+        if base in nnx.Module.__mro__:
+            continue
+        for name, member in vars(base).items():
+            public = not name.startswith("_") or name == "__call__"
+            plain = inspect.isfunction(member) and not inspect.isgeneratorfunction(member)
+            if public and plain and (names is None or name in names):
+                found[name] = member
+            elif name in found:
+                del found[name]
+    return found
+
+
+class _Hooked(type(nnx.Module)):
+    """The metaclass of subclasses made here, which are pickled as what they are made of."""
+
+
+@functools.cache
+def _hooked(cls: type, kind: Kind) -> type:
+    names = kind.methods if isinstance(kind, Unit) else None
+    members = {name: _hook(method, kind) for name, method in methods_of(cls, names).items()}
+    members |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    members |= {"_gtp_kind": kind, "_gtp_class": cls}
+    # Flax looks for some methods in the class itself
+    own = {k: v for k, v in vars(cls).items() if inspect.isfunction(v) and not k.startswith("_")}
+    options = {"pytree": cls._pytree__is_pytree} if hasattr(cls, "_pytree__is_pytree") else {}
+    return _Hooked(cls.__name__, (cls,), {**own, **members}, **options)
+
+
+def _hook(method: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(kind, Unit):
+            return call_unit(method, self, args, kwargs, remat=kind.remat, keep_last=kind.keep_last)
+        return call_holder(method, self, args, kwargs)
+
+    return call
+
+
+copyreg.pickle(_Hooked, lambda cls: (_hooked, (cls._gtp_class, cls._gtp_kind)))  # pyright: ignore

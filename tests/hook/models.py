@@ -1,0 +1,195 @@
+"""Models of stock Flax layers, which know nothing of gtp_jax, in float64; and ways to call their blocks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+WIDTH, VOCAB, LENGTH, BATCH, DEPTH = 16, 32, 6, 16, 4
+F64: dict[str, Any] = dict(dtype=jnp.float64, param_dtype=jnp.float64)
+
+
+class Attention(nnx.Module):
+    """Attention in float64 throughout, which `nnx.MultiHeadAttention` is not."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.qkv = nnx.LinearGeneral(WIDTH, (3, 4, 4), rngs=rngs, **F64)
+        self.out = nnx.LinearGeneral((4, 4), WIDTH, axis=(-2, -1), rngs=rngs, **F64)
+
+    def __call__(self, x, mask=None):
+        q, k, v = jnp.moveaxis(self.qkv(x), -3, 0)
+        scores = jnp.einsum("...qhd,...khd->...hqk", q, k) / 2
+        scores = scores if mask is None else jnp.where(mask, scores, -jnp.inf)
+        return self.out(jnp.einsum("...hqk,...khd->...qhd", jax.nn.softmax(scores, -1), v))
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, dropout: float):
+        self.first = nnx.LayerNorm(WIDTH, rngs=rngs, **F64)
+        self.attention = Attention(rngs)
+        self.second = nnx.LayerNorm(WIDTH, rngs=rngs, **F64)
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs, **F64)
+        self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs, **F64)
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+
+    def __call__(self, x, mask=None, *, scale=1.0):
+        x = x + self.attention(self.first(x), mask)
+        return x + scale * self.dropout(self.down(jax.nn.gelu(self.up(self.second(x)))))
+
+
+class GPT2(nnx.Module):
+    """Learned positions, a causal mask that blocks share, and a tied head."""
+
+    def __init__(self, rngs: nnx.Rngs, dropout: float = 0.1):
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs, **F64)
+        self.positions = nnx.Param(0.5 * jax.random.normal(rngs.params(), (LENGTH, WIDTH), jnp.float64))
+        self.blocks = nnx.List([Block(rngs, dropout) for _ in range(DEPTH)])
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs, **F64)
+
+    def __call__(self, tokens, way="plain"):
+        x = self.embed(tokens) + self.positions[: tokens.shape[1]]
+        return WAYS[way](self, x, nnx.make_causal_mask(tokens))
+
+    def head(self, x):
+        return self.embed.attend(self.norm(x))
+
+
+def _plain(model, x, mask):
+    for block in model.blocks:
+        x = block(x, mask)
+    return model.head(x)
+
+
+def _hidden_state(model, x, mask):
+    hidden = []
+    for block in model.blocks:
+        x = block(x, mask)
+        hidden.append(x)
+    return hidden[1]
+
+
+def _two_outputs(model, x, mask):
+    hidden = _hidden_state(model, x, mask)
+    return jnp.concatenate([hidden, _plain(model, x, mask)], -1)
+
+
+def _stop_gradient(model, x, mask):
+    for i, block in enumerate(model.blocks):
+        x = block(x, mask)
+        x = lax.stop_gradient(x) if i == 1 else x
+    return model.head(x)
+
+
+def _in_order(*order):
+    def way(model, x, mask):
+        for i in order:
+            x = model.blocks[i](x, mask)
+        return model.head(x)
+
+    return way
+
+
+def _u_shape(model, x, mask):
+    a = model.blocks[0](x, mask)
+    b = model.blocks[1](a, mask)
+    c = model.blocks[2](b + a, mask)
+    return model.blocks[3](c + x, mask) * a
+
+
+def _keyword(model, x, mask):
+    for block in model.blocks:
+        x = block(x, mask=mask, scale=0.5)
+    return model.head(x)
+
+
+def _dropped_result(model, x, mask):
+    for block in model.blocks:
+        block(x, mask)
+        x = block(x, mask)
+    return model.head(x)
+
+
+def _nnx_remat(model, x, mask):
+    for block in model.blocks:
+        x = nnx.remat(lambda block, x, mask: block(x, mask))(block, x, mask)
+    return model.head(x)
+
+
+def _jax_checkpoint(model, x, mask):
+    for block in model.blocks:
+        graph, state = nnx.split(block)
+        x = jax.checkpoint(lambda state, x, mask, graph=graph: nnx.merge(graph, state)(x, mask))(state, x, mask)
+    return model.head(x)
+
+
+def _cond(model, x, mask):
+    for i, block in enumerate(model.blocks):
+        sign = -1 if i % 2 else 1
+        call, skip = lambda block, x, mask: block(x, mask), lambda block, x, mask: 2 * x
+        x = nnx.cond(x.sum() > sign * 1e9, call, skip, block, x, mask)
+    return model.head(x)
+
+
+def _vmap(model, x, mask):
+    for block in model.blocks:
+        x = jax.vmap(lambda x, block=block: block(x, None, scale=0.5))(x)
+    return model.head(x)
+
+
+def _scan(model, x, mask):
+    def body(x, _):
+        for block in model.blocks:
+            x = block(x, mask)
+        return x, None
+
+    return model.head(lax.scan(body, x, length=2)[0])
+
+
+def _jit(model, x, mask):
+    for block in model.blocks:
+        x = nnx.jit(lambda block, x, mask: block(x, mask))(block, x, mask)
+    return model.head(x)
+
+
+WAYS: dict[str, Callable[[Any, jax.Array, jax.Array], jax.Array]] = {
+    "plain": _plain,
+    "hidden state": _hidden_state,
+    "two outputs": _two_outputs,
+    "stop_gradient": _stop_gradient,
+    "skipped": _in_order(0, 3),
+    "repeated": _in_order(0, 1, 2, 3, 0, 1, 2, 3),
+    "one repeated": _in_order(0, 0, 0),
+    "reversed": _in_order(3, 2, 1, 0),
+    "U shape": _u_shape,
+    "keyword": _keyword,
+    "result dropped": _dropped_result,
+    "nnx.remat": _nnx_remat,
+    "jax.checkpoint": _jax_checkpoint,
+    "cond": _cond,
+    "vmap": _vmap,
+    "scan": _scan,
+    "jit": _jit,
+}
+# those whose transformation does not let dropout count
+WITHOUT_DROPOUT = {"jax.checkpoint", "vmap", "scan"}
+
+
+def tokens() -> jax.Array:
+    return jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (BATCH, LENGTH)))
+
+
+@functools.cache
+def mean_of(way: str) -> Callable[[Any, Any], jax.Array]:
+    """Returns a loss, `(model, tokens) -> mean`."""
+
+    def loss(model, tokens):
+        return jnp.mean(jnp.sin(3 * model(tokens, way)))
+
+    return loss

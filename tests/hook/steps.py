@@ -1,0 +1,60 @@
+"""Steps of a model with `nnx.Optimizer` under `nnx.jit`, with a mesh and without."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import gtp_jax as gtp
+
+MESHES = {"gtp 8": dict(gtp=8), "dp 2, gtp 4": dict(dp=2, gtp=4)}
+
+
+def scope(degrees: dict[str, int] | None) -> Any:
+    return contextlib.nullcontext() if degrees is None else jax.set_mesh(gtp.make_mesh(**degrees))
+
+
+def train(
+    model: nnx.Module, loss: Callable[..., jax.Array], batch: Any, steps: int = 3, optimizer: Any = None
+) -> dict[str, np.ndarray]:
+    """Returns losses, gradients of the first step and of the last, and all variables after it, by name."""
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-2, eps=1e-3) if optimizer is None else optimizer, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, batch):
+        value, gradients = nnx.value_and_grad(loss)(model, batch)
+        optimizer.update(model, gradients)
+        return value, gradients
+
+    done = [step(model, optimizer, batch) for _ in range(steps)]
+    found = {"first loss": np.asarray(done[0][0]), "losses": np.asarray([float(value) for value, _ in done])}
+    parts = (("first gradient", done[0][1]), ("gradient", done[-1][1]))
+    for title, state in (*parts, ("variable", nnx.state(model)), ("optimizer", nnx.state(optimizer))):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+            array = jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+            found[f"{title} {jax.tree_util.keystr(path)}"] = np.asarray(array)
+    return found
+
+
+def assert_equal(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], tolerance: float = 1e-12) -> None:
+    """Compares every array, relative to its largest magnitude; after several steps, which make differences larger, to
+    a thousand times the tolerance."""
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        allowed = tolerance if name.startswith("first") else 1000 * tolerance
+        bound = allowed * max(float(np.abs(array.astype(np.float64)).max(initial=0)), 1e-6)
+        np.testing.assert_allclose(found[name], array, rtol=0, atol=bound, err_msg=name)
+
+
+def together(make: Callable[[], nnx.Module], loss: Any, batch: Any, degrees: dict[str, int], **options: Any):
+    """Returns what `train` finds of a model that is sharded over a mesh, and of the same model without a mesh."""
+    wanted = train(make(), loss, batch)
+    with scope(degrees):
+        found = train(gtp.shard(make(), min_size=64, **options), loss, batch)
+    return found, wanted

@@ -1,0 +1,102 @@
+"""Meshes whose axes have other names, and weights whose authors have annotated them, tensor parallelism included."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import gtp_jax as gtp
+from gtp_jax import hlo
+
+from .models import F64, WIDTH
+from .steps import assert_equal, train
+
+ROLES = gtp.Roles(batch=("data", "fsdp"), weights=("fsdp",), tensor="tp")
+
+
+class Block(nnx.Module):
+    """A feed-forward network, column-parallel and then row-parallel if `annotated`; of a name alone otherwise."""
+
+    def __init__(self, rngs, annotated, width=WIDTH, **dtypes):
+        def init(*names):
+            kind = nnx.initializers.lecun_normal()
+            return nnx.with_partitioning(kind, names) if annotated else kind
+
+        self.up = nnx.Linear(width, 4 * width, kernel_init=init(None, "tp"), use_bias=False, rngs=rngs, **dtypes)
+        self.down = nnx.Linear(4 * width, width, kernel_init=init("tp", "fsdp"), use_bias=False, rngs=rngs, **dtypes)
+        self.out = nnx.Linear(width, width, rngs=rngs, **dtypes)
+
+    def __call__(self, x):
+        return x + self.out(jnp.tanh(self.down(jax.nn.gelu(self.up(x)))))
+
+
+class Model(nnx.Module):
+    def __init__(self, annotated, **options):
+        rngs = nnx.Rngs(0)
+        self.blocks = nnx.List([Block(rngs, annotated, **options) for _ in range(3)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def mesh_of(devices=None, **sizes):
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
+
+
+def loss(model, x):
+    return jnp.sin(3 * model(x)).mean()
+
+
+def test_annotations_are_kept_and_steps_are_those_without_a_mesh(x64):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, WIDTH)))
+    wanted = train(Model(False, **F64), loss, x)
+    with jax.set_mesh(mesh_of(data=2, fsdp=2, tp=2)):
+        model = gtp.shard(Model(True, **F64), min_size=64, roles=ROLES)
+        block = model.blocks[0]
+        specs = [layer.kernel.get_value().sharding.spec for layer in (block.up, block.down, block.out)]
+        # no author named an axis that gathers `up`; `down` stays as its author says; `out` is over all but tp
+        assert specs == [P(("data", "fsdp"), "tp"), P("tp", "fsdp"), P(("data", "fsdp"), None)]
+        found = train(model, loss, x)
+        assert_equal(found, wanted)
+
+
+def test_rules_per_path_come_before_annotations(x64):
+    with jax.set_mesh(mesh_of(data=2, fsdp=2, tp=2)):
+        specs = {"blocks.*.down.kernel": P("fsdp"), "blocks.*.out.kernel": None}
+        block = gtp.shard(Model(True, **F64), min_size=64, roles=ROLES, specs=specs).blocks[0]
+        assert block.down.kernel.get_value().sharding.spec == P("fsdp")
+        assert block.out.kernel.get_value().sharding.is_fully_replicated
+
+
+def test_a_mesh_without_an_axis_of_the_roles_is_refused(x64):
+    with jax.set_mesh(mesh_of(fsdp=8)), pytest.raises(ValueError, match=r"axes \('fsdp',\).*over \('gtp',\).*roles="):
+        gtp.shard(Model(False, **F64), min_size=64)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(hlo.missing_packages()), reason="compiles for H200")
+def test_weights_are_gathered_and_reduced_over_their_axis_alone():
+    width = 2048
+    mesh = mesh_of(hlo.topology_devices(hlo.parse_target("h200:8")), fsdp=4, tp=2)
+    with jax.set_mesh(mesh):
+        dtype = dict(width=width, dtype=jnp.bfloat16)
+        roles = gtp.Roles(batch=("fsdp",), weights=("fsdp",), tensor="tp")
+        model = gtp.shard(nnx.eval_shape(lambda: Model(True, **dtype)), roles=roles)
+        graph, state = nnx.split(model)
+        place = jax.sharding.NamedSharding(mesh, P("fsdp"))
+        x = jax.ShapeDtypeStruct((64, 1024, width), jnp.bfloat16, sharding=place)
+        gradient = jax.value_and_grad(lambda state, x: (nnx.merge(graph, state)(x).astype(jnp.float32) ** 2).mean())
+        out = None, jax.tree.map(lambda a: a.sharding, state)
+        text = jax.jit(gradient, out_shardings=out).lower(state, x).compile(hlo.COMPILE_OPTIONS).as_text()
+    found = hlo.launch_order(text)
+    parts = 3 * (2 * 4 * width * width // 2 + width * width)  # in use on a rank: tp halves two of three matrices
+    scattered = found.collectives("reduce-scatter")
+    assert sum(operand.elements for e in scattered for operand in e.collective.operands) == parts
+    # what is summed over tp are activations, and over all ranks biases
+    summed = [shape for e in found.collectives("all-reduce") for shape in e.shapes]
+    assert all(shape.dims == (16, 1024, width) or shape.elements <= 4 * width for shape in summed)

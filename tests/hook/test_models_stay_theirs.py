@@ -1,0 +1,119 @@
+"""A sharded model is the model it was, for Python, Flax and orbax."""
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import gtp_jax as gtp
+from gtp_jax import hook
+
+from .models import DEPTH, GPT2, Block, mean_of, tokens
+from .steps import MESHES, scope
+
+
+def sharded(**options):
+    return gtp.shard(GPT2(nnx.Rngs(0, dropout=1)), min_size=64, **options)
+
+
+def output(model):
+    model.eval()
+    return np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, tokens()))
+
+
+def test_classes_paths_and_methods_are_those_they_were(x64):
+    plain = GPT2(nnx.Rngs(0, dropout=1))
+    with scope(MESHES["gtp 8"]):
+        model = sharded()
+        assert isinstance(model, GPT2) and all(isinstance(block, Block) for block in model.blocks)
+        assert type(model.blocks[0]) is not Block and type(model.blocks[0]).__name__ == "Block"
+        assert isinstance(model.blocks, nnx.List) and len(model.blocks) == DEPTH
+        paths = [[path for path, _ in nnx.to_flat_state(nnx.state(m))] for m in (model, plain)]
+        assert paths[0] == paths[1]
+
+
+def test_copies_of_every_kind_compute_the_same(x64):
+    with scope(MESHES["gtp 8"]):
+        model = sharded()
+        wanted = output(model)
+        for of in (
+            nnx.clone(model),
+            nnx.merge(*nnx.split(model)),
+            copy.deepcopy(model),
+            pickle.loads(pickle.dumps(model)),
+            nnx.merge(pickle.loads(pickle.dumps(nnx.split(model)[0])), nnx.split(model)[1]),
+        ):
+            assert isinstance(of, GPT2) and hook.unit_facts(of) == hook.unit_facts(model)
+            np.testing.assert_array_equal(output(of), wanted)
+        assert nnx.split(nnx.clone(model))[0] == nnx.split(model)[0]  # one program for both
+
+
+@pytest.mark.parametrize("mesh", list(MESHES))
+def test_every_matrix_is_stored_as_shards_and_so_are_the_moments(mesh, x64):
+    with scope(MESHES[mesh]):
+        model = sharded()
+        optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+        step = nnx.jit(lambda model, optimizer, t: optimizer.update(model, nnx.grad(mean_of("plain"))(model, t)))
+        for _ in range(2):  # before a step and after it
+            for state in (nnx.state(model, nnx.Param), nnx.state(optimizer)):
+                for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+                    if leaf.size >= 64:
+                        assert leaf.addressable_shards[0].data.size == leaf.size // 8, path
+            step(model, optimizer, tokens())
+
+
+def test_an_abstract_model_is_loaded_as_shards(tmp_path, x64):
+    with scope(MESHES["gtp 8"]):
+        model = sharded()
+        ocp.StandardCheckpointer().save(tmp_path / "model", nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+        wanted = output(model)
+    with scope(MESHES["dp 2, gtp 4"]):
+        abstract = gtp.shard(nnx.eval_shape(lambda: GPT2(nnx.Rngs(0, dropout=1))), min_size=64)
+        state = nnx.state(abstract, nnx.Param)
+        loaded = ocp.StandardCheckpointer().restore(tmp_path / "model", nnx.to_pure_dict(state))
+        table = loaded["embed"]["embedding"]
+        assert table.addressable_shards[0].data.size == table.size // 8
+        nnx.replace_by_pure_dict(state, loaded)
+        fresh = GPT2(nnx.Rngs(7, dropout=1))
+        made = gtp.shard(fresh, min_size=64)
+        nnx.update(made, state)
+        np.testing.assert_allclose(output(made), wanted, rtol=0, atol=1e-13)
+
+
+def test_a_model_is_created_as_shards(x64):
+    with scope(MESHES["gtp 8"]):
+        model = gtp.init(lambda rngs: gtp.shard(GPT2(rngs), min_size=64), nnx.Rngs(0, dropout=1))
+        np.testing.assert_array_equal(output(model), output(sharded()))
+        assert model.embed.embedding.get_value().sharding.spec == P("gtp")
+
+        @nnx.jit
+        def create():
+            return gtp.shard(GPT2(nnx.Rngs(0, dropout=1)), min_size=64)
+
+        kernel = create().blocks[0].up.kernel.get_value()
+        assert kernel.addressable_shards[0].data.size == kernel.size // 8
+
+
+def test_without_the_hook_a_model_takes_forward_mode(x64):
+    with scope(MESHES["gtp 8"]):
+        model = sharded()
+        model.eval()
+        graph, state = nnx.split(model)
+        function = lambda state: mean_of("plain")(nnx.merge(graph, state), tokens())  # noqa: E731
+        ones = jax.tree.map(
+            lambda a: jnp.ones_like(a) if a.dtype == jnp.float64 else np.zeros(a.shape, jax.dtypes.float0), state
+        )
+        with gtp.without_hook():
+            _, along = jax.jit(lambda state: jax.jvp(function, (state,), (ones,)))(state)
+        gradient = jax.jit(jax.grad(function, allow_int=True))(state)
+        wanted = sum(g.sum() for g in jax.tree.leaves(gradient) if g.dtype == jnp.float64)
+        np.testing.assert_allclose(along, wanted, rtol=1e-12)
+        with pytest.raises(TypeError, match=r"forward mode.*gtp_jax\.without_hook"):
+            jax.jvp(function, (state,), (ones,))

@@ -1,0 +1,60 @@
+"""The schedule that XLA makes of a stock GPT-2, sharded, for eight H200s. Needs no GPU."""
+
+import math
+
+import pytest
+
+from gtp_jax import hlo
+
+from .programs import HIDDEN, LAYERS, VOCAB, WIDTH, compiled
+
+missing = hlo.missing_packages()
+pytestmark = pytest.mark.skipif(bool(missing), reason=f"compiling for H200 needs {', '.join(missing)}")
+
+MATRICES = [WIDTH * WIDTH] * 4 + [WIDTH * HIDDEN] * 2  # of a block
+TABLE = VOCAB * WIDTH  # of the embedding, and of the head
+ELEMENTS = LAYERS * sum(MATRICES) + 2 * TABLE
+MESHES = [(("gtp", 8),), pytest.param((("dp", 2), ("gtp", 4)), marks=pytest.mark.slow)]
+
+
+def events(kind, mesh=(("gtp", 8),), **options):
+    text, _ = compiled(degrees=mesh, **options)
+    return hlo.launch_order(text).collectives(kind)
+
+
+def elements(shapes):
+    return sum(math.prod(shape.dims) for shape in shapes)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_each_matrix_is_reduced_once_and_by_a_reduce_scatter(mesh):
+    scattered = events("reduce-scatter", mesh)
+    assert sum(elements(e.collective.operands) for e in scattered) == ELEMENTS
+    assert {e.collective.dtype for e in scattered} == {"bf16"}  # the dtype in which the layers compute
+    # biases and norms alone, the widest of which is that of `up`
+    assert all(shape.elements <= LAYERS * 10 * WIDTH for e in events("all-reduce", mesh) for shape in e.shapes)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_each_matrix_is_gathered_once_in_each_pass_but_for_the_table_and_the_head(mesh):
+    gathered = {"forward": 0, "backward": 0}
+    for e in events("all-gather", mesh):
+        gathered[e.direction] += elements(e.collective.results)
+    # backward of a lookup needs no table, and that of the head, with which it begins, has the weight of forward
+    assert gathered == {"forward": ELEMENTS, "backward": ELEMENTS - 2 * TABLE}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_gather_but_the_first_two_and_every_scatter_but_the_last_runs_under_matmuls(mesh):
+    program = hlo.launch_order(compiled(degrees=mesh)[0])
+    bare = {e.name for e in program.exposed("all-gather", "reduce-scatter")}
+    # nothing is computed before the embedding and the first block, nor after their gradients
+    assert not bare & {e.name for e in program.collectives("all-gather")[2:]}
+    assert not bare & {e.name for e in program.collectives("reduce-scatter")[:-1]}
+    assert len(program.collectives("all-gather")) == 2 * LAYERS + 2  # one for all weights of a block
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["matmuls", "nothing"])
+def test_temporaries_are_fewer_than_without_the_hook(remat):
+    assert compiled(remat=remat)[1] < compiled(hook=False)[1]

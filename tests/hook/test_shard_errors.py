@@ -1,0 +1,106 @@
+"""What `gtp.shard` and sharded models refuse, and what they warn of, with a remedy."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import gtp_jax as gtp
+
+from .models import GPT2, Block, tokens
+from .steps import MESHES, scope
+
+
+def make():
+    return GPT2(nnx.Rngs(0, dropout=1))
+
+
+CASES = {
+    "no pattern matches": (
+        lambda: gtp.shard(make(), "layers.*", min_size=64),
+        r"`blocks` is 'layers\.\*', which matches no module.*blocks\.0",
+    ),
+    "no class matches": (lambda: gtp.shard(make(), nnx.Conv, min_size=64), "matches no module"),
+    "no list": (
+        lambda: gtp.shard(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), min_size=8),
+        "no list of similar modules.*Name them",
+    ),
+    "all small": (lambda: gtp.shard(make()), "no floating-point `nnx.Param` of 16384 elements.*smaller `min_size`"),
+    "unknown axis": (
+        lambda: gtp.shard(make(), min_size=64, specs={"embed.embedding": P("fsdp")}),
+        r"embed\.embedding of shape \(32, 16\).*'fsdp'.*axes \('dp', 'gtp', 'tp'\)",
+    ),
+    "does not divide": (
+        lambda: gtp.shard(make(), min_size=64, specs={"positions": P("gtp")}),
+        "8 ranks of gtp do not divide dimension 0",
+    ),
+    "remat": (lambda: gtp.shard(make(), remat="all"), "`remat` is 'all'; it must be one of 'nothing'"),
+    "min_size": (lambda: gtp.shard(make(), min_size=0), "`min_size` is 0"),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_arguments_are_refused_by_name(case, x64):
+    call, message = CASES[case]
+    with scope(MESHES["gtp 8"]), pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_other_types_are_refused(x64):
+    with scope(MESHES["gtp 8"]):
+        with pytest.raises(TypeError, match="`model` is a dict; it must be an `nnx.Module`"):
+            gtp.shard({})
+        with pytest.raises(TypeError, match="`blocks` is 3; it must be a pattern"):
+            gtp.shard(make(), 3, min_size=64)
+
+
+def test_without_a_mesh_it_is_refused_when_sharded_and_when_called(x64):
+    with pytest.raises(ValueError, match="no mesh in scope.*jax.set_mesh"):
+        gtp.shard(make(), min_size=64)
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(make(), min_size=64)
+    with pytest.raises(
+        ValueError, match=re.escape("sharded by `gtp_jax.shard` over gtp 8, and the mesh in scope is no mesh")
+    ):
+        model(tokens())
+    with (
+        scope(MESHES["dp 2, gtp 4"]),
+        pytest.raises(ValueError, match="over gtp 8, and the mesh in scope is dp 2 x gtp 4"),
+    ):
+        model(tokens())
+
+
+def test_a_model_is_sharded_once(x64):
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(make(), Block, min_size=64)
+        with pytest.raises(ValueError, match="sharded already"):
+            gtp.shard(model, Block, min_size=64)
+
+
+def test_arrays_from_elsewhere_are_refused_until_they_are_put_back(x64):
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(make(), Block, min_size=64)
+        model.eval()
+        wanted = model(tokens())
+        kernel = model.blocks[0].up.kernel
+        kernel.set_raw_value(jax.device_put(jax.device_get(kernel.get_raw_value()), jax.devices()[0]))
+        with pytest.raises(ValueError, match=r"of shape \(16, 64\) of Block.*Call `gtp_jax.shard` on the model again"):
+            model(tokens())
+        assert jnp.array_equal(gtp.shard(model)(tokens()), wanted)
+
+
+class Odd(nnx.Module):
+    def __init__(self):
+        self.layers = nnx.List([nnx.Linear(1031, 1033, rngs=nnx.Rngs(0)) for _ in range(2)])
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_large_weight_that_stays_whole_is_worth_a_warning():
+    with (
+        scope(MESHES["gtp 8"]),
+        pytest.warns(UserWarning, match=r"\(1031, 1033\) stays whole on every rank: layers\.0\.kernel"),
+    ):
+        gtp.shard(Odd())

@@ -1,0 +1,169 @@
+"""Stock layers in their own dtypes, adapters, and gtp_jax's layers beside them."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+
+from .models import F64, GPT2, WIDTH, mean_of, tokens
+from .steps import MESHES, scope, train
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs, **dtype):
+        self.norm = nnx.RMSNorm(WIDTH, rngs=rngs, **dtype)
+        self.attention = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=rngs, **dtype)
+        self.conv = nnx.Conv(WIDTH, WIDTH, (3,), rngs=rngs, **dtype)
+        self.mix = nnx.Einsum("bsi,io->bso", (WIDTH, WIDTH), (WIDTH,), rngs=rngs, **dtype)
+
+    def __call__(self, x, mask):
+        x = x + self.attention(self.norm(x), mask=mask)
+        return x + self.mix(jnp.tanh(self.conv(x)))
+
+
+class Model(nnx.Module):
+    def __init__(self, **dtype):
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Embed(32, WIDTH, rngs=rngs, **dtype)
+        self.layer_0, self.layer_1, self.layer_2 = (Block(rngs, **dtype) for _ in range(3))
+        self.head = nnx.Linear(WIDTH, 32, rngs=rngs, **dtype)
+
+    def __call__(self, tokens):
+        x, mask = self.embed(tokens), nnx.make_causal_mask(tokens)
+        for block in (self.layer_0, self.layer_1, self.layer_2):
+            x = block(x, mask)
+        return self.head(x)
+
+
+def loss(model, tokens):
+    return gtp.cross_entropy(model(tokens), jnp.roll(tokens, 1, axis=1))[0].astype(jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "dtype, tolerance", [({}, 2e-6), pytest.param(dict(dtype=jnp.bfloat16), 3e-2, marks=pytest.mark.slow)]
+)
+def test_steps_in_the_layers_own_dtypes_are_those_without_a_mesh(dtype, tolerance):
+    plain, batch = Model(**dtype), tokens()
+    wanted = train(plain, loss, batch, steps=1)
+    with scope(MESHES["gtp 8"]):
+        found = train(gtp.shard(Model(**dtype), min_size=64), loss, batch, steps=1)
+    first = [name for name in wanted if name.startswith("first")]
+    # a key's bias has no gradient but by rounding
+    size = max(float(np.abs(wanted[name]).max()) for name in first if "gradient" in name)
+    for name in first:
+        bound = tolerance * (size if "gradient" in name else abs(float(wanted[name])))
+        np.testing.assert_allclose(found[name], wanted[name], rtol=0, atol=bound, err_msg=name)
+
+
+class Mixed(nnx.Module):
+    """A layer of gtp_jax's beside one of Flax's."""
+
+    def __init__(self, rngs):
+        self.own = gtp.Dense(WIDTH, WIDTH, dtype="float64", param_dtype="float64", rngs=rngs)
+        self.flax = nnx.Linear(WIDTH, WIDTH, rngs=rngs, **F64)
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.flax(jnp.sin(self.own(x))))
+
+
+class MixedModel(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([Mixed(rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:no mesh is in scope")
+def test_layers_of_gtp_jax_within_blocks_gather_their_own_weights(x64):
+    x = np.random.default_rng(0).normal(size=(8, WIDTH))
+
+    def mean(model, x):
+        return jnp.sin(3 * model(x)).mean()
+
+    def losses(factory, **options):
+        state = gtp.TrainState.create(gtp.init(factory, nnx.Rngs(0)), optax.sgd(0.5))
+        step = gtp.train_step(mean, optax.sgd(0.5), **options)
+        found = []
+        for _ in range(3):
+            state, metrics = step(state, x)
+            found.append(float(metrics["loss"]))
+        return found
+
+    wanted = losses(MixedModel)
+    with scope(MESHES["dp 2, gtp 4"]):
+        sharded = lambda rngs: gtp.shard(MixedModel(rngs), min_size=64)  # noqa: E731
+        np.testing.assert_allclose(losses(sharded), wanted, rtol=1e-12)
+
+
+def assert_leaves_close(found, wanted):
+    """Compares arrays alone: metadata of sharded variables say how they are sharded."""
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-13)
+
+
+def with_adapters(model, rngs):
+    for block in model.blocks:
+        block.up = nnx.LoRA(
+            WIDTH, 2, 4 * WIDTH, base_module=block.up, b_initializer=nnx.initializers.normal(0.3), rngs=rngs, **F64
+        )
+    return model
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_adapters_may_be_added_before_sharding_or_after(when, x64):
+    def adapters(model, tokens):
+        return nnx.value_and_grad(mean_of("plain"), argnums=nnx.DiffState(0, nnx.LoRAParam))(model, tokens)
+
+    plain = with_adapters(GPT2(nnx.Rngs(0, dropout=1)), nnx.Rngs(5))
+    wanted = nnx.jit(adapters)(plain, tokens())
+    with scope(MESHES["gtp 8"]):
+        model = GPT2(nnx.Rngs(0, dropout=1))
+        if when == "before":
+            model = gtp.shard(with_adapters(model, nnx.Rngs(5)), "blocks.*", min_size=64)
+        else:
+            model = with_adapters(gtp.shard(model, "blocks.*", min_size=64), nnx.Rngs(5))
+        found = nnx.jit(adapters)(model, tokens())
+    assert_leaves_close(found, wanted)
+    assert max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(wanted[1])) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_adapters_of_qwix_have_their_gradients(when, x64):
+    qwix = pytest.importorskip("qwix", reason="qwix is not installed")
+    provider = qwix.LoraProvider(module_path=".*(up|down)", rank=2, alpha=4.0)
+
+    def adapted(model):
+        model = qwix.apply_lora_to_model(model, provider, tokens())
+        for path, leaf in nnx.iter_graph(model):
+            if isinstance(leaf, nnx.LoRAParam):
+                shape = leaf.get_raw_value().shape
+                leaf.set_raw_value(jnp.asarray(np.random.default_rng(len(str(path))).normal(size=shape)))
+        return model
+
+    def make():
+        model = GPT2(nnx.Rngs(0, dropout=1))
+        model.eval()
+        return model
+
+    run = nnx.jit(
+        lambda model, t: nnx.value_and_grad(mean_of("plain"), argnums=nnx.DiffState(0, nnx.LoRAParam))(model, t)
+    )
+    wanted = jax.tree.map(np.asarray, run(adapted(make()), tokens()))
+    with scope(MESHES["gtp 8"]):
+        if when == "before":
+            model = gtp.shard(adapted(make()), "blocks.*", min_size=64)
+        else:
+            model = adapted(gtp.shard(make(), "blocks.*", min_size=64))
+        found = jax.tree.map(np.asarray, run(model, tokens()))
+    assert_leaves_close(found, wanted)
+    assert len(jax.tree.leaves(wanted[1])) == 16 and "qwix" in sys.modules

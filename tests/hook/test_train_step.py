@@ -1,0 +1,107 @@
+"""Sharded models in gtp_jax's own step, check, checkpoints and explanation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.nn import abstract_model
+
+from .models import GPT2, tokens
+from .steps import MESHES, scope
+
+OPTIMIZER = optax.adamw(1e-2, eps=1e-3)
+
+
+def make(rngs):
+    return GPT2(rngs)
+
+
+def sharded(rngs):
+    return gtp.shard(GPT2(rngs), min_size=64)
+
+
+def loss(model, batch):
+    return gtp.cross_entropy(model(batch["tokens"]), jnp.roll(batch["tokens"], 1, axis=1))
+
+
+def batch():
+    return {"tokens": tokens()}
+
+
+def rngs():
+    return nnx.Rngs(0, dropout=1)
+
+
+def trained(factory, degrees, steps=2, **options):
+    """Returns metrics of some steps, the state, and its parameters."""
+    with scope(degrees):
+        state = gtp.TrainState.create(gtp.init(factory, rngs()), OPTIMIZER)
+        step = gtp.train_step(loss, OPTIMIZER, **options)
+        found = []
+        for _ in range(steps):
+            state, metrics = step(state, batch())
+            found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+        return np.asarray(found), state, jax.tree.map(np.asarray, state.params)
+
+
+def assert_close(found, wanted):
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-11)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-9), found[2], wanted[2])
+
+
+@pytest.mark.filterwarnings("ignore:no mesh is in scope")
+def test_steps_with_microbatches_are_those_without_a_mesh_and_are_saved_and_restored(tmp_path, x64):
+    wanted = trained(make, None, microbatches=2)
+    found = trained(sharded, MESHES["dp 2, gtp 4"], microbatches=2)
+    assert_close(found, wanted)
+    table = found[1].opt_state[0].mu["embed"]["embedding"]
+    assert table.addressable_shards[0].data.size == table.size // 8
+    with scope(MESHES["dp 2, gtp 4"]), Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(2, found[1])
+    with scope(MESHES["gtp 8"]), Checkpoints(tmp_path) as checkpoints:
+        model = abstract_model(lambda _: sharded(rngs()))
+        state, _ = checkpoints.restore(gtp.TrainState.create(model, OPTIMIZER))
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state.params), found[2])
+        metrics = gtp.eval_step(loss)(state, batch())
+        assert np.isfinite(metrics["loss"])
+
+
+class Blocks(nnx.Module):
+    """Blocks without dropout, which local view has no place for."""
+
+    def __init__(self, rngs):
+        model = GPT2(rngs, dropout=0.0)
+        self.embed, self.blocks, self.positions = model.embed, model.blocks, model.positions
+        for block in self.blocks:
+            del block.dropout
+            block.dropout = lambda x: x
+
+    def __call__(self, tokens):
+        x = self.embed(tokens) + self.positions[...]
+        for block in self.blocks:
+            x = block(x)
+        return self.embed.attend(x)
+
+
+@pytest.mark.parametrize("view", ["global", "local"])
+def test_check_finds_each_rank_in_agreement(view, x64):
+    with scope(MESHES["dp 2, gtp 4"]):
+        errors = gtp.check(loss, lambda rngs: gtp.shard(Blocks(rngs), min_size=64), batch(), view=view, tolerance=1e-11)
+    assert len(errors) > 20
+
+
+def test_explain_lists_units_and_how_calls_are_tied(x64):
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(GPT2(rngs()), min_size=64)
+        found = gtp.explain(model, None, call=lambda model: model(tokens()))
+    assert [unit.module for unit in found.units] == ["blocks.0", "blocks.1", "blocks.2", "blocks.3", "embed", ""]
+    assert [call.prefetched for call in found.calls] == [False] + [True] * 5
+    text = str(found)
+    assert "ahead of its call, in both passes" in text and "the first of its call" in text
+    assert "blocks.0.up.kernel" not in text  # a sharded weight is none of those that are used as they are
+    assert "blocks.0.up.bias" not in found.untouched and "norm.scale" in found.untouched

@@ -1,0 +1,86 @@
+"""However a model calls its blocks, loss, gradients and steps are those of the model without a mesh."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from selection import others_slow
+
+import gtp_jax as gtp
+from gtp_jax import hook
+
+from .models import DEPTH, GPT2, WAYS, WITHOUT_DROPOUT, mean_of, tokens
+from .steps import MESHES, assert_equal, scope, together
+
+
+def usual_pairs(ways):
+    """Returns each way with one of the meshes."""
+    return [(way, list(MESHES)[i % len(MESHES)]) for i, way in enumerate(ways)]
+
+
+def make(way):
+    return lambda: GPT2(nnx.Rngs(0, dropout=1), dropout=0.0 if way in WITHOUT_DROPOUT else 0.1)
+
+
+# the others are run with `-m slow`: each compiles two programs
+USUAL = ["plain", "hidden state", "stop_gradient", "repeated", "U shape", "nnx.remat", "cond", "vmap"]
+
+
+@pytest.mark.parametrize("way, mesh", others_slow([(w, m) for w in WAYS for m in MESHES], usual_pairs(USUAL)))
+def test_three_steps_are_those_without_a_mesh(way, mesh, x64):
+    found, wanted = together(make(way), mean_of(way), tokens(), MESHES[mesh], blocks="blocks.*")
+    assert_equal(found, wanted)
+
+
+@pytest.mark.parametrize("remat", ["nothing", pytest.param("everything", marks=pytest.mark.slow)])
+def test_remat_changes_no_number(remat, x64):
+    found, wanted = together(make("plain"), mean_of("plain"), tokens(), MESHES["gtp 8"], remat=remat)
+    assert_equal(found, wanted)
+
+
+def test_blocks_called_by_the_loss_itself_are_right(x64):
+    def loss(model, tokens):
+        x = model.embed(tokens)
+        for block in (*model.blocks, *model.blocks[::-1]):
+            x = block(x)
+        return (x**2).mean()
+
+    found, wanted = together(make("plain"), loss, tokens(), MESHES["gtp 8"])
+    assert_equal(found, wanted)
+
+
+def prefetched(way, loss=None):
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(make(way)(), min_size=64)
+        return hook.calls_of(model, mean_of(way) if loss is None else loss, tokens())
+
+
+def test_every_unit_but_the_first_is_prefetched_in_an_ordinary_call(x64):
+    calls = prefetched("plain")
+    assert [call.prefetched for call in calls] == [False] + [True] * (DEPTH + 1)  # embedding, blocks, tied head
+    assert [call.module for call in calls] == ["embed", *(f"blocks.{i}" for i in range(DEPTH)), "embed"]
+
+
+@pytest.mark.parametrize("way", ["nnx.remat", "cond", "vmap", "scan"])
+def test_within_a_transformation_weights_are_gathered_in_place_and_the_report_says_so(way, x64):
+    calls = [call for call in prefetched(way) if call.module != "embed"]
+    assert not any(call.prefetched for call in calls)
+    assert {call.reason for call in calls} == {"called inside a transformation (scan, remat, cond, vmap, jit)"}
+
+
+def test_second_derivatives_are_those_without_a_mesh(x64):
+    def penalty(model, tokens):
+        graph, state = nnx.split(model)
+        inner = lambda state: mean_of("plain")(nnx.merge(graph, state), tokens)  # noqa: E731
+        gradients = jax.grad(inner, allow_int=True)(state)
+        return sum((g**2).sum() for g in jax.tree.leaves(gradients) if g.dtype == np.float64)
+
+    found, wanted = together(make("vmap"), penalty, tokens(), MESHES["gtp 8"])
+    assert_equal(found, wanted, 1e-9)
+
+
+def test_no_tracer_outlives_its_trace(x64):
+    with scope(MESHES["gtp 8"]), jax.checking_leaks():
+        model = gtp.shard(make("plain")(), min_size=64)
+        for way in ("plain", "nnx.remat", "cond"):
+            jax.block_until_ready(nnx.jit(nnx.grad(mean_of(way)))(model, tokens()))

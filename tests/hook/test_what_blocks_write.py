@@ -1,0 +1,141 @@
+"""A block's code runs once per call, in its caller's contexts, and what it writes is written."""
+
+import contextvars
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import gtp_jax as gtp
+
+from .models import F64, WIDTH
+from .steps import MESHES, assert_equal, scope, together, train
+
+SCALE = contextvars.ContextVar("scale", default=1.0)
+
+
+class Block(nnx.Module):
+    """Batch statistics, dropout of an argument's keys, sown values, a counter, an attribute, and a cached input."""
+
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs, **F64)
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs, momentum=0.9, **F64)
+        self.dropout = nnx.Dropout(0.2)
+        self.count = nnx.Variable(jnp.zeros((), jnp.int32))
+        self.cache = nnx.Cache(jnp.zeros((8, WIDTH), jnp.float64))
+        self.calls = 0
+
+    def __call__(self, x, rngs, memory):
+        self.calls += 1
+        self.count[...] += 1
+        self.cache[...] = x
+        memory.last[...] = memory.last[...] + x.sum()
+        y = self.norm(jnp.tanh(SCALE.get() * self.dense(x)))
+        self.sow(nnx.Intermediate, "seen", y.mean())
+        return x + self.dropout(y, rngs=rngs), {"name": "block", "norm": (y**2).mean()}
+
+
+class Memory(nnx.Module):
+    def __init__(self):
+        self.last = nnx.Variable(jnp.zeros((), jnp.float64))
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0, dropout=1)
+        self.blocks = nnx.List([Block(rngs) for _ in range(3)])
+        self.rngs, self.memory = rngs, Memory()
+
+    def __call__(self, x):
+        total = 0
+        for block in self.blocks:
+            x, found = block(x, self.rngs, self.memory)
+            assert found["name"] == "block"
+            total = total + found["norm"]
+        return x, total + self.memory.last[...] / 100
+
+
+def loss(model, x):
+    mark = SCALE.set(2.0)
+    try:
+        y, extra = model(x)
+    finally:
+        SCALE.reset(mark)
+    return (y**2).mean() + extra
+
+
+def test_variables_attributes_and_new_variables_are_written_as_without_a_mesh(x64):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, WIDTH)))
+    found, wanted = together(Model, loss, x, MESHES["gtp 8"])
+    assert_equal(found, wanted)
+    assert any("seen" in name for name in found) and any("count" in name for name in found)
+
+
+def test_a_block_runs_once_per_call(x64):
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(Model(), min_size=64)
+        nnx.jit(nnx.grad(loss))(model, jnp.ones((8, WIDTH)))
+        assert [block.calls for block in model.blocks] == [1, 1, 1]
+
+
+class Normed(nnx.Module):
+    """A layer whose weight norm sets its parameter in each call."""
+
+    def __init__(self, rngs):
+        self.normed = nnx.WeightNorm(nnx.Linear(WIDTH, WIDTH, rngs=rngs, **F64), rngs=rngs, use_scale=False)
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.normed(x))
+
+
+class NormedModel(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.blocks = nnx.List([Normed(rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_weights_that_a_block_sets_stay_shards(x64):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, WIDTH)))
+    of = lambda model, x: jnp.sin(3 * model(x)).mean()  # noqa: E731
+    found, wanted = together(NormedModel, of, x, MESHES["gtp 8"])
+    assert_equal(found, wanted)
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(NormedModel(), min_size=64)
+        train(model, of, x, steps=1)
+        kernel = model.blocks[0].normed.layer_instance.kernel.get_value()
+        assert kernel.addressable_shards[0].data.size == kernel.size // 8
+
+
+class Mixed(nnx.Module):
+    """One weight for two uses, a weight of three dimensions, a scalar argument and a static one."""
+
+    def __init__(self, rngs):
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (WIDTH, 2, WIDTH), jnp.float64) / 4)
+
+    def __call__(self, x, scale, flip):
+        weight = self.table.sum(1) / jnp.linalg.norm(self.table[...])  # computed from the weight alone
+        y = x @ weight * scale
+        return jnp.flip(y, -1) @ weight.T if flip else jnp.tanh(y)
+
+
+class MixedModel(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.first = nnx.List([Mixed(rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        return self.first[1](self.first[0](x, 0.5, True), jnp.asarray(2.0), False)
+
+
+def test_what_is_computed_from_weights_alone_is_differentiated(x64):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, WIDTH)))
+    of = lambda model, x: jnp.sin(3 * model(x)).mean()  # noqa: E731
+    for remat in ("matmuls", "everything"):
+        found, wanted = together(MixedModel, of, x, MESHES["dp 2, gtp 4"], remat=remat)
+        assert_equal(found, wanted)
