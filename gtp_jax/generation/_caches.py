@@ -1,0 +1,98 @@
+"""The caches of a model: made, put into a copy of it, and taken out again."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from ..mesh import degree
+from ..nn import AttentionCore, Cache, Calls, stacks_of
+
+
+class KeyValues(NamedTuple):
+    """The cache of one attention module: of all layers of the `Stack` that it is in, if any.
+
+    Attributes:
+        keys: `([layers,] batch, slots, kv_heads, head_dim)`, sharded over the batch axes and the tensor axis.
+        values: likewise.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+
+
+# Of every attention module, in the order in which NNX finds them.
+Caches = tuple[KeyValues, ...]
+
+
+def make_caches(model: nnx.Module, batch: int, length: int) -> Caches:
+    """Returns empty caches for sequences of up to so many tokens."""
+    found = []
+    for layers, core in _cores(model):
+        slots = length if core.window is None else min(length, core.window)
+        empty = jnp.zeros((*layers, batch, slots, core.kv_heads, core.head_dim), core.dtype)
+        found.append(KeyValues(empty, empty))
+    return placed(model, tuple(found))
+
+
+def placed(model: nnx.Module, caches: Caches) -> Caches:
+    """Returns the caches of a model, sharded over the mesh in scope, if there is one."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return caches
+    specs = [_spec(layers, core) for layers, core in _cores(model)]
+    return tuple(
+        KeyValues(*(lax.with_sharding_constraint(array, spec) for array in pair))
+        for pair, spec in zip(caches, specs, strict=True)
+    )
+
+
+def put_caches(model: nnx.Module, caches: Caches, *, filled: bool) -> None:
+    """Gives a model's attention modules their caches.
+
+    Args:
+        model: is changed.
+        caches: in the order of `make_caches`.
+        filled: whether they hold tokens; otherwise a call fills them.
+    """
+    for (layers, core), (keys, values) in zip(_cores(model), caches, strict=True):
+        metadata: dict[str, Any] = {"filled": filled, "calls": Calls(), "out_sharding": tuple(_spec(layers, core))}
+        core.cached_keys = Cache(keys, eager_sharding=False, **metadata)
+        core.cached_values = Cache(values, eager_sharding=False, **metadata)
+
+
+def taken_caches(model: nnx.Module) -> Caches:
+    """Returns what a model's attention modules have in their caches.
+
+    Raises:
+        ValueError: if a module was called more than once for each token, and has one cache.
+    """
+    for layers, core in _cores(model):
+        if not layers and core.cached_keys.get_metadata()["calls"].count > 1:
+            raise ValueError(
+                "a `gtp_jax.Attention` is called more than once in a forward pass, and `gtp_jax.generate` gives it the "
+                "cache of one call. Build a module for each call."
+            )
+    pairs = [KeyValues(core.cached_keys.get_value(), core.cached_values.get_value()) for _, core in _cores(model)]
+    return placed(model, tuple(pairs))
+
+
+def _cores(model: nnx.Module) -> list[tuple[tuple[int, ...], AttentionCore]]:
+    """Returns the attention modules of a model, each with the number of layers of its `Stack`, or with nothing."""
+    stacks = stacks_of(model)
+    found = []
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, AttentionCore):
+            lengths = tuple(stack.length for start, stack in stacks.items() if path[: len(start)] == start)
+            found.append((lengths, module))
+    return found
+
+
+def _spec(layers: tuple[int, ...], core: AttentionCore) -> PartitionSpec:
+    tensor = core.roles.tensor if degree(core.roles.tensor) > 1 else None
+    batch = tuple(axis for axis in core.roles.batch if degree(axis) > 1)
+    return PartitionSpec(*(None for _ in layers), batch or None, None, tensor, None)

@@ -1,0 +1,49 @@
+"""Which models can be continued token by token."""
+
+from __future__ import annotations
+
+import inspect
+
+from flax import nnx
+
+from ..nn import Attention, AttentionCore, Conv, CrossAttention
+
+# Modules that mix the tokens of a row and keep nothing of those that came before.
+_MIXERS = (Conv, CrossAttention, nnx.MultiHeadAttention, nnx.Conv, nnx.ConvTranspose, nnx.RNN)
+
+
+def check_model(model: nnx.Module) -> None:
+    """Refuses a model whose next token is not what the modules with caches make of it.
+
+    Raises:
+        TypeError: if it is no model.
+        ValueError: naming the module and the remedy.
+    """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"`model` is a {type(model).__name__}; it must be an `nnx.Module` that returns logits.")
+    kind = type(model).__name__
+    parameters = inspect.signature(type(model).__call__).parameters
+    if "positions" not in parameters and not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        raise ValueError(
+            f"{kind} does not take `positions`, which say where a token is when those before it are cached. Write "
+            "`def __call__(self, tokens, *, positions=None)`, and hand them to every `gtp_jax.Attention`, through a "
+            "`Stack` as `shared={'positions': positions}`."
+        )
+    named = [(".".join(map(str, path)) or "the model", module) for path, module in nnx.iter_modules(model)]
+    for where, module in named:
+        if isinstance(module, _MIXERS):
+            raise ValueError(
+                f"{where} is a {type(module).__name__}, which mixes the tokens of a row and has no cache. `generate` "
+                "continues models whose tokens meet in `gtp_jax.Attention` alone."
+            )
+    for where, module in named:
+        if isinstance(module, AttentionCore) and not module.causal:
+            raise ValueError(
+                f"{where} attends to later tokens, so that every new one would change those before it. Build its "
+                "`gtp_jax.Attention` with `causal=True`."
+            )
+    if not any(isinstance(module, Attention) for _, module in named):
+        raise ValueError(
+            f"{kind} has no `gtp_jax.Attention`, whose keys and values `generate` keeps. Build it with one, or call "
+            "the model on the whole sequence for every token."
+        )

@@ -1,0 +1,234 @@
+"""Generation: prompts in, tokens out."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from ..mesh import check_mesh_in_scope, current_roles, current_view, degrees
+from ..nn import Layer
+from ..recipes import use_recipe
+from ._checks import check_model
+from ._programs import NO_TOKEN, Request, decode, prefill
+from ._sampling import sampling_of
+from ._weights import Gather, check_gather, prepared, with_plain_shardings
+
+
+class Generated(NamedTuple):
+    """What was generated.
+
+    Attributes:
+        tokens: `(batch, max_new_tokens)` int32; -1 behind the end of a row.
+        lengths: `(batch,)`, how many tokens each row got, with the one that stopped it.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+
+
+class _Prompts(NamedTuple):
+    """Prompts as programs take them: a length that is a power of two, rows that fill the mesh's batch axes.
+
+    Attributes:
+        tokens: `(rows, length)`.
+        lengths: `(rows,)`, 0 for rows that only fill the batch up.
+        batch: how many rows are the user's.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    batch: int
+
+
+def generate(
+    model: nnx.Module,
+    tokens: Any,
+    *,
+    lengths: Any = None,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: int | Sequence[int] = (),
+    seed: int = 0,
+    vocab_size: int | None = None,
+    gather: Gather | None = None,
+) -> Generated:
+    """Continues prompts, on the mesh in scope.
+
+    The prompts are computed at once, and their keys and values cached; then each row gets one token after another. The
+    greedy tokens are those of a full forward pass over everything before each of them. Rows do not depend on each
+    other: what is sampled follows from `seed`, the row's number and the token's place, on every mesh.
+
+    Weights are multiplied in the model's compute dtype, whatever recipe is in scope; frozen codes stay codes in memory.
+    Programs are compiled for lengths that are powers of two: two for each pair of the longest prompt and the longest
+    row.
+
+    Args:
+        model: its call takes `tokens` and `positions`, both `(batch, sequence)`, and returns logits; only
+            `gtp_jax.Attention`, causal, and given these positions, mixes the tokens of a row. A model whose call also
+            takes `logits_at` computes the logits of the last token of a prompt alone; see `gtp_jax.models.Llama`.
+        tokens: prompts: integers `(batch, length)`, or a sequence of sequences of different lengths.
+        lengths: `(batch,)`, the number of tokens of each prompt, at the beginning of its row; all by default.
+        max_new_tokens: how many tokens a row gets at most.
+        temperature: divides the logits before a token is sampled; 0 takes the likeliest token.
+        top_k: sample among this many of the likeliest tokens; all by default.
+        top_p: sample among the likeliest tokens that together have at least this probability; all by default.
+        stop: tokens that end a row: one or several.
+        seed: of sampling.
+        vocab_size: how many tokens there are, if the model's vocabulary is padded: no other token is chosen.
+        gather: when weights that the mesh shards are gathered: `"once"` in the call, for which a whole copy has to fit
+            beside the model; or layer by layer for `"each_token"`. By default once if it fits, otherwise for each
+            token, with a warning that gives the bytes.
+
+    Raises:
+        ValueError: if an argument is out of range, or the model cannot be continued token by token; if logits are NaN.
+        TypeError: if tokens are not integers.
+    """
+    parts = list(
+        generate_stream(
+            model,
+            tokens,
+            lengths=lengths,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            stop=stop,
+            seed=seed,
+            vocab_size=vocab_size,
+            gather=gather,
+        )
+    )
+    made = np.concatenate(parts, axis=1)
+    made = np.pad(made, ((0, 0), (0, max_new_tokens - made.shape[1])), constant_values=NO_TOKEN)
+    return Generated(made, (made != NO_TOKEN).sum(axis=1).astype(np.int32))
+
+
+def generate_stream(
+    model: nnx.Module,
+    tokens: Any,
+    *,
+    lengths: Any = None,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: int | Sequence[int] = (),
+    seed: int = 0,
+    vocab_size: int | None = None,
+    gather: Gather | None = None,
+) -> Iterator[np.ndarray]:
+    """Continues prompts, and yields the tokens while they are made: `generate`, as an iterator.
+
+    Yields:
+        `(batch, tokens)` int32: the first token of each row, and then up to 16 at a time; -1 behind the end of a row.
+        It ends when all rows have.
+
+    Raises:
+        ValueError, TypeError: as `generate`; about arguments before anything is yielded.
+    """
+    check_mesh_in_scope()
+    check_gather(gather)
+    choice, sampling = sampling_of(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, vocab_size=vocab_size)
+    stops = _stops(stop)
+    if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
+        raise ValueError(f"`max_new_tokens` is {max_new_tokens!r}; it must be a whole number of at least 1.")
+    if current_view() == "local":
+        raise ValueError("`generate` takes a model of global arrays; call it outside of the `shard_map`.")
+    check_model(model)
+    prompts = _prompts(tokens, lengths, model)
+
+    def run() -> Iterator[np.ndarray]:
+        with use_recipe(None):
+            copy, gathers = prepared(model, gather)
+        last = np.maximum(prompts.lengths + max_new_tokens - 1, 0).astype(np.int32)
+        graph, state = nnx.split(copy)
+        state = with_plain_shardings(state)
+        request = Request(graph, choice, _power_of_two(int(last.max())), gathers)
+        with use_recipe(None):
+            rows, caches = prefill(request, state, prompts.tokens, prompts.lengths, last, stops, sampling)
+        _check_logits(rows, prompts)
+        first = np.where(prompts.lengths > 0, np.asarray(rows.tokens), NO_TOKEN)
+        yield first[: prompts.batch, None]
+        while not np.asarray(rows.done).all():
+            with use_recipe(None):
+                rows, caches, made = decode(request, state, rows, caches, stops, sampling)
+            _check_logits(rows, prompts)
+            made = np.asarray(made)[: prompts.batch]
+            yield made[:, (made != NO_TOKEN).any(axis=0)]
+
+    return run()
+
+
+def _prompts(tokens: Any, lengths: Any, model: nnx.Module) -> _Prompts:
+    """Checks prompts, and fills them up.
+
+    Raises:
+        ValueError, TypeError: naming the argument and what is allowed.
+    """
+    ragged = isinstance(tokens, list | tuple) and all(hasattr(row, "__len__") for row in tokens)
+    if ragged and lengths is None:
+        lengths = np.array([len(row) for row in tokens], np.int64)
+        longest = int(lengths.max(initial=0))
+        tokens = [[*row, *[0] * (longest - len(row))] for row in tokens]
+    array = np.asarray(tokens)
+    if array.ndim != 2 or 0 in array.shape:
+        raise ValueError(
+            f"`tokens` has the shape {array.shape}; it must be (batch, length), or a sequence of prompts. A prompt has "
+            "one token at least, such as one that begins a document."
+        )
+    if not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"`tokens` are {array.dtype}; they must be integers, as a tokenizer returns them.")
+    batch, length = array.shape[0], array.shape[-1]
+    sizes = np.full(batch, length) if lengths is None else np.asarray(lengths)
+    if sizes.shape != (batch,) or not np.issubdtype(sizes.dtype, np.integer) or sizes.min() < 1 or sizes.max() > length:
+        raise ValueError(
+            f"`lengths` is {np.array2string(sizes, threshold=8)}; it must be {batch} whole numbers from 1 to {length}, "
+            "one for each row of `tokens`."
+        )
+    array = np.where(np.arange(length) < sizes[:, None], array, 0)
+    if array.min() < 0:
+        raise ValueError(f"`tokens` holds {array.min()}; tokens are numbers of a vocabulary, from 0 on.")
+    ranks = 1 if jax.sharding.get_abstract_mesh().empty else degrees(_roles(model).batch)
+    more = (-batch % ranks, _power_of_two(length) - length)
+    return _Prompts(
+        np.pad(array, ((0, more[0]), (0, more[1]))).astype(np.int32),
+        np.pad(sizes, (0, more[0])).astype(np.int32),
+        batch,
+    )
+
+
+def _roles(model: nnx.Module) -> Any:
+    """Returns the roles that a model was built under."""
+    found = [module.roles for _, module in nnx.iter_modules(model) if isinstance(module, Layer)]
+    return found[0] if found else current_roles()
+
+
+def _stops(stop: Any) -> np.ndarray:
+    given: list[Any] = list(stop) if isinstance(stop, Sequence | np.ndarray) and not isinstance(stop, str) else [stop]
+    try:
+        tokens = [operator.index(token) for token in given]
+    except TypeError as error:
+        raise ValueError(f"`stop` is {stop!r}; it must be a token or several, whole numbers.") from error
+    return np.array([*tokens, *[NO_TOKEN] * (_power_of_two(len(tokens)) - len(tokens))], np.int32)
+
+
+def _check_logits(rows: Any, prompts: _Prompts) -> None:
+    broken = np.flatnonzero(np.asarray(rows.broken)[: prompts.batch])
+    if broken.size:
+        row = int(broken[0])
+        raise ValueError(
+            f"the logits of row {row} are NaN. Its prompt has tokens up to {prompts.tokens[row].max()}, one of which "
+            "may be outside the vocabulary; or weights are not finite."
+        )
+
+
+def _power_of_two(number: int) -> int:
+    """Returns the smallest power of two that is not below a number."""
+    return 1 << max(0, number - 1).bit_length()

@@ -1,0 +1,112 @@
+"""What cannot be right is refused, with what to write instead."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+
+from .models import DENSE, model_of
+
+SHARED = dict(dtype=jnp.float32)
+
+
+class Model(nnx.Module):
+    """A model with whatever mixes tokens."""
+
+    def __init__(self, mixer, rngs=None):
+        rngs = nnx.Rngs(0) if rngs is None else rngs
+        self.embed = gtp.Embed(20, 16, rngs=rngs, **SHARED)
+        self.mixer = mixer(rngs)
+        self.head = gtp.Dense(16, 20, rngs=rngs, **SHARED)
+
+    def __call__(self, tokens, *, positions=None):
+        return self.head(self.mixer(self.embed(tokens), positions=positions))
+
+
+class WithoutPositions(Model):
+    def __call__(self, tokens):
+        return self.head(self.mixer(self.embed(tokens)))
+
+
+class Drops(Model):
+    def __call__(self, tokens, *, positions=None):
+        return self.head(self.mixer(self.embed(tokens)))
+
+
+class Masks(Model):
+    def __call__(self, tokens, *, positions=None):
+        mask = jnp.ones((1, tokens.shape[1], tokens.shape[1]), bool)
+        return self.head(self.mixer(self.embed(tokens), positions=positions, mask=mask))
+
+
+class Twice(Model):
+    def __call__(self, tokens, *, positions=None):
+        x = self.mixer(self.embed(tokens), positions=positions)
+        return self.head(self.mixer(x, positions=positions))
+
+
+def attention(**options):
+    return lambda rngs: gtp.Attention(16, num_heads=2, rngs=rngs, **SHARED, **options)
+
+
+MODELS = {
+    "no positions": (lambda: WithoutPositions(attention()), "WithoutPositions does not take `positions`"),
+    "positions dropped": (lambda: Drops(attention()), "the model calls attention without `positions` while"),
+    "masked": (lambda: Masks(attention()), "the model gives attention a mask or segments while"),
+    "called twice": (lambda: Twice(attention()), "is called more than once in a forward pass, and `gtp_jax.generate`"),
+    "both ways": (lambda: Model(attention(causal=False)), "mixer.core attends to later tokens"),
+    "cross": (
+        lambda: Model(lambda rngs: gtp.CrossAttention(16, num_heads=2, rngs=rngs, **SHARED)),
+        "mixer is a CrossAttention, which mixes the tokens of a row and has no cache",
+    ),
+    "stock": (
+        lambda: Model(lambda rngs: nnx.MultiHeadAttention(2, 16, rngs=rngs)),
+        "mixer is a MultiHeadAttention, which mixes",
+    ),
+    "none": (lambda: Model(lambda rngs: gtp.MLP(16, 16, rngs=rngs)), "Model has no `gtp_jax.Attention`"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_cannot_go_on_token_by_token_is_refused(name):
+    make, message = MODELS[name]
+    with pytest.raises(ValueError, match=message):
+        gtp.generate(make(), [[1, 2]], max_new_tokens=3)
+
+
+ARGUMENTS = {
+    "empty prompt": (dict(tokens=[[1], []]), r"`lengths` is \[1 0\]; it must be 2 whole numbers from 1 to 1"),
+    "no prompt": (dict(tokens=[]), r"`tokens` has the shape \(0,\); it must be \(batch, length\)"),
+    "rank": (dict(tokens=np.zeros(3, int)), r"`tokens` has the shape \(3,\)"),
+    "negative": (dict(tokens=[[1, -2]]), "`tokens` holds -2; tokens are numbers of a vocabulary"),
+    "lengths": (dict(tokens=np.ones((2, 3), int), lengths=[1, 4]), r"`lengths` is \[1 4\]; it must be 2 whole"),
+    "count": (dict(max_new_tokens=0), "`max_new_tokens` is 0; it must be a whole number of at least 1"),
+    "temperature": (dict(temperature=-1.0), "`temperature` is -1.0; it must be a number of at least 0"),
+    "top_k": (dict(top_k=0), "`top_k` is 0; it must be a number of tokens"),
+    "top_p": (dict(top_p=1.5), "`top_p` is 1.5; it must be a probability"),
+    "seed": (dict(seed=-1), "`seed` is -1; it must be a whole number from 0"),
+    "stop": (dict(stop="x"), "`stop` is 'x'; it must be a token or several"),
+    "gather": (dict(gather="always"), "`gather` is 'always'; it must be 'once'"),
+    "vocabulary": (dict(tokens=[[1, 2], [3, 100]]), "the logits of row 1 are NaN. Its prompt has tokens up to 100"),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_bad_argument_is_named(name, x64):
+    options, message = ARGUMENTS[name]
+    with pytest.raises(ValueError, match=message):
+        gtp.generate(model_of(DENSE), **{"tokens": [[1, 2]], "max_new_tokens": 2, **options})
+
+
+def test_tokens_and_models_of_another_type_are_named(x64):
+    with pytest.raises(TypeError, match="`tokens` are float64; they must be integers"):
+        gtp.generate(model_of(DENSE), [[1.0, 2.0]], max_new_tokens=2)
+    with pytest.raises(TypeError, match="`model` is a function; it must be an `nnx.Module`"):
+        gtp.generate(lambda tokens: tokens, [[1, 2]], max_new_tokens=2)
+
+
+def test_arguments_are_refused_before_anything_is_yielded(x64):
+    with pytest.raises(ValueError, match="`top_k` is 0"):
+        gtp.generate_stream(model_of(DENSE), [[1, 2]], max_new_tokens=2, top_k=0)

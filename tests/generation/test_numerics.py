@@ -1,0 +1,155 @@
+"""Logits and tokens with cached keys and values are those of the whole sequence computed again, on every mesh."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+from selection import others_slow
+
+import gtp_jax as gtp
+from gtp_jax.generation._caches import make_caches, put_caches, taken_caches
+from gtp_jax.generation._weights import prepared
+
+from .models import DENSE, Windowed, greedy, model_of, scope_of
+
+EXPERTS = dataclasses.replace(DENSE, num_experts=4, top_k=2, qk_norm=False, shared_hidden=16)
+CASES = {
+    "no mesh": (None, DENSE, "once"),
+    "gtp 8": (dict(gtp=8), DENSE, "once"),
+    "gtp 8, each token": (dict(gtp=8), DENSE, "each_token"),
+    "gtp 4 x tp 2": (dict(gtp=4, tp=2), DENSE, "once"),
+    "gtp 4 x tp 2, each token": (dict(gtp=4, tp=2), DENSE, "each_token"),
+    "dp 2 x gtp 2 x tp 2, looped": (dict(dp=2, gtp=2, tp=2), dataclasses.replace(DENSE, unroll=1), "each_token"),
+    "gtp 2 x tp 3, heads divided unevenly": (dict(gtp=2, tp=3), DENSE, "once"),
+    "gtp 2 x tp 3, heads divided unevenly, each token": (dict(gtp=2, tp=3), DENSE, "each_token"),
+    "experts, no mesh": (None, EXPERTS, "once"),
+    "experts, gtp 2 x ep 2": (dict(gtp=2, ep=2), EXPERTS, "once"),
+    "experts, ep 2 x tp 2, each token": (dict(ep=2, tp=2), EXPERTS, "each_token"),
+    "tied, gtp 4 x tp 2": (dict(gtp=4, tp=2), dataclasses.replace(DENSE, tie_embeddings=True), "once"),
+    "windows, no mesh": (None, Windowed, "once"),
+    "windows, gtp 4 x tp 2": (dict(gtp=4, tp=2), Windowed, "once"),
+    "windows, gtp 8, each token": (dict(gtp=8), Windowed, "each_token"),
+}
+USUAL = [
+    "no mesh",
+    "gtp 8, each token",
+    "gtp 4 x tp 2",
+    "gtp 2 x tp 3, heads divided unevenly",
+    "experts, gtp 2 x ep 2",
+    "windows, gtp 4 x tp 2",
+]
+ROWS, LENGTH, SIZES = 8, 16, np.array([5, 1, 8, 3, 7, 2, 8, 4])
+TOKENS = np.random.default_rng(0).integers(0, 97, (ROWS, LENGTH))
+
+
+@functools.cache
+def whole(make):
+    """Logits of the whole sequences, without a mesh and without caches."""
+    return np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model_of(make), jnp.asarray(TOKENS)))
+
+
+@pytest.mark.parametrize("name", others_slow(CASES, USUAL))
+def test_logits_are_those_of_the_whole_sequence(name, x64):
+    degrees, make, gather = CASES[name]
+    wanted = whole(make)
+    with scope_of(degrees):
+        model, _ = prepared(model_of(make), gather)
+        graph, state = nnx.split(model)
+
+        def run(state, tokens, places, caches):
+            model = nnx.merge(graph, state)
+            begins = caches is None
+            put_caches(model, make_caches(model, ROWS, LENGTH) if begins else caches, filled=not begins)
+            logits = model(tokens, positions=places)
+            return jax.lax.with_sharding_constraint(logits, PartitionSpec()) if degrees else logits, taken_caches(model)
+
+        step = jax.jit(run)
+        places = np.minimum(np.arange(8), SIZES[:, None] - 1)
+        logits, caches = step(state, jnp.asarray(TOKENS[:, :8]), jnp.asarray(places), None)
+        for row, size in enumerate(SIZES):
+            np.testing.assert_allclose(logits[row, :size], wanted[row, :size], rtol=0, atol=1e-12)
+        for further in range(8):  # rows of different length go on with their next tokens
+            at = SIZES + further
+            logits, caches = step(
+                state, jnp.asarray(TOKENS[np.arange(ROWS), at])[:, None], jnp.asarray(at)[:, None], caches
+            )
+            np.testing.assert_allclose(logits[:, 0], wanted[np.arange(ROWS), at], rtol=0, atol=1e-12)
+
+
+PROMPTS = [[5, 3, 8, 1, 90], [7, 7], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
+
+
+@functools.cache
+def oracle(make):
+    model = model_of(make)
+    return [greedy(model, prompt, 20) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("name", others_slow(CASES, ["no mesh", "gtp 4 x tp 2, each token", "windows, gtp 4 x tp 2"]))
+def test_greedy_tokens_are_those_of_the_whole_sequence_alone_and_in_a_batch(name, x64):
+    degrees, make, gather = CASES[name]
+    wanted = oracle(make)
+    with scope_of(degrees):
+        model = model_of(make)
+        before = nnx.state(model)
+        found = gtp.generate(model, PROMPTS, max_new_tokens=20, gather=gather)
+        assert found.tokens.tolist() == wanted and found.lengths.tolist() == [20] * 3
+        alone = gtp.generate(model, PROMPTS[:1], max_new_tokens=20, gather=gather)
+        assert alone.tokens.tolist() == wanted[:1]
+        parts = list(gtp.generate_stream(model, PROMPTS, max_new_tokens=20, gather=gather))
+        assert [part.shape[1] for part in parts] == [1, 16, 3]
+        assert np.concatenate(parts, 1).tolist() == wanted
+        # the model is left as it was: its arrays, shardings and metadata
+        after = nnx.state(model)
+        assert jax.tree.structure(before) == jax.tree.structure(after)
+        assert all(a is b for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True))
+
+
+def test_a_row_ends_with_a_token_that_stops_it_and_the_others_go_on(x64):
+    wanted = oracle(DENSE)
+    model = model_of(DENSE)
+    stops = (wanted[0][3], wanted[2][17])
+    found = gtp.generate(model, PROMPTS, max_new_tokens=20, stop=stops)
+    for row, tokens in enumerate(wanted):
+        length = next((i + 1 for i, token in enumerate(tokens) if token in stops), 20)
+        assert found.lengths[row] == length
+        assert found.tokens[row].tolist() == [*tokens[:length], *[-1] * (20 - length)]
+    assert len(set(found.lengths.tolist())) > 1
+
+
+def test_one_token_of_a_padded_prompt(x64):
+    padded = np.array([[5, 3, 8, 1, 90, 11, 12], [7, 7, 96, 95, 94, 93, 92]])
+    found = gtp.generate(model_of(DENSE), padded, lengths=[5, 2], max_new_tokens=1)
+    assert found.tokens.tolist() == [row[:1] for row in oracle(DENSE)[:2]]
+
+
+@pytest.mark.parametrize("recipe", [None, gtp.MXFP8(), gtp.FP8(matmuls=True)], ids=["cast", "MXFP8", "FP8 products"])
+def test_frozen_weights_generate_what_a_model_of_their_values_generates(recipe):
+    config = dataclasses.replace(DENSE, hidden_size=64, head_dim=8, intermediate_size=128, dtype="float32")
+    with scope_of(dict(gtp=2, tp=2)):
+        frozen = gtp.freeze(model_of(config), recipe, trained=lambda path, _: "scale" in path[-1])
+        values = model_of(config)
+        of_values = dict(nnx.to_flat_state(nnx.state(values)))
+        codes = 0
+        for path, v in nnx.to_flat_state(nnx.state(frozen, gtp.Frozen)):
+            held, layout = v.get_raw_value(), v.get_metadata()["layout"]
+            if isinstance(held, gtp.QuantizedArray):
+                codes += 1
+                array = gtp.dequantize(held, dtype=jnp.float32)  # output features first
+                array = jnp.swapaxes(array, -1, -2) if layout.rows == 1 else array
+                of_values[path].set_value(jax.device_put(array, of_values[path].get_value().sharding))
+        assert (codes > 0) == (recipe is not None)
+        wanted = gtp.generate(values, PROMPTS, max_new_tokens=12).tokens
+        for gather in ("once", "each_token"):
+            np.testing.assert_array_equal(
+                gtp.generate(frozen, PROMPTS, max_new_tokens=12, gather=gather).tokens, wanted
+            )
+            # a recipe in scope is of training
+            with gtp.use_recipe(gtp.MXFP8()):
+                again = gtp.generate(values, PROMPTS, max_new_tokens=12, gather=gather)
+            np.testing.assert_array_equal(again.tokens, wanted)

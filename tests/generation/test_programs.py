@@ -1,0 +1,211 @@
+"""What is compiled, what moves, and what takes memory."""
+
+import dataclasses
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import gtp_jax as gtp
+from gtp_jax import hlo
+from gtp_jax.generation import _generate, _programs, _weights
+from gtp_jax.generation._caches import make_caches
+from gtp_jax.generation._sampling import sampling_of
+from gtp_jax.hlo._hlo import parse
+from gtp_jax.models import Llama, LlamaConfig, next_token_loss
+
+from ..hlo.programs import needs_target
+from .models import DENSE, model_of, scope_of
+
+LAYERS = 3
+# every weight of a shape of its own
+SIZES = LlamaConfig(
+    vocab_size=640,
+    hidden_size=128,
+    num_layers=LAYERS,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    intermediate_size=384,
+)
+WEIGHTS = {(512, 128): LAYERS, (128, 256): LAYERS, (768, 128): LAYERS, (128, 384): LAYERS, (640, 128): 2}
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """The compiled text of every program of generation that runs, by name."""
+    found = {}
+    for owner, name in ((_generate, "prefill"), (_generate, "decode"), (_weights, "_fused"), (_weights, "_whole")):
+        jitted = getattr(owner, name)
+
+        def run(*args, jitted=jitted, name=name, **kwargs):
+            found[name] = jitted.lower(*args, **kwargs).compile()
+            return jitted(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, run)
+    return found
+
+
+def gathers(program):
+    """The weights that a program gathers, by shape; and those among them in its loop."""
+    found = [c for c in hlo.collectives(program.as_text()) if c.kind == "all-gather"]
+    counts = Counter(), Counter()
+    for c in found:
+        for shape in c.results:
+            if shape.dims in WEIGHTS:
+                counts[0][shape.dims] += 1
+                counts[1][shape.dims] += not c.exact
+    return counts
+
+
+@pytest.mark.parametrize("degrees", [dict(gtp=1, tp=2), dict(gtp=8)], ids=["whole on the mesh", "gathered once"])
+def test_no_token_gathers_a_weight_that_is_whole(degrees, programs):
+    with scope_of(degrees):
+        gtp.generate(model_of(SIZES), [[1, 2, 3]], max_new_tokens=4)
+    for name in ("prefill", "decode"):
+        assert gathers(programs[name])[0] == {}
+    moved = [c for c in hlo.collectives(programs["_fused"].as_text()) if c.kind == "all-gather"]
+    if degrees["gtp"] == 1:
+        assert not moved
+    else:  # each weight once, and what travels has been cast
+        assert gathers(programs["_fused"])[0] == WEIGHTS
+        assert {c.dtype for c in moved} == {"u16"}
+    assert "_whole" not in programs
+
+
+def test_codes_are_gathered_once_as_codes(programs):
+    with scope_of(dict(gtp=8)):
+        frozen = gtp.freeze(model_of(SIZES), gtp.MXFP8(), trained=lambda path, _: path[-1] == "scale")
+        gtp.generate(frozen, [[1, 2, 3]], max_new_tokens=4)
+    moved = [c for c in hlo.collectives(programs["_whole"].as_text()) if c.kind == "all-gather"]
+    sent = sum(c.result_bytes for c in moved)
+    elements = sum(rows * cols * count for (rows, cols), count in WEIGHTS.items())
+    table = 2 * 640 * 128  # embedding and head stay in bfloat16
+    assert sent == (elements - table) * (1 + 1 / 32) + 2 * table
+    assert gathers(programs["decode"])[0] == {} and "_fused" not in programs
+
+
+@pytest.mark.slow
+@needs_target
+def test_for_each_token_a_gpu_reads_weights_and_caches_once_and_copies_none():
+    config = dataclasses.replace(
+        SIZES, hidden_size=1024, intermediate_size=2816, num_heads=8, num_kv_heads=4, head_dim=128
+    )
+    (device,) = hlo.topology_devices(hlo.parse_target("h200:1"))
+    mesh = Mesh(np.array(device).reshape(1, 1, 1), ("dp", "gtp", "tp"))
+    with jax.set_mesh(mesh):
+        whole = NamedSharding(mesh, PartitionSpec())
+        shaped = lambda tree: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), tree)  # noqa: E731
+        graph, state = nnx.split(gtp.nn.abstract_model(lambda rngs: Llama(config, rngs=rngs)))
+        graph, state = jax.eval_shape(lambda state: _weights._fused.__wrapped__(graph, state), state)
+        choice, sampling = sampling_of(temperature=0, top_k=None, top_p=None, seed=0)
+        request = _programs.Request(graph, choice, 1024, False)
+        caches = jax.eval_shape(lambda state: make_caches(nnx.merge(graph, state), 1, 1024), state)
+        numbers, flags = np.zeros(1, np.int32), np.zeros(1, bool)
+        rows = shaped(_programs.Rows(numbers, numbers, numbers, flags, flags))
+        lowered = _programs.decode.lower(request, shaped(state), rows, shaped(caches), np.zeros(1, np.int32), sampling)
+        program = parse(lowered.compile(compiler_options=dict(hlo.COMPILE_OPTIONS)).as_text())
+    smallest = 2 * 1024 * 4 * 128  # bytes of a layer's cached keys; each weight is larger
+    large = [
+        (v.instruction.opcode, v.instruction.op_name)
+        for v in program.walk()
+        if v.depth and v.instruction.opcode not in ("parameter", "tuple", "get-tuple-element", "bitcast")
+        for shape in v.instruction.shapes
+        if shape.bytes >= smallest and shape.dtype == "bf16"
+    ]
+    # keys and values of every layer are updated in place, and nothing else is as large
+    assert len(large) == 2 * LAYERS and all(name.endswith("scatter") for _, name in large), large
+
+
+def test_every_token_gathers_each_weight_of_each_layer_once(programs):
+    with scope_of(dict(gtp=8)):
+        gtp.generate(model_of(SIZES), [[1, 2, 3]], max_new_tokens=4, gather="each_token")
+    everywhere, in_loop = gathers(programs["decode"])
+    assert everywhere == in_loop == WEIGHTS
+    assert gathers(programs["prefill"])[0] == WEIGHTS
+    assert "_whole" not in programs and "_fused" not in programs
+
+
+def test_the_caches_are_donated_and_prefill_computes_one_row_of_logits(programs):
+    with scope_of(dict(gtp=8)):
+        gtp.generate(model_of(SIZES), [[1] * 60], max_new_tokens=4)
+    caches = 2 * LAYERS * 64 * 2 * 64 * 2  # keys and values of 64 slots, of one row on each device
+    assert programs["decode"].memory_analysis().alias_size_in_bytes == caches
+    text = programs["prefill"].as_text()
+    assert "64,640]" not in text and "[1,640]" in text  # of each device's row, one position of 64
+
+
+def test_there_are_two_programs_for_all_that_fits_into_a_power_of_two():
+    with scope_of(dict(gtp=2)):
+        model = model_of(dataclasses.replace(DENSE, dtype="float32", num_layers=1))
+        jax.clear_caches()
+        sizes = []
+        for prompts, more in (([[1, 2, 3, 4, 5]], 20), ([[1, 2, 3, 4, 5, 6, 7], [3] * 8], 24), ([[9] * 6], 18)):
+            for options in (dict(temperature=0.5), dict(temperature=1.0, seed=3)):
+                gtp.generate(model, prompts, max_new_tokens=more, stop=7, **options)
+                sizes.append((_programs.prefill._cache_size(), _programs.decode._cache_size()))
+        assert sizes == [(1, 1)] * len(sizes)
+        gtp.generate(model, [[1, 2, 3, 4, 5]], max_new_tokens=40, stop=7, temperature=0.5)
+        assert (_programs.prefill._cache_size(), _programs.decode._cache_size()) == (2, 2)
+
+
+def test_without_room_for_a_whole_copy_the_bytes_of_every_token_are_said(programs, monkeypatch):
+    monkeypatch.setattr(_weights, "_free_bytes", lambda: 100_000)
+    with scope_of(dict(gtp=8)):
+        model = model_of(SIZES)
+        with pytest.warns(UserWarning, match="gathers 1.80 MB of weights for every token, because a whole copy"):
+            gtp.generate(model, [[1, 2, 3]], max_new_tokens=4)
+    assert gathers(programs["decode"])[1] == WEIGHTS
+
+
+def test_weights_that_are_whole_are_used_as_they_are_without_room_for_a_copy(programs, monkeypatch, x64):
+    with scope_of(dict(gtp=1, tp=2)):
+        model = model_of(dataclasses.replace(SIZES, dtype="float64"))  # in bfloat16 rounding decides between tokens
+        wanted = gtp.generate(model, [[1, 2, 3]], max_new_tokens=6).tokens
+        del programs["_fused"]
+        monkeypatch.setattr(_weights, "_free_bytes", lambda: 100_000)
+        np.testing.assert_array_equal(gtp.generate(model, [[1, 2, 3]], max_new_tokens=6).tokens, wanted)
+    assert "_fused" not in programs and gathers(programs["decode"])[0] == {}
+
+
+def test_dropout_is_off_and_variables_stay_as_they_were():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = gtp.Embed(20, 16, rngs=rngs, dtype=jnp.float32)
+            self.attention = gtp.Attention(16, num_heads=2, dropout_rate=0.9, rngs=rngs, dtype=jnp.float32)
+            self.drop = nnx.Dropout(0.9, rngs=rngs)
+            self.calls = nnx.Variable(jnp.int32(0))
+            self.head = gtp.Dense(16, 20, rngs=rngs, dtype=jnp.float32)
+
+        def __call__(self, tokens, *, positions=None):
+            self.calls.set_value(self.calls.get_value() + 1)
+            x = self.embed(tokens)
+            return self.head(self.drop(x + self.attention(x, positions=positions)))
+
+    model = Model(nnx.Rngs(0, dropout=1))
+    row = [1, 2, 3]
+    found = gtp.generate(model, [row], max_new_tokens=6).tokens[0].tolist()
+    assert model.calls.get_value() == 0 and not model.drop.deterministic
+    model.eval()
+    for token in found:
+        assert token == int(np.argmax(model(jnp.asarray([row]))[0, -1]))
+        row.append(token)
+
+
+def test_states_before_and_after_a_step_have_the_same_programs():
+    config = dataclasses.replace(DENSE, dtype="float32", num_layers=1)
+    with scope_of(dict(gtp=2, tp=2)):
+        optimizer = optax.sgd(1e-3)
+        state = gtp.TrainState.create(model_of(config), optimizer)
+        step = gtp.train_step(next_token_loss, optimizer)
+        tokens = jnp.ones((4, 8), jnp.int32)
+        jax.clear_caches()
+        for _ in range(3):
+            gtp.generate(state.model(), [[1, 2, 3]], max_new_tokens=4)
+            assert (_programs.prefill._cache_size(), _programs.decode._cache_size()) == (1, 1)
+            state, _ = step(state, {"tokens": tokens, "targets": tokens})
