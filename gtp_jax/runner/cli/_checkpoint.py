@@ -12,10 +12,9 @@ from typing import Any
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from .._foreign import printable
-from ..checkpoint import WITHOUT_SUM, Checkpoints
-from ..plan import columns, quantity
-from ..trainer import checkpoints_in
+from ..._foreign import printable
+from ...checkpoint import WITHOUT_SUM, Checkpoints, checkpoints_in
+from ...hlo import columns, quantity
 
 _EXAMPLES = """\
 examples:
@@ -133,7 +132,8 @@ def _verify(args: argparse.Namespace) -> int:
             print(f"  {printable(line)}")
     print(
         f"Every file was read. Those without a checksum ({', '.join(WITHOUT_SUM)}), which orbax writes after the sums "
-        "are taken, were checked only for their form: a change in them may go unnoticed, but nothing is read from them."
+        "are taken, were checked to be there and for their form: a change in them may go unnoticed, but nothing is "
+        "read from them."
     )
     return 1 if broken else 0
 
@@ -149,6 +149,7 @@ def _diff(args: argparse.Namespace) -> int:
     if rows:
         print(columns(("array", args.left, args.right), rows) + "\n")
     print(f"{len({**left, **right}) - len(rows)} arrays are equal, {len(rows)} differ")
+    print("Digests in the manifests were compared, no array's file was read: see `gtp-jax checkpoint verify`.")
     return 1 if rows else 0
 
 

@@ -7,11 +7,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from ..convert import EXPORT_DTYPES, Converted, export_llama, import_llama
-from ..plan import quantity
-from ..trainer import checkpoints_in
+from ...checkpoint import checkpoints_in
+from ...convert import EXPORT_DTYPES, Converted, export_llama, import_llama
+from ...hlo import quantity
 
 _EXAMPLES = """\
 examples:
@@ -71,27 +69,22 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def _import(args: argparse.Namespace) -> int:
-    _on_cpu()
     done = import_llama(args.source, args.out, progress=True)
     print(f"read {_tensors(done)} in {args.source}")
     print(f"{done.config.param_count():,} float32 parameters are in {args.out}, a checkpoint at step {done.step}")
+    for name in done.copies:
+        print(f"not imported: {name}, which equals the tied embedding bit for bit")
     print(f"kept unchanged with them: {_others(done)}")
     return 0
 
 
 def _export(args: argparse.Namespace) -> int:
-    _on_cpu()
     source = checkpoints_in(args.source)
     shard_bytes = max(1, int(args.shard_gb * _GB))
     done = export_llama(source, args.out, step=args.step, dtype=args.dtype, shard_bytes=shard_bytes, progress=True)
     print(f"step {done.step} in {source}: {done.config.param_count():,} parameters as {args.dtype}")
     print(f"wrote {_tensors(done)} to {args.out}, and {_others(done)}")
     return 0
-
-
-def _on_cpu() -> None:
-    # A GPU's memory may be taken by a run, and what there is to compute is little beside reading and writing.
-    jax.config.update("jax_platforms", "cpu")
 
 
 def _tensors(done: Converted) -> str:

@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 
-from .. import __version__, native, plan
-from ..mesh import choose_devices, has_gpu
-from ..plan import columns
-from ..train import (
+from ... import __version__, hlo, native
+from ...hlo import columns
+from ...mesh import choose_devices, has_gpu
+from ...train import (
     GPU_OPTIONS,
     GPU_OPTIONS_WITH_FP8,
     GPU_OPTIONS_WITH_OLD_NCCL,
@@ -143,7 +143,7 @@ def _extras() -> Iterator[Finding]:
     else:
         remedy = 'pip install "gtp_jax[tokenizers]", for --tokenizer; without, every byte is a token'
         yield Finding("tokenizers", "optional", "not installed", remedy)
-    missing = plan.missing_packages()
+    missing = hlo.missing_packages()
     if missing:
         remedy = 'pip install "gtp_jax[target]", for `gtp-jax inspect --target`; some 700 MB'
         yield Finding("compiling for GPUs", "optional", f"{', '.join(missing)} not installed", remedy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from ..train import COLLECTIVE_KERNELS, OLDEST_NCCL, Nccl
+from ...train import COLLECTIVE_KERNELS, OLDEST_NCCL, Nccl
 from ._finding import Finding
 
 CUDA = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt")

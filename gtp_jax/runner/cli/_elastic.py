@@ -45,7 +45,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def _show(args: argparse.Namespace) -> int:
-    events = read_events(RunDirectory(args.directory).events)
+    directory = _existing(args.directory)
+    if not (directory.is_of_run or directory.events.exists()):
+        raise FileNotFoundError(f"no run in {directory.root}. Give the --out of a run with --elastic.")
+    events = read_events(directory.events)
     print(table(events))
     if args.picture is not None:
         draw_timeline(events, args.picture)
@@ -54,6 +57,12 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _rejoin(args: argparse.Namespace) -> int:
-    ask_to_rejoin(RunDirectory(args.directory).elastic, args.device)
+    ask_to_rejoin(_existing(args.directory).elastic, args.device)
     print(f"asked for device {args.device}; `gtp-jax elastic show {args.directory}` says when it is taken back")
     return 0
+
+
+def _existing(directory: Path) -> RunDirectory:
+    if not directory.is_dir():
+        raise FileNotFoundError(f"no directory {directory}. Give the --out of a run with --elastic.")
+    return RunDirectory(directory)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import jax
 
+from ..._foreign import message
 from .._exit_codes import EXHAUSTED, out_of_memory
-from .._foreign import message
 
 EXPECTED = (ValueError, OSError, ModuleNotFoundError, MemoryError, jax.errors.JaxRuntimeError)
 

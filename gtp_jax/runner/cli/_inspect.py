@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .._dataclass_flags import add_flags, from_settings, given
-from ..inspect import Inspection, InspectOptions, as_json, as_text, draw, inspect
+from ...inspect import Inspection, InspectOptions, as_json, as_text, draw, inspect
+from ..flags import add_flags, from_settings, given
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

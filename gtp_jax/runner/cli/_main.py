@@ -9,12 +9,24 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from .. import __version__
+from ... import __version__
+from ...mesh import has_gpu, use_cpu
+from ...train import all_reduce_with_nccl
 from .._exit_codes import of_error, of_signal
-from ..mesh import has_gpu, use_cpu
-from ..train import all_reduce_with_nccl
 from ..trainer import Diverged
-from . import _bench, _checkpoint, _convert, _doctor, _elastic, _inspect, _plan_faults, _profile, _replay, _train
+from . import (
+    _bench,
+    _checkpoint,
+    _convert,
+    _doctor,
+    _elastic,
+    _generate,
+    _inspect,
+    _plan_faults,
+    _profile,
+    _replay,
+    _train,
+)
 from ._errors import EXPECTED, explanation
 from ._parser import Parser
 
@@ -24,6 +36,8 @@ examples:
   gtp-jax train --data my_texts/        the same on text of your own
   gtp-jax train --resume                go on where a run was stopped
   gtp-jax train --preset 1b --seq 2048  on the machine's GPUs
+  gtp-jax generate gtp-run --prompt "def "
+                                        text from a trained model, or from an imported one
   gtp-jax elastic show gtp-run          what failed in a run with --elastic, and what it cost
   gtp-jax inspect --preset 8b --target h200:8
                                         what a step costs on GPUs, on a machine that has none
@@ -39,7 +53,7 @@ examples:
 `gtp-jax COMMAND --help` explains a command's options.
 """
 
-# Commands that read files and shapes, and compute nothing that needs a device.
+# Commands that read files and shapes, and compute nothing that needs a device; a GPU's memory may be taken by a run.
 _OF_FILES = ("checkpoint", "convert", "elastic", "plan-faults")
 
 
@@ -99,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
     command_line.add_argument("--version", action="version", version=f"gtp_jax {__version__}")
     command_line.add_argument("--traceback", action="store_true", help="show where in the code an error was raised")
     commands = command_line.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    tools = (_elastic, _inspect, _plan_faults, _checkpoint, _convert, _bench, _profile, _replay, _doctor)
+    tools = (_generate, _elastic, _inspect, _plan_faults, _checkpoint, _convert, _bench, _profile, _replay, _doctor)
     for command in (_train, *tools):
         command.add_parser(commands)
     return command_line

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from .._foreign import printable
+from ..._foreign import printable
 
 # What `float` takes, with a sign. argparse itself knows no exponents, and would take such a value for a flag.
 _NEGATIVE = re.compile(r"-(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(e[-+]?\d+)?$|-(inf|infinity|nan)$", re.IGNORECASE)
@@ -28,7 +28,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **options)
         self._negative_number_matcher = _NEGATIVE
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    # of its overloads none is of use here
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Iterable[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
         """Parses arguments, all of which must be known.
 
         argparse itself first complains about required arguments, which may be there with a typo, and leaves it to the

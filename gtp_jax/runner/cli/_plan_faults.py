@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .._dataclass_flags import add_flags, from_settings, given
-from ..inspect import FaultOptions, fault_text, inspect_faults
+from ...inspect import FaultOptions, fault_text, inspect_faults
+from ..flags import add_flags, from_settings, given
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .. import bench, inspect
-from .._dataclass_flags import add_flags, from_settings, given
-from ..plan import columns
+from ... import inspect
+from ...hlo import columns
+from ..flags import add_flags, from_settings, given
 from ._arguments import check_files, positive
+from ._checkout import benchmarks, has_benchmarks, refuse_elsewhere
 
 _EXAMPLES = """\
 examples:
@@ -40,7 +41,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_flags(parser, bench.StepOptions, but=("dp", "ep"))
+    if not has_benchmarks():
+        refuse_elsewhere(parser, "--trace")
+    else:
+        add_flags(parser, benchmarks().StepOptions, but=("dp", "ep"))
     parser.add_argument("--contender", default="gtp_jax bf16 regather", metavar="WORDS", help="(default: %(default)s)")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="read this trace and run nothing")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the trace there, for other tools too")
@@ -66,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
     check_files(args.png, args.html, args.json)
     if args.trace is not None:
         return _show(args, args.trace, str(args.trace))
+    bench = benchmarks()
     step = from_settings(bench.StepOptions, given(args, bench.StepOptions))
     (contender, *more) = bench.chosen_contenders([args.contender], tp=step.parallelism.tp or 1)
     if more or contender.family not in _TRACED:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..plan import columns
+from ...hlo import columns
 from ..trainer import replay
 from ._arguments import whole
 

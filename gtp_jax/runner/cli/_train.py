@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .._dataclass_flags import add_flags, given
 from ..elastic import GROUP, ElasticOptions, supervise
+from ..flags import add_flags, given
 from ..trainer import LAUNCH_GROUP, LaunchOptions, TrainConfig, start
 
 _DESCRIPTION = """\

@@ -25,6 +25,7 @@ class Corpus:
         documents: number of documents of each.
         bytes_per_token: of the held-out text.
         fingerprint: of both streams; equal where they are equal.
+        unread: what was left out of the text, which older versions of gtp_jax read.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Corpus:
     documents: tuple[int, int]
     bytes_per_token: float
     fingerprint: str
+    unread: tuple[str, ...] = ()
 
     def check(self, *, batch: int, seq: int) -> None:
         """Checks that there is text for a batch.
@@ -83,6 +85,7 @@ def load_corpus(text: Text, tokenizer: Tokenizer = BYTES, *, held_out: float = 0
         documents=(len(kept), len(apart)),
         bytes_per_token=(sum(map(len, apart)) + len(apart)) / max(1, len(streams[1])),
         fingerprint=digest.hexdigest(),
+        unread=text.unread,
     )
 
 

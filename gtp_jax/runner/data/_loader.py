@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..mesh import Roles
+from ...mesh import Roles
 from ._windows import Windows
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .._foreign import open_regular
-from ..ops import check_ids
+from ..._foreign import open_regular
+from ...ops import check_ids
 
 # Names that published tokenizers give to the end of a document.
 _END = ("<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "</s>", "<eos>", "[SEP]")
@@ -24,6 +25,8 @@ _CHUNK = 256
 _PART_BYTES = 1 << 24
 
 _MAX_FILE_BYTES = 1 << 28
+
+_NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 # A model has a row for every id.
 _MAX_IDS = 1 << 24
 
@@ -37,12 +40,23 @@ class Tokenizer:
         vocab_size: number of tokens, the separator included.
         separator: the token that stands after each document.
         encode: `documents -> tokens of each document`, without separators.
+        decode: tokens to text; bytes that are no character, and tokens that there are not, become U+FFFD.
+        published: a prompt to its tokens as the tokenizer was published: with the special tokens that begin a text,
+            and those that are written out in it.
     """
 
     name: str
     vocab_size: int
     separator: int
     encode: Callable[[Iterable[bytes]], Iterable[np.ndarray]]
+    decode: Callable[[Sequence[int]], str]
+    published: Callable[[str], list[int]]
+
+    def prompt(self, text: str) -> list[int]:
+        """Returns the tokens of a text that is continued: as in the middle of a document that a run was trained on. Of
+        no text the separator, behind which a document begins."""
+        (tokens,) = self.encode([text.encode()])
+        return [int(token) for token in tokens] or [self.separator]
 
     @property
     def dtype(self) -> np.dtype:
@@ -65,7 +79,16 @@ class Tokenizer:
 
 
 # Every byte is a token; byte 0 occurs in no text and separates documents.
-BYTES = Tokenizer("bytes", 256, 0, lambda documents: (np.frombuffer(text, np.uint8) for text in documents))
+BYTES = Tokenizer(
+    "bytes",
+    256,
+    0,
+    encode=lambda documents: (np.frombuffer(text, np.uint8) for text in documents),
+    decode=lambda tokens: b"".join(
+        bytes([token]) if token < 256 else _NO_CHARACTER.encode() for token in tokens
+    ).decode(errors="replace"),
+    published=lambda text: list(text.encode()),
+)
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
@@ -80,17 +103,40 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         ValueError: if the file is missing or is no tokenizer, or if an id is beyond 16,777,215; while encoding, if a
             line is too long to be encoded, a word is the separator, or the tokenizer fails.
     """
-    try:
+    with _of_package():
         import tokenizers
+    if not Path(path).is_file():
+        raise ValueError(f"`tokenizer` {path} is not a file. Give the tokenizer.json of a Hugging Face model.")
+    return _tokenizer(_loaded(tokenizers.Tokenizer.from_buffer, path), path)
+
+
+def read_tokenizer(content: bytes, where: str) -> Tokenizer:
+    """Returns the tokenizer of a tokenizer.json that has been read: see `load_tokenizer`.
+
+    Args:
+        content: of the file.
+        where: it was, for messages.
+    """
+    with _of_package():
+        import tokenizers
+    with _refused(f"the tokenizer.json of {where} cannot be read", "Give another with --tokenizer."):
+        loaded = tokenizers.Tokenizer.from_buffer(content)
+    return _tokenizer(loaded, where)
+
+
+@contextlib.contextmanager
+def _of_package() -> Iterator[None]:
+    try:
+        yield
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             'a `tokenizer` file needs the `tokenizers` package: `pip install "gtp_jax[tokenizers]"`. '
             "Without a tokenizer, every byte is a token."
         ) from error
-    if not Path(path).is_file():
-        raise ValueError(f"`tokenizer` {path} is not a file. Give the tokenizer.json of a Hugging Face model.")
+
+
+def _tokenizer(loaded: Any, path: str | os.PathLike[str]) -> Tokenizer:
     name = Path(path).name
-    loaded = _loaded(tokenizers.Tokenizer.from_buffer, path)
     loaded.no_truncation()
     loaded.no_padding()
     loaded.encode_special_tokens = True  # as ordinary text, so that no document holds a separator
@@ -119,7 +165,21 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
                     )
                 yield ids
 
-    return Tokenizer(name, max(size, separator + 1), separator, encode)
+    def decode(tokens: Sequence[int]) -> str:
+        runs = itertools.groupby(tokens, key=lambda token: loaded.id_to_token(token) is not None)
+        return "".join(
+            loaded.decode(list(run), skip_special_tokens=False) if known else _NO_CHARACTER * len(list(run))
+            for known, run in runs
+        )
+
+    def published(text: str) -> list[int]:
+        loaded.encode_special_tokens = False
+        try:
+            return loaded.encode(text, add_special_tokens=True).ids
+        finally:
+            loaded.encode_special_tokens = True
+
+    return Tokenizer(name, max(size, separator + 1), separator, encode, decode, published)
 
 
 def same_tokenizer(path: str | os.PathLike[str], other: bytes) -> bool:

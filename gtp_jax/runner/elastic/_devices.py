@@ -8,7 +8,7 @@ import os
 import subprocess
 from collections.abc import Mapping
 
-from ..mesh import has_gpu
+from ...mesh import has_gpu
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .._foreign import printable
-from ..plan import columns
+from ..._foreign import printable
+from ...hlo import columns
 from ..trainer import Event, events_in, is_number
 
 # The parts of a recovery, in order, and what they mean.

@@ -16,7 +16,7 @@ from ._failure import Ended, Failure, how_it_ended
 from ._patience import Patience
 
 _CODE = """
-from gtp_jax.elastic._worker import work
+from gtp_jax.runner.elastic._worker import work
 work(int(sys.argv[1]))
 """
 

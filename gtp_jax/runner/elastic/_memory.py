@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any
 
-from ..checkpoint import Checkpoints
+from ...checkpoint import Checkpoints
 
 _OWNER = "owner"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from .._dataclass_flags import check_knobs, knob
+from ..flags import check_knobs, knob
 
 GROUP = "a run that goes on"
 

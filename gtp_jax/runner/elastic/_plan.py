@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from fractions import Fraction
 
-from ..mesh import DP, EP, GTP, TP
-from ..nonuniform import plan_faults
+from ...mesh import DP, EP, GTP, TP
+from ...nonuniform import plan_faults
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ..trainer import EventLog, Message
 from ._devices import Device
+from ._failure import Ended
 from ._fleet import Fleet
 
 _LIMIT_S = 900.0
@@ -43,10 +44,11 @@ class Rehearsal:
             return
         self._fleet.poll(0.0)
         seconds = time.monotonic() - self._begin
-        if (ended := self._fleet.ended()) is not None and not ended.reason:
+        found = self._fleet.ended() or self._fleet.failure()
+        if isinstance(found, Ended) and not found.reason:
             self._close(f"the step for {self.size} devices is compiled, after {seconds:.0f} s", True)
-        elif ended is not None or (failure := self._fleet.failure()) is not None or seconds > _LIMIT_S:
-            why = ended.reason if ended is not None else failure.reason if failure is not None else "it takes too long"
+        elif found is not None or seconds > _LIMIT_S:
+            why = "it takes too long" if found is None else found.reason
             self._close(f"the step for {self.size} devices was not compiled beforehand: {why}", False)
 
     def end(self) -> bool:

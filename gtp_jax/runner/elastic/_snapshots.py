@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..checkpoint import Checkpoints
-from ..mesh import of_all_processes
+from ...checkpoint import Checkpoints
+from ...mesh import of_all_processes
 from ..trainer import state_is_finite
 from ._memory import check_room
 

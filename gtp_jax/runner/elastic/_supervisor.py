@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ...checkpoint import Checkpoints
 from .._exit_codes import RETRY, of_signal
-from ..checkpoint import Checkpoints
 from ..trainer import (
     EventLog,
     LaunchOptions,

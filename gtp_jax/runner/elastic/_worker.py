@@ -16,11 +16,11 @@ from typing import Any, NoReturn, Self
 
 import jax
 
+from ...checkpoint import Checkpoints
+from ...mesh import has_gpu
+from ...train import all_reduce_with_nccl
 from .._exit_codes import of_error, out_of_memory
-from ..checkpoint import Checkpoints
-from ..mesh import has_gpu
-from ..nonuniform import Faults
-from ..train import all_reduce_with_nccl
+from ..flags import Faults
 from ..trainer import (
     Activity,
     Diverged,

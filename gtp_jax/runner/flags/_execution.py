@@ -7,11 +7,11 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from .._dataclass_flags import check_knobs, count_or, knob
-from ..chain import REMAT, KeepGathered, Remat, Schedule
-from ..mesh import TP
-from ..nn import GRAD_REDUCE, GradReduce
-from ._zero import REDUCE_OVER_DP, ReduceOverDp
+from ...chain import REMAT, KeepGathered, Remat, Schedule
+from ...mesh import TP
+from ...nn import GRAD_REDUCE, GradReduce
+from ...train import REDUCE_OVER_DP, ReduceOverDp
+from ._knobs import check_knobs, count_or, knob
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,9 @@ import re
 from collections.abc import Collection
 from typing import Any, get_args
 
-from .._dataclass_flags import check_knobs, flag_of, knob
-from ..collectives import TRANSPORTS, Transport
-from ..nn import AuxLossOf, Routing, Score
-from .llama import LlamaConfig
+from ...experts import TRANSPORTS, AuxLossOf, Routing, Score, Transport
+from ...models import LlamaConfig
+from ._knobs import check_knobs, flag_of, knob
 
 _GROUP = "experts"
 _ROUTER = "router_"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from .._dataclass_flags import as_tuple, check_knobs, knob
-from .._foreign import brief
-from ._faults import FaultPlan, plan_faults
+from ..._foreign import brief
+from ...nonuniform import FaultPlan, plan_faults
+from ._knobs import as_tuple, check_knobs, knob
 
 # Arguments of `plan_faults` that have another name here.
 _ARGUMENTS = {"failed": "failed_devices", "batches": "replica_batches"}

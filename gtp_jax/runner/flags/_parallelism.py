@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from .._dataclass_flags import check_knobs, knob
-from ._axes import EP
-from ._degrees import fill_degrees
-from ._roles import Roles, default_roles
+from ...mesh import EP, Roles, default_roles, fill_degrees
+from ._knobs import check_knobs, knob
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

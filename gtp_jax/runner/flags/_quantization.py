@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from .._dataclass_flags import as_tuple, check_knobs, count_or, flag_of, knob
-from ._recipe import GRAD_WIRES, RECIPES, Recipe
+from ...recipes import GRAD_WIRES, RECIPES, Recipe
+from ._knobs import as_tuple, check_knobs, count_or, flag_of, knob
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

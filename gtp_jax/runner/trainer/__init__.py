@@ -1,7 +1,6 @@
 """A training run: its configuration, directory, loop, log and report, and the watch over its processes."""
 
 from ._directory import RunDirectory as RunDirectory
-from ._directory import checkpoints_in as checkpoints_in
 from ._distributed import LAUNCH_GROUP as LAUNCH_GROUP
 from ._distributed import Launch as Launch
 from ._distributed import LaunchOptions as LaunchOptions

@@ -14,11 +14,11 @@ from typing import Any
 
 import jax
 
-from .._dataclass_flags import flag_of, knobs, settings_of
-from ..checkpoint import Checkpoints
+from ...checkpoint import Checkpoints, checkpoints_in
+from ...mesh import has_gpu
 from ..data import Corpus
-from ..mesh import has_gpu
-from ._directory import RunDirectory, checkpoints_in
+from ..flags import flag_of, knobs, settings_of
+from ._directory import RunDirectory
 from ._peers import Peers, several
 from ._train_flags import TrainConfig
 from ._versions import installed
@@ -179,7 +179,7 @@ def _start(source: str) -> str:
 
 def _software() -> Description:
     """Returns versions and settings of what computes."""
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parents[2]  # gtp_jax
     flags = os.environ.get("XLA_FLAGS", "").split()
     settings = {
         name: repr(value)

@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from .. import __version__
-from ..train import find_nccl
+from ... import __version__
+from ...train import find_nccl
 from ._versions import installed
 
 # Of the environment only these are recorded, all of which say how programs are compiled and run. Others may be secrets.

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from ..data import BYTES, Corpus, load_corpus, load_tokenizer, read_text
+from ._directory import RunDirectory
 from ._train_flags import TrainConfig
 
 
 def read_corpus(config: TrainConfig) -> Corpus:
-    """Returns the text that a configuration names, as tokens.
+    """Returns the text that a configuration names, as tokens; without the files of runs, this one's included, so that
+    it is the same when the run is resumed.
 
     Raises:
         ValueError: if there is too little of it, or it or the tokenizer cannot be read.
     """
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else BYTES
-    corpus = load_corpus(read_text(config.data, follow_links=config.follow_links), tokenizer)
+    out = RunDirectory.of(config.out).root.resolve()
+    text = read_text(
+        config.data,
+        follow_links=config.follow_links,
+        is_run=lambda directory: directory.resolve() == out or RunDirectory(directory).is_of_run,
+    )
+    corpus = load_corpus(text, tokenizer)
     corpus.check(batch=config.batch, seq=config.seq)
     return corpus

@@ -6,8 +6,9 @@ import dataclasses
 import shlex
 import shutil
 from pathlib import Path
+from typing import Self
 
-from ..checkpoint import Checkpoints
+from ...checkpoint import Checkpoints
 from ._train_flags import TrainConfig
 
 
@@ -20,6 +21,16 @@ class RunDirectory:
     """
 
     root: Path
+
+    @classmethod
+    def of(cls, out: str | Path) -> Self:
+        """Returns the directory that `out` of a configuration names."""
+        return cls(Path(out).expanduser().absolute())
+
+    @property
+    def is_of_run(self) -> bool:
+        """Whether a run has written here, of any version."""
+        return TrainConfig.is_in(self.config)
 
     @property
     def config(self) -> Path:
@@ -132,21 +143,3 @@ class RunDirectory:
         if latest is None:
             return f"There is no checkpoint yet; start again from the beginning with: {command}"
         return f"The last checkpoint is of step {latest}, in {self.checkpoints}; go on with: {command}"
-
-
-def checkpoints_in(directory: Path) -> Path:
-    """Returns where the steps are: in a run's directory, or in a directory of checkpoints.
-
-    Raises:
-        FileNotFoundError: if there is no such directory.
-        ValueError: if it is that of a single step.
-    """
-    inside = directory / "checkpoints"
-    if not directory.is_dir():
-        raise FileNotFoundError(f"no directory {directory}. Give that of a run, or its checkpoints.")
-    if directory.name.isdigit() and (directory / "manifest").is_dir():
-        raise ValueError(
-            f"{directory} is one step of a run. Give the directory that holds the steps, {directory.parent}, and, to "
-            f"choose this one, --step {directory.name}; to `checkpoint diff`, {directory.parent}@{directory.name}."
-        )
-    return inside if inside.is_dir() else directory

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import jax
 
-from .._dataclass_flags import knob
 from .._exit_codes import RETRY
+from ..flags import knob
 
 
 def _slurm_address(environment: Mapping[str, str]) -> str | None:

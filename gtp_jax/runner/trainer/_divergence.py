@@ -8,8 +8,8 @@ import statistics
 from collections.abc import Mapping
 from typing import Any, Literal, Self, get_args
 
-from .._dataclass_flags import check_knobs, knob
 from .._exit_codes import DIVERGED
+from ..flags import check_knobs, knob
 
 Policy = Literal["raise", "skip", "rollback"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -88,10 +88,8 @@ class Place:
 
     @classmethod
     def of_extra(cls, step: int, extra: Mapping[str, Any]) -> Self:
-        """Returns the place that a checkpoint was saved at; those of earlier versions never skipped a batch."""
-        saved = extra.get("place")
-        if saved is None:
-            return cls(step, step)
+        """Returns the place that a checkpoint was saved at."""
+        saved = extra["place"]
         return cls(step, **{**saved, "losses": tuple(saved["losses"])})
 
     def extra(self) -> dict[str, Any]:

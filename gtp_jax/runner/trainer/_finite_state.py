@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..mesh import of_all_processes
+from ...mesh import of_all_processes
 
 
 def state_is_finite(state: Any) -> bool:

@@ -51,8 +51,8 @@ while True:
         break
 if last != b"farewell":
     from pathlib import Path
-    from gtp_jax.trainer._directory import RunDirectory
-    from gtp_jax.trainer._guard import last_words
+    from gtp_jax.runner.trainer._directory import RunDirectory
+    from gtp_jax.runner.trainer._guard import last_words
     print(last_words(RunDirectory(Path(root)), process, reason), file=sys.stderr, flush=True)
 """
 

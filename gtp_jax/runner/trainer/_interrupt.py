@@ -105,6 +105,11 @@ class Interrupt:
         """
         self._peers, self._directory, self._grace_s = peers, directory, grace_s
 
+    @property
+    def attends(self) -> bool:
+        """Whether the run's directory is its own by now."""
+        return self._directory is not None
+
     @contextlib.contextmanager
     def loop(self) -> Iterator[None]:
         """Lets signals wait for the end of a step."""

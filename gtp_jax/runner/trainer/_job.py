@@ -15,14 +15,15 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from .. import plan
-from ..checkpoint import Checkpoints
+from ... import hlo
+from ...checkpoint import Checkpoints
+from ...models import ModelConfig, Origin, build, family_of
+from ...nn import ModelDef, abstract_model, init
+from ...nonuniform import NonuniformStep, with_whole_sequences
+from ...train import Loss, TrainState, eval_step, never_skip, train_step
 from ..data import Corpus, Loader, Windows
-from ..models import ModelConfig, Origin, build, family_of
-from ..nn import ModelDef, abstract_model, init
-from ..train import Loss, NonuniformStep, TrainState, eval_step, never_skip, train_step, with_whole_sequences
 from ._divergence import Place
-from ._fleet import Fleet, ReplicaLoader
+from ._meshes import Meshes, ReplicaLoader
 from ._optimizer import adamw, learning_rate
 from ._resume import resume_from
 from ._start import start_from
@@ -39,7 +40,7 @@ class Job:
     Attributes:
         config: what was asked for.
         model: sizes of the model.
-        fleet: the devices.
+        meshes: where it computes.
         corpus: the text.
         learning_rate: `updates made -> rate of the next`.
         train: batches to train on.
@@ -56,7 +57,7 @@ class Job:
 
     config: TrainConfig
     model: ModelConfig
-    fleet: Fleet
+    meshes: Meshes
     corpus: Corpus
     learning_rate: Callable[[int], float]
     train: Loader | ReplicaLoader
@@ -67,7 +68,7 @@ class Job:
     programs: dict[str, jax.stages.Compiled]
     evaluate: Callable[[TrainState, Any], Metrics]
     compile_s: float
-    memory: plan.Memory
+    memory: hlo.Memory
     origin: Origin = Origin()
 
     def held_out_loss(self, state: TrainState) -> float:
@@ -81,7 +82,7 @@ class Job:
 def prepare(
     config: TrainConfig,
     model: ModelConfig,
-    fleet: Fleet,
+    meshes: Meshes,
     corpus: Corpus,
     checkpoints: Checkpoints,
     watch: Watch,
@@ -94,7 +95,7 @@ def prepare(
     Args:
         config: the run.
         model: sizes of the model.
-        fleet: the devices.
+        meshes: where it computes.
         corpus: the text.
         checkpoints: of the run.
         watch: says where the state is restored from, and is told what is done.
@@ -106,7 +107,8 @@ def prepare(
     """
     like, optimizer = abstract_state(config, model)
     source = watch.source(checkpoints, like)
-    watch.doing("initialize" if not resume and config.from_ is None else "restore")
+    if resume or config.from_ is not None:
+        watch.doing("restore")
     resumed = resume_from(source, like, at, corpus, in_memory=source is not checkpoints) if resume else None
     place, origin = Place(0, 0), Origin()
     if resumed is not None:
@@ -119,7 +121,7 @@ def prepare(
         watch.doing("initialize")
         state = TrainState.create(init(lambda rngs: build(model, rngs=rngs), nnx.Rngs(config.seed)), optimizer)
     watch.doing("compile")
-    job = compile_step(config, model, fleet, corpus, state, optimizer, place)
+    job = compile_step(config, model, meshes, corpus, state, optimizer, place)
     return dataclasses.replace(job, origin=origin), state
 
 
@@ -133,7 +135,7 @@ def abstract_state(config: TrainConfig, model: ModelConfig) -> tuple[TrainState,
 def compile_step(
     config: TrainConfig,
     model: ModelConfig,
-    fleet: Fleet,
+    meshes: Meshes,
     corpus: Corpus,
     state: TrainState,
     optimizer: optax.GradientTransformation,
@@ -142,7 +144,7 @@ def compile_step(
 ) -> Job:
     """Compiles the step, for a state or for its shapes (see `abstract_state`). To be called with the mesh in scope."""
     schedule = learning_rate(config)
-    train = fleet.loader(Windows(corpus.train, config.seq, config.seed), config.batch, config.execution.microbatches)
+    train = meshes.loader(Windows(corpus.train, config.seq, config.seed), config.batch, config.execution.microbatches)
     recipe = config.quantization.to_recipe()
     loss = family_of(model).loss
     step = train_step(
@@ -155,7 +157,7 @@ def compile_step(
         view="local",
         seed=config.seed,
         reduce_over_dp=config.execution.reduce_over_dp,
-        replicas=fleet.replicas,
+        replicas=meshes.replicas,
         compiler_options=compiler_options,
     )
     evaluate: Callable[..., Metrics] = eval_step(loss, recipe=recipe, view="local")
@@ -164,16 +166,16 @@ def compile_step(
         programs, run = step.compile(state, train.at(0)), step
         evaluation = functools.partial(_on_core, evaluate, step.tell, with_whole_sequences(state.model_def))
     else:
-        run = step.lower(state, train.at(0), never_skip(fleet.mesh)).compile()  # pyright: ignore[reportFunctionMemberAccess]
+        run = step.lower(state, train.at(0), never_skip(meshes.mesh)).compile()  # pyright: ignore[reportFunctionMemberAccess]
         programs, evaluation = {"one step": run}, evaluate
     return Job(
         config=config,
         model=model,
-        fleet=fleet,
+        meshes=meshes,
         corpus=corpus,
         learning_rate=functools.partial(_here, schedule),
         train=train,
-        held_out=fleet.held_out_loader(Windows(corpus.held_out, config.seq, config.seed, repeat=False), config.batch),
+        held_out=meshes.held_out_loader(Windows(corpus.held_out, config.seq, config.seed, repeat=False), config.batch),
         loss=loss,
         place=place or Place(0, 0),
         step=run,
@@ -201,9 +203,9 @@ def _here(schedule: optax.Schedule, step: int) -> float:
         return float(np.asarray(schedule(step)))
 
 
-def _memory(programs: dict[str, jax.stages.Compiled], state: TrainState) -> plan.Memory:
+def _memory(programs: dict[str, jax.stages.Compiled], state: TrainState) -> hlo.Memory:
     """Returns the memory of the program that takes the state."""
     takes_state = next((program for name, program in programs.items() if name in ("one step", "update")), None)
     if takes_state is None:  # on a process with no part of the state
-        return plan.Memory(0, 0, 0, 0, 0, 0)
-    return plan.memory(takes_state, params=state.params, opt_state=state.opt_state)
+        return hlo.Memory(0, 0, 0, 0, 0, 0)
+    return hlo.memory(takes_state, params=state.params, opt_state=state.opt_state)

@@ -20,8 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Self
 
+from ..._foreign import printable
 from .._exit_codes import RETRY
-from .._foreign import printable
 
 BEAT_S = 5.0
 # A lock that has not changed for so long is taken over. Longer than a compiler may keep Python from running.

@@ -19,16 +19,18 @@ from typing import Any
 
 import jax
 
-from ..checkpoint import Checkpoints
-from ..models import saved as saved_of
-from ..ops import check_ids
-from ..train import Batches, TrainState, diagnose, never_skip
+from ...checkpoint import Checkpoints
+from ...models import saved as saved_of
+from ...nonuniform import Batches
+from ...ops import check_ids
+from ...train import TrainState, diagnose, never_skip
 from ._divergence import Diverged, Place, is_spike
 from ._finite_state import state_is_finite
 from ._interrupt import Interrupt
 from ._job import Job
 from ._progress import Progress
 from ._recorder import Recorder
+from ._samples import Samples, block
 from ._slow import DeviceProbe, timed_batches
 from ._watch import Activity
 
@@ -45,26 +47,39 @@ class Outcome:
         step: updates made in all.
         tokens_per_s: over all devices, without evaluations, checkpoints and the first step; 0 if unknown.
         signal: the number of the signal that ended it, or `None`.
+        sample: the text that the model wrote last; empty if it wrote none.
     """
 
     step: int
     tokens_per_s: float
     signal: int | None
+    sample: str = ""
 
 
 def run_loop(
-    job: Job, state: TrainState, checkpoints: Checkpoints, watch: Recorder, progress: Progress, interrupt: Interrupt
+    job: Job,
+    state: TrainState,
+    checkpoints: Checkpoints,
+    watch: Recorder,
+    progress: Progress,
+    interrupt: Interrupt,
+    *,
+    samples: bool,
 ) -> Outcome:
     """Trains from the job's place to the last step, or until a signal comes. The state is consumed.
 
     Evaluates and saves as the configuration says; at the end the state is saved, and on a signal if there is time.
+
+    Args:
+        job, state, checkpoints, watch, progress, interrupt: what takes part.
+        samples: whether the model writes a text after each evaluation, if the configuration asks for it.
 
     Raises:
         Diverged: if steps are not finite, or losses jump, and the configuration does not go on then; the state is not
             saved.
         ValueError: if a batch has ids outside the vocabulary.
     """
-    return _Loop(job, state, checkpoints, watch, progress, interrupt).run()
+    return _Loop(job, state, checkpoints, watch, progress, interrupt, samples).run()
 
 
 class _Loop:
@@ -76,6 +91,7 @@ class _Loop:
         watch: Recorder,
         progress: Progress,
         interrupt: Interrupt,
+        samples: bool,
     ) -> None:
         self._job, self._config = job, job.config
         self._state: Any = state
@@ -85,9 +101,10 @@ class _Loop:
         self._ahead = _AHEAD.get(jax.default_backend(), 0)
         self._place = job.place
         self._launched: collections.deque[tuple[int, dict[str, jax.Array]]] = collections.deque()
-        self._go = self._skip = never_skip(job.fleet.mesh)
+        self._go = self._skip = never_skip(job.meshes.mesh)
         self._held_out: dict[int, float] = {}
         self._saved = self._place.step
+        self._samples = Samples(job, wanted=samples)
 
     def run(self) -> Outcome:
         interrupt = self._interrupt
@@ -108,7 +125,7 @@ class _Loop:
             if self._saved != self._place.step and interrupt.saves:
                 self._save(self._checkpoints, "save")
             self._checkpoints.wait()
-            return Outcome(self._place.step, self._progress.tokens_per_s, interrupt.signal)
+            return Outcome(self._place.step, self._progress.tokens_per_s, interrupt.signal, sample=self._samples.last)
 
     def _batches(self) -> Generator[tuple[int, Any]]:
         """Yields the batches from the next one on, as many as there are updates to make, with their numbers."""
@@ -191,7 +208,7 @@ class _Loop:
     def _diagnosis(self, position: int) -> str:
         """Returns what makes the step that was not finite so, a sentence; nothing of replicas of unequal degree."""
         job = self._job
-        if job.fleet.plan is not None and not job.fleet.plan.uniform:
+        if job.meshes.plan is not None and not job.meshes.plan.uniform:
             return ""
         recipe = self._config.quantization.to_recipe()
         options: Any = {"recipe": recipe, "view": "local", "seed": self._config.seed}
@@ -248,6 +265,9 @@ class _Loop:
             loss = self._job.held_out_loss(self._state)
         self._progress.held_out(step, loss)
         self._held_out[step] = loss
+        if self._samples.wanted:
+            with self._progress.paused():
+                self._progress.say(block(self._samples.of(self._state)))
         self._watch.doing("step", step)
 
     def _save(self, target: Checkpoints, activity: Activity, step: int | None = None) -> bool:

@@ -10,15 +10,14 @@ from typing import Any
 from flax import nnx
 from jax.sharding import Mesh
 
+from ...mesh import Roles, default_roles, make_mesh
+from ...nonuniform import Batches, FaultPlan, Replicas, is_here, with_best_core
 from ..data import Loader, Windows, ahead
-from ..mesh import Roles, default_roles, make_mesh
-from ..nonuniform import FaultPlan
-from ..train import Batches, Replicas, is_here, with_best_core
 from ._train_flags import TrainConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Fleet:
+class Meshes:
     """Where a run computes.
 
     Attributes:
@@ -83,18 +82,18 @@ class ReplicaLoader:
         return ahead(self.at, start, stop)
 
 
-def make_fleet(config: TrainConfig, degrees: dict[str, int], factory: Callable[[nnx.Rngs], Any]) -> Fleet:
+def make_meshes(config: TrainConfig, degrees: dict[str, int], factory: Callable[[nnx.Rngs], Any]) -> Meshes:
     """Returns the meshes of a run on the devices that are there.
 
     Raises:
         ValueError: if a plan after failures cannot work.
     """
     if not config.faults.any:
-        return Fleet(make_mesh(**degrees))
+        return Meshes(make_mesh(**degrees))
     plan = config.fault_plan(degrees)
     plan = plan if config.faults.core_tp is not None else with_best_core(factory, plan)
     replicas = Replicas(factory, plan)
-    return Fleet(replicas.core, replicas)
+    return Meshes(replicas.core, replicas)
 
 
 def without_sequence_parallelism(config: TrainConfig, degrees: dict[str, int]) -> bool:

@@ -6,7 +6,7 @@ import jax
 import optax
 from flax import nnx
 
-from ..nn import split_model
+from ...nn import split_model
 from ._train_flags import TrainConfig
 
 

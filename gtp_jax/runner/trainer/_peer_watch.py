@@ -16,8 +16,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
+from ...checkpoint import Checkpoints
 from .._exit_codes import RETRY, of_error
-from ..checkpoint import Checkpoints
 from ._clock import LIMITS_S, TICK_S, PhaseClock
 from ._directory import RunDirectory
 from ._distributed import Launch

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
-from ..checkpoint import Checkpoints
+from ...checkpoint import Checkpoints
 from ._directory import RunDirectory
 from ._events import EventLog
 from ._json_socket import Message

@@ -12,16 +12,18 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ..checkpoint import Checkpoints
+from ...checkpoint import Checkpoints, whole_step
+from ...mesh import choose_devices, make_mesh, on_gpu, use_roles
+from ...train import never_skip
 from ..data import Corpus
-from ..mesh import choose_devices, make_mesh, on_gpu, use_roles
-from ..train import never_skip
 from ._corpus import read_corpus
 from ._directory import RunDirectory
 from ._divergence import Place
-from ._fleet import Fleet
 from ._job import abstract_state, compile_step
 from ._log import read_log
+from ._meshes import Meshes
+from ._resume import check_tokens
+from ._start import vocab_size_of
 from ._train_flags import TrainConfig
 
 Conclusion = Literal["reproducible", "device suspected", "inconclusive"]
@@ -89,9 +91,12 @@ def replay(out: Path, step: int | None = None) -> Replay:
         step: number of the update; by default that behind the latest checkpoint.
 
     Raises:
-        ValueError: if there is no run, no checkpoint before the step, or the devices do not fit.
+        ValueError: if there is no run, no checkpoint before the step, the text or the tokenizer is another, or the
+            devices do not fit.
+        TypeError: if `step` is not a whole number.
     """
-    directory = RunDirectory(out.expanduser().absolute())
+    step = None if step is None else whole_step(step)
+    directory = RunDirectory.of(out)
     directory.check(resume=True, force=False)
     config = TrainConfig.load(directory.config)
     if config.faults.any:
@@ -104,10 +109,14 @@ def replay(out: Path, step: int | None = None) -> Replay:
     step = begin + 1 if step is None else step
     choose_devices(config.virtual_devices(1), processes=1, local=None)
     corpus = read_corpus(config)
+    check_tokens(checkpoints.manifest(begin)["extra"], corpus, ". Put both back as they were.")
     degrees = config.degrees(jax.device_count(), virtual=not on_gpu())
     first = np.arange(jax.device_count())
     placements = [first] if first.size == 1 else [first, np.roll(first, 1)]
-    runs = tuple(r for place in placements for r in _twice(config, corpus, degrees, place, checkpoints, begin, step))
+    vocab_size = vocab_size_of(config, corpus, directory.checkpoints)
+    runs = tuple(
+        r for place in placements for r in _twice(config, corpus, vocab_size, degrees, place, checkpoints, begin, step)
+    )
     logged = next((r["loss"] for r in read_log(directory.log) if r["step"] == step and "loss" in r), None)
     return Replay(*conclude(runs, logged), begin, step, runs)
 
@@ -147,6 +156,7 @@ def _close(one: float, other: float) -> bool:
 def _twice(
     config: TrainConfig,
     corpus: Corpus,
+    vocab_size: int,
     degrees: dict[str, int],
     place: np.ndarray,
     checkpoints: Checkpoints,
@@ -154,25 +164,23 @@ def _twice(
     step: int,
 ) -> list[Replayed]:
     """Returns two runs on the devices in this order."""
-    model = config.model(corpus.vocab_size, dtype="bfloat16" if on_gpu() else "float32")
+    model = config.model(vocab_size, dtype="bfloat16" if on_gpu() else "float32")
     roles = config.parallelism.roles
     with use_roles(roles):
         ordinary = make_mesh(**degrees)
     devices = np.asarray(ordinary.devices).reshape(-1)[place].reshape(ordinary.devices.shape)
-    fleet = Fleet(Mesh(devices, ordinary.axis_names, axis_types=ordinary.axis_types))
+    meshes = Meshes(Mesh(devices, ordinary.axis_names, axis_types=ordinary.axis_types))
     options: Any = _DETERMINISTIC if on_gpu() else None
-    with jax.set_mesh(fleet.mesh), use_roles(roles):
+    with jax.set_mesh(meshes.mesh), use_roles(roles):
         like, optimizer = abstract_state(config, model)
-        job = compile_step(config, model, fleet, corpus, like, optimizer, compiler_options=options)
+        job = compile_step(config, model, meshes, corpus, like, optimizer, compiler_options=options)
         return [_run(job, like, checkpoints, begin, step) for _ in range(2)]
 
 
 def _run(job: Any, like: Any, checkpoints: Checkpoints, begin: int, step: int) -> Replayed:
     state, extra = checkpoints.restore(like, begin)
-    if extra["text"] != job.corpus.fingerprint:
-        raise ValueError(f"{job.corpus.name} is not the text that this run was trained on. Put it back as it was.")
     at = Place.of_extra(begin, extra)
-    go, losses, norms = never_skip(job.fleet.mesh), [], []
+    go, losses, norms = never_skip(job.meshes.mesh), [], []
     position, made = at.position, begin
     while made < step:
         state, metrics = job.step(state, job.train.at(position), go)
@@ -182,7 +190,7 @@ def _run(job: Any, like: Any, checkpoints: Checkpoints, begin: int, step: int) -
         if bool(metrics["skipped"]) and made + 1 == step:
             break
         made += not bool(metrics["skipped"])
-    devices = tuple(int(device.id) for device in np.asarray(job.fleet.mesh.devices).reshape(-1))
+    devices = tuple(int(device.id) for device in np.asarray(job.meshes.mesh.devices).reshape(-1))
     return Replayed(devices, tuple(losses), tuple(norms), _digest((state.params, state.opt_state)))
 
 

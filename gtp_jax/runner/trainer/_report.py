@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
+
 import jax
 from jax.sharding import Mesh
 
-from .. import plan
+from ... import hlo
+from ...hlo import columns
+from ...models import ModelConfig
 from ..data import Corpus, bits_per_byte
-from ..models import ModelConfig
-from ..plan import columns
 from ._account import goodput
-from ._fleet import Fleet
 from ._job import Job
 from ._log import Record
 from ._loop import Outcome
+from ._meshes import Meshes
+from ._samples import block
 from ._train_flags import TrainConfig
 
 
-def heading(config: TrainConfig, model: ModelConfig, fleet: Fleet, corpus: Corpus, unigram: float) -> str:
+def heading(config: TrainConfig, model: ModelConfig, meshes: Meshes, corpus: Corpus, unigram: float) -> str:
     """Returns what will be trained, on what, and what it must beat."""
     device = jax.devices()[0]
     kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind
     train, held_out = corpus.documents
     return (
         f"model   {config.preset}: {model.param_count():,} parameters, {model.num_layers} layers, {model.dtype}\n"
-        f"mesh    {_devices(fleet)} {kind}"
+        f"mesh    {_devices(meshes)} {kind}"
         f"{f' of {jax.process_count()} processes' if jax.process_count() > 1 else ''}\n"
         f"recipe  {config.quantization.summary}\n"
         f"text    {corpus.name}: {len(corpus.train):,} tokens ({corpus.tokenizer}) of {_documents(train)}, "
@@ -47,11 +51,27 @@ def report(job: Job, outcome: Outcome, records: list[Record], unigram: float, ca
         unigram: entropy of single tokens, in nats a token.
         causes: seconds of all attempts by cause.
     """
-    parts = [columns(("result", ""), _result(job, outcome, records, unigram)), _times(causes), job.memory.table()]
+    parts = [columns(("result", ""), _result(job, outcome, records, unigram))]
+    if outcome.sample:
+        parts.append(f"what the model writes\n\n{block(outcome.sample)}")
+    parts += [_times(causes), job.memory.table()]
     for name, program in job.programs.items():
-        collectives = plan.collectives(str(program.as_text()))
-        parts.append(f"collectives of {name}\n\n{plan.table(collectives)}")
+        collectives = hlo.collectives(str(program.as_text()))
+        parts.append(f"collectives of {name}\n\n{hlo.table(collectives)}")
     return "\n\n".join(parts)
+
+
+def next_commands(root: Path, config: TrainConfig) -> str:
+    """Returns what can be done with a run that has ended, a command a line."""
+    run = shlex.quote(str(root))
+    prompt = shlex.quote("The " if config.data else "def ")
+    rows = [
+        (f"gtp-jax generate {run} --prompt {prompt}", "text from the model"),
+        (f"gtp-jax train --resume --out {run} --steps {2 * config.steps}", "train on, as many steps again"),
+        (f"gtp-jax convert export {run} {shlex.quote(f'{root}-hf')}", "weights for Hugging Face's tools"),
+    ]
+    width = max(len(command) for command, _ in rows)
+    return "\n".join(["", "next:", *(f"  {command:{width}}   {what}" for command, what in rows)])
 
 
 def _times(causes: dict[str, float]) -> str:
@@ -64,7 +84,7 @@ def _times(causes: dict[str, float]) -> str:
 def tflops_per_device(job: Job, tokens_per_s: float) -> float:
     """Operations a second and device, in units of 10^12; what is computed again is not counted."""
     tokens = job.config.batch * job.config.seq
-    flops = plan.step_flops(
+    flops = hlo.step_flops(
         matmul_params=job.model.matmul_params(),
         tokens=tokens,
         layers=job.model.num_layers,
@@ -72,13 +92,13 @@ def tflops_per_device(job: Job, tokens_per_s: float) -> float:
         heads=job.model.num_heads,
         head_dim=job.model.head_dim,
     )
-    return flops / tokens * tokens_per_s / job.fleet.size / 1e12
+    return flops / tokens * tokens_per_s / job.meshes.size / 1e12
 
 
 def _result(job: Job, outcome: Outcome, records: list[Record], unigram: float) -> list[tuple[str, str]]:
     rows = [
         ("steps", f"{outcome.step} of {job.config.steps}"),
-        ("parameters", f"{job.model.param_count():,} on {_devices(job.fleet)} devices"),
+        ("parameters", f"{job.model.param_count():,} on {_devices(job.meshes)} devices"),
     ]
     losses = [record["loss"] for record in records if "loss" in record]
     held_out = [record["held_out"] for record in records if "held_out" in record]
@@ -106,13 +126,13 @@ def _verdict(held_out: float, unigram: float) -> str:
     return f"not yet below the unigram entropy, {unigram:.3f}"
 
 
-def _devices(fleet: Fleet) -> str:
+def _devices(meshes: Meshes) -> str:
     """Returns the meshes and how many devices they have."""
-    if fleet.replicas is None or fleet.replicas.plan.uniform:
-        return f"{_mesh(fleet.mesh)}, {fleet.mesh.size}"
-    pairs = zip(fleet.replicas.plan.replicas, fleet.replicas.meshes, strict=True)
+    if meshes.replicas is None or meshes.replicas.plan.uniform:
+        return f"{_mesh(meshes.mesh)}, {meshes.mesh.size}"
+    pairs = zip(meshes.replicas.plan.replicas, meshes.replicas.meshes, strict=True)
     each = "; ".join(f"gtp {mesh.shape['gtp']} x tp {r.tp} on {r.batch} sequences" for r, mesh in pairs)
-    return f"replicas of {each}; masters on {_mesh(fleet.mesh)}; {len(fleet.replicas.plan.active)}"
+    return f"replicas of {each}; masters on {_mesh(meshes.mesh)}; {len(meshes.replicas.plan.active)}"
 
 
 def _mesh(mesh: Mesh) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
-from ..checkpoint import Checkpoints, DamagedCheckpoint
+from ...checkpoint import Checkpoints, DamagedCheckpoint
+from ...models import Origin
+from ...train import TrainState
 from ..data import Corpus
-from ..models import Origin
-from ..train import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,12 +70,12 @@ def resume_from(
             raise ValueError(
                 f"all checkpoints of the run are damaged: steps {sorted(damaged)}. Of the latest: {error}"
             ) from error
-    if extra["text"] != corpus.fingerprint:
-        raise ValueError(
-            f"the tokens of {corpus.name} by the tokenizer {corpus.tokenizer} are not those that this run was trained "
-            "on: the content of the text or of the tokenizer has changed, or --data or --tokenizer names another. "
-            "Resume with both as they were, or start a new run with another --out."
-        )
+    check_tokens(
+        extra,
+        corpus,
+        ", or --data or --tokenizer names another. Resume with both as they were, or start a new run with another "
+        "--out.",
+    )
     origin = Origin.of(extra, source.files(step), f"the checkpoint of step {step}")
     if in_memory:
         return Resumed(state, extra, step, origin)
@@ -84,6 +85,28 @@ def resume_from(
     if kept:
         _say(f"going on from step {step}; later steps are set aside: {', '.join(kept)}")
     return Resumed(state, extra, step, origin)
+
+
+def check_tokens(extra: Mapping[str, Any], corpus: Corpus, remedy: str) -> None:
+    """Checks that a run's tokens are those that a checkpoint of it was trained on.
+
+    Args:
+        extra: that was saved with the checkpoint.
+        corpus: the text.
+        remedy: the end of the message.
+
+    Raises:
+        ValueError: naming the text and the tokenizer.
+    """
+    if extra["text"] != corpus.fingerprint:
+        older = (
+            f" Or an older version of gtp_jax began this run: it read {' and '.join(corpus.unread)} too, which are "
+            "left out now. Go on with that version."
+        )
+        raise ValueError(
+            f"the tokens of {corpus.name} by the tokenizer {corpus.tokenizer} are not those that this run was trained "
+            f"on: the content of the text or of the tokenizer has changed{remedy}{older if corpus.unread else ''}"
+        )
 
 
 def _say(text: str) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 
-from .._dataclass_flags import from_settings, settings_of
+from ...checkpoint import Checkpoints
+from ...mesh import check_degrees, choose_devices, on_gpu, use_roles
+from ...models import ModelConfig, build
 from .._exit_codes import DONE, of_signal, out_of_memory
-from ..checkpoint import Checkpoints
 from ..data import Corpus, unigram_entropy
-from ..mesh import check_degrees, choose_devices, on_gpu, use_roles
-from ..models import ModelConfig, build
+from ..flags import from_settings, settings_of
 from ._account import NEEDS, seconds_by_cause
 from ._agreement import Description, check_agreement, check_devices, check_shared, describe
 from ._arenas import limit_arenas
@@ -29,18 +29,18 @@ from ._directory import RunDirectory
 from ._distributed import Launch, LaunchOptions, find_launch
 from ._divergence import Diverged
 from ._events import EventLog, events_in
-from ._fleet import Fleet, make_fleet, without_sequence_parallelism
 from ._interrupt import Interrupt, Stopped
 from ._job import abstract_state, compile_step, prepare
 from ._log import read_log
 from ._loop import run_loop
+from ._meshes import Meshes, make_meshes, without_sequence_parallelism
 from ._owner import owning
 from ._peer_watch import PeerWatch
 from ._peers import Peers
 from ._progress import Progress
 from ._recorder import Recorder
-from ._report import heading, report
-from ._start import check_recipe_fits, check_start
+from ._report import heading, next_commands, report
+from ._start import check_recipe_fits, check_start, vocab_size_of
 from ._train_flags import TrainConfig
 from ._watch import Supervision
 
@@ -83,7 +83,10 @@ def start(
                 settings, launch, watch, interrupt, peers, resume=resume, force=force, at=at, supervision=supervision
             )
     except Stopped as error:
-        print(f"gtp-jax: process {launch.process} was {error}; nothing was saved since", file=sys.stderr, flush=True)
+        directory = RunDirectory.of(settings.get("out", TrainConfig.out))
+        known = directory.is_of_run and (resume or interrupt.attends)
+        where = directory.how_to_resume() if known else "Nothing was saved: the run had not begun."
+        print(f"gtp-jax: process {launch.process} was {error}. {where}", file=sys.stderr, flush=True)
         if launch.processes > 1 and supervision is None:
             os._exit(error.exit_code)  # jax would wait for the other processes
         return error.exit_code
@@ -106,8 +109,6 @@ def _start(
         choose_devices(config.virtual_devices(launch.processes), processes=launch.processes, local=launch.local_devices)
         watch.doing("check")
         corpus = read_corpus(config)
-        if config.from_ is not None and not resume:
-            check_start(Path(config.from_), config.model(corpus.vocab_size, dtype="float32"))
         description: Description = {}
         if launch.processes > 1:
             order = {} if supervision is None else supervision.order
@@ -123,16 +124,19 @@ def _start(
     check_devices(equally_many=not planned.faults.any)
     watch.doing("check")
     degrees = _degrees(config, supervision)
-    model = config.model(corpus.vocab_size, dtype="bfloat16" if on_gpu() else "float32")
+    vocab_size = vocab_size_of(config, corpus, directory.checkpoints if resume else None)
+    model = config.model(vocab_size, dtype="bfloat16" if on_gpu() else "float32")
+    if config.from_ is not None and not resume:
+        check_start(Path(config.from_), model)
     if without_sequence_parallelism(planned, degrees):
         model = dataclasses.replace(model, sequence_parallel=False)
     with use_roles(config.parallelism.roles):
-        fleet = make_fleet(planned, degrees, lambda rngs: build(model, rngs=rngs))
-    check_recipe_fits(config.quantization, model, fleet.mesh)
+        meshes = make_meshes(planned, degrees, lambda rngs: build(model, rngs=rngs))
+    check_recipe_fits(config.quantization, model, meshes.mesh)
     if supervision is not None and supervision.rehearse:
-        with jax.set_mesh(fleet.mesh), use_roles(config.parallelism.roles):
+        with jax.set_mesh(meshes.mesh), use_roles(config.parallelism.roles):
             watch.doing("compile")
-            compile_step(config, model, fleet, corpus, *abstract_state(config, model))
+            compile_step(config, model, meshes, corpus, *abstract_state(config, model))
         return 0
     if launch.processes > 1:
         check_shared(peers, directory)
@@ -151,11 +155,11 @@ def _start(
         interrupt.attend(peers, directory, config.grace)
         peers.listen(watch.heard, interrupt.heard)
         alone = launch.processes == 1 and supervision is None
-        with jax.set_mesh(fleet.mesh), use_roles(config.parallelism.roles), _failures(watch, alone):
+        with jax.set_mesh(meshes.mesh), use_roles(config.parallelism.roles), _failures(watch, alone):
             return _train(
                 config,
                 model,
-                fleet,
+                meshes,
                 corpus,
                 directory,
                 watch,
@@ -165,6 +169,7 @@ def _start(
                 resume=resume,
                 at=at,
                 changes=changes,
+                samples=supervision is None,
             )
 
 
@@ -175,7 +180,7 @@ def resolve(settings: Mapping[str, Any], *, resume: bool, force: bool) -> tuple[
         ValueError: on a mistake in the settings, or if the directory does not allow it.
     """
     config = from_settings(TrainConfig, settings)
-    directory = RunDirectory(Path(config.out).expanduser().absolute())
+    directory = RunDirectory.of(config.out)
     directory.check(resume=resume, force=force)
     if not resume:
         return config, directory, []
@@ -219,7 +224,7 @@ def _degrees(config: TrainConfig, supervision: Supervision | None) -> dict[str, 
 def _train(
     config: TrainConfig,
     model: ModelConfig,
-    fleet: Fleet,
+    meshes: Meshes,
     corpus: Corpus,
     directory: RunDirectory,
     watch: Recorder,
@@ -230,16 +235,17 @@ def _train(
     resume: bool,
     at: int | None,
     changes: list[str],
+    samples: bool,
 ) -> int:
     unigram = unigram_entropy(corpus.train, corpus.held_out, corpus.vocab_size)
     speaks = jax.process_index() == 0
     say = print if speaks else lambda *_, **__: None
-    say(heading(config, model, fleet, corpus, unigram), flush=True)
+    say(heading(config, model, meshes, corpus, unigram), flush=True)
     opened = Checkpoints(directory.checkpoints, keep=config.keep, keep_best=config.keep_best, guard=guard)
     with opened as checkpoints, _failures(watch, alone):
         settings, seeds = settings_of(config), {"weights": config.seed, "data": config.seed, "rounding": config.seed}
         watch.write("resume" if resume else "start", **attempt(), settings=settings, seeds=seeds, changes=changes)
-        job, state = prepare(config, model, fleet, corpus, checkpoints, watch, resume=resume, at=at)
+        job, state = prepare(config, model, meshes, corpus, checkpoints, watch, resume=resume, at=at)
         begin = job.place.step
         if begin > config.steps:
             raise ValueError(
@@ -254,7 +260,7 @@ def _train(
             guard()
             config.save(directory.config)
         with Progress(job, unigram, directory.log, begin, guard) as progress:
-            outcome = run_loop(job, state, checkpoints, watch, progress, interrupt)
+            outcome = run_loop(job, state, checkpoints, watch, progress, interrupt, samples=samples)
     watch.end(DONE if outcome.signal is None else of_signal(outcome.signal))
     if speaks:
         guard()
@@ -268,6 +274,8 @@ def _train(
         if outcome.signal is not None:
             why = "" if interrupt.saves else "; saving would not fit --grace, so that it was not saved"
             say(f"stopped by a signal after step {outcome.step}{why}. {directory.how_to_resume()}", flush=True)
+        else:
+            say(next_commands(directory.root, config), flush=True)
     return DONE if outcome.signal is None else of_signal(outcome.signal)
 
 

@@ -2,29 +2,102 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
-from .._foreign import brief
-from ..checkpoint import Checkpoints
-from ..data import same_tokenizer
-from ..models import PRESETS, TOKENIZER_FILE, ModelConfig, Origin, build, saved_architecture
-from ..nn import abstract_model, explain
-from ..recipes import Quantization
-from ._directory import checkpoints_in
-from ._train_flags import VOCAB_MULTIPLE, vocab_size_with
+from ...checkpoint import Checkpoints, checkpoints_in
+from ...inspect import explain
+from ...mesh import of_all_processes
+from ...models import TOKENIZER_FILE, ModelConfig, Origin, build, saved_architecture
+from ...nn import abstract_model
+from ...ops import check_ids
+from ..data import Corpus, same_tokenizer
+from ..flags import Quantization
+from ._start_flags import flags_for
+from ._train_flags import TrainConfig
 
-# Fields of an architecture that flags other than --preset decide.
-_OF_OTHER_FLAGS = {"vocab_size", "top_k", "shared_hidden", "routing"}
-_OWN_PROGRAM = (
-    "Train it in a program of your own: `gtp_jax.models.saved_config` makes its configuration of the manifest's "
-    "`extra`, and `Checkpoints.restore_params` reads its parameters."
-)
+# Process 0 sends this instead of a size that it could not read.
+_UNREADABLE = -1
+
+
+def vocab_size_of(config: TrainConfig, corpus: Corpus, run: Path | None) -> int:
+    """Returns how many tokens the model of a run has to know. Every process must call this.
+
+    Those of its tokenizer; but a model that the run goes on with has its vocabulary already, and so has one that it
+    starts from together with its tokenizer, which may know more tokens than the model, as published ones do.
+
+    Args:
+        config: the run's configuration.
+        corpus: the text.
+        run: the run's checkpoints, if it is resumed.
+
+    Raises:
+        ValueError: if the run starts with a text that has a token which its model lacks.
+    """
+    if run is not None and (size := _saved_vocab_size(Checkpoints(run, read_only=True))) is not None:
+        return size
+    gone = run is not None and config.from_ is not None and not Path(config.from_).expanduser().is_dir()
+    if config.from_ is None or gone:  # a run whose snapshots are in memory alone does not need it any more
+        return corpus.vocab_size
+    checkpoints = _open(Path(config.from_))
+    size = _saved_vocab_size(checkpoints)
+    if size is None or size >= corpus.vocab_size:
+        return corpus.vocab_size
+    if not _is_of(_origin(checkpoints, checkpoints.manifest(), config.from_), config.tokenizer):
+        return corpus.vocab_size
+    try:
+        for stream in (corpus.train, corpus.held_out):
+            check_ids(stream, size, name=f"tokens of {corpus.name} by {corpus.tokenizer}")
+    except ValueError as error:
+        raise ValueError(
+            f"{error} The tokenizer of the checkpoint in {config.from_} knows more tokens than its model. Leave out "
+            "the text that has them; without a special end-of-text token, there is one more after every document."
+        ) from None
+    return size
+
+
+def _saved_vocab_size(checkpoints: Checkpoints) -> int | None:
+    """Returns the vocabulary of the latest step that says how large it is; `None` if none does.
+
+    Process 0 reads it for all, so that none goes on with another one.
+
+    Raises:
+        OSError: in process 0, if its file system fails; in the others, a ValueError.
+    """
+    size, failure = 0, None
+    if jax.process_index() == 0:
+        try:
+            size = _read_vocab_size(checkpoints)
+        except Exception as error:  # which the others must hear of: they wait
+            size, failure = _UNREADABLE, error
+    size = int(of_all_processes(np.int32(size))[0])
+    if failure is not None:
+        raise failure
+    if size == _UNREADABLE:
+        raise ValueError("process 0 could not read the checkpoints; its own output says why.")
+    return size or None
+
+
+def _read_vocab_size(checkpoints: Checkpoints) -> int:
+    for step in reversed(checkpoints.steps()):
+        # a damaged step is passed over, as where the state is restored
+        with contextlib.suppress(ValueError, FileNotFoundError, KeyError, TypeError):
+            size = saved_architecture(checkpoints.manifest(step)["extra"])["vocab_size"]
+            if type(size) is int and 0 < size < np.iinfo(np.int32).max:
+                return size
+    return 0
+
+
+def _origin(checkpoints: Checkpoints, content: Mapping[str, Any], where: str) -> Origin:
+    """Returns the origin of the step of a manifest."""
+    return Origin.of(content["extra"], checkpoints.files(content["step"]), where)
 
 
 def check_start(directory: Path, model: ModelConfig) -> None:
@@ -51,31 +124,8 @@ def check_start(directory: Path, model: ModelConfig) -> None:
         raise ValueError(
             f"the checkpoint in {directory} is of another model than this run's:\n"
             + "\n".join(lines)
-            + f"\n{_remedy(theirs)}"
+            + f"\n{flags_for(theirs, ours)}"
         )
-
-
-def _remedy(theirs: Mapping[str, Any]) -> str:
-    """Returns which flags make a run of a model of this architecture, or that none do."""
-
-    def sizes(architecture: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in architecture.items() if name not in _OF_OTHER_FLAGS}
-
-    fitting = {name: preset for name, preset in PRESETS.items() if sizes(preset.architecture()) == sizes(theirs)}
-    if not fitting:
-        return f"No --preset has the sizes of the checkpoint's, and `gtp-jax train` trains no others. {_OWN_PROGRAM}"
-    name, preset = next(iter(fitting.items()))
-    vocab_size = theirs.get("vocab_size")
-    if not isinstance(vocab_size, int) or vocab_size_with(preset, vocab_size) != vocab_size:
-        return (
-            f"--preset {name} has its other sizes, but no --tokenizer gives it {brief(vocab_size)} tokens: `gtp-jax "
-            f"train` takes {preset.vocab_size}, or a larger multiple of {VOCAB_MULTIPLE}. {_OWN_PROGRAM}"
-        )
-    least = vocab_size - VOCAB_MULTIPLE + 1 if vocab_size > preset.vocab_size else 1
-    return (
-        f"Choose --preset {name}, and the --tokenizer that belongs to it; of its kind are those with {least} to "
-        f"{vocab_size} tokens, their separator included."
-    )
 
 
 def check_recipe_fits(quantization: Quantization, model: ModelConfig, mesh: Mesh) -> None:
@@ -103,7 +153,7 @@ def start_from(directory: Path, state_like: Any, tokenizer: str | None) -> tuple
     content = checkpoints.manifest()
     step, where = content["step"], f"the checkpoint in {directory}"
     params = checkpoints.restore_params(state_like, step)
-    origin = Origin.of(content["extra"], checkpoints.files(step), where)
+    origin = _origin(checkpoints, content, where)
     if not origin.has_tokenizer or _is_of(origin, tokenizer):
         return params, origin
     if jax.process_index() == 0:

@@ -7,14 +7,25 @@ import json
 import math
 from pathlib import Path
 
-from .. import __version__
-from .._dataclass_flags import as_tuple, check_knobs, from_settings, knob, knobs, piece, settings_of
-from .._foreign import read_json
-from ..mesh import Parallelism, check_degrees
-from ..models import PRESETS, ExpertOptions, ModelConfig, preset_of
-from ..nonuniform import FaultPlan, Faults
-from ..recipes import Quantization
-from ..train import Execution
+from ... import __version__
+from ..._foreign import read_json
+from ...mesh import check_degrees
+from ...models import PRESETS, ModelConfig, preset_of
+from ...nonuniform import FaultPlan
+from ..flags import (
+    Execution,
+    ExpertOptions,
+    Faults,
+    Parallelism,
+    Quantization,
+    as_tuple,
+    check_knobs,
+    from_settings,
+    knob,
+    knobs,
+    piece,
+    settings_of,
+)
 from ._divergence import Divergence
 
 # the default number without a GPU, unless degrees require another
@@ -22,15 +33,6 @@ VIRTUAL_DEVICES = 8
 
 # The key of config.json that says who wrote it.
 _MARK = "gtp_jax"
-
-# Keys of config.json before fields were renamed, so that runs that began then resume.
-_RENAMED = {
-    "kept": "keep_gathered",
-    "keep_first": "high_precision_first",
-    "keep_last": "high_precision_last",
-    "held": "pregathered_layers",
-    "reduce": "grad_wire",
-}
 
 VOCAB_MULTIPLE = 128
 
@@ -130,6 +132,9 @@ class TrainConfig:
     )
     eval_every: int = knob(25, "output", "steps between evaluations on held-out text", metavar="N")
     eval_batches: int = knob(4, "output", "batches of an evaluation", metavar="N")
+    sample_tokens: int = knob(
+        96, "output", "tokens that the model writes at each evaluation, to be read; 0 for none", least=0, metavar="N"
+    )
     save_every: int = knob(50, "output", "steps between checkpoints", metavar="N")
     keep: int = knob(3, "output", "checkpoints to keep, the latest ones", metavar="N")
     keep_best: int = knob(
@@ -253,6 +258,15 @@ class TrainConfig:
         new.replace(path)
 
     @classmethod
+    def is_in(cls, path: Path) -> bool:
+        """Returns whether `save`, of any version, wrote a file."""
+        try:
+            settings = read_json(path)
+        except (ValueError, OSError):
+            return False
+        return isinstance(settings, dict) and _MARK in settings
+
+    @classmethod
     def load(cls, path: Path) -> TrainConfig:
         """Reads a configuration.
 
@@ -262,9 +276,7 @@ class TrainConfig:
         try:
             settings = read_json(path)
             settings.pop(_MARK)
-            return from_settings(
-                cls, {_RENAMED[key] if key in _RENAMED else key: value for key, value in settings.items()}
-            )
+            return from_settings(cls, settings)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"{path} is not the configuration of a run of gtp-jax ({error}). Choose another --out, or move what is "

@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NoReturn, Self
 
-from ..checkpoint import Checkpoints
-from ..nonuniform import Faults
+from ...checkpoint import Checkpoints
+from ..flags import Faults
 from ._directory import RunDirectory
 from ._json_socket import Message
 from ._peers import Peers

@@ -1,0 +1,1 @@
+"""The only rooms that know argparse, signals and run directories: what `gtp-jax` runs."""

@@ -1,0 +1,239 @@
+"""`gtp-jax generate`: text from the model of a run, or from an imported one."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from ...generation import generate_stream, sampling_of
+from ...mesh import choose_devices, make_mesh, on_gpu
+from ...models import TOKENIZER_FILE, ModelConfig, Origin, config_of, load, opened
+from ...recipes import RECIPES
+from ..data import BYTES, TextStream, Tokenizer, load_tokenizer, read_tokenizer
+from ..trainer import RunDirectory, TrainConfig
+from ._arguments import positive, whole
+
+_EXAMPLES = """\
+examples:
+  gtp-jax generate gtp-run --prompt "def "                the latest step of a run
+  gtp-jax generate gtp-run --prompt "def " --step 100     an earlier one
+  gtp-jax generate llama --prompt "The sky is" "Once"     an import, two prompts in one batch
+  gtp-jax generate gtp-run --prompt "import " --temperature 0     the likeliest text, the same every time
+  gtp-jax generate gtp-run --prompt "class A" --stop "\\n\\n"      up to the first empty line
+"""
+
+_DESCRIPTION = """\
+Continues prompts with the model of a run of `gtp-jax train`, or of a directory that `gtp-jax convert import` made.
+
+Text goes to the standard output while it is made, everything else to the standard error. The weights are restored
+straight onto a mesh of their own, in bfloat16 on GPUs, without an optimizer and without shards: tp has as many of the
+GPUs as the model has key-value heads, at most, and dp the rest. What is sampled depends on --seed, the prompt and its
+number, not on the mesh or on the other prompts. The first text takes longer: two programs are compiled.
+"""
+
+# A model that was imported names here the tokens that end a text.
+_GENERATION_FILE = "generation_config.json"
+_END = "eos_token_id"
+_BYTES = "bytes"
+_CODES = ("fp8", "mxfp8", "nvfp4")
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Adds the subcommand."""
+    parser = subparsers.add_parser(
+        "generate",
+        help="continue text with a trained or an imported model",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", type=Path, metavar="RUN_OR_IMPORT", help="directory of a run, or of an import")
+    parser.add_argument("--prompt", nargs="+", required=True, metavar="TEXT", help="one text or several; '' for none")
+    parser.add_argument("--step", type=int, metavar="N", help="which step (default: the latest)")
+    length = parser.add_argument_group("length")
+    length.add_argument(
+        "--max-new-tokens", type=whole, default=256, metavar="N", help="tokens of a text at most (default: 256)"
+    )
+    length.add_argument(
+        "--stop", nargs="+", default=[], metavar="TEXT", help="end before one of these texts; \\n is a new line"
+    )
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest token (default: 0.8)"
+    )
+    sampling.add_argument("--top-k", type=whole, metavar="N", help="choose among so many likeliest tokens")
+    sampling.add_argument("--top-p", type=positive, metavar="P", help="choose among the likeliest of this probability")
+    sampling.add_argument("--seed", type=int, default=0, metavar="N", help="another seed, another text (default: 0)")
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--tokenizer", metavar="FILE", help=f"a tokenizer.json, or {_BYTES!r} (default: that of the run or the import)"
+    )
+    model.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help="of weights and compute (default: bfloat16 on GPUs, else float32)",
+    )
+    model.add_argument(
+        "--recipe", choices=_CODES, help="store weights as codes of this format, which are decoded for every token"
+    )
+    model.add_argument("--tp", type=whole, metavar="N", help="tensor-parallel degree")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the subcommand.
+
+    Raises:
+        ValueError: on a mistake in the arguments, or in what they name, before anything is compiled.
+    """
+    choose_devices(args.tp or 1)
+    # mistakes are found before anything large is read
+    sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "seed")}
+    sampling_of(**sampling)
+    directory, checkpoints = opened(args.source)
+    manifest = checkpoints.manifest(args.step)
+    where = f"step {manifest['step']} in {directory}"
+    config = config_of(manifest["extra"], where)
+    origin = Origin.of(manifest["extra"], checkpoints.files(manifest["step"]), where)
+    tokenizer, published = _tokenizer(args, origin)
+    prompts = [_prompt(tokenizer, text, published, config) for text in args.prompt]
+    dtype = args.dtype or ("bfloat16" if on_gpu() else "float32")
+    with _mesh(args.tp, config):
+        began = time.perf_counter()
+        recipe = RECIPES[args.recipe]() if args.recipe else None
+        model = load(args.source, step=manifest["step"], dtype=dtype, recipe=recipe)
+        kept, took = args.recipe or dtype, time.perf_counter() - began
+        note(f"{where}: {config.param_count():,} parameters in {kept} on {_devices()}, restored in {took:.1f} s")
+        stream = generate_stream(
+            model,
+            prompts,
+            max_new_tokens=args.max_new_tokens,
+            stop=_ends(tokenizer, origin, config),
+            vocab_size=min(tokenizer.vocab_size, config.vocab_size),
+            **sampling,
+        )
+        _show(stream, tokenizer, prompts, args)
+    return 0
+
+
+def note(text: str) -> None:
+    """Prints what is no text of the model's."""
+    print(f"gtp-jax generate: {text}", file=sys.stderr, flush=True)
+
+
+def _show(
+    stream: Iterator[np.ndarray], tokenizer: Tokenizer, prompts: list[list[int]], args: argparse.Namespace
+) -> None:
+    """Prints texts: one while it is made, several at their end."""
+    stops = [text.replace(r"\n", "\n").replace(r"\t", "\t") for text in args.stop]
+    texts = [TextStream(tokenizer, prompt, stops) for prompt in prompts]
+    alone, found = len(prompts) == 1, list(args.prompt)
+    say = functools.partial(print, end="", flush=True)
+    if alone:
+        say(found[0])
+    began, count, first = time.perf_counter(), 0, 0.0
+    for part in stream:
+        first = first or time.perf_counter()
+        for row, tokens in enumerate(part):
+            new = [int(token) for token in tokens if token >= 0]
+            count += len(new)
+            added = "" if texts[row].ended else texts[row].add(new)
+            found[row] += added
+            if alone:
+                say(added)
+        if all(text.ended for text in texts):
+            break
+    for row, text in enumerate(texts):
+        added = "" if text.ended else text.end()
+        found[row] += added
+        if alone:
+            say(added + "\n")
+        else:
+            say(f"{'' if row == 0 else chr(10)}--- {row + 1} of {len(texts)}\n{found[row]}\n")
+    took = time.perf_counter() - began
+    note(f"{count} tokens in {took:.1f} s, of which {first - began:.1f} s until the first")
+
+
+def _tokenizer(args: argparse.Namespace, origin: Origin) -> tuple[Tokenizer, bool]:
+    """Returns the tokenizer of a model, and whether prompts begin as its publisher has them.
+
+    Raises:
+        ValueError: if nothing says which it is.
+    """
+    if args.tokenizer == _BYTES:
+        return BYTES, False
+    if args.tokenizer is not None:
+        return load_tokenizer(args.tokenizer), bool(origin.config)
+    if TOKENIZER_FILE in origin.files:
+        return read_tokenizer(origin.files[TOKENIZER_FILE], str(args.source)), True
+    run = RunDirectory.of(args.source if (args.source / "checkpoints").is_dir() else args.source / "..")
+    if origin.config or not run.is_of_run:
+        raise ValueError(
+            f"{args.source} does not say what its tokens are. Give the tokenizer.json that belongs to the model as "
+            f"--tokenizer, or --tokenizer {_BYTES} if every byte is a token."
+        )
+    file = TrainConfig.load(run.config).tokenizer
+    if file is None:
+        return BYTES, False
+    if not Path(file).is_file():
+        raise ValueError(
+            f"the run in {run.root} was trained with the tokenizer {file}, which is not there. Give it as --tokenizer."
+        )
+    return load_tokenizer(file), False
+
+
+def _prompt(tokenizer: Tokenizer, text: str, published: bool, config: ModelConfig) -> list[int]:
+    """Returns the tokens of a prompt.
+
+    Raises:
+        ValueError: if the model lacks one of them.
+    """
+    tokens = tokenizer.published(text) if published else tokenizer.prompt(text)
+    tokens = tokens or [tokenizer.separator]
+    if max(tokens) >= config.vocab_size:
+        raise ValueError(
+            f"`prompt` {text!r} has the token {max(tokens)}, and the model knows {config.vocab_size}: "
+            f"{tokenizer.name} is not its tokenizer. Give the one that belongs to it as --tokenizer."
+        )
+    return tokens
+
+
+def _ends(tokenizer: Tokenizer, origin: Origin, config: ModelConfig) -> list[int]:
+    """Returns the tokens that end a text: what separates documents, and what the publisher of a model names."""
+    found = {tokenizer.separator}
+    generation = json.loads(origin.files.get(_GENERATION_FILE, b"{}"))
+    for named in (origin.config.get(_END), generation.get(_END) if isinstance(generation, dict) else None):
+        found |= {token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)}
+    return sorted(token for token in found if 0 <= token < config.vocab_size)
+
+
+def _mesh(tp: int | None, config: ModelConfig) -> contextlib.AbstractContextManager[Any]:
+    """Returns the scope of a mesh of all devices on which weights are whole but for tp; of none on one device.
+
+    Raises:
+        ValueError: if tp divides neither the devices nor the model.
+    """
+    devices, heads = jax.device_count(), getattr(config, "num_kv_heads", config.num_heads)
+    if tp is None:
+        tp = max(n for n in range(1, devices + 1) if devices % n == 0 and n <= heads)
+    config.check_mesh(tp=tp, seq=tp)
+    if devices % tp:
+        raise ValueError(f"`tp` is {tp}, which does not divide the {devices} devices. Choose a divisor of them.")
+    return contextlib.nullcontext() if devices == 1 else jax.set_mesh(make_mesh(tp=tp))
+
+
+def _devices() -> str:
+    mesh = jax.sharding.get_abstract_mesh()
+    kind = jax.devices()[0].device_kind
+    return f"1 {kind}" if mesh.empty else " x ".join(f"{axis} {n}" for axis, n in mesh.shape.items()) + f" {kind}"

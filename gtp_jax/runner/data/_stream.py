@@ -1,0 +1,57 @@
+"""The text of tokens that come a few at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ._tokens import Tokenizer
+
+_HALF = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextStream:
+    """The text that tokens add to a prompt, as far as it is certain.
+
+    Args:
+        tokenizer: of the tokens.
+        prompt: its tokens.
+        stop: texts at which it ends, which are left out.
+
+    Attributes:
+        ended: whether one of them has come.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._tokens, self._stop = tokenizer, [int(token) for token in prompt], tuple(stop)
+        self._begin = len(tokenizer.decode(self._tokens))
+        self._given = 0
+        self.ended = False
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """Returns the text that these tokens make certain: without a character of which bytes may be missing, and
+        without what may become a text to stop at."""
+        self._tokens += [int(token) for token in tokens]
+        text = self._text()
+        certain = len(text.rstrip(_HALF)) if not self.ended else len(text)
+        if not self.ended:
+            certain = min([certain, *(certain - _overlap(text[:certain], stop) for stop in self._stop)])
+        return self._give(text[:certain])
+
+    def end(self) -> str:
+        """Returns the rest of the text."""
+        return self._give(self._text())
+
+    def _text(self) -> str:
+        text = self._tokenizer.decode(self._tokens)[self._begin :]
+        ends = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        self.ended = bool(ends)
+        return text[: min(ends)] if ends else text
+
+    def _give(self, text: str) -> str:
+        new, self._given = text[self._given :], max(self._given, len(text))
+        return new
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Returns how many characters at the end of a text are the beginning of another."""
+    return next((size for size in range(min(len(text), len(stop)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,0 +1,18 @@
+"""Settings as dataclasses whose fields are flags of commands and keys of a saved configuration."""
+
+from ._execution import Execution as Execution
+from ._expert_options import ExpertOptions as ExpertOptions
+from ._faults import Faults as Faults
+from ._knobs import add_flags as add_flags
+from ._knobs import as_tuple as as_tuple
+from ._knobs import check_knobs as check_knobs
+from ._knobs import count_or as count_or
+from ._knobs import flag_of as flag_of
+from ._knobs import from_settings as from_settings
+from ._knobs import given as given
+from ._knobs import knob as knob
+from ._knobs import knobs as knobs
+from ._knobs import piece as piece
+from ._knobs import settings_of as settings_of
+from ._parallelism import Parallelism as Parallelism
+from ._quantization import Quantization as Quantization
