@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..ops import attention
+from gtp_jax.ops import attention
+
 from ._timing import seconds_a_call
 
 

@@ -22,9 +22,10 @@ from typing import Any
 import jax
 import optax
 
-from ..models import ModelConfig, build
-from ..nn import abstract_model
-from ..train import TrainState
+from gtp_jax.models import ModelConfig, build
+from gtp_jax.nn import abstract_model
+from gtp_jax.train import TrainState
+
 from ._choice import by_words
 from ._contenders import SCRIPTS
 from ._process import reason, run

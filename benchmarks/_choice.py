@@ -16,7 +16,7 @@ class Named(Protocol):
 
 
 def by_words[T: Named](items: Iterable[T], only: Sequence[str], noun: str) -> list[T]:
-    """Returns those whose name has all the words of one of `only`; all of them if `only` is empty.
+    """Returns those whose name has all the words of one of `only`, in any case; all of them if `only` is empty.
 
     Raises:
         ValueError: if none has.
@@ -24,7 +24,8 @@ def by_words[T: Named](items: Iterable[T], only: Sequence[str], noun: str) -> li
     known = list(items)
     if not only:
         return known
-    chosen = [item for item in known if any(set(words.split()) <= set(item.name.split()) for words in only)]
+    wanted = [set(words.lower().split()) for words in only]
+    chosen = [item for item in known if any(words <= set(item.name.lower().split()) for words in wanted)]
     if not chosen:
         raise ValueError(f"no {noun} is called {' or '.join(only)}; there are {', '.join(i.name for i in known)}.")
     return chosen

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from ..recipes import RECIPES, Quantization, Recipe
+from gtp_jax.recipes import RECIPES, Recipe
+from gtp_jax.runner.flags import Quantization
+
 from ._choice import by_words
 
 SCRIPTS = Path(__file__).with_name("contenders")

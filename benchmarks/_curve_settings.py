@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ..models import PRESETS
-from ..plan import quantity
-from ..trainer import default_lr
+from gtp_jax.hlo import quantity
+from gtp_jax.models import PRESETS
+from gtp_jax.runner.trainer import default_lr
 
 # The default settings, by platform.
 _DEFAULTS: dict[str, dict[str, Any]] = {

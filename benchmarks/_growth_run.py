@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ..plan import Target, fact
+from gtp_jax.hlo import Target, fact
+
 from ._contenders import OURS, PARTITIONER, Contender
 from ._growth import Point
 from ._step import Row, measure_step, workload_flops

@@ -18,9 +18,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import ops
-from ..formats import FORMATS, Format, PackPlan, Piece
-from ..ops import Implementation
+from gtp_jax import ops
+from gtp_jax.formats import FORMATS, Format, PackPlan, Piece
+from gtp_jax.ops import Implementation
+
 from ._choice import by_words
 from ._timing import seconds_a_call, seconds_on_device
 

@@ -18,14 +18,14 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .. import plan
-from ..collectives import Bundle, Packed, Shards, pack_all
-from ..mesh import AXES, GTP, TP, degree, platform
-from ..models import ModelConfig, family_of
-from ..nn import init, shards_of, split_model, structure_of
-from ..recipes import GRAD_WIRES, Recipe
-from ..train import compile_options
-from ..weights import WeightGroup, gather, gather_members, scatter
+from gtp_jax import hlo
+from gtp_jax.mesh import AXES, GTP, TP, degree, platform
+from gtp_jax.models import ModelConfig, family_of
+from gtp_jax.nn import init, shards_of, split_model, structure_of
+from gtp_jax.recipes import GRAD_WIRES, Recipe
+from gtp_jax.train import compile_options
+from gtp_jax.weights import Bundle, Kernels, Packed, Shards, WeightGroup, pack_all, scatter
+
 from ._timing import seconds_a_call
 
 Tree = Any
@@ -111,13 +111,13 @@ def measure_movements(config: ModelConfig, recipes: Mapping[str, Recipe], links:
             sent = block.run(
                 lambda shards: {p: _bits(_cast(g, shards[p])) for p, g in block.groups.items()}, cut_out=True
             )(block.params)
-            whole = block.run(lambda shards: {p: gather(g, shards[p]) for p, g in block.groups.items()})
+            whole = block.run(lambda shards: _fused(block.groups, shards))
             whole_s = _seconds(whole, block.params)
         else:
             packed = block.run(lambda shards, form=form: _packed(block.groups, shards, form), cut_out=True)(
                 block.params
             )
-            whole = block.run(lambda _, packed: gather_members(block.groups, packed), packed)
+            whole = block.run(lambda _, packed: packed.gather(block.groups), packed)
             whole_s = _seconds(whole, block.params, packed)
             sent = packed.buffer
         size = sum(x.nbytes for x in jax.tree.leaves(sent)) // ranks // degree(TP) * (ranks - 1)
@@ -132,7 +132,7 @@ def _reductions(block: _Block, links: Links) -> Iterator[Movement]:
 
     def random(shards: Mapping[Any, Shards]) -> Tree:
         key = jax.random.fold_in(jax.random.key(0), lax.axis_index(AXES))  # another gradient on every rank
-        shapes = jax.eval_shape(lambda: {p: gather(g, shards[p]) for p, g in block.groups.items()})
+        shapes = jax.eval_shape(lambda: _fused(block.groups, shards))
         return jax.tree.map(lambda s: jax.random.normal(key, s.shape, s.dtype), shapes)
 
     def summed(reduction: Any, sums: Any = jnp.bfloat16) -> Callable[..., Tree]:
@@ -157,7 +157,7 @@ def _reductions(block: _Block, links: Links) -> Iterator[Movement]:
             size = sum(x.nbytes for x in jax.tree.leaves(gradients)) // ranks // degree(TP) * (ranks - 1) // ranks
         else:
             lowered = program.lower(block.params, gradients)  # pyright: ignore[reportFunctionMemberAccess]
-            size = sum(c.wire_bytes for c in plan.collectives(lowered.compile().as_text()))
+            size = sum(c.wire_bytes for c in hlo.collectives(lowered.compile().as_text()))
         title = "scatter gradient" if reduction is None else f"exchange gradient {name}"
         yield Movement(title, size, seconds, size / links.scatter_rate, error=error**0.5)
 
@@ -189,6 +189,10 @@ class _Block:
 
         own = () if without else (self.model_def.specs,)
         return _jitted(local, (*own, *(P(AXES) for _ in operands)), out)
+
+
+def _fused(groups: Mapping[Any, WeightGroup], shards: Mapping[Any, Shards]) -> dict[Any, Any]:
+    return {path: Kernels(shards[path], (path,)).gather(groups)[path] for path in groups}
 
 
 def _packed(groups: Mapping[Any, WeightGroup], shards: Mapping[Any, Shards], form: Any) -> Packed:

@@ -15,12 +15,13 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ..collectives import gather_linear, gather_sequence, linear_scatter, reduce_scatter_sequence, split_parts
-from ..mesh import TP, degree, platform
-from ..models import ModelConfig, family_of
-from ..nn import abstract_model, structure_of
-from ..ops import linear
-from ..train import compile_options
+from gtp_jax.collectives import gather_linear, gather_sequence, linear_scatter, reduce_scatter_sequence, split_parts
+from gtp_jax.mesh import TP, degree, platform
+from gtp_jax.models import ModelConfig, family_of
+from gtp_jax.nn import abstract_model, structure_of
+from gtp_jax.ops import linear
+from gtp_jax.train import compile_options
+
 from ._timing import seconds_a_call
 
 Way = Literal["one way", "both ways", "gather"]

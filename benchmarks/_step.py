@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..plan import step_flops
+from gtp_jax.hlo import step_flops
+
 from ._contenders import FSDP2, PARTITIONER, Contender
 from ._process import reason, run
 from .contenders.workload import MARK, NOT_OVER_TP, Workload
@@ -52,7 +53,7 @@ class Row:
 
 
 def workload_flops(work: Workload) -> int:
-    """Operations of a step over all devices, as `gtp_jax.plan.step_flops` counts them."""
+    """Operations of a step over all devices, as `gtp_jax.hlo.step_flops` counts them."""
     return step_flops(
         matmul_params=work.matmul_parameters,
         tokens=work.tokens,

@@ -15,6 +15,8 @@ from typing import Any
 
 import gtp_jax
 
+from ._contenders import SCRIPTS
+
 _WRITER = "gtp-jax bench suite"
 
 
@@ -175,9 +177,9 @@ def _torch(python: str) -> dict[str, str | None]:
 def _source() -> str:
     """Returns a digest of the source that contenders run: of the package without its commands, and of their scripts."""
     package, digest = Path(gtp_jax.__file__).parent, hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        place = path.relative_to(package)
-        if place.parts[0] == "cli" or (place.parts[0] == "bench" and place.parts[1] != "contenders"):
-            continue
-        digest.update(f"{place}\0".encode() + path.read_bytes())
+    commands = package / "runner" / "cli"
+    for root in (package, SCRIPTS):
+        for path in sorted(root.rglob("*.py")):
+            if not path.is_relative_to(commands):
+                digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:12]

@@ -6,8 +6,9 @@ import dataclasses
 import fnmatch
 from collections.abc import Sequence
 
-from ..mesh import Parallelism
-from ..models import ExpertOptions, preset_of
+from gtp_jax.models import preset_of
+from gtp_jax.runner.flags import ExpertOptions, Parallelism
+
 from ._contenders import CONTENDERS, FSDP2, OURS, PARTITIONER, PARTITIONERS, POLICIES, Contender, contender_named
 from ._workload import StepOptions
 from .contenders.workload import Workload

@@ -28,7 +28,7 @@ def seconds_a_call(function: Callable[..., Any], *args: Any, one_by_one: bool = 
     """
 
     def run(calls: int) -> float:
-        start = time.perf_counter()
+        out, start = None, time.perf_counter()
         for _ in range(calls):
             out = function(*args)
             if one_by_one:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from ..recipes import FP8, MXFP8, NVFP4, RECIPES, Recipe
+from gtp_jax.recipes import FP8, MXFP8, NVFP4, RECIPES, Recipe
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import gtp_jax
+from gtp_jax.mesh import EP, has_gpu
+from gtp_jax.models import PRESETS, preset_of
+from gtp_jax.runner.flags import ExpertOptions, Parallelism, check_knobs, knob, piece
 
-from .._dataclass_flags import check_knobs, knob, piece
-from ..mesh import EP, Parallelism, has_gpu
-from ..models import PRESETS, ExpertOptions, preset_of
 from .contenders.workload import Workload
 
 # The default workload, by platform.

@@ -1,4 +1,4 @@
-"""Flags that several subcommands take, and kinds of them."""
+"""Flags that several topics take."""
 
 from __future__ import annotations
 
@@ -7,23 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
-
-def positive(text: str) -> float:
-    """Returns a number above 0, for `type=`."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"is {text!r}; it must be a positive number")
-    return value
-
-
-def whole(text: str) -> int:
-    """Returns a whole number of at least 1, for `type=`."""
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"is {text!r}; it must be a whole number of at least 1")
-    return int(text)
+from gtp_jax.runner.cli import positive
 
 
 def check_torch_python(name: str) -> None:
@@ -34,19 +18,6 @@ def check_torch_python(name: str) -> None:
     """
     if shutil.which(name) is None:
         raise ValueError(f"`--torch-python` is {name!r}, which is no program that can be started.")
-
-
-def check_files(*paths: Path | None) -> None:
-    """Checks that files can be written to these places.
-
-    Raises:
-        ValueError: naming the folder that is not there, or what is one.
-    """
-    for path in filter(None, paths):
-        if path.is_dir():
-            raise ValueError(f"{path} is a directory; name a file, in it for instance.")
-        if not path.absolute().parent.is_dir():
-            raise ValueError(f"{path.absolute().parent} is no directory; create it first, or name another file.")
 
 
 def add_run_flags(topic: argparse.ArgumentParser, *, timeout_s: int, one: str) -> None:

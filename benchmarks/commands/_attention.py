@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 
-from .. import bench
-from ..mesh import choose_devices, make_mesh, on_gpu
-from ..models import PRESETS
-from ..plan import columns
-from ._arguments import check_files, whole
+import benchmarks
+from gtp_jax.hlo import columns
+from gtp_jax.mesh import choose_devices, make_mesh, on_gpu
+from gtp_jax.models import PRESETS
+from gtp_jax.runner.cli import check_files, whole
 
 _EXAMPLES = """\
 examples:
@@ -53,7 +53,7 @@ def _run(args: argparse.Namespace) -> int:
     fast = on_gpu()
     preset, seq = args.preset or _PRESET[fast], args.seq or _SEQ[fast]
     with jax.set_mesh(make_mesh(devices=jax.devices()[:1])):
-        measure = bench.measure_packed_rows(PRESETS[preset], seq=seq, documents=args.documents, batch=args.batch)
+        measure = benchmarks.measure_packed_rows(PRESETS[preset], seq=seq, documents=args.documents, batch=args.batch)
         rows = list(measure)
     device = jax.devices()[0].device_kind
     print(f"{device}: causal attention of one layer of {preset}, {args.batch} x {seq} tokens, forward and backward\n")

@@ -13,10 +13,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from .. import bench
-from ..models import PRESETS
-from ..plan import columns, quantity
-from ._arguments import add_file_flags, add_run_flags, check_files, check_torch_python, seconds_within, whole
+import benchmarks
+from gtp_jax.hlo import columns, quantity
+from gtp_jax.models import PRESETS
+from gtp_jax.runner.cli import check_files, whole
+
+from ._arguments import add_file_flags, add_run_flags, check_torch_python, seconds_within
 
 _DESCRIPTION = """\
 Saves and restores a Llama's float32 parameters and AdamW moments on all devices, each contender in a process of its
@@ -63,18 +65,18 @@ def add_topic(topics: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    chosen = bench.chosen_saving_contenders(args.contenders)
+    chosen = benchmarks.chosen_saving_contenders(args.contenders)
     check_files(args.json, args.png)
     check_torch_python(args.torch_python)
     if not args.dir.is_dir():
         raise ValueError(f"{args.dir.absolute()} is no directory; create it first, or name another.")
-    environment = bench.environment_of(args.devices)
-    device, platform, count = bench.probe(environment)
+    environment = benchmarks.environment_of(args.devices)
+    device, platform, count = benchmarks.probe(environment)
     preset = args.preset or _PRESET[platform]
     model = (
         PRESETS[preset] if args.num_layers is None else dataclasses.replace(PRESETS[preset], num_layers=args.num_layers)
     )
-    state_bytes = bench.float32_bytes(bench.state_shapes(model))
+    state_bytes = benchmarks.float32_bytes(benchmarks.state_shapes(model))
     free = shutil.disk_usage(args.dir).free
     if state_bytes > free:
         raise ValueError(
@@ -82,14 +84,14 @@ def _run(args: argparse.Namespace) -> int:
             f"{quantity(free, 'B')} free. Choose a smaller --preset, fewer --num-layers, or another --dir."
         )
     title = f"{preset}, {quantity(state_bytes, 'B')} of float32 state, on {count} x {device}"
-    written: dict[str, bench.CheckpointTimes] = {}
-    total = len(chosen) * bench.reports_of(args.rounds)
+    written: dict[str, benchmarks.CheckpointTimes] = {}
+    total = len(chosen) * benchmarks.reports_of(args.rounds)
     with (
         tempfile.TemporaryDirectory(dir=args.dir, prefix="bench-checkpoint-") as name,
         tqdm(total=total, unit="step", file=sys.stderr, disable=None) as progress,
     ):
 
-        def report(times: bench.CheckpointTimes, text: str) -> None:
+        def report(times: benchmarks.CheckpointTimes, text: str) -> None:
             written[times.who] = times
             if args.json:
                 record = {"device": device, "devices": count, "preset": preset, "layers": model.num_layers}
@@ -97,10 +99,10 @@ def _run(args: argparse.Namespace) -> int:
                 args.json.write_text(json.dumps({**record, "times": times_of_all}, indent=1))
             progress.set_description(f"{times.who}: {text}")
             progress.update()
-            if text == bench.ENDED:
+            if text == benchmarks.ENDED:
                 progress.write(_line(times), file=sys.stderr)
 
-        done = bench.measure_checkpoints(
+        done = benchmarks.measure_checkpoints(
             chosen,
             model,
             Path(name).absolute(),
@@ -118,13 +120,13 @@ def _run(args: argparse.Namespace) -> int:
     print(_table(done))
     failures = [f"  {times.who}: {times.failure}" for times in done if times.failure]
     print("\n".join(["", "not all rounds of", *failures] if failures else []), end="\n" if failures else "")
-    print("".join(f"\n{line}" for line in bench.verdicts(done)))
+    print("".join(f"\n{line}" for line in benchmarks.verdicts(done)))
     if args.png:
-        bench.draw_checkpoints(done, title, args.png)
+        benchmarks.draw_checkpoints(done, title, args.png)
     return 0
 
 
-def _table(done: list[bench.CheckpointTimes]) -> str:
+def _table(done: list[benchmarks.CheckpointTimes]) -> str:
     header = ("", "rounds", "blocks", "saved", "", "restored", "", "moved", "moved / restored")
     rows = []
     for times in done:
@@ -137,7 +139,7 @@ def _table(done: list[bench.CheckpointTimes]) -> str:
     return columns(header, rows, right=range(1, len(header)))
 
 
-def _line(times: bench.CheckpointTimes) -> str:
+def _line(times: benchmarks.CheckpointTimes) -> str:
     """Returns what a contender has done, when it ends: the table is printed only when all have."""
     medians = {what: times.median(what) for what in ("blocked", "saved", "restored", "moved")}
     figures = [f"{what} {quantity(seconds, 's')}" for what, seconds in medians.items() if seconds is not None]
@@ -148,6 +150,6 @@ def _seconds(value: float | None) -> str:
     return "" if value is None else quantity(value, "s")
 
 
-def _rate(times: bench.CheckpointTimes, what: str) -> str:
+def _rate(times: benchmarks.CheckpointTimes, what: str) -> str:
     value = times.median(what)
     return "" if not value else quantity(times.state_bytes / value, "B/s")

@@ -13,13 +13,14 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from .. import bench, native
-from .._dataclass_flags import add_flags, given
-from ..mesh import Parallelism, choose_devices, make_mesh, on_gpu
-from ..models import PRESETS
-from ..plan import columns, quantity
-from ..recipes import GRAD_WIRES, RECIPES
-from ._arguments import check_files, positive
+import benchmarks
+from gtp_jax import native
+from gtp_jax.hlo import columns, quantity
+from gtp_jax.mesh import choose_devices, make_mesh, on_gpu
+from gtp_jax.models import PRESETS
+from gtp_jax.recipes import GRAD_WIRES, RECIPES
+from gtp_jax.runner.cli import check_files, positive
+from gtp_jax.runner.flags import Parallelism, add_flags, given
 
 _EXAMPLES = """\
 examples:
@@ -53,15 +54,15 @@ def add_topic(topics: Any) -> None:
 def _run(args: argparse.Namespace) -> int:
     check_files(args.json)
     parallelism = Parallelism(**given(args, Parallelism))
-    choose_devices(parallelism.virtual_devices(bench.VIRTUAL_DEVICES))
+    choose_devices(parallelism.virtual_devices(benchmarks.VIRTUAL_DEVICES))
     fast = on_gpu()
-    degrees = bench.degrees_within(parallelism, jax.device_count())
+    degrees = benchmarks.degrees_within(parallelism, jax.device_count())
     some = jax.devices()[: math.prod(degrees.values())]
     preset = args.preset or _PRESET[fast]
     recipes = {name: kind() for name, kind in RECIPES.items()}
     with jax.set_mesh(make_mesh(**degrees, devices=None if len(some) == jax.device_count() else some)):
-        links = bench.measure_links(args.mebibytes or _MEBIBYTES[fast])
-        measured = bench.measure_movements(PRESETS[preset], recipes, links)
+        links = benchmarks.measure_links(args.mebibytes or _MEBIBYTES[fast])
+        measured = benchmarks.measure_movements(PRESETS[preset], recipes, links)
         movements = list(
             tqdm(measured, total=len(recipes) + 1 + len(GRAD_WIRES), unit="collective", file=sys.stderr, disable=None)
         )
@@ -85,7 +86,7 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _table(movements: list[bench.Movement]) -> str:
+def _table(movements: list[benchmarks.Movement]) -> str:
     header = ("one layer", "leaves a device", "bound us", "us", "of bound", "to weights us", "x bf16", "error")
     usual = next((m.whole_s for m in movements if m.whole_s), None)
     rows = [

@@ -12,10 +12,12 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from .. import bench
-from .._dataclass_flags import add_flags, from_settings, given
-from ..plan import Target, columns, parse_target, topology_devices
-from ._arguments import add_file_flags, add_run_flags, check_files, check_torch_python, seconds_within, whole
+import benchmarks
+from gtp_jax.hlo import Target, columns, parse_target, topology_devices
+from gtp_jax.runner.cli import check_files, whole
+from gtp_jax.runner.flags import add_flags, from_settings, given
+
+from ._arguments import add_file_flags, add_run_flags, check_torch_python, seconds_within
 
 _DESCRIPTION = """\
 Measures steps along five axes. All but `strong` include the step that the flags choose, that of `bench step`.
@@ -53,13 +55,13 @@ def add_topic(topics: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_flags(topic, bench.StepOptions, but=("dp", "ep"))
+    add_flags(topic, benchmarks.StepOptions, but=("dp", "ep"))
     topic.add_argument(
         "--axes",
         nargs="+",
         default=[],
         metavar="AXIS[=VALUE,...]",
-        help=f"which, and where on them: {', '.join(bench.AXES)} (default: all)",
+        help=f"which, and where on them: {', '.join(benchmarks.AXES)} (default: all)",
     )
     topic.add_argument(
         "--contenders",
@@ -78,20 +80,22 @@ def add_topic(topics: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    step = from_settings(bench.StepOptions, given(args, bench.StepOptions))
-    axes = bench.parse_axes(args.axes)
-    contenders = bench.chosen_contenders(args.contenders, tp=step.parallelism.tp or 1)
+    step = from_settings(benchmarks.StepOptions, given(args, benchmarks.StepOptions))
+    axes = benchmarks.parse_axes(args.axes)
+    contenders = benchmarks.chosen_contenders(args.contenders, tp=step.parallelism.tp or 1)
     check_files(args.json, args.png)
     check_torch_python(args.torch_python)
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
-    environment = bench.environment_of(step.parallelism.virtual_devices(bench.VIRTUAL_DEVICES))
+    environment = benchmarks.environment_of(step.parallelism.virtual_devices(benchmarks.VIRTUAL_DEVICES))
     target = None if args.target is None else parse_target(args.target)
-    device, platform, count = _there(target, environment) if target else bench.probe(environment)
+    device, platform, count = _there(target, environment) if target else benchmarks.probe(environment)
     work = step.workload(platform, count, steps=args.steps)
-    runs = bench.growth_runs(bench.growth_points(work, axes), contenders, scan=args.scan, target=target)
+    runs = benchmarks.growth_runs(benchmarks.growth_points(work, axes), contenders, scan=args.scan, target=target)
+    if target is not None:
+        topology_devices(target)  # now, for its message if packages are missing
     settings: dict[str, Any] = {"device": device, "target": args.target, "workload": dataclasses.asdict(work)}
-    costs: list[bench.Cost] = []
+    costs: list[benchmarks.Cost] = []
     with tqdm(total=len(runs), unit="point", file=sys.stderr, disable=None) as progress:
 
         def announce() -> None:
@@ -100,7 +104,7 @@ def _run(args: argparse.Namespace) -> int:
                 progress.set_description(f"{point.axis} {point.value}, {contender.name}")
 
         announce()
-        for cost in bench.measure_growth(
+        for cost in benchmarks.measure_growth(
             runs,
             environment=environment,
             timeout_s=args.timeout,
@@ -116,16 +120,16 @@ def _run(args: argparse.Namespace) -> int:
                     json.dumps({**settings, "costs": [dataclasses.asdict(c) for c in costs]}, indent=1)
                 )
     names = list(dict.fromkeys(c.contender for c in costs))
-    costs.sort(key=lambda c: (list(bench.AXES).index(c.axis), names.index(c.contender), c.value))
-    title = bench.describe(work, device) + ("; compiled, not run" if target else "")
+    costs.sort(key=lambda c: (list(benchmarks.AXES).index(c.axis), names.index(c.contender), c.value))
+    title = benchmarks.describe(work, device) + ("; compiled, not run" if target else "")
     print(f"through {title}\n")
     print(_table(costs, target))
-    print("\n" + "\n".join(f"{name}: what stays is {bench.AXES[name].stays}" for name in axes))
+    print("\n" + "\n".join(f"{name}: what stays is {benchmarks.AXES[name].stays}" for name in axes))
     for failure in dict.fromkeys(c.failure for c in costs if c.failure):
         print(f"\n{failure}")
         print("\n".join(f"  {c.contender}, {c.axis} {c.value}" for c in costs if c.failure == failure))
     if args.png:
-        bench.draw_growth(costs, title, args.png, modelled=target is not None)
+        benchmarks.draw_growth(costs, title, args.png, modelled=target is not None)
     return 0
 
 
@@ -133,11 +137,10 @@ def _there(target: Target, environment: dict[str, str]) -> tuple[str, str, int]:
     """Returns what `probe` says of devices that are there; no process takes those."""
     environment["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_platforms", "cpu")  # the plugin would look for a driver
-    topology_devices(target)  # now, for its message if packages are missing
     return target.chip.upper(), "gpu", target.devices
 
 
-def _table(costs: list[bench.Cost], target: Target | None) -> str:
+def _table(costs: list[benchmarks.Cost], target: Target | None) -> str:
     times = "modelled ms" if target else "ms"
     seconds = "compile CPU s" if target else "compile s"
     header = ["axis", "", "value", "devices", times, "x", "tokens/s", "efficiency", "GiB", seconds]
@@ -146,7 +149,7 @@ def _table(costs: list[bench.Cost], target: Target | None) -> str:
     several = len({c.contender for c in costs}) > 1
     rows = []
     for c in costs:
-        first, share = bench.first_of(c, costs), bench.efficiency(c, costs)
+        first, share = benchmarks.first_of(c, costs), benchmarks.efficiency(c, costs)
         row = [
             c.axis,
             c.contender if several else "",
@@ -160,7 +163,7 @@ def _table(costs: list[bench.Cost], target: Target | None) -> str:
             _shown(c.compile_s, 1, ".1f"),
         ]
         if target:
-            row += [_shown(c.collectives, 1, ".0f"), "does not fit" * bench.over_memory(c, target.chip)]
+            row += [_shown(c.collectives, 1, ".0f"), "does not fit" * benchmarks.over_memory(c, target.chip)]
         rows.append(row)
     return columns(header, rows, right=range(2, 11))
 

@@ -10,10 +10,13 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from .. import bench, native
-from ..mesh import choose_devices, platform
-from ..plan import columns
-from ._arguments import add_file_flags, check_files, positive
+import benchmarks
+from gtp_jax import native
+from gtp_jax.hlo import columns
+from gtp_jax.mesh import choose_devices, platform
+from gtp_jax.runner.cli import check_files, positive
+
+from ._arguments import add_file_flags
 
 _EXAMPLES = """\
 examples:
@@ -62,24 +65,26 @@ def add_topic(topics: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    chosen = bench.kernels(args.only)
+    chosen = benchmarks.kernels(args.only)
     check_files(args.json, args.png)
     choose_devices(1)
     here = platform()
     if not native.has("gtp_quantize", "CUDA" if here == "gpu" else here):
         raise ValueError(f"there are no kernels for {here!r} here: {native.describe()}. See `gtp-jax doctor`.")
-    sizes = args.mebibytes or [bench.KERNEL_MEBIBYTES[here]]
-    measured: list[bench.Measurement] = []
+    sizes = args.mebibytes or [benchmarks.KERNEL_MEBIBYTES[here]]
+    measured: list[benchmarks.Measurement] = []
     total = len(chosen) * len(sizes) * len(args.dtype)
     with tqdm(total=total, unit="kernel", file=sys.stderr, disable=None) as progress:
-        for measurement in bench.measure_all(chosen, sizes=sizes, dtypes=args.dtype, reference=not args.no_reference):
+        for measurement in benchmarks.measure_all(
+            chosen, sizes=sizes, dtypes=args.dtype, reference=not args.no_reference
+        ):
             measured.append(measurement)
             progress.set_description(measurement.kernel.name)
             progress.update()
     device = jax.devices()[0].device_kind
     print(f"{device}, jax {jax.__version__}; {native.describe()}\n")
     print(_table(measured))
-    goal = bench.KERNEL_GOALS.get(here)
+    goal = benchmarks.KERNEL_GOALS.get(here)
     if goal is not None:
         reached = sum(m.of_copy >= goal for m in measured)
         print(f"\n{reached} of {len(measured)} at {goal:.0%} of a copy or more")
@@ -88,11 +93,11 @@ def _run(args: argparse.Namespace) -> int:
             json.dumps({"device": device, "jax": jax.__version__, "kernels": [m.record() for m in measured]}, indent=1)
         )
     if args.png:
-        bench.draw_ratios(measured, goal, f"Quantization kernels on one {device}", args.png)
+        benchmarks.draw_ratios(measured, goal, f"Quantization kernels on one {device}", args.png)
     return 0
 
 
-def _table(measured: list[bench.Measurement]) -> str:
+def _table(measured: list[benchmarks.Measurement]) -> str:
     header = ("kernel", "dtype", "MiB", "us", "GB/s", "of copy", "x XLA")
     rows = [
         (

@@ -10,10 +10,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from .. import bench
-from ..models import PRESETS
-from ..plan import columns
-from ._arguments import positive, seconds_within, whole
+import benchmarks
+from gtp_jax.hlo import columns
+from gtp_jax.models import PRESETS
+from gtp_jax.runner.cli import positive, whole
+
+from ._arguments import seconds_within
 
 _DESCRIPTION = """\
 Trains the same Llama on the same text from the same seed with several recipes, each in a process of its own, one a GPU
@@ -22,7 +24,7 @@ to bf16, and a picture, recipes.png, of these and of what lies in --out from bef
 """
 
 _EXAMPLES = f"""\
-recipes: {", ".join(bench.VARIANTS)}
+recipes: {", ".join(benchmarks.VARIANTS)}
 `bf16-seed1` is bf16 from other weights on the same text: a gap that is no larger says nothing. Those with `-no-`,
 `nvfp4-local-amax` (shards that do not agree on an amax) and `mxfp8-rounded-down` (the scales that the OCP specification
 suggests; of weights alone) leave something out on purpose.
@@ -45,7 +47,9 @@ def add_topic(topics: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     topic.add_argument("--out", type=Path, required=True, metavar="DIR", help="where logs and picture go")
-    topic.add_argument("--recipes", nargs="+", default=list(bench.DEFAULT_VARIANTS), metavar="NAME", help="see below")
+    topic.add_argument(
+        "--recipes", nargs="+", default=list(benchmarks.DEFAULT_VARIANTS), metavar="NAME", help="see below"
+    )
     topic.add_argument("--preset", choices=PRESETS, help="the model (default: 100m on GPUs, tiny on a CPU)")
     topic.add_argument(
         "--data", nargs="+", default=[], metavar="PATH", help="text (default: Python's standard library)"
@@ -61,31 +65,33 @@ def add_topic(topics: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    variants = bench.chosen_variants(args.recipes)
+    variants = benchmarks.chosen_variants(args.recipes)
     if "bf16" not in args.recipes and (args.out / "bf16.jsonl").exists():
         variants = variants[1:]  # it is there to compare with
     failures: dict[str, str] = {}
     if args.draw:
-        settings = bench.settings_in(args.out)
+        settings = benchmarks.settings_in(args.out)
         if settings is None:
             raise ValueError(f"{args.out} has no logs; leave out --draw to make some.")
     else:
         settings, failures = _train(args, variants)
-    shown = [v for v in bench.VARIANTS.values() if (args.out / f"{v.name}.jsonl").exists() or v.name in failures]
-    curves = [bench.read_curve(v, args.out, failures.get(v.name, "")) for v in shown]
+    shown = [v for v in benchmarks.VARIANTS.values() if (args.out / f"{v.name}.jsonl").exists() or v.name in failures]
+    curves = [benchmarks.read_curve(v, args.out, failures.get(v.name, "")) for v in shown]
     print(f"{settings.title}\n\n{_table(curves)}")
     if failures:
         print("\nnot to the end: " + "; ".join(f"{name} ({why})" for name, why in failures.items()))
     picture = args.out / "recipes.png"
-    bench.draw_curves(curves, settings.title, picture)
+    benchmarks.draw_curves(curves, settings.title, picture)
     print(f"\nthe curves: {picture}")
     return 1 if failures else 0
 
 
-def _train(args: argparse.Namespace, variants: list[bench.Variant]) -> tuple[bench.CurveSettings, dict[str, str]]:
-    environment = bench.environment_of(1)
-    device, platform, count = bench.probe(environment)
-    settings = bench.curve_settings(
+def _train(
+    args: argparse.Namespace, variants: list[benchmarks.Variant]
+) -> tuple[benchmarks.CurveSettings, dict[str, str]]:
+    environment = benchmarks.environment_of(1)
+    device, platform, count = benchmarks.probe(environment)
+    settings = benchmarks.curve_settings(
         platform,
         preset=args.preset,
         steps=args.steps,
@@ -96,22 +102,22 @@ def _train(args: argparse.Namespace, variants: list[bench.Variant]) -> tuple[ben
         data=tuple(args.data),
         device=device,
     )
-    bench.check_comparable(args.out, settings, variants)
+    benchmarks.check_comparable(args.out, settings, variants)
     args.out.mkdir(parents=True, exist_ok=True)
     with tqdm(total=settings.steps * len(variants), unit="step", file=sys.stderr, disable=None) as progress:
-        failures = bench.run_curves(
-            bench.slowest_first(variants),
+        failures = benchmarks.run_curves(
+            benchmarks.slowest_first(variants),
             settings,
             args.out,
             environment=environment,
-            gpus=bench.gpus_of(environment, platform, count),
+            gpus=benchmarks.gpus_of(environment, platform, count),
             within_s=seconds_within(args),
             report=lambda done: progress.update(done - progress.n),
         )
     return settings, failures
 
 
-def _table(curves: list[bench.Curve]) -> str:
+def _table(curves: list[benchmarks.Curve]) -> str:
     steps = max((int(c.steps[-1]) for c in curves if len(c.steps)), default=0)
     base = curves[0]
     gap = f"to {base.variant.name}"

@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 
-from .. import bench
-from .._dataclass_flags import add_flags, given
-from ..mesh import Parallelism, choose_devices, make_mesh, on_gpu
-from ..models import PRESETS
-from ..plan import columns, quantity
-from ._arguments import check_files, positive, whole
+import benchmarks
+from gtp_jax.hlo import columns, quantity
+from gtp_jax.mesh import choose_devices, make_mesh, on_gpu
+from gtp_jax.models import PRESETS
+from gtp_jax.runner.cli import check_files, positive, whole
+from gtp_jax.runner.flags import Parallelism, add_flags, given
 
 _EXAMPLES = """\
 examples:
@@ -54,13 +54,13 @@ def add_topic(topics: Any) -> None:
 def _run(args: argparse.Namespace) -> int:
     check_files(args.json)
     parallelism = Parallelism(gtp=1, **given(args, Parallelism))
-    choose_devices(parallelism.virtual_devices(bench.VIRTUAL_DEVICES))
+    choose_devices(parallelism.virtual_devices(benchmarks.VIRTUAL_DEVICES))
     fast = on_gpu()
-    tp = bench.degrees_within(parallelism, jax.device_count())["tp"]
+    tp = benchmarks.degrees_within(parallelism, jax.device_count())["tp"]
     preset, part, shares = args.preset or _PRESET[fast], args.part or _PART[fast], args.shares or tp
     with jax.set_mesh(make_mesh(gtp=1, tp=tp, devices=jax.devices()[:tp])):
-        rates = list(bench.measure_rates(args.mebibytes or _MEBIBYTES[fast]))
-        matmuls = list(bench.measure_sequence(PRESETS[preset], part=part, shares=shares))
+        rates = list(benchmarks.measure_rates(args.mebibytes or _MEBIBYTES[fast]))
+        matmuls = list(benchmarks.measure_sequence(PRESETS[preset], part=part, shares=shares))
     device = jax.devices()[0].device_kind
     print(f"{tp} x {device}, tp {tp}: one layer of {preset}, weights of one rank of {shares}, parts of {part} tokens\n")
     print(_rates(rates))
@@ -72,15 +72,15 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _rates(rates: list[bench.Rate]) -> str:
+def _rates(rates: list[benchmarks.Rate]) -> str:
     by_size: dict[float, dict[str, str]] = {}
     for r in rates:
         by_size.setdefault(r.mebibytes, {})[r.way] = quantity(r.bytes_per_s, "B/s")
     rows = [(f"{size:g} MiB", *ways.values()) for size, ways in by_size.items()]
-    return columns(("leaves a device", *bench.WAYS), rows, right=range(1, len(bench.WAYS) + 1)) + "\n"
+    return columns(("leaves a device", *benchmarks.WAYS), rows, right=range(1, len(benchmarks.WAYS) + 1)) + "\n"
 
 
-def _matmuls(matmuls: list[bench.SequenceMatmul]) -> str:
+def _matmuls(matmuls: list[benchmarks.SequenceMatmul]) -> str:
     header = ("matmul", "work", "sent", "alone us", "in parts us", "exposed us", "at once us", "exposed us")
     rows = [
         (

@@ -10,15 +10,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from .. import bench
-from .._dataclass_flags import add_flags, from_settings, given
-from ..chain import REMAT
-from ..collectives import TRANSPORTS
-from ..models import ExpertOptions
-from ..nn import GRAD_REDUCE
-from ..plan import columns, quantity
-from ..recipes import Quantization
-from ._arguments import add_file_flags, add_run_flags, check_files, check_torch_python, seconds_within, whole
+import benchmarks
+from gtp_jax.chain import REMAT
+from gtp_jax.experts import TRANSPORTS
+from gtp_jax.hlo import columns, quantity
+from gtp_jax.nn import GRAD_REDUCE
+from gtp_jax.runner.cli import check_files, whole
+from gtp_jax.runner.flags import ExpertOptions, Quantization, add_flags, from_settings, given
+
+from ._arguments import add_file_flags, add_run_flags, check_torch_python, seconds_within
 
 _EXAMPLES = """\
 examples:
@@ -38,7 +38,7 @@ examples:
 A contender is picked by words of its name: a family (gtp_jax, partitioner, fsdp2, bound), a variant (a recipe; scan,
 unrolled, combined; bf16, bf16 async-tp at tp above 1, float8 tensorwise and float8 rowwise at tp 1; bf16, fp8) and a
 policy (regather, keep). Flags about recipes apply to gtp_jax's contenders, beside the recipe each is named after. Each
-is a script in gtp_jax/bench/contenders that runs by itself. FSDP2 needs PyTorch, and its float8 contenders torchao too.
+is a script in benchmarks/contenders that runs by itself. FSDP2 needs PyTorch, and its float8 contenders torchao too.
 """
 
 _FORMULA = (
@@ -63,7 +63,7 @@ def add_topic(topics: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_flags(topic, bench.StepOptions, but=("dp",))
+    add_flags(topic, benchmarks.StepOptions, but=("dp",))
     add_flags(topic, ExpertOptions, but=("transport",))
     topic.add_argument(
         "--transport",
@@ -100,30 +100,34 @@ def add_topic(topics: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    step = from_settings(bench.StepOptions, given(args, bench.StepOptions))
+    step = from_settings(benchmarks.StepOptions, given(args, benchmarks.StepOptions))
     options = from_settings(Quantization, given(args, Quantization))
-    chosen = bench.with_recipe(bench.chosen_contenders(args.contenders, tp=step.parallelism.tp or 1), options)
-    chosen = bench.with_remat_policies(chosen, args.remat)
-    chosen = bench.with_grad_reductions(chosen, args.grad_reduce)
+    chosen = benchmarks.with_recipe(benchmarks.chosen_contenders(args.contenders, tp=step.parallelism.tp or 1), options)
+    chosen = benchmarks.with_remat_policies(chosen, args.remat)
+    chosen = benchmarks.with_grad_reductions(chosen, args.grad_reduce)
     if args.transport and step.parallelism.ep == 1:
         raise ValueError(f"`--transport` is {' '.join(args.transport)}, but no tokens travel at ep 1. Give --ep too.")
     words = {name: value for name, value in given(args, ExpertOptions).items() if name != "transport"}
     experts = ExpertOptions(**words)
-    chosen = bench.with_experts(chosen, experts.flags(but=("top_k", "aux_loss_coeff", "shared_hidden")), args.transport)
+    chosen = benchmarks.with_experts(
+        chosen, experts.flags(but=("top_k", "aux_loss_coeff", "shared_hidden")), args.transport
+    )
     check_files(args.json, args.png)
     check_torch_python(args.torch_python)
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
     saved = None if args.compare is None else _read(args.compare)
-    environment = bench.environment_of(step.parallelism.virtual_devices(bench.VIRTUAL_DEVICES))
-    device, platform, count = bench.probe(environment)
+    environment = benchmarks.environment_of(step.parallelism.virtual_devices(benchmarks.VIRTUAL_DEVICES))
+    device, platform, count = benchmarks.probe(environment)
     work = step.workload(platform, count, steps=args.steps, experts=experts)
     if saved is not None:
-        bench.changes(bench.record([bench.Row(c, failure="to be run") for c in chosen], work, device), saved)
-    rows: list[bench.Row] = []
+        benchmarks.changes(
+            benchmarks.record([benchmarks.Row(c, failure="to be run") for c in chosen], work, device), saved
+        )
+    rows: list[benchmarks.Row] = []
     with tqdm(total=len(chosen), unit="contender", file=sys.stderr, disable=None) as progress:
         progress.set_description(chosen[0].name)
-        measured = bench.measure_steps(
+        measured = benchmarks.measure_steps(
             chosen,
             work,
             environment=environment,
@@ -136,10 +140,10 @@ def _run(args: argparse.Namespace) -> int:
             rows.append(row)
             progress.set_description(chosen[min(len(rows), len(chosen) - 1)].name)
             progress.update()
-    families = list(dict.fromkeys(c.family for c in bench.CONTENDERS))
+    families = list(dict.fromkeys(c.family for c in benchmarks.CONTENDERS))
     rows.sort(key=lambda row: families.index(row.contender.family))
-    record = bench.record(rows, work, device)
-    title = bench.describe(work, device)
+    record = benchmarks.record(rows, work, device)
+    title = benchmarks.describe(work, device)
     if options != Quantization():
         title += f"; gtp_jax with {' '.join(options.flags)}"
     versions = sorted({f"{k} {v}" for row in rows for k, v in row.facts.get("versions", {}).items()})
@@ -150,15 +154,15 @@ def _run(args: argparse.Namespace) -> int:
     if failures:
         print("\nno result from")
         print("\n".join(f"  {row.contender.name}: {row.failure}" for row in failures))
-    print(f"\n{_FORMULA}: {quantity(bench.workload_flops(work) / work.devices, 'FLOP')} a device")
+    print(f"\n{_FORMULA}: {quantity(benchmarks.workload_flops(work) / work.devices, 'FLOP')} a device")
     if args.json:
         args.json.write_text(json.dumps(record, indent=1))
     if args.png:
-        bench.draw_steps(rows, bench.workload_flops(work) / work.devices, title, args.png)
-    return 0 if saved is None else _print_changes(bench.changes(record, saved))
+        benchmarks.draw_steps(rows, benchmarks.workload_flops(work) / work.devices, title, args.png)
+    return 0 if saved is None else _print_changes(benchmarks.changes(record, saved))
 
 
-def _table(rows: list[bench.Row], work: bench.Workload) -> str:
+def _table(rows: list[benchmarks.Row], work: benchmarks.Workload) -> str:
     header = (
         "contender",
         "matmuls",
@@ -173,7 +177,7 @@ def _table(rows: list[bench.Row], work: bench.Workload) -> str:
         "x fsdp2",
         "x XLA",
     )
-    flops = bench.workload_flops(work) / work.devices
+    flops = benchmarks.workload_flops(work) / work.devices
     cells = []
     for row in rows:
         name = f"{row.contender.family} {row.contender.variant}".strip()
@@ -181,7 +185,7 @@ def _table(rows: list[bench.Row], work: bench.Workload) -> str:
             cells.append((name, row.contender.matmuls, row.contender.policy, "", "-", *[""] * (len(header) - 5)))
             continue
         s, peak, compile_s = row.median_s, row.facts.get("peak_bytes"), row.facts.get("compile_s")
-        ratios = (bench.ratio(row, rows, family) for family in ("fsdp2", "partitioner"))
+        ratios = (benchmarks.ratio(row, rows, family) for family in ("fsdp2", "partitioner"))
         cells.append(
             (
                 name,
@@ -200,10 +204,10 @@ def _table(rows: list[bench.Row], work: bench.Workload) -> str:
     return columns(header, cells, right=range(4, len(header)))
 
 
-def _print_changes(changes: list[bench.Change]) -> int:
+def _print_changes(changes: list[benchmarks.Change]) -> int:
     worse = [c for c in changes if c.is_regression]
     shown = {"step": lambda v: f"{v * 1e3:.1f} ms", "memory": lambda v: quantity(v, "B")}
-    print(f"\nsince the saved run, {len(worse)} regressions of more than {bench.TOLERANCE:.0%}")
+    print(f"\nsince the saved run, {len(worse)} regressions of more than {benchmarks.TOLERANCE:.0%}")
     cells = [
         (
             c.name,

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import bench
-from ..plan import columns
-from ._arguments import add_file_flags, add_run_flags, check_files, check_torch_python, positive, seconds_within, whole
+import benchmarks
+from gtp_jax.hlo import columns
+from gtp_jax.runner.cli import check_files, positive, whole
+
+from ._arguments import add_file_flags, add_run_flags, check_torch_python, seconds_within
 
 _DESCRIPTION = """\
 Runs a table of training steps, each through gtp_jax, XLA's partitioner and PyTorch FSDP2. The contenders of a workload
@@ -90,27 +92,29 @@ def add_topic(topics: Any) -> None:
 def _run(args: argparse.Namespace) -> int:
     check_files(args.json, args.png)
     check_torch_python(args.torch_python)
-    every = sorted({workload.devices for workload in bench.WORKLOADS})
+    every = sorted({workload.devices for workload in benchmarks.WORKLOADS})
     if args.list:
         if args.json is not None and args.json.exists():
-            bench.read_suite(args.json)
+            benchmarks.read_suite(args.json)
         devices = every if args.devices is None else [args.devices]
-        print(_listed(bench.chosen_workloads(args.workloads, args.contenders, devices), args.contenders, args.rounds))
+        print(
+            _listed(benchmarks.chosen_workloads(args.workloads, args.contenders, devices), args.contenders, args.rounds)
+        )
         return 0
-    environment = bench.environment_of(max(every))
-    device, platform, count = bench.probe(environment)
+    environment = benchmarks.environment_of(max(every))
+    device, platform, count = benchmarks.probe(environment)
     if args.devices is not None and args.devices > count:
         raise ValueError(f"`--devices` is {args.devices}, and there are {count} here.")
     devices = [n for n in every if n <= count] if args.devices is None else [args.devices]
-    known = [workload.on(platform) for workload in bench.WORKLOADS]
-    workloads = [w.on(platform) for w in bench.chosen_workloads(args.workloads, args.contenders, devices)]
+    known = [workload.on(platform) for workload in benchmarks.WORKLOADS]
+    workloads = [w.on(platform) for w in benchmarks.chosen_workloads(args.workloads, args.contenders, devices)]
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
-    settings = bench.settings_here(device, args.torch_python, steps=args.steps)
-    file = bench.SuiteFile(args.json, settings, lambda results: bench.suite_summary(known, results))
-    options = bench.SuiteOptions(
+    settings = benchmarks.settings_here(device, args.torch_python, steps=args.steps)
+    file = benchmarks.SuiteFile(args.json, settings, lambda results: benchmarks.suite_summary(known, results))
+    options = benchmarks.SuiteOptions(
         platform=platform,
-        machine=bench.this_machine(platform == "gpu"),
+        machine=benchmarks.this_machine(platform == "gpu"),
         environment={**environment, **_cache(args.cache)},
         rounds=args.rounds,
         contenders=args.contenders,
@@ -124,16 +128,16 @@ def _run(args: argparse.Namespace) -> int:
     versions = ", ".join(f"{name} {version}" for name, version in settings["versions"].items() if version)
     title = f"{device}, {versions}"
     print(f"{title}\n", flush=True)
-    for workload, result in bench.run_suite(workloads, file, options, say=_say):
+    for workload, result in benchmarks.run_suite(workloads, file, options, say=_say):
         _say(_line(workload, result, args.rounds))
     for workload in workloads:
-        rows = bench.rows_of(workload, file.results, args.contenders)
+        rows = benchmarks.rows_of(workload, file.results, args.contenders)
         if rows:
             print(f"\n{_table(workload, rows, platform)}")
     print(f"\n{_LEGEND}")
     if args.png:
-        found = [(w, bench.rows_of(w, file.results)) for w in known]
-        bench.draw_suite([(w, rows) for w, rows in found if rows], f"gtp_jax and its rivals, {device}", args.png)
+        found = [(w, benchmarks.rows_of(w, file.results)) for w in known]
+        benchmarks.draw_suite([(w, rows) for w, rows in found if rows], f"gtp_jax and its rivals, {device}", args.png)
     return 0
 
 
@@ -150,7 +154,7 @@ def _cache(folder: Path | None) -> dict[str, str]:
     }
 
 
-def _line(workload: bench.SuiteWorkload, result: bench.Result, rounds: int) -> str:
+def _line(workload: benchmarks.SuiteWorkload, result: benchmarks.Result, rounds: int) -> str:
     head = f"{workload.name}  {result.round + 1}/{rounds}  {result.contender}"
     if result.failure:
         return f"{head}: {result.failure}"
@@ -160,11 +164,11 @@ def _line(workload: bench.SuiteWorkload, result: bench.Result, rounds: int) -> s
     return f"{head}  {median:.1f} ms ({low:.1f} to {high:.1f}), process {result.wall_s:.0f} s"
 
 
-def _listed(workloads: Sequence[bench.SuiteWorkload], contenders: Sequence[str], rounds: int) -> str:
+def _listed(workloads: Sequence[benchmarks.SuiteWorkload], contenders: Sequence[str], rounds: int) -> str:
     lines, processes = [], 0
     for workload in workloads:
         goals = "; ".join(f"{g.ours} {g.ratio:.2f} x {g.rival}" for g in workload.goals) or "none"
-        step = bench.describe(workload.workload("gpu"), "GPU")
+        step = benchmarks.describe(workload.workload("gpu"), "GPU")
         chosen = workload.chosen(contenders)
         processes += rounds * len(chosen)
         lines += [f"{workload.name}: {workload.title}", f"  {step}", f"  goals: {goals}"]
@@ -172,9 +176,9 @@ def _listed(workloads: Sequence[bench.SuiteWorkload], contenders: Sequence[str],
     return "\n".join([*lines, f"{len(workloads)} workloads, {processes} processes in {rounds} rounds"])
 
 
-def _table(workload: bench.SuiteWorkload, rows: Sequence[bench.Row], platform: str) -> str:
+def _table(workload: benchmarks.SuiteWorkload, rows: Sequence[benchmarks.Row], platform: str) -> str:
     work = workload.workload(platform)
-    flops = bench.workload_flops(work) / work.devices
+    flops = benchmarks.workload_flops(work) / work.devices
     header = ("contender", "matmuls", "weights", "ms", "rounds", "x XLA", "x fsdp2")
     header += ("TFLOP/s", "planned", "peak GiB", "grads", "embedding", "compile s")
     cells = []
@@ -182,7 +186,7 @@ def _table(workload: bench.SuiteWorkload, rows: Sequence[bench.Row], platform: s
         name = f"{row.contender.family} {row.contender.variant}"
         if row.failure:
             continue
-        ratios = (bench.suite_ratio(row, rows, family, workload) for family in ("partitioner", "fsdp2"))
+        ratios = (benchmarks.suite_ratio(row, rows, family, workload) for family in ("partitioner", "fsdp2"))
         cells.append(
             (
                 name,
@@ -198,15 +202,15 @@ def _table(workload: bench.SuiteWorkload, rows: Sequence[bench.Row], platform: s
                 f"{row.facts['compile_s']:.1f}" if row.facts.get("compile_s") is not None else "",
             )
         )
-    parts = [f"{workload.title}: {bench.describe(work, platform)}"]
+    parts = [f"{workload.title}: {benchmarks.describe(work, platform)}"]
     if cells:
         parts.append(columns(header, cells, right=(3, 5, 6, 7, 8, 9, 12)))
     parts += [f"no result from {row.contender.name}: {row.failure}" for row in rows if row.failure]
-    parts += [_verdict(v, rows) for v in bench.suite_verdicts(workload, rows)]
+    parts += [_verdict(v, rows) for v in benchmarks.suite_verdicts(workload, rows)]
     return "\n".join(parts)
 
 
-def _verdict(verdict: bench.Verdict, rows: Sequence[bench.Row]) -> str:
+def _verdict(verdict: benchmarks.Verdict, rows: Sequence[benchmarks.Row]) -> str:
     planned = {row.contender.name: row.facts.get("planned_bytes") for row in rows}
     ours, theirs = planned[verdict.name], planned[verdict.rival]
     memory = f"; planned {_gibibytes(ours)} GiB, there {_gibibytes(theirs)}" if ours and theirs else ""

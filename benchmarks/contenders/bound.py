@@ -46,7 +46,7 @@ def attention(work: Workload) -> Callable[[], float]:
 
 def _seconds(function: Callable[..., Any], *args: Any, calls: int = 10) -> float:
     jax.block_until_ready(function(*args))
-    begin = time.perf_counter()
+    out, begin = None, time.perf_counter()
     for _ in range(calls):
         out = function(*args)
     jax.block_until_ready(out)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -18,9 +19,11 @@ from flax import nnx
 from mistakes import make as make_mistake
 
 import gtp_jax as gtp
-from gtp_jax.bench import VARIANTS, CurveSettings
-from gtp_jax.data import Loader, Windows, load_corpus, read_text
 from gtp_jax.models import PRESETS, build, family_of
+from gtp_jax.runner.data import Loader, Windows, load_corpus, read_text
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the checkout, before any other package `benchmarks`
+from benchmarks import VARIANTS, CurveSettings  # noqa: E402
 
 _FETCH = 25  # steps whose losses are looked at together, so that the device never waits
 _HELD_OUT_BATCHES = 16

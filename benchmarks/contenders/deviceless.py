@@ -10,30 +10,30 @@ from typing import Any
 import jax
 from workload import Workload, report
 
-from gtp_jax import plan
+from gtp_jax import hlo
 
 
 def add_target(flags: argparse.ArgumentParser) -> None:
     """Adds the flag."""
-    flags.add_argument("--target", choices=plan.CHIPS, help="compile for this chip and run nothing; no GPU is needed")
+    flags.add_argument("--target", choices=hlo.CHIPS, help="compile for this chip and run nothing; no GPU is needed")
 
 
 def devices_of(chip: str | None, work: Workload) -> list[Any]:
     """Returns the devices of a step: of this machine, or of as many GPUs that are not there."""
     if chip is None:
         return jax.devices()[: work.devices]
-    return list(plan.topology_devices(plan.parse_target(f"{chip}:{work.devices}")))
+    return list(hlo.topology_devices(hlo.parse_target(f"{chip}:{work.devices}")))
 
 
 def compile_only(lowered: jax.stages.Lowered, chip: str, **facts: Any) -> None:
-    """Compiles a step and reports its memory, its collectives and the times that `gtp_jax.plan` models.
+    """Compiles a step and reports its memory, its collectives and the times that `gtp_jax.hlo` models.
 
     `compile_cpu_s` counts all threads and the assembler's processes: what else the machine does leaves it alone.
     """
     begin, begin_cpu = time.perf_counter(), _cpu_s()
-    compiled = lowered.compile(compiler_options=dict(plan.COMPILE_OPTIONS))
+    compiled = lowered.compile(compiler_options=dict(hlo.COMPILE_OPTIONS))
     compile_s, compile_cpu_s = time.perf_counter() - begin, _cpu_s() - begin_cpu
-    module = plan.parse(str(compiled.as_text()))
+    module = hlo.parse(str(compiled.as_text()))
     memory: Any = compiled.memory_analysis()
     planned = memory.temp_size_in_bytes + memory.argument_size_in_bytes
     report(
@@ -42,8 +42,8 @@ def compile_only(lowered: jax.stages.Lowered, chip: str, **facts: Any) -> None:
         compile_cpu_s=compile_cpu_s,
         peak_bytes=planned,
         planned_bytes=planned,
-        collectives=sum(c.times for c in plan.collectives(module)),
-        modelled_s=plan.timeline(plan.schedule(module), chip).total_us / 1e6,
+        collectives=sum(c.times for c in hlo.collectives(module)),
+        modelled_s=hlo.timeline(hlo.launch_order(module), chip).total_us / 1e6,
         versions={"jax": jax.__version__},
         **facts,
     )

@@ -67,7 +67,7 @@ class Program:
         from jax.sharding import NamedSharding, PartitionSpec
 
         import gtp_jax as gtp
-        from gtp_jax import plan
+        from gtp_jax import hlo
         from gtp_jax.models import Llama, next_token_loss
         from gtp_jax.nn import abstract_model
         from gtp_jax.recipes import RECIPES
@@ -76,7 +76,7 @@ class Program:
         degrees = {"gtp": args.ranks} if row.ep == 1 else {"gtp": args.ranks // row.ep, "ep": row.ep}
         devices = jax.devices()[: args.ranks]
         if args.target:
-            devices = list(plan.topology_devices(plan.parse_target(f"{args.target}:{args.ranks}")))
+            devices = list(hlo.topology_devices(hlo.parse_target(f"{args.target}:{args.ranks}")))
         self.mesh = gtp.make_mesh(**degrees, devices=devices)
         self.optimizer = optax.adamw(1e-4, weight_decay=1e-4)
         self.make = lambda rngs: Llama(config, rngs=rngs)
@@ -99,10 +99,10 @@ class Program:
 
     def compile(self, target: str | None) -> None:
         """Compiles the step; safe in a thread."""
-        from gtp_jax import plan
+        from gtp_jax import hlo
 
         begin = time.perf_counter()
-        options: Any = dict(plan.COMPILE_OPTIONS) if target else None
+        options: Any = dict(hlo.COMPILE_OPTIONS) if target else None
         self.step = self.lowered.compile(compiler_options=options)
         self.compile_s = time.perf_counter() - begin
         memory: Any = self.step.memory_analysis()

@@ -99,7 +99,7 @@ def _flags() -> argparse.ArgumentParser:
 
 def _measure(rows: list[Row], args: argparse.Namespace, results: dict[str, Any]) -> None:
     jax = start_jax(args)
-    from gtp_jax.plan import step_flops
+    from gtp_jax.hlo import step_flops
 
     results["jax"] = jax.__version__
     results["device"] = args.target or jax.devices()[0].device_kind
@@ -144,7 +144,7 @@ def _measure(rows: list[Row], args: argparse.Namespace, results: dict[str, Any])
 def _turn(program: Program, row: Row, state: Any, batch: Any, args: argparse.Namespace) -> Any:
     import jax
 
-    state = program.fitted(state)
+    state, metrics = program.fitted(state), {}
     with jax.set_mesh(program.mesh):
         for _ in range(args.warmup):
             state, metrics = program.step(state, batch)

@@ -14,11 +14,9 @@ from timed import time_and_report
 from workload import LEARNING_RATE, REDUCE_DTYPE, WEIGHT_DECAY, parser, workload
 
 import gtp_jax as gtp
-from gtp_jax._dataclass_flags import add_flags, given
-from gtp_jax.models import ExpertOptions, Llama, LlamaConfig, next_token_loss
+from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.nn import abstract_model
-from gtp_jax.recipes import Quantization
-from gtp_jax.train import Execution
+from gtp_jax.runner.flags import Execution, ExpertOptions, Quantization, add_flags, given
 
 # Options of experts that are part of the workload, of a model without experts too.
 _OF_WORKLOAD = ("top_k", "aux_loss_coeff", "shared_hidden")

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import distribute_tensor
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "gtp_jax" / "bench" / "contenders"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "contenders"))
 
 import fsdp2  # noqa: E402
 from torch_experts import ALIGNMENT, Experts, MoE, arrived_places, sorted_places  # noqa: E402

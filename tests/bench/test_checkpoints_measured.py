@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from gtp_jax import bench
-from gtp_jax.bench import CheckpointTimes
-from gtp_jax.bench._process import run
-from gtp_jax.cli import main
+import benchmarks
+from benchmarks import CheckpointTimes
+from benchmarks._process import run
 from gtp_jax.models import PRESETS
+from gtp_jax.runner.cli import main
 
 TINY = ["--preset", "tiny", "--num-layers", "1", "--devices", "4", "--rounds", "1"]
 
@@ -43,11 +43,11 @@ def test_plain_orbax_and_gtp_jax_run_side_by_side_and_what_fails_is_named(tmp_pa
 def test_what_a_contender_did_before_its_time_was_over_counts(tmp_path, monkeypatch):
     script = "import json, sys, time; print('RESULT ' + json.dumps({'saved': 2.0, 'blocked': 0.5}), flush=True)\n"
     monkeypatch.setattr(
-        bench.SavingContender, "command", lambda *given: [sys.executable, "-c", script + "time.sleep(60)"]
+        benchmarks.SavingContender, "command", lambda *given: [sys.executable, "-c", script + "time.sleep(60)"]
     )
     heard = []
-    (times,) = bench.measure_checkpoints(
-        bench.chosen_saving_contenders(["orbax"]),
+    (times,) = benchmarks.measure_checkpoints(
+        benchmarks.chosen_saving_contenders(["orbax"]),
         PRESETS["tiny"],
         tmp_path,
         rounds=3,

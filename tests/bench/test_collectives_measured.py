@@ -3,11 +3,11 @@
 import jax
 import pytest
 
+import benchmarks
 import gtp_jax as gtp
-from gtp_jax import bench
-from gtp_jax.cli import main
 from gtp_jax.models import LlamaConfig
 from gtp_jax.recipes import GRAD_WIRES, RECIPES
+from gtp_jax.runner.cli import main
 
 CONFIG = LlamaConfig(
     vocab_size=64, hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=4, head_dim=16, intermediate_size=128
@@ -21,8 +21,8 @@ def test_bytes_are_those_of_the_format_and_rates_come_from_this_run(degrees):
     ranks, tp = degrees["gtp"], degrees.get("tp", 1)
     each = {"bf16": 2.0, "nvfp4": 0.5 + 1 / 256}
     with jax.set_mesh(gtp.make_mesh(**degrees, devices=jax.devices()[: ranks * tp])):
-        links = bench.measure_links(1.0)
-        found = list(bench.measure_movements(CONFIG, {name: RECIPES[name]() for name in each}, links))
+        links = benchmarks.measure_links(1.0)
+        found = list(benchmarks.measure_movements(CONFIG, {name: RECIPES[name]() for name in each}, links))
     assert links.mebibytes == pytest.approx(1.0, rel=0.01)
     bf16, nvfp4, scatter, *exchanges = found
     share = ELEMENTS / tp * (ranks - 1) / ranks

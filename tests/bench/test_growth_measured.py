@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from gtp_jax import bench, plan
-from gtp_jax.cli import main
+import benchmarks
+from gtp_jax import hlo
+from gtp_jax.runner.cli import main
 
 
 @pytest.mark.slow
@@ -27,7 +28,7 @@ def test_points_run_and_one_that_fails_leaves_the_others(tmp_path, capsys):
     assert "weak: what stays is tokens a device" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
     run = json.loads(saved.read_text())
-    costs = [bench.Cost(**c) for c in run["costs"]]
+    costs = [benchmarks.Cost(**c) for c in run["costs"]]
     assert json.loads(json.dumps([dataclasses.asdict(c) for c in costs])) == run["costs"] and run["target"] is None
     ours = [c for c in costs if c.contender == "gtp_jax bf16 regather"]
     theirs = [c for c in costs if c.contender == "fsdp2 bf16 regather"]
@@ -39,15 +40,17 @@ def test_points_run_and_one_that_fails_leaves_the_others(tmp_path, capsys):
 
 
 def test_what_comes_too_late_is_not_run():
-    points = bench.growth_points(bench.Workload(gtp=2, sequences=2), bench.parse_axes([]))
-    runs = bench.growth_runs(points, bench.chosen_contenders(["gtp_jax bf16 regather"]), scan=True, target=None)
-    costs = list(bench.measure_growth(runs, environment={}, timeout_s=1, within_s=0))
+    points = benchmarks.growth_points(benchmarks.Workload(gtp=2, sequences=2), benchmarks.parse_axes([]))
+    runs = benchmarks.growth_runs(
+        points, benchmarks.chosen_contenders(["gtp_jax bf16 regather"]), scan=True, target=None
+    )
+    costs = list(benchmarks.measure_growth(runs, environment={}, timeout_s=1, within_s=0))
     assert len(costs) == len(runs)
     assert all(c.failure == "not run: 0 s for all points were over" and c.step_s is None for c in costs)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(plan.missing_packages()), reason="compiling for H200 needs gtp_jax[target]")
+@pytest.mark.skipif(bool(hlo.missing_packages()), reason="compiling for H200 needs gtp_jax[target]")
 def test_steps_are_compiled_for_gpus_that_are_not_there(tmp_path, capsys):
     saved = tmp_path / "growth.json"
     axes = ["--axes", "weak=1,2", "depth=2,4", "--contenders", "gtp_jax bf16 regather", "partitioner combined regather"]
@@ -55,9 +58,9 @@ def test_steps_are_compiled_for_gpus_that_are_not_there(tmp_path, capsys):
         main(["bench", "growth", "--target", "h200:2", "--num-layers", "2", *axes, "--scan", "--json", str(saved)]) == 0
     )
     assert "modelled ms" in capsys.readouterr().out
-    costs = [bench.Cost(**c) for c in json.loads(saved.read_text())["costs"]]
+    costs = [benchmarks.Cost(**c) for c in json.loads(saved.read_text())["costs"]]
     assert not any(c.failure for c in costs)
-    ceiling = plan.fact("h200", "bf16_ceiling").value
+    ceiling = hlo.fact("h200", "bf16_ceiling").value
     assert all(0.5 * ceiling < c.flops_rate <= 1.01 * ceiling for c in costs)
     found = {(c.contender, c.axis, c.value): c for c in costs}
     name = "gtp_jax bf16 regather"
@@ -70,4 +73,4 @@ def test_steps_are_compiled_for_gpus_that_are_not_there(tmp_path, capsys):
         "weak",
         2,
     ) not in found
-    assert not any(bench.over_memory(c, "h200") for c in costs)
+    assert not any(benchmarks.over_memory(c, "h200") for c in costs)

@@ -6,17 +6,17 @@ import random
 
 import pytest
 
-from gtp_jax import bench
-from gtp_jax.cli import main
+import benchmarks
+from gtp_jax.hlo import parse_target
 from gtp_jax.models import PRESETS, LlamaConfig
-from gtp_jax.plan import parse_target
+from gtp_jax.runner.cli import main
 
-SIZES = {f.name for f in dataclasses.fields(bench.Workload)} & {f.name for f in dataclasses.fields(LlamaConfig)}
+SIZES = {f.name for f in dataclasses.fields(benchmarks.Workload)} & {f.name for f in dataclasses.fields(LlamaConfig)}
 
 
-def step_of(preset: str, **given: int) -> bench.Workload:
+def step_of(preset: str, **given: int) -> benchmarks.Workload:
     config = PRESETS[preset]
-    return bench.Workload(**{name: getattr(config, name) for name in SIZES}, **given)
+    return benchmarks.Workload(**{name: getattr(config, name) for name in SIZES}, **given)
 
 
 @pytest.fixture(params=["reference", "8b", "70b", "tiny"])
@@ -28,7 +28,7 @@ def work(request):
     )
 
 
-def differing(work: bench.Workload, other: bench.Workload) -> set[str]:
+def differing(work: benchmarks.Workload, other: benchmarks.Workload) -> set[str]:
     return {name for name, value in vars(work).items() if getattr(other, name) != value}
 
 
@@ -40,9 +40,9 @@ def test_every_axis_changes_what_it_is_named_after_and_goes_through_the_step(wor
         "width": {"hidden_size", "intermediate_size", "num_heads", "num_kv_heads"},
         "sequence": {"seq"},
     }
-    assert set(changes) == set(bench.AXES)
+    assert set(changes) == set(benchmarks.AXES)
     for name, fields in changes.items():
-        points = bench.growth_points(work, {name: []})
+        points = benchmarks.growth_points(work, {name: []})
         assert len({p.value for p in points}) == len(points) >= 2
         assert all(differing(work, p.work) <= fields for p in points)
         if name != "strong":
@@ -50,17 +50,17 @@ def test_every_axis_changes_what_it_is_named_after_and_goes_through_the_step(wor
 
 
 def test_weak_keeps_the_tokens_of_a_device_and_strong_those_of_the_step(work):
-    weak, strong = (bench.growth_points(work, {name: []}) for name in ("weak", "strong"))
+    weak, strong = (benchmarks.growth_points(work, {name: []}) for name in ("weak", "strong"))
     assert {p.work.tokens / p.work.devices for p in weak} == {work.tokens / work.devices}
     assert {p.work.tokens for p in strong} == {work.tokens // work.gtp}
-    assert len({bench.workload_flops(p.work) for p in strong}) == 1
+    assert len({benchmarks.workload_flops(p.work) for p in strong}) == 1
     for points in (weak, strong):
         assert all(p.value == p.work.devices and p.work.tp == work.tp for p in points)
         assert {p.value for p in points} >= {work.tp, work.devices}
 
 
 def test_width_keeps_the_proportions_of_a_layer():
-    points = bench.growth_points(step_of("reference"), {"width": []})
+    points = benchmarks.growth_points(step_of("reference"), {"width": []})
     assert sorted(p.value for p in points) == [2048, 4096, 6144, 8192]
     for p in points:
         assert (
@@ -69,53 +69,55 @@ def test_width_keeps_the_proportions_of_a_layer():
             p.work.num_heads / p.work.num_kv_heads,
         ) == (3.5, 128, 4)
         assert p.work.head_dim == 128
-    depths = bench.growth_points(step_of("reference"), {"depth": []})
+    depths = benchmarks.growth_points(step_of("reference"), {"depth": []})
     assert sorted(p.value for p in depths) == [8, 16, 32, 64]
 
 
 def test_a_short_run_has_the_ends_of_every_axis():
     work = step_of("reference", gtp=8, sequences=8)
-    axes = bench.parse_axes([])
-    points = bench.growth_points(work, axes)
+    axes = benchmarks.parse_axes([])
+    points = benchmarks.growth_points(work, axes)
     ends = points[: 2 * len(axes)]
     for name in axes:
         values = [p.value for p in points if p.axis == name]
         assert {p.value for p in ends if p.axis == name} == {min(values), max(values)}
     many = sorted(random.sample(range(1, 100), 9))
-    order = [p.value for p in bench.growth_points(work, {"depth": many})]
+    order = [p.value for p in benchmarks.growth_points(work, {"depth": many})]
     assert sorted(order) == many and order[:3] == [many[8], many[0], many[4]]
-    assert [p.value for p in bench.growth_points(work, {"depth": [many[3]]})] == [many[3]]
+    assert [p.value for p in benchmarks.growth_points(work, {"depth": [many[3]]})] == [many[3]]
 
 
 def test_a_scan_is_measured_along_the_depth_and_a_target_is_compiled_by_the_same_scripts():
-    points = bench.growth_points(step_of("reference", gtp=2, sequences=2), bench.parse_axes(["depth", "weak"]))
-    chosen = bench.chosen_contenders(["gtp_jax mxfp8 keep", "partitioner scan regather"])
-    runs = bench.growth_runs(points, chosen, scan=True, target=parse_target("h200:2"))
+    points = benchmarks.growth_points(
+        step_of("reference", gtp=2, sequences=2), benchmarks.parse_axes(["depth", "weak"])
+    )
+    chosen = benchmarks.chosen_contenders(["gtp_jax mxfp8 keep", "partitioner scan regather"])
+    runs = benchmarks.growth_runs(points, chosen, scan=True, target=parse_target("h200:2"))
     names = {axis: {c.name for p, c in runs if p.axis == axis} for axis in ("depth", "weak")}
     assert names["weak"] == {c.name for c in chosen}
     assert names["depth"] - names["weak"] == {"gtp_jax mxfp8 scan keep"}
     assert all("--target=h200" in c.flags for _, c in runs)
-    assert all(c in chosen for _, c in bench.growth_runs(points, chosen, scan=False, target=None))
+    assert all(c in chosen for _, c in benchmarks.growth_runs(points, chosen, scan=False, target=None))
 
 
 def test_efficiency_is_1_where_time_grows_as_the_operations_of_a_device():
-    contender, other = bench.chosen_contenders(["gtp_jax bf16"])
-    points = bench.growth_points(step_of("reference", gtp=8, sequences=8), bench.parse_axes([]))
+    contender, other = benchmarks.chosen_contenders(["gtp_jax bf16"])
+    points = benchmarks.growth_points(step_of("reference", gtp=8, sequences=8), benchmarks.parse_axes([]))
     rate, waste = random.uniform(1e14, 9e14), random.uniform(1.1, 3)
 
-    def measured(point: bench.Point, by: bench.Contender) -> bench.Cost:
-        ideal = bench.workload_flops(point.work) / point.work.devices / rate
+    def measured(point: benchmarks.Point, by: benchmarks.Contender) -> benchmarks.Cost:
+        ideal = benchmarks.workload_flops(point.work) / point.work.devices / rate
         seconds = ideal if by is contender or point.value == 1 else ideal * waste
         facts = {"peak_bytes": random.randrange(10**9), "compile_s": random.random()}
-        return bench.cost(point, bench.Row(by, (seconds,) * 3, facts))
+        return benchmarks.cost(point, benchmarks.Row(by, (seconds,) * 3, facts))
 
     costs = [measured(point, by) for point in points for by in (contender, other)]
-    failed = bench.cost(points[0], bench.Row(contender, failure="RESOURCE_EXHAUSTED: Out of memory"))
-    assert all(bench.efficiency(c, costs) == pytest.approx(1) for c in costs if c.contender == contender.name)
+    failed = benchmarks.cost(points[0], benchmarks.Row(contender, failure="RESOURCE_EXHAUSTED: Out of memory"))
+    assert all(benchmarks.efficiency(c, costs) == pytest.approx(1) for c in costs if c.contender == contender.name)
     weak = [c for c in costs if c.contender == other.name and c.axis == "weak" and c.value > 1]
-    assert all(bench.efficiency(c, costs) == pytest.approx(1 / waste) for c in weak)
-    assert bench.efficiency(failed, [failed, *costs[1:]]) is None and failed.failure
-    assert [bench.Cost(**c) for c in json.loads(json.dumps([dataclasses.asdict(c) for c in costs]))] == costs
+    assert all(benchmarks.efficiency(c, costs) == pytest.approx(1 / waste) for c in weak)
+    assert benchmarks.efficiency(failed, [failed, *costs[1:]]) is None and failed.failure
+    assert [benchmarks.Cost(**c) for c in json.loads(json.dumps([dataclasses.asdict(c) for c in costs]))] == costs
 
 
 def test_bad_axes_are_refused_with_the_remedy(capsys):

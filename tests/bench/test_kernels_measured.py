@@ -5,30 +5,32 @@ import json
 import pytest
 from matplotlib.figure import Figure
 
-from gtp_jax import bench, native
-from gtp_jax.cli import main
+import benchmarks
+from gtp_jax import native
+from gtp_jax.runner.cli import main
 
 needs_kernels = pytest.mark.skipif(not native.has("gtp_quantize", "cpu"), reason=native.describe())
 
 
 def test_every_operation_is_measured_in_every_format():
-    names = {kernel.name for kernel in bench.KERNELS}
+    names = {kernel.name for kernel in benchmarks.KERNELS}
     for operation in ("quantize row", "quantize both", "dequantize row", "pack", "unpack"):
         for form in ("NVFP4", "NVFP4_1D", "MXFP8", "FP8_E4M3"):
             assert f"{operation} {form}" in names
     assert {"multi_amax one", "multi_amax small"} <= names
 
 
-def test_words_choose_kernels():
-    assert [k.name for k in bench.kernels(["row NVFP4", "multi_amax"])] == [
+def test_words_in_any_case_choose_kernels():
+    assert [k.name for k in benchmarks.kernels(["row NVFP4", "multi_amax"])] == [
         "multi_amax one",
         "multi_amax small",
         "quantize row NVFP4",
         "dequantize row NVFP4",
     ]
-    assert len(bench.kernels([])) == len(bench.KERNELS)
+    assert benchmarks.kernels(["ROW nvfp4"]) == benchmarks.kernels(["row NVFP4"])
+    assert len(benchmarks.kernels([])) == len(benchmarks.KERNELS)
     with pytest.raises(ValueError, match="no kernel is called amin; there are multi_amax one, "):
-        bench.kernels(["amin"])
+        benchmarks.kernels(["amin"])
 
 
 @needs_kernels
@@ -60,12 +62,12 @@ def test_small_arrays_are_measured_too(mebibytes, tmp_path, capsys):
 
 
 def test_rates_are_held_to_the_goal_of_a_gpu_only(tmp_path, monkeypatch):
-    kernel = bench.KERNELS[0]
-    shares = [bench.Measurement(kernel, "float32", 1.0, 1.0, moved, 1e8, None) for moved in (95, 50)]
+    kernel = benchmarks.KERNELS[0]
+    shares = [benchmarks.Measurement(kernel, "float32", 1.0, 1.0, moved, 1e8, None) for moved in (95, 50)]
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     figures: list[Figure] = []
     for goal in (None, 0.85):
-        bench.draw_ratios(shares, goal, "rates", tmp_path / "k.png")
+        benchmarks.draw_ratios(shares, goal, "rates", tmp_path / "k.png")
     (plain, same), (reached, missed) = ([bar.get_facecolor() for bar in f.axes[0].patches] for f in figures)
     assert plain == same and len({plain, reached, missed}) == 3
     assert [len(f.axes[0].lines) for f in figures] == [0, 1]

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from gtp_jax.bench import _attention
-from gtp_jax.cli import main
+from benchmarks import _attention
+from gtp_jax.runner.cli import main
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 16, 64])

@@ -11,11 +11,12 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 
+import benchmarks
 import gtp_jax as gtp
-from gtp_jax import bench, plan
+from gtp_jax import hlo
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 
-from ..parity.plain_llama import Oracle
+from ..parity.plain_llama import loss_and_gradient
 
 SIZES = dict(
     vocab_size=96,
@@ -35,7 +36,7 @@ OTHERS = dict(qk_norm=True, shared_hidden=32)
 @pytest.fixture
 def partitioner(monkeypatch):
     """The script, imported as if from its own folder."""
-    monkeypatch.syspath_prepend(str(Path(bench.__file__).with_name("contenders")))
+    monkeypatch.syspath_prepend(str(Path(benchmarks.__file__).with_name("contenders")))
     yield importlib.import_module("partitioner")
     for name in ("partitioner", "partitioned_experts", "deviceless", "workload"):
         sys.modules.pop(name, None)
@@ -89,10 +90,10 @@ def loss_and_gradients(partitioner, work, params, tokens, targets):
 
 def test_loss_and_gradients_are_those_of_every_token_through_every_expert(partitioner, key):
     config, params, tokens, targets = case(key)
-    work = bench.Workload(**SIZES, seq=32, sequences=4, gtp=2)
+    work = benchmarks.Workload(**SIZES, seq=32, sequences=4, gtp=2)
     loss, gradients = loss_and_gradients(partitioner, work, as_theirs(config, params), tokens, targets)
     batch = {"tokens": tokens, "targets": targets, "weights": jnp.ones(tokens.shape)}
-    wanted, true = jax.value_and_grad(Oracle(config).loss)(params, batch)
+    wanted, true = loss_and_gradient(config)(params, batch)
     np.testing.assert_allclose(loss, wanted, rtol=1e-5)
     compare = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4 * np.abs(b).max())  # noqa: E731
     jax.tree.map(compare, gradients, as_theirs(config, true))
@@ -101,7 +102,7 @@ def test_loss_and_gradients_are_those_of_every_token_through_every_expert(partit
 @pytest.mark.slow
 def test_with_norms_of_queries_and_a_shared_expert_the_loss_is_ours(partitioner, key):
     config, params, tokens, targets = case(key, **OTHERS)
-    work = bench.Workload(**SIZES, **OTHERS, seq=32, sequences=4, gtp=1, ep=2)
+    work = benchmarks.Workload(**SIZES, **OTHERS, seq=32, sequences=4, gtp=1, ep=2)
     loss, _ = loss_and_gradients(partitioner, work, as_theirs(config, params), tokens, targets)
     with jax.set_mesh(gtp.make_mesh(gtp=1, devices=jax.devices()[:1])):
         model = Llama(config, rngs=nnx.Rngs(0))
@@ -115,14 +116,14 @@ def test_with_norms_of_queries_and_a_shared_expert_the_loss_is_ours(partitioner,
 
 @pytest.mark.parametrize("policy, times", [("regather", 2), pytest.param("keep", 1, marks=pytest.mark.slow)])
 def test_experts_are_gathered_as_often_as_the_policy_says(partitioner, policy, times):
-    work = bench.Workload(**SIZES, seq=32, sequences=4, gtp=4)
+    work = benchmarks.Workload(**SIZES, seq=32, sequences=4, gtp=4)
     mesh = mesh_of(4)
     step, make_state, shardings = partitioner.make_step(work, mesh, unroll=0, keep_gathered=policy == "keep")
     shapes = jax.eval_shape(make_state, jax.random.key(0))
     state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
     tokens = jax.ShapeDtypeStruct((1, 4, 32), jnp.int32, sharding=NamedSharding(mesh, partitioner.BATCH))
     with jax.set_mesh(mesh):
-        found = plan.collectives(step.lower(state, tokens, tokens).compile().as_text())
+        found = hlo.collectives(step.lower(state, tokens, tokens).compile().as_text())
     of_experts = 3 * work.num_experts * work.hidden_size * work.intermediate_size
     kernels = {of_experts // 3, 2 * of_experts // 3}
     gathered = sum(

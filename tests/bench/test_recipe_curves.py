@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import benchmarks
 import gtp_jax as gtp
-from gtp_jax import bench
-from gtp_jax.bench._process import run
-from gtp_jax.bench.contenders.mistakes import MISTAKES
-from gtp_jax.cli import main
+from benchmarks._process import run
+from benchmarks.contenders.mistakes import MISTAKES
 from gtp_jax.formats import MXFP8, NVFP4
+from gtp_jax.runner.cli import main
 
-SETTINGS = bench.CurveSettings(preset="tiny", steps=200, batch=8, seq=64, seed=0, lr=1e-3, device="cpu")
+SETTINGS = benchmarks.CurveSettings(preset="tiny", steps=200, batch=8, seq=64, seed=0, lr=1e-3, device="cpu")
 
 
 def write_log(folder, name, losses, held_out, cut="", **changes):
@@ -54,14 +54,14 @@ def test_a_recipe_that_diverged_is_told_from_one_that_was_ended(bad, tmp_path, c
 
 
 def test_a_run_that_is_not_begun_has_no_curve_of_an_earlier_one(tmp_path):
-    variants = bench.chosen_variants(["mxfp8"])
+    variants = benchmarks.chosen_variants(["mxfp8"])
     for variant in variants:
         write_log(tmp_path, variant.name, np.linspace(5, 2, 200), 2.0)
-    failures = bench.run_curves(
+    failures = benchmarks.run_curves(
         variants, SETTINGS, tmp_path, environment={}, gpus=[], within_s=0, report=lambda _: None
     )
     assert failures == dict.fromkeys(("bf16", "mxfp8"), "not begun in time")
-    assert not any(len(bench.read_curve(variant, tmp_path).steps) for variant in variants)
+    assert not any(len(benchmarks.read_curve(variant, tmp_path).steps) for variant in variants)
 
 
 def test_logs_of_different_settings_are_not_shown_together(tmp_path, capsys):
@@ -106,7 +106,7 @@ def test_unknown_recipes_and_empty_folders_are_refused(tmp_path, capsys):
 
 
 def test_bf16_is_always_there_to_compare_with():
-    assert [v.name for v in bench.chosen_variants(["mxfp8", "mxfp8"])] == ["bf16", "mxfp8"]
+    assert [v.name for v in benchmarks.chosen_variants(["mxfp8", "mxfp8"])] == ["bf16", "mxfp8"]
 
 
 def test_slices_of_one_amax_hide_the_missing_reduction_and_others_do_not():

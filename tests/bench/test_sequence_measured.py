@@ -5,10 +5,10 @@ import json
 import jax
 import pytest
 
+import benchmarks
 import gtp_jax as gtp
-from gtp_jax import bench
-from gtp_jax.cli import main
 from gtp_jax.models import LlamaConfig
+from gtp_jax.runner.cli import main
 
 CONFIG = LlamaConfig(
     vocab_size=64, hidden_size=64, num_layers=1, num_heads=8, num_kv_heads=4, head_dim=16, intermediate_size=128
@@ -22,7 +22,7 @@ def on_two(function):
 
 @pytest.mark.slow
 def test_shapes_are_those_of_a_rank_of_the_larger_degree_and_bytes_those_of_the_mesh():
-    found = {m.name: m for m in on_two(lambda: list(bench.measure_sequence(CONFIG, part=16, shares=4)))}
+    found = {m.name: m for m in on_two(lambda: list(benchmarks.measure_sequence(CONFIG, part=16, shares=4)))}
     outputs = {"attention.qkv": (64, (128 + 64 + 64) // 4), "attention.out": (128 // 4, 64)}
     outputs |= {"mlp.up": (64, 256 // 4), "mlp.down": (128 // 4, 64)}
     assert set(found) == {f"{name} {way}" for name in outputs for way in ("forward", "backward")}
@@ -42,7 +42,9 @@ def test_the_command_prints_and_writes_what_it_measured(capsys, tmp_path):
     assert main(["bench", "sequence", "--tp", "2", "--mebibytes", "0.25", "--json", str(path)]) == 0
     printed = capsys.readouterr().out
     written = json.loads(path.read_text())
-    assert [r["way"] for r in written["rates"]] == list(bench.WAYS) and all(way in printed for way in bench.WAYS)
+    assert [r["way"] for r in written["rates"]] == list(benchmarks.WAYS) and all(
+        way in printed for way in benchmarks.WAYS
+    )
     assert all(r["mebibytes"] == 0.25 and r["bytes_per_s"] > 0 for r in written["rates"])
     assert all(m["name"] in printed for m in written["matmuls"])
 

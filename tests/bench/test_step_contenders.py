@@ -15,11 +15,12 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+import benchmarks
 import gtp_jax as gtp
-from gtp_jax import bench, plan
-from gtp_jax.cli import main
+from gtp_jax import hlo
 from gtp_jax.models import PRESETS, Llama, LlamaConfig
-from gtp_jax.recipes import Quantization
+from gtp_jax.runner.cli import main
+from gtp_jax.runner.flags import Quantization
 
 from ..parity.plain_llama import Oracle
 
@@ -32,7 +33,7 @@ CHAIN = {"regather": 2, "keep": 1}  # gathers of a block's weight in a step
 @pytest.fixture
 def partitioner(monkeypatch):
     """The script, imported as if from its own folder."""
-    monkeypatch.syspath_prepend(str(Path(bench.__file__).with_name("contenders")))
+    monkeypatch.syspath_prepend(str(Path(benchmarks.__file__).with_name("contenders")))
     yield importlib.import_module("partitioner")
     for name in ("partitioner", "partitioned_experts", "deviceless", "workload"):
         sys.modules.pop(name, None)
@@ -44,19 +45,21 @@ def mesh_of(gtp_degree: int, tp: int):
 
 
 def test_contenders_are_picked_by_words():
-    names = [c.name for c in bench.chosen_contenders(["fsdp2 bf16", "gtp_jax nvfp4"])]
+    names = [c.name for c in benchmarks.chosen_contenders(["fsdp2 bf16", "gtp_jax nvfp4"])]
     assert sorted(names) == ["fsdp2 bf16 keep", "fsdp2 bf16 regather", "gtp_jax nvfp4 keep", "gtp_jax nvfp4 regather"]
-    at_some_degree = {c for tp in (1, 2) for c in bench.chosen_contenders([], tp=tp)}
-    assert at_some_degree == set(bench.CONTENDERS) and len({c.name for c in at_some_degree}) == len(bench.CONTENDERS)
+    at_some_degree = {c for tp in (1, 2) for c in benchmarks.chosen_contenders([], tp=tp)}
+    assert at_some_degree == set(benchmarks.CONTENDERS) and len({c.name for c in at_some_degree}) == len(
+        benchmarks.CONTENDERS
+    )
     with pytest.raises(ValueError, match="no contender is called deepspeed; there are gtp_jax bf16 regather, "):
-        bench.chosen_contenders(["deepspeed"])
+        benchmarks.chosen_contenders(["deepspeed"])
 
 
 def test_contenders_take_part_at_the_tp_degrees_where_they_differ_and_can_run():
     bf16 = ["fsdp2 bf16 regather", "fsdp2 bf16 keep"]
-    over_tp = [c.name for c in bench.chosen_contenders(["fsdp2"], tp=2)]
+    over_tp = [c.name for c in benchmarks.chosen_contenders(["fsdp2"], tp=2)]
     assert over_tp == [*bf16, "fsdp2 bf16 async-tp regather", "fsdp2 bf16 async-tp keep"]
-    alone = [c.name for c in bench.chosen_contenders(["fsdp2"])]
+    alone = [c.name for c in benchmarks.chosen_contenders(["fsdp2"])]
     scalings = [f"fsdp2 float8 {scaling} {policy}" for scaling in ("tensorwise", "rowwise") for policy in CHAIN]
     assert alone == [*bf16, *scalings]
 
@@ -73,11 +76,11 @@ def test_ratios_compare_equal_matmuls_and_equal_policies():
         "fsdp2 float8 rowwise regather": 4.05,
         "partitioner combined regather": 4.1,
     }
-    chosen = {c.name: c for c in bench.CONTENDERS if c.name in times}
-    rows = {name: bench.Row(chosen[name], (seconds,)) for name, seconds in times.items()}
+    chosen = {c.name: c for c in benchmarks.CONTENDERS if c.name in times}
+    rows = {name: benchmarks.Row(chosen[name], (seconds,)) for name, seconds in times.items()}
 
     def to(family: str, name: str) -> float | None:
-        return bench.ratio(rows[name], list(rows.values()), family)
+        return benchmarks.ratio(rows[name], list(rows.values()), family)
 
     assert to("fsdp2", "gtp_jax bf16 regather") == pytest.approx(4.2 / 4.0)
     assert to("fsdp2", "gtp_jax fp8 regather") == pytest.approx(4.2 / 3.9)
@@ -85,12 +88,14 @@ def test_ratios_compare_equal_matmuls_and_equal_policies():
     assert to("fsdp2", "fsdp2 float8 rowwise regather") == pytest.approx(3.4 / 4.05)
     assert to("fsdp2", "gtp_jax nvfp4-matmuls regather") is None
     assert to("partitioner", "gtp_jax fp8-matmuls regather") is None
-    (mixed,) = bench.with_recipe([chosen["gtp_jax bf16 regather"]], Quantization(override=("mlp.down=fp8-matmuls",)))
+    (mixed,) = benchmarks.with_recipe(
+        [chosen["gtp_jax bf16 regather"]], Quantization(override=("mlp.down=fp8-matmuls",))
+    )
     assert mixed.matmuls == "bf16+fp8"
 
 
 def test_float8_without_torchao_or_over_tp_ends_with_what_to_do(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(bench.__file__).with_name("contenders")))
+    monkeypatch.syspath_prepend(str(Path(benchmarks.__file__).with_name("contenders")))
     monkeypatch.delitem(sys.modules, "float8", raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     float8 = importlib.import_module("float8")
@@ -110,8 +115,8 @@ def test_float8_without_torchao_or_over_tp_ends_with_what_to_do(monkeypatch):
 @pytest.mark.parametrize("others", [{}, {"num_experts": 8, "top_k": 2, "shared_hidden": 32, "qk_norm": True}])
 def test_operations_are_those_of_the_model(others):
     config = LlamaConfig(**SIZES, **others)
-    work = bench.Workload(**SIZES, **others, seq=32, sequences=4, gtp=2)
-    assert bench.workload_flops(work) == plan.step_flops(
+    work = benchmarks.Workload(**SIZES, **others, seq=32, sequences=4, gtp=2)
+    assert benchmarks.workload_flops(work) == hlo.step_flops(
         matmul_params=config.matmul_params(), tokens=4 * 32, layers=2, seq=32, heads=4, head_dim=16
     )
 
@@ -142,7 +147,7 @@ def test_the_partitioner_has_the_same_loss_as_the_oracle(partitioner, key, tp, u
         "norm": head["scale"],
         "head": head["kernel"],
     }
-    work = bench.Workload(**SIZES, seq=32, sequences=2, gtp=2, tp=tp)
+    work = benchmarks.Workload(**SIZES, seq=32, sequences=2, gtp=2, tp=tp)
     tokens = jax.random.randint(key, (2, 32), 0, config.vocab_size)
     targets = jnp.roll(tokens, -1, axis=1)
     with jax.set_mesh(mesh_of(2, tp)):
@@ -163,14 +168,14 @@ def test_the_partitioner_has_the_same_loss_as_the_oracle(partitioner, key, tp, u
     ],
 )
 def test_the_partitioner_gathers_as_often_as_its_policy_says(partitioner, policy, unroll):
-    work = bench.Workload(**SIZES, seq=32, sequences=4, gtp=4)
+    work = benchmarks.Workload(**SIZES, seq=32, sequences=4, gtp=4)
     mesh = mesh_of(4, 1)
     step, make_state, shardings = partitioner.make_step(work, mesh, unroll=unroll, keep_gathered=policy == "keep")
     shapes = jax.eval_shape(make_state, jax.random.key(0))
     state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
     tokens = jax.ShapeDtypeStruct((1, 4, 32), jnp.int32, sharding=NamedSharding(mesh, partitioner.BATCH))
     with jax.set_mesh(mesh):
-        found = plan.collectives(step.lower(state, tokens, tokens).compile().as_text())
+        found = hlo.collectives(step.lower(state, tokens, tokens).compile().as_text())
     elements = sum(
         c.times * shape.elements
         for c in found
@@ -183,22 +188,22 @@ def test_the_partitioner_gathers_as_often_as_its_policy_says(partitioner, policy
     assert elements == CHAIN[policy] * blocks + 2 * model.vocab_size * model.hidden_size
 
 
-needs_target = pytest.mark.skipif(bool(plan.missing_packages()), reason="compiling for H200 needs gtp_jax[target]")
+needs_target = pytest.mark.skipif(bool(hlo.missing_packages()), reason="compiling for H200 needs gtp_jax[target]")
 
 
-def schedule_on_h200(partitioner, policy: str, layers: int, tp: int = 1) -> plan.Schedule:
+def schedule_on_h200(partitioner, policy: str, layers: int, tp: int = 1) -> hlo.LaunchOrder:
     sizes = {name: value for name, value in vars(PRESETS["reference"]).items() if name in SIZES}
-    work = bench.Workload(**sizes | {"num_layers": layers}, sequences=8 // tp, gtp=8 // tp, tp=tp)
-    devices = plan.topology_devices(plan.parse_target("h200:8"))
+    work = benchmarks.Workload(**sizes | {"num_layers": layers}, sequences=8 // tp, gtp=8 // tp, tp=tp)
+    devices = hlo.topology_devices(hlo.parse_target("h200:8"))
     mesh = Mesh(np.array(devices).reshape(work.gtp, tp), ("gtp", "tp"), axis_types=(AxisType.Auto,) * 2)
-    options = {**plan.COMPILE_OPTIONS, **partitioner.combined(work)}
+    options = {**hlo.COMPILE_OPTIONS, **partitioner.combined(work)}
     step, _, shardings = partitioner.make_step(work, mesh, unroll=0, keep_gathered=policy == "keep", xla=options)
     params = partitioner.abstract(work)
     shapes = params, jax.eval_shape(optax.adamw(1.0).init, params)
     state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
     tokens = jax.ShapeDtypeStruct((1, work.sequences, 8192), jnp.int32, sharding=NamedSharding(mesh, partitioner.BATCH))
     with jax.set_mesh(mesh):
-        return plan.schedule(step.lower(state, tokens, tokens).compile().as_text())
+        return hlo.launch_order(step.lower(state, tokens, tokens).compile().as_text())
 
 
 @pytest.mark.slow
@@ -245,28 +250,28 @@ def test_the_command_reports_what_ran_and_why_the_rest_did_not(tmp_path, capsys)
 
 
 def test_a_saved_run_shows_what_has_become_slower():
-    work = bench.Workload(**SIZES, seq=32, sequences=4, gtp=2)
-    contender, other = bench.chosen_contenders(["gtp_jax bf16"])
+    work = benchmarks.Workload(**SIZES, seq=32, sequences=4, gtp=2)
+    contender, other = benchmarks.chosen_contenders(["gtp_jax bf16"])
 
     def run(seconds: float, bytes_: int):
-        rows = [bench.Row(contender, (seconds,) * 3, {"peak_bytes": bytes_}), bench.Row(other, failure="no")]
-        return json.loads(json.dumps(bench.record(rows, work, "chip")))
+        rows = [benchmarks.Row(contender, (seconds,) * 3, {"peak_bytes": bytes_}), benchmarks.Row(other, failure="no")]
+        return json.loads(json.dumps(benchmarks.record(rows, work, "chip")))
 
-    step, memory = bench.changes(run(1.05, 100), run(1.0, 100))
+    step, memory = benchmarks.changes(run(1.05, 100), run(1.0, 100))
     assert (step.what, step.is_regression, memory.is_regression) == ("step", True, False)
     assert step.relative == pytest.approx(0.05)
-    assert not any(c.is_regression for c in bench.changes(run(1.01, 90), run(1.0, 100)))
+    assert not any(c.is_regression for c in benchmarks.changes(run(1.01, 90), run(1.0, 100)))
     older = run(1.0, 100)  # saved before there were experts
     older["workload"] = {name: value for name, value in older["workload"].items() if name not in ("ep", "num_experts")}
-    assert len(bench.changes(run(1.0, 100), older)) == 2
+    assert len(benchmarks.changes(run(1.0, 100), older)) == 2
     elsewhere = run(1.0, 100) | {"device": "other chip"}
     with pytest.raises(ValueError, match="is of another step: other chip there, chip here. Repeat it as it was"):
-        bench.changes(run(1.0, 100), elsewhere)
-    longer = bench.record([], bench.Workload(**SIZES, seq=64, sequences=4, gtp=2), "chip")
+        benchmarks.changes(run(1.0, 100), elsewhere)
+    longer = benchmarks.record([], benchmarks.Workload(**SIZES, seq=64, sequences=4, gtp=2), "chip")
     with pytest.raises(ValueError, match="seq 64 there, 32 here"):
-        bench.changes(run(1.0, 100), longer)
+        benchmarks.changes(run(1.0, 100), longer)
     with pytest.raises(ValueError, match="was not written by `gtp-jax bench step --json`"):
-        bench.changes(run(1.0, 100), {"kernels": []})
+        benchmarks.changes(run(1.0, 100), {"kernels": []})
 
 
 def test_bad_arguments_are_refused_with_the_remedy(capsys):
@@ -297,7 +302,7 @@ def test_every_contender_runs_the_step(degrees, tmp_path, capsys):
     absent = {n for n, row in rows.items() if any(reason in row.get("failure", "") for reason in without)}
     assert absent <= {name for name in rows if name.startswith("fsdp2")}
     run = [row for name, row in rows.items() if name not in absent]
-    assert len(run) >= len([c for c in bench.CONTENDERS if c.family != "fsdp2"]) and not any(
+    assert len(run) >= len([c for c in benchmarks.CONTENDERS if c.family != "fsdp2"]) and not any(
         "failure" in row for row in run
     ), capsys.readouterr().out
     steps = [row for row in run if row["family"] != "bound"]
@@ -307,18 +312,20 @@ def test_every_contender_runs_the_step(degrees, tmp_path, capsys):
 
 
 def test_rivals_say_what_they_lack_of_a_mixture():
-    work = bench.Workload(**SIZES, num_experts=8, seq=32, sequences=4, gtp=2, tp=2)
+    work = benchmarks.Workload(**SIZES, num_experts=8, seq=32, sequences=4, gtp=2, tp=2)
     words = ["fsdp2 bf16 regather", "partitioner scan regather", "bound bf16"]
-    chosen = [bench.chosen_contenders([name], tp=2)[0] for name in words]
+    chosen = [benchmarks.chosen_contenders([name], tp=2)[0] for name in words]
     run = {"environment": {"PATH": ""}, "timeout_s": 60.0, "torch_python": "no-python"}
-    assert [bench.measure_step(c, work, **run).failure for c in chosen[:2]] == [
+    assert [benchmarks.measure_step(c, work, **run).failure for c in chosen[:2]] == [
         "computes experts, and norms of queries and keys, at tp 1 alone"
     ] * 2
-    adapted = bench.with_experts(chosen, ["--exchange-chunks=2", "--router-score=sigmoid", "--no-router-normalize"], [])
+    adapted = benchmarks.with_experts(
+        chosen, ["--exchange-chunks=2", "--router-score=sigmoid", "--no-router-normalize"], []
+    )
     message = "has the default router alone, not --router-score=sigmoid --no-router-normalize"
     assert [c.refused for c in adapted] == [message, message, ""]
-    assert bench.measure_step(adapted[0], dataclasses.replace(work, tp=1), **run).failure == message
-    assert not any(c.refused for c in bench.with_experts(chosen, ["--exchange-chunks=2"], ["gather"]))
+    assert benchmarks.measure_step(adapted[0], dataclasses.replace(work, tp=1), **run).failure == message
+    assert not any(c.refused for c in benchmarks.with_experts(chosen, ["--exchange-chunks=2"], ["gather"]))
 
 
 @pytest.mark.slow

@@ -3,6 +3,8 @@
 import dataclasses
 import importlib
 import json
+import re
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -14,14 +16,15 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from gtp_jax import bench
-from gtp_jax.bench import _suite
-from gtp_jax.cli import main
+import benchmarks
+import gtp_jax
+from benchmarks import _suite, _suite_file
+from gtp_jax.runner.cli import main
 
-BY_NAME = {workload.name: workload for workload in bench.WORKLOADS}
+BY_NAME = {workload.name: workload for workload in benchmarks.WORKLOADS}
 REFERENCE = BY_NAME["reference-gtp2"]
 THREE = ["gtp_jax bf16 regather", "partitioner combined grad-norm regather", "fsdp2 bf16 regather"]
-SCRIPTS = Path(bench.__file__).with_name("contenders")
+SCRIPTS = Path(benchmarks.__file__).with_name("contenders")
 OWN_MODULES = {path.stem for path in SCRIPTS.glob("*.py")}
 
 
@@ -68,8 +71,8 @@ def measured(monkeypatch):
         ran.append(contender.name)
         answer = answers.get(contender.name, 0.4)
         if isinstance(answer, str):
-            return bench.Row(contender, failure=answer)
-        return bench.Row(contender, (answer,) * 3, {"compile_s": 10.0, "planned_bytes": 2**30})
+            return benchmarks.Row(contender, failure=answer)
+        return benchmarks.Row(contender, (answer,) * 3, {"compile_s": 10.0, "planned_bytes": 2**30})
 
     monkeypatch.setattr(_suite, "measure_step", measure_step)
     return ran, answers
@@ -77,7 +80,7 @@ def measured(monkeypatch):
 
 def options(**others):
     usual = {"platform": "gpu", "machine": "one", "environment": {}, "contenders": THREE}
-    return bench.SuiteOptions(**usual | others)
+    return benchmarks.SuiteOptions(**usual | others)
 
 
 SETTINGS = {"device": "chip", "versions": {"jax": "1", "source": "a"}, "steps": None}
@@ -93,7 +96,7 @@ def test_every_contender_of_the_table_exists_once_and_its_script_takes_the_flags
     scripts = {name: script(name) for name in ("ours", "partitioner", "fsdp2")}
     for module in scripts.values():
         monkeypatch.setattr(module, "workload", parsed)
-    for workload in bench.WORKLOADS:
+    for workload in benchmarks.WORKLOADS:
         work, chosen = workload.workload("gpu"), workload.chosen([])
         assert work.devices == workload.devices and len(set(workload.contenders)) == len(chosen)
         for contender in chosen:
@@ -111,7 +114,7 @@ def test_every_contender_of_the_table_exists_once_and_its_script_takes_the_flags
 
 
 def test_every_workload_has_a_tiny_form_with_the_same_degrees():
-    for workload in bench.WORKLOADS:
+    for workload in benchmarks.WORKLOADS:
         tiny, work = workload.workload("cpu", steps=2), workload.workload("gpu")
         degrees = lambda w: (w.gtp, w.ep, w.tp, w.microbatches, w.has_experts)  # noqa: E731
         assert degrees(tiny) == degrees(work)
@@ -121,16 +124,19 @@ def test_every_workload_has_a_tiny_form_with_the_same_degrees():
 def test_contenders_take_turns_and_a_file_goes_on_where_it_ended(measured, tmp_path):
     ran, _ = measured
     path = tmp_path / "suite.json"
-    run = bench.run_suite([REFERENCE], bench.SuiteFile(path, SETTINGS), options())
+    run = benchmarks.run_suite([REFERENCE], benchmarks.SuiteFile(path, SETTINGS), options())
     for _ in range(5):  # interrupted after five processes
         next(run)
     run.close()
     assert len(json.loads(path.read_text())["results"]) == 5
-    again = bench.SuiteFile(path, SETTINGS, lambda results: len(results))
-    assert len(list(bench.run_suite([REFERENCE], again, options()))) == 4
+    again = benchmarks.SuiteFile(path, SETTINGS, lambda results: len(results))
+    assert len(list(benchmarks.run_suite([REFERENCE], again, options()))) == 4
     assert ran == THREE * 3
     assert json.loads(path.read_text())["summary"] == 9
-    assert not list(bench.run_suite([REFERENCE], bench.SuiteFile(path, SETTINGS), options())) and ran == THREE * 3
+    assert (
+        not list(benchmarks.run_suite([REFERENCE], benchmarks.SuiteFile(path, SETTINGS), options()))
+        and ran == THREE * 3
+    )
 
 
 def test_what_failed_and_what_is_clearly_slower_is_not_repeated(measured):
@@ -144,8 +150,8 @@ def test_what_failed_and_what_is_clearly_slower_is_not_repeated(measured):
         "fsdp2 bf16 regather",
     ]
     answers |= dict(zip(names, [0.5, 0.4, 0.40, 0.43, 0.38, "No module named 'torch'"], strict=True))
-    file = bench.SuiteFile(None, SETTINGS)
-    list(bench.run_suite([REFERENCE], file, options(contenders=names, slower=0.05)))
+    file = benchmarks.SuiteFile(None, SETTINGS)
+    list(benchmarks.run_suite([REFERENCE], file, options(contenders=names, slower=0.05)))
     times = {name: ran.count(name) for name in names}
     # gtp_jax's own rows always run; the plain partitioner is another kind than those with the norm
     assert list(times.values()) == [3, 3, 3, 1, 3, 1]
@@ -153,35 +159,37 @@ def test_what_failed_and_what_is_clearly_slower_is_not_repeated(measured):
 
 def test_results_of_another_device_version_or_step_are_refused(measured, tmp_path):
     path = tmp_path / "suite.json"
-    list(bench.run_suite([REFERENCE], bench.SuiteFile(path, SETTINGS), options(rounds=1)))
+    list(benchmarks.run_suite([REFERENCE], benchmarks.SuiteFile(path, SETTINGS), options(rounds=1)))
     for settings, message in (
         (SETTINGS | {"device": "other"}, "cannot continue: device is chip there, other here. Name another file"),
         (SETTINGS | {"versions": {"jax": "1", "source": "b"}}, "versions source is a there, b here"),
         (SETTINGS | {"steps": 4}, "steps is None there, 4 here"),
     ):
         with pytest.raises(ValueError, match=message):
-            bench.SuiteFile(path, settings)
+            benchmarks.SuiteFile(path, settings)
     changed = dataclasses.replace(REFERENCE, step=dataclasses.replace(REFERENCE.step, num_layers=2))
     with pytest.raises(ValueError, match=r"on reference-gtp2 with other flags \(--num-layers=16 --num-layers=2\)"):
-        list(bench.run_suite([changed], bench.SuiteFile(path, SETTINGS), options()))
+        list(benchmarks.run_suite([changed], benchmarks.SuiteFile(path, SETTINGS), options()))
     path.write_text(path.read_text()[:-20])
     with pytest.raises(ValueError, match="suite.json is not whole JSON, as a file that is cut off: "):
-        bench.SuiteFile(path, SETTINGS)
+        benchmarks.SuiteFile(path, SETTINGS)
     path.write_text("{}")
     with pytest.raises(ValueError, match="was not written by `gtp-jax bench suite`"):
-        bench.SuiteFile(path, SETTINGS)
+        benchmarks.SuiteFile(path, SETTINGS)
 
 
 def test_all_rounds_of_a_workload_are_of_one_machine(measured):
     ran, _ = measured
-    file, said = bench.SuiteFile(None, SETTINGS), []
-    list(bench.run_suite([BY_NAME["1b"]], file, options(contenders=["gtp_jax"])))
-    list(bench.run_suite([REFERENCE], file, options(rounds=2)))
+    file, said = benchmarks.SuiteFile(None, SETTINGS), []
+    list(benchmarks.run_suite([BY_NAME["1b"]], file, options(contenders=["gtp_jax"])))
+    list(benchmarks.run_suite([REFERENCE], file, options(rounds=2)))
     del ran[:]
     there = options(machine="two")
-    list(bench.run_suite([BY_NAME["1b"]], file, dataclasses.replace(there, contenders=["gtp_jax"]), say=said.append))
+    list(
+        benchmarks.run_suite([BY_NAME["1b"]], file, dataclasses.replace(there, contenders=["gtp_jax"]), say=said.append)
+    )
     assert not ran and not said  # finished on the other machine
-    list(bench.run_suite([REFERENCE], file, there, say=said.append))
+    list(benchmarks.run_suite([REFERENCE], file, there, say=said.append))
     assert ran == THREE * 3
     assert said == ["reference-gtp2: begun on another machine and not finished there, so it is measured again"]
     assert {r.machine for r in file.results if r.workload == REFERENCE.name} == {"two"}
@@ -189,18 +197,22 @@ def test_all_rounds_of_a_workload_are_of_one_machine(measured):
 
 def test_a_process_that_would_not_end_in_time_is_not_begun(measured):
     ran, _ = measured
-    file, said = bench.SuiteFile(None, SETTINGS), []
+    file, said = benchmarks.SuiteFile(None, SETTINGS), []
     first = options(rounds=1, contenders=THREE[:1])
-    (_, result), *_ = bench.run_suite([REFERENCE], file, first)
+    (_, result), *_ = benchmarks.run_suite([REFERENCE], file, first)
     file.results = [dataclasses.replace(result, wall_s=50.0)]
-    assert not list(bench.run_suite([REFERENCE], file, options(within_s=40.0, contenders=THREE[:1]), say=said.append))
+    assert not list(
+        benchmarks.run_suite([REFERENCE], file, options(within_s=40.0, contenders=THREE[:1]), say=said.append)
+    )
     assert len(ran) == 1
     assert said == ["the time is over; the next would be reference-gtp2, gtp_jax bf16 regather, round 2"]
 
 
 def results_of(workload, times):
     return [
-        bench.Result(workload.name, name, number, "one", (), 1.0, (ms / 1e3, ms / 1e3, 9.0), {"planned_bytes": number})
+        benchmarks.Result(
+            workload.name, name, number, "one", (), 1.0, (ms / 1e3, ms / 1e3, 9.0), {"planned_bytes": number}
+        )
         for name, rounds in times.items()
         for number, ms in enumerate(rounds)
     ]
@@ -216,22 +228,22 @@ def test_a_row_is_the_median_of_its_rounds_and_is_held_against_the_same_work():
         "partitioner combined grad-norm keep": (385.0, 385.0, 385.0),
         "fsdp2 bf16 regather": (440.0, 440.0, 440.0),
     }
-    rows = bench.rows_of(REFERENCE, results_of(REFERENCE, times))
+    rows = benchmarks.rows_of(REFERENCE, results_of(REFERENCE, times))
     by_name = {row.contender.name: row for row in rows}
     ours = by_name["gtp_jax bf16 regather"]
     assert (ours.median_s, ours.low_s, ours.high_s) == (0.4, 0.39, 0.404) and ours.facts == {"planned_bytes": 0}
-    assert bench.suite_ratio(ours, rows, "partitioner", REFERENCE) == pytest.approx(409.6 / 400)
-    assert bench.suite_ratio(ours, rows, "fsdp2", REFERENCE) == pytest.approx(1.1)
-    assert bench.suite_ratio(by_name["fsdp2 bf16 regather"], rows, "partitioner", REFERENCE) is None
-    regather, keep = bench.suite_verdicts(REFERENCE, rows)
+    assert benchmarks.suite_ratio(ours, rows, "partitioner", REFERENCE) == pytest.approx(409.6 / 400)
+    assert benchmarks.suite_ratio(ours, rows, "fsdp2", REFERENCE) == pytest.approx(1.1)
+    assert benchmarks.suite_ratio(by_name["fsdp2 bf16 regather"], rows, "partitioner", REFERENCE) is None
+    regather, keep = benchmarks.suite_verdicts(REFERENCE, rows)
     # 1.024 is 0.6 % below 1.03
     assert (regather.rival, regather.is_reached) == ("partitioner combined grad-norm regather", False)
     assert regather.low == pytest.approx(408 / 404) and regather.high == pytest.approx(409.6 / 390)
     assert (keep.ratio, keep.is_reached) == (pytest.approx(385 / 380), False)
     times["partitioner combined grad-norm regather"] = (410.0, 410.0, 410.0)  # 1.025 is within 0.5 % of 1.03
-    rows = bench.rows_of(REFERENCE, results_of(REFERENCE, times))
-    assert [v.is_reached for v in bench.suite_verdicts(REFERENCE, rows)] == [True, False]
-    (entry,) = bench.suite_summary(bench.WORKLOADS, results_of(REFERENCE, times))
+    rows = benchmarks.rows_of(REFERENCE, results_of(REFERENCE, times))
+    assert [v.is_reached for v in benchmarks.suite_verdicts(REFERENCE, rows)] == [True, False]
+    (entry,) = benchmarks.suite_summary(benchmarks.WORKLOADS, results_of(REFERENCE, times))
     assert (entry["workload"], entry["rows"][0]["rounds"], entry["goals"][0]["reached"]) == ("reference-gtp2", 3, True)
 
 
@@ -242,22 +254,22 @@ def test_where_no_weight_is_gathered_policies_are_compared_with_one_another():
         "partitioner unrolled grad-norm regather": (158.0,),
         "partitioner unrolled grad-norm keep": (156.0,),
     }
-    rows = bench.rows_of(alone, results_of(alone, times))
-    assert bench.suite_ratio(rows[0], rows, "partitioner", alone) == pytest.approx(156 / 160)
+    rows = benchmarks.rows_of(alone, results_of(alone, times))
+    assert benchmarks.suite_ratio(rows[0], rows, "partitioner", alone) == pytest.approx(156 / 160)
 
 
 def test_fp8_is_held_against_bf16_of_the_same_run():
     mixtral = BY_NAME["mixtral-2"]
     times = {"gtp_jax bf16 regather": (280.0,), "gtp_jax fp8-matmuls regather": (200.0,)}
-    (verdict,) = bench.suite_verdicts(mixtral, bench.rows_of(mixtral, results_of(mixtral, times)))
+    (verdict,) = benchmarks.suite_verdicts(mixtral, benchmarks.rows_of(mixtral, results_of(mixtral, times)))
     assert (verdict.ratio, verdict.rival, verdict.is_reached) == (pytest.approx(1.4), "gtp_jax bf16 regather", True)
 
 
 def test_the_command_prints_rows_saves_and_draws(measured, tmp_path, monkeypatch, capsys):
     ran, answers = measured
     answers |= {THREE[0]: 0.40, THREE[1]: 0.44, THREE[2]: "No module named 'torch'"}
-    monkeypatch.setattr(bench, "probe", lambda environment: ("chip", "gpu", 2))
-    monkeypatch.setattr(bench, "this_machine", lambda is_gpu: "one")
+    monkeypatch.setattr(benchmarks, "probe", lambda environment: ("chip", "gpu", 2))
+    monkeypatch.setattr(benchmarks, "this_machine", lambda is_gpu: "one")
     saved, picture = tmp_path / "suite.json", tmp_path / "suite.png"
     flags = ["--workloads", "reference-gtp2", "--contenders", *THREE, "--json", str(saved), "--png", str(picture)]
     assert main(["bench", "suite", *flags]) == 0
@@ -268,7 +280,7 @@ def test_the_command_prints_rows_saves_and_draws(measured, tmp_path, monkeypatch
     assert "reached: gtp_jax bf16 regather 1.100 x partitioner combined grad-norm regather" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main(["bench", "suite", *flags]) == 0 and len(ran) == 7  # all there: nothing runs
-    monkeypatch.setattr(bench, "probe", lambda environment: ("other chip", "gpu", 2))
+    monkeypatch.setattr(benchmarks, "probe", lambda environment: ("other chip", "gpu", 2))
     assert main(["bench", "suite", *flags]) == 2
     assert "device is chip there, other chip here" in capsys.readouterr().err
 
@@ -307,7 +319,7 @@ def test_the_partitioners_guarded_step_is_the_plain_one_if_finite_and_changes_no
     sizes: dict[str, Any] = dict(
         hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=96
     )
-    work = bench.Workload(**sizes, vocab_size=96, seq=16, sequences=2)
+    work = benchmarks.Workload(**sizes, vocab_size=96, seq=16, sequences=2)
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("gtp", "tp"), axis_types=(AxisType.Auto,) * 2)
     made = {"unroll": 0, "keep_gathered": False, "dtype": jnp.float32}
     tokens = jax.random.randint(jax.random.key(1), (1, 2, 16), 0, 96)
@@ -329,7 +341,7 @@ def test_the_partitioners_guarded_step_is_the_plain_one_if_finite_and_changes_no
 
 
 def test_the_dtype_of_an_embeddings_sum_is_read_from_the_program(script):
-    work = bench.Workload(vocab_size=96, hidden_size=64, seq=16, sequences=2)
+    work = benchmarks.Workload(vocab_size=96, hidden_size=64, seq=16, sequences=2)
     read = script("timed").embedding_dtype
     ids = jnp.zeros((16,), jnp.int32)
     for dtype in ("float32", "bfloat16"):
@@ -349,3 +361,25 @@ def test_a_tiny_suite_runs_on_virtual_devices(tmp_path, capsys):
     ours, combined, tuned = entry["rows"]
     assert (ours["embedding_dtype"], combined["embedding_dtype"]) == ("float32", "bfloat16")
     assert ours["ratio_to_partitioner"] == min(combined["median_s"], tuned["median_s"]) / ours["median_s"]
+
+
+def test_the_source_of_results_is_the_package_without_its_commands_and_the_rivals_scripts(tmp_path, monkeypatch):
+    package, scripts = tmp_path / "gtp_jax", tmp_path / "contenders"
+    shutil.copytree(Path(gtp_jax.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    shutil.copytree(SCRIPTS, scripts)
+    monkeypatch.setattr(gtp_jax, "__file__", str(package / "__init__.py"))
+    monkeypatch.setattr(_suite_file, "SCRIPTS", scripts)
+
+    def changed_by(path: Path) -> bool:
+        before = _suite_file._source()
+        path.write_text(path.read_text() + "\n")
+        return _suite_file._source() != before
+
+    assert changed_by(scripts / "partitioner.py") and changed_by(package / "ops" / "__init__.py")
+    assert not changed_by(package / "runner" / "cli" / "_doctor.py")
+
+
+def test_tests_that_need_pytorch_import_the_rivals_scripts_from_where_they_are():
+    source = Path(__file__).with_name("experts_in_torch.py").read_text()
+    (words,) = re.findall(r"sys.path.insert\(0, str\(Path\(__file__\)\.parents\[2\] (/ .*)\)\)", source)
+    assert Path(__file__).parents[2].joinpath(*re.findall(r'"(\w+)"', words)) == SCRIPTS

@@ -1,0 +1,8 @@
+"""`python -m benchmarks step ...` is `gtp-jax bench step ...`."""
+
+import sys
+
+from gtp_jax.runner.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["bench", *sys.argv[1:]]))
