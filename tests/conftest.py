@@ -2,7 +2,9 @@
 
 import gc
 import os
+import sys
 import zlib
+from pathlib import Path
 
 ON_GPU = os.environ.get("GTP_TEST_PLATFORM") == "gpu"
 # Tests compile far more than they compute: LLVM's expensive passes would double their time.
@@ -19,7 +21,7 @@ import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
 # Packages whose annotated types and shapes are checked at every call.
-CHECKED = ("gtp_jax.ops", "gtp_jax.collectives", "gtp_jax.weights", "gtp_jax.chain")
+CHECKED = ("gtp_jax.ops", "gtp_jax.collectives", "gtp_jax.weights", "gtp_jax.chain", "gtp_jax.experts._tokens")
 
 if ON_GPU:
     from gtp_jax.train import all_reduce_with_nccl
@@ -30,6 +32,9 @@ else:
     jaxtyping.install_import_hook(CHECKED, "annotations.checked")
     jax.config.update("jax_num_cpu_devices", 8)
 
+
+# For `benchmarks`; after all else, so that an installed gtp_jax, or the one of PYTHONPATH, is the one that is tested.
+sys.path.append(str(Path(__file__).parents[1]))
 
 # Tracing makes many objects that live long: collecting as often as Python does by default takes a tenth of the time.
 gc.freeze()

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gtp_jax as gtp
-from gtp_jax import plan
+from gtp_jax import hlo
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.nn import abstract_model
 
@@ -28,7 +28,7 @@ def lowered_step(config: LlamaConfig, mesh, *, batch: int, seq: int, microbatche
         return step.lower(state, data)
 
 
-def counted(found: list[plan.Collective]) -> Counter:
+def counted(found: list[hlo.Collective]) -> Counter:
     """Times that each (pass, whole shape) moves."""
     count: Counter = Counter()
     for c in found:

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import gtp_jax as gtp
-from gtp_jax import plan
+from gtp_jax import hlo
 from gtp_jax.models import LlamaConfig
 
 from .programs import counted, lowered_step
@@ -52,7 +52,7 @@ def test_each_weight_is_gathered_once_a_pass_and_scattered_once(case):
     replicas = "replicas" in case
     with gtp.use_roles(gtp.Roles(optimizer=()) if replicas else gtp.Roles()):
         step = lowered_step(LlamaConfig(**SIZES, **fields), mesh, batch=8 * parts, seq=16, microbatches=parts)
-    found = plan.collectives(step.compile().as_text())
+    found = hlo.collectives(step.compile().as_text())
     assert all(c.exact for c in found)
     over_gtp = [c for c in found if c.axes == ("gtp",)]
     gathers = [c for c in over_gtp if c.kind == "all-gather"]
@@ -118,7 +118,7 @@ def test_nothing_moves_over_tp_again_but_the_sequence_and_what_was_not_kept(rema
     config = LlamaConfig(**sizes, remat=remat, unroll=unroll)
     step = lowered_step(config, gtp.make_mesh(gtp=2, tp=tp), batch=2, seq=16, gradients=True)
     moved = Counter()
-    for c in plan.collectives(step.compile().as_text()):
+    for c in hlo.collectives(step.compile().as_text()):
         if c.axes == ("tp",) and c.direction == "backward":
             moved[c.kind] += c.times
     ahead, behind = 2 * LAYERS + 1, 2 * LAYERS
@@ -135,6 +135,6 @@ def test_matmuls_in_formats_move_the_sequence_at_once():
     for recipe in (gtp.FP8(matmuls=True), gtp.MXFP8(matmuls=True)):
         mesh = gtp.make_mesh(gtp=2, tp=2, devices=jax.devices()[:4])
         step = lowered_step(LlamaConfig(**{**SIZES, "num_layers": 1}), mesh, batch=2, seq=64, recipe=recipe)
-        kinds = Counter(c.kind for c in plan.collectives(step.compile().as_text()) if c.axes == ("tp",))
+        kinds = Counter(c.kind for c in hlo.collectives(step.compile().as_text()) if c.axes == ("tp",))
         assert kinds["all-gather"] >= 4  # ahead of qkv and up, and behind the gradients of out and down
         assert kinds["collective-permute"] == 3  # of the head, which multiplies in bfloat16

@@ -5,11 +5,11 @@ import itertools
 import pytest
 
 import gtp_jax as gtp
-from gtp_jax import plan
+from gtp_jax import hlo
 from gtp_jax.models import LlamaConfig
 from gtp_jax.train import compile_options
 
-from ..plan.programs import needs_target
+from ..hlo.programs import needs_target
 from .programs import lowered_step
 
 LAYERS, WIDTH, SEQ, SEQUENCES, TOP_K = 2, 2048, 4096, 2, 4
@@ -27,15 +27,15 @@ SIZES = dict(
 )
 
 
-def schedule_on(devices: int, chunks: int, degrees, seq=SEQ, recipe=None, **sizes) -> plan.Schedule:
-    mesh = gtp.make_mesh(**degrees, devices=plan.topology_devices(plan.parse_target(f"h200:{devices}")))
-    options = {**plan.COMPILE_OPTIONS, **compile_options("gpu", tp=1)}
+def schedule_on(devices: int, chunks: int, degrees, seq=SEQ, recipe=None, **sizes) -> hlo.LaunchOrder:
+    mesh = gtp.make_mesh(**degrees, devices=hlo.topology_devices(hlo.parse_target(f"h200:{devices}")))
+    options = {**hlo.COMPILE_OPTIONS, **compile_options("gpu", tp=1)}
     config = LlamaConfig(**{**SIZES, **sizes}, exchange_chunks=chunks)
     step = lowered_step(config, mesh, batch=SEQUENCES * devices, seq=seq, compiler_options=options, recipe=recipe)
-    return plan.schedule(step.compile().as_text())
+    return hlo.launch_order(step.compile().as_text())
 
 
-def sorted_events(found: plan.Schedule, chunks: int):
+def sorted_events(found: hlo.LaunchOrder, chunks: int):
     """Exchanges of tokens, and gathers and reductions of weights; a launch is never both."""
     exchanges, weights = [], []
     for event in found.collectives("all-gather", "all-to-all", "ragged-all-to-all", "reduce-scatter"):
@@ -49,7 +49,7 @@ def sorted_events(found: plan.Schedule, chunks: int):
     return exchanges, weights
 
 
-def of_experts(event: plan.Event) -> bool:
+def of_experts(event: hlo.Event) -> bool:
     """Says whether a matmul is a grouped one: a call of a CUDA kernel, or of Pallas's, whose operations are unknown."""
     return event.name.startswith("ffi_call") or event.flops == 0
 

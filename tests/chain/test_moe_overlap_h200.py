@@ -3,11 +3,11 @@
 import pytest
 
 import gtp_jax as gtp
-from gtp_jax import plan
+from gtp_jax import hlo
 from gtp_jax.models import LlamaConfig
 from gtp_jax.train import compile_options
 
-from ..plan.programs import grouped_kernels, needs_target
+from ..hlo.programs import grouped_kernels, needs_target
 from .programs import lowered_step
 
 LAYERS = 3
@@ -26,11 +26,11 @@ SIZES = dict(
 @pytest.mark.slow
 @needs_target
 def test_experts_are_gathered_and_scattered_under_compute_and_multiplied_by_kernels():
-    mesh = gtp.make_mesh(gtp=8, devices=plan.topology_devices(plan.parse_target("h200:8")))
-    options = {**plan.COMPILE_OPTIONS, **compile_options("gpu", tp=1)}
+    mesh = gtp.make_mesh(gtp=8, devices=hlo.topology_devices(hlo.parse_target("h200:8")))
+    options = {**hlo.COMPILE_OPTIONS, **compile_options("gpu", tp=1)}
     step = lowered_step(LlamaConfig(**SIZES), mesh, batch=8, seq=4096, compiler_options=options)
     text = step.compile().as_text()
-    found = plan.schedule(text)
+    found = hlo.launch_order(text)
     gathers = [e for e in found.collectives("all-gather") if e.collective.axes == ("gtp",)]
     scatters = [e for e in found.collectives("reduce-scatter") if e.collective.axes == ("gtp",)]
     exposed = {e.name for e in found.exposed("all-gather", "reduce-scatter")}

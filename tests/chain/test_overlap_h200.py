@@ -5,7 +5,7 @@ import functools
 import pytest
 
 import gtp_jax as gtp
-from gtp_jax import plan
+from gtp_jax import hlo
 from gtp_jax.models import LlamaConfig
 from gtp_jax.train import compile_options
 
@@ -22,7 +22,7 @@ SIZES = dict(
     intermediate_size=14336,
 )
 
-missing = plan.missing_packages()
+missing = hlo.missing_packages()
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"compiling for H200 needs {', '.join(missing)}")
 
 
@@ -36,19 +36,19 @@ TOKENS = 8192  # a device
 @functools.cache
 def compiled(tp: int, prefetch: bool, keep_gathered=1, grad_reduce="bf16") -> tuple[str, int]:
     """The program for eight H200s, and its temporary bytes on one."""
-    mesh = gtp.make_mesh(gtp=8 // tp, tp=tp, devices=plan.topology_devices(plan.parse_target("h200:8")))
-    options = {**plan.COMPILE_OPTIONS, **compile_options("gpu", tp=tp)}
+    mesh = gtp.make_mesh(gtp=8 // tp, tp=tp, devices=hlo.topology_devices(hlo.parse_target("h200:8")))
+    options = {**hlo.COMPILE_OPTIONS, **compile_options("gpu", tp=tp)}
     config = LlamaConfig(**SIZES, prefetch=prefetch, keep_gathered=keep_gathered, grad_reduce=grad_reduce)
     step = lowered_step(config, mesh, batch=8 // tp, seq=TOKENS, compiler_options=options).compile()
     return step.as_text(), step.memory_analysis().temp_size_in_bytes
 
 
-def exposed(tp: int, prefetch: bool) -> tuple[tuple[plan.Event, ...], tuple[plan.Event, ...]]:
+def exposed(tp: int, prefetch: bool) -> tuple[tuple[hlo.Event, ...], tuple[hlo.Event, ...]]:
     """Gathers and scatters of weights with neither matmul nor attention between start and end; and all of them."""
-    found = plan.schedule(compiled(tp, prefetch)[0])
+    found = hlo.launch_order(compiled(tp, prefetch)[0])
     kinds = ("all-gather", "reduce-scatter")
 
-    def over_gtp(events: tuple[plan.Event, ...]) -> tuple[plan.Event, ...]:
+    def over_gtp(events: tuple[hlo.Event, ...]) -> tuple[hlo.Event, ...]:
         return tuple(e for e in events if e.collective.axes == ("gtp",))
 
     return over_gtp(found.exposed(*kinds)), over_gtp(found.collectives(*kinds))
@@ -67,7 +67,7 @@ def test_weights_are_gathered_and_their_gradients_scattered_in_bfloat16():
 )
 def test_gradients_that_are_summed_in_float32_move_under_compute_too(name, kind, dtype, size):
     text, temporary = compiled(1, True, grad_reduce=name)
-    found = plan.schedule(text)
+    found = hlo.launch_order(text)
     sums = [e for e in found.collectives("reduce-scatter", "all-to-all") if e.collective.axes == ("gtp",)]
     assert {(e.kind, e.collective.dtype) for e in sums} == {(kind, dtype)}
     assert sum(e.collective.operand_bytes for e in sums) == size * (LAYERS * BLOCK + 2 * TABLE)
@@ -105,7 +105,7 @@ def test_no_gathered_weight_is_copied():
         "tuple",
         "get-tuple-element",
     )
-    for visit in plan.parse(text).walk():
+    for visit in hlo.parse(text).walk():
         made = visit.instruction
         if made.opcode not in moved and any(shape.dims in whole for shape in made.shapes):
             assert made.opcode == "custom-call" and "cublas" in made.attributes, made  # a weight's gradient
@@ -143,7 +143,7 @@ def test_every_gather_and_scatter_but_the_outermost_runs_under_compute(tp):
 
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_activations_move_over_tp_in_parts_under_matmuls(tp):
-    found = plan.schedule(compiled(tp, True)[0])
+    found = hlo.launch_order(compiled(tp, True)[0])
     every = [e for e in found.collectives("collective-permute") if e.collective.axes == ("tp",)]
     ahead, behind = 2 * LAYERS + 1, 2 * LAYERS  # qkv, up and head; out and down; a weight's gradient gathers again
     assert [e.direction for e in every].count("forward") == (tp - 1) * (ahead + behind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -50,9 +51,14 @@ class Place:
     def state(self, optimizer: optax.GradientTransformation, **sizes: Any) -> gtp.TrainState:
         """Shapes and shardings of a small Llama's state; nothing is computed."""
         config = LlamaConfig(**{**SIZES, "dtype": "float32", **sizes})
-        with jax.set_mesh(self.mesh()):
-            state = gtp.TrainState.create(abstract_model(lambda rngs: Llama(config, rngs=rngs)), optimizer)
+        state = _state(self.mesh(), config, optimizer)
         return jax.tree.map(_gtp_major, state) if self.gtp_major else state
+
+
+@functools.lru_cache(64)  # of every place and optimizer here: tests ask for each of them many times
+def _state(mesh: jax.sharding.Mesh, config: LlamaConfig, optimizer: optax.GradientTransformation) -> gtp.TrainState:
+    with jax.set_mesh(mesh):
+        return gtp.TrainState.create(abstract_model(lambda rngs: Llama(config, rngs=rngs)), optimizer)
 
 
 def _gtp_major(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

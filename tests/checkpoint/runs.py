@@ -63,7 +63,7 @@ class Run:
 
         def local(params):
             groups = quantize_weights(state.model_def.model(params), self.recipe).values()
-            packed = [one for group in groups for one in group]
+            packed = [one.wire for group in groups for one in group]
             return jax.tree.map(lambda x: x[None], ([p.buffer for p in packed], [p.amax for p in packed]))
 
         with jax.set_mesh(mesh):

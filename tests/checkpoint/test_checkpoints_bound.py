@@ -18,7 +18,7 @@ import gtp_jax
 from gtp_jax.checkpoint import Checkpoints, DamagedCheckpoint
 from gtp_jax.checkpoint import _agreement as agreement
 from gtp_jax.checkpoint import _step as step_module
-from gtp_jax.cli import main
+from gtp_jax.runner.cli import main
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gtp_jax as gtp
-from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.checkpoint import WITHOUT_SUM, Checkpoints
 from gtp_jax.checkpoint._digest import Digests
 
 MESH = dict(gtp=2, tp=2, dp=2)
@@ -60,6 +60,20 @@ def test_a_checkpoint_as_it_was_written_is_whole(saved, logical, assert_same_bit
     restored, extra = checkpoints.restore(state)
     assert_same_bits(logical(restored), logical(state))
     assert extra == {"text": "abc"}
+
+
+def test_every_file_that_is_deleted_is_reported_missing(saved, copy, tmp_path, logical, assert_same_bits):
+    checkpoints, aside = Checkpoints(copy, read_only=True), tmp_path / "aside"
+    for path in sorted(path for path in (copy / "7").rglob("*") if path.is_file()):
+        path.rename(aside)
+        lines = checkpoints.verify()
+        aside.rename(path)
+        assert len(lines) == 1 and str(path) in lines[0] or path.name == "manifest.json" and lines, (path, lines)
+    assert checkpoints.verify() == []
+    for name in WITHOUT_SUM:
+        (copy / "7" / name).unlink()
+    assert checkpoints.verify() == [f"{copy / '7' / name}: missing" for name in WITHOUT_SUM]
+    assert_same_bits(logical(checkpoints.restore(saved[0])[0]), logical(saved[0]))  # which reads none of them
 
 
 @pytest.mark.parametrize("trials", [200, pytest.param(1000, marks=pytest.mark.slow)])

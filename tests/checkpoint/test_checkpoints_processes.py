@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import pytest
 
 from gtp_jax.checkpoint import Checkpoints
@@ -69,11 +70,15 @@ jax.distributed.shutdown()
 """
 
 
-@pytest.mark.slow
-def test_two_processes_share_a_checkpoint_that_one_process_can_read(tmp_path, logical, assert_same_bits):
+def free_address() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_checkpoint_that_one_process_can_read(tmp_path, logical, assert_same_bits):
+    address = free_address()
     # Compiled as this process compiles: LLVM's passes decide whether the values at birth fuse a multiply with an add.
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
@@ -103,3 +108,16 @@ def test_two_processes_share_a_checkpoint_that_one_process_can_read(tmp_path, lo
         restored, extra = Checkpoints(shared).restore(state, step)
         assert extra == {"order": [3, 1]}
         assert_same_bits(logical(restored), wanted)
+
+
+def test_a_manifest_is_read_before_processes_are_connected(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(3, {"w": jnp.ones(2)})
+    code = f"""
+import jax
+from gtp_jax.checkpoint import Checkpoints
+print(Checkpoints({str(tmp_path)!r}, read_only=True).manifest()["step"])
+jax.distributed.initialize({free_address()!r}, 1, 0)  # raises once JAX has started
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout == "3\n", done.stderr

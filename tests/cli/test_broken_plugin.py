@@ -14,16 +14,19 @@ import gtp_jax
 from gtp_jax.checkpoint import Checkpoints
 
 
-@pytest.mark.parametrize("platforms", [{}, {"JAX_PLATFORMS": "cpu"}], ids=["as it is", "JAX_PLATFORMS=cpu"])
-def test_checkpoints_are_listed_without_a_word_of_the_plugin(tmp_path, platforms):
+@pytest.mark.parametrize("platforms", [None, "cpu", "cuda"])
+def test_checkpoints_are_verified_without_a_word_of_the_plugin(tmp_path, platforms):
+    """Also where JAX is asked for a GPU: a machine may say so of all its programs, and have none."""
     with Checkpoints(tmp_path / "run") as checkpoints:
         checkpoints.save(7, {"w": jnp.ones(2)}, {})
     plugin = tmp_path / "site/jax_plugins/broken"
     plugin.mkdir(parents=True)
     (plugin / "__init__.py").write_text(f"def initialize():\n    open({str(tmp_path / 'tried')!r}, 'w')\n    1 / 0")
-    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"} | platforms
-    environment["PYTHONPATH"] = f"{Path(gtp_jax.__file__).parents[1]}:{tmp_path / 'site'}"
-    words = [sys.executable, "-m", "gtp_jax", "checkpoint", "list", str(tmp_path / "run")]
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    environment |= {} if platforms is None else {"JAX_PLATFORMS": platforms}
+    folders = [Path(gtp_jax.__file__).parents[1], tmp_path / "site", *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, folders))
+    words = [sys.executable, "-m", "gtp_jax", "checkpoint", "verify", str(tmp_path / "run")]
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "") and "   7" in done.stdout
+    assert (done.returncode, done.stderr) == (0, "") and "step 7: whole" in done.stdout
     assert (tmp_path / "tried").exists()  # so that there was something to say

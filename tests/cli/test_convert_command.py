@@ -9,8 +9,8 @@ import pytest
 from trainer.runs import read_records, small, write_text
 
 from gtp_jax.checkpoint import Checkpoints
-from gtp_jax.cli import main
 from gtp_jax.models import PRESETS
+from gtp_jax.runner.cli import main
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +75,15 @@ def test_step_dtype_and_size_of_files_are_chosen(run, tmp_path, capsys):
 
 
 def test_mistakes_are_named_with_status_2(run, tmp_path, capsys):
+    long = tmp_path / ("x" * 250)  # allowed, but not with the ending that it has until it is complete
     for arguments, message in (
         (("export", tmp_path / "missing", tmp_path / "out"), f"no directory {tmp_path / 'missing'}"),
         (("export", tmp_path, tmp_path / "out"), f"no checkpoint in {tmp_path}"),
         (("export", run, tmp_path / "out", "--step", 7), "no step 7 in"),
         (("export", run, run), "is a directory with something in it"),
+        (("export", run, "/proc/x"), "error: /proc/x: `out` cannot be made there (No such file or directory). Choose"),
+        (("export", run, long), f"error: {long}: `out` cannot be made there (File name too long). Choose"),
+        (("import", run / "config.json", tmp_path / "out"), "config.json is a file. Give the directory of a"),
         (("import", run, tmp_path / "out"), "config.json has model_type None"),
         (("import", tmp_path / "missing", tmp_path / "out"), "has no config.json"),
     ):

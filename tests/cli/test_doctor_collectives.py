@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from gtp_jax.cli import _doctor_collectives as collectives
-from gtp_jax.cli import _doctor_versions as versions
-from gtp_jax.cli import main
+from gtp_jax.runner.cli import _doctor_collectives as collectives
+from gtp_jax.runner.cli import _doctor_versions as versions
+from gtp_jax.runner.cli import main
 from gtp_jax.train import Nccl
 
 TOGETHER = {"jax": "0.12.0.1", "jaxlib": "0.12.0.1", "jax-cuda13-plugin": "0.12.0.1", "jax-cuda13-pjrt": "0.12.0.1"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 
 import gtp_jax
-from gtp_jax.cli import _doctor, main
+from gtp_jax.runner.cli import _doctor, main
 from gtp_jax.train import GPU_OPTIONS, GPU_OPTIONS_WITH_TP, Option, compile_options
 
 

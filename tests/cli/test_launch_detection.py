@@ -6,8 +6,8 @@ import argparse
 
 import pytest
 
-from gtp_jax._dataclass_flags import add_flags, given
-from gtp_jax.trainer import Launch, LaunchOptions, find_launch
+from gtp_jax.runner.flags import add_flags, given
+from gtp_jax.runner.trainer import Launch, LaunchOptions, find_launch
 
 
 def launch(*flags: str, **environment: str) -> Launch:

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gtp_jax._exit_codes import MISTAKE, of_error
-from gtp_jax.cli._errors import explanation
-from gtp_jax.trainer import _run
+from gtp_jax.runner._exit_codes import MISTAKE, of_error
+from gtp_jax.runner.cli._errors import explanation
+from gtp_jax.runner.trainer import _run
 
 
 def test_too_little_memory_of_a_device_or_of_the_host_is_said_in_words():

@@ -9,12 +9,11 @@ import jax
 import pytest
 from trainer.runs import small, train, write_text
 
+import benchmarks
 import gtp_jax as gtp
-from gtp_jax import bench
-from gtp_jax._dataclass_flags import add_flags, from_settings, given
-from gtp_jax.cli import main
-from gtp_jax.recipes import Quantization
-from gtp_jax.trainer import TrainConfig
+from gtp_jax.runner.cli import main
+from gtp_jax.runner.flags import Quantization, add_flags, from_settings, given
+from gtp_jax.runner.trainer import TrainConfig
 
 jax.devices()  # fixes the number of devices to what the suite runs with
 
@@ -98,7 +97,7 @@ def test_inspect_shows_the_last_layers_in_high_precision_and_the_modules_overrid
 
 def test_what_is_said_of_recipes_goes_for_our_contenders_alone_and_bf16_has_no_codes_to_hold():
     options = Quantization(high_precision_last=2, pregathered_layers="all", grad_wire="mxfp8")
-    chosen = bench.with_recipe(bench.chosen_contenders(["regather"]), options)
+    chosen = benchmarks.with_recipe(benchmarks.chosen_contenders(["regather"]), options)
     flags = {one.name: one.flags for one in chosen}
     assert flags["gtp_jax nvfp4 regather"][2:] == (
         "--high-precision-last=2",
@@ -107,23 +106,23 @@ def test_what_is_said_of_recipes_goes_for_our_contenders_alone_and_bf16_has_no_c
     )
     assert flags["gtp_jax bf16 regather"][2:] == ("--high-precision-last=2", "--grad-wire=mxfp8")
     assert flags["fsdp2 bf16 regather"] == ()
-    assert bench.with_recipe(bench.CONTENDERS, Quantization()) == list(bench.CONTENDERS)
+    assert benchmarks.with_recipe(benchmarks.CONTENDERS, Quantization()) == list(benchmarks.CONTENDERS)
 
 
 def test_policies_of_what_is_kept_are_contenders_of_ours_by_name_and_the_default_alone_changes_none():
-    rivals = bench.chosen_contenders(["gtp_jax bf16 regather", "fsdp2 bf16 regather"])
-    several = bench.with_remat_policies(rivals, ["matmuls", "activations", "matmuls"])
+    rivals = benchmarks.chosen_contenders(["gtp_jax bf16 regather", "fsdp2 bf16 regather"])
+    several = benchmarks.with_remat_policies(rivals, ["matmuls", "activations", "matmuls"])
     names = ["gtp_jax bf16 matmuls regather", "gtp_jax bf16 activations regather", "fsdp2 bf16 regather"]
     assert [one.name for one in several] == names
     assert [one.flags[-1] for one in several[:2]] == ["--remat=matmuls", "--remat=activations"]
-    alone, fsdp2 = bench.with_remat_policies(rivals, ["nothing"])
+    alone, fsdp2 = benchmarks.with_remat_policies(rivals, ["nothing"])
     assert (alone.name, alone.flags[-1], fsdp2.flags) == ("gtp_jax bf16 nothing regather", "--remat=nothing", ())
-    assert bench.with_remat_policies(bench.CONTENDERS, ["matmuls"]) == list(bench.CONTENDERS)
+    assert benchmarks.with_remat_policies(benchmarks.CONTENDERS, ["matmuls"]) == list(benchmarks.CONTENDERS)
 
 
 def test_ways_to_sum_gradients_are_contenders_of_their_own_and_no_rivals():
-    rivals = bench.chosen_contenders(["gtp_jax bf16 regather", "fsdp2 bf16 regather"])
-    found = bench.with_grad_reductions(rivals, ["float32", "bf16-wire", "bf16", "float32"])
+    rivals = benchmarks.chosen_contenders(["gtp_jax bf16 regather", "fsdp2 bf16 regather"])
+    found = benchmarks.with_grad_reductions(rivals, ["float32", "bf16-wire", "bf16", "float32"])
     names = [
         "gtp_jax bf16 grads float32 regather",
         "gtp_jax bf16 grads bf16-wire regather",
@@ -132,7 +131,7 @@ def test_ways_to_sum_gradients_are_contenders_of_their_own_and_no_rivals():
     assert [c.name for c in found] == [*names, "fsdp2 bf16 regather"]
     assert [c.flags[-1] for c in found[:3]] == [f"--grad-reduce={name}" for name in ("float32", "bf16-wire", "bf16")]
     assert found[3] == rivals[1]
-    assert bench.with_grad_reductions(bench.CONTENDERS, ["bf16"]) == list(bench.CONTENDERS)
+    assert benchmarks.with_grad_reductions(benchmarks.CONTENDERS, ["bf16"]) == list(benchmarks.CONTENDERS)
 
 
 @pytest.mark.slow

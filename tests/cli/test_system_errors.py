@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import gtp_jax
-from gtp_jax.cli._errors import explanation
+from gtp_jax.runner.cli._errors import explanation
 
 
 def test_an_error_of_the_system_names_the_file_and_no_number(tmp_path):

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from gtp_jax.cli import main
-from gtp_jax.cli._main import parser
+from gtp_jax.runner.cli import main
+from gtp_jax.runner.cli._main import parser
 
 
 def commands(parent: argparse.ArgumentParser) -> Iterator[tuple[str, ...]]:

@@ -15,6 +15,7 @@ from gtp_jax.convert._import import _check
 from gtp_jax.convert._safetensors import Reader
 from gtp_jax.models import LlamaConfig
 from gtp_jax.models.llama._hf_names import tensors as wanted_tensors
+from gtp_jax.runner.cli import main
 
 from .hugging_face import CONFIG, assert_same, random_tensors, read_model, write_model
 
@@ -184,6 +185,36 @@ def test_an_index_of_other_files(source, tmp_path):
     del content["weight_map"]["model.norm.weight"]
     index.write_text(json.dumps(content))
     assert "has it in no file" in refused(import_llama, source, out=tmp_path / "out")
+
+
+def test_a_single_file_beside_an_index_that_does_not_name_it_is_refused(source, tmp_path):
+    write_model(source, random_tensors(CONFIG, seed=1), CONFIG)
+    message = refused(import_llama, source, out=tmp_path / "out")
+    assert "holds model.safetensors and model.safetensors.index.json, which names other files: two models" in message
+    assert "Delete or move the one that does not belong to it" in message
+    index, single = source / "model.safetensors.index.json", "model.safetensors"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(random_tensors(CONFIG), single)}))
+    assert [file.name for file in import_llama(source, tmp_path / "out").files] == [single]
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_a_stored_head_is_left_out_if_it_equals_the_tied_embedding_and_refused_otherwise(tmp_path, files, capsys):
+    config = {**CONFIG, "tie_word_embeddings": True}
+    tensors = random_tensors(config)
+    table = tensors["model.embed_tokens.weight"]
+    write_model(tmp_path / "hf", {**tensors, "lm_head.weight": table}, config, files=files)
+    assert main(["convert", "import", str(tmp_path / "hf"), str(tmp_path / "imported")]) == 0
+    assert "not imported: lm_head.weight, which equals the tied embedding bit for bit\n" in capsys.readouterr().out
+    done = export_llama(tmp_path / "imported", tmp_path / "out", dtype="float32")
+    assert done.copies == ()
+    assert_same(read_model(tmp_path / "out"), tensors)
+    last = table.copy()
+    last[-1, -1] = np.nextafter(last[-1, -1], np.float32(9))
+    for number, other in enumerate((last, table[:-1], table.astype(np.float16))):
+        source = write_model(tmp_path / f"hf{number}", {**tensors, "lm_head.weight": other}, config, files=files)
+        message = refused(import_llama, source, out=tmp_path / "other")
+        assert re.search(r"lm_head.weight in .* differs from the tied embedding, model.embed_tokens.weight", message)
+        assert "set tie_word_embeddings to false; otherwise save the model again without it" in message
 
 
 @pytest.mark.parametrize(

@@ -108,18 +108,44 @@ SCALING["original_max_position_embeddings"] = 8192
     ],
     ids=["rope_scaling", "rope_parameters", "both", "the base in both"],
 )
-def test_scaled_frequencies_are_read_from_either_place_and_written_back_there_alone(tmp_path, places):
+def test_scaled_frequencies_are_read_from_either_place_and_written_for_all_versions(tmp_path, places):
     given = {**{name: value for name, value in CONFIG.items() if name != "rope_theta"}, **places}
     write_model(tmp_path / "hf", random_tensors(CONFIG), given)
     config = import_llama(tmp_path / "hf", tmp_path / "imported").config
     assert config.rope_theta == 5e5
     assert config.rope_scaling == gtp.RopeScaling(kind="llama3", factor=8.0, original_length=8192)
     export_llama(tmp_path / "imported", tmp_path / "out")
-    assert json.loads((tmp_path / "out/config.json").read_text()) == {**given, "torch_dtype": "bfloat16"}
+    # transformers 4 reads these two fields alone
+    for_all = {"rope_theta": 5e5, "rope_scaling": SCALING, **given, "torch_dtype": "bfloat16"}
+    assert json.loads((tmp_path / "out/config.json").read_text()) == for_all
+    assert import_llama(tmp_path / "out", tmp_path / "again").config == config
     export_llama(tmp_path / "imported", tmp_path / "other", config=dataclasses.replace(config, rope_theta=7e5))
     written = json.loads((tmp_path / "other/config.json").read_text())
     found = {name: written.get(name) for name in ("rope_theta", "rope_scaling", "rope_parameters")}
     assert found == {"rope_theta": 7e5, "rope_scaling": SCALING, "rope_parameters": None}
+
+
+@pytest.mark.parametrize("theta", [5e5, 1e4], ids=["another base than the default", "the default base"])
+def test_a_base_in_the_place_of_transformers_5_alone_is_written_where_transformers_4_reads_it(tmp_path, theta):
+    given = {name: value for name, value in CONFIG.items() if name != "rope_theta"}
+    given["rope_parameters"] = {"rope_theta": theta, "rope_type": "default"}
+    write_model(tmp_path / "hf", random_tensors(CONFIG), given)
+    import_llama(tmp_path / "hf", tmp_path / "imported")
+    export_llama(tmp_path / "imported", tmp_path / "out")
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written == {**({} if theta == 1e4 else {"rope_theta": theta}), **given, "torch_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("scaling", [None, SCALING], ids=["no scaling", "a scaling"])
+def test_an_empty_scaling_is_not_exported(tmp_path, scaling):
+    given = {name: value for name, value in CONFIG.items() if name != "rope_theta"}
+    given["rope_parameters"] = {"rope_theta": 5e5, **(scaling or {"rope_type": "default"})}
+    write_model(tmp_path / "hf", random_tensors(CONFIG), {**given, "rope_scaling": {}})
+    import_llama(tmp_path / "hf", tmp_path / "imported")
+    export_llama(tmp_path / "imported", tmp_path / "out")
+    for_transformers_4 = {"rope_theta": 5e5, **({"rope_scaling": scaling} if scaling else {})}
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written == {**given, **for_transformers_4, "torch_dtype": "bfloat16"}
 
 
 def test_sizes_that_transformers_leaves_out_have_its_defaults(source, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gtp_jax.data import BYTES, Text, load_corpus, read_text
+from gtp_jax.runner.data import BYTES, Text, load_corpus, read_text
 
 from .texts import document, write_documents
 

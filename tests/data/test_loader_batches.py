@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from gtp_jax.data import Loader, Windows
 from gtp_jax.mesh import make_mesh
+from gtp_jax.runner.data import Loader, Windows
 
 
 class CountedWindows(Windows):
@@ -105,7 +105,7 @@ def test_rows_behind_the_batch_have_weight_0_and_the_others_are_those_of_any_mes
 def test_a_loop_left_early_ends_with_the_interpreter_in_silence():
     script = (
         "import jax, numpy as np\n"
-        "from gtp_jax.data import Loader, Windows\n"
+        "from gtp_jax.runner.data import Loader, Windows\n"
         "from gtp_jax.mesh import make_mesh\n"
         "mesh = make_mesh(devices=jax.devices()[:1])\n"
         "steps = Loader(Windows(np.arange(1000), 8), 4, mesh).steps(0, 1000)\n"

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from gtp_jax.data import same_tokenizer
+from gtp_jax.runner.data import same_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from gtp_jax.data import bits_per_byte, unigram_entropy
+from gtp_jax.runner.data import bits_per_byte, unigram_entropy
 
 
 def test_uniform_tokens_have_the_entropy_of_their_number():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import warnings
 
 import pytest
 
-from gtp_jax.data import read_text, standard_library
+from gtp_jax.runner.data import read_text, standard_library
 
 from .texts import document, write_documents
 
@@ -40,9 +41,39 @@ def test_hidden_binary_and_installed_files_of_a_directory_are_left_out(tmp_path)
     (tmp_path / "empty.txt").touch()
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages" / "other.py").write_text("other")
-    text = read_text([tmp_path])
+    with pytest.warns(UserWarning, match="2 files in `data` are not UTF-8 text"):
+        text = read_text([tmp_path])
     assert text.documents == (b"good",)
     assert text.skipped == 2
+
+
+def test_files_that_are_left_out_because_they_are_not_utf_8_are_named_with_the_reason(tmp_path):
+    (tmp_path / "good.txt").write_text("good")
+    (tmp_path / "a.txt").write_bytes("caf\u00e9!".encode("latin-1"))
+    (tmp_path / "b.txt").write_bytes("text".encode("utf-16"))
+    (tmp_path / "c.txt").write_bytes(b"ab\0c")
+    (tmp_path / "d\n.txt").write_bytes(b"\xff")
+    with pytest.warns(UserWarning) as caught:
+        assert read_text([tmp_path]).documents == (b"good",)
+    (warning,) = caught
+    assert str(warning.message) == (
+        f"4 files in `data` are not UTF-8 text and are left out: {tmp_path}/a.txt (byte 0xe9 at 3 is not UTF-8), "
+        f"{tmp_path}/b.txt (byte 0xff at 0 is not UTF-8), {tmp_path}/c.txt (a zero byte at 2) and 1 more. To read "
+        "them, convert those that are text to UTF-8."
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read_text([tmp_path / "good.txt"])
+
+
+def test_directories_of_runs_are_left_out_and_refused_if_given(tmp_path):
+    for name in ("a", "run", "z/run"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "file").write_text(name)
+    with pytest.warns(UserWarning, match=rf"2 directories of runs in `data` are left out, such as {tmp_path}/run: "):
+        assert read_text([tmp_path], is_run=lambda path: path.name == "run").documents == (b"a",)
+    with pytest.raises(ValueError, match=rf"`data` {tmp_path}/run is the directory of a run, and .*Give a directory"):
+        read_text([tmp_path / "run"], is_run=lambda path: path.name == "run")
 
 
 def test_missing_path_is_named(tmp_path):
@@ -164,3 +195,14 @@ def test_a_link_to_a_file_of_records_is_refused_like_the_file(tmp_path):
     (tmp_path / "train.txt").symlink_to(tmp_path / "train.jsonl")
     with pytest.raises(ValueError, match=r"a \.jsonl file holds a JSON record per line"):
         read_text([tmp_path / "train.txt"])
+
+
+def test_a_byte_order_mark_at_the_beginning_of_a_file_is_no_part_of_its_text(tmp_path):
+    mark = codecs.BOM_UTF8
+    for name, content in {"a.txt": mark + b"one", "b.txt": b"two" + mark, "c.txt": mark}.items():
+        (tmp_path / name).write_bytes(content)
+    text = read_text([tmp_path])
+    assert text.documents == (b"one", b"two" + mark)
+    assert read_text([tmp_path / "a.txt", tmp_path / "b.txt"]).documents == text.documents
+    with pytest.raises(ValueError, match=r"c\.txt: the file is empty"):
+        read_text([tmp_path / "c.txt"])

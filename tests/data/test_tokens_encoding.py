@@ -8,8 +8,8 @@ import textwrap
 import numpy as np
 import pytest
 
-from gtp_jax.data import BYTES, Text, load_corpus, load_tokenizer
-from gtp_jax.data._tokens import _parts
+from gtp_jax.runner.data import BYTES, Text, load_corpus, load_tokenizer
+from gtp_jax.runner.data._tokens import _parts
 
 from .texts import document
 
@@ -59,7 +59,7 @@ def test_corpus_counts_bytes_a_token(tokenizer_file):
 def test_parts_of_documents_are_the_tokens_of_each(tokenizer_file, monkeypatch):
     documents = ["\n".join(textwrap.wrap(document(i), 80)).encode() for i in range(5)]
     whole = load_tokenizer(tokenizer_file).stream(documents)
-    monkeypatch.setattr("gtp_jax.data._tokens._PART_BYTES", 400)
+    monkeypatch.setattr("gtp_jax.runner.data._tokens._PART_BYTES", 400)
     assert sum(len(_parts(d, "name")) for d in documents) > 5
     parts = load_tokenizer(tokenizer_file)
     stream = parts.stream(documents)

@@ -15,7 +15,7 @@ class Hide:
         if name == "tokenizers":
             raise ModuleNotFoundError("No module named 'tokenizers'", name=name)
 sys.meta_path.insert(0, Hide())
-from gtp_jax.data import load_tokenizer
+from gtp_jax.runner.data import load_tokenizer
 try:
     load_tokenizer("tokenizer.json")
 except ModuleNotFoundError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gtp_jax.data import Windows
+from gtp_jax.runner.data import Windows
 
 
 def windows(count: int, seq: int = 4, **kwargs) -> Windows:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gtp_jax.cli import parser
+from gtp_jax.runner.cli import parser
 
 from .pages import DOCUMENTS, PAGES, ROOT, blocks, inline_code, name
 

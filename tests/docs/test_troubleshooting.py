@@ -26,7 +26,7 @@ def quotations() -> list[str]:
 def literals() -> str:
     """Returns the literal parts of all strings of the library, without the backticks that Markdown would take."""
     strings: list[str] = []
-    for path in sorted((ROOT / "gtp_jax").rglob("*.py")):
+    for path in sorted(path for root in ("gtp_jax", "benchmarks") for path in (ROOT / root).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 strings.append(node.value.replace("`", ""))

@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # where pytest finds the sam
 
 from elastic.fleets import ROOT, events, wait  # noqa: E402
 
-from gtp_jax.elastic._devices import uses_gpus  # noqa: E402
-from gtp_jax.elastic._events import PARTS  # noqa: E402
-from gtp_jax.plan import columns  # noqa: E402
+from gtp_jax.hlo import columns  # noqa: E402
+from gtp_jax.runner.elastic._devices import uses_gpus  # noqa: E402
+from gtp_jax.runner.elastic._events import PARTS  # noqa: E402
 
 HARM = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 LIMITS_S = {"empty": 60.0, "warm": 30.0}

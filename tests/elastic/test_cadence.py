@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.checkpoint._sums import SummedArrays
-from gtp_jax.elastic._snapshots import COST, Cadence, Snapshots
-from gtp_jax.trainer import state_is_finite
+from gtp_jax.runner.elastic._snapshots import COST, Cadence, Snapshots
+from gtp_jax.runner.trainer import state_is_finite
 
 seconds = st.floats(1e-4, 1e3)
 

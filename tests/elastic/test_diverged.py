@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gtp_jax._exit_codes import DIVERGED
+from gtp_jax.runner._exit_codes import DIVERGED
 
 from .fleets import TIMEOUT_S, elastic, events, flags, write_text
 

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 import pytest
 
 from gtp_jax.checkpoint import Checkpoints
-from gtp_jax.elastic import _memory
-from gtp_jax.elastic._memory import Memory, check_room
+from gtp_jax.runner.elastic import _memory
+from gtp_jax.runner.elastic._memory import Memory, check_room
 
 from .fleets import ROOT
 
 _OWNER = """
 import sys, time
 from pathlib import Path
-from gtp_jax.elastic._memory import Memory
+from gtp_jax.runner.elastic._memory import Memory
 memory = Memory(Path(sys.argv[1]))
 print(memory.root, flush=True)
 time.sleep(600)

@@ -6,13 +6,14 @@ import json
 
 import pytest
 
-from gtp_jax.cli import main
-from gtp_jax.elastic import ElasticOptions, draw_timeline, read_events, table
-from gtp_jax.elastic._devices import find_devices
-from gtp_jax.elastic._failure import how_it_ended
-from gtp_jax.elastic._patience import Patience
-from gtp_jax.elastic._picture import spans_of
-from gtp_jax.elastic._requests import take_rejoins
+from gtp_jax.runner.cli import main
+from gtp_jax.runner.elastic import ElasticOptions, draw_timeline, read_events, table
+from gtp_jax.runner.elastic._devices import find_devices
+from gtp_jax.runner.elastic._failure import how_it_ended
+from gtp_jax.runner.elastic._patience import Patience
+from gtp_jax.runner.elastic._picture import spans_of
+from gtp_jax.runner.elastic._requests import take_rejoins
+from gtp_jax.runner.trainer import TrainConfig
 
 # A failure of device 1 of two at 20 s, as a supervisor writes it.
 EVENTS = [
@@ -68,6 +69,16 @@ def test_options_out_of_range_are_refused(name, value, message):
         ElasticOptions(**{name: value})
 
 
+def test_a_directory_without_a_run_is_told_from_one_that_is_not_there(capsys, tmp_path):
+    for verb in (["show"], ["rejoin", "--device=1"]):
+        said = refused(capsys, "elastic", *verb, str(tmp_path / "none"))
+        assert f"error: no directory {tmp_path / 'none'}. Give the --out of a run with --elastic." in said
+    assert f"error: no run in {tmp_path}. Give the --out" in refused(capsys, "elastic", "show", str(tmp_path))
+    TrainConfig().save(tmp_path / "config.json")
+    said = refused(capsys, "elastic", "show", str(tmp_path))
+    assert "events.jsonl: the run has not been started with --elastic." in said
+
+
 def test_a_rejoin_is_asked_for_by_a_command(capsys, tmp_path):
     assert "no run has been started there with --elastic" in refused(
         capsys, "elastic", "rejoin", str(tmp_path), "--device=1"
@@ -82,7 +93,6 @@ def test_a_rejoin_is_asked_for_by_a_command(capsys, tmp_path):
 
 
 def test_what_happened_is_shown_and_drawn(capsys, tmp_path):
-    assert "the run has not been started with --elastic" in refused(capsys, "elastic", "show", str(tmp_path))
     lines = [json.dumps(event) for event in EVENTS]
     (tmp_path / "events.jsonl").write_text("\n".join([*lines, '{"time": 41.0, "ev']))  # cut off by a kill
     capsys.readouterr()
@@ -130,7 +140,7 @@ def test_patience_grows_with_what_took_long_and_ended_well():
 
 
 def test_gpus_are_those_that_are_visible(monkeypatch):
-    monkeypatch.setattr("gtp_jax.elastic._devices.has_gpu", lambda: True)
+    monkeypatch.setattr("gtp_jax.runner.elastic._devices.has_gpu", lambda: True)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-abc")
     assert [device.environment["CUDA_VISIBLE_DEVICES"] for device in find_devices(8)] == ["2", "GPU-abc"]

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from gtp_jax.elastic._devices import Device
-from gtp_jax.elastic._failure import Failure
-from gtp_jax.elastic._fleet import Fleet, Member
-from gtp_jax.trainer import Line
+from gtp_jax.runner.elastic._devices import Device
+from gtp_jax.runner.elastic._failure import Failure
+from gtp_jax.runner.elastic._fleet import Fleet, Member
+from gtp_jax.runner.trainer import Line
 
 
 class Two:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gtp_jax.elastic._plan import plan_fleet
+from gtp_jax.runner.elastic._plan import plan_fleet
 
 degrees = st.integers(1, 4)
 

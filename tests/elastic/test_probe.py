@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gtp_jax.elastic._devices import Device
-from gtp_jax.elastic._probe import Finding, Probe, probe
+from gtp_jax.runner.elastic._devices import Device
+from gtp_jax.runner.elastic._probe import Finding, Probe, probe
 
 # Device 1 hangs when it is used; the imports of device 3 wait for a file.
 _HARM = """

@@ -12,10 +12,10 @@ from flax import nnx
 from selection import others_slow
 
 import gtp_jax as gtp
-from gtp_jax import plan
-from gtp_jax.collectives import Transport
+from gtp_jax import hlo
+from gtp_jax.experts import Transport
 
-from ..nn.test_expert_ranks import ragged_as_documented
+from .test_expert_ranks import ragged_as_documented
 
 SIZES = dict(features=32, hidden=48, num_experts=8, top_k=3)
 RECIPE = gtp.FP8(matmuls=True, exclude=())
@@ -116,7 +116,7 @@ def test_blocks_are_those_of_one_device(recipe, name, x64):
 def test_of_the_tokens_one_byte_a_number_travels_and_their_scales(name, chunks):
     """There, and again in backward. Partial sums and all gradients travel in the compute dtype."""
     recipe = RECIPE if name == "FP8" else BLOCKED[name]
-    found = plan.collectives(gradients(dict(ep=4), recipe, text=True, dtype="bfloat16", exchange_chunks=chunks))
+    found = hlo.collectives(gradients(dict(ep=4), recipe, text=True, dtype="bfloat16", exchange_chunks=chunks))
     moved = sorted((c.direction, c.dtype) for c in found if c.kind == "all-to-all" and c.dtype != "f32")
     assert moved == [
         *[("backward", "u16")] * 2 * chunks,
@@ -145,7 +145,7 @@ def test_chunks_have_blocks_of_their_own(x64):
 @pytest.mark.parametrize("name", ["FP8", "MXFP8"])
 def test_transports_give_the_same_bits(name, sizes, monkeypatch):
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_as_documented)  # which XLA has not for CPUs
-    monkeypatch.setattr("gtp_jax.collectives._transports.platform", lambda: "gpu")
+    monkeypatch.setattr("gtp_jax.experts._transports.platform", lambda: "gpu")
     routing = gtp.Routing(num_groups=4, top_groups=2)
     recipe, options = RECIPE if name == "FP8" else BLOCKED[name], dict(routing=routing, exchange_chunks=2, **sizes)
     padded, *others = (gradients(dict(ep=4), recipe, transport=one, **options) for one in get_args(Transport))

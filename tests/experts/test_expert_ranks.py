@@ -1,5 +1,6 @@
 """Experts that ranks divide: exact against every token through every expert, and bounded in memory."""
 
+import functools
 import math
 import re
 
@@ -13,10 +14,10 @@ from jax.ad_checkpoint import print_saved_residuals
 from selection import others_slow
 
 import gtp_jax as gtp
-from gtp_jax import plan
+from gtp_jax import hlo
 from gtp_jax.chain import with_remat
 from gtp_jax.checkpoint import Checkpoints
-from gtp_jax.collectives import choose_transport
+from gtp_jax.experts import choose_transport
 from gtp_jax.nn import Routing
 
 from ..parity.plain_moe import plain_experts
@@ -61,6 +62,7 @@ def routers(state):
         yield name, with_router
 
 
+@functools.partial(jax.jit, static_argnames="top_k")
 def oracle(params, x, top_k):
     def loss(params, x):
         y, balance = plain_experts(params, x, top_k, 1e-6)
@@ -125,7 +127,7 @@ GROUPED = gtp.Routing(num_groups=4, top_groups=2)  # of which a token goes to tw
 @pytest.mark.parametrize(("chunks", "routing"), [(1, None), (2, None), (1, GROUPED)], ids=["1", "2", "groups"])
 def test_transports_agree_bit_for_bit_and_so_do_two_runs(chunks, routing, monkeypatch):
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_as_documented)
-    monkeypatch.setattr("gtp_jax.collectives._transports.platform", lambda: "gpu")  # which has it
+    monkeypatch.setattr("gtp_jax.experts._transports.platform", lambda: "gpu")  # which has it
     found = []
     for transport in ("gather", "padded", "padded", "ragged"):
         with mesh_of(dict(ep=4)):
@@ -199,7 +201,7 @@ def test_exchanges_are_as_designed(chunks):
         loss = lambda state, x: jnp.sum(nnx.merge(graph, state)(x) ** 2)  # noqa: E731
         x = jnp.zeros((16, 4, FEATURES), jnp.bfloat16)
         text = jax.jit(jax.value_and_grad(loss)).lower(state, x).compile().as_text()
-    found = [c for c in plan.collectives(text) if c.axes == ("ep",) and c.kind in ("all-to-all", "all-gather")]
+    found = [c for c in hlo.collectives(text) if c.axes == ("ep",) and c.kind in ("all-to-all", "all-gather")]
     kinds = sorted((c.kind, c.direction, c.dtype) for c in found)
     assert kinds == [
         ("all-gather", "backward", "f32"),  # shares, to weight by
@@ -248,7 +250,7 @@ def test_dense_weights_are_sharded_over_gtp_and_ep_and_an_expert_over_gtp_alone(
             assert shard[0] == EXPERTS // 2 and math.prod(shard) == math.prod(whole) // 4, path
         elif path[0] == "shared":
             assert math.prod(shard) == math.prod(whole) // 4, path
-    gathered = {c.axes for c in plan.collectives(text) if c.kind == "all-gather" and c.dtype == "f32"}
+    gathered = {c.axes for c in hlo.collectives(text) if c.kind == "all-gather" and c.dtype == "f32"}
     assert ("gtp",) in gathered and any(set(axes) == {"gtp", "ep"} for axes in gathered)
 
 
@@ -288,7 +290,7 @@ def test_choices_of_the_table(monkeypatch):
         assert choose_transport("ep") == "padded"  # XLA's CPU backend has no ragged one
         with pytest.raises(ValueError, match="`transport` is 'ragged', which XLA has not for CPUs. Take 'gather' or"):
             choose_transport("ep", "ragged")
-    monkeypatch.setattr("gtp_jax.collectives._transports.platform", lambda: "gpu")
+    monkeypatch.setattr("gtp_jax.experts._transports.platform", lambda: "gpu")
     for sizes, wanted in {(1, 8, 1): "gather", (4, 4, 2): "gather", (1, 16, 1): "ragged", (1, 8, 2): "ragged"}.items():
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(sizes, ("gtp", "ep", "tp"))):
             assert choose_transport("ep") == wanted, "ranks of tp lie between those of ep"
@@ -311,12 +313,12 @@ def rows_that_leave(ranks, num_experts, top_k, tokens):
 def test_bytes_of_a_ragged_exchange_are_those_of_random_choices(ranks, num_experts, top_k, chunks, recipe, monkeypatch):
     """Within a hundredth. Counted by choices, or as if a token could choose an expert twice, they would be more than
     two off."""
-    monkeypatch.setattr("gtp_jax.collectives._transports.platform", lambda: "gpu")  # CPUs have no ragged one
+    monkeypatch.setattr("gtp_jax.experts._transports.platform", lambda: "gpu")  # CPUs have no ragged one
     tokens, features = 4096, 32
     options = dict(num_experts=num_experts, top_k=top_k, transport="ragged", exchange_chunks=chunks, parallel=None)
     with mesh_of(dict(ep=ranks)):
         model = gtp.nn.abstract_model(lambda rngs: gtp.MoE(features, HIDDEN, **options, rngs=rngs))
-        (found,) = gtp.nn.exchanges(model, recipe, tokens=tokens)
+        (found,) = gtp.experts.exchanges(model, recipe, tokens=tokens)
     assert (found.ranks, found.transport, found.tokens) == (ranks, "ragged", tokens)
     numbers = features * rows_that_leave(ranks, num_experts, top_k, tokens)
     of_choices = 4 * (ranks - 1) * tokens * top_k
@@ -324,7 +326,7 @@ def test_bytes_of_a_ragged_exchange_are_those_of_random_choices(ranks, num_exper
     rows = "ragged-all-to-all", chunks
     row_of = {"u8": numbers, "u16": 2 * numbers}
     tokens_as = "u8" if codes else "u16"
-    assert found.sent_bytes == pytest.approx(row_of[tokens_as], rel=0.01)
+    assert found.dispatched_bytes == pytest.approx(row_of[tokens_as], rel=0.01)
     wanted = [
         ("forward", "choices", "all-gather", 1, "s32", of_choices),
         ("forward", "shares", "all-gather", 1, "f32", of_choices),
@@ -336,8 +338,10 @@ def test_bytes_of_a_ragged_exchange_are_those_of_random_choices(ranks, num_exper
         ("backward", "combine of gradients of tokens", *rows, "u16", row_of["u16"]),
         ("backward", "gradients of shares", "all-to-all", 1, "f32", of_choices),
     ]
-    assert [(one.direction, one.what, one.kind, one.count, one.dtype) for one in found.sent] == [w[:-1] for w in wanted]
-    for one, (*_, size) in zip(found.sent, wanted, strict=True):
+    assert [(one.direction, one.what, one.kind, one.count, one.dtype) for one in found.traffic] == [
+        w[:-1] for w in wanted
+    ]
+    for one, (*_, size) in zip(found.traffic, wanted, strict=True):
         of_rows = one.kind == "ragged-all-to-all"
         assert one.bytes == (pytest.approx(size, rel=0.01) if of_rows else size), one
 
@@ -374,14 +378,14 @@ def test_no_score_takes_a_token_out_of_its_groups(score, special):
 
 
 def test_groups_bound_the_bytes_of_a_ragged_exchange(monkeypatch):
-    monkeypatch.setattr("gtp_jax.collectives._transports.platform", lambda: "gpu")  # CPUs have no ragged one
+    monkeypatch.setattr("gtp_jax.experts._transports.platform", lambda: "gpu")  # CPUs have no ragged one
     sent = []
     for routing in (gtp.Routing(), gtp.Routing(num_groups=8, top_groups=4)):
         options = dict(num_experts=256, top_k=8, transport="ragged", parallel=None, routing=routing)
         with mesh_of(dict(ep=8)):
             model = gtp.nn.abstract_model(lambda rngs: gtp.MoE(32, HIDDEN, **options, rngs=rngs))  # noqa: B023
-            (found,) = gtp.nn.exchanges(model, tokens=4096)
-        sent.append(found.sent_bytes)
+            (found,) = gtp.experts.exchanges(model, tokens=4096)
+        sent.append(found.dispatched_bytes)
     assert sent[1] == 7 * 4 * 4096 // 8 * 32 * 2  # four of eight ranks, of which seven are others
     assert sent[1] < 0.8 * sent[0]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gtp_jax.data import BYTES, Text, Windows, load_corpus
+from gtp_jax.runner.data import BYTES, Text, Windows, load_corpus
 
 EXAMPLE = Path(__file__).parents[2] / "examples/05_experts_on_ranks_of_their_own.py"
 

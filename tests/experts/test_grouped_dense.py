@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import gtp_jax as gtp
-from gtp_jax import plan
+from gtp_jax import hlo
 
 from ..recipes.oracles import matrix
 
@@ -88,7 +88,7 @@ def test_all_experts_travel_in_one_gather_and_one_scatter():
     for recipe, dtype in ((None, None), (gtp.NVFP4(), "u8")):
         with jax.enable_x64(True):
             _, _, text = run(mesh, experts, recipe, sizes={"a": 256, "b": 128})  # shards hold whole blocks
-        found = plan.collectives(text)
+        found = hlo.collectives(text)
         kinds = [(c.kind, c.direction) for c in found if c.axes == ("gtp",) and c.kind != "all-reduce"]
         assert sorted(kinds) == [("all-gather", "forward"), ("reduce-scatter", "backward")]  # no gradient for the input
         assert dtype is None or {c.dtype for c in found if c.kind == "all-gather"} == {dtype}

@@ -12,10 +12,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gtp_jax as gtp
-from gtp_jax import plan
+from gtp_jax import hlo
 from gtp_jax.nn import Routing
 
-from ..plan.programs import needs_target
+from ..hlo.programs import needs_target
 
 
 def chosen_by_numpy(scores, bias, top_k, groups, top_groups, best):
@@ -132,7 +132,7 @@ def test_a_step_moves_biases_by_the_load_of_all_microbatches_and_ranks_once(degr
 @needs_target
 def test_a_router_s_matmuls_have_the_highest_precision_on_gpus():
     """By default they would be of TF32, in which nearly equal experts change places."""
-    mesh = gtp.make_mesh(devices=plan.topology_devices(plan.parse_target("h200:1")))
+    mesh = gtp.make_mesh(devices=hlo.topology_devices(hlo.parse_target("h200:1")))
     with jax.set_mesh(mesh):
         make = lambda rngs: gtp.MoE(256, 128, num_experts=32, rngs=rngs)  # noqa: E731
         graph, state = nnx.split(gtp.nn.abstract_model(make))

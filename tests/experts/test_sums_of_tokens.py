@@ -11,9 +11,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gtp_jax as gtp
-from gtp_jax.collectives import combine, dispatch, gather_choices, no_turn, plan_journey
+from gtp_jax.collectives import no_turn
+from gtp_jax.experts import combine, dispatch, gather_choices, plan_journey
 
-from ..nn.test_expert_ranks import ragged_as_documented
+from .test_expert_ranks import ragged_as_documented
 
 RANKS, TOKENS, FEATURES, EXPERTS, TOP_K = 4, 24, 16, 2, 4
 

@@ -13,9 +13,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gtp_jax import native, plan
+from gtp_jax import hlo, native
 
-MISSING = plan.missing_packages()
+MISSING = hlo.missing_packages()
 needs_target = pytest.mark.skipif(bool(MISSING), reason=f"compiling for a GPU needs {', '.join(MISSING)}")
 
 
@@ -27,7 +27,7 @@ def cpu_mesh(**axes: int) -> Mesh:
 
 def h200_mesh(devices: int = 8) -> Mesh:
     """A mesh of H200s that are not there."""
-    return Mesh(np.array(plan.topology_devices(plan.parse_target(f"h200:{devices}"))), ("gtp",))
+    return Mesh(np.array(hlo.topology_devices(hlo.parse_target(f"h200:{devices}"))), ("gtp",))
 
 
 def grouped_kernels(text: str) -> int:
@@ -90,4 +90,4 @@ def stack(
 
 def compiled_text(lowered: Any) -> str:
     """The text compiled for the target."""
-    return lowered.compile(compiler_options=dict(plan.COMPILE_OPTIONS)).as_text()
+    return lowered.compile(compiler_options=dict(hlo.COMPILE_OPTIONS)).as_text()

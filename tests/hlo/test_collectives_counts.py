@@ -9,15 +9,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from gtp_jax import plan
+from gtp_jax import hlo
 
 from .programs import array, compiled_text, cpu_mesh, h200_mesh, needs_target, stack
 
 
 def test_gathers_and_scatters_of_a_scanned_stack_are_counted_with_their_bytes():
     text = stack(cpu_mesh(gtp=8), layers=5, size=128, rows=16, how="scan", grad=True).compile().as_text()
-    found = {c.kind: c for c in plan.collectives(text)}
-    assert set(found) == {"all-gather", "reduce-scatter"} and len(plan.collectives(text)) == 2
+    found = {c.kind: c for c in hlo.collectives(text)}
+    assert set(found) == {"all-gather", "reduce-scatter"} and len(hlo.collectives(text)) == 2
     forward, backward = found["all-gather"], found["reduce-scatter"]
     assert (forward.times, forward.exact, forward.direction, forward.dtype) == (5, True, "forward", "u16")
     assert (forward.operand_bytes, forward.result_bytes) == (2 * 128 * 16, 2 * 128 * 128)
@@ -38,7 +38,7 @@ def test_every_kind_is_recognised_with_its_axes_and_group():
         x = lax.all_to_all(x, "gtp", 0, 0, tiled=True)
         return lax.ppermute(x, "gtp", [(i, (i + 1) % 4) for i in range(4)])
 
-    found = plan.collectives(run.lower(array(mesh, (256, 8), P(("dp", "gtp")), jnp.float32)).compile().as_text())
+    found = hlo.collectives(run.lower(array(mesh, (256, 8), P(("dp", "gtp")), jnp.float32)).compile().as_text())
     assert {(c.kind, c.group, c.axes) for c in found} == {
         ("all-reduce", 2, ("dp",)),
         ("all-gather", 4, ("gtp",)),
@@ -65,7 +65,7 @@ def test_groups_are_read_in_every_notation():
             "HloModule m, num_partitions=8\n\nENTRY %main (x: f32[4]) -> f32[4] {\n  %x = f32[4]{0} parameter(0)\n"
             f"  ROOT %r = f32[4]{{0}} all-reduce(%x), channel_id=1, {line}, to_apply=%add\n}}\n"
         )
-        (found,) = plan.collectives(text)
+        (found,) = hlo.collectives(text)
         assert (found.axes, found.group) == expected, line
 
 
@@ -84,7 +84,7 @@ def test_listed_groups_have_the_axes_that_their_ranks_make_up():
             f"  %y = f32[4]{{0}} all-reduce(%x), replica_groups={groups}, to_apply=%add\n"
             "  ROOT %r = f32[4]{0} all-reduce(%y), replica_groups=mesh['ep'=4,'tp'=2] {'tp'}, to_apply=%add\n}\n"
         )
-        found = plan.collectives(text)[0]
+        found = hlo.collectives(text)[0]
         assert (found.axes, found.group) == expected, groups
 
 
@@ -95,7 +95,7 @@ def test_a_collective_without_a_name_has_that_of_what_it_sends():
         "  %z = f32[4]{0} all-reduce(%y), replica_groups={{0,1}}, to_apply=%add\n"
         "  ROOT %r = f32[4]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add\n}\n"
     )
-    found = plan.collectives(text)
+    found = hlo.collectives(text)
     assert [c.direction for c in found] == ["backward", "forward"]
     assert found[0].op_name == "jit(f)/transpose(jvp())/neg"
 
@@ -113,18 +113,18 @@ def test_a_permutation_has_the_axes_that_its_ranks_make_up():
             f"  %y = f32[4]{{0}} collective-permute(%x), source_target_pairs={{{pairs}}}\n"
             "  ROOT %r = f32[4]{0} all-reduce(%y), replica_groups=mesh['gtp'=2,'tp'=2] {'tp'}, to_apply=%add\n}\n"
         )
-        assert plan.collectives(text)[0].axes == axes, pairs
-        assert plan.collectives(text.replace("mesh['gtp'=2,'tp'=2] {'tp'}", "{{0,1},{2,3}}"))[0].axes == ()
+        assert hlo.collectives(text)[0].axes == axes, pairs
+        assert hlo.collectives(text.replace("mesh['gtp'=2,'tp'=2] {'tp'}", "{{0,1},{2,3}}"))[0].axes == ()
 
 
 def test_table_counts_those_alike_together():
     text = stack(cpu_mesh(gtp=8), layers=3, size=128, rows=16, how="unrolled").compile().as_text()
-    assert [times for _, times in plan.summary(plan.collectives(text))] == [3]
-    lines = plan.table(plan.collectives(text)).splitlines()
+    assert [times for _, times in hlo.summary(hlo.collectives(text))] == [3]
+    lines = hlo.table(hlo.collectives(text)).splitlines()
     assert lines[2].split()[:5] == ["3", "all-gather", "forward", "gtp", "sync"]
     assert lines[2].split()[5:] == "u16 [16,128] 4.10 kB 32.8 kB 86.0 kB".split()
     assert lines[3] == "3 in all, 86.0 kB leave each device"
-    assert plan.table([]) == "no collectives"
+    assert hlo.table([]) == "no collectives"
 
 
 @needs_target
@@ -138,7 +138,7 @@ def test_combined_collective_is_one_record_with_every_shape():
         scatter = partial(lax.psum_scatter, axis_name="gtp", tiled=True)
         return scatter(whole * 2), scatter(jnp.pad(whole, ((0, 0), (0, 24))) + 1)
 
-    found = plan.collectives(compiled_text(run.lower(array(mesh, (64, 40), P("gtp")))))
+    found = hlo.collectives(compiled_text(run.lower(array(mesh, (64, 40), P("gtp")))))
     (combined,) = [c for c in found if c.kind == "reduce-scatter"]
     assert sorted(s.dims for s in combined.operands) == [(64, 40), (64, 64)]
     assert sorted(s.dims for s in combined.results) == [(8, 40), (8, 64)]
@@ -151,5 +151,5 @@ def test_collective_inside_a_kernel_is_found_and_asynchronous():
     mesh = h200_mesh()
     total = partial(jax.shard_map, mesh=mesh, in_specs=P("gtp"), out_specs=P(), check_vma=False)
     run = jax.jit(total(lambda x: lax.psum(jnp.sum(x), "gtp")))
-    (found,) = plan.collectives(compiled_text(run.lower(array(mesh, (64,), P("gtp"), jnp.float32))))
+    (found,) = hlo.collectives(compiled_text(run.lower(array(mesh, (64,), P("gtp"), jnp.float32))))
     assert (found.kind, found.operand_bytes, found.result_bytes, found.group) == ("all-reduce", 4, 4, 8)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from gtp_jax import plan
+from gtp_jax import hlo
 
 SIZES = dict(matmul_params=10, tokens=8, layers=1, seq=4, heads=2, head_dim=3)
 
@@ -22,9 +22,9 @@ def test_matmul_part_is_what_the_compiled_gradient_executes():
 
     shapes = ([jnp.zeros((size, size))] * layers, jnp.zeros((tokens, size)))
     compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile()
-    executed = sum(e.flops for e in plan.schedule(str(compiled.as_text())).events)
+    executed = sum(e.flops for e in hlo.launch_order(str(compiled.as_text())).events)
     params = layers * size * size
-    counted = plan.step_flops(matmul_params=params, tokens=tokens, layers=1, seq=1, heads=1, head_dim=1) - 6 * tokens
+    counted = hlo.step_flops(matmul_params=params, tokens=tokens, layers=1, seq=1, heads=1, head_dim=1) - 6 * tokens
     assert executed == counted == 6 * params * tokens
 
 
@@ -32,13 +32,13 @@ def test_attention_part_counts_two_matmuls_three_times_at_half():
     without = 6 * SIZES["matmul_params"] * SIZES["tokens"]
     sequences, scores = SIZES["tokens"] // SIZES["seq"], SIZES["seq"] ** 2
     matmul = 2 * sequences * SIZES["heads"] * scores * SIZES["head_dim"]
-    assert plan.step_flops(**SIZES) - without == 3 * 2 * matmul // 2
+    assert hlo.step_flops(**SIZES) - without == 3 * 2 * matmul // 2
 
 
 def test_reference_step_gives_the_published_rate():
     """16 layers of 4096, 8192 tokens a GPU: 402 ms were 508 to 509 TFLOP/s a GPU."""
     params = 16 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) + 4096 * 32768
-    flops = plan.step_flops(matmul_params=params, tokens=8192, layers=16, seq=8192, heads=32, head_dim=128)
+    flops = hlo.step_flops(matmul_params=params, tokens=8192, layers=16, seq=8192, heads=32, head_dim=128)
     assert params == pytest.approx(3.62e9, rel=2e-3)
     assert flops / 0.402 == pytest.approx(508.5e12, rel=2e-3)
 
@@ -46,4 +46,4 @@ def test_reference_step_gives_the_published_rate():
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes_below_one_are_refused_by_name(name):
     with pytest.raises(ValueError, match=f"`{name}` is 0"):
-        plan.step_flops(**{**SIZES, name: 0})
+        hlo.step_flops(**{**SIZES, name: 0})

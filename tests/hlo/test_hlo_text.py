@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from gtp_jax import plan
-from gtp_jax.plan._hlo import shapes
+from gtp_jax import hlo
+from gtp_jax.hlo._hlo import shapes
 
 # A loop whose trip count XLA did not print, and a conditional, as they stand in a module's text.
 UNPRINTED = """HloModule m, is_scheduled=true, num_partitions=4
@@ -58,7 +58,7 @@ def test_walk_multiplies_the_trip_counts_of_nested_loops():
         inner = lambda y, _: (jnp.sin(y @ y), None)  # noqa: E731
         return lax.scan(lambda y, _: (lax.scan(inner, y, length=5)[0] + 1, None), x, length=3)[0]
 
-    module = plan.parse(str(jax.jit(nested).lower(jnp.ones((64, 64))).compile().as_text()))
+    module = hlo.parse(str(jax.jit(nested).lower(jnp.ones((64, 64))).compile().as_text()))
     dots = [(v.times, v.exact, v.depth) for v in module.walk() if _runs_a_matmul(module, v.instruction)]
     assert dots == [(15, True, 2)]
 
@@ -70,7 +70,7 @@ def _runs_a_matmul(module, instruction):
 
 
 def test_trip_count_that_is_not_printed_is_the_constant_of_the_condition():
-    module = plan.parse(UNPRINTED)
+    module = hlo.parse(UNPRINTED)
     assert module.trip_count(module.computations["main"]["w"]) == (6, False)
     bodies = [v for v in module.walk() if v.instruction.name == "q"]
     assert [(v.times, v.exact) for v in bodies] == [(6, False)]
@@ -78,17 +78,17 @@ def test_trip_count_that_is_not_printed_is_the_constant_of_the_condition():
 
 def test_loop_that_data_ends_counts_once_and_says_so():
     ended = jax.jit(lambda x: lax.while_loop(lambda y: jnp.sum(y) > 0.5, lambda y: y / 2, x))
-    module = plan.parse(str(ended.lower(jnp.ones(4)).compile().as_text()))
+    module = hlo.parse(str(ended.lower(jnp.ones(4)).compile().as_text()))
     loops = [v.instruction for v in module.walk() if v.instruction.opcode == "while"]
     assert [module.trip_count(loop) for loop in loops] == [(1, False)]
 
 
 def test_walk_enters_every_branch_of_a_conditional():
-    assert {"l", "r"} <= {v.instruction.name for v in plan.parse(UNPRINTED).walk()}
+    assert {"l", "r"} <= {v.instruction.name for v in hlo.parse(UNPRINTED).walk()}
 
 
 def test_operands_and_attributes_are_read_from_the_line():
-    module = plan.parse(UNPRINTED)
+    module = hlo.parse(UNPRINTED)
     k, r = module.computations["main"]["k"], module.computations["right"]["r"]
     assert k.operands == ("x", "g", "g") and k.called == ("left", "right") and k.root
     assert r.op_name == r"a \"quoted\" name" and r.opcode == "negate"
@@ -97,4 +97,4 @@ def test_operands_and_attributes_are_read_from_the_line():
 
 def test_text_without_an_entry_is_refused():
     with pytest.raises(ValueError, match=r"no `ENTRY` computation.*compile\(\)\.as_text\(\)"):
-        plan.parse("module @jit_f { }")
+        hlo.parse("module @jit_f { }")

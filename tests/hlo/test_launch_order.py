@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from gtp_jax import plan
+from gtp_jax import hlo
 
 from .programs import array, compiled_text, cpu_mesh, h200_mesh, needs_target, stack
 
@@ -20,7 +20,7 @@ LARGE: dict[str, Any] = dict(layers=LAYERS, size=SIZE, rows=ROWS)
 
 @needs_target
 def test_unrolled_gathers_run_under_matmuls_all_but_the_first():
-    found = plan.schedule(compiled_text(stack(h200_mesh(), how="unrolled", **LARGE)))
+    found = hlo.launch_order(compiled_text(stack(h200_mesh(), how="unrolled", **LARGE)))
     gathers = found.collectives("all-gather")
     assert len(gathers) == LAYERS
     assert found.exposed() == gathers[:1]
@@ -29,14 +29,14 @@ def test_unrolled_gathers_run_under_matmuls_all_but_the_first():
 
 @needs_target
 def test_scanned_gathers_are_exposed():
-    found = plan.schedule(compiled_text(stack(h200_mesh(), how="scan", **LARGE)))
+    found = hlo.launch_order(compiled_text(stack(h200_mesh(), how="scan", **LARGE)))
     (gather,) = found.exposed("all-gather")
     assert gather.times == LAYERS and gather.depth == 1
 
 
 @needs_target
 def test_matmul_operations_are_those_of_the_layers():
-    found = plan.schedule(compiled_text(stack(h200_mesh(), how="scan", grad=True, **LARGE)))
+    found = hlo.launch_order(compiled_text(stack(h200_mesh(), how="scan", grad=True, **LARGE)))
     one = 2 * ROWS * SIZE * SIZE
     totals = {d: sum(e.times * e.flops for e in found.events if e.direction == d) for d in ("forward", "backward")}
     assert totals["forward"] == LAYERS * one
@@ -54,7 +54,7 @@ def test_attention_operations_count_the_causal_half():
     local = partial(jax.shard_map, mesh=mesh, in_specs=(P("gtp"),) * 3, out_specs=(P("gtp"),) * 3, check_vma=False)
     run = jax.jit(local(jax.grad(loss, argnums=(0, 1, 2))))
     q, k = (array(mesh, (8 * batch, seq, n, dim), P("gtp")) for n in (heads, heads // 2))
-    forward, backward = plan.schedule(compiled_text(run.lower(q, k, k))).events
+    forward, backward = hlo.launch_order(compiled_text(run.lower(q, k, k))).events
     scores = batch * heads * seq * seq
     assert (forward.kind, forward.flops) == ("attention", 2 * 2 * scores * dim // 2)
     assert (backward.kind, backward.flops) == ("attention", 5 * 2 * scores * dim // 2)
@@ -63,7 +63,7 @@ def test_attention_operations_count_the_causal_half():
 
 @needs_target
 def test_rendering_shows_what_is_in_flight_and_marks_what_is_exposed():
-    text = plan.render(plan.schedule(compiled_text(stack(h200_mesh(), how="unrolled", **LARGE))))
+    text = hlo.render(hlo.launch_order(compiled_text(stack(h200_mesh(), how="unrolled", **LARGE))))
     lines = [line.split()[1:3] for line in text.splitlines()[2:]]
     hidden = [["┌", "all-gather"], ["│", "matmul"], ["└", "all-gather"]]
     assert lines[:-1] == [["■", "all-gather"], *(LAYERS - 1) * hidden]  # nothing can run under the first
@@ -73,7 +73,9 @@ def test_rendering_shows_what_is_in_flight_and_marks_what_is_exposed():
 
 
 def test_synchronous_collectives_are_rendered_with_their_loop():
-    text = plan.render(plan.schedule(stack(cpu_mesh(gtp=8), layers=3, size=64, rows=8, how="scan").compile().as_text()))
+    text = hlo.render(
+        hlo.launch_order(stack(cpu_mesh(gtp=8), layers=3, size=64, rows=8, how="scan").compile().as_text())
+    )
     (gather,) = [line for line in text.splitlines() if "■" in line]
     assert gather.split()[1:5] == ["■", "all-gather", "x3", "forward"] and gather.endswith("EXPOSED, sync")
 
@@ -81,4 +83,4 @@ def test_synchronous_collectives_are_rendered_with_their_loop():
 def test_unscheduled_program_is_refused():
     text = stack(cpu_mesh(gtp=8), layers=1, size=64, rows=8, how="scan").compile().as_text()
     with pytest.raises(ValueError, match="not scheduled.*compiled"):
-        plan.schedule(text.replace(", is_scheduled=true", ""))
+        hlo.launch_order(text.replace(", is_scheduled=true", ""))

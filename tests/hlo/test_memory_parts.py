@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from gtp_jax import plan
+from gtp_jax import hlo
 
 from .programs import array, cpu_mesh
 
@@ -34,7 +34,7 @@ def step_and_state():
 
 def test_parts_are_those_of_the_state_and_add_up_to_the_peak():
     compiled, w, x = step_and_state()
-    found = plan.memory(compiled, params={"w": w}, opt_state=(w,))
+    found = hlo.memory(compiled, params={"w": w}, opt_state=(w,))
     stats: Any = compiled.memory_analysis()
     assert found.weights_bytes == found.optimizer_bytes == SIZE * SIZE * 4 // 8
     assert found.other_bytes == 64 * SIZE * 4 // 8
@@ -47,20 +47,20 @@ def test_parts_are_those_of_the_state_and_add_up_to_the_peak():
 def test_bytes_of_a_leaf_are_those_of_its_shard():
     mesh = cpu_mesh(dp=2, gtp=4)
     tree = {"cut": array(mesh, (16, 8), P("gtp"), jnp.bfloat16), "whole": array(mesh, (5,), P(), jnp.float32)}
-    assert plan.bytes_per_device(tree) == 2 * 16 * 8 // 4 + 20
-    assert plan.bytes_per_device(jax.ShapeDtypeStruct((3,), jnp.int32)) == 12
-    assert plan.bytes_per_device(jnp.ones((2, 2))) == 16
+    assert hlo.bytes_per_device(tree) == 2 * 16 * 8 // 4 + 20
+    assert hlo.bytes_per_device(jax.ShapeDtypeStruct((3,), jnp.int32)) == 12
+    assert hlo.bytes_per_device(jnp.ones((2, 2))) == 16
 
 
 def test_state_of_another_step_is_refused():
     compiled, w, _ = step_and_state()
     with pytest.raises(ValueError, match="`params` and `opt_state`.*Pass the state that the step was lowered with"):
-        plan.memory(compiled, params=[w] * 20)
+        hlo.memory(compiled, params=[w] * 20)
 
 
 def test_table_names_every_part():
     compiled, w, _ = step_and_state()
-    text = plan.memory(compiled, params=w, opt_state=w).table()
+    text = hlo.memory(compiled, params=w, opt_state=w).table()
     for part in ("weights", "optimizer", "batch", "gradients", "activations", "outputs", "in all"):
         assert f"\n{part}" in text
     assert "524 kB" in text

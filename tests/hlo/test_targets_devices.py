@@ -9,44 +9,44 @@ from pathlib import Path
 
 import pytest
 
-from gtp_jax import plan
-from gtp_jax.plan import _targets
+from gtp_jax import hlo
+from gtp_jax.hlo import _targets
 
 from .programs import h200_mesh, needs_target, stack
 
 
 def test_target_names_a_chip_and_devices():
-    assert plan.parse_target("h200:8") == ("h200", 1, 8)
-    assert plan.parse_target("H100:4") == ("h100", 1, 4)
-    assert plan.parse_target("h200:512") == ("h200", 64, 512)
+    assert hlo.parse_target("h200:8") == ("h200", 1, 8)
+    assert hlo.parse_target("H100:4") == ("h100", 1, 4)
+    assert hlo.parse_target("h200:512") == ("h200", 64, 512)
 
 
 @pytest.mark.parametrize("text", ["h200", "h200:", "h200:0", "h200:x8", "8:h200:1", ""])
 def test_malformed_target_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match=r"`target` is .*expected CHIP:DEVICES, `h200:8` for instance"):
-        plan.parse_target(text)
+        hlo.parse_target(text)
 
 
 def test_unknown_chip_is_refused_with_those_known():
     with pytest.raises(ValueError, match="names the chip 'b200'; known are h100, h200"):
-        plan.parse_target("b200:8")
+        hlo.parse_target("b200:8")
 
 
 def test_devices_that_do_not_fill_their_hosts_are_refused():
     with pytest.raises(ValueError, match="has 12 devices, which do not fill hosts of 8"):
-        plan.parse_target("h200:12")
+        hlo.parse_target("h200:12")
 
 
 def test_missing_packages_are_named_with_the_extra(monkeypatch):
     monkeypatch.setitem(_targets.REQUIRED, "gtp-jax-no-such-package", "nothing")
-    plan.topology_devices.cache_clear()
+    hlo.topology_devices.cache_clear()
     with pytest.raises(ModuleNotFoundError, match=r'no-such-package \(nothing\).*pip install "gtp_jax\[target\]"'):
-        plan.topology_devices(plan.parse_target("h200:8"))
+        hlo.topology_devices(hlo.parse_target("h200:8"))
 
 
 @needs_target
 def test_devices_are_gpus_in_a_process_whose_platform_is_cpu():
-    devices = plan.topology_devices(plan.parse_target("h200:8"))
+    devices = hlo.topology_devices(hlo.parse_target("h200:8"))
     assert [d.platform for d in devices] == ["gpu"] * 8
     assert {d.device_kind for d in devices} == {"NVIDIA H200"}
 
@@ -55,7 +55,7 @@ def test_devices_are_gpus_in_a_process_whose_platform_is_cpu():
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="the plugin starts where there is a driver")
 def test_plugin_that_looked_for_a_driver_is_explained():
     """In a process of its own, for jax reads its platforms once."""
-    code = "from gtp_jax import plan; plan.topology_devices(plan.parse_target('h200:8'))"
+    code = "from gtp_jax import hlo; hlo.topology_devices(hlo.parse_target('h200:8'))"
     env = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 1
@@ -66,7 +66,7 @@ def test_plugin_that_looked_for_a_driver_is_explained():
 @needs_target
 def test_many_hosts_compile_too():
     lowered = stack(h200_mesh(64), layers=1, size=1024, rows=8, how="scan")
-    (gather,) = plan.collectives(lowered.compile(compiler_options=dict(plan.COMPILE_OPTIONS)).as_text())
+    (gather,) = hlo.collectives(lowered.compile(compiler_options=dict(hlo.COMPILE_OPTIONS)).as_text())
     assert gather.group == 64 and gather.result_bytes == 2 * 1024 * 1024
-    devices = plan.topology_devices(plan.parse_target("h200:64"))
+    devices = hlo.topology_devices(hlo.parse_target("h200:64"))
     assert len({d.process_index for d in devices}) == 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gtp_jax.plan._text import alike, columns, quantity
+from gtp_jax.hlo._text import alike, columns, quantity
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from gtp_jax import plan
-from gtp_jax.plan import Collective, Event, Schedule, Shape
+from gtp_jax import hlo
+from gtp_jax.hlo import Collective, Event, LaunchOrder, Shape
 
-FLOPS, LINK = plan.fact("h200", "bf16_ceiling").value, plan.fact("h200", "link_ceiling").value
+FLOPS, LINK = hlo.fact("h200", "bf16_ceiling").value, hlo.fact("h200", "link_ceiling").value
 
 
 def matmul(at: int, us: float, times: int = 1) -> Event:
@@ -24,7 +24,7 @@ def gather(start: int, end: int, us: float, times: int = 1) -> Event:
 
 
 def times(*events: Event) -> list[tuple[str, float, float, float]]:
-    spans = plan.timeline(Schedule(events), "h200").spans
+    spans = hlo.timeline(LaunchOrder(events), "h200").spans
     return [(s.lane, round(s.start_us, 1), round(s.end_us, 1), round(s.exposed_us, 1)) for s in spans]
 
 
@@ -47,21 +47,21 @@ def test_synchronous_gather_is_exposed_whole_and_waits_for_the_link():
 
 
 def test_what_a_loop_repeats_takes_the_whole_time_and_sums_add_up():
-    line = plan.timeline(Schedule((gather(0, 0, 10.0, times=4), matmul(1, 20.0, times=4))), "h200")
+    line = hlo.timeline(LaunchOrder((gather(0, 0, 10.0, times=4), matmul(1, 20.0, times=4))), "h200")
     assert (line.communication_us, line.exposed_us, line.compute_us) == pytest.approx((40.0, 40.0, 80.0), rel=1e-4)
     assert line.total_us == pytest.approx(line.compute_us + line.exposed_us)
 
 
 def test_rates_say_where_they_come_from():
-    line = plan.timeline(Schedule(()), "h100")
+    line = hlo.timeline(LaunchOrder(()), "h100")
     assert line.total_us == 0.0 and "datasheet" in line.flop_rate.source and line.link_rate.unit == "B/s"
-    assert plan.timeline(Schedule(()), "h200").flop_rate == plan.Fact(
-        787e12, "FLOP/s", plan.CHIPS["h200"]["bf16_ceiling"].source
+    assert hlo.timeline(LaunchOrder(()), "h200").flop_rate == hlo.Fact(
+        787e12, "FLOP/s", hlo.CHIPS["h200"]["bf16_ceiling"].source
     )
 
 
 def test_unknown_chip_and_fact_are_refused():
     with pytest.raises(ValueError, match="unknown chip 'h300'; known are h100, h200"):
-        plan.timeline(Schedule(()), "h300")
+        hlo.timeline(LaunchOrder(()), "h300")
     with pytest.raises(ValueError, match="none of fp4_peak is known of 'h200'"):
-        plan.fact("h200", "fp4_peak")
+        hlo.fact("h200", "fp4_peak")

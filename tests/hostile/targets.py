@@ -21,15 +21,15 @@ import tokenizers
 from convert.hugging_face import random_tensors, write_model
 from hypothesis import strategies as st
 
-from gtp_jax._dataclass_flags import from_settings, given, settings_of
-from gtp_jax.cli import main, parser
-from gtp_jax.cli._errors import EXPECTED, explanation
 from gtp_jax.convert import import_llama
-from gtp_jax.data import load_tokenizer
-from gtp_jax.elastic import read_events
-from gtp_jax.elastic._picture import spans_of
-from gtp_jax.trainer import TrainConfig, events_in, read_log
-from gtp_jax.trainer._account import NEEDS, seconds_by_cause
+from gtp_jax.runner.cli import main, parser
+from gtp_jax.runner.cli._errors import EXPECTED, explanation
+from gtp_jax.runner.data import load_tokenizer
+from gtp_jax.runner.elastic import read_events
+from gtp_jax.runner.elastic._picture import spans_of
+from gtp_jax.runner.flags import from_settings, given, settings_of
+from gtp_jax.runner.trainer import TrainConfig, events_in, read_log
+from gtp_jax.runner.trainer._account import NEEDS, seconds_by_cause
 
 from .files import PATHS, TEXTS, changed, headed, json_of, sealed
 

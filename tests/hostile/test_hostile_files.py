@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 
 from gtp_jax.checkpoint import Checkpoints
-from gtp_jax.cli import main
+from gtp_jax.runner.cli import main
 
 from .attack import BAD, attempts, run
 from .files import headed, sealed

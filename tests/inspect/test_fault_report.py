@@ -11,11 +11,11 @@ import pytest
 from flax import nnx
 
 import gtp_jax as gtp
-from gtp_jax.cli import main
+from gtp_jax.hlo import bytes_per_device, collectives
 from gtp_jax.inspect import FaultOptions, fault_text, inspect_faults
 from gtp_jax.models import build, next_token_loss, preset_of
-from gtp_jax.nonuniform import Faults
-from gtp_jax.plan import bytes_per_device, collectives
+from gtp_jax.runner.cli import main
+from gtp_jax.runner.flags import Faults
 
 
 def report(failed=(5,), **changes):
@@ -33,13 +33,13 @@ def test_bytes_and_memory_are_those_of_the_arrays():
     with jax.set_mesh(replicas.core):
         state = gtp.TrainState.create(gtp.init(factory, nnx.Rngs(0)), optimizer)
         step = gtp.train_step(lambda model, batch: (0.0, 1), optimizer, view="local", replicas=replicas)
-        exchanges = step.exchanges(state)
+        transfers = step.transfers(state)
         weights = step.weights(state)
-    for place, exchange in enumerate(exchanges):
-        assert exchange["fold"].moves.bytes_in_turn == found.fold[place].bytes_in_turn
+    for place, transfer in enumerate(transfers):
+        assert transfer["fold"].moves.bytes_in_turn == found.fold[place].bytes_in_turn
         one = 4  # the number of updates made goes with the weights, in a round of its own
-        rounds = len({(m.sender, m.receiver) for r in exchange["unfold"].moves.rounds for m in r.messages}) > 0
-        assert exchange["unfold"].moves.bytes_in_turn == found.unfold[place].bytes_in_turn + one * rounds
+        rounds = len({(m.sender, m.receiver) for r in transfer["unfold"].moves.rounds for m in r.messages}) > 0
+        assert transfer["unfold"].moves.bytes_in_turn == found.unfold[place].bytes_in_turn + one * rounds
         assert bytes_per_device(weights[place]) == found.memory[place][0].weights
     masters = bytes_per_device((state.params, state.opt_state))
     stored = {use.masters for uses in found.memory for use in uses}
@@ -52,7 +52,7 @@ def test_the_core_is_where_least_is_moved():
     best = report()
     others = [report(core_tp=core_tp) for core_tp in (1, 2, 3)]
     assert best.plan.core_tp == 2
-    assert best.exchanged.over_links == min(one.exchanged.over_links for one in others)
+    assert best.transferred.over_links == min(one.transferred.over_links for one in others)
 
 
 @pytest.mark.slow
@@ -72,10 +72,10 @@ def test_bytes_over_links_are_those_of_the_collectives_of_the_programs():
         for one in collectives(programs[name].as_text() or ""):
             kinds[name, one.kind] += one.operand_bytes
     # of two replicas each sends the other half of what it has of a gradient, and what it stores of a weight
-    assert kinds["gather", "all-gather"] in (found.exchanged.gather, 2 * found.exchanged.gather)  # CPUs widen bf16
+    assert kinds["gather", "all-gather"] in (found.transferred.gather, 2 * found.transferred.gather)  # CPUs widen bf16
     whole = sum(n for (name, kind), n in kinds.items() if name == "update" and kind == "all-reduce")
-    assert kinds["update", "reduce-scatter"] / 2 <= found.exchanged.reduction
-    assert found.exchanged.reduction <= kinds["update", "reduce-scatter"] / 2 + 2 * whole
+    assert kinds["update", "reduce-scatter"] / 2 <= found.transferred.reduction
+    assert found.transferred.reduction <= kinds["update", "reduce-scatter"] / 2 + 2 * whole
 
 
 def test_the_tables_name_devices_owners_bytes_and_throughput():

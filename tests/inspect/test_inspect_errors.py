@@ -7,9 +7,9 @@ import argparse
 import jax
 import pytest
 
-from gtp_jax.cli._inspect import add_parser
 from gtp_jax.inspect import InspectOptions, inspect
-from gtp_jax.mesh import Parallelism
+from gtp_jax.runner.cli._inspect import add_parser
+from gtp_jax.runner.flags import Parallelism
 
 jax.devices()  # fixes the number of devices to what the suite runs with
 
@@ -52,9 +52,9 @@ def test_words_where_numbers_belong_are_refused_by_the_parser(capsys):
 
 
 def test_degrees_that_do_not_fill_a_target_are_refused():
-    from gtp_jax import plan
+    from gtp_jax import hlo
 
-    if plan.missing_packages():
-        pytest.skip(f"compiling for a GPU needs {', '.join(plan.missing_packages())}")
+    if hlo.missing_packages():
+        pytest.skip(f"compiling for a GPU needs {', '.join(hlo.missing_packages())}")
     with pytest.raises(ValueError, match="dp 1 x gtp 4 x tp 1 = 4, but there are 8 devices"):
         inspect(InspectOptions(target="h200:8", parallelism=Parallelism(gtp=4)))

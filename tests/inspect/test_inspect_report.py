@@ -14,10 +14,8 @@ import pytest
 
 from gtp_jax.inspect import Inspection, InspectOptions, inspect
 from gtp_jax.inspect._report import as_json, as_text
-from gtp_jax.mesh import Parallelism
-from gtp_jax.models import PRESETS, ExpertOptions
-from gtp_jax.recipes import Quantization
-from gtp_jax.train import Execution
+from gtp_jax.models import PRESETS
+from gtp_jax.runner.flags import Execution, ExpertOptions, Parallelism, Quantization
 
 jax.devices()  # fixes the number of devices to what the suite runs with
 
@@ -97,14 +95,14 @@ def test_json_holds_the_same_numbers(found):
     assert data["mesh"] == {"dp": 1, "gtp": 4, "tp": 2} and data["batch"] == 8
     assert data["memory"]["peak_bytes"] == found.memory.peak_bytes
     assert sum(c["count"] for c in data["collectives"]) == sum(c.times for c in found.collectives)
-    assert len(data["parameters"]) == len(found.parameters) and "schedule" not in data
+    assert len(data["parameters"]) == len(found.parameters) and "order" not in data
 
 
 @pytest.mark.slow
 def test_command_makes_the_devices_that_the_degrees_need():
     """In a process of its own: 16 devices, whatever the machine has."""
     code = (
-        "import argparse; from gtp_jax.cli._inspect import add_parser; p = argparse.ArgumentParser();"
+        "import argparse; from gtp_jax.runner.cli._inspect import add_parser; p = argparse.ArgumentParser();"
         "add_parser(p.add_subparsers()); a = p.parse_args(); raise SystemExit(a.run(a))"
     )
     env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS")}
@@ -142,7 +140,7 @@ def test_what_is_listed_of_an_exchange_is_what_the_program_sends(transport, chun
     layers = PRESETS["tiny-moe"].num_layers
     listed, counted = Counter(), Counter()
     (exchange,) = found.exchanges
-    for one in exchange.sent:
+    for one in exchange.traffic:
         listed[one.direction, one.kind, one.dtype] += layers * np.array([one.count, one.bytes])
     for one in found.collectives:
         # what is not differentiated is the norm of the gradients
@@ -159,4 +157,4 @@ def test_what_is_listed_of_an_exchange_is_what_the_program_sends(transport, chun
     assert exchange.arrived_bytes == here * config.hidden_size * 2
     assert f"{exchange.worst_rows:,}" in printed and f"{exchange.round_rows:,}" in printed
     assert ("shares, again" in printed) is (remat == "matmuls")
-    assert "dispatch of tokens" in {one["what"] for one in as_json(found)["exchanges"][0]["sent"]}
+    assert "dispatch of tokens" in {one["what"] for one in as_json(found)["exchanges"][0]["traffic"]}

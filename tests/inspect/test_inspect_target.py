@@ -8,16 +8,16 @@ import json
 import jax
 import pytest
 
-from gtp_jax import plan
-from gtp_jax.cli._inspect import show
+from gtp_jax import hlo
 from gtp_jax.inspect import Inspection, InspectOptions, inspect
 from gtp_jax.inspect._report import as_json, as_text
 from gtp_jax.inspect._timeline import picture
-from gtp_jax.mesh import Parallelism
+from gtp_jax.runner.cli._inspect import show
+from gtp_jax.runner.flags import Parallelism
 
 jax.devices()  # fixes the number of devices to what the suite runs with
 
-MISSING = plan.missing_packages()
+MISSING = hlo.missing_packages()
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"compiling for a GPU needs {', '.join(MISSING)}")
 
 
@@ -26,14 +26,14 @@ def found() -> Inspection:
     return inspect(InspectOptions(target="h200:8", parallelism=Parallelism(gtp=8), seq=128))
 
 
-def test_schedule_holds_every_matmul_and_attention_of_the_step(found):
-    forward = [e.kind for e in found.schedule.events if e.collective is None and e.direction == "forward"]
+def test_the_launch_order_holds_every_matmul_and_attention_of_the_step(found):
+    forward = [e.kind for e in found.order.events if e.collective is None and e.direction == "forward"]
     assert forward.count("matmul") == 4 * 4 + 1  # four a layer, and the head; the embedding is a look-up
     assert forward.count("attention") == 4
 
 
 def test_it_is_compiled_with_the_options_of_the_gpus_so_that_a_layer_is_one_gather(found):
-    assert len(found.schedule.collectives("all-gather")) <= 2 * 4 + 2  # twice a layer, embedding and head
+    assert len(found.order.collectives("all-gather")) <= 2 * 4 + 2  # twice a layer, embedding and head
 
 
 def test_text_shows_the_order_and_what_is_exposed(found):
@@ -41,10 +41,8 @@ def test_text_shows_the_order_and_what_is_exposed(found):
     assert "parameters on h200:8, dp 1 x gtp 8 x tp 1" in text
     assert "order of launches" in text and "in flight" in text and "EXPOSED" in text
     row = next(line.split() for line in text.splitlines() if line.startswith("all-gather ") and "forward" not in line)
-    gathers = found.schedule.collectives("all-gather")
-    assert row[1:4] == [
-        str(n) for n in (len(gathers), _asynchronous(gathers), len(found.schedule.exposed("all-gather")))
-    ]
+    gathers = found.order.collectives("all-gather")
+    assert row[1:4] == [str(n) for n in (len(gathers), _asynchronous(gathers), len(found.order.exposed("all-gather")))]
     assert "of the 151 GB of an h200" in text and "modelled: compute" in text
 
 
@@ -58,19 +56,19 @@ def test_text_lists_every_collective_over_dp_with_what_hides_it():
     found = inspect(options)
     text = as_text(found)
     lines = text.split("collectives over dp, and what hides them\n\n")[1].split("\n\n")[0].splitlines()[2:]
-    events = [e for e in found.schedule.collectives() if "dp" in e.collective.axes]
+    events = [e for e in found.order.collectives() if "dp" in e.collective.axes]
     assert sum(int(line.split()[0]) for line in lines) == sum(e.times for e in events) > 8
     kinds = {line.split()[1] for line in lines}
     assert kinds == {"all-gather", "reduce-scatter", "all-reduce"}
     assert any("matmul" in line for line in lines if "reduce-scatter" in line)
     replicas = dataclasses.replace(options, parallelism=Parallelism(dp=2, shard_optimizer=False))
-    assert {e.kind for e in inspect(replicas).schedule.collectives() if "dp" in e.collective.axes} == {"all-reduce"}
+    assert {e.kind for e in inspect(replicas).order.collectives() if "dp" in e.collective.axes} == {"all-reduce"}
 
 
 def test_json_marks_what_is_exposed(found):
     data = json.loads(json.dumps(as_json(found)))
-    exposed = [e["name"] for e in data["schedule"] if e.get("exposed")]
-    assert exposed == [e.name for e in found.schedule.exposed()]
+    exposed = [e["name"] for e in data["order"] if e.get("exposed")]
+    assert exposed == [e.name for e in found.order.exposed()]
     assert data["modelled"]["flop_rate"]["unit"] == "FLOP/s"
     assert data["modelled"]["exposed_us"] == pytest.approx(found.timeline.exposed_us)
 

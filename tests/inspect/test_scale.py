@@ -4,13 +4,12 @@ import functools
 
 import pytest
 
-from gtp_jax import plan
+from gtp_jax import hlo
 from gtp_jax.inspect import InspectOptions, inspect
 from gtp_jax.inspect._report import as_json
-from gtp_jax.mesh import Parallelism
-from gtp_jax.train import Execution
+from gtp_jax.runner.flags import Execution, Parallelism
 
-MISSING = plan.missing_packages()
+MISSING = hlo.missing_packages()
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(MISSING), reason=f"compiling for a GPU needs {', '.join(MISSING)}"),
@@ -41,7 +40,7 @@ def test_8b_on_64_gpus_hides_what_moves_over_dp():
     """Of replicas an all-reduce of 7/4 of a rank's shards in float32 was exposed, behind backward."""
     found = compiled("8b", 64, dp=8, gtp=8)
     assert found["modelled"]["exposed_us"] < 0.03 * found["modelled"]["total_us"]
-    over_dp = [e for e in found["schedule"] if "dp" in e.get("axes", ())]
+    over_dp = [e for e in found["order"] if "dp" in e.get("axes", ())]
     assert {e["kind"] for e in over_dp} == {"all-gather", "reduce-scatter", "all-reduce"}
     exposed = sum(e["wire_bytes"] for e in over_dp if e["exposed"])
     assert exposed < 0.2 * sum(e["wire_bytes"] for e in over_dp), "the first layers' shards, the last ones' gradients"

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from gtp_jax import inspect, native
-from gtp_jax.cli import main
+from gtp_jax.runner.cli import main
 
 KERNELS = {
     "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NNT": "matmul",

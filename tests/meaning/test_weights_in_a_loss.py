@@ -123,6 +123,12 @@ def test_summed_last_a_loss_that_reads_a_weight_gets_no_number(x64):
         computed(of_local(read), dict(dp=2, gtp=2), **options)
 
 
+@pytest.mark.parametrize("loss", [scaled, rematerialized], ids=lambda loss: loss.__name__)
+def test_summed_last_a_loss_that_replaces_a_weight_is_refused(loss, x64):
+    with pytest.raises(ValueError, match=r"replaced by another, or passed through.*nnx\.remat.*Take `reduce_over_dp"):
+        computed(of_local(loss), dict(dp=2, gtp=2), microbatches=2, view="local", reduce_over_dp="last")
+
+
 def doubles(model, batch):
     kernel = model.first.kernel["b"]
     kernel[...] = 2 * kernel[...]
@@ -130,6 +136,27 @@ def doubles(model, batch):
 
 
 @pytest.mark.parametrize("degrees", [None, DP], ids=str)
-def test_a_loss_that_sets_a_parameter_is_refused(degrees, x64):
-    with pytest.raises(ValueError, match=r"sets the Param first\. A step.* would be lost.*nnx\.Variable.*nnx\.merge"):
+def test_a_loss_that_sets_a_parameter_is_refused_by_its_path(degrees, x64):
+    with pytest.raises(
+        ValueError, match=r"sets the Param first\.kernel\.b\. A step.* would be lost.*nnx\.Variable.*nnx\.merge"
+    ):
         computed(doubles, degrees)
+
+
+def test_layers_alike_stay_alike_in_a_loss(x64):
+    """What refuses to set a parameter knows its path, and yet one layer's state can be taken from another's."""
+
+    class Alike(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List(nnx.Linear(WIDTH, WIDTH, rngs=rngs, **DTYPES) for _ in range(2))
+
+    def apart(model, batch):
+        states = [nnx.split(layer)[1] for layer in model.layers]
+        return sum(jnp.square(d).sum() for d in jax.tree.leaves(jax.tree.map(jnp.subtract, *states)))
+
+    with scope(DP):
+        state = gtp.TrainState.create(gtp.init(Alike, nnx.Rngs(0)), optax.identity())
+        loss, gradients = gtp.loss_and_gradients(apart, state, {"x": jnp.ones((8, WIDTH))})
+    one, other = (gradients["layers"][name]["kernel"] for name in ("0", "1"))
+    assert loss > 0
+    np.testing.assert_allclose(one, -other)

@@ -6,9 +6,10 @@ import jax
 import pytest
 
 import gtp_jax as gtp
-from gtp_jax.bench import StepOptions
-from gtp_jax.mesh import Parallelism, Roles, check_degrees, fill_degrees
-from gtp_jax.trainer import TrainConfig
+from benchmarks import StepOptions
+from gtp_jax.mesh import Roles, check_degrees, fill_degrees
+from gtp_jax.runner.flags import Parallelism
+from gtp_jax.runner.trainer import TrainConfig
 
 
 @pytest.mark.parametrize("devices", [1, 2, 6, 8, 12])

@@ -117,3 +117,14 @@ def test_a_step_that_was_built_without_a_mesh_has_the_options_of_each_call(monke
         with jax.set_mesh(gtp.make_mesh(**degrees)):
             step.jitted()
     assert given == [compile_options("gpu", {"xla_own": 1}, tp=tp) for tp in (1, 2)] and given[0] != given[1]
+
+
+@pytest.mark.parametrize("call", ["init", "abstract_model", "TrainState.create"])
+@pytest.mark.parametrize(
+    "traced", [jax.jit, lambda call: functools.partial(jax.eval_shape, call)], ids=["jit", "shape"]
+)
+def test_what_puts_arrays_on_devices_is_refused_in_a_trace(call, traced):
+    run = modules()[call]
+    expected = rf"gtp_jax\.(nn\.)?{call}` is called while JAX traces.*Call it outside.*abstract_model"
+    with jax.set_mesh(gtp.make_mesh(gtp=8)), pytest.raises(ValueError, match=expected):
+        traced(lambda: nnx.split(run())[1] if call != "TrainState.create" else run().params)()

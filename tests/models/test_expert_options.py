@@ -8,12 +8,12 @@ import jax
 import pytest
 from flax import nnx
 
+import benchmarks
 import gtp_jax as gtp
-from gtp_jax import bench
-from gtp_jax.cli import main
-from gtp_jax.mesh import Parallelism
-from gtp_jax.models import PRESETS, ExpertOptions, LlamaConfig, build, saved, saved_config
+from gtp_jax.models import PRESETS, LlamaConfig, build, saved, saved_config
 from gtp_jax.nn import Routing, abstract_model
+from gtp_jax.runner.cli import main
+from gtp_jax.runner.flags import ExpertOptions, Parallelism
 
 CHANGED = ExpertOptions(
     top_k=3,
@@ -52,12 +52,12 @@ def test_what_differs_from_a_preset_is_counted_and_saved():
 
 def test_a_benchmark_counts_active_parameters():
     for name, layers in (("qwen3-30b-a3b", 12), ("mixtral", 4)):
-        step = bench.StepOptions(preset=name, num_layers=layers, vocab_size=32768, seq=4096, tokens=16384)
+        step = benchmarks.StepOptions(preset=name, num_layers=layers, vocab_size=32768, seq=4096, tokens=16384)
         work = step.workload("gpu", 1, steps=1, experts=ExpertOptions())
         config = dataclasses.replace(PRESETS[name], num_layers=layers, vocab_size=32768)
         scores = 6 * layers * 16384 * 4096 * config.num_heads * config.head_dim
-        assert bench.workload_flops(work) == 6 * config.matmul_params() * 16384 + scores
-        again = bench.Workload(**{f.name: getattr(work, f.name) for f in dataclasses.fields(work)})
+        assert benchmarks.workload_flops(work) == 6 * config.matmul_params() * 16384 + scores
+        again = benchmarks.Workload(**{f.name: getattr(work, f.name) for f in dataclasses.fields(work)})
         assert dataclasses.replace(config, **again.model) == config
     # attention, 8 experts of 768, the router; and the head: by hand, as published: 3.3 B active of 30.5 B
     qwen = PRESETS["qwen3-30b-a3b"]
@@ -113,12 +113,14 @@ def test_the_commands_refuse_experts_that_are_not_there(capsys):
 
 
 def test_a_benchmark_of_dense_models_refuses_experts_and_one_of_steps_takes_them():
-    step = bench.StepOptions(preset="tiny-moe", parallelism=Parallelism(ep=2, gtp=1))
+    step = benchmarks.StepOptions(preset="tiny-moe", parallelism=Parallelism(ep=2, gtp=1))
     with pytest.raises(ValueError, match="whose layers have experts; this command measures dense models. Take another"):
         step.workload("cpu", 4, steps=1)
     work = step.workload("cpu", 4, steps=1, experts=ExpertOptions())
     assert (work.ep, work.devices, work.sequences) == (2, 2, 2)
-    ours = bench.with_experts(bench.chosen_contenders(["gtp_jax bf16 keep"]), ["--round-size=2"], ["gather", "ragged"])
+    ours = benchmarks.with_experts(
+        benchmarks.chosen_contenders(["gtp_jax bf16 keep"]), ["--round-size=2"], ["gather", "ragged"]
+    )
     assert [c.name for c in ours] == ["gtp_jax bf16 gather keep", "gtp_jax bf16 ragged keep"]
     assert ours[1].flags[-2:] == ("--round-size=2", "--transport=ragged")
 

@@ -37,11 +37,19 @@ def test_a_checkpoint_that_names_no_family_is_of_a_llama():
         saved_config({"family": "Bert", "model": {}})
 
 
-def test_a_checkpoint_written_before_fields_were_renamed_is_of_the_same_model():
-    sizes = dict(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8, intermediate_size=16)
-    assert saved_config({"model": {"vocab": 97, **sizes}}) == LlamaConfig(vocab_size=97, **sizes)
-    old = {"vocab": 97, "experts": 4, "top_k": 2, **sizes}
-    assert saved_config({"model": old}) == LlamaConfig(vocab_size=97, num_experts=4, top_k=2, **sizes)
+def test_a_saved_model_is_its_configuration_whose_family_is_llama_by_default():
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=16,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
+        intermediate_size=16,
+        num_experts=4,
+        top_k=2,
+    )
+    assert saved_config(saved(config)) == saved_config({"model": config.architecture()}) == config
     with pytest.raises(TypeError, match="its model is 'tiny'; it must be a dict of sizes"):
         saved_config({"model": "tiny"})
 

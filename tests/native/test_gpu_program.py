@@ -9,10 +9,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gtp_jax as gtp
-from gtp_jax import native, plan
+from gtp_jax import hlo, native
 from gtp_jax.formats import NVFP4, PackPlan, Piece
 
-from ..plan.programs import h200_mesh, needs_target
+from ..hlo.programs import h200_mesh, needs_target
 
 pytestmark = pytest.mark.skipif(not native.has("gtp_pack", "CUDA"), reason=native.describe())
 
@@ -33,7 +33,7 @@ def test_a_packed_gather_calls_one_kernel_on_each_side_and_says_how_long_it_take
     mapped = jax.shard_map(weight, mesh=mesh, in_specs=(P(None, "gtp"), P()), out_specs=P(), check_vma=False)
     w = jax.ShapeDtypeStruct((1024, 2048), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "gtp")))
     amax = jax.ShapeDtypeStruct((1,), jnp.float32, sharding=NamedSharding(mesh, P()))
-    text = jax.jit(mapped).lower(w, amax).compile(plan.COMPILE_OPTIONS).as_text()
+    text = jax.jit(mapped).lower(w, amax).compile(hlo.COMPILE_OPTIONS).as_text()
     calls = re.findall(r'custom_call_target="(gtp_\w+)".*latency_metadata="(\d+)"', text)
     assert [name for name, _ in calls] == ["gtp_pack", "gtp_unpack"]
     # 256 x 1024 of bfloat16 and 0.504 bytes each; eight times that, at 4000 bytes a nanosecond, and a launch each

@@ -110,6 +110,21 @@ CASES = {
         r"shard 0 has shape \(2, 32, 64\); piece 0 is matrix 2 of \(2, 32, 64\)",
     ),
     "buffer": ("gtp_pack", shape(1041), [jnp.ones(1), X], PACK, r"buffer has shape \(1041\); it must be \(1040\)"),
+    "buffers": (
+        "gtp_pack_apart",
+        [shape(1, 1040)],
+        [jnp.ones((2, 1)), jnp.stack([X, X])],
+        PACK,
+        "there are 1 buffers for 2 layers",
+    ),
+    "layers": ("gtp_pack_apart", [shape(1, 1040)], [jnp.ones(1), X], PACK, "amax does not have one element per layer"),
+    "a layer's buffer": (
+        "gtp_pack_apart",
+        [shape(1040)],
+        [jnp.ones((1, 1)), X[None]],
+        PACK,
+        r"buffer has shape \(1040\); it must be \(1, 1040\)",
+    ),
     "pieces": ("gtp_pack", shape(1040), [jnp.ones(2), X], PACK, "amax does not have one element per piece"),
     "table": (
         "gtp_pack",

@@ -51,7 +51,7 @@ PROGRAM = """
 import jax, jax.numpy as jnp
 import gtp_jax as gtp
 from gtp_jax import native
-from gtp_jax.cli import main
+from gtp_jax.runner.cli import main
 x = jnp.linspace(-3, 3, 64).reshape(2, 32)
 q = gtp.quantize(x, gtp.formats.NVFP4)
 assert abs(gtp.dequantize(q, jnp.float32) - x).max() < 0.51

@@ -6,10 +6,10 @@ import pytest
 from flax import nnx
 
 import gtp_jax as gtp
-from gtp_jax import plan
+from gtp_jax import hlo
 from gtp_jax.nn import abstract_model
 
-from ..plan.programs import array, needs_target
+from ..hlo.programs import array, needs_target
 
 P = jax.sharding.PartitionSpec
 LENGTH = 256
@@ -46,7 +46,7 @@ def test_what_is_said_to_run_in_cudnn_does_and_nothing_else(name):
     options, inputs, cudnn = CASES[name]
     make = lambda rngs: gtp.Attention(128, **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, **options}, rngs=rngs)  # noqa: E731
     key = dict(dropout_key=jax.random.key(0)) if "dropout_rate" in options else {}
-    mesh = gtp.make_mesh(gtp=4, tp=2, devices=plan.topology_devices(plan.parse_target("h200:8")))
+    mesh = gtp.make_mesh(gtp=4, tp=2, devices=hlo.topology_devices(hlo.parse_target("h200:8")))
     with jax.set_mesh(mesh):
         model = abstract_model(lambda rngs: nnx.Dict(layer=make(rngs)))
         (fact,) = gtp.explain(model, None).attentions

@@ -11,7 +11,7 @@ from flax import nnx
 from selection import diagonal, every, others_slow
 
 import gtp_jax as gtp
-from gtp_jax.plan import collectives
+from gtp_jax.hlo import collectives
 
 from .arrays import MESHES, assert_close, mesh_in_scope
 

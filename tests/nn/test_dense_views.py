@@ -14,12 +14,17 @@ import gtp_jax as gtp
 FEATURES, OUT = 56, 120  # neither is a multiple of gtp * 16
 F64 = dict(dtype=jnp.float64, param_dtype=jnp.float64)
 NAMED = {"query": 56, "key": 20}
+ALIGNED = {
+    "a": 256,
+    "b": 512,
+}  # of which every rank's rows are whole blocks, and lie rank after rank in the fused weight
 
 MODULES = {
     "column": lambda **o: gtp.Dense(FEATURES, OUT, parallel="column", use_bias=True, **o),
     "row": lambda **o: gtp.Dense(FEATURES, OUT, parallel="row", use_bias=True, **o),
     "whole": lambda **o: gtp.Dense(FEATURES, OUT, use_bias=True, **o),
     "several kernels": lambda **o: gtp.Dense(FEATURES, NAMED, parallel="column", use_bias=True, **o),
+    "several kernels in blocks": lambda **o: gtp.Dense(FEATURES, ALIGNED, parallel="column", **o),
     "several whole kernels": lambda **o: gtp.Dense(FEATURES, NAMED, **o),
     "rms norm": lambda **o: gtp.LayerNormDense(FEATURES, OUT, **o),
     "layer norm": lambda **o: gtp.LayerNormDense(FEATURES, NAMED, norm="layer", use_bias=True, **o),
@@ -69,12 +74,18 @@ def measured(name: str, mesh: str | None):
         return jax.tree.map(np.asarray, (logical(state), value, outputs, logical(of_state), of_x))
 
 
+NAMES = [name for name in MODULES if name != "several kernels in blocks"]
+
+
 @pytest.mark.parametrize(
     "name, mesh",  # every mesh by default, each pair in the slow tests
     [
-        pytest.param(name, mesh, marks=[] if (i + k) % 3 == 0 and i % 2 == 0 else pytest.mark.slow)
-        for i, name in enumerate(MODULES)
-        for k, mesh in enumerate(MESHES)
+        *(
+            pytest.param(name, mesh, marks=[] if (i + k) % 3 == 0 and i % 2 == 0 else pytest.mark.slow)
+            for i, name in enumerate(NAMES)
+            for k, mesh in enumerate(MESHES)
+        ),
+        ("several kernels in blocks", "gtp 4 x tp 2, sequence parallel"),
     ],
 )
 def test_module_in_global_view_equals_itself_without_a_mesh(name, mesh, x64):

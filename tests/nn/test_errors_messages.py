@@ -298,6 +298,52 @@ def test_loss_returns_a_scalar_or_a_sum_and_a_number():
         step_on(lambda model, batch: jnp.sum(batch["tokens"]), 8, 4)
 
 
+def test_what_is_no_loss_and_no_optimizer_is_refused_by_name():
+    make = lambda rngs: gtp.Dense(8, 8, dtype="float32", rngs=rngs)  # noqa: E731
+    loss = lambda model, x: jnp.mean(model(x) ** 2)  # noqa: E731
+    model, sgd, x = make(nnx.Rngs(0)), optax.sgd(0.1), jnp.ones((4, 2, 8))
+    state = gtp.TrainState.create(model, sgd)
+    for refused in (
+        lambda: gtp.train_step(sgd, loss),
+        lambda: gtp.eval_step(state),
+        lambda: gtp.loss_and_gradients(x, state, x),
+        lambda: gtp.check(x, make, x),
+        lambda: gtp.diagnose(x, state, x),
+    ):
+        with pytest.raises(TypeError, match="`loss` is a .*, which cannot be called; it must be a function of the"):
+            refused()
+    for refused in (lambda o: gtp.train_step(loss, o), lambda o: gtp.TrainState.create(model, o)):
+        with pytest.raises(TypeError, match="`optimizer` is a function without `init` and `update`"):
+            refused(optax.adamw)
+        with pytest.raises(TypeError, match="`optimizer` is a Optimizer without .*`nnx.Optimizer` pass .* its `tx`"):
+            refused(nnx.Optimizer(model, sgd, wrt=nnx.Param))
+    with pytest.raises(TypeError, match="not callable") as raised:
+        gtp.eval_step(lambda x, model: loss(model, x))(state, x)
+    assert "A loss is called as `loss(model, batch)`: the model is its first argument." in raised.value.__notes__
+
+
+def test_a_state_without_values_is_refused_where_it_is_run():
+    make = lambda rngs: gtp.Dense(8, 8, dtype="float32", rngs=rngs)  # noqa: E731
+    loss, sgd, x = lambda model, x: jnp.mean(model(x) ** 2), optax.sgd(0.1), jnp.ones((4, 2, 8))  # noqa: E731
+    state = gtp.TrainState.create(gtp.nn.abstract_model(make), sgd)
+    for refused in (
+        lambda: gtp.train_step(loss, sgd)(state, x),
+        lambda: gtp.eval_step(loss)(state, x),
+        lambda: gtp.loss_and_gradients(loss, state, x),
+        lambda: gtp.diagnose(loss, state, x),
+    ):
+        with pytest.raises(ValueError, match=r"`state` has no values, .* such as at 'params.kernel'.*`gtp_jax.init"):
+            refused()
+    assert gtp.train_step(loss, sgd).eval_shape(state, x)[1]["loss"].shape == ()
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_text_in_aux_is_refused_by_name(microbatches):
+    loss = lambda model, batch: (jnp.mean(model(batch["tokens"])), {"seen": "text"})  # noqa: E731
+    with pytest.raises(TypeError, match=r"`aux`\['seen'\], which `loss` returned, is a str; it must be an array"):
+        step_on(loss, 16, 4, microbatches=microbatches, has_aux=True)
+
+
 def test_a_model_built_under_a_mesh_is_refused_without_it():
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
         row = gtp.init(lambda rngs: gtp.Dense(8, 8, parallel="row", rngs=rngs), rngs())

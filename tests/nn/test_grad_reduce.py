@@ -10,9 +10,10 @@ import pytest
 from flax import nnx
 
 import gtp_jax as gtp
-from gtp_jax import plan
+from gtp_jax import hlo
 from gtp_jax.models import LlamaConfig
 from gtp_jax.nn import GRAD_REDUCE, Embed, reduction_of
+from gtp_jax.runner.flags import Execution
 
 from ..chain.programs import lowered_step
 
@@ -221,7 +222,7 @@ def test_the_wire_has_as_many_bytes_as_the_name_says(name, parts):
     step = lowered_step(
         LlamaConfig(**SIZES, grad_reduce=name), gtp.make_mesh(gtp=8), batch=8 * parts, seq=16, microbatches=parts
     )
-    over_gtp = [c for c in plan.collectives(step.compile().as_text()) if c.axes == ("gtp",)]
+    over_gtp = [c for c in hlo.collectives(step.compile().as_text()) if c.axes == ("gtp",)]
     sums = [c for c in over_gtp if c.kind in ("reduce-scatter", "all-to-all")]
     assert {(c.kind, c.dtype, c.direction) for c in sums} == {(kind, dtype, "backward")}
     block = 512 * 128 + 128 * 256 + 768 * 128 + 128 * 384
@@ -262,4 +263,4 @@ def test_an_unknown_name_is_refused():
     with refused:
         LlamaConfig(**SIZES, grad_reduce="int8")
     with pytest.raises(ValueError, match="`grad_reduce` is 'int8'; it must be one of float32, bf16-wire, bf16"):
-        gtp.train.Execution(grad_reduce="int8")
+        Execution(grad_reduce="int8")

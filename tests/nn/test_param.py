@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from selection import diagonal, others_slow
 
 import gtp_jax as gtp
+from gtp_jax.hlo import collectives
 from gtp_jax.nn import abstract_model
-from gtp_jax.plan import collectives
 
 from .arrays import MESHES, assert_close, mesh_in_scope
 

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import gtp_jax as gtp
-from gtp_jax import plan
+from gtp_jax import hlo
 
 WIDE = dict(dtype=jnp.float64, param_dtype=jnp.float64)
 
@@ -72,16 +72,16 @@ def test_a_row_under_plain_jit_is_the_modules_one_after_the_other(degrees, key, 
             assert np.linalg.norm(a - b) <= 1e-12 * np.linalg.norm(b)
 
 
-@pytest.mark.skipif(bool(plan.missing_packages()), reason="compiling for H200 needs the `target` extra")
+@pytest.mark.skipif(bool(hlo.missing_packages()), reason="compiling for H200 needs the `target` extra")
 @pytest.mark.parametrize("tp", [1, 2])
 def test_no_wide_copy_of_the_logits_is_made_on_gpus(tp):
     P = jax.sharding.PartitionSpec
-    mesh = gtp.make_mesh(gtp=8 // tp, tp=tp, devices=plan.topology_devices(plan.parse_target("h200:8")))
+    mesh = gtp.make_mesh(gtp=8 // tp, tp=tp, devices=hlo.topology_devices(hlo.parse_target("h200:8")))
     with jax.set_mesh(mesh):
         place = lambda *spec: jax.sharding.NamedSharding(mesh, P(*spec))  # noqa: E731
         logits = jax.ShapeDtypeStruct((8, 2048, 32768), jnp.bfloat16, sharding=place(("dp", "gtp"), None, "tp"))
         targets = jax.ShapeDtypeStruct((8, 2048), jnp.int32, sharding=place(("dp", "gtp")))
         loss = jax.jit(jax.value_and_grad(lambda logits, targets: gtp.cross_entropy(logits, targets)[0]))
-        compiled = loss.lower(logits, targets).compile(compiler_options=dict(plan.COMPILE_OPTIONS))
+        compiled = loss.lower(logits, targets).compile(compiler_options=dict(hlo.COMPILE_OPTIONS))
     ours = 2 * 8 * 2048 * 32768 // 8
     assert compiled.memory_analysis().temp_size_in_bytes < ours / 20

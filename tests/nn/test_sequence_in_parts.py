@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from selection import others_slow
 
 import gtp_jax as gtp
-from gtp_jax import plan
+from gtp_jax import hlo
 from gtp_jax.collectives import gather_linear, join_parts, linear_scatter, split_parts
 from gtp_jax.ops import linear
 
@@ -93,7 +93,7 @@ def test_only_a_sequence_cut_over_tp_moves_in_parts(parallel, shape, options, in
         graph, state = nnx.split(layer(parallel, **options))
         call = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
         text = call.lower(state, jax.random.normal(key, shape, jnp.bfloat16)).compile().as_text()
-    found = [c for c in plan.collectives(text) if c.axes == ("tp",)]
+    found = [c for c in hlo.collectives(text) if c.axes == ("tp",)]
     hops = [c for c in found if c.kind == "collective-permute"]
     assert (len(hops) == 3 and len(found) == 3) if in_parts else not hops
 

@@ -27,9 +27,9 @@ from flax import nnx  # noqa: E402
 from steps import random_batch, seconds_of_steps  # noqa: E402
 
 import gtp_jax as gtp  # noqa: E402
+from gtp_jax.hlo import columns  # noqa: E402
 from gtp_jax.models import Llama, next_token_loss, preset_of  # noqa: E402
 from gtp_jax.nonuniform import plan_faults  # noqa: E402
-from gtp_jax.plan import columns  # noqa: E402
 from gtp_jax.recipes import RECIPES  # noqa: E402
 
 HEADER = ("contender", "matmuls", "GPUs", "ms a step", "low", "high", "tokens/s", "share", "of its part")

@@ -1,4 +1,4 @@
-"""Steps of exchange_times.py and hurt_times.py: a random batch, and what each step takes."""
+"""Steps of transfer_times.py and hurt_times.py: a random batch, and what each step takes."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@
 - Both degrees must divide the units: any degree, as runs of a `Split` may differ in length or be empty.
 - Split tables of `ntp_map` and an all-to-all within tp: `plan_moves`, permutes over gtp and tp together (test_moves).
 - Side gradients behind each main gradient, which loses the order of row-parallel weights: gradients are logical arrays;
-  tests/train/test_nonuniform_step.py names every kind of leaf.
+  tests/nonuniform/test_nonuniform_step.py names every kind of leaf.
 - Extra ranks skip the sum over replicas, and replicated leaves stay local: these come from the core to every device.
 - Equal local batches, gradients averaged: rows in proportion to the degree, sums divided once by all tokens.
 """

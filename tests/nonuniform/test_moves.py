@@ -1,4 +1,4 @@
-"""Exchanges, planned: what arrives is what is wanted, and as little is sent as can be."""
+"""Transfers, planned: what arrives is what is wanted, and as little is sent as can be."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gtp_jax.nonuniform import Exchange, LeafBoxes, box_of, plan_moves
+from gtp_jax.nonuniform import LeafBoxes, Transfer, box_of, plan_moves
 from gtp_jax.nonuniform._boxes import elements, within
 from gtp_jax.nonuniform._faults import core_ranks
 
@@ -64,12 +64,12 @@ def leaves(draw, gtp, tp, core_tp):
 
 
 @st.composite
-def exchanges(draw):
+def transfers(draw):
     gtp, tp = draw(st.integers(1, 2)), draw(st.integers(1, 5))
     return draw(leaves(gtp, tp, draw(st.integers(1, tp))))
 
 
-@given(exchanges())
+@given(transfers())
 def test_every_device_gets_what_it_stores_afterwards_once(chosen):
     moves = plan_moves([leaf for _, leaf in chosen])
     arrays = [np.arange(math.prod(shape)).reshape(shape) for shape, _ in chosen]
@@ -91,7 +91,7 @@ def test_every_device_gets_what_it_stores_afterwards_once(chosen):
             assert (times[at] == 1).all()
 
 
-@given(exchanges())
+@given(transfers())
 def test_rounds_are_partial_permutations_and_no_byte_is_sent_that_is_there_already(chosen):
     moves = plan_moves([leaf for _, leaf in chosen])
     for one in moves.rounds:
@@ -134,7 +134,7 @@ def test_parts_are_those_of_a_named_sharding(spec):
 
 
 @pytest.mark.parametrize(("gtp", "tp", "core_tp"), [(1, 4, 3), (2, 4, 3), (1, 2, 1)])
-def test_an_exchange_moves_bits_by_permutes_alone(gtp, tp, core_tp, key):
+def test_a_transfer_moves_bits_by_permutes_alone(gtp, tp, core_tp, key):
     whole, core = grids(gtp, tp, core_tp)
     devices = jax.devices()[: gtp * tp]
     size = math.lcm(gtp * tp, gtp * core_tp)
@@ -158,15 +158,15 @@ def test_an_exchange_moves_bits_by_permutes_alone(gtp, tp, core_tp, key):
                 for a, (one, other) in zip(arrays, specs, strict=True)
             ]
         )
-        exchange = Exchange(moves, devices)
+        transfer = Transfer(moves, devices)
         stored = [jax.device_put(a, NamedSharding(before_mesh, one)) for a, (one, _) in zip(arrays, specs, strict=True)]
         parts = [{shard.device: shard.data for shard in a.addressable_shards} for a in stored]
-        for a, found, (_, other), kind in zip(arrays, exchange(parts), specs, kinds, strict=True):
+        for a, found, (_, other), kind in zip(arrays, transfer(parts), specs, kinds, strict=True):
             sharding = NamedSharding(after_mesh, other)
             assert set(found) == set(sharding.device_set), kind[0]
             back = jax.make_array_from_single_device_arrays(a.shape, sharding, list(found.values()))
             np.testing.assert_array_equal(np.asarray(back), np.asarray(a), err_msg=kind[0])
-        text = exchange.compile().as_text() or ""
+        text = transfer.compile().as_text() or ""
         count = text.count(" collective-permute(") + text.count(" collective-permute-start(")
         assert count == len(moves.rounds)
         for other in ("all-gather", "all-to-all", "all-reduce", "reduce-scatter"):

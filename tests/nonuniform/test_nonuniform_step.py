@@ -12,7 +12,7 @@ from flax import nnx
 
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
-from gtp_jax.plan import collectives
+from gtp_jax.hlo import collectives
 
 from .unequal import OPTIMIZER, STEPS, Everything, Tiny, batches, loss
 
@@ -234,8 +234,8 @@ def test_gradients_are_folded_by_permutes_and_summed_once(roles, x64):
             found = {name: collectives(program.as_text() or "") for name, program in programs.items()}
             kinds = {name: {c.kind for c in some} for name, some in found.items()}
             assert kinds["fold 0"] == kinds["unfold 0"] == {"collective-permute"}
-            for name, exchange in step.exchanges(state)[0].items():
-                assert sum(c.operand_bytes for c in found[f"{name} 0"]) == exchange.moves.bytes_in_turn > 0
+            for name, transfer in step.transfers(state)[0].items():
+                assert sum(c.operand_bytes for c in found[f"{name} 0"]) == transfer.moves.bytes_in_turn > 0
             assert "fold 1" not in kinds and "unfold 1" not in kinds  # a replica of 3 stores as the core does
             assert "all-gather" not in kinds["update"] and ("gather" in kinds) == (roles == gtp.Roles())
             step(state, next(batches(14)))

@@ -14,7 +14,7 @@ from flax import nnx
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.nn import abstract_model
-from gtp_jax.train import _nonuniform_step, replica_dtypes_of
+from gtp_jax.nonuniform import _step, replica_dtypes_of
 
 SIZES = dict(vocab_size=96, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=48)
 PLAN = dict(dp=2, tp=2, failed=(3,), batch=3)
@@ -55,10 +55,10 @@ def as_stored(core, params, recipe, reduce_over_dp):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("roles", [gtp.Roles(), gtp.Roles(optimizer=())], ids=["divided", "whole"])
-def test_rounding_weights_ahead_of_the_exchange_changes_no_bit(roles, monkeypatch):
+def test_rounding_weights_ahead_of_the_transfer_changes_no_bit(roles, monkeypatch):
     found = []
     for wires in (replica_dtypes_of, as_stored):
-        monkeypatch.setattr(_nonuniform_step, "replica_dtypes_of", wires)
+        monkeypatch.setattr(_step, "replica_dtypes_of", wires)
         mesh, state, step = begin(factory(), roles)
         losses = []
         with jax.set_mesh(mesh):
@@ -68,7 +68,7 @@ def test_rounding_weights_ahead_of_the_exchange_changes_no_bit(roles, monkeypatc
         found.append((losses, [np.asarray(x).tobytes() for x in jax.tree.leaves(state.params)]))
     assert found[0] == found[1]
     # and what replicas compute with is what the masters round to
-    monkeypatch.setattr(_nonuniform_step, "replica_dtypes_of", replica_dtypes_of)
+    monkeypatch.setattr(_step, "replica_dtypes_of", replica_dtypes_of)
     mesh, state, step = begin(factory(), roles)
     with jax.set_mesh(mesh):
         for weights in step.weights(state):
@@ -77,13 +77,13 @@ def test_rounding_weights_ahead_of_the_exchange_changes_no_bit(roles, monkeypatc
 
 
 def test_weights_travel_in_the_dtype_in_which_they_are_multiplied_and_gradients_in_that_of_sums():
-    """Bytes of one exchange of weights and one of gradients, of which the kernels are all but norms."""
+    """Bytes of one transfer of weights and one of gradients, of which the kernels are all but norms."""
     whole = gtp.Roles(optimizer=())
 
     def in_turn(make, roles=None, **options):
         mesh, state, step = begin(make, roles, **options)
         with jax.set_mesh(mesh):
-            return {name: one.moves.bytes_in_turn for name, one in step.exchanges(state)[0].items()}
+            return {name: one.moves.bytes_in_turn for name, one in step.transfers(state)[0].items()}
 
     float32 = in_turn(functools.partial(build, LlamaConfig(**SIZES, dtype="float32")))
     assert float32["unfold"] - float32["fold"] < 1024  # norms, and the number of updates made

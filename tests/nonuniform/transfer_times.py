@@ -1,12 +1,12 @@
-"""Times what a step over replicas of unequal degree exchanges, on two GPUs.
+"""Times what a step over replicas of unequal degree transfers, on two GPUs.
 
-    python tests/nonuniform/exchange_times.py
-    python tests/nonuniform/exchange_times.py --preset tiny --seq 64 --layers 2 --step-layers 2     # on CPU
+    python tests/nonuniform/transfer_times.py
+    python tests/nonuniform/transfer_times.py --preset tiny --seq 64 --layers 2 --step-layers 2     # on CPU
 
 Unequal degrees need three devices. Of tp 2 and tp 1 two devices have either the replica of tp 2 and its core of one
 device, between which weights are unfolded and gradients folded; or the core of both replicas, over which weights are
-gathered and gradients summed. So each exchange of a step has its full size here. Then a step of two equal replicas
-through these programs is timed beside that of one mesh, of fewer layers, which take as long to compute as to exchange
+gathered and gradients summed. So each transfer of a step has its full size here. Then a step of two equal replicas
+through these programs is timed beside that of one mesh, of fewer layers, which take as long to compute as to transfer
 in the same proportion.
 """
 
@@ -34,8 +34,7 @@ from steps import random_batch, seconds_of_steps  # noqa: E402
 import gtp_jax as gtp  # noqa: E402
 from gtp_jax.models import Llama, next_token_loss, preset_of  # noqa: E402
 from gtp_jax.nn import abstract_model  # noqa: E402
-from gtp_jax.nonuniform import FaultPlan, plan_faults  # noqa: E402
-from gtp_jax.train import ReplicaDtypes, _nonuniform_step, replica_dtypes_of  # noqa: E402
+from gtp_jax.nonuniform import FaultPlan, ReplicaDtypes, _step, plan_faults, replica_dtypes_of  # noqa: E402
 
 WIDE, NARROW = "as stored, float32", "as on one mesh"
 
@@ -58,7 +57,7 @@ def as_stored(core: Any, params: Any, recipe: Any, reduce_over_dp: Any) -> Repli
 
 def gradients_as_weights(core: Any, params: Any, recipe: Any, reduce_over_dp: Any) -> ReplicaDtypes:
     """Gradients of weights that are multiplied in bfloat16 travel in it, as where replicas divide what is stored: the
-    plan of one replica, whose exchanges have the size of two replicas' here, has nobody to divide it with."""
+    plan of one replica, whose transfers have the size of two replicas' here, has nobody to divide it with."""
     found = replica_dtypes_of(core, params, recipe, reduce_over_dp)
     return found._replace(gradients=found.weights)
 
@@ -91,7 +90,7 @@ def prepare(config: Any, plan: FaultPlan, wires: str, optimizer: Any) -> tuple[g
     """Returns the replicas, a state and a step."""
     alone = len(plan.replicas) == 1 and config.grad_reduce == "bf16"
     narrow = gradients_as_weights if alone else replica_dtypes_of
-    _nonuniform_step.replica_dtypes_of = narrow if wires == NARROW else as_stored
+    _step.replica_dtypes_of = narrow if wires == NARROW else as_stored
     factory = lambda rngs: Llama(config, rngs=rngs)  # noqa: E731
     replicas = gtp.Replicas(factory, plan, jax.devices()[:2])
     with jax.set_mesh(replicas.core):
@@ -99,8 +98,8 @@ def prepare(config: Any, plan: FaultPlan, wires: str, optimizer: Any) -> tuple[g
     return replicas, state, gtp.train_step(next_token_loss, optimizer, view="local", replicas=replicas)
 
 
-def time_exchanges(config: Any, wires: str) -> None:
-    """Prints the milliseconds of each exchange of a step at tp 2 and tp 1."""
+def time_transfers(config: Any, wires: str) -> None:
+    """Prints the milliseconds of each transfer of a step at tp 2 and tp 1."""
     plan = plan_faults(dp=1, tp=2, batch=2, core_tp=1)
     replicas, state, step = prepare(config, plan, wires, optax.sgd(1e-3))
     with jax.set_mesh(replicas.core):
@@ -111,16 +110,16 @@ def time_exchanges(config: Any, wires: str) -> None:
             arrays = [x.astype(kind) for x, kind in zip(jax.tree.leaves(weights), kinds, strict=True)]
         gradients = [{shard.device: shard.data for shard in x.addressable_shards} for x in arrays]
         del weights, arrays
-        [exchanges] = step.exchanges(state)
+        [transfers] = step.transfers(state)
         for name, parts in (("unfold", stored), ("fold", gradients)):
-            exchange = exchanges[name]
-            took = milliseconds(lambda e=exchange, parts=parts: [list(one.values()) for one in e(parts)])
-            here = [number for number, _ in exchange._here]
-            buffers = [exchange._pack[number](exchange._own(parts, number)) for number in here]
-            joined = [exchange._global(one, [b[i] for b in buffers]) for i, one in enumerate(exchange.moves.rounds)]
-            with jax.set_mesh(exchange._mesh):
-                wire = milliseconds(lambda exchange=exchange, joined=joined: exchange._permute(joined))
-            size = exchange.moves.bytes_in_turn
+            transfer = transfers[name]
+            took = milliseconds(lambda e=transfer, parts=parts: [list(one.values()) for one in e(parts)])
+            here = [number for number, _ in transfer._here]
+            buffers = [transfer._pack[number](transfer._own(parts, number)) for number in here]
+            joined = [transfer._global(one, [b[i] for b in buffers]) for i, one in enumerate(transfer.moves.rounds)]
+            with jax.set_mesh(transfer._mesh):
+                wire = milliseconds(lambda transfer=transfer, joined=joined: transfer._permute(joined))
+            size = transfer.moves.bytes_in_turn
             rate = f"{size / wire / 1e6:.0f} GB/s"
             print(f"  {name:9}{size / 1e9:8.2f} GB{took:9.2f} ms, of which permutes {wire:.2f} ms, {rate}", flush=True)
             del buffers, joined
@@ -155,7 +154,7 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     flags.add_argument("--preset", default="reference")
     flags.add_argument("--seq", type=int, default=8192, help="tokens of a sequence (default: 8192)")
-    flags.add_argument("--layers", type=int, default=16, help="of the exchanges (default: 16)")
+    flags.add_argument("--layers", type=int, default=16, help="of the transfers (default: 16)")
     flags.add_argument("--step-layers", type=int, default=4, help="of the steps (default: 4)")
     flags.add_argument("--limit", type=float, default=1e9, help="begin nothing more after these seconds")
     options = flags.parse_args()
@@ -172,7 +171,7 @@ def main() -> None:
     for wires, grad_reduce in ((NARROW, "bf16"), (NARROW, "float32"), (WIDE, "float32")):
         if not late():
             print(f"{options.layers} layers, {wires}, grad_reduce {grad_reduce!r}", flush=True)
-            time_exchanges(config(options.layers, grad_reduce), wires)
+            time_transfers(config(options.layers, grad_reduce), wires)
     for wires, grad_reduce in (
         (None, "bf16"),
         (NARROW, "bf16"),

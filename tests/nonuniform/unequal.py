@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 
 import gtp_jax as gtp
+
+from ..gradients import keeps_gradient
 
 STEPS, SEQ = 5, 12
 VOCAB, FEATURES, HIDDEN = 37, 24, 19
@@ -73,14 +74,6 @@ def batches(rows, seq=SEQ, vocab=VOCAB):
         tokens = rng.integers(0, vocab, (rows, seq + 1)).astype(np.int32)
         weights = (rng.random((rows, seq)) > np.linspace(0, 0.8, rows)[:, None]).astype(np.float32)
         yield {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
-
-
-def keeps_gradient(optimizer):
-    """The optimizer, and ahead of it one that keeps the gradient it is given."""
-    keep = optax.GradientTransformation(
-        lambda params: jax.tree.map(jnp.zeros_like, params), lambda grads, state, params: (grads, grads)
-    )
-    return optax.chain(keep, optimizer)
 
 
 OPTIMIZER = keeps_gradient(optax.adamw(1e-2))

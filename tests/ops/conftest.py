@@ -5,7 +5,8 @@ import pytest
 
 from gtp_jax import native
 
-TARGETS = ("gtp_multi_amax", "gtp_hadamard_amax", "gtp_quantize", "gtp_dequantize", "gtp_pack", "gtp_unpack")
+OPERATIONS = ("multi_amax", "hadamard_amax", "quantize", "dequantize", "pack", "pack_apart", "unpack")
+TARGETS = tuple(f"gtp_{operation}" for operation in OPERATIONS)
 
 
 def missing_kernels() -> str | None:

@@ -5,13 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def seen(b, i, keys, *, causal=False, window=None, mask=None, segment_ids=None):
+def seen(b, i, keys, *, causal=False, window=None, mask=None, segment_ids=None, query_position=0):
     """The keys that query i of an example may attend to."""
+    at = i + (query_position[b] if np.ndim(query_position) else query_position)
     for j in range(keys):
         of_queries, of_keys = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
-        if causal and j > i:
+        if causal and j > at:
             continue
-        if window is not None and abs(i - j) >= window:
+        if window is not None and abs(at - j) >= window:
             continue
         if segment_ids is not None and of_queries[b, i] != of_keys[b, j]:
             continue

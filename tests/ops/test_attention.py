@@ -42,6 +42,17 @@ CASES = {
     "another sequence": dict(keys=5),
     "another sequence, mask": dict(keys=5, mask=some_mask(BATCH, LENGTH, 5)),
     "another sequence, segments": dict(keys=5, segment_ids=(SEGMENTS, OTHER)),
+    "cached keys": dict(keys=11, causal=True, query_position=4),
+    "cached keys, places by example": dict(keys=11, causal=True, query_position=jnp.asarray([0, 3])),
+    "cached keys, window and sinks": dict(
+        keys=11, causal=True, window=3, sinks=jnp.ones(HEADS), query_position=jnp.asarray([4, 1])
+    ),
+    "cached keys, window to both sides, mask": dict(
+        keys=11, window=2, mask=some_mask(BATCH, LENGTH, 11), query_position=2
+    ),
+    "cached keys, segments": dict(
+        keys=11, causal=True, query_position=4, segment_ids=(SEGMENTS, jnp.concatenate([SEGMENTS[:, :4], SEGMENTS], 1))
+    ),
 }
 
 
@@ -67,6 +78,30 @@ def test_output_and_gradients_are_those_of_one_query_at_a_time(name, kv_heads, x
     assert results[0][0].dtype == np.float64
     for found, wanted in zip(jax.tree.leaves(results[0]), jax.tree.leaves(results[1]), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12 * max(1.0, np.abs(wanted).max()))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_query_has_the_output_that_it_has_in_the_whole_sequence(window, x64):
+    rng = np.random.default_rng(3)
+    q, k = (jnp.asarray(rng.normal(size=(BATCH, LENGTH, heads, WIDTH))) for heads in (4, 2))
+    whole = attention(q, k, k, causal=True, window=window)
+    some = jnp.concatenate([k, jnp.full((BATCH, 2, 2, WIDTH), 1e3)], 1)  # keys of a cache that is not full yet
+    for at in range(LENGTH):
+        one = q[:, at : at + 1]
+        call = lambda place, one=one: attention(one, some, some, causal=True, window=window, query_position=place)  # noqa: E731
+        alone = jax.jit(call)(jnp.full(BATCH, at))
+        np.testing.assert_allclose(alone[:, 0], whole[:, at], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_where_nothing_is_cached_a_place_changes_no_bit(dtype):
+    rng = np.random.default_rng(4)
+    q, k, v = (jnp.asarray(rng.normal(size=(BATCH, 9, heads, 16)), dtype) for heads in (4, 2, 2))
+    call = lambda q, k, v, at: attention(q, k, v, causal=True, window=5, query_position=at)  # noqa: E731
+    plain = jax.jit(lambda *qkv: call(*qkv, None))(q, k, v)
+    for at in (0, jnp.zeros(BATCH, jnp.int32)):  # one is known in the program, the other is not
+        placed = jax.jit(call, static_argnums=3 if isinstance(at, int) else ())(q, k, v, at)
+        np.testing.assert_array_equal(plain.astype(float), placed.astype(float))
 
 
 def test_half_precision_is_near_to_what_jax_computes():
@@ -95,7 +130,15 @@ MASK = jnp.ones((6, 6), bool)
 REFUSED = {
     "heads": (lambda: attention(ZEROS, ZEROS[:, :, :3], ZEROS[:, :, :3]), "their number of heads divides that of `q`"),
     "rank": (lambda: attention(ZEROS[0], ZEROS, ZEROS), r"`q` \(6, 4, 8\) and .* must be \(batch, sequence, heads"),
-    "causal": (lambda: attention(ZEROS, ZEROS[:, :5], ZEROS[:, :5], causal=True), "6 queries have 5 keys"),
+    "causal": (lambda: attention(ZEROS, ZEROS[:, :5], ZEROS[:, :5], causal=True), "6 queries have 5 keys. Pass the"),
+    "place": (
+        lambda: attention(ZEROS[:, :2], ZEROS, ZEROS, causal=True, query_position=5),
+        "`query_position` is 5; 2 queries among 6 keys begin at a place from 0 to 4",
+    ),
+    "places": (
+        lambda: attention(ZEROS[:, :2], ZEROS, ZEROS, query_position=jnp.zeros(3, int)),
+        r"`query_position` has the shape \(3,\); it must be a scalar, or \(2,\)",
+    ),
     "window": (lambda: attention(ZEROS, ZEROS, ZEROS, window=0), "`window` is 0; it must be a number of keys, at leas"),
     "cap": (lambda: attention(ZEROS, ZEROS, ZEROS, soft_cap=0.0), "`soft_cap` is 0.0; it must be a number above 0"),
     "rate": (lambda: attention(ZEROS, ZEROS, ZEROS, dropout_rate=1.0), "`dropout_rate` is 1.0; it must be at least 0"),
@@ -124,6 +167,12 @@ def test_bad_argument_is_named(name):
     call, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.bad_input
+def test_a_place_that_is_no_integer_is_named():
+    with pytest.raises(TypeError, match="`query_position` is 1.0; it must be an integer"):
+        attention(ZEROS, ZEROS, ZEROS, query_position=1.0)
 
 
 def test_what_cudnn_does_not_compute_is_said():

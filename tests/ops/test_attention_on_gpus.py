@@ -32,6 +32,7 @@ CASES = {
     "scale": dict(causal=True, scale=0.2),
     "another sequence": dict(keys=MEMORY),
     "another sequence, segments": dict(keys=MEMORY, segment_ids=(SEGMENTS, OF_MEMORY)),
+    "cached keys": dict(keys=2 * LENGTH, causal=True, query_position=jnp.asarray([LENGTH, 7])),
 }
 
 

@@ -15,7 +15,7 @@ from gtp_jax.mesh import platform
 from gtp_jax.ops import SlottedWeight, grouped_fp8, multi_amax, power_of_two_amax, sum_of_places, window_of
 from gtp_jax.ops._quantize_fused import amax_fused, quantize_fused
 
-from ..plan.programs import array, h200_mesh, needs_target
+from ..hlo.programs import array, h200_mesh, needs_target
 from .test_grouped_quantized import SIZES, expected, operands_of_a_layer
 
 FORMATS = {"e5m2": FP8_E5M2, "e4m3": FP8_E4M3}

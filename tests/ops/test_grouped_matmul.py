@@ -11,7 +11,7 @@ from gtp_jax.ops import _grouped_native as on_gpus
 from gtp_jax.ops import _grouped_triton as triton
 from gtp_jax.ops import grouped_matmul
 
-from ..plan.programs import array, grouped_kernels, h200_mesh, needs_target
+from ..hlo.programs import array, grouped_kernels, h200_mesh, needs_target
 
 BLOCK = triton.Block(rows=16, columns=32, depth=16, warps=4, stages=2)
 ON_CPU = {

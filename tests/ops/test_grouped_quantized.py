@@ -10,7 +10,7 @@ import gtp_jax as gtp
 from gtp_jax.formats import Operands
 from gtp_jax.ops import grouped_quantized
 
-from ..plan.programs import array, grouped_kernels, h200_mesh, needs_target
+from ..hlo.programs import array, grouped_kernels, h200_mesh, needs_target
 from . import oracle
 from .test_linear_blocks import rounded
 

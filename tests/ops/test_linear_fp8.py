@@ -16,7 +16,7 @@ from gtp_jax.formats import FP8_E4M3, FP8_E5M2, QuantizedArray
 from gtp_jax.ops import SlottedWeight, linear_fp8, power_of_two_amax
 from gtp_jax.train import compile_options
 
-from ..plan.programs import array, h200_mesh, needs_target
+from ..hlo.programs import array, h200_mesh, needs_target
 from . import oracle
 
 both_gradients = pytest.mark.parametrize("gradients", [FP8_E5M2, FP8_E4M3], ids=str)
@@ -84,7 +84,7 @@ def test_on_h200_all_three_products_are_fp8_matmuls_and_only_a_weights_codes_are
     x, g = (array(mesh, shape, P()) for shape in ((2048, 1024), (2048, 4096)))
     shapes = [x, array(mesh, (4096, 1024), P(), jnp.uint8), g]
     with jax.set_mesh(mesh):
-        options = {**gtp.plan.COMPILE_OPTIONS, **compile_options("gpu", fp8=True)}
+        options = {**gtp.hlo.COMPILE_OPTIONS, **compile_options("gpu", fp8=True)}
         text = jax.jit(mapped, compiler_options=options).lower(*shapes).compile().as_text()
     assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 3
     assert text.count('custom_call_target="gtp_quantize"') == 3  # the input each way, the gradient both ways at once

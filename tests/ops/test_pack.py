@@ -10,6 +10,7 @@ from selection import others_slow
 
 import gtp_jax as gtp
 from gtp_jax.formats import FORMATS, FP8_E4M3, FP8_E5M2, MXFP8, MXFP8_E5M2, NVFP4, NVFP4_1D, PackPlan, Piece
+from gtp_jax.ops import pack_apart
 
 from . import oracle
 from .bits import assert_same_bits, device
@@ -134,6 +135,9 @@ def test_a_stack_of_layers_packs_as_its_layers_do(format, implementation):
     for index, layer in enumerate(layers):
         alone = gtp.pack(layer, format, amaxes[index], plan, implementation=implementation)
         assert_same_bits(together[index], alone, f"layer {index}")
+    apart = pack_apart(stacked, format, amaxes, plan, implementation=implementation)
+    assert [buffer.shape for buffer in apart] == [(1, plan.bytes(format))] * 2
+    assert_same_bits(jnp.concatenate(apart), together, "buffers of their own")
 
 
 @pytest.mark.parametrize("lead", [(), (2,)], ids=["a layer", "a stack of layers"])
@@ -155,6 +159,9 @@ def test_pieces_that_share_an_array_pack_as_arrays_of_their_own_do(format, lead,
     amax = jnp.stack([jnp.max(jnp.abs(x), axis=(-2, -1)) for x in pieces], axis=-1)
     found = gtp.pack(arrays, format, amax, plan, implementation=implementation)
     assert_same_bits(found, gtp.pack(pieces, format, amax, alone, implementation=implementation))
+    if lead:
+        apart = pack_apart(arrays, format, amax, plan, implementation=implementation)
+        assert_same_bits(jnp.concatenate(apart), found, "buffers of their own")
 
 
 def test_a_nan_spoils_its_block_of_its_weight(implementation):

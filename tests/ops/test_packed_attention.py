@@ -14,11 +14,11 @@ import pytest
 from selection import every
 
 import gtp_jax as gtp
-from gtp_jax import plan
+from gtp_jax import hlo
 from gtp_jax.chain._policy import with_remat
 from gtp_jax.ops import _cudnn_calls, _packed, attention, packed_lacks
 
-from ..plan.programs import array, needs_target
+from ..hlo.programs import array, needs_target
 from . import cudnn_by_hand
 
 P = jax.sharding.PartitionSpec
@@ -301,7 +301,7 @@ def test_cpus_pack_nothing():
 
 @needs_target
 def test_what_packing_lacks_is_said():
-    mesh = gtp.make_mesh(gtp=4, tp=2, devices=plan.topology_devices(plan.parse_target("h200:8")))
+    mesh = gtp.make_mesh(gtp=4, tp=2, devices=hlo.topology_devices(hlo.parse_target("h200:8")))
     said = {}
 
     def ask(name, **options):
@@ -340,7 +340,7 @@ def test_what_packing_lacks_is_said():
 @needs_target
 def test_program_for_h200s_has_every_way_and_no_more():
     """Compiled, so that XLA takes the calls; one conditional forward and one backward."""
-    mesh = gtp.make_mesh(gtp=2, devices=plan.topology_devices(plan.parse_target("h200:2")))
+    mesh = gtp.make_mesh(gtp=2, devices=hlo.topology_devices(hlo.parse_target("h200:2")))
     shapes = [array(mesh, (4, 2048, heads, 64), P("gtp")) for heads in (8, 2, 2, 8)]
     ids = array(mesh, (4, 2048), P("gtp"), jnp.int32)
 
@@ -349,7 +349,7 @@ def test_program_for_h200s_has_every_way_and_no_more():
 
     with jax.set_mesh(mesh):
         mapped = jax.shard_map(local, in_specs=(P("gtp"),) * 5, out_specs=(P("gtp"),) * 4, check_vma=False)
-        compiled = jax.jit(mapped).lower(ids, *shapes).compile(compiler_options=dict(plan.COMPILE_OPTIONS))
+        compiled = jax.jit(mapped).lower(ids, *shapes).compile(compiler_options=dict(hlo.COMPILE_OPTIONS))
     text = compiled.as_text()
     assert len(re.findall(r"\bconditional\(", text)) == 2
     assert sorted(re.findall(r'"max_seg_per_batch": ?(\d+)', text), key=int) == ["1"] * 4 + ["4"] * 12

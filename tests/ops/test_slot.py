@@ -22,7 +22,7 @@ from gtp_jax.ops import (
 )
 from gtp_jax.train import compile_options
 
-from ..plan.programs import array, h200_mesh, needs_target
+from ..hlo.programs import array, h200_mesh, needs_target
 
 KEY = jnp.array([1, 2], jnp.uint32)
 SIZES = jnp.array([40, 0, 24, 64], jnp.int32)
@@ -106,7 +106,7 @@ def test_on_h200_a_product_writes_the_slots_float32_itself(name):
     mesh = h200_mesh(1)
     shapes = [array(mesh, shape, jax.sharding.PartitionSpec()) for shape in ((2048, 1024), (4096, 1024), (2048, 4096))]
     with jax.set_mesh(mesh):
-        options = {**gtp.plan.COMPILE_OPTIONS, **compile_options("gpu", fp8=True)}
+        options = {**gtp.hlo.COMPILE_OPTIONS, **compile_options("gpu", fp8=True)}
         text = jax.jit(step, compiler_options=options).lower(*shapes).compile().as_text()
     calls = [line for line in text.splitlines() if "custom-call(" in line and "__cublas$" in line]
     assert len(calls) == 2 and all(("$f8" in line) == (name == "linear_fp8") for line in calls)

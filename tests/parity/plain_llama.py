@@ -1,5 +1,7 @@
 """The oracle: a Llama out of stock Flax NNX modules, unsharded, that shares no code with gtp_jax."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,7 +76,8 @@ class Oracle:
 
     def __init__(self, config):
         self.config = config
-        self.graph, self.state = nnx.split(PlainLlama(config, nnx.Rngs(0)))
+        # of shapes alone: `loss` puts every value in
+        self.graph, self.state = nnx.split(nnx.eval_shape(lambda: PlainLlama(config, nnx.Rngs(0))))
 
     def loss(self, params, batch):
         c, state = self.config, self.state
@@ -103,17 +106,28 @@ class Oracle:
         return total / jnp.sum(batch["weights"])
 
     def train(self, params, batches, optimizer, max_grad_norm):
-        """The first batch's gradient, every step's loss, and the parameters at the end."""
-        chained = optax.chain(optax.clip_by_global_norm(max_grad_norm), optimizer)
-        state, losses, first = chained.init(params), [], None
-        step = jax.jit(jax.value_and_grad(self.loss))
+        """The first batch's gradient as clipped and its norm, every step's loss, and the parameters at the end."""
+        clip = optax.clip_by_global_norm(max_grad_norm)
+
+        @jax.jit
+        def step(params, state, batch):
+            loss, gradient = jax.value_and_grad(self.loss)(params, batch)
+            clipped, _ = clip.update(gradient, clip.init(params))
+            updates, state = optimizer.update(clipped, state, params)
+            return optax.apply_updates(params, updates), state, loss, (clipped, optax.tree.norm(gradient))
+
+        state, losses, first = jax.jit(optimizer.init)(params), [], None
         for batch in batches:
-            loss, gradient = step(params, batch)
+            params, state, loss, gradient = step(params, state, batch)
             first = gradient if first is None else first
-            updates, state = chained.update(gradient, state, params)
-            params = optax.apply_updates(params, updates)
             losses.append(float(loss))
         return first, losses, params
+
+
+@functools.cache
+def loss_and_gradient(config):
+    """`Oracle(config).loss` and its gradient, compiled; one function for all who ask for the same model."""
+    return jax.jit(jax.value_and_grad(Oracle(config).loss))
 
 
 def _set(state, path, value):

@@ -36,6 +36,7 @@ from flax import nnx
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 
+from ..gradients import keeps_gradient
 from .plain_llama import Oracle
 
 # Nothing divides evenly: features of 56, a hidden size of 120, 1000 tokens.
@@ -96,22 +97,23 @@ def train(
     rate: float = 1e-2,
     view="local",
 ):
-    """Initial parameters, first gradient, losses and final parameters, all logical; without a mesh if no degrees."""
+    """Initial parameters, first gradient, losses and final parameters, all logical; without a mesh if no degrees.
+
+    The gradient is what the first step gives its optimizer, clipped, and its norm from before.
+    """
     count = int(np.prod(list(degrees.values()))) if degrees else 0
     mesh = gtp.make_mesh(**degrees, devices=jax.devices()[:count]) if degrees else None
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
-        optimizer = optax.adamw(rate)
+        optimizer = keeps_gradient(optax.adamw(rate))
         model = gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(3))
         state = gtp.TrainState.create(model, optimizer)
         host = lambda tree: jax.tree.map(np.asarray, tree)  # noqa: E731
         start = host(state.params)
-        options = dict(microbatches=microbatches, view=view)
-        _, gradient = jax.jit(lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, **options))(state, data[0])
-        gradient = host(gradient)
-        step = gtp.train_step(next_token_loss, optimizer, max_grad_norm=0.5, **options)
-        losses = []
+        step = gtp.train_step(next_token_loss, optimizer, max_grad_norm=0.5, microbatches=microbatches, view=view)
+        losses, gradient = [], None
         for batch in data:
             state, metrics = step(state, batch)
+            gradient = gradient or host((state.opt_state[0], metrics["grad_norm"]))
             losses.append(float(metrics["loss"]))
         return start, gradient, losses, host(state.params)
 

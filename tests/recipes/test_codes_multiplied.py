@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -190,3 +191,55 @@ def test_no_weight_is_dequantized_in_a_pass(recipe, unpacks):
     )
     text = lowered_step(config, gtp.make_mesh(gtp=4, dp=2), batch=8, seq=16, recipe=recipe).as_text()
     assert ("gtp_unpack" in text) == unpacks and "gtp_pack" in text
+
+
+@pytest.mark.skipif(not native.has("gtp_pack_apart", "cpu"), reason=native.describe())
+@pytest.mark.parametrize("unroll, cut", [("full", False), (1, True)], ids=["written out", "in a loop"])
+@pytest.mark.parametrize("recipe", [RECIPE, gtp.NVFP4()], ids=["fp8 matmuls", "nvfp4 wire"])
+def test_no_pass_cuts_a_layer_s_codes_out_of_a_stack_that_is_written_out(recipe, unroll, cut):
+    """Such a piece would be a copy of every code in each pass."""
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        intermediate_size=128,
+        unroll=unroll,
+    )
+    text = lowered_step(
+        config, gtp.make_mesh(gtp=2, devices=jax.devices()[:2]), batch=8, seq=16, recipe=recipe
+    ).as_text()
+    pieces = [line for line in text.splitlines() if "dynamic_slice" in line and re.search(r"tensor<4x\d+xui8>", line)]
+    assert bool(pieces) == cut
+    assert ("gtp_pack_apart" in text) == (not cut)
+
+
+@pytest.mark.parametrize("view", ["local", "global"])
+def test_a_loop_over_a_stack_whose_codes_lie_apart_joins_them_before_its_iterations(view):
+    class Layers(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = gtp.Stack(lambda rngs: gtp.Dense(64, 64, rngs=rngs), 6, rngs=rngs)  # written out
+
+        def __call__(self, x):
+            return gtp.run_chain(x, self.layers, schedule=gtp.Schedule(unroll=1))
+
+    def loss(model, x):
+        return (model(x).astype(jnp.float32) ** 2).sum(), jnp.float32(x.shape[0])
+
+    def joins(jaxpr, within):
+        """Whether each concatenation of all layers' codes is in a loop."""
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "concatenate" and [v.aval.shape[0] for v in eqn.invars] == [1] * 6:
+                yield within
+            for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from joins(inner, within or eqn.primitive.name == "scan")
+
+    with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
+        state = gtp.TrainState.create(gtp.init(Layers, nnx.Rngs(0)), optax.sgd(0.1))
+        step = gtp.train_step(loss, optax.sgd(0.1), recipe=gtp.NVFP4(), view=view)
+        found = list(joins(jax.make_jaxpr(step)(state, jnp.zeros((8, 16, 64), jnp.bfloat16)).jaxpr, False))
+    assert found == [False]

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import gtp_jax as gtp
-from gtp_jax import plan
+from gtp_jax import hlo
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.nn import abstract_model
 
@@ -169,7 +169,7 @@ def test_codes_travel_as_they_are_and_no_gradient_of_the_base_is_summed(view, x6
         squares = lambda model, batch: (jnp.sum(model(batch) ** 2), jnp.int32(BATCH))  # noqa: E731
         x = jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), jnp.float64)
         text = gtp.train_step(squares, optax.sgd(0.1), view=view).lower(state, x).compile().as_text()
-    found = plan.collectives(text)
+    found = hlo.collectives(text)
     gathers = [c for c in found if c.kind == "all-gather"]
     assert {c.dtype for c in gathers} == {"u8"}
     # forward, and again in backward: not the projection, which keeps them, nor the first layer, whose input has no

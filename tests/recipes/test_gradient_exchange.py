@@ -12,13 +12,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gtp_jax as gtp
-from gtp_jax import plan
-from gtp_jax.collectives import as_shards, exchange_gradients, reduce_gradient
+from gtp_jax import hlo
 from gtp_jax.layout import layouts_of_kernels
 from gtp_jax.mesh import AXES
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.nn import abstract_model
 from gtp_jax.recipes import GRAD_WIRES
+from gtp_jax.weights import as_shards, exchange_gradients, reduce_gradient
 
 from ..chain.programs import lowered_step
 from .test_moe_recipes import SIZES as MOE_SIZES
@@ -207,7 +207,7 @@ def test_a_layer_is_one_exchange_of_bytes_and_no_reduce_scatter(grad_wire, exper
         microbatches=parts,
         recipe=gtp.BF16(grad_wire=grad_wire),
     )
-    over_gtp = [c for c in plan.collectives(step.compile().as_text()) if c.axes == ("gtp",)]
+    over_gtp = [c for c in hlo.collectives(step.compile().as_text()) if c.axes == ("gtp",)]
     # on one tp rank, (query, key and value), out, (gate and up), down: what is fused is one matrix
     kernels = [(512 // tp, 128), (128, 256 // tp)]
     kernels += [(2 * config.intermediate_size // tp, 128)] * max(1, experts) + [

@@ -1,6 +1,7 @@
 """With operands in block formats a model is the same on every mesh, in any number of microbatches, and trains."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -9,11 +10,11 @@ import pytest
 from flax import nnx
 
 import gtp_jax as gtp
-from gtp_jax import plan
+from gtp_jax import hlo
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 
 from ..chain.programs import lowered_step
-from ..parity.plain_llama import Oracle
+from ..parity.plain_llama import loss_and_gradient
 from .oracles import dequantized
 from .test_recipe_parity import ALIGNED, assert_close, batch_of, host, neighbours_together, scope, start
 
@@ -38,10 +39,20 @@ RECIPES = {
 SHORT = dataclasses.replace(CONFIG, num_layers=1)
 
 
-def gradients(config, degrees, recipe, parts=1, step=0, seq=32):
-    batch = batch_of(config, 8, seq)
+@functools.cache  # for all recipes and numbers of microbatches, which change neither
+def start_of(**degrees):
+    return start(CONFIG, optax.sgd(1.0))
+
+
+@functools.cache
+def on_one_device(name):
+    return gradients(dict(gtp=1), RECIPES[name])
+
+
+def gradients(degrees, recipe, parts=1):
+    batch = batch_of(CONFIG, 8, 32)
     with scope(degrees):
-        state = dataclasses.replace(start(config, optax.sgd(1.0)), step=np.int32(step))
+        state = start_of(**degrees)
         run = jax.jit(lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, microbatches=parts, recipe=recipe))
         loss, found = run(state, neighbours_together(batch, degrees, parts))
         return float(loss), host(found)
@@ -91,12 +102,11 @@ def test_no_block_of_a_gradient_has_two_kernels_in_it_on_any_mesh(x64):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("degrees, parts", [(dict(gtp=4), 1), (dict(gtp=2, tp=2), 2), (dict(gtp=1), 4)])
+@pytest.mark.parametrize("name", RECIPES)
 def test_loss_and_gradients_are_those_of_one_device_to_the_rounding_of_float64(name, degrees, parts, x64):
-    recipe = RECIPES[name]
-    loss, wanted = gradients(CONFIG, dict(gtp=1), recipe)
-    there, found = gradients(CONFIG, degrees, recipe, parts)
+    loss, wanted = on_one_device(name)
+    there, found = gradients(degrees, RECIPES[name], parts)
     assert abs(there - loss) <= 1e-12 * loss
     # products of float32 values leave float64's rounding, which a code could in principle amplify
     assert_close(found, wanted, 1e-11)
@@ -108,7 +118,8 @@ def test_the_rounding_of_gradients_follows_from_the_step_and_the_microbatch_alon
     batch = batch_of(config, 8, 16)
     with scope(dict(gtp=2)):
         run = jax.jit(lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, microbatches=2, recipe=recipe))
-        at = lambda n: dataclasses.replace(start(config, optax.sgd(1.0)), step=jax.numpy.int32(n))  # noqa: E731
+        state = start(config, optax.sgd(1.0))
+        at = lambda n: dataclasses.replace(state, step=jax.numpy.int32(n))  # noqa: E731
         once, again, later = (host(run(at(n), batch)) for n in (3, 3, 4))
     jax.tree.map(np.testing.assert_array_equal, once, again)
     assert once[0] == later[0]  # the forward pass rounds to nearest
@@ -194,7 +205,7 @@ def test_first_and_last_layers_stay_as_they_are(unroll, x64):
     layers = jax.tree.map(
         lambda a, b: np.concatenate([a[:1], b[1:3], a[3:]]), params["blocks"]["layers"], rounded["blocks"]["layers"]
     )
-    wanted = jax.jit(jax.value_and_grad(Oracle(config).loss))({**rounded, "blocks": {"layers": layers}}, batch)
+    wanted = loss_and_gradient(config)({**rounded, "blocks": {"layers": layers}}, batch)
     assert abs(float(loss) - float(wanted[0])) <= 1e-12 * float(loss)
     assert_close(found, host(wanted[1]), 1e-12)
 
@@ -209,7 +220,7 @@ def test_quantized_operands_move_nothing_more_over_the_mesh(monkeypatch):
     moved = []
     for recipe in (gtp.NVFP4(), gtp.NVFP4(matmuls=True)):
         text = lowered_step(config, gtp.make_mesh(gtp=4, tp=2), batch=8, seq=16, recipe=recipe).compile().as_text()
-        found = plan.collectives(text)
+        found = hlo.collectives(text)
         moved.append(sorted((c.kind, c.axes, c.dtype, c.operand_bytes, c.times) for c in found))
     assert moved[0] == moved[1]
 

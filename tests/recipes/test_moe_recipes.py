@@ -1,6 +1,7 @@
 """A Llama with experts and a recipe: what moves, and gradients at quantized weights and of rounded operands."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -8,7 +9,7 @@ import optax
 import pytest
 
 import gtp_jax as gtp
-from gtp_jax import plan
+from gtp_jax import hlo
 from gtp_jax.models import LlamaConfig, next_token_loss
 
 from ..chain.programs import lowered_step
@@ -40,7 +41,7 @@ def test_all_experts_of_a_layer_are_one_gather_a_pass_and_one_scatter(recipe, pa
     config = LlamaConfig(**SIZES, expert_parallel=parallel)
     mesh = gtp.make_mesh(gtp=degree, tp=tp)
     step = lowered_step(config, mesh, batch=4 * parts, seq=16, microbatches=parts, recipe=recipe)
-    found = plan.collectives(step.compile().as_text())
+    found = hlo.collectives(step.compile().as_text())
     over_gtp = [c for c in found if c.axes == ("gtp",)]
     times = {
         (kind, direction): sum(c.times for c in over_gtp if (c.kind, c.direction) == (kind, direction))
@@ -114,6 +115,11 @@ OPERANDS = {
 ROUNDED = dataclasses.replace(MOE, hidden_size=64, head_dim=32, intermediate_size=64, num_layers=1)
 
 
+@functools.cache
+def on_one_device(config, name):
+    return gradients(config, dict(gtp=1), OPERANDS[name], 4)
+
+
 def gradients(config, degrees, recipe, parts):
     batch = batch_of(config, 8, 16)
     with scope(degrees):
@@ -146,9 +152,9 @@ SHARDED = {
 )
 def test_with_quantized_operands_a_mesh_has_the_gradients_of_one_device(name, mesh, x64):
     degrees, parts, changes = SHARDED[mesh]
-    config, recipe = dataclasses.replace(ROUNDED, **changes), OPERANDS[name]
-    loss, wanted = gradients(config, dict(gtp=1), recipe, 4)
-    there, found = gradients(config, degrees, recipe, parts)
+    config = dataclasses.replace(ROUNDED, **changes)
+    loss, wanted = on_one_device(config, name)
+    there, found = gradients(config, degrees, OPERANDS[name], parts)
     # Products leave float64's rounding, by which one code changes in the second of these cases, 3e-7 of a gradient. In
     # the first, each rank has an FP8 scale of its own for what its experts made, below which values underflow.
     rounded = {("FP8", "gtp 2 x tp 2, 8 experts divided"), ("NVFP4", "gtp 2 x tp 2, two microbatches")}

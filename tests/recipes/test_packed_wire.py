@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 from selection import diagonal
 
 import gtp_jax as gtp
-from gtp_jax import formats, native, plan
-from gtp_jax.collectives import Bundle, gather_packed, gather_weight, pack_all, plan_of
+from gtp_jax import formats, hlo, native
 from gtp_jax.layout import Layout, Split, layouts_of_kernels
+from gtp_jax.weights import Bundle, gather_packed, gather_weight, pack_all, plan_of
 
 from ..ops.bits import assert_same_bits
 
@@ -91,7 +91,7 @@ def test_several_kernels_and_layers_share_one_buffer_and_one_amax_vector():
         specs = [P(None, None, "gtp")] * 2
         mapped = jax.jit(jax.shard_map(local, in_specs=(specs,), out_specs=P(), check_vma=False))
         amax, fused = mapped([jnp.asarray(s) for s in stacks])
-        found = plan.collectives(mapped.lower([jnp.asarray(s) for s in stacks]).compile().as_text())
+        found = hlo.collectives(mapped.lower([jnp.asarray(s) for s in stacks]).compile().as_text())
     np.testing.assert_array_equal(amax, np.stack([np.abs(s).max((1, 2)) for s in stacks], -1))
     assert sorted(c.kind for c in found) == ["all-gather"] * layers + ["all-reduce"]
     for layer in range(layers):

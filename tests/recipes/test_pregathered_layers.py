@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import gtp_jax as gtp
-from gtp_jax import plan
+from gtp_jax import hlo
 from gtp_jax.models import LlamaConfig, next_token_loss
 
 from ..chain.programs import lowered_step
@@ -41,7 +41,7 @@ def lowered(recipe, pregathered_layers, parts, **changes):
 @pytest.mark.parametrize("pregathered_layers, parts, changes", [(2, 3, {}), ("all", 3, {}), (1, 1, dict(unroll=1))])
 def test_pregathered_layers_are_gathered_once_a_step_and_the_others_in_every_pass(pregathered_layers, parts, changes):
     recipe = gtp.NVFP4()
-    found = plan.collectives(lowered(recipe, pregathered_layers, parts, **changes).compile().as_text())
+    found = hlo.collectives(lowered(recipe, pregathered_layers, parts, **changes).compile().as_text())
     gathers = [c for c in found if c.axes == ("gtp",) and c.kind == "all-gather" and c.dtype == "u8"]
     layer, count = (
         buffer_bytes(recipe.wire, DEGREE, KERNELS),
@@ -79,7 +79,7 @@ def test_pregathered_layers_are_counted_from_the_first_that_travels_as_codes(gra
             )
             program = run.lower(state, {"x": x}).compile()
             found.append(host(program(state, {"x": x})))
-            every = [c for c in plan.collectives(program.as_text()) if c.kind == "all-gather"]
+            every = [c for c in hlo.collectives(program.as_text()) if c.kind == "all-gather"]
             gathers.append({kind: sum(c.times for c in every if c.dtype == kind) for kind in ("u8", "f32")})
     for a, b in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_array_equal(a, b)

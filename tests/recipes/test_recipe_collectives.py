@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from selection import diagonal, others_slow
 
 import gtp_jax as gtp
-from gtp_jax import plan
+from gtp_jax import hlo
 from gtp_jax.formats import codes_shape, scales_shape
 from gtp_jax.models import LlamaConfig
 from gtp_jax.nn import abstract_model
@@ -50,7 +50,7 @@ def test_each_layer_is_one_gather_of_bytes_a_pass_and_the_model_one_amax_a_step(
     config = LlamaConfig(**SIZES)
     mesh = gtp.make_mesh(gtp=degree, tp=tp, dp=2 // tp)
     step = lowered_step(config, mesh, batch=8 * parts, seq=16, microbatches=parts, recipe=recipe)
-    found = plan.collectives(step.compile().as_text())
+    found = hlo.collectives(step.compile().as_text())
     over_gtp = [c for c in found if c.axes == ("gtp",)]
     gathers = [c for c in over_gtp if c.kind == "all-gather"]
     # rows and columns on one tp rank: query, key, value, out, gate, up, down
@@ -93,7 +93,7 @@ def test_bytes_an_element_are_those_of_the_formats(recipe, numerator, denominato
             return (model(batch["x"]).astype(jnp.float32) ** 2).sum(), jnp.float32(1)
 
         lowered = gtp.train_step(loss, optax.sgd(1.0), recipe=recipe).lower(state, {"x": x})
-    gathers = [c for c in plan.collectives(lowered.compile().as_text()) if c.kind == "all-gather"]
+    gathers = [c for c in hlo.collectives(lowered.compile().as_text()) if c.kind == "all-gather"]
     assert {c.dtype for c in gathers} == {"u8"}
     # two layers, forward and backward, of which the last keeps its weights
     elements = 3 * 3 * 512 * 1024

@@ -9,9 +9,9 @@ from flax import linen, nnx
 
 import gtp_jax as gtp
 from gtp_jax import native
-from gtp_jax.cli import main
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.nn import abstract_model, quantize_weights
+from gtp_jax.runner.cli import main
 
 CONFIG = LlamaConfig(
     vocab_size=640, hidden_size=128, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=384
@@ -158,10 +158,10 @@ def test_a_pattern_has_the_same_modules_packed_as_explain_says(first, pattern):
         recipe = gtp.NVFP4(override={chosen: gtp.MXFP8()})
         packed = jax.eval_shape(lambda s, how=recipe: quantize_weights(nnx.merge(graph, s), how), state)
         found = {
-            ".".join(map(str, ("blocks", "layers", *member) if path[0] == "blocks" else path)): one.format.name
-            for path, bundles in packed.items()
-            for one in bundles
-            for member in one.members
+            ".".join(map(str, ("blocks", "layers", *member) if path[0] == "blocks" else path)): one.wire.format.name
+            for path, stretches in packed.items()
+            for one in stretches
+            for member in one.wire.members
         }
         said = {fact.module: fact.wire for fact in gtp.explain(model, recipe).facts if fact.wire != "bfloat16"}
         assert found == said and found[name] == "MXFP8"

@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 import gtp_jax as gtp
+from gtp_jax.hlo import collectives
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
-from gtp_jax.plan import collectives
 
 from .oracles import matrix
 

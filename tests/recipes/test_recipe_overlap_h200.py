@@ -3,12 +3,12 @@
 import pytest
 
 import gtp_jax as gtp
-from gtp_jax import native, plan
+from gtp_jax import hlo, native
 from gtp_jax.models import LlamaConfig
 from gtp_jax.train import compile_options
 
 from ..chain.programs import lowered_step
-from ..plan.programs import needs_target
+from ..hlo.programs import needs_target
 
 LAYERS = 3
 SIZES = dict(
@@ -26,11 +26,11 @@ SIZES = dict(
 @needs_target
 @pytest.mark.skipif(not native.has("gtp_unpack", "CUDA"), reason=native.describe())
 def test_a_layer_is_one_gather_of_bytes_under_the_layer_ahead_and_one_kernel():
-    mesh = gtp.make_mesh(gtp=8, devices=plan.topology_devices(plan.parse_target("h200:8")))
-    options = {**plan.COMPILE_OPTIONS, **compile_options("gpu", tp=1)}
+    mesh = gtp.make_mesh(gtp=8, devices=hlo.topology_devices(hlo.parse_target("h200:8")))
+    options = {**hlo.COMPILE_OPTIONS, **compile_options("gpu", tp=1)}
     step = lowered_step(LlamaConfig(**SIZES), mesh, batch=8, seq=8192, compiler_options=options, recipe=gtp.NVFP4())
     text = step.compile().as_text()
-    found = plan.schedule(text)
+    found = hlo.launch_order(text)
     gathers = [e for e in found.collectives("all-gather") if e.collective.axes == ("gtp",)]
     quantized = [e for e in gathers if "u8" in e.collective.dtype]  # XLA may join one with the head's
     assert [e.direction for e in quantized] == ["forward"] * LAYERS + ["backward"] * LAYERS
@@ -38,7 +38,7 @@ def test_a_layer_is_one_gather_of_bytes_under_the_layer_ahead_and_one_kernel():
     # the embedding's has nothing ahead of it, and no matmul for the first layer's to hide under
     assert {e.name for e in found.exposed("all-gather")} <= {e.name for e in gathers[:2]}
     assert all(e.collective.asynchronous for e in gathers[2:])
-    launches = [text.count(f'custom_call_target="gtp_{name}"') for name in ("multi_amax", "pack", "unpack")]
+    launches = [text.count(f'custom_call_target="gtp_{name}"') for name in ("multi_amax", "pack_apart", "unpack")]
     assert launches == [1, 1, 2 * LAYERS]
 
 
@@ -46,16 +46,16 @@ def test_a_layer_is_one_gather_of_bytes_under_the_layer_ahead_and_one_kernel():
 @needs_target
 @pytest.mark.skipif(not native.has("gtp_quantize", "CUDA"), reason=native.describe())
 def test_codes_that_fp8_matmuls_take_as_they_are_travel_in_one_launch_a_layer_too():
-    mesh = gtp.make_mesh(gtp=8, devices=plan.topology_devices(plan.parse_target("h200:8")))
-    options = {**plan.COMPILE_OPTIONS, **compile_options("gpu", tp=1, fp8=True)}
+    mesh = gtp.make_mesh(gtp=8, devices=hlo.topology_devices(hlo.parse_target("h200:8")))
+    options = {**hlo.COMPILE_OPTIONS, **compile_options("gpu", tp=1, fp8=True)}
     recipe = gtp.FP8(matmuls=True)
     step = lowered_step(LlamaConfig(**SIZES), mesh, batch=8, seq=8192, compiler_options=options, recipe=recipe)
     text = step.compile().as_text()
-    gathers = [e for e in plan.schedule(text).collectives("all-gather") if "u8" in e.collective.dtype]
+    gathers = [e for e in hlo.launch_order(text).collectives("all-gather") if "u8" in e.collective.dtype]
     assert [e.direction for e in gathers] == ["forward"] * LAYERS + ["backward"] * LAYERS
     assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 3 * 4 * LAYERS
     # of every matmul the input twice and the gradient once; no weight, but for its codes once a step
-    launches = [text.count(f'custom_call_target="gtp_{name}"') for name in ("quantize", "unpack", "pack")]
+    launches = [text.count(f'custom_call_target="gtp_{name}"') for name in ("quantize", "unpack", "pack_apart")]
     assert launches == [3 * 4 * LAYERS, 0, 4]
 
 
@@ -64,11 +64,11 @@ def test_codes_that_fp8_matmuls_take_as_they_are_travel_in_one_launch_a_layer_to
 @pytest.mark.skipif(not native.has("gtp_pack", "CUDA"), reason=native.describe())
 @pytest.mark.parametrize("grad_wire", ["bf16", "mxfp8"])
 def test_a_layers_gradient_is_exchanged_under_the_layer_before(grad_wire):
-    mesh = gtp.make_mesh(gtp=8, devices=plan.topology_devices(plan.parse_target("h200:8")))
-    options = {**plan.COMPILE_OPTIONS, **compile_options("gpu", tp=1)}
+    mesh = gtp.make_mesh(gtp=8, devices=hlo.topology_devices(hlo.parse_target("h200:8")))
+    options = {**hlo.COMPILE_OPTIONS, **compile_options("gpu", tp=1)}
     recipe = gtp.NVFP4(grad_wire=grad_wire)
     step = lowered_step(LlamaConfig(**SIZES), mesh, batch=8, seq=8192, compiler_options=options, recipe=recipe)
-    found = plan.schedule(step.compile().as_text())
+    found = hlo.launch_order(step.compile().as_text())
     exchanges = found.collectives("all-to-all")
     assert len(exchanges) == LAYERS and all(e.direction == "backward" for e in exchanges)
     # the first layer's has only the embedding's gradient to hide under

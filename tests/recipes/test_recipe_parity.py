@@ -47,7 +47,7 @@ from flax import nnx
 import gtp_jax as gtp
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 
-from ..parity.plain_llama import Oracle
+from ..parity.plain_llama import loss_and_gradient
 from .oracles import dequantized
 
 ALIGNED = LlamaConfig(
@@ -129,7 +129,7 @@ def check(config, degrees, microbatches, recipe, tolerance):
     assert not np.array_equal(
         quantized["blocks"]["layers"]["mlp"]["down"]["kernel"], params["blocks"]["layers"]["mlp"]["down"]["kernel"]
     )
-    wanted_loss, wanted = jax.jit(jax.value_and_grad(Oracle(config).loss))(quantized, batch)
+    wanted_loss, wanted = loss_and_gradient(config)(quantized, batch)
     assert abs(float(loss) - float(wanted_loss)) <= tolerance * abs(float(wanted_loss))
     assert_close(gradient, host(wanted), tolerance)
 
@@ -174,7 +174,7 @@ def test_steps_update_the_master_and_quantize_it_anew(x64):
             state, metrics = step(state, batch)
             losses.append(float(metrics["loss"]))
         end = host(state.params)
-    loss = jax.jit(jax.value_and_grad(Oracle(config).loss))
+    loss = loss_and_gradient(config)
     moments, wanted, codes = optimizer.init(params), [], []
     for _ in range(3):
         quantized = dequantized(params, recipe.wire, config.dtype)

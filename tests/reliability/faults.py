@@ -151,7 +151,7 @@ MEETING = [
     Fault("three processes on one of the two", "num.processes|3", other=("--num-processes=3",)),
     Fault("the same number twice", "process 0|process_id|number", other=("--process-id=0",), seconds=150),
     Fault("a number out of range", "--process-id is 2", other=("--process-id=2",), seconds=150),
-    Fault("a port that is taken", "port|taken|in use", first=taken, seconds=150),
+    Fault("a port that is taken", "port|taken|in use", flags=("--join-timeout=10",), first=taken, seconds=150),
     Fault("another port on one of the two", "coordinator", other=("--coordinator=127.0.0.1:9",), seconds=180),
     Fault("a file where the directory of the run should be", "is a file|not a directory|file", first=unwritable),
 ]

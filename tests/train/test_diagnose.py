@@ -87,3 +87,82 @@ def test_the_first_gradient_that_is_not_finite_is_named(key):
     assert (found.sample, found.layer, found.kind) == (2, "first", "gradient")
     sound = gtp.diagnose(loss, state, {"x": jnp.ones((4, 2, 8))})
     assert str(sound).startswith("each sample alone gives finite numbers from this state")
+
+
+class RuinedAtLast(nnx.Module):
+    """A model whose own code, after its last layer, is not finite where the input is large."""
+
+    def __init__(self, rngs):
+        self.first = gtp.Dense(8, 8, dtype=jnp.float32, rngs=rngs)
+
+    def __call__(self, x):
+        return self.first(x) * jnp.where(x > 10, jnp.inf, 1.0)
+
+
+def dense(rngs):
+    return gtp.Dense(8, 8, dtype=jnp.float32, rngs=rngs)
+
+
+def square(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+@pytest.mark.parametrize(
+    "factory, loss, large, layer, kind, said",
+    [
+        (dense, square, jnp.inf, "", "output", "the first output that is not finite is that of the model itself"),
+        (RuinedAtLast, square, 11.0, "", "output", "the first output that is not finite is that of the model itself"),
+        (
+            lambda rngs: gtp.Stack(dense, 3, rngs=rngs),
+            square,
+            jnp.inf,
+            "layers[0]",
+            "output",
+            "the first output that is not finite is that of layers[0]",
+        ),
+        (
+            dense,
+            lambda model, x: jnp.mean(jnp.sqrt(jnp.where(x > 10, 0.0, 1.0) * (model(x) ** 2))),
+            11.0,
+            "",
+            "gradient",
+            "the model's output is finite, and the gradient that reaches it is not: look at the loss function",
+        ),
+    ],
+    ids=["one layer", "own code", "one stack", "loss"],
+)
+def test_the_model_itself_is_among_what_is_named(factory, loss, large, layer, kind, said, key):
+    x = jax.random.normal(key, (4, 2, 8)).at[2].set(large)
+    with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
+        state = gtp.TrainState.create(gtp.init(factory, nnx.Rngs(0)), optax.sgd(1.0))
+        found = gtp.diagnose(loss, state, x)
+    assert (found.sample, found.layer, found.kind) == (2, layer, kind)
+    assert str(found).endswith(said)
+
+
+def test_a_loss_that_counts_on_the_number_of_rows_fails_with_a_note(key):
+    x, wanted = jax.random.normal(key, (4, 2, 8)), jnp.zeros((4, 2, 8))
+    with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
+        state = gtp.TrainState.create(gtp.init(dense, nnx.Rngs(0)), optax.sgd(1.0))
+        with pytest.raises(TypeError, match="broadcasting") as raised:
+            gtp.diagnose(lambda model, x: jnp.mean((model(x) - wanted) ** 2), state, x)
+    assert raised.value.__notes__[0].startswith("`diagnose` gives the loss 2 of the 4 rows of `batch` at a time.")
+
+
+class Masked(nnx.Module):
+    """A model whose logits are -inf where they are masked, as they may be, and whose layer has no gradient at 0."""
+
+    def __init__(self, rngs):
+        self.first = gtp.Dense(8, 8, dtype=jnp.float32, rngs=rngs)
+
+    def __call__(self, x):
+        y = self.first(x)
+        y = y + jnp.sqrt(jnp.where(x > 10, 0.0, 1.0) * (y - jax.lax.stop_gradient(y) + 1))
+        return jnp.where(jnp.arange(8) < 2, -jnp.inf, y)
+
+
+def test_logits_that_are_masked_with_infinity_are_not_blamed(key):
+    x = jax.random.normal(key, (4, 2, 8)).at[2].set(11.0)
+    state = gtp.TrainState.create(gtp.init(Masked, nnx.Rngs(0)), optax.sgd(1.0))
+    found = gtp.diagnose(lambda model, x: -jnp.mean(jax.nn.log_softmax(model(x))[..., 2:]), state, x)
+    assert (found.sample, found.layer, found.kind) == (2, "first", "gradient")

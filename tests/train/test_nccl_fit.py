@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gtp_jax import plan
-from gtp_jax.cli import _main
+from gtp_jax import hlo
+from gtp_jax.runner.cli import _main
 from gtp_jax.train import COLLECTIVE_KERNELS, Nccl, _nccl, compile_options
 
 OLD = Nccl("2.28.9", False)
@@ -50,7 +50,7 @@ def test_the_option_is_set_for_an_old_nccl_with_a_new_jaxlib_only(nccl, jaxlib, 
 
 def kernels_in(options):
     """Whether an all-reduce compiled for two H200s uses a kernel of XLA's."""
-    mesh = Mesh(np.array(plan.topology_devices(plan.parse_target("h200:2"))), ("x",))
+    mesh = Mesh(np.array(hlo.topology_devices(hlo.parse_target("h200:2"))), ("x",))
     shape = jax.ShapeDtypeStruct((4096,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("x")))
     total = jax.shard_map(
         lambda x: jax.lax.psum(x, "x"), mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec()
@@ -58,7 +58,7 @@ def kernels_in(options):
     return "KERNEL_STRATEGY_TRITON" in jax.jit(total, compiler_options=options).lower(shape).compile().as_text()
 
 
-@pytest.mark.skipif(bool(plan.missing_packages()), reason="needs gtp_jax[target]")
+@pytest.mark.skipif(bool(hlo.missing_packages()), reason="needs gtp_jax[target]")
 def test_the_option_takes_xlas_kernels_out_of_the_program(versions):
     versions(OLD, (0, 12))
     assert kernels_in({})

@@ -78,6 +78,33 @@ def test_a_batch_without_tokens_is_no_loss_and_moves_nothing(key):
         np.testing.assert_array_equal(a, b)
 
 
+def test_arguments_by_name_are_those_by_place(key):
+    state, batch = make_state(), make_batch(key)
+    step, evaluate = gtp.train_step(next_token_loss, optax.adamw(1e-2)), gtp.eval_step(next_token_loss)
+    assert float(evaluate(state=state, batch=batch)["loss"]) == float(evaluate(state, batch)["loss"])
+    assert step.eval_shape(batch=batch, state=state)[0].step.shape == ()
+    after, metrics = step(skip=True, batch=batch, state=state)
+    assert bool(metrics["skipped"]) and all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
+    with pytest.raises(TypeError, match="'skipp'"):
+        step(after, batch, skipp=True)
+
+
+def test_weight_decay_moves_weights_in_a_batch_without_tokens_unless_it_is_skipped(key):
+    with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
+        optimizer = optax.adamw(0.1, weight_decay=0.5)
+        batch = make_batch(key, weights=jnp.zeros((8, 8)))
+        step, state = gtp.train_step(next_token_loss, optimizer), make_state(optimizer=optimizer)
+        before = host(state.params)
+        state, metrics = step(state, batch, skip=True)
+        assert bool(metrics["skipped"])
+        for a, b in zip(host(state.params), before, strict=True):
+            np.testing.assert_array_equal(a, b)
+        state, metrics = step(state, batch)
+    assert float(metrics["loss"]) == float(metrics["grad_norm"]) == 0 and not bool(metrics["skipped"])
+    for a, b in zip(host(state.params), before, strict=True):
+        np.testing.assert_allclose(a, (1 - 0.1 * 0.5) * b, rtol=1e-5)
+
+
 def test_a_batch_of_nothing_is_refused(key):
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
         state = make_state(optimizer=optax.sgd(1.0))

@@ -4,7 +4,7 @@
 |---|---|---|
 | #6388 | a gather reads weights before data parallelism has published them | tests/train/test_zero.py, `test_losses_gradients_and_steps_are_those_of_stock_flax`: the loss of a step is that of weights updated in the step before, on other ranks of dp; `test_optimizers_agree_with_one_device` |
 | #6202, #6207, #6407 | a buffer is reused by a neighbour of the same shape | tests/chain/test_stack_is_a_loop.py, `test_a_stack_computes_what_a_loop_over_its_layers_does`: layers of one shape and of other values, for each schedule |
-| #6080 | gradients of experts are wrong for EP = 1, EP = TP, or experts sharded otherwise than the rest | tests/nn/test_grouped_dense.py, `test_gradients_are_those_of_a_matmul_an_expert`: experts on all ranks, divided over tp, and sharded over (dp, gtp) and (tp, gtp) |
+| #6080 | gradients of experts are wrong for EP = 1, EP = TP, or experts sharded otherwise than the rest | tests/experts/test_grouped_dense.py, `test_gradients_are_those_of_a_matmul_an_expert`: experts on all ranks, divided over tp, and sharded over (dp, gtp) and (tp, gtp) |
 | #6717 | the loss of an evaluation is not averaged over gtp | `test_evaluation_is_the_mean_over_all_tokens_of_all_ranks` below |
 | #6569 | one seed on all ranks, which drop the same places | tests/nn/test_attention_views.py, `test_ranks_with_other_examples_or_heads_drop_others`; tests/chain/test_stack_on_a_mesh.py, `test_batch_statistics_and_masks_on_a_mesh_are_those_without` |
 | #6740 | Muon orthogonalizes padding along with a weight | tests/train/test_zero.py, `test_optimizers_agree_with_one_device` (muon; sizes that shards do not divide); storage is logical, so that an optimizer never sees padding: `test_every_device_stores_its_part_of_masters_and_moments` |

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import gtp_jax as gtp
-from gtp_jax import plan
+from gtp_jax import hlo
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.models.llama import LlamaBlock
 
@@ -60,7 +60,7 @@ def computed(block, view, recipe, degrees, **options):
             )
         )
         compiled = run.lower(state, batch).compile()
-        found = [c for c in plan.collectives(compiled.as_text()) if c.axes == ("gtp",)]
+        found = [c for c in hlo.collectives(compiled.as_text()) if c.axes == ("gtp",)]
         gathers = sum(c.times for c in found if c.kind == "all-gather")
         return jax.tree.map(np.asarray, compiled(state, batch)), gathers
 
@@ -131,7 +131,7 @@ def test_check_uses_a_recipe_on_the_mesh_and_on_one_device():
     codes = []
 
     def loss(model, x):
-        codes.append([one.format.name for one in model.packed])
+        codes.append([one.wire.format.name for one in model.prepared])
         return jnp.mean(jax.grad(lambda x: jnp.sum(jnp.tanh(model(x))))(x) ** 2)
 
     x = np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32)

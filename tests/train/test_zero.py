@@ -15,11 +15,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gtp_jax as gtp
-from gtp_jax import plan
+from gtp_jax import hlo
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
 from gtp_jax.nn import abstract_model
 
+from ..gradients import keeps_gradient
 from ..parity.plain_llama import Oracle
 
 # 96 features and 1000 tokens were filled up with padding once, which the optimizer's arrays had to be rid of.
@@ -69,17 +70,15 @@ def begin(optimizer, config=CONFIG):
 
 
 def train(degrees, optimizer, roles=None, rows=32, **options):
-    """First gradient, losses, and parameters at the end."""
+    """First gradient, as the optimizer is given it, and its norm from before; losses, and parameters at the end."""
     with place(degrees, roles):
+        optimizer = keeps_gradient(optimizer)
         state = begin(optimizer)
-        data = list(batches(rows))
-        known = {k: v for k, v in options.items() if k != "max_grad_norm"}
-        _, gradient = jax.jit(lambda s, b: gtp.loss_and_gradients(next_token_loss, s, b, **known))(state, data[0])
-        gradient = host(gradient)
         step = gtp.train_step(next_token_loss, optimizer, **options)
-        losses = []
-        for batch in data:
+        losses, gradient = [], None
+        for batch in batches(rows):
             state, metrics = step(state, batch)
+            gradient = gradient or host((state.opt_state[0], metrics["grad_norm"]))
             losses.append(float(metrics["loss"]))
         return gradient, losses, host(state.params)
 
@@ -192,7 +191,7 @@ def compiled(degrees, roles, config, microbatches=1, when="each"):
         )
         lowered = step.lower(state, {"tokens": tokens, "targets": tokens})
     program = lowered.compile().as_text()
-    return state, [c for c in plan.collectives(program) if "dp" in c.axes], plan.collectives(program)
+    return state, [c for c in hlo.collectives(program) if "dp" in c.axes], hlo.collectives(program)
 
 
 SMALL = LlamaConfig(**SIZES)
@@ -267,7 +266,7 @@ def test_layers_that_arrive_in_parts_are_those_of_one_array(x64):
             state, metrics = program(state, {"x": x})
             found.append(host((metrics["loss"], state.params)))
     assert_close(found[1], found[0], 1e-11, "")
-    joined = [c for c in plan.collectives(program.as_text()) if c.axes == ("dp",) and c.kind == "all-gather"]
+    joined = [c for c in hlo.collectives(program.as_text()) if c.axes == ("dp",) and c.kind == "all-gather"]
     assert sorted(c.operands[0].dims[1] for c in joined) == [2, 2, 6]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import gtp_jax
-from gtp_jax.trainer import read_log
+from gtp_jax.runner.trainer import read_log
 
 WORDS = "def return self weight gather slice scatter mesh axis for in range import yield None True assert".split()
 TIMEOUT_S = 120
@@ -30,7 +30,9 @@ def write_text(folder: Path, documents: int = 40) -> Path:
 
 def small(text: Path, out: Path, **changes: Any) -> list[str]:
     """Flags of a run that takes seconds."""
-    flags = dict(data=text, out=out, steps=8, seq=32, batch=8, eval_every=4, eval_batches=1, save_every=2)
+    flags = dict(
+        data=text, out=out, steps=8, seq=32, batch=8, eval_every=4, eval_batches=1, save_every=2, sample_tokens=0
+    )
     return [f"--{k.replace('_', '-')}={v}" for k, v in {**flags, **changes}.items()]
 
 

@@ -8,17 +8,19 @@ import re
 import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gtp_jax._dataclass_flags import flag_of, from_settings, knobs, settings_of
-from gtp_jax._exit_codes import MISTAKE, RETRY, of_error
-from gtp_jax.data import Corpus
-from gtp_jax.trainer import Launch, NoCoordinator, RunDirectory, TrainConfig
-from gtp_jax.trainer._agreement import check_agreement, check_shared, describe, differences
-from gtp_jax.trainer._peers import Peers, several
+import gtp_jax
+from gtp_jax.runner._exit_codes import MISTAKE, RETRY, of_error
+from gtp_jax.runner.data import Corpus
+from gtp_jax.runner.flags import flag_of, from_settings, knobs, settings_of
+from gtp_jax.runner.trainer import Launch, NoCoordinator, RunDirectory, TrainConfig, _agreement
+from gtp_jax.runner.trainer._agreement import check_agreement, check_shared, describe, differences
+from gtp_jax.runner.trainer._peers import Peers, several
 
 OWN = {"--out", "--data", "--tokenizer", "--from"}
 
@@ -230,7 +232,7 @@ def test_process_that_says_nothing_is_named():
 
 
 def test_directories_that_are_not_one_are_named_and_nothing_is_left_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr("gtp_jax.trainer._agreement._SHARED_WITHIN_S", 0.3)
+    monkeypatch.setattr("gtp_jax.runner.trainer._agreement._SHARED_WITHIN_S", 0.3)
 
     def body(*roots: str):
         return lambda peers, process: check_shared(peers, RunDirectory(tmp_path / roots[process]))
@@ -257,3 +259,13 @@ def test_all_refuse_what_one_refuses():
     raised = run(launches(0, 1, 2), body)
     assert str(raised[0]) == str(raised[2]) == "process 1 refused to start; its own output says why."
     assert isinstance(raised[1], FileNotFoundError)
+
+
+def test_processes_agree_on_the_code_and_the_kernels_of_the_whole_package(monkeypatch):
+    package = Path(gtp_jax.__file__).parent
+    seen = []
+    monkeypatch.setattr(_agreement, "_digest", lambda *files, root: seen.append((root, set(files))))
+    _agreement._software()
+    (root, code), (_, kernels) = seen
+    assert root == package and {package / "__init__.py", package / "ops" / "__init__.py"} <= code
+    assert kernels == set((package / "native").glob("*.so"))

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from gtp_jax.trainer import _arenas
+from gtp_jax.runner.trainer import _arenas
 
 # Starts threads that hold memory of their own, and prints how many heaps there are.
 PROGRAM = """

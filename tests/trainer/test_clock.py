@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from gtp_jax.trainer import Launch
-from gtp_jax.trainer._clock import LIMITS_S, SILENT_AT_FIRST_S, TICK_S, PhaseClock
-from gtp_jax.trainer._peer_watch import PeerWatch, behind
-from gtp_jax.trainer._slow import Stopwatch, slow
+from gtp_jax.runner.trainer import Launch
+from gtp_jax.runner.trainer._clock import LIMITS_S, SILENT_AT_FIRST_S, TICK_S, PhaseClock
+from gtp_jax.runner.trainer._peer_watch import PeerWatch, behind
+from gtp_jax.runner.trainer._slow import Stopwatch, slow
 
 
 class Time:

@@ -7,12 +7,18 @@ import json
 
 import pytest
 
-from gtp_jax._dataclass_flags import add_flags, from_settings, given, knobs, settings_of
 from gtp_jax.inspect import InspectOptions
-from gtp_jax.mesh import Parallelism
-from gtp_jax.recipes import Quantization
-from gtp_jax.train import Execution
-from gtp_jax.trainer import TrainConfig
+from gtp_jax.runner.flags import (
+    Execution,
+    Parallelism,
+    Quantization,
+    add_flags,
+    from_settings,
+    given,
+    knobs,
+    settings_of,
+)
+from gtp_jax.runner.trainer import TrainConfig
 
 CONFIG = TrainConfig(
     steps=7,
@@ -34,17 +40,6 @@ def test_a_saved_configuration_is_flat_and_loads_as_it_was(tmp_path):
     saved = json.loads((tmp_path / "config.json").read_text())
     assert (saved["dp"], saved["keep_gathered"], saved["recipe"], saved["steps"]) == (2, "all", "nvfp4", 7)
     assert TrainConfig.load(tmp_path / "config.json") == CONFIG
-
-
-def test_a_configuration_saved_before_fields_were_renamed_loads(tmp_path):
-    path = tmp_path / "config.json"
-    old = {"kept": "all", "keep_first": 1, "keep_last": 2, "held": 3, "reduce": "fp8"}
-    path.write_text(json.dumps({"gtp_jax": "0.1.0", "recipe": "nvfp4", **old}))
-    execution = Execution(keep_gathered="all")
-    quantization = Quantization(
-        recipe="nvfp4", high_precision_first=1, high_precision_last=2, pregathered_layers=3, grad_wire="fp8"
-    )
-    assert TrainConfig.load(path) == TrainConfig(execution=execution, quantization=quantization)
 
 
 def test_only_flags_that_are_given_are_told():

@@ -104,6 +104,16 @@ def test_all_processes_name_everything_in_which_they_differ(text, tmp_path):
 
 
 @pytest.mark.slow
+def test_two_processes_start_from_the_parameters_of_a_checkpoint(text, tmp_path):
+    train(small(text, tmp_path / "one", **MESH, steps=2))
+    with processes(2, small(text, tmp_path / "two", **MESH, steps=2, **{"from": tmp_path / "one"}), tmp_path) as runs:
+        assert [run.wait(120) for run in runs] == [0, 0], (tmp_path / "process0.txt").read_text()[-3000:]
+    last = [r["held_out"] for r in read_records(tmp_path / "one") if "held_out" in r][-1]
+    first = next(r["held_out"] for r in read_records(tmp_path / "two") if "held_out" in r)
+    np.testing.assert_allclose(first, last, rtol=1e-4)
+
+
+@pytest.mark.slow
 def test_all_processes_refuse_if_one_does(text, tmp_path):
     missing = f"--data={tmp_path / 'missing'}"
     with processes(2, small(text, tmp_path / "run", **MESH), tmp_path, last=[missing]) as runs:

@@ -17,16 +17,16 @@ import gtp_jax
 from gtp_jax import TrainState
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.nn import ModelDef
-from gtp_jax.trainer import EventLog, Launch, Lock, LostLock, Ownership
-from gtp_jax.trainer import _lock as module
-from gtp_jax.trainer._log import Log
-from gtp_jax.trainer._peer_watch import PeerWatch
-from gtp_jax.trainer._recorder import Recorder
+from gtp_jax.runner.trainer import EventLog, Launch, Lock, LostLock, Ownership
+from gtp_jax.runner.trainer import _lock as module
+from gtp_jax.runner.trainer._log import Log
+from gtp_jax.runner.trainer._peer_watch import PeerWatch
+from gtp_jax.runner.trainer._recorder import Recorder
 
 # Its owner counts in its lock until it is killed.
 OWNER = """
 import pathlib, sys, time
-from gtp_jax.trainer._lock import Lock
+from gtp_jax.runner.trainer._lock import Lock
 with Lock(pathlib.Path(sys.argv[1]), beat_s=0.1).acquire() as lock:
     print("owned", flush=True)
     time.sleep(60)

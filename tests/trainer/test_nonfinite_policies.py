@@ -13,14 +13,14 @@ import numpy as np
 import optax
 import pytest
 
-from gtp_jax._exit_codes import DIVERGED, MISTAKE
 from gtp_jax.checkpoint import Checkpoints
-from gtp_jax.cli import main
-from gtp_jax.data import Windows
 from gtp_jax.models import family_of, next_token_loss
-from gtp_jax.trainer import TrainConfig, _job, _loop, read_lines, read_log
-from gtp_jax.trainer._divergence import Divergence, Place, is_spike
-from gtp_jax.trainer._optimizer import adamw
+from gtp_jax.runner._exit_codes import DIVERGED, MISTAKE
+from gtp_jax.runner.cli import main
+from gtp_jax.runner.data import Windows
+from gtp_jax.runner.trainer import TrainConfig, _job, _loop, read_lines, read_log
+from gtp_jax.runner.trainer._divergence import Divergence, Place, is_spike
+from gtp_jax.runner.trainer._optimizer import adamw
 
 from .runs import small, write_text
 
@@ -193,8 +193,7 @@ def test_a_spike_is_judged_by_the_median_deviation():
     assert not is_spike(1.0, flat, 8) and not is_spike(9.0, flat[:15], 8) and not is_spike(float("inf"), flat, 8)
 
 
-def test_a_checkpoint_without_a_place_is_at_the_batch_of_its_step():
-    assert Place.of_extra(7, {"text": "x"}) == Place(7, 7)
+def test_a_checkpoint_keeps_the_place_of_its_step():
     place = Place(7, 9, 1, 2, (1.5, 2.5))
     assert Place.of_extra(7, json.loads(json.dumps(place.extra()))) == place
 

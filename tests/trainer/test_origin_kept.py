@@ -12,11 +12,11 @@ from convert.hugging_face import random_tensors, write_model
 
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
-from gtp_jax.cli import main
 from gtp_jax.convert import export_llama, import_llama
-from gtp_jax.trainer import TrainConfig
-from gtp_jax.trainer._job import abstract_state
-from gtp_jax.trainer._start import start_from
+from gtp_jax.runner.cli import main
+from gtp_jax.runner.trainer import TrainConfig
+from gtp_jax.runner.trainer._job import abstract_state
+from gtp_jax.runner.trainer._start import start_from
 
 from .runs import WORDS, small, write_text
 

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from gtp_jax.trainer import EventLog, events_in, read_lines, read_log
-from gtp_jax.trainer._account import goodput, seconds_by_cause
-from gtp_jax.trainer._attempt import attempt
-from gtp_jax.trainer._log import Log
+from gtp_jax.runner.trainer import EventLog, events_in, read_lines, read_log
+from gtp_jax.runner.trainer._account import goodput, seconds_by_cause
+from gtp_jax.runner.trainer._attempt import attempt
+from gtp_jax.runner.trainer._log import Log
 
 
 def test_a_log_keeps_every_line_and_reads_as_the_steps_that_led_to_the_state(tmp_path):

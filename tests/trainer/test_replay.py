@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from gtp_jax.trainer._replay import Replayed, conclude
+from gtp_jax.runner.trainer._replay import Replayed, conclude, replay
 
 ONE = Replayed((0, 1), (3.0, 2.5), (1.0, 1.1), "a")
 OTHER = dataclasses.replace(ONE, placement=(1, 0))
@@ -41,3 +41,9 @@ def changed(run, **changes):
 def test_conclusion(runs, logged, conclusion, reason):
     found = conclude(runs, logged)
     assert found[0] == conclusion and reason in found[1]
+
+
+@pytest.mark.parametrize("step", ["2", 2.0, True])
+def test_a_step_that_is_no_whole_number_is_refused(tmp_path, step):
+    with pytest.raises(TypeError, match="`step` is .*; it must be a whole number"):
+        replay(tmp_path, step)

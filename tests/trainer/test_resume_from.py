@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import codecs
+import dataclasses
 from pathlib import Path
 
+import jax
 import pytest
 
 from gtp_jax.checkpoint import Checkpoints
-from gtp_jax.cli import main
-from gtp_jax.trainer import RunDirectory, TrainConfig, read_log
+from gtp_jax.runner.cli import main
+from gtp_jax.runner.trainer import RunDirectory, TrainConfig, read_log
+from gtp_jax.runner.trainer._corpus import read_corpus
+from gtp_jax.runner.trainer._resume import check_tokens
 
 from .runs import small, write_text
 
@@ -58,6 +63,56 @@ def test_a_run_falls_back_goes_back_and_refuses_a_linked_directory(tmp_path, cap
     (out / "checkpoints").unlink()
     assert main(["train", *flags, "--force", "--steps=2"]) == 0
     assert steps() == [2] and (tmp_path / "large_disk" / "8").is_dir()
+
+
+@pytest.mark.parametrize("out", ["gtp-run", "deep/run"])
+def test_the_text_of_a_run_inside_it_is_the_same_before_and_after(tmp_path, monkeypatch, out):
+    monkeypatch.chdir(write_text(tmp_path))
+    (tmp_path / out).mkdir(parents=True)
+    (tmp_path / out / "notes.txt").write_text("mine")
+    config = TrainConfig(data=(".",), out=out)
+    with pytest.warns(UserWarning, match=rf"1 directories of runs in `data` are left out, such as {out}: "):
+        before = read_corpus(config).fingerprint
+    RunDirectory.of(config.out).prepare(config, keep=False)
+    RunDirectory.of(config.out).report.write_text("a report")
+    for reader in (config, TrainConfig(data=(".",), out="another")):
+        with pytest.warns(UserWarning, match="1 directories of runs"):
+            assert read_corpus(reader).fingerprint == before
+
+
+def test_a_run_that_an_older_version_began_is_told_what_that_read_beside_the_text(tmp_path):
+    text = write_text(tmp_path / "text")
+    (text / "marked.txt").write_bytes(codecs.BOM_UTF8 + b"with a mark")
+    config = TrainConfig(data=(str(text),), out=str(tmp_path / "another"))
+    RunDirectory(text / "old").prepare(config, keep=False)
+    older = read_corpus(dataclasses.replace(config, data=tuple(map(str, sorted(text.rglob("*.txt"))))))
+    (text / "old" / "report.txt").write_text("what an older version took for text")
+    with pytest.warns(UserWarning, match="1 directories of runs"):
+        corpus = read_corpus(config)
+    assert corpus.fingerprint == older.fingerprint
+    check_tokens({"text": corpus.fingerprint}, corpus, ".")
+    said = (
+        r"text or of the tokenizer has changed\. Or an older version of gtp_jax began this run: it read 1 directories "
+        r"of runs and the byte order marks of 1 files too, which are left out now\. Go on with that version\."
+    )
+    with pytest.raises(ValueError, match=said):
+        check_tokens({"text": "another"}, corpus, ".")
+
+
+@pytest.mark.slow
+def test_a_run_inside_its_text_is_no_part_of_it_and_goes_on(tmp_path, monkeypatch, capsys):
+    jax.devices()  # started here with its 8 devices, which the runs do not change
+    monkeypatch.chdir(write_text(tmp_path))
+    flags = [flag for flag in small(Path("."), Path("gtp-run"), steps=1) if not flag.startswith("--out")]
+    assert main(["train", *flags]) == 0
+    capsys.readouterr()
+    with pytest.warns(UserWarning, match="1 directories of runs in `data` are left out, such as gtp-run: "):
+        assert main(["train", "--resume", "--steps=2"]) == 0
+    said = capsys.readouterr().out
+    assert "resumed at step 1" in said and "changed data" not in said
+    assert main(["train", *small(Path("."), Path("."), steps=1)]) == 2
+    assert "`data` . is the directory of a run, and what a run writes is no text" in capsys.readouterr().err
+    assert not Path("config.json").exists()
 
 
 def test_a_step_without_resume_and_a_link_to_nothing_are_refused(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -16,13 +17,13 @@ import jax
 import pytest
 
 import gtp_jax
-from gtp_jax._exit_codes import DIVERGED, FAILED, MISTAKE, RETRY, of_error, of_signal
 from gtp_jax.checkpoint import Checkpoints
-from gtp_jax.cli import main
-from gtp_jax.trainer import Diverged, Launch, NoCoordinator, RunDirectory
-from gtp_jax.trainer._interrupt import SIGNALS, Interrupt, Stopped
-from gtp_jax.trainer._peer_watch import PeerWatch
-from gtp_jax.trainer._peers import Peers
+from gtp_jax.runner._exit_codes import DIVERGED, FAILED, MISTAKE, RETRY, of_error, of_signal
+from gtp_jax.runner.cli import main
+from gtp_jax.runner.trainer import Diverged, Launch, NoCoordinator, RunDirectory, TrainConfig, _run
+from gtp_jax.runner.trainer._interrupt import SIGNALS, Interrupt, Stopped
+from gtp_jax.runner.trainer._peer_watch import PeerWatch
+from gtp_jax.runner.trainer._peers import Peers
 
 from .runs import finish, logged, small, start, wait_until, write_text
 from .test_agreement import launches
@@ -60,7 +61,7 @@ def test_full_disk_asks_for_another_try(monkeypatch, capsys):
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("gtp_jax.trainer._run.resolve", full)
+    monkeypatch.setattr("gtp_jax.runner.trainer._run.resolve", full)
     assert main(["train"]) == RETRY
     assert "No space left on device" in capsys.readouterr().err
 
@@ -74,6 +75,39 @@ def test_signal_outside_the_loop_ends_python_at_once(number):
             time.sleep(5)
     assert caught.value.exit_code == 128 + number
     assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize("place", ["read_corpus", "prepare"])
+@pytest.mark.parametrize(
+    ("saved", "flags", "said"),
+    [
+        ([], [], "Nothing was saved: the run had not begun."),
+        ([], ["--resume"], "There is no checkpoint yet; start again from the beginning with: gtp-jax train --resume"),
+        ([1, 3], ["--resume"], "The last checkpoint is of step 3, in "),
+        ([1, 3], ["--force"], "Nothing was saved: the run had not begun."),
+    ],
+)
+def test_a_signal_at_the_start_says_what_is_saved(tmp_path, monkeypatch, capsys, place, saved, flags, said):
+    jax.devices()  # started here with its 8 devices, which the run does not change
+    out = tmp_path / "run"
+    settings = small(write_text(tmp_path / "text"), out)
+    if flags:
+        out.mkdir()
+        TrainConfig(out=str(out), data=(str(tmp_path / "text"),), seq=32, batch=8).save(out / "config.json")
+    with Checkpoints(out / "checkpoints") if saved else contextlib.nullcontext() as checkpoints:
+        for step in saved:
+            checkpoints.save(step, {"w": jax.numpy.ones(2)}, extra={})
+    reach = getattr(_run, place)
+
+    def signalled(*args, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return reach(*args, **options)
+
+    monkeypatch.setattr(_run, place, signalled)
+    assert main(["train", *settings, *flags]) == 143
+    if place == "prepare" and "--resume" not in flags:  # the directory is that of this run
+        said = "There is no checkpoint yet; start again from the beginning with: gtp-jax train --resume"
+    assert f"gtp-jax: process 0 was ended by SIGTERM. {said}" in capsys.readouterr().err
 
 
 def test_signal_in_the_loop_waits_for_the_step():
@@ -136,10 +170,10 @@ def test_no_process_saves_if_one_needs_longer_than_the_grace(grace_s, saves):
 _BUSY = """
 import hashlib, sys
 from pathlib import Path
-from gtp_jax.trainer import Launch, RunDirectory
-from gtp_jax.trainer._interrupt import Interrupt
-from gtp_jax.trainer._peer_watch import PeerWatch
-from gtp_jax.trainer._peers import Peers
+from gtp_jax.runner.trainer import Launch, RunDirectory
+from gtp_jax.runner.trainer._interrupt import Interrupt
+from gtp_jax.runner.trainer._peer_watch import PeerWatch
+from gtp_jax.runner.trainer._peers import Peers
 launch = Launch()
 watch = PeerWatch(launch)
 with Interrupt(launch, watch) as interrupt, watch, Peers(launch) as peers:

@@ -18,11 +18,11 @@ import gtp_jax
 _PROCESS = """
 import socket, sys, time
 from pathlib import Path
-from gtp_jax.trainer import Launch, RunDirectory
-from gtp_jax.trainer import _peer_watch
-from gtp_jax.trainer._peer_watch import PeerWatch
-from gtp_jax.trainer._peers import Peers
-from gtp_jax.trainer._slow import timed_batches
+from gtp_jax.runner.trainer import Launch, RunDirectory
+from gtp_jax.runner.trainer import _peer_watch
+from gtp_jax.runner.trainer._peer_watch import PeerWatch
+from gtp_jax.runner.trainer._peers import Peers
+from gtp_jax.runner.trainer._slow import timed_batches
 
 _peer_watch._SLOW_EVERY_S = 1.0
 process, address, out = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])

@@ -1,4 +1,4 @@
-"""A run starts from the parameters of a checkpoint whose model is named by the fields of an earlier version."""
+"""A run starts from the parameters of a checkpoint whose model has the sizes of its own."""
 
 from __future__ import annotations
 
@@ -11,22 +11,18 @@ from flax import nnx
 
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
-from gtp_jax.models import LlamaConfig
-from gtp_jax.trainer._start import check_start
+from gtp_jax.models import LlamaConfig, saved
+from gtp_jax.runner.trainer._start import check_start
 
 MODEL = LlamaConfig(
     vocab_size=97, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8, intermediate_size=16
 )
-OLD = {
-    "vocab": 97, "dim": 16, "layers": 1, "heads": 2, "kv_heads": 2, "head_dim": 8, "ffn": 16,
-    "tied": False, "rope_theta": 10_000.0, "eps": 1e-5,
-}  # fmt: skip
 
 
-def test_the_older_names_are_of_the_same_model_and_differences_are_told_by_todays(tmp_path):
+def test_the_same_sizes_are_accepted_and_others_refused_by_name(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         model = gtp.init(lambda rngs: gtp.Dense(2, 2, rngs=rngs), nnx.Rngs(0))
-        checkpoints.save(1, gtp.TrainState.create(model, optax.sgd(1.0)), extra={"model": OLD})
+        checkpoints.save(1, gtp.TrainState.create(model, optax.sgd(1.0)), extra=saved(MODEL))
     check_start(tmp_path, MODEL)
     with pytest.raises(ValueError, match="than this run's:\n  vocab_size: 97 there, 128 here\nNo --preset"):
         check_start(tmp_path, dataclasses.replace(MODEL, vocab_size=128))

@@ -9,12 +9,13 @@ import jax
 import pytest
 from matplotlib import image
 
-from gtp_jax._exit_codes import DIVERGED
 from gtp_jax.checkpoint import Checkpoints
-from gtp_jax.cli import main
 from gtp_jax.models import PRESETS
-from gtp_jax.trainer import TrainConfig
-from gtp_jax.trainer._report import _documents
+from gtp_jax.runner._exit_codes import DIVERGED
+from gtp_jax.runner.cli import main
+from gtp_jax.runner.trainer import TrainConfig
+from gtp_jax.runner.trainer._events import read_lines
+from gtp_jax.runner.trainer._report import _documents
 
 from .runs import read_records, small, train, write_text
 
@@ -68,6 +69,11 @@ def test_report_of_a_fresh_run_counts_seconds_of_initialization_and_none_of_rest
     out, _ = run
     table = (out / "report.txt").read_text().partition("time, all attempts")[2].partition("goodput")[0]
     assert re.search(r"^initialize +[\d.]+ ", table, re.MULTILINE) and "restore" not in table
+
+
+def test_the_record_of_a_fresh_run_has_one_event_of_each_activity_before_the_first_step(run):
+    events = [event["event"] for event in read_lines(run[0] / "events.jsonl")]
+    assert events[: events.index("evaluate")] == ["start", "initialize", "ready", "compile"]
 
 
 def test_one_document_is_no_plural():

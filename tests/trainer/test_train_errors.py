@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import jax
 import pytest
 
-from gtp_jax.cli import main
-from gtp_jax.trainer import TrainConfig
+from gtp_jax.runner.cli import main
+from gtp_jax.runner.trainer import TrainConfig
 
-from .runs import small, write_text
+from .runs import WORDS, small, write_text
+from .test_origin_kept import tokenizer
 
 _compiled: list[str] = []
 jax.monitoring.register_event_duration_secs_listener(
@@ -121,6 +125,27 @@ def test_changed_text_is_not_resumed_on(run_of_two_steps, tmp_path, capsys):
     message = "are not those that this run was trained on: the content of the text or of the tokenizer has changed"
     assert f"by the tokenizer bytes {message}, or --data or --tokenizer" in capsys.readouterr().err
     assert TrainConfig.load(run_of_two_steps / "config.json") == before
+
+
+@pytest.mark.parametrize("ids", [30, 300], ids=["that the model has rows for", "beyond the model"])
+def test_another_tokenizer_is_named_where_a_run_is_resumed_or_replayed(run_of_two_steps, tmp_path, capsys, ids):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(tokenizer([*WORDS, "?", *(f"unused{i}" for i in range(ids - len(WORDS) - 1))]))
+    out = tmp_path / "run"
+    shutil.copytree(run_of_two_steps, out)
+    _compiled.clear()
+    assert main(["train", f"--out={out}", "--resume", f"--tokenizer={path}"]) == 2
+    message = (
+        "by the tokenizer tokenizer.json are not those that this run was trained on: the content of the text or of"
+    )
+    assert (
+        f"{message} the tokenizer has changed, or --data or --tokenizer names another. Res" in capsys.readouterr().err
+    )
+    settings = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**settings, "tokenizer": str(path)}))
+    assert main(["replay", f"--out={out}"]) == 2
+    assert f"{message} the tokenizer has changed. Put both back as they were." in capsys.readouterr().err
+    assert not _compiled
 
 
 def test_damaged_configuration_is_named(run_of_two_steps, tmp_path, capsys):

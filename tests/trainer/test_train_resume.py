@@ -13,8 +13,8 @@ from gtp_jax import TrainState, make_mesh
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.models import Llama
 from gtp_jax.nn import abstract_model
-from gtp_jax.trainer import TrainConfig
-from gtp_jax.trainer._optimizer import adamw
+from gtp_jax.runner.trainer import TrainConfig
+from gtp_jax.runner.trainer._optimizer import adamw
 
 from .runs import finish, logged, read_records, small, start, train, wait_until, write_text
 

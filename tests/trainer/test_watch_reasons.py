@@ -14,21 +14,21 @@ from pathlib import Path
 import pytest
 
 import gtp_jax
-from gtp_jax._exit_codes import MISTAKE, RETRY
-from gtp_jax.trainer import Launch, RunDirectory, _peer_watch
-from gtp_jax.trainer._interrupt import Interrupt
-from gtp_jax.trainer._peer_watch import PeerWatch
-from gtp_jax.trainer._peers import Peers
+from gtp_jax.runner._exit_codes import MISTAKE, RETRY
+from gtp_jax.runner.trainer import Launch, RunDirectory, _peer_watch
+from gtp_jax.runner.trainer._interrupt import Interrupt
+from gtp_jax.runner.trainer._peer_watch import PeerWatch
+from gtp_jax.runner.trainer._peers import Peers
 
 # A peer is played by a thread with a connection of its own; the watch is that of a real process, which must end.
 _WATCHED = """
 import ctypes, socket, sys, threading, time
 from pathlib import Path
-from gtp_jax.trainer import Launch
-from gtp_jax.trainer._clock import LIMITS_S, PhaseClock
-from gtp_jax.trainer._directory import RunDirectory
-from gtp_jax.trainer._peer_watch import PeerWatch
-from gtp_jax.trainer._peers import Peers
+from gtp_jax.runner.trainer import Launch
+from gtp_jax.runner.trainer._clock import LIMITS_S, PhaseClock
+from gtp_jax.runner.trainer._directory import RunDirectory
+from gtp_jax.runner.trainer._peer_watch import PeerWatch
+from gtp_jax.runner.trainer._peers import Peers
 
 directory = RunDirectory(Path(sys.argv[1]))
 with socket.socket() as free:
@@ -89,7 +89,7 @@ def test_broken_output_and_unreadable_checkpoints_keep_no_process_from_ending(wo
 
     ours, theirs = os.pipe()
     os.close(ours)  # as of a terminal that is gone
-    monkeypatch.setattr("gtp_jax.trainer._directory.Checkpoints.latest", unreadable)
+    monkeypatch.setattr("gtp_jax.runner.trainer._directory.Checkpoints.latest", unreadable)
     monkeypatch.setattr(os, "_exit", end)
     watch = PeerWatch(Launch())
     interrupt = Interrupt(Launch(), watch)

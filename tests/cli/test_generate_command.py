@@ -1,0 +1,118 @@
+"""`gtp-jax generate` prints what the model of a run, or of an import, makes of a prompt."""
+
+import json
+import shutil
+
+import jax
+import pytest
+from trainer.runs import small, write_text
+
+import gtp_jax as gtp
+from gtp_jax.models import load
+from gtp_jax.runner.cli import main
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    jax.devices()  # started here with its 8 devices, which no run below may change
+    out = tmp_path_factory.mktemp("run") / "run"
+    text = write_text(tmp_path_factory.mktemp("text"))
+    assert main(["train", *small(text, out, steps=6, save_every=3)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def imported(run, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("imported")
+    assert main(["convert", "export", str(run), str(folder / "hf"), "--dtype", "float32"]) == 0
+    assert main(["convert", "import", str(folder / "hf"), str(folder / "plain")]) == 0
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({chr(33 + i): i for i in range(90)}, []))
+    made.decoder = tokenizers.decoders.Fuse()
+    made.add_special_tokens(["<s>"])
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 90)])
+    made.save(str(folder / "hf" / "tokenizer.json"))
+    (folder / "hf" / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    assert main(["convert", "import", str(folder / "hf"), str(folder / "imported")]) == 0
+    return folder
+
+
+def printed(capsys, *args) -> tuple[int, str, str]:
+    capsys.readouterr()
+    code = main(list(map(str, args)))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_the_text_is_what_the_checkpoints_model_generates(run, capsys):
+    model = load(run, dtype="float32")
+    tokens = list(b"def ret")
+    wanted = gtp.generate(model, [tokens], max_new_tokens=24, stop=0, temperature=0.7, seed=4, vocab_size=256)
+    text = bytes([*tokens, *wanted.tokens[0, : wanted.lengths[0]]]).decode(errors="replace")
+    flags = ("--prompt", "def ret", "--max-new-tokens", 24, "--temperature", 0.7, "--seed", 4)
+    code, out, err = printed(capsys, "generate", run, *flags)
+    assert (code, out) == (0, text + "\n")
+    assert "step 6 in" in err and "parameters in float32 on dp 2 x gtp 1 x tp 4 cpu" in err and "24 tokens in" in err
+    # alone and with others, on every mesh
+    several = printed(capsys, "generate", run, "--prompt", "def ret", "x", "", *flags[2:], "--tp=1")[1]
+    assert several.startswith(f"--- 1 of 3\n{text}\n\n--- 2 of 3\nx")
+    assert printed(capsys, "generate", run, *flags, "--step", 3)[1] != out
+    stop = text[12:14]
+    assert printed(capsys, "generate", run, *flags, "--stop", stop)[1] == text[: text.index(stop, 7)] + "\n"
+
+
+def test_an_import_is_continued_with_its_own_tokens(imported, capsys):
+    code, out, err = printed(
+        capsys, "generate", imported / "imported", "--prompt", "AB", "--max-new-tokens=8", "--temperature=0"
+    )
+    assert code == 0 and out.startswith("AB")
+    model = load(imported / "imported", dtype="float32")
+    found = gtp.generate(model, [[90, 32, 33]], max_new_tokens=8, stop=[7, 8, 91], vocab_size=92)
+    kept = [token for token in found.tokens[0] if token >= 0]
+    assert len(out) == len("AB\n") + sum(len("<s>") if token == 90 else 1 for token in kept)
+    code, out, err = printed(capsys, "generate", imported / "plain", "--prompt", "AB", "--tokenizer", "bytes")
+    assert code == 0 and out.startswith("AB")
+
+
+def test_codes_are_generated_from(run, capsys):
+    code, out, err = printed(capsys, "generate", run, "--prompt", "def", "--max-new-tokens=4", "--recipe=mxfp8")
+    assert code == 0 and out.startswith("def") and "parameters in mxfp8" in err
+
+
+REFUSED = {
+    "no run": (["nowhere"], "no directory nowhere. Give that of a run"),
+    "on the hub": (["org/model"], "hf download org/model"),
+    "step": (["RUN", "--step=5"], "5"),
+    "top-p": (["RUN", "--top-p=2"], "`top_p` is 2.0; it must be a probability"),
+    "temperature": (["RUN", "--temperature=-1"], "`temperature` is -1.0; it must be a number of at least 0"),
+    "seed": (["RUN", "--seed=-1"], "`seed` is -1"),
+    "tp": (["RUN", "--tp=3"], "tp"),
+    "tokenizer": (["RUN", "--tokenizer=none.json"], "`tokenizer` none.json is not a file"),
+    "tokens of nobody": (["IMPORT"], "does not say what its tokens are. Give the tokenizer.json that belongs"),
+    "files of Hugging Face": (["HF"], "holds Hugging Face's files. Import them"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_mistake_is_found_at_the_door(name, run, imported, capsys, monkeypatch):
+    monkeypatch.setattr("gtp_jax.runner.cli._generate.load", None)  # nothing large is read
+    places = {"RUN": run, "IMPORT": imported / "plain", "HF": imported / "hf"}
+    flags, message = REFUSED[name]
+    code, out, err = printed(capsys, "generate", *(places.get(flag, flag) for flag in flags), "--prompt", "x")
+    assert code == 2 and not out and message in err, err
+
+
+def test_a_prompt_of_another_tokenizer_is_refused(run, imported, tmp_path, capsys):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"x": 5000, "?": 1}, unk_token="?"))
+    made.save(str(tmp_path / "tokenizer.json"))
+    code, _, err = printed(capsys, "generate", run, "--prompt", "x", "--tokenizer", tmp_path / "tokenizer.json")
+    assert code == 2 and "`prompt` 'x' has the token 5000, and the model knows 256: tokenizer.json is not its" in err
+
+
+def test_the_tokenizer_of_a_run_that_is_gone_is_asked_for(run, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    (tmp_path / "run" / "config.json").write_text(json.dumps({**config, "tokenizer": "gone/tokenizer.json"}))
+    code, _, err = printed(capsys, "generate", tmp_path / "run", "--prompt", "x")
+    assert code == 2 and "was trained with the tokenizer gone/tokenizer.json, which is not there" in err

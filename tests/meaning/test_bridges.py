@@ -1,0 +1,121 @@
+"""Loss and gradients across Flax's bridge between NNX and Linen are those of plain JAX, or they are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from selection import diagonal, others_slow
+
+import gtp_jax as gtp
+
+from .test_transformations import MODELS, NUMBERS, WIDTH, error, in_plain_jax, mean, multiplied_by, values
+
+
+@pytest.fixture(autouse=True)
+def mesh():
+    with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
+        yield
+
+
+def everywhere(recipe: Any) -> Any:
+    """Returns the recipe without patterns, as layers know no path in Linen."""
+    return recipe and dataclasses.replace(recipe, exclude=())
+
+
+def with_weights(tree: Any, weights: np.ndarray) -> Any:
+    """Returns a tree that holds nothing but the weights of a model, with these in their place."""
+    leaves, structure = jax.tree.flatten(tree)
+    each = weights if len(leaves) == len(weights) else [weights]
+    assert [leaf.shape for leaf in leaves] == [w.shape for w in each]
+    return jax.tree.unflatten(structure, [jnp.asarray(w) for w in each])
+
+
+def assert_equal(numbers: str, found: Any, gradients: Any) -> None:
+    _, recipe, tolerance = NUMBERS[numbers]
+    weights, x = values()
+    wanted, of_weights = jax.value_and_grad(lambda w: mean(in_plain_jax(w, x)))(multiplied_by(weights, recipe))
+    assert error(found, wanted) < tolerance
+    by_layer = np.concatenate([np.reshape(g, (-1, WIDTH, WIDTH)) for g in jax.tree.leaves(gradients)])
+    for one, other in zip(by_layer, of_weights, strict=True):
+        assert error(one, other) < tolerance
+
+
+@pytest.mark.parametrize(("kind", "numbers"), diagonal(MODELS, NUMBERS))
+def test_a_model_in_linen_has_the_loss_and_gradients_of_plain_jax(kind, numbers):
+    dtype, recipe, _ = NUMBERS[numbers]
+    weights, x = values()
+    bridged = nnx.bridge.to_linen(MODELS[kind], dtype=dtype)
+    variables = with_weights(jax.jit(bridged.init)(jax.random.key(0), x), weights)
+    with gtp.use_recipe(everywhere(recipe)):
+        run = jax.jit(jax.value_and_grad(lambda variables: mean(bridged.apply(variables, x))))
+        assert_equal(numbers, *run(variables))
+
+
+def back_in_nnx(kind: str, dtype: str) -> nnx.Module:
+    weights, x = values()
+    model = nnx.bridge.ToNNX(nnx.bridge.to_linen(MODELS[kind], dtype=dtype), rngs=nnx.Rngs(0)).lazy_init(x)
+    nnx.update(model, with_weights(nnx.state(model, nnx.Param), weights))
+    return model
+
+
+@pytest.mark.parametrize(("kind", "numbers"), diagonal(MODELS, NUMBERS))
+def test_a_model_in_linen_and_back_in_nnx_has_the_loss_and_gradients_of_plain_jax(kind, numbers):
+    dtype, recipe, _ = NUMBERS[numbers]
+    x = values()[1]
+    with gtp.use_recipe(everywhere(recipe)):
+        run = nnx.jit(lambda model: nnx.value_and_grad(lambda model: mean(model(x)))(model))
+        assert_equal(numbers, *run(back_in_nnx(kind, dtype)))
+
+
+@pytest.mark.parametrize("kind", others_slow(MODELS, ["list"]))
+def test_in_a_step_it_is_right_without_a_recipe_and_refused_with_one(kind):
+    x = values()[1]
+    state = gtp.TrainState.create(back_in_nnx(kind, "bfloat16"), optax.identity())
+
+    def run(recipe):
+        return jax.jit(lambda s, x: gtp.loss_and_gradients(lambda model, x: mean(model(x)), s, x, recipe=recipe))
+
+    assert_equal("bfloat16", *run(None)(state, x))
+    with pytest.raises(ValueError, match="NVFP4, but ToNNX has no weights that are gathered.*leave the recipe out"):
+        run(gtp.NVFP4()).trace(state, x)
+
+
+class Between(nnx.Module):
+    """A layer of Linen between two of ours."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.first, self.last = (gtp.Dense(WIDTH, WIDTH, dtype="float32", rngs=rngs) for _ in range(2))
+        self.middle = nnx.bridge.ToNNX(linen.Dense(WIDTH, use_bias=False), rngs=rngs)
+        nnx.bridge.lazy_init(self.middle, jnp.zeros((1, 1, WIDTH)))
+
+    def __call__(self, x):
+        for layer in (self.first, self.middle, self.last):
+            x = x + jnp.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("recipe", [gtp.NVFP4(), pytest.param(None, marks=pytest.mark.slow)], ids=["nvfp4", "none"])
+def test_a_layer_of_linen_among_ours_keeps_its_values_under_a_recipe(recipe):
+    (one, other), x = values()
+    weights = np.stack([one, other, one.T])
+    model = gtp.init(lambda rngs: Between(rngs), nnx.Rngs(0))
+    for layer, w in zip((model.first, model.middle, model.last), weights, strict=True):
+        layer.kernel[...] = jnp.asarray(w)
+    state = gtp.TrainState.create(model, optax.identity())
+    found, gradients = jax.jit(
+        lambda s, x: gtp.loss_and_gradients(lambda model, x: mean(model(x)), s, x, recipe=recipe)
+    )(state, x)
+    quantized = multiplied_by(weights, recipe)
+    wanted, of_weights = jax.value_and_grad(lambda w: mean(in_plain_jax(w, x)))(
+        [quantized[0], jnp.asarray(weights[1]), quantized[2]]
+    )
+    assert error(found, wanted) < 1e-5
+    for name, other in zip(("first", "middle", "last"), of_weights, strict=True):
+        assert error(gradients[name]["kernel"], other) < 1e-5

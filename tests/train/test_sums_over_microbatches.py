@@ -1,0 +1,184 @@
+"""What a loss returns is added up over microbatches without loss, and a batch is cut along its examples."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+
+ROWS, FEATURES = 1024, 4
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.up = gtp.Dense(FEATURES, FEATURES, rngs=rngs)
+
+    def __call__(self, x):
+        return self.up(x)
+
+
+def metrics_of(loss, batch, microbatches, **options):
+    with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
+        state = gtp.TrainState.create(gtp.init(Model, nnx.Rngs(0)), optax.sgd(0.1))
+        return gtp.train_step(loss, optax.sgd(0.1), microbatches=microbatches, **options)(state, batch)[1]
+
+
+def batch_of(rows=ROWS):
+    return jnp.asarray(np.random.default_rng(0).normal(size=(rows, FEATURES)), jnp.float32)
+
+
+def sum_and_number(model, x):
+    """As much as a user may write: the number of tokens is the sum of a mask in bfloat16."""
+    errors = jnp.square(model(x).astype(jnp.float32) - 1).mean(-1)
+    mask = jnp.ones(errors.shape, jnp.bfloat16)
+    return (errors * mask).sum(), mask.sum()
+
+
+@pytest.mark.parametrize("view", ["global", "local"])
+def test_a_bfloat16_number_of_tokens_is_exact_over_many_microbatches(view):
+    once = metrics_of(sum_and_number, batch_of(), 1, view=view)
+    often = metrics_of(sum_and_number, batch_of(), 512, view=view)
+    assert once["tokens"] == often["tokens"] == ROWS
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(often[name], once[name], rtol=1e-2)
+
+
+def test_a_bfloat16_mean_and_what_is_reported_are_averaged_in_float32():
+    def loss(model, x):
+        value = jnp.square(model(x).astype(jnp.float32) - 1).mean()
+        aux = dict(
+            one=jnp.ones((), jnp.bfloat16),
+            rows=jnp.uint8(200),
+            eighth=jnp.asarray(0.125, jnp.float8_e4m3fn),
+            wrong=jnp.bool_(False),
+        )
+        return value.astype(jnp.bfloat16), aux
+
+    once, often = (metrics_of(loss, batch_of(), count, has_aux=True) for count in (1, 512))
+    np.testing.assert_allclose(often["loss"], once["loss"], rtol=1e-2)
+    assert (
+        often["aux"]["one"] == 1
+        and often["aux"]["rows"] == 512 * 200
+        and often["aux"]["eighth"] == 0.125
+        and not often["aux"]["wrong"]
+    )
+
+
+def test_aux_has_the_same_dtypes_for_every_number_of_microbatches():
+    given = {name: name for name in ("bfloat16", "float16", "float32", "complex64", "bool")}
+    given |= {"int8": "int32", "uint16": "int32", "int32": "int32", "uint32": "uint32"}
+
+    def loss(model, x):
+        return jnp.square(model(x).astype(jnp.float32) - 1).mean(), {name: jnp.ones(3, name) for name in given}
+
+    for count in (1, 2, 4):
+        aux = metrics_of(loss, batch_of(8), count, has_aux=True)["aux"]
+        assert {name: str(value.dtype) for name, value in aux.items()} == given, count
+    with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
+        state = gtp.TrainState.create(gtp.init(Model, nnx.Rngs(0)), optax.sgd(0.1))
+        aux = gtp.eval_step(loss, has_aux=True)(state, batch_of(8))["aux"]
+    assert {name: str(value.dtype) for name, value in aux.items()} == given
+
+
+@pytest.mark.parametrize("view", ["global", "local"])
+def test_a_leaf_whose_first_dimension_is_not_the_batch_s_is_refused_where_it_would_be_cut(view):
+    def loss(model, batch):
+        errors = jnp.square(model(batch["x"]).astype(jnp.float32) - 1) * batch["weights"].sum()
+        return errors.sum(), jnp.float32(errors.size)
+
+    batch = {"x": batch_of(8), "weights": jnp.ones(16)}
+    message = (
+        r"`batch`\['weights'\] has 16, `batch`\['x'\] has 8\. Let the loss close over.*"
+        r"If an example has several rows, reshape `batch`\['weights'\] to `\(8, 2, \.\.\.\)`\."
+    )
+    with pytest.raises(ValueError, match=message):
+        metrics_of(loss, batch, 2, view=view)
+    if view == "global":
+        assert metrics_of(loss, batch, 1)["tokens"] == 32  # nothing is cut
+    else:
+        with pytest.raises(ValueError, match=message):
+            metrics_of(loss, batch, 1, view=view)
+    with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
+        state = gtp.TrainState.create(gtp.init(Model, nnx.Rngs(0)), optax.sgd(0.1))
+        with pytest.raises(ValueError, match=f"whose samples are run one by one must.*{message}"):
+            gtp.diagnose(loss, state, batch, view=view)
+        with pytest.raises(ValueError, match=message):
+            gtp.check(loss, Model, batch, view=view, microbatches=2)
+
+
+def test_what_examples_have_several_of_is_reshaped_as_the_refusal_says():
+    def loss(model, batch):
+        parts = jnp.reshape(batch["parts"], (-1, 2, FEATURES))
+        return jnp.square(model(batch["x"] + parts.sum(1)).astype(jnp.float32)).sum(), jnp.float32(len(batch["x"]))
+
+    batch = {"x": batch_of(8), "parts": batch_of(16)}
+    with pytest.raises(ValueError, match=r"reshape `batch`\['parts'\] to `\(8, 2, \.\.\.\)`"):
+        metrics_of(loss, batch, 2)
+    reshaped = {**batch, "parts": jnp.reshape(batch["parts"], (8, 2, -1))}
+    once, twice = metrics_of(loss, batch, 1), metrics_of(loss, reshaped, 2)
+    np.testing.assert_allclose(twice["loss"], once["loss"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("view, microbatches", [("global", 1), ("global", 2), ("local", 1)])
+def test_a_list_of_numbers_in_a_batch_is_named(view, microbatches):
+    def loss(model, batch):
+        errors = jnp.square(model(batch["x"]).astype(jnp.float32))
+        return errors.sum(), jnp.float32(errors.size)
+
+    batch = {"x": batch_of(4).tolist()}
+    expected = r"`batch\['x'\]` is a list of numbers, .* a pytree of 16 scalars.*`jnp\.asarray\(batch\['x'\]\)`"
+
+    def said(call):
+        with pytest.raises(Exception) as caught:  # noqa: PT011  a loss's own, with a note
+            call()
+        return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+
+    with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
+        state = gtp.TrainState.create(gtp.init(Model, nnx.Rngs(0)), optax.sgd(0.1))
+        step = gtp.train_step(loss, optax.sgd(0.1), microbatches=microbatches, view=view)
+        for call in (
+            lambda: step(state, batch),
+            lambda: gtp.diagnose(loss, state, batch, view=view),
+            lambda: gtp.check(loss, Model, batch, view=view, microbatches=microbatches),
+        ):
+            assert re.search(expected, said(call))
+
+
+def test_a_number_in_a_batch_is_for_all_examples():
+    def loss(model, batch):
+        return jnp.square(model(batch["x"]).astype(jnp.float32) * batch["factor"]).mean()
+
+    batch = {"x": batch_of(4).at[2, 1].set(jnp.inf), "factor": 2.0}
+    with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
+        state = gtp.TrainState.create(gtp.init(Model, nnx.Rngs(0)), optax.sgd(0.1))
+        assert gtp.diagnose(loss, state, batch).sample == 2
+
+
+def test_what_has_no_sum_is_refused_by_name_in_aux():
+    def loss(model, x):
+        return jnp.square(model(x).astype(jnp.float32)).mean(), {"key": jax.random.key(0)}
+
+    with pytest.raises(TypeError, match=r"`aux`\['key'\] is key<.*no sum over microbatches.*key_data"):
+        metrics_of(loss, batch_of(8), 2, has_aux=True)
+
+
+def square_of_sum(model, x):
+    """Its sum over microbatches tells which rows are in each."""
+    return jnp.sum(model(x).astype(jnp.float32) ** 0 * x) ** 2, jnp.float32(1)
+
+
+@pytest.mark.parametrize("view", ["global", "local"])
+def test_microbatch_m_has_every_row_that_follows_m_at_their_distance(view):
+    x, count = batch_of(16), 4
+    ranks = {"global": 1, "local": 2}[view]  # in local view a rank's part is cut
+    parts = [part[m::count] for part in np.split(np.asarray(x), ranks) for m in range(count)]
+    wanted = np.mean([part.sum() ** 2 for part in parts])
+    found = metrics_of(square_of_sum, x, count, view=view)["loss"]
+    np.testing.assert_allclose(found, wanted, rtol=1e-4)

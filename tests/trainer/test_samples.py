@@ -1,0 +1,71 @@
+"""A run shows what its model writes, and how to go on from there."""
+
+import re
+import shlex
+
+import jax
+import pytest
+
+import gtp_jax as gtp
+from gtp_jax.generation import _programs
+from gtp_jax.models import load
+from gtp_jax.runner.cli import main
+from gtp_jax.runner.data import load_corpus, read_text
+from gtp_jax.runner.trainer._samples import block
+
+from .runs import finish, processes, small, write_text
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    jax.devices()  # started here with its 8 devices, which no run below may change
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+def samples(output: str) -> list[str]:
+    """The texts among the lines of a run, each behind the loss of its evaluation."""
+    return re.findall(r"step +\d+   held-out loss.*\n((?:  \| .*\n)+)", output)
+
+
+def test_each_evaluation_shows_a_text_of_the_models_and_the_report_the_last(text, tmp_path, capsys):
+    before = _programs.prefill._cache_size(), _programs.decode._cache_size()
+    out = tmp_path / "run"
+    assert main(["train", *small(text, out, sample_tokens=20)]) == 0
+    assert (_programs.prefill._cache_size(), _programs.decode._cache_size()) == tuple(n + 1 for n in before)
+    output = capsys.readouterr().out
+    shown = samples(output)
+    assert len(shown) == 3 and len(set(shown)) == 3  # steps 0, 4 and 8
+    # what the checkpoint's model says on another mesh
+    prompt = load_corpus(read_text((str(text),))).held_out[:24].tolist()
+    made = gtp.generate(load(out, dtype="float32"), [prompt], max_new_tokens=20, temperature=0.8, stop=0)
+    wanted = bytes([*prompt, *made.tokens[0, : made.lengths[0]]]).decode(errors="replace")
+    assert shown[-1] == block(wanted) + "\n"
+    assert f"what the model writes\n\n{block(wanted)}\n" in (out / "report.txt").read_text()
+
+    commands = [shlex.split(line.partition("   ")[0]) for line in re.findall(r"^  gtp-jax (.*)$", output, re.MULTILINE)]
+    assert [command[0] for command in commands] == ["generate", "train", "convert"]
+    generate, again, export = commands
+    assert main([*generate, "--max-new-tokens=4"]) == 0 and capsys.readouterr().out.startswith("The ")
+    assert again == ["train", "--resume", "--out", str(out), "--steps", "16"]
+    assert main(export) == 0
+
+
+def test_none_is_shown_where_none_is_wanted(text, tmp_path, capsys):
+    assert main(["train", *small(text, tmp_path / "run", steps=1)]) == 0
+    output = capsys.readouterr().out
+    assert "  | " not in output and "what the model writes" not in output and "\nnext:\n" in output
+
+
+def test_what_a_terminal_would_obey_is_not_printed():
+    assert block("a\x1b[2J\n\n\tc\x00") == "  | a\N{REPLACEMENT CHARACTER}[2J\n  | \n  |     c\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.slow
+def test_processes_write_one_text_together(text, tmp_path):
+    flags = small(text, tmp_path / "run", steps=1, gtp=4, tp=2, sample_tokens=4)
+    with processes(2, flags, tmp_path / "of") as runs:
+        for run in runs:
+            finish(run)
+            assert run.returncode == 0
+    first, second = ((tmp_path / "of" / f"process{i}.txt").read_text() for i in range(2))
+    assert first.count("  | ") >= 2 and "  | " not in second  # of steps 0 and 1, among lines of the progress bar

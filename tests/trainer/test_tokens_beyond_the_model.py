@@ -1,0 +1,133 @@
+"""Text that a model's tokenizer reads is trained on if the model knows its tokens, and refused otherwise."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import jax
+import pytest
+from convert.hugging_face import random_tensors, write_model
+
+from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.convert import import_llama
+from gtp_jax.models import saved_config
+from gtp_jax.runner.cli import main
+from gtp_jax.runner.trainer import TrainConfig
+from gtp_jax.runner.trainer._corpus import read_corpus
+from gtp_jax.runner.trainer._start import vocab_size_of
+
+from .runs import WORDS, small, write_text
+from .test_origin_kept import CONFIG, tokenizer
+
+jax.devices()  # fixes the number of devices to what the suite runs with
+
+ROWS = CONFIG["vocab_size"]
+# the word "[PAD]" has the id that is the vocabulary's size; the names of the others occur in no text
+TOKENIZER = tokenizer([*WORDS, "?", "</s>", *(f"unused{i}" for i in range(ROWS - len(WORDS) - 2)), "[PAD]"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model whose tokenizer has an id more than it has rows, imported; and text without that id."""
+    root = tmp_path_factory.mktemp("model")
+    write_model(root / "hf", random_tensors(CONFIG), CONFIG)
+    (root / "hf/tokenizer.json").write_bytes(TOKENIZER)
+    with pytest.warns(UserWarning, match=rf"{ROWS} \('\[PAD\]'\)"):
+        import_llama(root / "hf", root / "imported")
+    write_text(root / "text")
+    return root
+
+
+def flags(folder, text, out, **changes):
+    changes = {"steps": 2, "seq": 16, "tokenizer": folder / "hf/tokenizer.json", "from": folder / "imported", **changes}
+    return small(text, out, **changes)
+
+
+def test_text_without_them_is_trained_on_resumed_and_exported(folder, tmp_path, capsys):
+    assert main(["train", *flags(folder, folder / "text", tmp_path / "run")]) == 0
+    assert main(["train", f"--out={tmp_path / 'run'}", "--resume", "--steps=3"]) == 0
+    assert "left out" not in capsys.readouterr().err
+    checkpoints = Checkpoints(tmp_path / "run/checkpoints", read_only=True)
+    assert checkpoints.latest() == 3 and checkpoints.files() == {"tokenizer.json": TOKENIZER}
+    assert saved_config(checkpoints.manifest()["extra"]).vocab_size == ROWS
+    assert main(["replay", f"--out={tmp_path / 'run'}", "--step=3"]) in (0, 1)  # it compares, whatever it finds
+    assert main(["convert", "export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == TOKENIZER
+
+
+def test_text_with_one_is_refused_by_its_id(folder, tmp_path, capsys):
+    text = write_text(tmp_path / "text")
+    with (text / "07.txt").open("a") as file:
+        file.write(" [PAD]")
+    assert main(["train", *flags(folder, text, tmp_path / "run")]) == 2
+    err = capsys.readouterr().err
+    assert f"by tokenizer.json` has the id {ROWS} at position (" in err
+    assert f"outside the vocabulary of {ROWS}. Ids are 0 to {ROWS - 1}. The tokenizer of the checkpoint in" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_whose_steps_are_in_memory_alone_goes_on_without_the_checkpoint_it_started_from(folder, tmp_path):
+    config = TrainConfig(data=(str(folder / "text"),), batch=8, seq=16, from_=str(tmp_path / "gone"))
+    corpus = read_corpus(config)
+    assert vocab_size_of(config, corpus, tmp_path / "no steps yet") == corpus.vocab_size
+    with pytest.raises(FileNotFoundError, match="no directory .*gone"):
+        vocab_size_of(config, corpus, None)
+
+
+def test_another_tokenizer_with_more_ids_is_refused_though_the_text_has_none_of_them(folder, tmp_path, capsys):
+    other = tmp_path / "tokenizer.json"
+    other.write_bytes(tokenizer([*WORDS[::-1], "?", *(f"unused{i}" for i in range(ROWS))]))
+    assert main(["train", *flags(folder, folder / "text", tmp_path / "run", tokenizer=other)]) == 2
+    assert f"vocab_size: {ROWS} there, {ROWS + 128} here" in capsys.readouterr().err
+
+
+WORKER = """
+import sys
+import jax
+
+address, rank, text, tokenizer, imported, away, unreadable = sys.argv[1:]
+jax.distributed.initialize(address, 2, int(rank))
+from gtp_jax.runner.trainer import TrainConfig
+from gtp_jax.runner.trainer._corpus import read_corpus
+from gtp_jax.runner.trainer._start import vocab_size_of
+
+config = TrainConfig(data=(text,), tokenizer=tokenizer, batch=8, seq=16)
+corpus = read_corpus(config)  # whose vocabulary is larger than the checkpoint's
+print(vocab_size_of(config, corpus, imported if rank == "0" else away))
+try:
+    vocab_size_of(config, corpus, unreadable if rank == "0" else imported)
+except (OSError, ValueError) as error:
+    print(error)
+jax.distributed.shutdown()
+"""
+
+
+def test_processes_that_read_differently_go_on_with_the_vocabulary_that_the_first_has_read(folder, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    places = [folder / "text", folder / "hf/tokenizer.json", folder / "imported"]
+    places += [tmp_path / "nothing here", tmp_path / "unreadable"]
+    shutil.copytree(folder / "imported", tmp_path / "unreadable")
+    manifest = tmp_path / "unreadable/0/manifest/manifest.json"
+    manifest.unlink()
+    manifest.symlink_to(manifest)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, address, str(rank), *map(str, places)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    printed = [worker.communicate(timeout=300)[0].splitlines() for worker in workers]
+    found = [[line for line in lines if not line.startswith("[Gloo]")] for lines in printed]
+    assert [lines[0] for lines in found] == [str(ROWS)] * 2
+    assert "Too many levels of symbolic links" in found[0][1]
+    assert found[1][1] == "process 0 could not read the checkpoints; its own output says why."

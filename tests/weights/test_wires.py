@@ -1,0 +1,233 @@
+"""Every form in which weights travel keeps the protocol of `gtp_jax.weights.Wire`, one's own too.
+
+`row_scaled` is a format that the library does not know. It trains like any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+import gtp_jax as gtp
+from gtp_jax.nn import abstract_model, shards_of, structure_of
+from gtp_jax.weights import Kernels, Part, Prepared, Stretch, Wire, frozen_wires, prepare, resolve
+
+from .row_scaled import RowScaledRecipe
+
+WIDTH, LAYERS = 64, 3
+# A format's largest error, as a share of the weight's largest element.
+ERROR = {"float32": 0.0, "bfloat16": 2**-8, "fp8": 2**-4, "mxfp8": 2**-4, "nvfp4": 2**-2, "row_scaled": 2**-4}
+RECIPES = {
+    "float32": None,
+    "bfloat16": None,
+    "fp8": gtp.FP8(),
+    "mxfp8": gtp.MXFP8(),
+    "nvfp4": gtp.NVFP4(),
+    "row_scaled": RowScaledRecipe(),
+}
+MESHES = {"gtp 4": {"gtp": 4}, "dp 2 x gtp 2": {"dp": 2, "gtp": 2}, "gtp 2 x tp 2": {"gtp": 2, "tp": 2}}
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, dtype: str = "float32"):
+        self.up = gtp.Dense(WIDTH, {"gate": 128, "value": 256}, parallel="column", dtype=dtype, rngs=rngs)
+        self.down = gtp.Dense(128, WIDTH, parallel="row", dtype=dtype, rngs=rngs)
+
+    def __call__(self, x):
+        y = self.up(x)
+        return x + self.down(jnp.tanh(y["gate"] + y["value"][..., : y["gate"].shape[-1]]))
+
+
+class Stacked(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, dtype: str = "float32"):
+        self.blocks = gtp.Stack(lambda rngs: Block(rngs, dtype), LAYERS, rngs=rngs)
+
+    def __call__(self, x):
+        return self.blocks(x)
+
+
+class Listed(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, dtype: str = "float32"):
+        self.blocks = nnx.List([Block(rngs, dtype) for _ in range(LAYERS)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def mesh_of(name: str) -> jax.sharding.Mesh:
+    return gtp.make_mesh(**MESHES[name], devices=jax.devices()[:4])
+
+
+WHOLE = PartitionSpec()
+
+
+def in_local_view(function, model, *, out=WHOLE):
+    """Returns what a function of a model gives on every rank, which is the same on all unless `out` says otherwise."""
+    model_def, params, _, frozen = gtp.nn.split_model(model)
+    local = lambda params, frozen: function(model_def.model(params, {}, frozen))  # noqa: E731
+    specs = (model_def.specs, model_def.frozen_specs)
+    return jax.jit(jax.shard_map(local, in_specs=specs, out_specs=out, check_vma=False))(params, frozen)
+
+
+def wires_of(model: Stacked, name: str) -> tuple[dict, list[Stretch]]:
+    """Returns what is decided about a layer's weights, and what a step makes of those of all layers."""
+    found = {path[2:]: (path, at, group) for (path, at), group in resolve(structure_of(model), RECIPES[name]).items()}
+    made: Prepared = prepare({(path, at): group for path, at, group in found.values()}, shards_of(model))
+    stretches = [one for own in made.values() for one in own]
+    left = set(found) - {member for one in stretches for member in one.wire.members}
+    shards = shards_of(model)
+    stretches += [Stretch(Kernels(shards[found[one][0]], (one,)), 0, LAYERS) for one in sorted(left)]
+    return {member: group for member, (_, _, group) in found.items()}, stretches
+
+
+def gathered(groups, stretches, layer):
+    """Returns the fused weights of a layer, in float32."""
+    weights = {}
+    for one in stretches:
+        wire = jax.tree.map(lambda a: a[layer], one.wire)
+        weights |= wire.gather(groups)
+    return {".".join(name): weight.astype(jnp.float32) for name, weight in weights.items()}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_wire_has_the_protocol_and_gathers_the_weights_up_to_its_rounding(name, mesh, key):
+    with jax.set_mesh(mesh_of(mesh)):
+        dtype = "bfloat16" if name == "bfloat16" else "float32"
+        model = gtp.init(lambda rngs: Stacked(rngs, dtype), nnx.Rngs(key))
+
+        def local(model):
+            groups, stretches = wires_of(model, name)
+            assert all(isinstance(one.wire, Wire) and dataclasses.is_dataclass(one.wire) for one in stretches)
+            assert sorted(member for one in stretches for member in one.wire.members) == sorted(groups)
+            assert all(groups[m].wire == one.wire.format for one in stretches for m in one.wire.members)
+            found = gathered(groups, stretches, 1)
+            ready = [jax.tree.map(lambda a: a[1], one.wire).ready(groups) for one in stretches]
+            again = [wire.gather(groups) for wire in ready if wire is not None]
+            again = {".".join(path): w.astype(jnp.float32) for own in again for path, w in own.items()}
+            exact = {path: dataclasses.replace(group, dtype=np.dtype("float32")) for path, group in groups.items()}
+            shards = shards_of(model)
+            plain = {
+                ".".join(path): Kernels(tuple(x[1] for x in own), (path[2:],)).gather(exact)[path[2:]]
+                for path, own in shards.items()
+            }
+            return found, again, plain
+
+        axis = PartitionSpec("tp") if "tp" in MESHES[mesh] else PartitionSpec()
+        found, again, plain = jax.device_get(in_local_view(local, model, out=axis))
+    assert len(found) == 2
+    for path, exact in plain.items():
+        mine = found[path.removeprefix("blocks.layers.")]
+        assert np.max(np.abs(mine - exact)) <= ERROR[name] * np.max(np.abs(exact)), path
+        assert name == "float32" or np.any(mine != exact)
+    assert bool(again) == (
+        name == "bfloat16" and mesh != "dp 2 x gtp 2"
+    )  # else there is nothing to cast, or join first
+    for path, mine in again.items():
+        np.testing.assert_array_equal(mine, found[path])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_in_global_view_the_partitions_of_a_wire_are_those_that_specs_tells(name, key):
+    with jax.set_mesh(mesh_of("gtp 4")):
+        dtype = "bfloat16" if name == "bfloat16" else "float32"
+        model = gtp.init(lambda rngs: Stacked(rngs, dtype), nnx.Rngs(key))
+        local = in_local_view(lambda model: gathered(*wires_of(model, name), 2), model)
+        state = nnx.split(model)
+
+        @jax.jit
+        def globally(values):
+            groups, stretches = wires_of(nnx.merge(state[0], values), name)
+            wires = [one.of(1, 3) for one in stretches]
+            specs = [wire.specs(groups, stacked=True) for wire in wires]
+
+            def local(*wires):
+                return gathered(groups, [Stretch(wire, 1, 3) for wire in wires], 1)
+
+            both = jax.shard_map(local, in_specs=tuple(specs), out_specs=WHOLE, check_vma=False)
+            return both(*wires)
+
+        found = globally(state[1])
+    assert found.keys() == local.keys()
+    for path, weight in found.items():
+        np.testing.assert_array_equal(weight, local[path])
+
+
+def test_codes_of_frozen_weights_keep_the_protocol(key):
+    with jax.set_mesh(mesh_of("gtp 4")):
+        master = gtp.init(Stacked, nnx.Rngs(key))
+        made = lambda rngs: gtp.freeze(Adapted(rngs), gtp.NVFP4())  # noqa: E731
+        frozen = gtp.init(made, nnx.Rngs(key))
+
+        def local(model):
+            groups = {path[2:]: g for (path, _), g in resolve(structure_of(model), None).items() if g.frozen}
+            owners = {path[2:]: o for path, o in gtp.nn.weight_owners(model).items() if o.frozen}
+            (wire,) = frozen_wires(groups, {path: owner.stored() for path, owner in owners.items()})
+            assert isinstance(wire, Wire) and wire.format == gtp.formats.NVFP4
+            return gathered(groups, [Stretch(wire, 0, LAYERS)], 1)
+
+        found = in_local_view(local, frozen)
+        expected = in_local_view(lambda model: gathered(*wires_of(model, "nvfp4"), 1), master)
+    for path, weight in found.items():
+        np.testing.assert_array_equal(weight, expected[path])
+
+
+class Adapted(Stacked):
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.adapter = nnx.LoRA(WIDTH, 2, WIDTH, rngs=rngs)
+
+
+def losses(model, mesh, key, **options):
+    x = np.asarray(jax.random.normal(key, (8, 4, WIDTH)), np.float32)
+    optimizer = optax.adam(1e-2)
+
+    def loss(model, batch):
+        terms = jnp.square(model(batch["x"]) - jnp.roll(batch["x"], 1, -1)).mean(-1)
+        return (terms.sum(), jnp.asarray(terms.size, jnp.float32)) if options.get("view") == "local" else terms.mean()
+
+    def run():
+        state = gtp.TrainState.create(gtp.init(model, nnx.Rngs(0)), optimizer)
+        step = gtp.train_step(loss, optimizer, recipe=RowScaledRecipe(), **options)
+        for _ in range(3):
+            state, metrics = step(state, {"x": x})
+            yield float(metrics["loss"])
+
+    if mesh is None:
+        return list(run())
+    with jax.set_mesh(mesh_of(mesh)):
+        return list(run())
+
+
+@pytest.mark.parametrize("model", [Stacked, Listed])
+def test_a_format_of_ones_own_trains_as_on_one_device(model, key):
+    expected = losses(model, None, key)
+    assert expected[-1] < expected[0]
+    for mesh, options in [("gtp 4", {}), ("gtp 4", {"view": "local"}), ("dp 2 x gtp 2", {"microbatches": 2})]:
+        np.testing.assert_allclose(losses(model, mesh, key, **options), expected, rtol=2e-6)
+
+
+def test_a_format_of_ones_own_is_explained_and_refused_where_it_has_no_form(key):
+    with jax.set_mesh(mesh_of("gtp 4")):
+        model = abstract_model(Stacked)
+        facts = {fact.module: fact for fact in gtp.explain(model, RowScaledRecipe()).facts}
+        up = facts["blocks.layers.up"]
+        assert up.wire == "ROW_SCALED" and up.bytes == 384 * (WIDTH + 4)
+        with pytest.raises(ValueError, match="travel in ROW_SCALED, which has no form for storage"):
+            gtp.init(lambda rngs: gtp.freeze(Adapted(rngs), RowScaledRecipe()), nnx.Rngs(key))
+        with pytest.raises(ValueError, match="no layers of a `Stack` travel as codes that could be gathered ahead"):
+            losses(Stacked, "gtp 4", key, pregathered_layers=1)
+
+
+def test_a_part_is_sent_as_it_is():
+    part = Part(jnp.ones((4, 8)), ((),))
+    assert isinstance(part, Wire) and part.ready({}) is None
