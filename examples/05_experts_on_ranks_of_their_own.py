@@ -20,8 +20,8 @@ import optax
 from flax import nnx
 
 import gtp_jax as gtp
-from gtp_jax.data import BYTES, Windows, load_corpus, standard_library
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
+from gtp_jax.runner.data import BYTES, Windows, load_corpus, standard_library
 
 BATCH, SEQ = 16, 64
 SMALL = LlamaConfig(
