@@ -18,6 +18,7 @@ from ..nn import keys_of, shards_of, structure_of, with_groups
 from ..recipes import Recipe
 from ..weights import Path, forget_after, prepare, resolve
 from ._loss import Loss, Returned, evaluate, mean, refuse_number_with_gradient, wide
+from ._microbatches import as_stored, over_microbatches
 from ._rounding import rounding_key
 from ._rows import check_arrays, check_filled, check_rows
 from ._state import TrainState, constrained
@@ -145,18 +146,17 @@ def _on_global_arrays(request: Request, state: TrainState, batch: Tree) -> Compu
         check_rows(batch)
         parts = jax.tree_util.tree_map_with_path(lambda path, a: _parts(path, a, count, model_def.roles), batch)
 
-        def add(carry: Tree, numbered: Tree) -> tuple[Tree, None]:
-            sums, before = carry
-            (total, (tokens, after, aux)), found = value_and_grad(state.params, before, *numbered)
-            found = constrained(jax.tree.map(jnp.add, sums[3], found), model_def.specs)
-            aux = jax.tree.map(wide, aux)
-            return ((*jax.tree.map(jnp.add, sums[:3], (total, tokens, aux)), found), after), None
+        def of_part(before: Tree, part: Tree, number: jax.Array) -> tuple[Tree, tuple[Tree, Tree]]:
+            (total, (tokens, after, aux)), found = value_and_grad(as_stored(state.params, number), before, part, number)
+            return found, ((total, tokens, aux), after)
 
-        first = jax.tree.map(lambda a: a[0], parts)
-        shapes = jax.eval_shape(value_and_grad, state.params, state.model_state, first, 0)
-        (total, (tokens, _, own)), found = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        sums = (total, tokens, jax.tree.map(wide, own), constrained(found, model_def.specs))
-        ((total, tokens, aux, found), after), _ = lax.scan(add, (sums, state.model_state), (parts, jnp.arange(count)))
+        found, (total, tokens, aux), after, (_, _, own) = over_microbatches(
+            of_part,
+            state.model_state,
+            parts,
+            addends=lambda others: (*others[:2], jax.tree.map(wide, others[2])),
+            placed=lambda gradients: constrained(gradients, model_def.specs),
+        )
     aux = jax.tree.map(lambda a, own: (a / count).astype(own.dtype) if _is_inexact(a) else a, aux, own)
     if tokens is None:
         total, found = jax.tree.map(lambda a: a / count, (total, found))
@@ -190,13 +190,11 @@ def _on_each_rank(request: Request, state: TrainState, batch: Tree) -> Computed:
         else:
             parts = jax.tree.map(lambda a: _of_microbatches(a, microbatches), batch)
 
-            def add(sums: Tree, numbered: Tree) -> tuple[Tree, None]:
-                (total, tokens), found = value_and_grad(params, *numbered)
-                return jax.tree.map(jnp.add, sums, (total, tokens, found)), None
+            def of_part(_: Tree, part: Tree, number: jax.Array) -> tuple[Tree, tuple[Tree, Tree]]:
+                sums, found = value_and_grad(as_stored(params, number), part, number)
+                return found, (sums, ())
 
-            shapes = jax.eval_shape(lambda: value_and_grad(params, jax.tree.map(lambda a: a[0], parts), 0))
-            (total, tokens), found = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-            (total, tokens, found), _ = lax.scan(add, (total, tokens, found), (parts, jnp.arange(microbatches)))
+            found, (total, tokens), _, _ = over_microbatches(of_part, (), parts)
         found = sum_shards(found, model_def.layouts) if last else found
         return sum_over_replicas(found, model_def.specs), _over_all_ranks((total, tokens))
 

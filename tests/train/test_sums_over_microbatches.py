@@ -10,8 +10,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 import gtp_jax as gtp
+from gtp_jax import hlo
+from gtp_jax.models import Llama, LlamaConfig, next_token_loss
+from gtp_jax.nn import abstract_model
+from gtp_jax.train import compile_options
 
 ROWS, FEATURES = 1024, 4
 
@@ -182,3 +187,30 @@ def test_microbatch_m_has_every_row_that_follows_m_at_their_distance(view):
     wanted = np.mean([part.sum() ** 2 for part in parts])
     found = metrics_of(square_of_sum, x, count, view=view)["loss"]
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
+
+
+@pytest.mark.skipif(bool(hlo.missing_packages()), reason="compiling for an H100 needs packages of the extra `target`")
+@pytest.mark.parametrize("view", ["global", "local"])
+def test_weights_stay_in_the_layout_in_which_they_are_stored(view):
+    """Compiled for H100s: XLA copied all weights into the layout in which they travel, before the loop."""
+    mesh = gtp.make_mesh(gtp=2, devices=hlo.topology_devices(hlo.parse_target("h100:2")))
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        intermediate_size=512,
+    )
+    with jax.set_mesh(mesh):
+        state = gtp.TrainState.create(abstract_model(lambda rngs: Llama(config, rngs=rngs)), optax.sgd(0.1))
+        whole = NamedSharding(mesh, PartitionSpec("gtp"))
+        tokens = jax.ShapeDtypeStruct((8, 128), jnp.int32, sharding=whole)
+        options = {**hlo.COMPILE_OPTIONS, **compile_options("gpu", tp=1)}
+        step = gtp.train_step(next_token_loss, optax.sgd(0.1), microbatches=4, view=view, compiler_options=options)
+        program = step.lower(state, {"tokens": tokens, "targets": tokens}).compile().as_text()
+    (carried,) = re.findall(r"= (\(.*\)) while\(", program)
+    layouts = re.findall(r"f32\[2,\d+,\d+\](\{[\d,]+\})", carried)
+    assert len(layouts) >= 2 * 7  # seven matrices of two stacked layers, and their gradients
+    assert set(layouts) == {"{2,1,0}"}

@@ -1,0 +1,73 @@
+"""Sums over microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from ._uncast import uncast
+
+Tree = Any
+
+
+def over_microbatches(
+    of_part: Callable[[Tree, Tree, jax.Array], tuple[Tree, tuple[Tree, Tree]]],
+    carried: Tree,
+    parts: Tree,
+    *,
+    addends: Callable[[Tree], Tree] = lambda others: others,
+    placed: Callable[[Tree], Tree] = lambda gradients: gradients,
+) -> tuple[Tree, Tree, Tree, Tree]:
+    """Computes with one microbatch after another, and adds up what they give.
+
+    A gradient that was cast to its parameter's dtype at the end is added before this cast, which changes no value. A
+    barrier ends it there: XLA would otherwise move a transpose from the gradient, of 16 bits, to the sum, of 32.
+
+    Args:
+        of_part: `(carried, part, number) -> (gradients, (others, carried))`.
+        carried: what goes from a microbatch to the next, such as variables that the model writes.
+        parts: arrays `(microbatches, ...)`.
+        addends: the form in which `others` are added up.
+        placed: constrains the shardings of gradients.
+
+    Returns:
+        The sums of gradients and of the addends, what the last microbatch carried on, and the shapes and dtypes of the
+        `others` of one microbatch.
+    """
+    count = jax.tree.leaves(parts)[0].shape[0]
+    narrow = uncast(of_part)
+
+    def add(sums: Tree, numbered: Tree) -> tuple[Tree, None]:
+        gradients, others, carried = sums
+        found, (more, carried) = narrow(carried, *numbered)
+        found = lax.optimization_barrier(placed(found))
+        gradients = placed(jax.tree.map(jnp.add, gradients, found))
+        return (gradients, jax.tree.map(jnp.add, others, addends(more)), carried), None
+
+    def one() -> Tree:
+        gradients, (others, _) = of_part(carried, jax.tree.map(lambda a: a[0], parts), jnp.int32(0))
+        return gradients, addends(others), others
+
+    gradients, others, own = jax.eval_shape(one)
+    gradients, others = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (gradients, others))
+    (gradients, others, carried), _ = lax.scan(add, (placed(gradients), others, carried), (parts, jnp.arange(count)))
+    return gradients, others, carried, own
+
+
+def as_stored(params: Tree, number: jax.Array) -> Tree:
+    """Returns parameters in the memory layout in which they are stored, for the computation of one microbatch.
+
+    XLA chooses the layout of what a loop reads and does not change. If weights are transposed before they travel, it
+    would copy all of them into the transposed layout, in 32 bits, before the loop.
+
+    Args:
+        params: arrays.
+        number: the microbatch; with it XLA cannot move the result out of the loop.
+    """
+    params, _ = lax.optimization_barrier((params, number))
+    return jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), params)
