@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from ._uncast import uncast
+from ._uncast import traced_uncast
 
 Tree = Any
 
@@ -39,8 +39,9 @@ def over_microbatches(
         The sums of gradients and of the addends, what the last microbatch carried on, and the shapes and dtypes of the
         `others` of one microbatch.
     """
-    count = jax.tree.leaves(parts)[0].shape[0]
-    narrow = uncast(of_part)
+    numbers = jnp.arange(jax.tree.leaves(parts)[0].shape[0])
+    first = jax.eval_shape(lambda: jax.tree.map(lambda a: a[0], (parts, numbers)))
+    narrow, (gradients, (own, _)) = traced_uncast(of_part, carried, *first)
 
     def add(sums: Tree, numbered: Tree) -> tuple[Tree, None]:
         gradients, others, carried = sums
@@ -49,13 +50,8 @@ def over_microbatches(
         gradients = placed(jax.tree.map(jnp.add, gradients, found))
         return (gradients, jax.tree.map(jnp.add, others, addends(more)), carried), None
 
-    def one() -> Tree:
-        gradients, (others, _) = of_part(carried, jax.tree.map(lambda a: a[0], parts), jnp.int32(0))
-        return gradients, addends(others), others
-
-    gradients, others, own = jax.eval_shape(one)
-    gradients, others = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (gradients, others))
-    (gradients, others, carried), _ = lax.scan(add, (placed(gradients), others, carried), (parts, jnp.arange(count)))
+    sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (gradients, jax.eval_shape(addends, own)))
+    (gradients, others, carried), _ = lax.scan(add, (placed(sums[0]), sums[1], carried), (parts, numbers))
     return gradients, others, carried, own
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,31 +19,38 @@ def uncast[**P, Rest](function: Callable[P, tuple[Tree, Rest]]) -> Callable[P, t
     JAX returns a gradient in the dtype of its parameter, although it may have been summed in 16 bits and cast only
     afterwards. XLA would write such a gradient to memory in 32 bits before a branch that uses it. A caller that casts
     the outputs again gets the same values, bit for bit. If something was added to a gradient after its cast (a weight
-    used twice, microbatches, a sum over replicas), the cast is not the last operation, and the gradient is returned
-    unchanged.
+    used twice, a sum over replicas), the cast is not the last operation, and the gradient is returned unchanged.
 
     Args:
         function: returns a pair, whose first element is a pytree of arrays.
     """
 
     def call(*args: P.args, **kwargs: P.kwargs) -> tuple[Tree, Rest]:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        of_leaves = lambda *leaves: _called(function, tree, leaves)  # noqa: E731
-        closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(*leaves)
-        structure = jax.tree.structure(shapes)
-        first = jax.tree.structure(shapes[0]).num_leaves
-        jaxpr = closed.jaxpr
-        casts = {out: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "convert_element_type" for out in eqn.outvars}
-        outvars = [_before_cast(v, casts) for v in jaxpr.outvars[:first]] + jaxpr.outvars[first:]
-        outputs = core.jaxpr_as_fun(closed.replace(jaxpr=jaxpr.replace(outvars=outvars)))(*leaves)
-        return jax.tree.unflatten(structure, outputs)
+        narrow, _ = traced_uncast(functools.partial(function, **kwargs), *args)
+        return narrow(*args)
 
     return call
 
 
-def _called(function: Callable[..., Any], tree: Any, leaves: Any) -> Any:
-    args, kwargs = jax.tree.unflatten(tree, leaves)
-    return function(*args, **kwargs)
+def traced_uncast(function: Callable[..., tuple[Tree, Tree]], *args: Any) -> tuple[Callable[..., Any], Any]:
+    """Traces a function once.
+
+    Args:
+        function: as for `uncast`.
+        args: its arguments, or their shapes and dtypes.
+
+    Returns:
+        `uncast(function)` for arguments of these shapes and dtypes; and the shapes and dtypes of what `function`
+        returns.
+    """
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    structure = jax.tree.structure(shapes)
+    first = jax.tree.structure(shapes[0]).num_leaves
+    jaxpr = closed.jaxpr
+    casts = {out: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "convert_element_type" for out in eqn.outvars}
+    outvars = [_before_cast(v, casts) for v in jaxpr.outvars[:first]] + jaxpr.outvars[first:]
+    narrow = core.jaxpr_as_fun(closed.replace(jaxpr=jaxpr.replace(outvars=outvars)))
+    return lambda *args: jax.tree.unflatten(structure, narrow(*jax.tree.leaves(args))), shapes
 
 
 def _before_cast(out: Any, casts: dict[Any, Any]) -> Any:
