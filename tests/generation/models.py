@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from typing import Any
 
@@ -54,13 +55,34 @@ class Windowed(nnx.Module):
 
 def model_of(make: Any) -> Any:
     """Returns a model, the same on every mesh, whose sinks and norms are random too."""
-    factory = (lambda rngs: Llama(make, rngs=rngs)) if isinstance(make, LlamaConfig) else make
-    model = gtp.init(factory, nnx.Rngs(3))
+    values = _values(make)
+    model = gtp.nn.abstract_model(_factory(make))
+    variables = nnx.to_flat_state(nnx.state(model))
+    if any(v.get_value().shape != values[path].shape for path, v in variables):
+        return _drawn(make)  # whose shards are padded
+    for path, v in variables:
+        v.set_value(jax.device_put(values[path], v.get_value().sharding))
+    return model
+
+
+@functools.cache
+def _values(make: Any) -> dict[Any, np.ndarray]:
+    """Returns what the variables of a model hold, drawn once for all meshes."""
+    with jax.set_mesh(gtp.make_mesh(devices=jax.devices()[:1])):
+        return {path: np.asarray(v.get_value()) for path, v in nnx.to_flat_state(nnx.state(_drawn(make)))}
+
+
+def _drawn(make: Any) -> Any:
+    model = gtp.init(_factory(make), nnx.Rngs(3))
     for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         if path[-1] in ("sinks", "scale", "query_scale", "key_scale"):
             drawn = np.random.default_rng(len(path)).normal(1, 0.3, v.get_value().shape)
             v.set_value(jax.device_put(drawn.astype(v.get_value().dtype), v.get_value().sharding))
     return model
+
+
+def _factory(make: Any) -> Any:
+    return (lambda rngs: Llama(make, rngs=rngs)) if isinstance(make, LlamaConfig) else make
 
 
 def scope_of(degrees: dict[str, int] | None) -> Any:
@@ -75,10 +97,19 @@ def _forward(model: Any, tokens: jax.Array) -> jax.Array:
     return model(tokens)
 
 
-def greedy(model: Any, prompt: list[int], count: int, length: int = 32) -> list[int]:
-    """Returns the likeliest tokens, one after another, from the whole sequence each time. Called without a mesh."""
-    row = list(prompt)
+def forward(model: Any, rows: list[list[int]]) -> np.ndarray:
+    """Returns the logits of up to 8 rows of up to 32 tokens, for which there is one program. Called without a mesh."""
+    tokens = np.zeros((8, 32), int)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    return np.asarray(_forward(model, tokens))
+
+
+def greedy(model: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Returns the likeliest tokens of each row, one after another, from the whole sequences each time."""
+    rows = [list(prompt) for prompt in prompts]
     for _ in range(count):
-        logits = _forward(model, jnp.asarray([[*row, *[0] * (length - len(row))]]))
-        row.append(int(jnp.argmax(logits[0, len(row) - 1])))
-    return row[len(prompt) :]
+        logits = forward(model, rows)
+        for i, row in enumerate(rows):
+            row.append(int(np.argmax(logits[i, len(row) - 1])))
+    return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
