@@ -1,4 +1,4 @@
-"""An imported model's config and tokenizer pass through training and resuming, and an export writes them again."""
+"""A run that starts from an imported model keeps its config and tokenizer, and an export writes them again."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.convert import export_llama, import_llama
 from gtp_jax.runner.cli import main
 from gtp_jax.runner.trainer import TrainConfig
+from gtp_jax.runner.trainer._corpus import read_corpus
 from gtp_jax.runner.trainer._job import abstract_state
-from gtp_jax.runner.trainer._start import start_from
+from gtp_jax.runner.trainer._start import check_start, start_from, vocab_size_of
 
-from .runs import WORDS, small, write_text
+from .runs import WORDS, write_text
 
 jax.devices()  # fixes the number of devices to what the suite runs with
 
@@ -97,20 +98,6 @@ def config_of(directory) -> dict:
     return json.loads((directory / "config.json").read_text())
 
 
-def test_config_and_tokenizer_pass_through_training_and_resuming_to_export(folder, tmp_path, capsys):
-    text = write_text(tmp_path / "text")
-    flags = small(text, tmp_path / "run", steps=2, seq=16, tokenizer=folder / "hf/tokenizer.json")
-    assert main(["train", *flags, f"--from={folder / 'imported'}"]) == 0
-    assert main(["train", f"--out={tmp_path / 'run'}", "--resume", "--steps=3"]) == 0
-    assert main(["convert", "export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "float32"]) == 0
-    out, err = capsys.readouterr()
-    assert "left out" not in err and f"config.json, {', '.join(FILES)}" in out
-    assert others(tmp_path / "out") == FILES
-    assert config_of(tmp_path / "out") == CONFIG
-    checkpoints = Checkpoints(tmp_path / "run/checkpoints", read_only=True)
-    assert [checkpoints.files(step) == FILES for step in checkpoints.steps()] == [True, True]
-
-
 def test_the_files_are_those_that_verify_reads(folder, tmp_path, capsys):
     imported = shutil.copytree(folder / "imported", tmp_path / "imported")
     (imported / "0/manifest/files/tokenizer.json").write_bytes(FILES["tokenizer.json"].replace(b"0", b"1"))
@@ -157,6 +144,10 @@ def test_a_tokenizer_other_than_the_runs_is_left_out_with_a_message(folder, tmp_
 def test_the_same_tokenizer_in_another_file_is_kept(folder, tmp_path, capsys):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(json.loads(FILES["tokenizer.json"]), indent=4))
+    text = str(write_text(tmp_path / "text"))
+    config = TrainConfig(data=(text,), tokenizer=str(path), from_=str(folder / "imported"))
+    vocab_size = vocab_size_of(config, read_corpus(config), None)
+    check_start(folder / "imported", config.model(vocab_size, dtype="float32"))
     assert started(folder / "imported", path)[1].files == FILES
     assert capsys.readouterr().err == ""
 

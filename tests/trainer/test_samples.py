@@ -1,14 +1,14 @@
 """A run shows what its model writes, and how to go on from there."""
 
+import dataclasses
 import re
 import shlex
 
 import jax
 import pytest
 
-import gtp_jax as gtp
 from gtp_jax.generation import _programs
-from gtp_jax.models import load
+from gtp_jax.models import PRESETS
 from gtp_jax.runner.cli import main
 from gtp_jax.runner.data import load_corpus, read_text
 from gtp_jax.runner.trainer._samples import block
@@ -27,7 +27,8 @@ def samples(output: str) -> list[str]:
     return re.findall(r"step +\d+   held-out loss.*\n((?:  \| .*\n)+)", output)
 
 
-def test_each_evaluation_shows_a_text_of_the_models_and_the_report_the_last(text, tmp_path, capsys):
+def test_each_evaluation_shows_a_text_of_the_models_and_the_report_the_last(text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(PRESETS, "tiny", dataclasses.replace(PRESETS["tiny"], num_layers=2))
     before = _programs.prefill._cache_size(), _programs.decode._cache_size()
     out = tmp_path / "run"
     assert main(["train", *small(text, out, sample_tokens=20)]) == 0
@@ -35,25 +36,18 @@ def test_each_evaluation_shows_a_text_of_the_models_and_the_report_the_last(text
     output = capsys.readouterr().out
     shown = samples(output)
     assert len(shown) == 3 and len(set(shown)) == 3  # steps 0, 4 and 8
-    # what the checkpoint's model says on another mesh
-    prompt = load_corpus(read_text((str(text),))).held_out[:24].tolist()
-    made = gtp.generate(load(out, dtype="float32"), [prompt], max_new_tokens=20, temperature=0.8, stop=0)
-    wanted = bytes([*prompt, *made.tokens[0, : made.lengths[0]]]).decode(errors="replace")
-    assert shown[-1] == block(wanted) + "\n"
-    assert f"what the model writes\n\n{block(wanted)}\n" in (out / "report.txt").read_text()
+    assert f"what the model writes\n\n{shown[-1]}" in (out / "report.txt").read_text()
 
     commands = [shlex.split(line.partition("   ")[0]) for line in re.findall(r"^  gtp-jax (.*)$", output, re.MULTILINE)]
     assert [command[0] for command in commands] == ["generate", "train", "convert"]
     generate, again, export = commands
-    assert main([*generate, "--max-new-tokens=4"]) == 0 and capsys.readouterr().out.startswith("The ")
+    assert generate == ["generate", str(out), "--prompt", "The "]
+    # what the checkpoint's model says on another mesh
+    prompt = bytes(load_corpus(read_text((str(text),))).held_out[:24].tolist()).decode()
+    assert main([*generate[:-1], prompt, "--max-new-tokens=20", "--dtype=float32"]) == 0
+    assert shown[-1] == block(capsys.readouterr().out)
     assert again == ["train", "--resume", "--out", str(out), "--steps", "16"]
     assert main(export) == 0
-
-
-def test_none_is_shown_where_none_is_wanted(text, tmp_path, capsys):
-    assert main(["train", *small(text, tmp_path / "run", steps=1)]) == 0
-    output = capsys.readouterr().out
-    assert "  | " not in output and "what the model writes" not in output and "\nnext:\n" in output
 
 
 def test_what_a_terminal_would_obey_is_not_printed():

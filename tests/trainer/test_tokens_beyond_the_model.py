@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shutil
 import socket
@@ -21,13 +23,15 @@ from gtp_jax.runner.trainer._corpus import read_corpus
 from gtp_jax.runner.trainer._start import vocab_size_of
 
 from .runs import WORDS, small, write_text
-from .test_origin_kept import CONFIG, tokenizer
+from .test_origin_kept import CONFIG, config_of, others, tokenizer
+from .test_origin_kept import FILES as FILES_OF_WORDS
 
 jax.devices()  # fixes the number of devices to what the suite runs with
 
 ROWS = CONFIG["vocab_size"]
 # the word "[PAD]" has the id that is the vocabulary's size; the names of the others occur in no text
 TOKENIZER = tokenizer([*WORDS, "?", "</s>", *(f"unused{i}" for i in range(ROWS - len(WORDS) - 2)), "[PAD]"])
+FILES = {**FILES_OF_WORDS, "tokenizer.json": TOKENIZER}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +39,8 @@ def folder(tmp_path_factory):
     """A model whose tokenizer has an id more than it has rows, imported; and text without that id."""
     root = tmp_path_factory.mktemp("model")
     write_model(root / "hf", random_tensors(CONFIG), CONFIG)
-    (root / "hf/tokenizer.json").write_bytes(TOKENIZER)
+    for name, content in FILES.items():
+        (root / "hf" / name).write_bytes(content)
     with pytest.warns(UserWarning, match=rf"{ROWS} \('\[PAD\]'\)"):
         import_llama(root / "hf", root / "imported")
     write_text(root / "text")
@@ -47,16 +52,35 @@ def flags(folder, text, out, **changes):
     return small(text, out, **changes)
 
 
-def test_text_without_them_is_trained_on_resumed_and_exported(folder, tmp_path, capsys):
-    assert main(["train", *flags(folder, folder / "text", tmp_path / "run")]) == 0
-    assert main(["train", f"--out={tmp_path / 'run'}", "--resume", "--steps=3"]) == 0
-    assert "left out" not in capsys.readouterr().err
-    checkpoints = Checkpoints(tmp_path / "run/checkpoints", read_only=True)
-    assert checkpoints.latest() == 3 and checkpoints.files() == {"tokenizer.json": TOKENIZER}
+@pytest.fixture(scope="module")
+def passed_through(folder, tmp_path_factory):
+    """The directory of a run that was trained and resumed, of its export, and what was printed."""
+    run, out = (tmp_path_factory.mktemp("passed") / name for name in ("run", "out"))
+    printed, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+        assert main(["train", *flags(folder, folder / "text", run)]) == 0
+        assert main(["train", f"--out={run}", "--resume", "--steps=3"]) == 0
+        assert main(["convert", "export", str(run), str(out), "--dtype", "float32"]) == 0
+    return run, out, printed.getvalue(), errors.getvalue()
+
+
+def test_text_without_them_is_trained_on_resumed_and_exported(passed_through):
+    run, out, _, errors = passed_through
+    assert "left out" not in errors
+    checkpoints = Checkpoints(run / "checkpoints", read_only=True)
+    assert checkpoints.latest() == 3 and checkpoints.files()["tokenizer.json"] == TOKENIZER
     assert saved_config(checkpoints.manifest()["extra"]).vocab_size == ROWS
-    assert main(["replay", f"--out={tmp_path / 'run'}", "--step=3"]) in (0, 1)  # it compares, whatever it finds
-    assert main(["convert", "export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
-    assert (tmp_path / "out/tokenizer.json").read_bytes() == TOKENIZER
+    assert main(["replay", f"--out={run}", "--step=3"]) in (0, 1)  # it compares, whatever it finds
+    assert (out / "tokenizer.json").read_bytes() == TOKENIZER
+
+
+def test_config_and_tokenizer_pass_through_training_and_resuming_to_export(passed_through):
+    run, out, printed, _ = passed_through
+    assert f"config.json, {', '.join(FILES)}" in printed
+    assert others(out) == FILES
+    assert config_of(out) == CONFIG
+    checkpoints = Checkpoints(run / "checkpoints", read_only=True)
+    assert [checkpoints.files(step) == FILES for step in checkpoints.steps()] == [True, True]
 
 
 def test_text_with_one_is_refused_by_its_id(folder, tmp_path, capsys):

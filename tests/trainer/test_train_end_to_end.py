@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import io
 import json
 import re
 
@@ -17,7 +20,7 @@ from gtp_jax.runner.trainer import TrainConfig
 from gtp_jax.runner.trainer._events import read_lines
 from gtp_jax.runner.trainer._report import _documents
 
-from .runs import read_records, small, train, write_text
+from .runs import read_records, small, write_text
 
 TINY = PRESETS["tiny"]
 
@@ -31,7 +34,10 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "run"
-    return out, train(small(text, out, steps=30, eval_every=10, save_every=10, keep=2))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        assert main(["train", *small(text, out, steps=30, eval_every=10, save_every=10, keep=2)]) == 0
+    return out, printed.getvalue()
 
 
 def test_something_is_learned_and_shown_beside_the_unigram_entropy(run):
@@ -105,6 +111,12 @@ def test_latest_checkpoints_are_kept(run):
     assert Checkpoints(run[0] / "checkpoints", read_only=True).steps() == [20, 30]
 
 
+def test_no_text_is_shown_where_none_is_wanted(run):
+    printed = run[1]
+    assert not re.search(r"^  \| ", printed, re.MULTILINE) and "what the model writes" not in printed
+    assert "\nnext:\n" in printed
+
+
 def test_finished_run_can_be_extended_and_says_what_changed(run, capsys):
     out, _ = run
     assert main(["train", f"--out={out}", "--resume", "--steps=32"]) == 0
@@ -147,7 +159,8 @@ def test_force_replaces_a_run_with_one_of_another_schedule_and_the_same_losses(t
     assert (out / "notes.txt").read_text() == "mine"
 
 
-def test_diverged_run_says_so_and_saves_nothing_more(text, tmp_path, capsys):
+def test_diverged_run_says_so_and_saves_nothing_more(text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(PRESETS, "tiny", dataclasses.replace(TINY, num_layers=1))
     out = tmp_path / "run"
     assert main(["train", *small(text, out, lr=1e30, warmup=0, save_every=100)]) == DIVERGED
     printed = capsys.readouterr().err

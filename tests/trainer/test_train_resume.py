@@ -13,6 +13,7 @@ from gtp_jax import TrainState, make_mesh
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.models import Llama
 from gtp_jax.nn import abstract_model
+from gtp_jax.runner.cli import main
 from gtp_jax.runner.trainer import TrainConfig
 from gtp_jax.runner.trainer._optimizer import adamw
 
@@ -26,8 +27,9 @@ def text(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def never_stopped(text, tmp_path_factory) -> Path:
+    jax.devices()  # started here with its 8 devices, which no run may change
     out = tmp_path_factory.mktemp("never") / "run"
-    train(small(text, out))
+    assert main(["train", *small(text, out)]) == 0
     return out
 
 
@@ -58,7 +60,7 @@ def test_killed_and_resumed_equals_never_stopped(step, text, never_stopped, tmp_
     run.kill()
     finish(run)
     assert Checkpoints(out / "checkpoints", read_only=True).latest() != 8
-    train([f"--out={out}", "--resume"])
+    assert main(["train", f"--out={out}", "--resume"]) == 0
     assert_same_run(out, never_stopped)
 
 
@@ -76,7 +78,7 @@ def test_signal_saves_and_says_how_to_resume(number, text, never_stopped, tmp_pa
     assert f"stopped by a signal after step {latest}" in output
     assert f"The last checkpoint is of step {latest}" in output
     assert f"gtp-jax train --resume --out {out}" in output
-    train([f"--out={out}", "--resume"])
+    assert main(["train", f"--out={out}", "--resume"]) == 0
     assert_same_run(out, never_stopped)
 
 

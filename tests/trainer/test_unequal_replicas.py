@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 
-from .runs import processes, read_records, small, start, train, write_text
+from gtp_jax.runner.cli import main
+
+from .runs import processes, read_records, small, train, write_text
 
 HEALTHY = {"dp": 2, "tp": 2, "batch": 9, "lr": 1e-3, "dtype": "float32", "save_every": 2, "eval_every": 2}
 LOST = ["--failed-devices", "3"]
@@ -13,6 +16,7 @@ LOST = ["--failed-devices", "3"]
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
+    jax.devices()  # started here with its 8 devices, which no run below may change
     return write_text(tmp_path_factory.mktemp("text"))
 
 
@@ -94,8 +98,10 @@ def test_a_process_a_device_equals_one_process(text, in_one_process, tmp_path):
         (["--failed-devices", "x"], "is 'x'; it must be a whole number"),
     ],
 )
-def test_plans_that_cannot_work_are_refused_at_the_start(flags, message, text, tmp_path):
-    run = start([*small(text, tmp_path / "run", **HEALTHY), *flags])
-    output = run.communicate(timeout=120)[0]
-    assert run.returncode == 2 and message in output
+def test_plans_that_cannot_work_are_refused_at_the_start(flags, message, text, tmp_path, capsys):
+    try:
+        status = main(["train", *small(text, tmp_path / "run", **HEALTHY), *flags])
+    except SystemExit as refused:  # by the parser
+        status = refused.code
+    assert status == 2 and message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
