@@ -5,18 +5,9 @@ import re
 import shutil
 
 import pytest
-from trainer.runs import small, train, write_text
 
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.runner.cli import main
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("command")
-    text = write_text(folder / "text")
-    train(small(text, folder / "run", steps=4))
-    return folder / "run"
 
 
 def printed(capsys, *args) -> tuple[int, str]:

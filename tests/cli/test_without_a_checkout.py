@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -15,6 +16,22 @@ import pytest
 import gtp_jax
 
 ROOT = Path(__file__).parents[2]
+CLONE = "they run in a checkout. Clone the repository, install it with `pip install -e .`"
+# Runs several commands in one process, and prints the status of each, its output and its errors.
+COMMANDS = """
+import contextlib, io, json
+from gtp_jax.runner.cli import main
+
+found = []
+for words in (["bench"], ["profile"], ["profile", "--preset", "1b"], ["profile", "--trace", "nowhere"], ["--help"]):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            status = main(words)
+        except SystemExit as end:
+            status = end.code
+    found.append((status, out.getvalue(), err.getvalue()))
+print(json.dumps(found))
+"""
 
 
 def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -29,13 +46,15 @@ def test_bench_and_profile_say_where_the_benchmarks_are_and_other_commands_run(t
     shutil.copytree(package, tmp_path / "gtp_jax", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     (tmp_path / "benchmarks").mkdir()  # of the user's own
     (tmp_path / "benchmarks" / "__init__.py").write_text("raise RuntimeError")
-    for words in (["bench"], ["bench", "step", "--tp", "2"], ["profile"], ["profile", "--preset", "1b"]):
-        ran = python(tmp_path, "-m", "gtp_jax", *words)
-        assert ran.returncode == 2 and not ran.stdout
-        assert "they run in a checkout. Clone the repository, install it with `pip install -e .`" in ran.stderr
-    ran = python(tmp_path, "-m", "gtp_jax", "profile", "--trace", "nowhere")
-    assert ran.returncode == 2 and "nowhere" in ran.stderr and "checkout" not in ran.stderr
-    assert "usage: gtp-jax" in python(tmp_path, "-m", "gtp_jax", "--help").stdout
+    ran = python(tmp_path, "-m", "gtp_jax", "bench", "step", "--tp", "2")
+    assert ran.returncode == 2 and not ran.stdout and CLONE in ran.stderr
+    ran = python(tmp_path, "-c", COMMANDS)
+    assert ran.returncode == 0, ran.stderr
+    *refused, trace, usage = json.loads(ran.stdout)
+    for status, printed, errors in refused:
+        assert status == 2 and not printed and CLONE in errors
+    assert trace[0] == 2 and "nowhere" in trace[2] and "checkout" not in trace[2]
+    assert usage[0] == 0 and "usage: gtp-jax" in usage[1]
 
 
 def test_bench_takes_the_benchmarks_of_its_checkout_and_not_those_of_the_working_directory(tmp_path):
