@@ -1,7 +1,5 @@
 """Attention against one query at a time, over the keys that it may see and no others."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,12 +67,16 @@ def test_output_and_gradients_are_those_of_one_query_at_a_time(name, kv_heads, x
     k, v = (jnp.asarray(rng.normal(size=(BATCH, keys, kv_heads, WIDTH))) for _ in range(2))
     learned = {name: value.astype(float) for name, value in options.items() if name == "sinks"}
     fixed = {name: value for name, value in options.items() if name != "sinks"}
-    results = []
-    for how in (attention, one_by_one):
-        call = functools.partial(how, **fixed)
-        run = jax.jit if how is attention else lambda f: f
-        y, back = jax.vjp(run(lambda q, k, v, extra, call=call: call(q, k, v, **extra)), q, k, v, learned)
-        results.append((y, *back(of_output)))
+
+    @jax.jit
+    def run(*given):
+        results = []
+        for how in (attention, one_by_one):
+            y, back = jax.vjp(lambda q, k, v, extra, how=how: how(q, k, v, **fixed, **extra), *given)
+            results.append((y, *back(of_output)))
+        return results
+
+    results = run(q, k, v, learned)
     assert results[0][0].dtype == np.float64
     for found, wanted in zip(jax.tree.leaves(results[0]), jax.tree.leaves(results[1]), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12 * max(1.0, np.abs(wanted).max()))

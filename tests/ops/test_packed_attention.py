@@ -96,12 +96,24 @@ EVERY_WAY = ("one document", "two", "a long one among many short", "an id comes 
 )
 def test_every_way_is_right_for_the_ids_that_take_it(name, options, by_hand):
     rows, way = CASES[name]
-    ids, (causal, window) = jnp.asarray(np.stack(rows)), OPTIONS[options]
+    ids = jnp.asarray(np.stack(rows))
     assert _packed.documents_of(ids).way == way
-    reference = functools.partial(attention, causal=causal, window=window, segment_ids=ids, scale=0.3)
-    given = operands(2)
-    wanted = with_gradients(functools.partial(reference, implementation="reference"), *given)
-    assert_equal(jax.jit(lambda *t: with_gradients(packed(ids, causal, window), *t))(*given), wanted)
+    found, wanted = both_ways(options)(ids, *operands(2))
+    assert_equal(found, wanted)
+
+
+@functools.cache
+def both_ways(options):
+    """Returns the program, for all ids, of packed attention and of the reference; to be called `by_hand`."""
+    causal, window = OPTIONS[options]
+
+    def run(ids, *given):
+        reference = functools.partial(
+            attention, causal=causal, window=window, segment_ids=ids, scale=0.3, implementation="reference"
+        )
+        return with_gradients(packed(ids, causal, window), *given), with_gradients(reference, *given)
+
+    return jax.jit(run)
 
 
 @pytest.mark.parametrize(("length", "calls"), [(1024, 2), (2048, 3), (4096, 3), (8192, 3), (1030, 1), (1028, 2)])
