@@ -174,17 +174,17 @@ def test_steps_update_the_master_and_quantize_it_anew(x64):
             state, metrics = step(state, batch)
             losses.append(float(metrics["loss"]))
         end = host(state.params)
-    loss = loss_and_gradient(config)
+    loss, update = loss_and_gradient(config), jax.jit(optimizer.update)
     moments, wanted, codes = optimizer.init(params), [], []
     for _ in range(3):
         quantized = dequantized(params, recipe.wire, config.dtype)
         codes.append(quantized["blocks"]["layers"]["attention"]["out"]["kernel"])
         value, gradient = loss(quantized, batch)
-        updates, moments = optimizer.update(gradient, moments, params)
-        params = optax.apply_updates(params, updates)
+        updates, moments = update(gradient, moments, params)
+        params = jax.tree.map(np.add, params, host(updates))
         wanted.append(float(value))
     np.testing.assert_allclose(losses, wanted, rtol=1e-11)
-    assert_close(end, host(params), 1e-10)
+    assert_close(end, params, 1e-10)
     assert all(np.mean(a != b) > 0.05 for a, b in zip(codes, codes[1:], strict=False))
 
 
