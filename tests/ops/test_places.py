@@ -46,11 +46,12 @@ def matrices(seed, *shapes):
 def test_sums_and_shares_have_the_gradients_of_their_definition(present, x64):
     window, _ = window_and_sizes(0, present)
     y, shares, weight = matrices(1, (TOKENS * TOP_K, 8), (TOKENS, TOP_K), (TOKENS, 8))
+    here, places = np.asarray(window.here), np.asarray(window.places)
     matrix = np.zeros((TOKENS, TOKENS * TOP_K))  # which place counts for which row
     for row in range(TOKENS):
         for choice in range(TOP_K):
-            if window.here[row, choice]:
-                matrix[row, window.places[row, choice]] += 1
+            if here[row, choice]:
+                matrix[row, places[row, choice]] += 1
 
     def found(y, shares):
         return jnp.sum(weight * sum_of_places(y * shares_of_places(shares, window)[:, None], window))
@@ -58,7 +59,7 @@ def test_sums_and_shares_have_the_gradients_of_their_definition(present, x64):
     def wanted(y, shares):
         return jnp.sum(weight * (matrix @ (y * jnp.ravel(shares)[window.pairs][:, None])))
 
-    for a, b in zip(*(jax.grad(f, argnums=(0, 1))(y, shares) for f in (found, wanted)), strict=True):
+    for a, b in zip(*(jax.jit(jax.grad(f, argnums=(0, 1)))(y, shares) for f in (found, wanted)), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-13)
 
 
