@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 
@@ -13,6 +14,7 @@ from convert.hugging_face import random_tensors, write_model
 import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.convert import export_llama, import_llama
+from gtp_jax.models import PRESETS
 from gtp_jax.runner.cli import main
 from gtp_jax.runner.trainer import TrainConfig
 from gtp_jax.runner.trainer._corpus import read_corpus
@@ -23,7 +25,7 @@ from .runs import WORDS, write_text
 
 jax.devices()  # fixes the number of devices to what the suite runs with
 
-# The preset `tiny`, as transformers 5 writes it, with fields that gtp_jax does not compute with.
+# One layer of the preset `tiny`, as transformers 5 writes it, with fields that gtp_jax does not compute with.
 CONFIG = {
     "_name_or_path": "someone/tiny",
     "architectures": ["LlamaForCausalLM"],
@@ -40,7 +42,7 @@ CONFIG = {
     "intermediate_size": 384,
     "max_position_embeddings": 131072,
     "num_attention_heads": 8,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 1,
     "num_key_value_heads": 4,
     "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
@@ -78,14 +80,16 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A Hugging Face model, and the checkpoint that it was imported into."""
+    """A Hugging Face model, and the checkpoint that it was imported into; `tiny` has its one layer."""
     root = tmp_path_factory.mktemp("model")
     write_model(root / "hf", random_tensors(CONFIG), CONFIG)
     for name, content in FILES.items():
         (root / "hf" / name).write_bytes(content)
     (root / "hf" / "README.md").write_text("not the tokenizer's")
     assert main(["convert", "import", str(root / "hf"), str(root / "imported")]) == 0
-    return root
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "tiny", dataclasses.replace(PRESETS["tiny"], num_layers=1))
+        yield root
 
 
 def others(directory) -> dict[str, bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
 import shutil
@@ -16,7 +17,7 @@ from convert.hugging_face import random_tensors, write_model
 
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.convert import import_llama
-from gtp_jax.models import saved_config
+from gtp_jax.models import PRESETS, saved_config
 from gtp_jax.runner.cli import main
 from gtp_jax.runner.trainer import TrainConfig
 from gtp_jax.runner.trainer._corpus import read_corpus
@@ -36,7 +37,8 @@ FILES = {**FILES_OF_WORDS, "tokenizer.json": TOKENIZER}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model whose tokenizer has an id more than it has rows, imported; and text without that id."""
+    """A model whose tokenizer has an id more than it has rows, imported; and text without that id.
+    The preset `tiny` has its one layer."""
     root = tmp_path_factory.mktemp("model")
     write_model(root / "hf", random_tensors(CONFIG), CONFIG)
     for name, content in FILES.items():
@@ -44,7 +46,9 @@ def folder(tmp_path_factory):
     with pytest.warns(UserWarning, match=rf"{ROWS} \('\[PAD\]'\)"):
         import_llama(root / "hf", root / "imported")
     write_text(root / "text")
-    return root
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "tiny", dataclasses.replace(PRESETS["tiny"], num_layers=1))
+        yield root
 
 
 def flags(folder, text, out, **changes):
