@@ -10,6 +10,8 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import gtp_jax as gtp
 
@@ -20,10 +22,32 @@ def scope(degrees: dict[str, int] | None) -> Any:
     return contextlib.nullcontext() if degrees is None else jax.set_mesh(gtp.make_mesh(**degrees))
 
 
+def put_back(model: nnx.Module, optimizer: nnx.Optimizer, places: Any) -> None:
+    """Moves variables to where they were before a step."""
+    nnx.update((model, optimizer), jax.device_put(nnx.state((model, optimizer)), places))
+
+
+def places_of(model: nnx.Module, optimizer: nnx.Optimizer) -> Any:
+    """Returns where variables are, or are to be: those that `gtp.shard` did not place on every device."""
+    everywhere = NamedSharding(jax.sharding.get_mesh(), P())
+    place = lambda a: a.sharding if isinstance(a.sharding, NamedSharding) else everywhere  # noqa: E731
+    return jax.tree.map(place, nnx.state((model, optimizer)))
+
+
 def train(
-    model: nnx.Module, loss: Callable[..., jax.Array], batch: Any, steps: int = 3, optimizer: Any = None
+    model: nnx.Module,
+    loss: Callable[..., jax.Array],
+    batch: Any,
+    steps: int = 3,
+    optimizer: Any = None,
+    stay: bool = True,
 ) -> dict[str, np.ndarray]:
-    """Returns losses, gradients of the first step and of the last, and all variables after it, by name."""
+    """Returns losses, gradients of the first step and of the last, and all variables after it, by name.
+
+    Args:
+        stay: whether variables are put back after each step, so that one program serves all of them. Otherwise they
+            are left where the compiler put them, and the second step is compiled anew.
+    """
     optimizer = nnx.Optimizer(model, optax.adamw(1e-2, eps=1e-3) if optimizer is None else optimizer, wrt=nnx.Param)
 
     @nnx.jit
@@ -32,7 +56,13 @@ def train(
         optimizer.update(model, gradients)
         return value, gradients
 
-    done = [step(model, optimizer, batch) for _ in range(steps)]
+    stay = stay and not jax.sharding.get_mesh().empty
+    places = places_of(model, optimizer) if stay else None
+    done = []
+    for _ in range(steps):
+        if stay:
+            put_back(model, optimizer, places)
+        done.append(step(model, optimizer, batch))
     found = {"first loss": np.asarray(done[0][0]), "losses": np.asarray([float(value) for value, _ in done])}
     parts = (("first gradient", done[0][1]), ("gradient", done[-1][1]))
     for title, state in (*parts, ("variable", nnx.state(model)), ("optimizer", nnx.state(optimizer))):
@@ -52,9 +82,18 @@ def assert_equal(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], to
         np.testing.assert_allclose(found[name], array, rtol=0, atol=bound, err_msg=name)
 
 
-def together(make: Callable[[], nnx.Module], loss: Any, batch: Any, degrees: dict[str, int], **options: Any):
+def together(
+    make: Callable[[], nnx.Module],
+    loss: Any,
+    batch: Any,
+    degrees: dict[str, int],
+    *,
+    steps: int = 3,
+    stay: bool = True,
+    **options: Any,
+):
     """Returns what `train` finds of a model that is sharded over a mesh, and of the same model without a mesh."""
-    wanted = train(make(), loss, batch)
+    wanted = train(make(), loss, batch, steps)
     with scope(degrees):
-        found = train(gtp.shard(make(), min_size=64, **options), loss, batch)
+        found = train(gtp.shard(make(), min_size=64, **options), loss, batch, steps, stay=stay)
     return found, wanted

@@ -11,7 +11,7 @@ import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.nn import abstract_model
 
-from .models import GPT2, tokens
+from .models import DEPTH, GPT2, tokens
 from .steps import MESHES, scope
 
 OPTIMIZER = optax.adamw(1e-2, eps=1e-3)
@@ -99,8 +99,8 @@ def test_explain_lists_units_and_how_calls_are_tied(x64):
     with scope(MESHES["gtp 8"]):
         model = gtp.shard(GPT2(rngs()), min_size=64)
         found = gtp.explain(model, None, call=lambda model: model(tokens()))
-    assert [unit.module for unit in found.units] == ["blocks.0", "blocks.1", "blocks.2", "blocks.3", "embed", ""]
-    assert [call.prefetched for call in found.calls] == [False] + [True] * 5
+    assert [unit.module for unit in found.units] == [*(f"blocks.{i}" for i in range(DEPTH)), "embed", ""]
+    assert [call.prefetched for call in found.calls] == [False] + [True] * (DEPTH + 1)
     text = str(found)
     assert "ahead of its call, in both passes" in text and "the first of its call" in text
     assert "blocks.0.up.kernel" not in text  # a sharded weight is none of those that are used as they are
