@@ -266,11 +266,18 @@ def start_of(draw: Draw, path: tuple[str, ...], shape: tuple[int, ...]) -> np.nd
 
 def make(draw: Draw) -> tuple[Any, dict[tuple[str, ...], np.ndarray], dict[str, np.ndarray]]:
     """Returns a model on the mesh in scope, its parameters by the oracle's names, and the words of dropout's keys."""
-    model = gtp.init(lambda rngs: Drawn(draw, rngs), nnx.Rngs(draw.seed, dropout=draw.seed + 1))
+    # `gtp.init` compiles a program for values that are replaced below: it is needed for keys, for statistics, and for
+    # the paths that a recipe in scope asks for
+    if draw.model.has("norm", "dropout") or draw.recipe is not None:
+        model = gtp.init(lambda rngs: Drawn(draw, rngs), nnx.Rngs(draw.seed, dropout=draw.seed + 1))
+    else:
+        model = gtp.nn.abstract_model(lambda rngs: Drawn(draw, rngs))
     found, words = {}, {}
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         array = variable.get_raw_value()
-        if isinstance(variable, nnx.Param):
+        if isinstance(array, jax.ShapeDtypeStruct) and not isinstance(variable, nnx.Param):
+            variable.set_value(jax.device_put(np.zeros(array.shape, array.dtype), array.sharding))
+        elif isinstance(variable, nnx.Param):
             shapes = by_block(path, np.zeros(array.shape, bool), draw.stacked)
             own = {name: start_of(draw, name, a.shape).astype(array.dtype) for name, a in shapes.items()}
             found |= own
