@@ -46,16 +46,16 @@ class Block(nnx.Module):
 
 
 class Stacked(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs, dtype: str = "float32"):
-        self.blocks = gtp.Stack(lambda rngs: Block(rngs, dtype), LAYERS, rngs=rngs)
+    def __init__(self, rngs: nnx.Rngs, dtype: str = "float32", layers: int = LAYERS):
+        self.blocks = gtp.Stack(lambda rngs: Block(rngs, dtype), layers, rngs=rngs)
 
     def __call__(self, x):
         return self.blocks(x)
 
 
 class Listed(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs, dtype: str = "float32"):
-        self.blocks = nnx.List([Block(rngs, dtype) for _ in range(LAYERS)])
+    def __init__(self, rngs: nnx.Rngs, layers: int):
+        self.blocks = nnx.List([Block(rngs) for _ in range(layers)])
 
     def __call__(self, x):
         for block in self.blocks:
@@ -196,7 +196,7 @@ def losses(model, mesh, key, **options):
         return (terms.sum(), jnp.asarray(terms.size, jnp.float32)) if options.get("view") == "local" else terms.mean()
 
     def run():
-        state = gtp.TrainState.create(gtp.init(model, nnx.Rngs(0)), optimizer)
+        state = gtp.TrainState.create(gtp.init(lambda rngs: model(rngs, layers=2), nnx.Rngs(0)), optimizer)
         step = gtp.train_step(loss, optimizer, recipe=RowScaledRecipe(), **options)
         for _ in range(3):
             state, metrics = step(state, {"x": x})
