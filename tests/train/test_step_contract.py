@@ -1,5 +1,7 @@
 """What a step promises beside its numbers: donation, one compilation, a mesh, batches without tokens."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,9 +27,22 @@ CONFIG = LlamaConfig(
 )
 
 
-def make_state(config=CONFIG, optimizer=None):
-    model = gtp.init(lambda rngs: Llama(config, rngs=rngs), nnx.Rngs(1))
-    return gtp.TrainState.create(model, optimizer or optax.adamw(1e-2))
+# several tests share their programs
+MESH, ADAMW, SGD = dict(dp=2, gtp=2, tp=2), optax.adamw(1e-2), optax.sgd(1.0)
+STEP, EVALUATE = gtp.train_step(next_token_loss, SGD), gtp.eval_step(next_token_loss)
+
+
+@functools.cache
+def created(mesh, optimizer):
+    """Returns the first state on a mesh, which is in scope: its values, and where they are."""
+    model = gtp.init(lambda rngs: Llama(CONFIG, rngs=rngs), nnx.Rngs(1))
+    state = gtp.TrainState.create(model, optimizer)
+    return jax.tree.map(np.asarray, state), jax.tree.map(lambda a: a.sharding, state)
+
+
+def make_state(optimizer=ADAMW):
+    """Returns a state of its own arrays, which may be donated."""
+    return jax.device_put(*created(jax.sharding.get_mesh(), optimizer))
 
 
 def make_batch(key, size=8, length=8, **weights):
@@ -48,7 +63,7 @@ def test_the_state_is_donated_and_a_step_is_compiled_once(key):
 
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
         state, batch = make_state(), make_batch(key)
-        step = gtp.train_step(next_token_loss, optax.adamw(1e-2), microbatches=2)
+        step = gtp.train_step(next_token_loss, ADAMW, microbatches=2)
         state, _ = step(state, batch)
         before = jax.tree.leaves((state.params, state.opt_state))
         jax.monitoring.register_event_duration_secs_listener(listen)
@@ -62,12 +77,12 @@ def test_the_state_is_donated_and_a_step_is_compiled_once(key):
 
 
 def test_a_batch_without_tokens_is_no_loss_and_moves_nothing(key):
-    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
-        state = make_state(optimizer=optax.sgd(1.0))
+    with jax.set_mesh(gtp.make_mesh(**MESH)):
+        state = make_state(SGD)
         before = host(state.params)
         batch = make_batch(key, weights=jnp.zeros((8, 8)))
-        assert float(gtp.eval_step(next_token_loss)(state, batch)["loss"]) == 0
-        state, metrics = gtp.train_step(next_token_loss, optax.sgd(1.0))(state, batch)
+        assert float(EVALUATE(state, batch)["loss"]) == 0
+        state, metrics = STEP(state, batch)
     assert {name: float(value) for name, value in metrics.items()} == {
         "loss": 0,
         "tokens": 0,
@@ -80,7 +95,7 @@ def test_a_batch_without_tokens_is_no_loss_and_moves_nothing(key):
 
 def test_arguments_by_name_are_those_by_place(key):
     state, batch = make_state(), make_batch(key)
-    step, evaluate = gtp.train_step(next_token_loss, optax.adamw(1e-2)), gtp.eval_step(next_token_loss)
+    step, evaluate = gtp.train_step(next_token_loss, ADAMW), gtp.eval_step(next_token_loss)
     assert float(evaluate(state=state, batch=batch)["loss"]) == float(evaluate(state, batch)["loss"])
     assert step.eval_shape(batch=batch, state=state)[0].step.shape == ()
     after, metrics = step(skip=True, batch=batch, state=state)
@@ -93,13 +108,13 @@ def test_weight_decay_moves_weights_in_a_batch_without_tokens_unless_it_is_skipp
     with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
         optimizer = optax.adamw(0.1, weight_decay=0.5)
         batch = make_batch(key, weights=jnp.zeros((8, 8)))
-        step, state = gtp.train_step(next_token_loss, optimizer), make_state(optimizer=optimizer)
+        step, state = gtp.train_step(next_token_loss, optimizer), make_state(optimizer)
         before = host(state.params)
         state, metrics = step(state, batch, skip=True)
         assert bool(metrics["skipped"])
         for a, b in zip(host(state.params), before, strict=True):
             np.testing.assert_array_equal(a, b)
-        state, metrics = step(state, batch)
+        state, metrics = step(state, batch, skip=False)
     assert float(metrics["loss"]) == float(metrics["grad_norm"]) == 0 and not bool(metrics["skipped"])
     for a, b in zip(host(state.params), before, strict=True):
         np.testing.assert_allclose(a, (1 - 0.1 * 0.5) * b, rtol=1e-5)
@@ -107,9 +122,9 @@ def test_weight_decay_moves_weights_in_a_batch_without_tokens_unless_it_is_skipp
 
 def test_a_batch_of_nothing_is_refused(key):
     with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
-        state = make_state(optimizer=optax.sgd(1.0))
+        state = make_state(SGD)
         for view in ("global", "local"):
-            step = gtp.train_step(next_token_loss, optax.sgd(1.0), view=view)
+            step = gtp.train_step(next_token_loss, SGD, view=view)
             for size, length in ((0, 8), (8, 0)):
                 message = rf"`batch`\['targets'\] has shape \({size}, {length}\), and so holds nothing. Leave out"
                 for run in (step, gtp.eval_step(next_token_loss, view=view)):
@@ -118,21 +133,20 @@ def test_a_batch_of_nothing_is_refused(key):
 
 
 def test_a_negative_target_is_left_out_like_a_weight_of_zero(key):
-    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
-        state, batch = make_state(), make_batch(key)
+    with jax.set_mesh(gtp.make_mesh(**MESH)):
+        state, batch = make_state(SGD), make_batch(key)
         out = jax.random.bernoulli(key, 0.3, (8, 8))
-        evaluate = gtp.eval_step(next_token_loss)
-        marked = evaluate(state, {**batch, "targets": jnp.where(out, -100, batch["targets"])})
-        weighed = evaluate(state, {**batch, "weights": jnp.where(out, 0.0, 1.0)})
+        marked = EVALUATE(state, {**batch, "targets": jnp.where(out, -100, batch["targets"])})
+        weighed = EVALUATE(state, {**batch, "weights": jnp.asarray(~out, jnp.float32)})
     assert float(marked["tokens"]) == float(weighed["tokens"]) == float(jnp.sum(~out))
     assert float(marked["loss"]) == float(weighed["loss"])
 
 
 def test_evaluation_is_the_loss_that_the_next_step_reports(key):
-    with jax.set_mesh(gtp.make_mesh(dp=2, gtp=2, tp=2)):
-        state, batch = make_state(), make_batch(key)
-        found = gtp.eval_step(next_token_loss)(state, batch)
-        _, metrics = gtp.train_step(next_token_loss, optax.adamw(1e-2))(state, batch)
+    with jax.set_mesh(gtp.make_mesh(**MESH)):
+        state, batch = make_state(SGD), make_batch(key, weights=jnp.ones((8, 8)))
+        found = EVALUATE(state, batch)
+        _, metrics = STEP(state, batch)
     assert float(found["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-6)
     assert float(found["tokens"]) == float(metrics["tokens"]) == 64
 
@@ -158,7 +172,7 @@ def test_a_state_made_for_another_mesh_is_refused(key):
             "was built for a mesh with gtp 1 x tp 1; the mesh in scope has gtp 8 x tp 1. Build the model under that"
         )
         with pytest.raises(ValueError, match=message):
-            gtp.train_step(next_token_loss, optax.adamw(1e-2))(state, make_batch(key))
+            gtp.train_step(next_token_loss, ADAMW)(state, make_batch(key))
         with pytest.raises(ValueError, match=message):
             gtp.eval_step(next_token_loss)(state, make_batch(key))
 
