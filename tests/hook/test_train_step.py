@@ -18,11 +18,11 @@ OPTIMIZER = optax.adamw(1e-2, eps=1e-3)
 
 
 def make(rngs):
-    return GPT2(rngs)
+    return GPT2(rngs, depth=2)
 
 
 def sharded(rngs):
-    return gtp.shard(GPT2(rngs), min_size=64)
+    return gtp.shard(make(rngs), min_size=64)
 
 
 def loss(model, batch):
@@ -75,7 +75,7 @@ class Blocks(nnx.Module):
     """Blocks without dropout, which local view has no place for."""
 
     def __init__(self, rngs):
-        model = GPT2(rngs, dropout=0.0)
+        model = GPT2(rngs, dropout=0.0, depth=2)
         self.embed, self.blocks, self.positions = model.embed, model.blocks, model.positions
         for block in self.blocks:
             del block.dropout
