@@ -60,7 +60,8 @@ def _birth(factory: Callable[[nnx.Rngs], Any], rngs: nnx.Rngs) -> tuple[Any, Any
 def abstract_model[M: nnx.Module](factory: Callable[[nnx.Rngs], M]) -> M:
     """Returns the model with `jax.ShapeDtypeStruct`s, sharded for the mesh in scope, in place of arrays.
 
-    Allocates nothing, so the mesh may consist of devices that are not there. The factory is called with `nnx.Rngs(0)`.
+    Allocates nothing, so the mesh may consist of devices that are not there. Its weights know their paths, as those of
+    `init` do. The factory is called with `nnx.Rngs(0)`.
     A model that keeps its `nnx.Rngs`, by the names of their streams, makes its own:
     `abstract_model(lambda _: Model(nnx.Rngs(0, dropout=1)))`.
 
@@ -82,7 +83,9 @@ def abstract_model[M: nnx.Module](factory: Callable[[nnx.Rngs], M]) -> M:
             return with_value(leaf, jax.tree.map(abstract, value))
         return with_value(leaf, jax.tree.map(abstract, value, jax.tree.broadcast(_shardings(mesh, leaf), value)))
 
-    return nnx.merge(graph, jax.tree.map(place, state, is_leaf=lambda v: isinstance(v, nnx.Variable)))
+    model = nnx.merge(graph, jax.tree.map(place, state, is_leaf=lambda v: isinstance(v, nnx.Variable)))
+    name_weights(model)
+    return model
 
 
 def _shardings(mesh: Mesh, leaf: Any) -> Any:

@@ -10,6 +10,7 @@ from flax import nnx
 import gtp_jax as gtp
 from gtp_jax.hlo import collectives
 from gtp_jax.models import Llama, LlamaConfig, next_token_loss
+from gtp_jax.nn import abstract_model
 
 from .oracles import matrix
 
@@ -158,6 +159,19 @@ def test_a_call_quantizes_once_and_both_passes_gather_its_codes():
         ("dp",): 1,  # what ranks store, joined once
     }
     assert len(gathers) == 3 and all(s.dtype == "u8" for c in gathers for s in c.operands)
+
+
+def test_an_abstract_model_that_is_filled_with_values_knows_its_paths_as_one_that_was_created():
+    """So models that were restored from a checkpoint do."""
+    make = lambda rngs: nnx.List([gtp.Dense(64, 64, rngs=rngs) for _ in range(2)])  # noqa: E731
+    created = gtp.init(make, nnx.Rngs(0))
+    restored = abstract_model(make)
+    nnx.update(restored, nnx.state(created))
+    x = jnp.ones((8, 64), jnp.bfloat16)
+    with gtp.use_recipe(gtp.NVFP4(exclude=("0",))):
+        for wanted, found in zip(created, restored, strict=True):
+            np.testing.assert_array_equal(np.asarray(found(x)), np.asarray(wanted(x)))
+    assert nnx.graphdef(restored) == nnx.graphdef(created)
 
 
 def test_what_cannot_be_done_is_refused():
