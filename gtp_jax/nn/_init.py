@@ -44,7 +44,7 @@ def _birth(factory: Callable[[nnx.Rngs], Any], rngs: nnx.Rngs) -> tuple[Any, Any
     mesh = mesh_of_devices("gtp_jax.init")
     streams, keys = nnx.split(rngs)
     # of copies of the streams themselves, as a model's variables may name them
-    abstract = abstract_model(lambda _: factory(nnx.merge(streams, jax.tree.map(lambda a: a, keys))))
+    abstract = _abstract(lambda _: factory(nnx.merge(streams, jax.tree.map(lambda a: a, keys))))
     graph, state = nnx.split(abstract)
     shardings = None
     if not mesh.empty:
@@ -68,6 +68,13 @@ def abstract_model[M: nnx.Module](factory: Callable[[nnx.Rngs], M]) -> M:
     Raises:
         ValueError: if the mesh in scope has Explicit axes, or was put there by `with mesh:`; while JAX traces.
     """
+    model = _abstract(factory)
+    name_weights(model)
+    return model
+
+
+def _abstract[M: nnx.Module](factory: Callable[[nnx.Rngs], M]) -> M:
+    """Returns an abstract model, as a factory makes it: its weights do not know their paths."""
     check_mesh_in_scope()
     mesh = mesh_of_devices("gtp_jax.nn.abstract_model")
     # not `nnx.eval_shape`, which takes every variable for one array: codes are several
@@ -83,9 +90,7 @@ def abstract_model[M: nnx.Module](factory: Callable[[nnx.Rngs], M]) -> M:
             return with_value(leaf, jax.tree.map(abstract, value))
         return with_value(leaf, jax.tree.map(abstract, value, jax.tree.broadcast(_shardings(mesh, leaf), value)))
 
-    model = nnx.merge(graph, jax.tree.map(place, state, is_leaf=lambda v: isinstance(v, nnx.Variable)))
-    name_weights(model)
-    return model
+    return nnx.merge(graph, jax.tree.map(place, state, is_leaf=lambda v: isinstance(v, nnx.Variable)))
 
 
 def _shardings(mesh: Mesh, leaf: Any) -> Any:

@@ -164,13 +164,14 @@ def test_a_call_quantizes_once_and_both_passes_gather_its_codes():
 def test_an_abstract_model_that_is_filled_with_values_knows_its_paths_as_one_that_was_created():
     """So models that were restored from a checkpoint do."""
     make = lambda rngs: nnx.List([gtp.Dense(64, 64, rngs=rngs) for _ in range(2)])  # noqa: E731
-    created = gtp.init(make, nnx.Rngs(0))
-    restored = abstract_model(make)
-    nnx.update(restored, nnx.state(created))
-    x = jnp.ones((8, 64), jnp.bfloat16)
-    with gtp.use_recipe(gtp.NVFP4(exclude=("0",))):
-        for wanted, found in zip(created, restored, strict=True):
-            np.testing.assert_array_equal(np.asarray(found(x)), np.asarray(wanted(x)))
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        created = gtp.init(make, nnx.Rngs(0))
+        restored = abstract_model(make)
+        nnx.update(restored, nnx.state(created))
+        x = jnp.ones((8, 64), jnp.bfloat16)
+        with gtp.use_recipe(gtp.NVFP4(exclude=("0",))):
+            for wanted, found in zip(created, restored, strict=True):
+                np.testing.assert_array_equal(np.asarray(found(x)), np.asarray(wanted(x)))
     assert nnx.graphdef(restored) == nnx.graphdef(created)
 
 
