@@ -14,6 +14,7 @@ import jax
 from .. import native
 from ..mesh import platform, runs_kernels
 from . import reference
+from ._lowered import traced_when_lowered
 
 Implementation = Literal["reference", "native"]
 
@@ -89,8 +90,9 @@ def _run(
         return by(native if implementation == "native" else reference)(*operands)
     able = [name for name, registry, _ in _PLATFORMS if native.has(f"gtp_{operation}", registry)]
     kernels = {name: by(native) for name in able if name == "cpu" or runs_kernels()}
-    in_jnp = by(reference)
-    return jax.lax.platform_dependent(*operands, **kernels, default=in_jnp) if kernels else in_jnp(*operands)
+    if not kernels:
+        return by(reference)(*operands)
+    return jax.lax.platform_dependent(*operands, **kernels, default=traced_when_lowered(by(reference), by(native)))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import gtp_jax as gtp
 from gtp_jax.formats import MXFP8, Operands
-from gtp_jax.ops import attention, grouped_matmul, grouped_quantized, linear_blocks
+from gtp_jax.ops import attention, grouped_matmul, grouped_quantized, linear_blocks, reference
 
 X = jnp.ones((2, 8, 4, 16), jnp.bfloat16)
 ROWS, KERNELS, SIZES = jnp.ones((32, 32), jnp.bfloat16), jnp.ones((1, 2, 32, 32), jnp.bfloat16), jnp.array([20, 12])
@@ -39,3 +41,29 @@ def test_native_is_refused_where_there_is_no_kernel_and_the_best_at_hand_is_then
     with pytest.raises(NotImplementedError, match=f"there is no native '{operation}' for 'cpu' here: .*GPUs"):
         CALLS[operation]("native")
     assert (CALLS[operation](None) == CALLS[operation]("reference")).all()
+
+
+def test_the_reference_is_traced_only_for_a_platform_without_kernels(monkeypatch):
+    traced = []
+
+    def counted(*operands, **attributes):
+        traced.append(attributes["format"])
+        return quantize(*operands, **attributes)
+
+    quantize = reference.quantize
+    monkeypatch.setattr(reference, "quantize", counted)
+    x = jnp.ones((48, 96))  # which no other test takes, so that JAX has traced nothing of it
+    found = jax.jit(lambda x: gtp.quantize(x, MXFP8).codes).trace(x)
+    here = found.lower(lowering_platforms=("cpu",)).as_text()
+    assert "gtp_quantize" in here and not traced
+    there = found.lower(lowering_platforms=("tpu",)).as_text()
+    assert "custom_call" not in there and traced == [MXFP8]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_operations_run_in_a_shard_map_whatever_it_checks(check_vma):
+    x = jax.random.normal(jax.random.key(0), (8, 32, 64))
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+    codes = lambda x: gtp.quantize(x, MXFP8).codes  # noqa: E731
+    on_ranks = jax.shard_map(codes, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=check_vma)
+    assert (jax.jit(on_ranks)(x) == codes(x)).all()
