@@ -1,15 +1,16 @@
-"""Text from a trained model: prompts are computed once, and new tokens one after another with cached keys and values.
+"""Generates text with a trained model: computes the prompts in one pass, then new tokens one by one with a KV cache.
 
 [Note: generation]
-A cache is a pytree of arrays, `(batch, slots, kv_heads, head_dim)` for each attention module; where a `Stack` stays in
-one piece, with a leading dimension of layers. Programs put it into a copy of the model as variables (`nn.Cache`), call
-the model, and take out what its layers have written: so the model's own code, a `Stack` and a mesh work as in training.
+The caches are a pytree with keys and values, each `(batch, slots, kv_heads, head_dim)`, for every attention module; in
+a `Stack` that is kept in one piece, they have a leading dimension of layers. The programs put the caches into a copy of
+the model as variables (`nn.Cache`), call the model, and take out what its layers wrote. The model's own code, `Stack`s
+and meshes therefore work as in training.
 
-Two programs compute everything. `prefill` is the forward pass over the prompts; its caches hold each row's tokens.
-`decode` adds up to 16 tokens to each row in a loop on the devices, with its caches donated. Before both, weights are
-gathered, cast and fused once, where a copy fits, and stacks are taken apart (`nn.with_gathered_weights`): a token then
-reads each weight and each cache once, and copies none. In a `Stack` every layer would be a copy of a part of its
-arrays.
+Two programs compute everything. `prefill` runs the forward pass over the prompts; its caches hold each row's tokens.
+`decode` adds up to 16 tokens to each row in a loop on the devices, with its caches donated. Before both, if a copy fits
+in memory, the weights are gathered, cast and fused once, and stacks are split into layers
+(`nn.with_gathered_weights`). Each token then reads each weight and each cache once and copies none; with a `Stack`,
+every layer would have to be copied out of the stacked arrays.
 """
 
 from ._generate import Generated as Generated

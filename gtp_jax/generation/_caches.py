@@ -1,4 +1,4 @@
-"""The caches of a model: made, put into a copy of it, and taken out again."""
+"""Creates the caches of a model, puts them into a copy of the model, and takes them out again."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ..nn import AttentionCore, Cache, Calls, stacks_of
 
 
 class KeyValues(NamedTuple):
-    """The cache of one attention module: of all layers of the `Stack` that it is in, if any.
+    """The KV cache of one attention module, for all layers of the `Stack` that contains it, if any.
 
     Attributes:
-        keys: `([layers,] batch, slots, kv_heads, head_dim)`, sharded over the batch axes and the tensor axis.
-        values: likewise.
+        keys: the cached keys, `([layers,] batch, slots, kv_heads, head_dim)`, sharded over the batch and tensor axes.
+        values: the cached values, with the same shape and sharding.
     """
 
     keys: jax.Array
     values: jax.Array
 
 
-# Of every attention module, in the order in which NNX finds them.
+# One entry per attention module, in the order in which NNX finds the modules.
 Caches = tuple[KeyValues, ...]
 
 
 def make_caches(model: nnx.Module, batch: int, length: int) -> Caches:
-    """Returns empty caches for sequences of up to so many tokens."""
+    """Returns empty caches for sequences of up to `length` tokens; a window limits the slots to `window`."""
     found = []
     for layers, core in _cores(model):
         slots = length if core.window is None else min(length, core.window)
@@ -41,7 +41,7 @@ def make_caches(model: nnx.Module, batch: int, length: int) -> Caches:
 
 
 def placed(model: nnx.Module, caches: Caches) -> Caches:
-    """Returns the caches of a model, sharded over the mesh in scope, if there is one."""
+    """Returns a model's caches, sharded over the mesh in scope if there is one."""
     if jax.sharding.get_abstract_mesh().empty:
         return caches
     specs = [_spec(layers, core) for layers, core in _cores(model)]
@@ -52,12 +52,12 @@ def placed(model: nnx.Module, caches: Caches) -> Caches:
 
 
 def put_caches(model: nnx.Module, caches: Caches, *, filled: bool) -> None:
-    """Gives a model's attention modules their caches.
+    """Sets the caches of a model's attention modules.
 
     Args:
-        model: is changed.
-        caches: in the order of `make_caches`.
-        filled: whether they hold tokens; otherwise a call fills them.
+        model: the model, which is modified in place.
+        caches: the caches, in the order of `make_caches`.
+        filled: whether the caches hold tokens; otherwise the next call of the model fills them.
     """
     for (layers, core), (keys, values) in zip(_cores(model), caches, strict=True):
         metadata: dict[str, Any] = {"filled": filled, "calls": Calls(), "out_sharding": tuple(_spec(layers, core))}
@@ -66,10 +66,10 @@ def put_caches(model: nnx.Module, caches: Caches, *, filled: bool) -> None:
 
 
 def taken_caches(model: nnx.Module) -> Caches:
-    """Returns what a model's attention modules have in their caches.
+    """Returns the caches of a model's attention modules, as its last call left them.
 
     Raises:
-        ValueError: if a module was called more than once for each token, and has one cache.
+        ValueError: if a module was called more than once in a forward pass, because it has the cache of one call.
     """
     for layers, core in _cores(model):
         if not layers and core.cached_keys.get_metadata()["calls"].count > 1:
@@ -82,7 +82,7 @@ def taken_caches(model: nnx.Module) -> Caches:
 
 
 def _cores(model: nnx.Module) -> list[tuple[tuple[int, ...], AttentionCore]]:
-    """Returns the attention modules of a model, each with the number of layers of its `Stack`, or with nothing."""
+    """Returns a model's attention modules, each with `(layers,)` of the `Stack` around it, or `()` outside of one."""
     stacks = stacks_of(model)
     found = []
     for path, module in nnx.iter_modules(model):

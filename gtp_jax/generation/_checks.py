@@ -1,4 +1,4 @@
-"""Which models can be continued token by token."""
+"""Checks that a model can be continued token by token."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from flax import nnx
 
 from ..nn import Attention, AttentionCore, Conv, CrossAttention
 
-# Modules that mix the tokens of a row and keep nothing of those that came before.
+# Modules that mix the tokens of a row but cache nothing from earlier tokens.
 _MIXERS = (Conv, CrossAttention, nnx.MultiHeadAttention, nnx.Conv, nnx.ConvTranspose, nnx.RNN)
 
 
 def check_model(model: nnx.Module) -> None:
-    """Refuses a model whose next token is not what the modules with caches make of it.
+    """Refuses a model whose next token cannot be computed from the caches of its attention modules.
 
     Raises:
-        TypeError: if it is no model.
-        ValueError: naming the module and the remedy.
+        TypeError: if `model` is not an `nnx.Module`.
+        ValueError: if the model cannot be continued token by token; the message names the module and the remedy.
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(f"`model` is a {type(model).__name__}; it must be an `nnx.Module` that returns logits.")

@@ -1,4 +1,4 @@
-"""Generation: prompts in, tokens out."""
+"""Continues prompts with new tokens."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ._weights import Gather, check_gather, prepared, with_plain_shardings
 
 
 class Generated(NamedTuple):
-    """What was generated.
+    """The result of `generate`.
 
     Attributes:
-        tokens: `(batch, max_new_tokens)` int32; -1 behind the end of a row.
-        lengths: `(batch,)`, how many tokens each row got, with the one that stopped it.
+        tokens: the new tokens, `(batch, max_new_tokens)` int32; -1 after the end of a row.
+        lengths: the number of new tokens per row, `(batch,)` int32, including the token that stopped the row.
     """
 
     tokens: np.ndarray
@@ -32,12 +32,12 @@ class Generated(NamedTuple):
 
 
 class _Prompts(NamedTuple):
-    """Prompts as programs take them: a length that is a power of two, rows that fill the mesh's batch axes.
+    """Prompts padded for the programs: the length to a power of two, the rows to fill the mesh's batch axes.
 
     Attributes:
-        tokens: `(rows, length)`.
-        lengths: `(rows,)`, 0 for rows that only fill the batch up.
-        batch: how many rows are the user's.
+        tokens: the padded prompts, `(rows, length)` int32.
+        lengths: the number of tokens of each prompt, `(rows,)` int32; 0 for padding rows.
+        batch: the number of rows that the user passed.
     """
 
     tokens: np.ndarray
@@ -59,36 +59,41 @@ def generate(
     vocab_size: int | None = None,
     gather: Gather | None = None,
 ) -> Generated:
-    """Continues prompts, on the mesh in scope.
+    """Continues prompts with new tokens, on the mesh in scope.
 
-    The prompts are computed at once, and their keys and values cached; then each row gets one token after another. The
-    greedy tokens are those of a full forward pass over everything before each of them. Rows do not depend on each
-    other: what is sampled follows from `seed`, the row's number and the token's place, on every mesh.
+    One forward pass computes the prompts and caches their keys and values; then each row is extended by one token at a
+    time. Greedy tokens are those of a full forward pass over all preceding tokens. Rows do not depend on each other:
+    the random numbers of a sampled token depend only on `seed`, the row's index and the token's position, on every
+    mesh.
 
-    Weights are multiplied in the model's compute dtype, whatever recipe is in scope; frozen codes stay codes in memory.
-    Programs are compiled for lengths that are powers of two: two for each pair of the longest prompt and the longest
-    row.
+    Weights are multiplied in the model's compute dtype, whatever recipe is in scope; frozen weights stay quantized in
+    memory. The lengths of the longest prompt and of the longest row are rounded up to powers of two, and two programs
+    are compiled for each pair of rounded lengths.
 
     Args:
-        model: its call takes `tokens` and `positions`, both `(batch, sequence)`, and returns logits; only
-            `gtp_jax.Attention`, causal, and given these positions, mixes the tokens of a row. A model whose call also
-            takes `logits_at` computes the logits of the last token of a prompt alone; see `gtp_jax.models.Llama`.
-        tokens: prompts: integers `(batch, length)`, or a sequence of sequences of different lengths.
-        lengths: `(batch,)`, the number of tokens of each prompt, at the beginning of its row; all by default.
-        max_new_tokens: how many tokens a row gets at most.
-        temperature: divides the logits before a token is sampled; 0 takes the likeliest token.
-        top_k: sample among this many of the likeliest tokens; all by default.
-        top_p: sample among the likeliest tokens that together have at least this probability; all by default.
-        stop: tokens that end a row: one or several.
-        seed: of sampling.
-        vocab_size: how many tokens there are, if the model's vocabulary is padded: no other token is chosen.
-        gather: when weights that the mesh shards are gathered: `"once"` in the call, for which a whole copy has to fit
-            beside the model; or layer by layer for `"each_token"`. By default once if it fits, otherwise for each
-            token, with a warning that gives the bytes.
+        model: the model. Its call takes `tokens` and `positions`, both `(batch, sequence)`, and returns logits. Only
+            causal `gtp_jax.Attention` modules, which must be given these positions, may mix the tokens of a row. If
+            its call also takes `logits_at`, only the logits of each prompt's last token are computed; see
+            `gtp_jax.models.Llama`.
+        tokens: the prompts: integers `(batch, length)`, or a sequence of sequences, which may differ in length.
+        lengths: the number of tokens of each prompt, `(batch,)`, which are at the beginning of its row; by default the
+            whole row.
+        max_new_tokens: the maximum number of new tokens per row.
+        temperature: the divisor of the logits before sampling; 0 takes the most likely token.
+        top_k: the number of most likely tokens to sample from; all by default.
+        top_p: the minimum total probability of the most likely tokens to sample from (nucleus sampling); all tokens by
+            default.
+        stop: the token or tokens that end a row.
+        seed: the seed of sampling.
+        vocab_size: the number of tokens in the vocabulary, if the model pads it; padding is never chosen.
+        gather: when sharded weights are gathered: `"once"` per call, which needs memory for a whole copy in addition to
+            the model, or layer by layer for `"each_token"`. By default once if the copy fits, otherwise for each token,
+            with a warning that reports the bytes.
 
     Raises:
-        ValueError: if an argument is out of range, or the model cannot be continued token by token; if logits are NaN.
-        TypeError: if tokens are not integers.
+        ValueError: if an argument is out of range, if the model cannot be continued token by token, or if logits are
+            NaN.
+        TypeError: if `tokens` are not integers, or `model` is not an `nnx.Module`.
     """
     parts = list(
         generate_stream(
@@ -124,14 +129,14 @@ def generate_stream(
     vocab_size: int | None = None,
     gather: Gather | None = None,
 ) -> Iterator[np.ndarray]:
-    """Continues prompts, and yields the tokens while they are made: `generate`, as an iterator.
+    """Continues prompts like `generate`, but yields the new tokens as they are computed.
 
     Yields:
-        `(batch, tokens)` int32: the first token of each row, and then up to 16 at a time; -1 behind the end of a row.
-        It ends when all rows have.
+        New tokens, `(batch, tokens)` int32: the first of each row, then up to 16 at a time; -1 after the end of a row.
+        The iterator ends when all rows have ended.
 
     Raises:
-        ValueError, TypeError: as `generate`; about arguments before anything is yielded.
+        ValueError, TypeError: as `generate`; errors about arguments are raised by this call, before the first yield.
     """
     check_mesh_in_scope()
     check_gather(gather)
@@ -167,10 +172,10 @@ def generate_stream(
 
 
 def _prompts(tokens: Any, lengths: Any, model: nnx.Module) -> _Prompts:
-    """Checks prompts, and fills them up.
+    """Checks the prompts and pads them.
 
     Raises:
-        ValueError, TypeError: naming the argument and what is allowed.
+        ValueError, TypeError: if prompts are invalid; the message names the argument and what is allowed.
     """
     ragged = isinstance(tokens, list | tuple) and all(hasattr(row, "__len__") for row in tokens)
     if ragged and lengths is None:
@@ -205,7 +210,7 @@ def _prompts(tokens: Any, lengths: Any, model: nnx.Module) -> _Prompts:
 
 
 def _roles(model: nnx.Module) -> Any:
-    """Returns the roles that a model was built under."""
+    """Returns the mesh roles with which a model was built."""
     found = [module.roles for _, module in nnx.iter_modules(model) if isinstance(module, Layer)]
     return found[0] if found else current_roles()
 
@@ -230,5 +235,5 @@ def _check_logits(rows: Any, prompts: _Prompts) -> None:
 
 
 def _power_of_two(number: int) -> int:
-    """Returns the smallest power of two that is not below a number."""
+    """Returns the smallest power of two that is at least `number`."""
     return 1 << max(0, number - 1).bit_length()

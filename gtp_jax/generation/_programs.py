@@ -1,4 +1,4 @@
-"""The two programs of generation: one reads the prompts, the other adds up to 16 tokens to each."""
+"""The two programs of generation: one computes the prompts, the other adds up to 16 tokens to each row."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from jax.sharding import PartitionSpec
 from ._caches import Caches, make_caches, placed, put_caches, taken_caches
 from ._sampling import Choice, Sampling, choose
 
-# Tokens that one call of the second program adds to a row at most.
+# The maximum number of tokens that one call of `decode` adds to a row.
 STEPS = 16
 
-# Stands for the tokens behind the end of a row.
+# Fills the places after the end of a row.
 NO_TOKEN = -1
 
 
 class Rows(NamedTuple):
-    """Where the rows of a batch are.
+    """The progress of the rows of a batch.
 
     Attributes:
-        tokens: `(batch,)`, the latest token of each, which has not been computed with.
-        places: `(batch,)`, its place in its row.
-        last: `(batch,)`, the place of the last token that may be generated.
-        done: `(batch,)`, whether a row has ended.
-        broken: `(batch,)`, whether logits of a row were NaN.
+        tokens: the latest token of each row, `(batch,)`, which has not been fed to the model yet.
+        places: the position of that token in its row, `(batch,)`.
+        last: the position of the last token that may be generated in each row, `(batch,)`.
+        done: whether each row has ended, `(batch,)`.
+        broken: whether any logits of each row were NaN, `(batch,)`.
     """
 
     tokens: jax.Array
@@ -42,13 +42,14 @@ class Rows(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What a program is specialised to.
+    """The static arguments for which a program is compiled.
 
     Attributes:
-        graph: the model's modules.
-        choice: how a token is chosen.
-        slots: tokens that a cache has room for.
-        gathers: whether weights are gathered for every token. XLA could otherwise gather some ahead of the loop.
+        graph: the model's graph definition.
+        choice: the way in which a token is chosen.
+        slots: the number of tokens for which a cache has room.
+        gathers: whether weights are gathered for every token. `decode` then keeps XLA from hoisting gathers out of the
+            loop.
     """
 
     graph: Any
@@ -67,16 +68,19 @@ def prefill(
     stop: jax.Array,
     sampling: Sampling,
 ) -> tuple[Rows, Caches]:
-    """Computes the prompts at once, and chooses the first new token of each row.
+    """Computes the prompts in one forward pass, and chooses the first new token of each row.
 
     Args:
-        request: what is compiled.
+        request: the static arguments.
         state: the model's variables.
-        tokens: `(batch, length)`; what is behind a prompt may be any token.
-        lengths: `(batch,)` of the prompts; 0 for rows that fill the batch up, which have ended already.
-        last: as in `Rows`.
-        stop: tokens that end a row.
-        sampling: how tokens are chosen.
+        tokens: the prompts, `(batch, length)`; after the end of a prompt, any tokens.
+        lengths: the number of tokens of each prompt, `(batch,)`; 0 for padding rows, which count as ended.
+        last: the position of the last token that may be generated in each row, `(batch,)`.
+        stop: the tokens that end a row.
+        sampling: the parameters of sampling.
+
+    Returns:
+        The progress of the rows, and their caches.
     """
     model = _model(request, state)
     ends = jnp.maximum(lengths - 1, 0)
@@ -91,18 +95,19 @@ def prefill(
 def decode(
     request: Request, state: Any, rows: Rows, caches: Caches, stop: jax.Array, sampling: Sampling
 ) -> tuple[Rows, Caches, jax.Array]:
-    """Adds tokens to every row until it ends, at most `STEPS`.
+    """Adds up to `STEPS` tokens to every row that has not ended.
 
     Args:
-        request: what is compiled.
+        request: the static arguments.
         state: the model's variables.
-        rows: where rows are.
-        caches: of all tokens but the latest; donated.
-        stop: tokens that end a row.
-        sampling: how tokens are chosen.
+        rows: the progress of the rows.
+        caches: the caches of all tokens except the latest; donated.
+        stop: the tokens that end a row.
+        sampling: the parameters of sampling.
 
     Returns:
-        Where rows are now; their caches; and the new tokens, `(batch, STEPS)`, `NO_TOKEN` behind the end of a row.
+        The new progress of the rows; their caches; and the new tokens, `(batch, STEPS)`, with `NO_TOKEN` after the end
+        of a row.
     """
 
     def more(carry: tuple[jax.Array, Rows, Caches, jax.Array]) -> jax.Array:
@@ -121,17 +126,17 @@ def decode(
 
     made = jnp.full((len(rows.tokens), STEPS), NO_TOKEN, jnp.int32)
     _, rows, caches, made = lax.while_loop(more, one, (jnp.int32(0), rows, caches, made))
-    # what leaves is sharded like what came, so that the next call needs no other program
+    # outputs are sharded like the inputs, so that the next call needs no recompilation
     return _whole(rows), placed(_model(request, state), caches), _whole(made)
 
 
 def _model(request: Request, state: Any) -> Any:
-    """Returns the model with these values in variables of its own, which a call may write."""
+    """Returns the model with these values in new variables, so that a call may write them."""
     return nnx.merge(request.graph, jax.tree.map(lambda array: array, state))
 
 
 def _logits(model: Any, tokens: jax.Array, places: jax.Array, at: jax.Array) -> jax.Array:
-    """Returns the logits at one place of each row, `(batch, vocab)`."""
+    """Returns the logits at one position of each row, `(batch, vocab)`."""
     if "logits_at" in inspect.signature(type(model).__call__).parameters:
         return model(tokens, positions=places, logits_at=at)[:, 0]
     logits = model(tokens, positions=places)
@@ -139,7 +144,7 @@ def _logits(model: Any, tokens: jax.Array, places: jax.Array, at: jax.Array) -> 
 
 
 def _with_next(rows: Rows, logits: jax.Array, choice: Choice, stop: jax.Array, sampling: Sampling) -> Rows:
-    """Returns rows with one more token, but for those that have ended."""
+    """Returns the rows with one more token; rows that have ended stay unchanged."""
     numbers, places = jnp.arange(len(rows.tokens)), rows.places + 1
     token = choose(logits, choice, sampling, numbers, places)
     ends = jnp.isin(token, stop) | (places >= rows.last)
@@ -149,7 +154,7 @@ def _with_next(rows: Rows, logits: jax.Array, choice: Choice, stop: jax.Array, s
 
 
 def _whole(tree: Any) -> Any:
-    """Returns small arrays, whole on every device."""
+    """Returns a tree of small arrays, replicated on every device."""
     if jax.sharding.get_abstract_mesh().empty:
         return tree
     return jax.tree.map(lambda array: lax.with_sharding_constraint(array, PartitionSpec()), tree)

@@ -1,4 +1,4 @@
-"""The choice of the next token from logits."""
+"""Chooses the next token from logits."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# How a token is chosen, which programs are specialised to: the likeliest; by its probability; by that among the
-# likeliest tokens.
+# How a token is chosen; programs are compiled for one of these. "greedy": the most likely token; "all": sampled from
+# all tokens; "likeliest": sampled from the most likely tokens (top-k, top-p).
 Choice = Literal["greedy", "all", "likeliest"]
 
 
-# More tokens than there are.
+# A number that exceeds every vocabulary.
 _ALL = 2**31 - 1
 
 
 class Sampling(NamedTuple):
-    """How tokens are sampled, as arrays of the host, so that other values need no other program.
+    """The parameters of sampling, as host arrays, so that other values need no recompilation.
 
     Attributes:
-        temperature: divides the logits.
-        top_k: how many of the likeliest tokens are left.
-        top_p: the probability that the tokens that are left have together, at least.
-        key: words of the random key: 0, and the seed.
-        vocab_size: how many tokens may be chosen.
+        temperature: the divisor of the logits.
+        top_k: the number of most likely tokens that are kept.
+        top_p: the minimum total probability of the tokens that are kept.
+        key: the words of the random key: 0 and the seed.
+        vocab_size: the number of tokens that may be chosen: those with a smaller index.
     """
 
     temperature: Any
@@ -39,10 +39,10 @@ class Sampling(NamedTuple):
 def sampling_of(
     *, temperature: float, top_k: int | None, top_p: float | None, seed: int, vocab_size: int | None = None
 ) -> tuple[Choice, Sampling]:
-    """Checks what a user asks for.
+    """Checks the options of sampling, and returns them as the programs take them.
 
     Raises:
-        ValueError: naming the argument, its value and what is allowed.
+        ValueError: if an option is out of range; the message names the argument, its value and what is allowed.
     """
     if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
         raise ValueError(
@@ -68,16 +68,16 @@ def sampling_of(
 
 
 def choose(logits: jax.Array, choice: Choice, sampling: Sampling, rows: jax.Array, places: jax.Array) -> jax.Array:
-    """Returns the next token of each row.
+    """Returns the next token of each row, `(batch,)` int32.
 
-    What is drawn depends on the seed, the number of the row and the place of the new token, on nothing else.
+    Its random numbers depend only on the seed, the row's index and the new token's position.
 
     Args:
-        logits: `(batch, vocab)`.
-        choice: how.
-        sampling: the numbers.
-        rows: `(batch,)`, the numbers of the rows.
-        places: `(batch,)`, of the new tokens in their rows.
+        logits: the logits, `(batch, vocab)`.
+        choice: the way in which tokens are chosen.
+        sampling: the parameters of sampling.
+        rows: the indices of the rows, `(batch,)`.
+        places: the positions of the new tokens in their rows, `(batch,)`.
     """
     logits = jnp.where(jnp.arange(logits.shape[-1]) < sampling.vocab_size, logits, -jnp.inf)
     if choice == "greedy":
@@ -92,7 +92,7 @@ def choose(logits: jax.Array, choice: Choice, sampling: Sampling, rows: jax.Arra
     rank = jnp.arange(scores.shape[-1])
     kept = jnp.where(rank < sampling.top_k, ordered, -jnp.inf)
     probs = jax.nn.softmax(kept, axis=-1)
-    ahead = jnp.cumsum(probs, axis=-1) - probs  # of the tokens that are likelier: the first token always stays
+    ahead = jnp.cumsum(probs, axis=-1) - probs  # total probability of more likely tokens; the first is always kept
     kept = jnp.where((ahead < sampling.top_p) | (rank == 0), kept, -jnp.inf)
     drawn = jax.vmap(jax.random.categorical)(keys, kept)
     return jnp.take_along_axis(order, drawn[:, None], axis=-1)[:, 0].astype(jnp.int32)

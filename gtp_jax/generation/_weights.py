@@ -1,4 +1,4 @@
-"""The weights of a model in the form in which many tokens are computed with them: whole, in the dtype of compute."""
+"""Prepares the weights of a model for computing many tokens: gathers them and casts them to the compute dtype."""
 
 from __future__ import annotations
 
@@ -22,29 +22,31 @@ from ..nn import Layer, partition_of, weight_owners, with_gathered_weights
 
 Gather = Literal["once", "each_token"]
 
-# What a device needs beside the weights while they are gathered, as a share of them.
+# The memory that a device needs in addition to the whole weights while they are gathered, as a fraction of their size.
 _BESIDE = 0.1
 
 _MIB = 1 << 20
 
-# Integers of as many bytes as a float.
+# Unsigned integer dtypes by item size in bytes.
 _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
 def prepared(model: nnx.Module, gather: Gather | None) -> tuple[nnx.Module, bool]:
-    """Returns a copy of a model that generates, without dropout, without sequence parallelism, its weights ready; and
-    whether its calls gather weights.
+    """Prepares a copy of a model for generation: without dropout or sequence parallelism, and with prepared weights.
 
     Args:
-        model: is left as it is; what the copy does not change is shared with it.
-        gather: see `generate`.
+        model: the model, which is not modified; the copy shares the arrays that it does not change.
+        gather: when weights are gathered; see `generate`.
+
+    Returns:
+        The copy, and whether its calls gather weights.
     """
     graph, state = nnx.split(model)
-    copy = nnx.merge(graph, jax.tree.map(lambda array: array, state))  # variables of its own
+    copy = nnx.merge(graph, jax.tree.map(lambda array: array, state))  # with new variables
     copy.eval()
     for _, module in nnx.iter_modules(copy):
         if isinstance(module, Layer) and getattr(module, "sequence_parallel", False):
-            module.sequence_parallel = False  # one position cannot be divided
+            module.sequence_parallel = False  # a single position cannot be sharded
     variables = [(v, owner.dtype) for owner in weight_owners(copy).values() for v in owner.weights()]
     _multiply_in_dtype(variables)
     way = _way(variables, gather)
@@ -63,8 +65,10 @@ def _fused(graph: Any, state: Any) -> tuple[Any, Any]:
 
 
 def with_plain_shardings(state: Any) -> Any:
-    """Returns a state whose shardings are written in one way, such as `P()` for `P(None)`: `jax.jit` would compile
-    again for another way of writing the same. Nothing is copied."""
+    """Returns a state whose shardings are in canonical form, such as `P()` for `P(None)`. Nothing is copied.
+
+    `jax.jit` would compile again for an equivalent sharding that is written differently.
+    """
 
     def plain(x: Any) -> Any:
         if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
@@ -80,10 +84,10 @@ def with_plain_shardings(state: Any) -> Any:
 
 
 def check_gather(gather: Any) -> None:
-    """Refuses another name.
+    """Refuses unknown values of `gather`.
 
     Raises:
-        ValueError: naming it and what is allowed.
+        ValueError: if the value is unknown; the message names it and the allowed values.
     """
     if gather is not None and gather not in get_args(Gather):
         raise ValueError(
@@ -93,8 +97,10 @@ def check_gather(gather: Any) -> None:
 
 
 def _multiply_in_dtype(variables: list[tuple[nnx.Variable, Any]]) -> None:
-    """Has codes decoded before they are multiplied: operands in formats share one scale among all rows, which would
-    make a row's tokens depend on the others."""
+    """Makes frozen weights multiply in the compute dtype instead of with quantized operands.
+
+    Quantized operands share one scale among all rows, so that a row's tokens would depend on the other rows.
+    """
     for variable, _ in variables:
         known = variable.get_metadata().get("frozen")
         if known is not None:
@@ -102,9 +108,13 @@ def _multiply_in_dtype(variables: list[tuple[nnx.Variable, Any]]) -> None:
 
 
 def _way(variables: list[tuple[nnx.Variable, Any]], gather: Gather | None) -> Literal["fused", "whole", "each_token"]:
-    """Returns what becomes of the weights: they are gathered, and fused as they are multiplied; or stored whole, where
-    some are codes, or nothing travels and there is no memory for a copy; or left as they are, where a copy does not
-    fit."""
+    """Returns how the weights are prepared.
+
+    - `fused`: gathered, cast, and fused in the form in which they are multiplied.
+    - `whole`: gathered and, unless quantized, cast, but not fused: because some are quantized, or because none needs a
+      gather and there is no memory for a copy.
+    - `each_token`: left as they are, because a whole copy does not fit or the user asked for it.
+    """
     codes = any(isinstance(v.get_raw_value(), QuantizedArray) for v, _ in variables)
     bytes_of = [_whole_bytes(v, dtype) for v, dtype in variables]
     travels = [_layout(v).ranks > 1 or _layout(v).copies > 1 for v, _ in variables]
@@ -115,7 +125,7 @@ def _way(variables: list[tuple[nnx.Variable, Any]], gather: Gather | None) -> Li
         return "whole" if codes else "fused"
     if not any(travels):
         return "whole"
-    from ..hlo import quantity  # with the reports, which `import gtp_jax` does not load
+    from ..hlo import quantity  # part of the reports, which `import gtp_jax` does not load
 
     sent = sum(one for one, moves in zip(bytes_of, travels, strict=True) if moves)
     warnings.warn(
@@ -128,7 +138,7 @@ def _way(variables: list[tuple[nnx.Variable, Any]], gather: Gather | None) -> Li
 
 
 def _make_whole(variables: list[tuple[nnx.Variable, Any]]) -> None:
-    """Casts weights to the dtype of compute, and gathers them, in one program."""
+    """Casts weights to the compute dtype (quantized ones are not cast) and gathers them, in one program."""
     values = [v.get_raw_value() for v, _ in variables]
     targets: list[_Target] = []
     for variable, dtype in variables:
@@ -144,7 +154,13 @@ def _make_whole(variables: list[tuple[nnx.Variable, Any]]) -> None:
 
 
 class _Target(NamedTuple):
-    """What becomes of an array: its dtype, `None` for the same; and its partition before and after."""
+    """How an array is converted.
+
+    Attributes:
+        dtype: the new dtype; `None` to keep the old one.
+        before: the partition spec before the gather.
+        after: the partition spec after the gather.
+    """
 
     dtype: np.dtype | None
     before: PartitionSpec
@@ -174,7 +190,7 @@ def _whole_array(x: jax.Array, target: _Target) -> jax.Array:
     if jax.sharding.get_abstract_mesh().empty or target.before == target.after:
         return x
     bits = lax.bitcast_convert_type(x, _BITS[x.dtype.itemsize]) if jnp.issubdtype(x.dtype, jnp.floating) else x
-    for spec in (target.before, target.after):  # what travels has been cast: XLA moves no cast across its bits
+    for spec in (target.before, target.after):  # cast before the gather: XLA moves no cast across a bitcast
         bits = lax.with_sharding_constraint(bits, spec)
     return lax.bitcast_convert_type(bits, x.dtype)
 
@@ -184,7 +200,7 @@ def _layout(variable: nnx.Variable) -> Layout:
 
 
 def _whole_bytes(variable: nnx.Variable, dtype: Any) -> int:
-    """Returns the bytes of a weight on a device that has gathered it."""
+    """Returns the size in bytes of a gathered weight on one device."""
     value, layout = variable.get_raw_value(), _layout(variable).gathered
     parts = 1 if layout.takes_part else layout.tensor_degree
     if isinstance(value, QuantizedArray):
@@ -193,10 +209,12 @@ def _whole_bytes(variable: nnx.Variable, dtype: Any) -> int:
 
 
 def _free_bytes() -> int | None:
-    """Returns the bytes that are free on the first device of the process that has the least; `None` where devices do
-    not say."""
+    """Returns the free memory in bytes of the first device of the process that has the least.
+
+    Returns `None` if devices do not report their memory.
+    """
     stats = jax.local_devices()[0].memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None
     free = (stats["bytes_limit"] - stats["bytes_in_use"]) // _MIB
-    return int(of_all_processes(np.int32(free)).min()) * _MIB  # all have to take the same way
+    return int(of_all_processes(np.int32(free)).min()) * _MIB  # all processes must choose the same way

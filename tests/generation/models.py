@@ -1,4 +1,4 @@
-"""Models that generate, and what they are compared with: the whole sequence computed again for every token."""
+"""Models that generate, and the reference for them: the whole sequence recomputed for every token."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def model_of(make: Any) -> Any:
     model = gtp.nn.abstract_model(_factory(make))
     variables = nnx.to_flat_state(nnx.state(model))
     if any(v.get_value().shape != values[path].shape for path, v in variables):
-        return _drawn(make)  # whose shards are padded
+        return _drawn(make)  # because its shards are padded
     for path, v in variables:
         v.set_value(jax.device_put(values[path], v.get_value().sharding))
     return model

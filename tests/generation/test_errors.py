@@ -1,4 +1,4 @@
-"""What cannot be right is refused, with what to write instead."""
+"""Invalid arguments and unsupported models are refused, with a message that names the remedy."""
 
 import jax.numpy as jnp
 import numpy as np

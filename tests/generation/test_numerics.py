@@ -1,4 +1,4 @@
-"""Logits and tokens with cached keys and values are those of the whole sequence computed again, on every mesh."""
+"""With cached keys and values, logits and tokens equal those of the whole sequence recomputed, on every mesh."""
 
 import dataclasses
 import functools
@@ -74,7 +74,7 @@ def test_logits_are_those_of_the_whole_sequence(name, x64):
         begun = np.asarray(logits)
         for row, size in enumerate(SIZES):
             np.testing.assert_allclose(begun[row, :size], wanted[row, :size], rtol=0, atol=1e-12)
-        for further in range(8):  # rows of different length go on with their next tokens
+        for further in range(8):  # rows of different lengths continue with their next tokens
             at = SIZES + further
             logits, caches = step(
                 state, jnp.asarray(TOKENS[np.arange(ROWS), at])[:, None], jnp.asarray(at)[:, None], caches
@@ -104,7 +104,7 @@ def test_greedy_tokens_are_those_of_the_whole_sequence_alone_and_in_a_batch(name
         parts = list(gtp.generate_stream(model, PROMPTS, max_new_tokens=20, gather=gather))
         assert [part.shape[1] for part in parts] == [1, 16, 3]
         assert np.concatenate(parts, 1).tolist() == wanted
-        # the model is left as it was: its arrays, shardings and metadata
+        # the model is unchanged: its arrays, shardings and metadata
         after = nnx.state(model)
         assert jax.tree.structure(before) == jax.tree.structure(after)
         assert all(a is b for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True))
@@ -149,7 +149,7 @@ def test_frozen_weights_generate_what_a_model_of_their_values_generates(recipe):
             np.testing.assert_array_equal(
                 gtp.generate(frozen, PROMPTS, max_new_tokens=12, gather=gather).tokens, wanted
             )
-            # a recipe in scope is of training
+            # a recipe in scope applies to training only
             with gtp.use_recipe(gtp.MXFP8()):
                 again = gtp.generate(values, PROMPTS, max_new_tokens=12, gather=gather)
             np.testing.assert_array_equal(again.tokens, wanted)

@@ -1,4 +1,4 @@
-"""What is compiled, what moves, and what takes memory."""
+"""The programs that generation compiles, the weights that they gather, and the memory that they need."""
 
 import dataclasses
 from collections import Counter
@@ -23,7 +23,7 @@ from ..hlo.programs import needs_target
 from .models import DENSE, greedy, model_of, scope_of
 
 LAYERS = 2
-# every weight of a shape of its own
+# each kind of weight has a shape of its own; the embedding and the head share one
 SIZES = LlamaConfig(
     vocab_size=640,
     hidden_size=128,
@@ -72,7 +72,7 @@ def test_no_token_gathers_a_weight_that_is_whole(degrees, programs):
     moved = [c for c in hlo.collectives(programs["_fused"].as_text()) if c.kind == "all-gather"]
     if degrees["gtp"] == 1:
         assert not moved
-    else:  # each weight once, and what travels has been cast
+    else:  # each weight is gathered once, after it has been cast
         assert gathers(programs["_fused"])[0] == WEIGHTS
         assert {c.dtype for c in moved} == {"u16"}
     assert "_whole" not in programs
@@ -110,7 +110,7 @@ def test_for_each_token_a_gpu_reads_weights_and_caches_once_and_copies_none():
         rows = shaped(_programs.Rows(numbers, numbers, numbers, flags, flags))
         lowered = _programs.decode.lower(request, shaped(state), rows, shaped(caches), np.zeros(1, np.int32), sampling)
         program = parse(lowered.compile(compiler_options=dict(hlo.COMPILE_OPTIONS)).as_text())
-    smallest = 2 * 1024 * 4 * 128  # bytes of a layer's cached keys; each weight is larger
+    smallest = 2 * 1024 * 4 * 128  # bytes of one layer's cached keys; every weight is larger
     large = [
         (v.instruction.opcode, v.instruction.op_name)
         for v in program.walk()
@@ -134,10 +134,10 @@ def test_every_token_gathers_each_weight_of_each_layer_once(programs):
 def test_the_caches_are_donated_and_prefill_computes_one_row_of_logits(programs):
     with scope_of(dict(gtp=8)):
         gtp.generate(model_of(SIZES), [[1] * 60], max_new_tokens=4)
-    caches = 2 * LAYERS * 64 * 2 * 64 * 2  # keys and values of 64 slots, of one row on each device
+    caches = 2 * LAYERS * 64 * 2 * 64 * 2  # keys and values: 64 slots for one row per device
     assert programs["decode"].memory_analysis().alias_size_in_bytes == caches
     text = programs["prefill"].as_text()
-    assert "64,640]" not in text and "[1,640]" in text  # of each device's row, one position of 64
+    assert "64,640]" not in text and "[1,640]" in text  # one of the 64 positions of each device's row
 
 
 def test_there_are_two_programs_for_all_that_fits_into_a_power_of_two():
@@ -165,7 +165,7 @@ def test_without_room_for_a_whole_copy_the_bytes_of_every_token_are_said(program
 
 def test_weights_that_are_whole_are_used_as_they_are_without_room_for_a_copy(programs, monkeypatch, x64):
     with scope_of(dict(gtp=1, tp=2)):
-        model = model_of(dataclasses.replace(SIZES, dtype="float64"))  # in bfloat16 rounding decides between tokens
+        model = model_of(dataclasses.replace(SIZES, dtype="float64"))  # in bfloat16, rounding decides between tokens
         wanted = gtp.generate(model, [[1, 2, 3]], max_new_tokens=6).tokens
         del programs["_fused"]
         monkeypatch.setattr(_weights, "_free_bytes", lambda: 100_000)

@@ -1,4 +1,4 @@
-"""What is sampled follows from the seed, the row's number and the token's place, and has the model's probabilities."""
+"""Random numbers depend only on the seed, the row and the position; tokens come with the model's probabilities."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def test_neither_the_mesh_nor_other_rows_change_what_is_sampled(x64):
     np.testing.assert_array_equal(plain, sampled(dict(gtp=2, tp=2), seed=5))
     others = sampled(None, [PROMPTS[0], [40, 41, 42, 43, 44, 45], PROMPTS[2], PROMPTS[0]], seed=5)
     np.testing.assert_array_equal(plain[[0, 2]], others[[0, 2]])
-    assert (others[0] != others[3]).any()  # rows draw for themselves
+    assert (others[0] != others[3]).any()  # equal prompts in different rows are sampled independently
     assert (plain != sampled(None, seed=6)).any()
 
 
