@@ -1,13 +1,15 @@
 """Shards the weights of any NNX model, and gathers them block by block.
 
-[Note: order travels, numbers never do]
-`shard` makes chosen modules units: instances of a subclass of their class, whose call is this room's. A unit's code is
-traced once per call, in its caller's contexts, to a jaxpr, which one `custom_vjp` evaluates. Forward gathers the unit's
-weights and keeps their shards; backward gathers them again. A token of two zeros passes from unit to unit. A unit's
-gather waits for the first zero, which is available once the unit before has its input and its weights; so the gather
-travels while the unit before computes. In backward the token's cotangent does the same with the gradient of the next
-unit's output; its second zero is available once the next unit's gradients are reduced. If a token is lost, used twice
-or old, a gather is late or early, and no number changes.
+[Note: tokens carry order, never values]
+`shard` turns chosen modules into units: instances of a subclass of their class, whose call is implemented here. Each
+call of a unit traces the unit's code once, in its caller's contexts, to a jaxpr, which one `custom_vjp` evaluates.
+Forward gathers the unit's weights and keeps their shards; backward gathers them again.
+
+A token of two zeros passes from unit to unit. A unit's gather waits for the first zero, which is available once the
+previous unit has its input and its weights, so that the gather runs while the previous unit computes. In backward, the
+token's cotangent does the same: its first zero is available once the next unit has its weights and the gradient of its
+output, and its second zero once the next unit's gradients are reduced. If a token is lost, used twice or stale, a
+gather starts late or early, but no value changes.
 """
 
 from ._facts import UnitCall as UnitCall

@@ -1,4 +1,4 @@
-"""What happens when a unit, or a module with units within it, is called."""
+"""Calls units and holders: a holder is a module that contains units."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ from ._walk import is_under_way, leave, take, walking
 def call_unit(
     method: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: Any, *, remat: Remat, keep_last: bool
 ) -> Any:
-    """Returns `method(unit, *args, **kwargs)`, with the unit's weights gathered in both passes.
+    """Returns `method(unit, *args, **kwargs)`, with the unit's weights gathered in forward and in backward.
 
     Raises:
-        ValueError: if the mesh in scope is not the one that the unit was sharded for.
-        TypeError: if it is differentiated in forward mode.
+        ValueError: if the mesh in scope is not the one for which the unit was sharded, or if a weight is no longer
+            sharded.
+        TypeError: if the call is differentiated in forward mode.
     """
     if hook_is_off() or not _checked(unit, _sharded_in(unit)):
         return method(unit, *args, **kwargs)
@@ -44,32 +45,32 @@ def call_unit(
 
 
 def call_holder(method: Callable[..., Any], holder: nnx.Module, args: Any, kwargs: Any) -> Any:
-    """Returns `method(holder, *args, **kwargs)`; its own weights are gathered, and its units follow one another."""
+    """Returns `method(holder, *args, **kwargs)`, with the holder's own weights gathered and its units in one walk."""
     if hook_is_off():
         return method(holder, *args, **kwargs)
-    known = _held.get()  # by a call of the same holder around this one
+    known = _held.get()  # gathered by an enclosing call of the same holder
     own = [(v, p) for v in own_variables(holder) if (p := placement_of(v)) and p.gathered and id(v) not in known]
     with walking(), _gathered(holder, own if _checked(holder, own) else []):
         return method(holder, *args, **kwargs)
 
 
-# The variables, by `id`, that hold gathered weights for as long as a call lasts.
+# The `id`s of the variables that hold gathered weights while a call runs.
 _held: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar("gtp_jax_held", default=frozenset())
 
 Sharded = list[tuple[nnx.Variable, Placement]]
 
 
 def _sharded_in(unit: nnx.Module) -> Sharded:
-    """Returns the sharded weights within a unit."""
+    """Returns the sharded weights of a unit and of the modules within it."""
     nodes = (node for _, node in nnx.iter_graph(unit))
     return [(node, p) for node in nodes if (p := placement_of(node)) is not None and p.gathered]
 
 
 def _checked(owner: nnx.Module, weights: Sharded) -> bool:
-    """Returns whether there are weights to gather.
+    """Checks sharded weights, and returns whether there are any to gather.
 
     Raises:
-        ValueError: if the mesh in scope is not the one that they were sharded for, or an array is not sharded any more.
+        ValueError: if the mesh in scope is not the one for which they were sharded, or an array is no longer sharded.
     """
     if not weights:
         return False
@@ -83,7 +84,7 @@ def _checked(owner: nnx.Module, weights: Sharded) -> bool:
 
 
 def _check_place(value: Any, placement: Placement, name: str) -> None:
-    """Refuses an array that something has put in the place of shards."""
+    """Refuses an array that has replaced the shards of a weight."""
     if not is_array(value) or isinstance(value, Tracer) or lies(value, placement):
         return
     raise ValueError(
@@ -94,14 +95,14 @@ def _check_place(value: Any, placement: Placement, name: str) -> None:
 
 
 def lies(value: jax.Array, placement: Placement) -> bool:
-    """Returns whether an array is stored as its placement has it, on the mesh in scope."""
+    """Returns whether an array is stored as its placement specifies, on the mesh in scope."""
     wanted = jax.sharding.NamedSharding(jax.sharding.get_mesh(), placement.stored)
     return value.sharding.is_equivalent_to(wanted, value.ndim)
 
 
 @contextlib.contextmanager
 def _explained(owner: nnx.Module) -> Iterator[None]:
-    """Says what to do instead where JAX refuses to differentiate a gather in forward mode."""
+    """Explains what to do instead when JAX refuses to differentiate a gather in forward mode."""
     try:
         yield
     except TypeError as error:
@@ -116,7 +117,7 @@ def _explained(owner: nnx.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
-    """Lets variables hold gathered weights for as long as a call lasts."""
+    """Makes variables hold gathered weights while a call runs, and shards again afterwards."""
     put = []
     mark = _held.set(_held.get() | {id(variable) for variable, _ in weights})
     for variable, placement in weights:
@@ -125,7 +126,7 @@ def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
             weight = gather_once(shard, placement)
         try:
             variable.set_raw_value(weight)
-        except TraceContextError:  # of a model around a scan, for instance: XLA gathers what its body reads
+        except TraceContextError:  # of an outer trace, such as that around a scan: XLA gathers what its body reads
             continue
         put.append((variable, shard, weight, placement))
     try:
@@ -138,7 +139,7 @@ def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
 
 
 def gather_once(shard: jax.Array, placement: Placement) -> jax.Array:
-    """Returns a gathered weight that backward keeps if it needs it; its gradient goes straight to the shards."""
+    """Returns a gathered weight, which backward keeps if it needs it; its gradient goes directly to the shards."""
 
     @jax.custom_vjp
     def apply(shard: jax.Array) -> jax.Array:

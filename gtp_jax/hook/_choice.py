@@ -1,4 +1,4 @@
-"""Which modules of a model are units."""
+"""Chooses which modules of a model are units."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 from flax import nnx
 
 Path = tuple[Any, ...]
-# A pattern of a path, a class, several of either, or a function of a path and a module.
+# A pattern of paths, a class, a tuple of these, or a function of a path and a module.
 Blocks = str | type | tuple[str | type, ...] | Callable[[str, nnx.Module], bool]
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The modules of a model that the hook calls, by path.
+    """The modules of a model whose calls the hook handles, by path.
 
     Attributes:
-        blocks: those that the caller has named, or that were found.
-        others: modules outside of blocks that have weights.
-        holders: modules that have units within them.
+        blocks: the modules that the caller named as blocks, or that were found by default.
+        others: the modules outside of blocks that have weights.
+        holders: the modules that contain units.
     """
 
     blocks: dict[Path, nnx.Module]
@@ -36,27 +36,27 @@ class Choice:
 
 
 def name_of(path: Path) -> str:
-    """Returns a path as patterns and messages have it."""
+    """Returns a path as it is written in patterns and messages."""
     return ".".join(map(str, path))
 
 
 def matches(pattern: str, path: Path) -> bool:
-    """Returns whether a path matches a pattern, in which `*` stands for any part of one name between dots."""
+    """Returns whether a path matches a pattern, in which `*` matches any part of one name between dots."""
     names = pattern.split(".") if pattern else []
     return len(names) == len(path) and all(fnmatch.fnmatchcase(str(p), n) for p, n in zip(path, names, strict=True))
 
 
 def choose(model: nnx.Module, blocks: Blocks | None, is_weight: Callable[[Any], bool]) -> Choice:
-    """Chooses units.
+    """Chooses the units of a model.
 
     Args:
-        model: any.
-        blocks: what the caller calls blocks; by default the members of the longest lists of similar modules.
-        is_weight: tells variables that are worth sharding.
+        model: any NNX model.
+        blocks: the modules that are blocks; by default, the members of the longest lists of modules of one class.
+        is_weight: a function that returns whether a variable is a weight to shard.
 
     Raises:
-        ValueError: if no module matches.
-        TypeError: if `blocks` is something else.
+        ValueError: if no module matches `blocks`.
+        TypeError: if `blocks` is of another type.
     """
     modules = dict(in_order(model))
     heavy = {path: m for path, m in modules.items() if any(is_weight(v) for _, v in nnx.iter_graph(m))}
@@ -82,7 +82,7 @@ def choose(model: nnx.Module, blocks: Blocks | None, is_weight: Callable[[Any], 
 
 
 def in_order(module: nnx.Module, path: Path = (), seen: set[int] | None = None) -> Iterable[tuple[Path, nnx.Module]]:
-    """Yields the modules within a module with their paths, itself first, in the order in which attributes were set."""
+    """Yields a module, then those within it, each with its path, in the order in which attributes were set."""
     seen = set() if seen is None else seen
     if id(module) in seen:
         return
@@ -95,7 +95,7 @@ def in_order(module: nnx.Module, path: Path = (), seen: set[int] | None = None) 
 
 
 def own_variables(module: nnx.Module) -> list[nnx.Variable]:
-    """Returns the variables of a module, in its lists too, that are not those of modules within it."""
+    """Returns the variables that a module itself holds, also in lists, without those of modules within it."""
     found: list[nnx.Variable] = []
     for _, value in _children(module):
         if isinstance(value, nnx.Variable):
@@ -118,8 +118,11 @@ def _children(node: Any) -> list[tuple[Any, Any]]:
 
 
 def _longest_lists(modules: dict[Path, nnx.Module]) -> list[Path]:
-    """Returns the members of lists of modules of one class, the longest lists first, of lists that contain one another
-    those of the longest. Attributes whose names differ by a number at their end are a list too."""
+    """Returns the paths of the members of lists of modules of one class.
+
+    If lists contain one another, only the longest counts. Attributes whose names differ only in a number at the end are
+    a list too.
+    """
     lists: dict[Any, list[Path]] = defaultdict(list)
     for path, module in modules.items():
         if path and callable(module):

@@ -1,4 +1,4 @@
-"""What the hook does with each module of a model, and with each call of a unit."""
+"""Reports what the hook does with each module of a model and with each call of a unit."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class UnitFact:
     """A module whose weights are gathered.
 
     Attributes:
-        module: its path in the model.
-        type: the name of its class.
-        weights: how many of its weights are sharded.
-        shards: into how many parts the most divided of them is stored.
-        bytes: of its gathered weights, in the parameters' dtypes.
-        gathered: when they are.
+        module: the path of the module in the model.
+        type: the name of the module's class.
+        weights: the number of its sharded weights.
+        shards: the largest number of shards of any of these weights.
+        bytes: the size of its gathered weights in bytes, in the dtypes of the parameters.
+        gathered: the time at which they are gathered, in words.
     """
 
     module: str
@@ -42,9 +42,9 @@ class UnitCall:
     """One call of a unit.
 
     Attributes:
-        module: its path in the model.
-        prefetched: whether its weights travel while the unit before computes.
-        reason: why they do not, and are gathered at the call instead.
+        module: the path of the unit in the model.
+        prefetched: whether its weights are gathered while the previous unit computes.
+        reason: the reason why they are gathered at the call instead; empty if prefetched.
     """
 
     module: str
@@ -53,7 +53,7 @@ class UnitCall:
 
 
 def unit_facts(model: nnx.Module) -> tuple[UnitFact, ...]:
-    """Returns what is done with each module of a model that `shard` has sharded."""
+    """Returns a fact for each unit and each holder of a model that has sharded weights."""
     found = []
     for path, module in nnx.iter_modules(model):
         kind = kind_of(module)
@@ -74,7 +74,7 @@ def unit_facts(model: nnx.Module) -> tuple[UnitFact, ...]:
 
 
 def calls_of(model: nnx.Module, function: Callable[..., Any], *args: Any) -> tuple[UnitCall, ...]:
-    """Returns how each call of a unit is tied in `function(model, *args)`, which is traced and not computed."""
+    """Traces `function(model, *args)`, without running it, and returns how each call of a unit is ordered."""
     graph, state = nnx.split(model)
     paths: dict[int, str] = {}
 

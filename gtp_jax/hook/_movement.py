@@ -1,4 +1,4 @@
-"""A weight's two movements: shards to the gathered weight, and its gradient to the gradient of the shards."""
+"""Gathers weights from their shards, and scatters the gradients of gathered weights to the shards."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ._placement import Placement
 
 
 def gather(shard: jax.Array, placement: Placement) -> jax.Array:
-    """Returns the weight in use.
+    """Returns the gathered weight.
 
-    In global view XLA gathers: the inner constraint keeps what the shard waits for in front of the gather, which XLA
-    would otherwise move ahead of it, where it merges with that of the other pass.
+    In global view, XLA inserts the gather. The inner constraint keeps the gather after whatever the shard waits for.
+    Otherwise XLA would move the gather before it and merge it with the gather of the other pass.
     """
     if current_view() == "global":
         shard = lax.with_sharding_constraint(shard, placement.stored)
@@ -35,7 +35,7 @@ def form_in_use(shard: Any, placement: Placement) -> jax.ShapeDtypeStruct:
 
 
 def scatter(gradient: jax.Array, placement: Placement) -> jax.Array:
-    """Returns the gradient of the stored array: that of the weight in use, summed over the ranks that share it."""
+    """Returns the gradient of the stored array: the gathered weight's gradient, summed over the ranks that share it."""
     if current_view() == "global":
         return lax.with_sharding_constraint(gradient, placement.stored)
     for dim in reversed(range(gradient.ndim)):
@@ -45,7 +45,7 @@ def scatter(gradient: jax.Array, placement: Placement) -> jax.Array:
 
 
 def own_part(weight: jax.Array, placement: Placement) -> jax.Array:
-    """Returns what is stored of a weight that every rank has in use."""
+    """Returns the part of a gathered weight that each rank stores."""
     if current_view() == "global":
         return lax.with_sharding_constraint(weight, placement.stored)
     for dim in range(weight.ndim):

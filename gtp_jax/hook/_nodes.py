@@ -1,4 +1,4 @@
-"""NNX nodes among a call's arguments and results, taken apart to arrays and put together again."""
+"""Splits arguments and results of calls, with NNX nodes among them, into arrays, and puts them together again."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import jax
 import numpy as np
 from flax import nnx
 
-# From arrays to the value that they are of.
+# Builds a value from its arrays.
 Rebuild = Callable[[Sequence[Any]], Any]
 
 
 def is_node(value: Any) -> bool:
-    """Returns whether a value is a module, another node of NNX's, or a variable."""
+    """Returns whether a value is a module, another NNX node, or a variable."""
     return isinstance(value, nnx.Pytree | nnx.Variable)
 
 
 def is_array(value: Any) -> bool:
-    """Returns whether a value is an array of JAX's, perhaps traced."""
+    """Returns whether a value is a JAX array, traced or not."""
     return isinstance(value, jax.Array)
 
 
 def taken_apart(value: Any, known: Mapping[int, Any]) -> tuple[list[Any], Rebuild]:
-    """Returns the arrays within a value, and what makes the value of others.
+    """Returns the arrays within a value, and a function that rebuilds the value from other arrays.
 
     Args:
-        value: any pytree, with nodes in it.
-        known: nodes that stand for others, by `id`: these others take their places.
+        value: any pytree, which may contain nodes.
+        known: the replacements of nodes, by the `id` of the node; the rebuilt value contains them instead.
     """
     leaves, tree = jax.tree.flatten(value, is_leaf=is_node)
     arrays: list[Any] = []
@@ -58,22 +58,22 @@ def taken_apart(value: Any, known: Mapping[int, Any]) -> tuple[list[Any], Rebuil
 
 
 def variables_of(state: Any) -> tuple[list[Any], Any]:
-    """Returns the variables, and the arrays that are attributes, of an NNX state; and its structure."""
+    """Returns the leaves of an NNX state, which are variables and arrays that are attributes, and its structure."""
     return jax.tree.flatten(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def value_of(leaf: Any) -> Any:
-    """Returns what a variable holds; an array is its own value."""
+    """Returns the value of a variable; an array is its own value."""
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
 def with_value(leaf: Any, value: Any) -> Any:
-    """Returns a variable with another value; in place of an array that value."""
+    """Returns a variable with another value; for an array, that value itself."""
     return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
 
 
 def is_dynamic(value: Any) -> bool:
-    """Returns whether what a variable holds is an array, of numpy's too."""
+    """Returns whether the value of a variable is a JAX or NumPy array."""
     return isinstance(value, jax.Array | np.ndarray)
 
 
@@ -83,7 +83,7 @@ def _constant(value: Any) -> Rebuild:
 
 def _variable(variable: nnx.Variable, known: Mapping[int, Any]) -> tuple[list[Any], Rebuild]:
     arrays, rebuild = taken_apart(variable.get_raw_value(), known)
-    bare = variable.replace(None)  # a function that outlives a trace holds no tracer of it
+    bare = variable.replace(None)  # functions that outlive a trace must hold none of its tracers
     return arrays, lambda found: bare.replace(rebuild(found))
 
 

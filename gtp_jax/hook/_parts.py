@@ -1,4 +1,4 @@
-"""The jaxpr of a call in parts: the casts of weights, what is computed from weights alone, and the rest."""
+"""Splits the jaxpr of a call into the casts of weights, what is computed from weights alone, and the rest."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ class Parts(NamedTuple):
     """The jaxpr of a call in parts.
 
     Attributes:
-        casts: the dtype to which each weight is cast before it is gathered, as nothing reads it in its own.
-        before: from cast weights to what is computed from them alone.
-        after: the rest of the call; its inputs are the outputs of `before`, then those of the call but for its weights.
+        casts: the narrower dtype to which each weight is cast before it is gathered, because nothing reads it uncast;
+            `None` for a weight that is gathered in its own dtype.
+        before: the jaxpr from the cast weights to what is computed from them alone.
+        after: the jaxpr of the rest of the call. Its inputs are the outputs of `before`, then the call's inputs other
+            than weights.
     """
 
     casts: tuple[np.dtype | None, ...]
@@ -26,11 +28,11 @@ class Parts(NamedTuple):
 
 
 def in_parts(jaxpr: Jaxpr, weights: int) -> Parts:
-    """Returns a jaxpr in parts.
+    """Splits the jaxpr of a call into parts.
 
     Args:
-        jaxpr: its first inputs are weights.
-        weights: how many.
+        jaxpr: the jaxpr, whose first inputs are the weights.
+        weights: the number of weights.
     """
     own, rest = jaxpr.invars[:weights], jaxpr.invars[weights:]
     casts = {v: eqn for v in own if (eqn := _only_cast(v, jaxpr)) is not None}
@@ -56,12 +58,12 @@ def in_parts(jaxpr: Jaxpr, weights: int) -> Parts:
 
 
 def cast(weights: Sequence[Any], casts: Sequence[np.dtype | None]) -> list[jax.Array]:
-    """Returns weights as they travel."""
+    """Returns weights in the dtypes in which they are gathered."""
     return [w if dtype is None else w.astype(dtype) for w, dtype in zip(weights, casts, strict=True)]
 
 
 def _only_cast(weight: Var, jaxpr: Jaxpr) -> Any:
-    """Returns the equation that casts a weight to a narrower float, if nothing else reads it."""
+    """Returns the equation that casts a weight to a narrower float and alone reads it; `None` if there is none."""
     readers = [eqn for eqn in jaxpr.eqns if any(v is weight for v in eqn.invars)]
     if len(readers) != 1 or any(v is weight for v in jaxpr.outvars):
         return None

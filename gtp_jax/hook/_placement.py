@@ -1,4 +1,4 @@
-"""Where a sharded weight is stored, and how it is used."""
+"""Describes how a sharded weight is partitioned in storage and in use."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Placement:
     """The partitions of a weight.
 
     Attributes:
-        stored: of the stored array.
-        used: of the gathered array: whole, but for the axes that the weight is not gathered over.
+        stored: the partition of the stored array.
+        used: the partition of the gathered array: only over axes over which the weight is not gathered.
         degrees: the axes that `stored` names, each with its size.
         ndim: the number of dimensions of the array.
     """
@@ -33,19 +33,22 @@ class Placement:
 
     @property
     def gathered(self) -> bool:
-        """Whether using the weight takes a gather."""
+        """Whether the weight must be gathered to be used."""
         return _entries(self.stored, 0) != _entries(self.used, 0)
 
     def gathered_axes(self, dim: int) -> tuple[str, ...]:
-        """Returns the axes over which dimension `dim` is gathered, outermost first; they are its innermost."""
+        """Returns the axes over which dimension `dim` is gathered, outermost first; they are its innermost axes."""
         stored, used = _axes(self.stored, dim), _axes(self.used, dim)
         return tuple(axis for axis in stored if axis not in used)
 
     def check_mesh(self, owner: str) -> None:
-        """Refuses a call under another mesh than the one that the weight was sharded for.
+        """Refuses a call under another mesh than the one for which the weight was sharded.
+
+        Args:
+            owner: the name that the message gives to the module or model.
 
         Raises:
-            ValueError: naming both.
+            ValueError: if the mesh in scope is another one; the message names both.
         """
         found = dict(jax.sharding.get_abstract_mesh().shape)
         if any(found.get(axis) != size for axis, size in self.degrees):
@@ -58,7 +61,9 @@ class Placement:
             )
 
     def of_slice(self, shape: tuple[int, ...]) -> Placement:
-        """Returns the placement of a part of the array, as a scan or a vmap over its first dimension has it.
+        """Returns the placement of an array of this shape: the whole array, or a slice of it along the first dimension.
+
+        Scans and vmaps over the first dimension use such slices.
 
         Raises:
             ValueError: if the first dimension is sharded, or the array has another number of dimensions.
@@ -76,7 +81,7 @@ class Placement:
 
 
 def placement_of(variable: Any) -> Placement | None:
-    """Returns how a variable is placed, from its metadata; `None` if `shard` left it whole."""
+    """Returns the placement of a variable from its metadata; `None` if `shard` left it whole."""
     placement = variable.get_metadata().get("placement") if isinstance(variable, nnx.Variable) else None
     shape = None if placement is None else getattr(variable.get_raw_value(), "shape", None)
     return placement if placement is None or shape is None else placement.of_slice(shape)
@@ -85,13 +90,13 @@ def placement_of(variable: Any) -> Placement | None:
 def place(shape: Sequence[int], roles: Roles, used: PartitionSpec) -> Placement | None:
     """Returns the placement of a weight of this shape on the mesh in scope; `None` if it stays whole.
 
-    The longest dimension that the ranks of all axes divide evenly is sharded; otherwise two dimensions are, one over
-    the axes of the role `weights` and one over those of `optimizer`; otherwise fewer axes shard one dimension.
+    If possible, all axes shard the longest dimension that they divide evenly. Otherwise the axes of the role `weights`
+    shard one dimension and those of the role `optimizer` another; otherwise fewer axes shard one dimension.
 
     Args:
-        shape: logical shape.
-        roles: of the mesh axes.
-        used: the partition of the array in use, by axes that it is not gathered over.
+        shape: the logical shape of the weight.
+        roles: the roles of the mesh axes.
+        used: the partition of the array in use, over axes over which it is not gathered.
     """
     taken = axes_of(used)
     weights = _above_one(axis for axis in roles.weights if axis not in taken)
@@ -105,26 +110,26 @@ def place(shape: Sequence[int], roles: Roles, used: PartitionSpec) -> Placement 
 
 
 def placed(stored: PartitionSpec, used: PartitionSpec, ndim: int) -> Placement:
-    """Returns the placement with these partitions on the mesh in scope."""
+    """Returns a placement with these partitions on the mesh in scope."""
     axes = [axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in axes_of(stored)]
     return Placement(stored, used, tuple((axis, degree(axis)) for axis in axes), ndim)
 
 
 def _divided(shape: tuple[int, ...], used: PartitionSpec, groups: Sequence[tuple[str, ...]]) -> PartitionSpec | None:
-    """Returns the partition with each group of axes on a dimension, in addition to `used`; `None` if they cannot be."""
+    """Returns `used` with each group of axes added to a dimension that it divides; `None` if there is none."""
     entries = [_axes(used, dim) for dim in range(len(shape))]
     for axes in groups:
         local = [size // degrees(own) for size, own in zip(shape, entries, strict=True)]
         dims = [dim for dim, size in enumerate(local) if size % degrees(axes) == 0]
         if not dims:
             return None
-        dim = max(dims, key=lambda dim: (not entries[dim], local[dim], -dim))  # one that no axis divides, if there is
+        dim = max(dims, key=lambda dim: (not entries[dim], local[dim], -dim))  # unsharded ones first
         entries[dim] = (*entries[dim], *axes)
     return _spec(entries)
 
 
 def _fewer(axes: tuple[str, ...], weights: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Returns choices of axes: those of most ranks first, of equally many those with more of `weights`; none last."""
+    """Returns all subsets of `axes`, those of most ranks first; between equals, those with more axes of `weights`."""
     some = [chosen for count in range(len(axes) + 1) for chosen in itertools.combinations(axes, count)]
     return sorted(some, key=lambda chosen: (-degrees(chosen), -len(set(chosen) & set(weights))))
 
@@ -151,5 +156,5 @@ def _spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
 
 
 def shards_of(placement: Placement) -> int:
-    """Returns into how many different shards a weight is divided."""
+    """Returns the number of different shards of a weight."""
     return math.prod(size for _, size in placement.degrees)

@@ -1,4 +1,4 @@
-"""A context in which sharded models are called as if they had not been hooked."""
+"""A context in which sharded models are called without the hook."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _off = jax.make_user_context(default_value=False)
 
 
 def without_hook() -> contextlib.AbstractContextManager[None]:
-    """Calls the blocks of sharded models as ordinary modules: XLA gathers their weights where and when it wants to.
+    """Calls the blocks of sharded models as ordinary modules in a context; XLA decides when to gather their weights.
 
-    For what the hook refuses, such as forward-mode differentiation. It is part of the key of `jax.jit`'s cache, and
-    also a decorator.
+    Use it for what the hook refuses, such as forward-mode differentiation. The setting is part of the cache key of
+    `jax.jit`. The context also works as a decorator.
     """
     return _off(True)
 

@@ -22,10 +22,10 @@ from ._choice import Blocks, choose, matches, name_of
 from ._placement import Placement, place, placed, placement_of, shards_of
 from ._unit import Holder, Unit, kind_of, make
 
-# What `specs` may say of a weight: how it is partitioned, or that it stays whole.
+# A value of `specs`: the stored partition of a weight; `None` for a weight that stays whole.
 Spec = PartitionSpec | tuple[Any, ...] | None
 
-_LARGE = 1 << 20  # elements of a weight that is worth a warning
+_LARGE = 1 << 20  # elements; weights of at least this size cause a warning if they stay whole
 
 
 def shard[M: nnx.Module](
@@ -39,39 +39,40 @@ def shard[M: nnx.Module](
     methods: tuple[str, ...] = ("__call__", "attend"),
     roles: Roles | None = None,
 ) -> M:
-    """Shards the weights of a model that knows nothing of it, in place, and returns the model.
+    """Shards the weights of any NNX model in place, without changes to its code, and returns the model.
 
         model = Transformer(config, rngs=rngs)                  # anyone's NNX model
         model = gtp_jax.shard(model, blocks="layers.*")
 
-    Every floating-point `nnx.Param` of `min_size` elements or more is stored as shards, over the axes of the roles
-    `weights` (gtp) and `optimizer` (dp, ZeRO). While a block computes, the weights of the next one are gathered, in
-    both passes; backward gathers them again, and reduces a block's gradients while the next block computes. Modules
-    outside of blocks that have weights, such as an embedding or a head, are treated like blocks. Results are those of
-    the model without a mesh. `gtp_jax.explain(model)` lists what is done with each module.
+    Every floating-point `nnx.Param` with at least `min_size` elements is stored as shards, over the axes of the roles
+    `weights` (gtp) and `optimizer` (dp, ZeRO). While a block computes, the weights of the next block are gathered, in
+    forward and in backward. Backward gathers the weights again, and reduces a block's gradients while the next block
+    computes. Modules outside of blocks that have weights, such as an embedding or a head, are treated like blocks.
+    Results are those of the model without a mesh. `gtp_jax.explain(model)` reports what is done with each module.
 
     The model may be concrete or abstract; `gtp_jax.init(lambda rngs: gtp_jax.shard(Model(rngs)), rngs)` creates every
-    array as shards. Modules stay instances of their classes, but their `type` is a subclass of it. Weights of gtp_jax's
-    own layers are left alone.
+    array as shards. Modules remain instances of their classes, but their `type` becomes a subclass. Weights of
+    gtp_jax's own layers are left alone. If a sharded model's arrays have been replaced by unsharded ones, another call
+    puts them back as shards.
 
     Args:
         model: any NNX model.
-        blocks: which modules are blocks: a pattern of paths, in which `*` stands for any part of a name between dots; a
-            class; a tuple of these; or a function `(path, module) -> bool`. Of blocks within blocks the outermost
-            counts. By default the members of the longest lists of modules of one class.
-        min_size: elements from which on a weight is sharded.
-        specs: the stored partition of weights by pattern of their paths, or `None` for weights that stay whole.
-        remat: what a block keeps for backward, as in `gtp_jax.Stack`.
-        keep_last: keep the gathered weights of the unit that no other follows, so that backward does not begin by
-            waiting for them. Pass `False` for a model that is called within a loop, which would keep them each time.
-        methods: the methods of units that gather their weights. Other methods compute with what XLA gathers.
-        roles: of the mesh axes; by default those in scope (`use_roles`).
+        blocks: the modules that are blocks: a pattern of paths, in which `*` matches any part of a name between dots; a
+            class; a tuple of these; or a function `(path, module) -> bool`. If blocks are nested, the outermost counts.
+            By default, the members of the longest lists of modules of one class.
+        min_size: the minimum number of elements of a sharded weight.
+        specs: the stored partition of weights, by pattern of their paths; `None` for weights that stay whole.
+        remat: the policy for what a block saves for backward, as in `gtp_jax.Stack`.
+        keep_last: whether to keep the gathered weights of the unit that no other unit follows, so that backward does
+            not begin by waiting for them. Pass `False` for a model that is called in a loop, which would keep them in
+            every iteration.
+        methods: the names of the methods of units that gather their weights. In other methods, XLA gathers them.
+        roles: the roles of the mesh axes; by default those in scope (`use_roles`).
 
     Raises:
-        ValueError: if no mesh is in scope, no module matches `blocks`, the model is sharded already, or no weight is
-            large enough. A model that is sharded already, but whose arrays have been replaced by arrays that are not,
-            gets them back as shards.
-        TypeError: if `model` is no NNX module.
+        ValueError: if no mesh is in scope, no module matches `blocks`, no weight is large enough, or the model is
+            sharded already and none of its arrays has been replaced.
+        TypeError: if `model` is not an `nnx.Module`.
     """
     _check_arguments(model, min_size, remat)
     check_mesh_in_scope()
@@ -130,16 +131,16 @@ def _variables(model: nnx.Module) -> dict[tuple[Any, ...], nnx.Variable]:
 
 
 def _is_weight(variable: nnx.Variable, min_size: int) -> bool:
-    """Returns whether a variable is a parameter that is worth sharding."""
+    """Returns whether a variable is a parameter that is large enough to shard."""
     value = variable.get_raw_value()
     if not isinstance(variable, nnx.Param) or not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return False
-    own = "layout" in variable.get_metadata()  # a `gtp_jax.Param` in somebody's module
+    own = "layout" in variable.get_metadata()  # a `gtp_jax.Param` in a user's module
     return not own and jnp.issubdtype(value.dtype, jnp.floating) and math.prod(value.shape) >= min_size
 
 
 def _of_own_layers(model: nnx.Module) -> set[int]:
-    """Returns the variables, by `id`, within gtp_jax's own layers, which partition them themselves."""
+    """Returns the `id`s of the variables within gtp_jax's own layers, which partition them themselves."""
     package = __name__.partition(".")[0]
     own = (
         module
@@ -150,7 +151,7 @@ def _of_own_layers(model: nnx.Module) -> set[int]:
 
 
 def _placement(path: Any, variable: nnx.Variable, specs: Mapping[str, Spec], roles: Roles) -> Placement | None:
-    """Returns how a weight is placed; `None` if it stays whole."""
+    """Returns the placement of a weight; `None` if it stays whole."""
     shape = variable.get_raw_value().shape
     gathered = {*roles.weights, *roles.over_optimizer, *roles.batch}
     pattern = next((pattern for pattern in specs if matches(pattern, path)), None)
@@ -165,10 +166,11 @@ def _placement(path: Any, variable: nnx.Variable, specs: Mapping[str, Spec], rol
 
 
 def _checked_spec(path: Any, shape: tuple[int, ...], named: Any, where: str) -> PartitionSpec:
-    """Returns a partition that somebody has named, without axes of one rank.
+    """Returns a partition that the user or the model's author has named, without axes of size 1.
 
     Raises:
-        ValueError: if it has more dimensions than the weight, names an axis that the mesh lacks, or does not divide it.
+        ValueError: if it has more dimensions than the weight, names an axis that the mesh lacks, or does not divide the
+            weight evenly.
     """
     entries = () if named is None else tuple(named)
     names = jax.sharding.get_abstract_mesh().axis_names
@@ -195,7 +197,7 @@ def _without(entry: Any, axes: set[str]) -> Any:
 
 
 def _put(variable: nnx.Variable, placement: Placement | None) -> None:
-    """Puts what a variable holds on the mesh, and lets the variable say how."""
+    """Puts the value of a variable on the mesh, and records its placement in the variable's metadata."""
     if placement is not None:
         variable.set_metadata(out_sharding=tuple(placement.stored), placement=placement)
     named = variable.get_metadata().get("out_sharding") or ()
@@ -219,15 +221,15 @@ def _on_mesh(value: Any, spec: PartitionSpec) -> Any:
 def _mesh() -> Any:
     try:
         return jax.sharding.get_mesh()
-    except ValueError:  # within a trace
+    except ValueError:  # in a trace
         return jax.sharding.get_abstract_mesh()
 
 
 def _put_back[M: nnx.Module](model: M) -> M:
-    """Puts arrays back as shards that something has replaced.
+    """Puts arrays that have replaced shards back as shards.
 
     Raises:
-        ValueError: if there are none.
+        ValueError: if there are no such arrays.
     """
     moved = False
     for variable in _variables(model).values():
@@ -247,7 +249,7 @@ def _put_back[M: nnx.Module](model: M) -> M:
 
 
 def _warn_of_whole(placements: Mapping[Any, Placement | None], variables: Any, specs: Any, roles: Roles) -> None:
-    """Warns of large weights that stay whole, or are divided among fewer ranks than there are."""
+    """Warns about large weights that stay whole or are divided among fewer ranks than the axes of `weights` have."""
     ranks = degrees(tuple(a for a in roles.weights if a in jax.sharding.get_abstract_mesh().axis_names))
     for path, placement in placements.items():
         shape = variables[path].get_raw_value().shape

@@ -1,4 +1,4 @@
-"""A traced call of a unit as one differentiable operation, whose weights are gathered in both passes."""
+"""Runs a traced call of a unit as one differentiable operation, which gathers the weights in both passes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ Arrays = list[Any]
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
-    """Whether a gradient is wanted, of each weight and of each other input."""
+    """The inputs whose gradients are wanted.
+
+    Attributes:
+        weights: whether the gradient of each weight is wanted.
+        rest: whether the gradient of each other input is wanted.
+    """
 
     weights: tuple[bool, ...]
     rest: tuple[bool, ...]
@@ -36,20 +41,20 @@ def run(
     """Returns the outputs of a call, and the token for the next unit.
 
     Args:
-        program: what is computed.
-        shards: of the weights.
-        rest: the other arrays.
-        token: of the unit before.
-        remat: names what is kept for backward, as in `gtp_jax.Stack`. Gathered weights are not, nor is what is computed
-            from them alone.
-        keep_last: whether gathered weights are kept for backward if no unit follows. Only backward knows; what forward
-            hands it in vain of other units, XLA removes from the program.
+        program: the traced call.
+        shards: the shards of the weights.
+        rest: the other input arrays.
+        token: the token of the previous unit.
+        remat: the policy for what is saved for backward, as in `gtp_jax.Stack`. Gathered weights are not saved, nor is
+            what is computed from them alone.
+        keep_last: whether gathered weights are saved for backward if no unit follows. Only backward knows whether one
+            follows, so forward passes them on for every unit, and XLA removes those that backward does not use.
     """
     parts = in_parts(program.jaxpr, len(program.placements))
     first, last = program.arguments
 
     def gathered(zero: jax.Array, shards: Arrays) -> Arrays:
-        """Returns the weights, gathered no sooner than `zero`."""
+        """Returns the gathered weights; the gathers wait for `zero`."""
         ready = after(zero, cast(shards, parts.casts))
         return [gather(shard, placement) for shard, placement in zip(ready, program.placements, strict=True)]
 
@@ -60,8 +65,11 @@ def run(
         return program.evaluate(parts.after, own, rest)
 
     def entered(weights: Arrays, rest: Arrays) -> tuple[jax.Array, Arrays, Arrays]:
-        """Returns a zero for the next unit, which may be gathered as soon as this one begins: gathers that XLA could
-        combine would wait for one another."""
+        """Returns a zero for the next unit, and the inputs, tied to it.
+
+        The next unit's gather may start once this unit has its weights and inputs, but no sooner: XLA could otherwise
+        combine the gathers of both units, which would then wait for one another.
+        """
         zero, ready = stamped([*weights, *rest[first:last]])
         return zero, ready[: len(weights)], [*rest[:first], *ready[len(weights) :], *rest[last:]]
 
@@ -84,7 +92,7 @@ def run(
         dy, ordered = cotangents
         dy = [_instantiated(g) for g in dy]
         if weights is None or not _is_zero(ordered.entered):
-            # where no unit behind has said when, not before this unit's own turn
+            # without an order from the next unit, gather no sooner than the gradient of the output is available
             weights = gathered(stamped(dy)[0] if _is_zero(ordered.entered) else ordered.entered, shards)
         handed, ready = stamped([*weights, *dy])
         weights, dy = ready[: len(weights)], ready[len(weights) :]
@@ -94,7 +102,7 @@ def run(
         to_own, to_rest = closure.replace(args_res=[kept, *closure.args_res[1:]])(dy)
         (to_weights,) = through(to_own)
         trained = [i for i, own in enumerate(wanted.weights) if own]
-        if not _is_zero(ordered.reduced):  # the unit behind has its gradients reduced by then: one unit late
+        if not _is_zero(ordered.reduced):  # wait for the next unit's reductions, which may lag by one unit
             to_rest[first:last] = after(ordered.reduced, to_rest[first:last])
         found = [scatter(to_weights[i], program.placements[i]).astype(shards[i].dtype) for i in trained]
         done, found = stamped(found)
@@ -109,7 +117,7 @@ def run(
 
 
 def _together(closure: Any, dy: Arrays) -> tuple[Any, Arrays]:
-    """Returns both, available together: XLA would otherwise compute in forward what backward computes again."""
+    """Returns both, available together: XLA would otherwise move backward's recomputation into forward."""
     leaves, tree = jax.tree.flatten((closure, dy))
     return jax.tree.unflatten(tree, together(leaves))
 
@@ -126,5 +134,5 @@ def _instantiated(cotangent: Any) -> Any:
 
 
 def _is_mark(leaf: Any) -> bool:
-    """Returns whether a residual must be supplied again."""
+    """Returns whether a residual was not saved and must be supplied again."""
     return type(leaf).__name__ == "NotSaveable"

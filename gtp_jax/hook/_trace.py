@@ -1,4 +1,4 @@
-"""One call of a unit, traced to a jaxpr in its caller's contexts."""
+"""Traces one call of a unit to a jaxpr, in its caller's contexts."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ._scope import without_hook
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What a call of a unit computes. It holds no traced array, as functions that outlive the trace hold it.
+    """The computation of a call of a unit. It holds no traced arrays, because functions that outlive the trace hold it.
 
     Attributes:
-        jaxpr: of the call; its inputs are weights, then other arrays, of which those at `arguments` are arguments of
-            the call.
-        consts: of the jaxpr; in the places of those that are traced, a mark.
-        placements: of the weights.
-        arguments: start and end of the arguments among the other arrays. What the unit's other variables hold, and
-            those of nodes among the arguments, is before them, and what is read from around the unit behind them.
+        jaxpr: the jaxpr of the call. Its inputs are the weights, then the other arrays, of which those at `arguments`
+            are arguments of the call.
+        consts: the constants of the jaxpr, with `_CAPTURED` for those that are traced.
+        placements: the placements of the weights.
+        arguments: the start and end of the call's arguments among the other arrays. Before them are the values of the
+            unit's other variables and of nodes among the arguments; after them, the traced constants.
     """
 
     jaxpr: Jaxpr
@@ -37,7 +37,7 @@ class Program:
     arguments: tuple[int, int]
 
     def evaluate(self, jaxpr: Jaxpr, weights: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
-        """Returns the outputs of `jaxpr`, which has the constants of this one."""
+        """Returns the outputs of `jaxpr`, which has the same constants as the program's own jaxpr."""
         end = self.arguments[1]
         captured = iter(rest[end:])
         consts = [next(captured) if const is _CAPTURED else const for const in self.consts]
@@ -45,13 +45,14 @@ class Program:
 
 
 class Traced(NamedTuple):
-    """A call of a unit.
+    """A traced call of a unit.
 
     Attributes:
-        program: what it computes.
-        weights: the shards of weights that are gathered.
-        rest: the other arrays.
-        finish: takes the program's outputs, writes what the unit wrote to its variables, and returns its result.
+        program: the computation of the call.
+        weights: the shards of the weights that are gathered.
+        rest: the other input arrays.
+        finish: a function that takes the program's outputs, writes what the unit's code wrote to variables and
+            attributes, and returns the result of the call.
     """
 
     program: Program
@@ -60,11 +61,11 @@ class Traced(NamedTuple):
     finish: Rebuild
 
 
-_CAPTURED = object()  # stands for a constant that is traced
+_CAPTURED = object()  # marks a constant that is traced
 
 
 def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: Any) -> Traced:
-    """Traces `original(unit, *args, **kwargs)` on a copy of the unit, and of the nodes among its arguments."""
+    """Traces `original(unit, *args, **kwargs)` on copies of the unit and of the nodes among its arguments."""
     flat, tree = jax.tree.flatten((args, kwargs), is_leaf=is_node)
     nodes = (unit, *(leaf for leaf in flat if is_node(leaf)))
     graph, state = nnx.split(nodes)
@@ -90,7 +91,7 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
         given = [next(own) if is_node(leaf) else leaf for leaf in given]
         args, kwargs = jax.tree.unflatten(tree, given)
         before = _Before(originals, _graph_of(merged))
-        with without_hook():  # units within have their weights already
+        with without_hook():  # units within this unit have gathered weights already
             result = original(merged[0], *args, **kwargs)
         arrays, rebuild = before.taken_apart(result)
         written, write = before.writes()
@@ -120,16 +121,16 @@ def _gathered(owner: Any) -> Placement | None:
 
 
 def _graph_of(nodes: tuple[Any, ...]) -> list[Any]:
-    """Returns the nodes and variables within nodes, in an order that depends on their structure alone."""
+    """Returns the nodes and variables within nodes, in an order that depends only on their structure."""
     return [node for _, node in nnx.iter_graph(nodes) if is_node(node)]
 
 
 class _Before:
-    """The copies that a call is made on, as they were before it.
+    """The copies on which a call is traced, as they were before the call.
 
     Args:
-        originals: what they are copies of.
-        copies: in the same order.
+        originals: the nodes and variables that were copied.
+        copies: their copies, in the same order.
     """
 
     def __init__(self, originals: list[Any], copies: list[Any]) -> None:
@@ -139,11 +140,11 @@ class _Before:
         self._values = {id(copy): copy.get_raw_value() for copy in copies if isinstance(copy, nnx.Variable)}
 
     def taken_apart(self, value: Any) -> tuple[list[Any], Rebuild]:
-        """Returns the arrays within a value, and what makes it of others, with originals in the places of copies."""
+        """Returns the arrays within a value, and a function that rebuilds it from others, with originals for copies."""
         return taken_apart(value, self._known)
 
     def writes(self) -> tuple[list[Any], Rebuild]:
-        """Returns the arrays of all that the call has written, and what writes them to the originals."""
+        """Returns the arrays that the call has written, and a function that writes others to the originals."""
         arrays: list[Any] = []
         put: list[tuple[int, Rebuild]] = []
 
@@ -185,5 +186,5 @@ def _differs(now: Any, before: Any) -> bool:
         return True
     try:
         return type(now) is not type(before) or bool(now != before)
-    except ValueError:  # of numpy's arrays
+    except ValueError:  # NumPy arrays
         return True

@@ -1,4 +1,4 @@
-"""The subclasses of users' classes whose methods are the hook's."""
+"""Creates subclasses of users' classes whose methods go through the hook."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ._call import call_holder, call_unit
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """A module whose weights are gathered for each of its calls.
+    """The kind of a module whose weights are gathered for each of its calls.
 
     Attributes:
-        remat: names what is kept for backward.
-        keep_last: whether its gathered weights are kept too, if no unit follows.
-        methods: the methods that gather.
+        remat: the policy for what is saved for backward.
+        keep_last: whether its gathered weights are saved too if no unit follows.
+        methods: the names of the methods that gather.
     """
 
     remat: Remat
@@ -32,24 +32,24 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """A module with units within it: each of its public methods begins a walk."""
+    """The kind of a module that contains units: each of its public methods begins a walk."""
 
 
 Kind = Unit | Holder
 
 
 def kind_of(module: Any) -> Kind | None:
-    """Returns what `shard` has made of a module; `None` if nothing."""
+    """Returns the kind that `shard` gave a module; `None` if the module is neither a unit nor a holder."""
     return getattr(type(module), "_gtp_kind", None)
 
 
 def make(module: nnx.Module, kind: Kind) -> None:
-    """Makes a module a unit or a holder: an instance of a subclass of its class."""
+    """Makes a module a unit or a holder, by making it an instance of a subclass of its class."""
     object.__setattr__(module, "__class__", _hooked(type(module), kind))
 
 
 def methods_of(cls: type, names: Iterable[str] | None = None) -> dict[str, Callable[..., Any]]:
-    """Returns the public methods of a class that its author wrote, `__call__` among them; or those of these names."""
+    """Returns a class's public methods and `__call__`, without those of `nnx.Module`; with `names`, only those."""
     found: dict[str, Callable[..., Any]] = {}
     for base in reversed(cls.__mro__):
         if base in nnx.Module.__mro__:
@@ -65,7 +65,7 @@ def methods_of(cls: type, names: Iterable[str] | None = None) -> dict[str, Calla
 
 
 class _Hooked(type(nnx.Module)):
-    """The metaclass of subclasses made here, which are pickled as what they are made of."""
+    """The metaclass of the subclasses made here, which are pickled as a pair of class and kind."""
 
 
 @functools.cache
@@ -74,7 +74,7 @@ def _hooked(cls: type, kind: Kind) -> type:
     members = {name: _hook(method, kind) for name, method in methods_of(cls, names).items()}
     members |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     members |= {"_gtp_kind": kind, "_gtp_class": cls}
-    # Flax looks for some methods in the class itself
+    # Flax looks for some methods in the class itself, not in its bases
     own = {k: v for k, v in vars(cls).items() if inspect.isfunction(v) and not k.startswith("_")}
     options = {"pytree": cls._pytree__is_pytree} if hasattr(cls, "_pytree__is_pytree") else {}
     return _Hooked(cls.__name__, (cls,), {**own, **members}, **options)

@@ -1,4 +1,4 @@
-"""A walk: the units that one call of a model calls, one after the other, and what passes between them."""
+"""A walk: the calls of units within one call of a model, in order, and the token that passes between them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from jax.extend.core import get_opaque_trace_state
 
 
 class Token(NamedTuple):
-    """Two zeros that pass from unit to unit; see [Note: order travels, numbers never do].
+    """Two zeros that pass from unit to unit; see [Note: tokens carry order, never values].
 
     Attributes:
-        entered: is available once the unit's input is.
-        reduced: carries no order in forward; its cotangent is available once the unit's gradients are reduced.
+        entered: the zero that is available once the unit has its input and its weights.
+        reduced: the zero that orders nothing in forward; its cotangent is available once the unit's gradients are
+            reduced.
     """
 
     entered: jax.Array
@@ -27,11 +28,11 @@ class Token(NamedTuple):
 
 @dataclasses.dataclass
 class _Walk:
-    """One call of a model, of one trace.
+    """One call of a model, within one trace.
 
     Attributes:
-        trace: the trace that it began in; units that are called in another one neither take the token nor leave one.
-        token: of the last unit called.
+        trace: the trace in which the walk began; units that are called in another trace neither take nor leave a token.
+        token: the token of the last unit called.
     """
 
     trace: Any
@@ -39,12 +40,12 @@ class _Walk:
 
 
 class Step(NamedTuple):
-    """How one call of a unit was tied.
+    """One call of a unit, and how it was ordered.
 
     Attributes:
         unit: the module.
-        tied: whether it took a token.
-        reason: why it took none.
+        tied: whether the call took a token, for which its gather waits.
+        reason: the reason why it took none; empty if it took one.
     """
 
     unit: Any
@@ -52,14 +53,14 @@ class Step(NamedTuple):
     reason: str
 
 
-# Set for as long as a call of a model lasts, so that no tracer outlives its trace.
+# Set only while a call of a model runs, so that no tracer outlives its trace.
 _walk: contextvars.ContextVar[_Walk | None] = contextvars.ContextVar("gtp_jax_walk", default=None)
 _steps: contextvars.ContextVar[list[Step] | None] = contextvars.ContextVar("gtp_jax_steps", default=None)
 
 
 @contextlib.contextmanager
 def walking() -> Iterator[None]:
-    """Begins a walk, unless one is under way in this trace."""
+    """Begins a walk, unless one is already under way in this trace."""
     here, known = _trace(), _walk.get()
     if known is not None and known.trace == here:
         yield
@@ -73,7 +74,7 @@ def walking() -> Iterator[None]:
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Step]]:
-    """Collects how every call of a unit is tied."""
+    """Records how every call of a unit is ordered."""
     steps: list[Step] = []
     mark = _steps.set(steps)
     try:
@@ -83,7 +84,7 @@ def recording() -> Iterator[list[Step]]:
 
 
 def take(unit: Any) -> Token:
-    """Returns the token of the unit before; zeros, for which nothing waits, where its order is not known."""
+    """Returns the token of the previous unit; zeros, for which nothing waits, if the order is unknown."""
     walk, reason = _walk.get(), ""
     if walk is None:
         reason = "no method of the model is running"

@@ -1,4 +1,4 @@
-"""Models of stock Flax layers, which know nothing of gtp_jax, in float64; and ways to call their blocks."""
+"""Models of stock Flax layers in float64, which do not use gtp_jax, and ways to call their blocks."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ WAYS: dict[str, Callable[[Any, jax.Array, jax.Array], jax.Array]] = {
     "scan": _scan,
     "jit": _jit,
 }
-# those whose transformation does not let dropout count
+# ways with a transformation in which dropout cannot advance its counter
 WITHOUT_DROPOUT = {"jax.checkpoint", "vmap", "scan"}
 
 

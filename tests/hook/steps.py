@@ -1,4 +1,4 @@
-"""Steps of a model with `nnx.Optimizer` under `nnx.jit`, with a mesh and without."""
+"""Training steps with `nnx.Optimizer` under `nnx.jit`, with and without a mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Meshes whose axes have other names, and weights whose authors have annotated them, tensor parallelism included."""
+"""Meshes with other axis names, and weights that a model's author has annotated, also for tensor parallelism."""
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,8 @@ def test_annotations_are_kept_and_steps_are_those_without_a_mesh(x64):
         model = gtp.shard(Model(True, **F64), min_size=64, roles=ROLES)
         block = model.blocks[0]
         specs = [layer.kernel.get_value().sharding.spec for layer in (block.up, block.down, block.out)]
-        # no author named an axis that gathers `up`; `down` stays as its author says; `out` is over all but tp
+        # the author's partition of `up` has no axis to gather over, so the data axes are added; that of `down` has
+        # one and is kept; `out` has no annotation and is sharded over all axes but tp
         assert specs == [P(("data", "fsdp"), "tp"), P("tp", "fsdp"), P(("data", "fsdp"), None)]
         found = train(model, loss, x)
         assert_equal(found, wanted)
@@ -94,9 +95,9 @@ def test_weights_are_gathered_and_reduced_over_their_axis_alone():
         out = None, jax.tree.map(lambda a: a.sharding, state)
         text = jax.jit(gradient, out_shardings=out).lower(state, x).compile(hlo.COMPILE_OPTIONS).as_text()
     found = hlo.launch_order(text)
-    parts = 3 * (2 * 4 * width * width // 2 + width * width)  # in use on a rank: tp halves two of three matrices
+    parts = 3 * (2 * 4 * width * width // 2 + width * width)  # elements used per rank: tp halves two of three matrices
     scattered = found.collectives("reduce-scatter")
     assert sum(operand.elements for e in scattered for operand in e.collective.operands) == parts
-    # what is summed over tp are activations, and over all ranks biases
+    # all-reduces sum activations over tp, and biases over all ranks
     summed = [shape for e in found.collectives("all-reduce") for shape in e.shapes]
     assert all(shape.dims == (16, 1024, width) or shape.elements <= 4 * width for shape in summed)

@@ -1,4 +1,4 @@
-"""A sharded model is the model it was, for Python, Flax and orbax."""
+"""To Python, Flax and orbax, a sharded model is the same model as before."""
 
 import copy
 import pickle
@@ -52,7 +52,7 @@ def test_copies_of_every_kind_compute_the_same(x64):
         ):
             assert isinstance(of, GPT2) and hook.unit_facts(of) == hook.unit_facts(model)
             np.testing.assert_array_equal(output(of), wanted)
-        assert nnx.split(nnx.clone(model))[0] == nnx.split(model)[0]  # one program for both
+        assert nnx.split(nnx.clone(model))[0] == nnx.split(model)[0]  # so that both use one program
 
 
 @pytest.mark.parametrize("mesh", list(MESHES))
@@ -61,7 +61,7 @@ def test_every_matrix_is_stored_as_shards_and_so_are_the_moments(mesh, x64):
         model = sharded()
         optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
         step = nnx.jit(lambda model, optimizer, t: optimizer.update(model, nnx.grad(mean_of("plain"))(model, t)))
-        for _ in range(2):  # before a step and after it
+        for _ in range(2):  # before and after a step
             for state in (nnx.state(model, nnx.Param), nnx.state(optimizer)):
                 for path, leaf in jax.tree_util.tree_leaves_with_path(state):
                     if leaf.size >= 64:

@@ -1,4 +1,4 @@
-"""The schedule that XLA makes of a stock GPT-2, sharded, for eight H200s. Needs no GPU."""
+"""XLA's schedule of a sharded GPT-2 of stock layers, compiled for eight H200s. No GPU is needed."""
 
 import math
 
@@ -11,8 +11,8 @@ from .programs import HIDDEN, LAYERS, VOCAB, WIDTH, compiled
 missing = hlo.missing_packages()
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"compiling for H200 needs {', '.join(missing)}")
 
-MATRICES = [WIDTH * WIDTH] * 4 + [WIDTH * HIDDEN] * 2  # of a block
-TABLE = VOCAB * WIDTH  # of the embedding, and of the head
+MATRICES = [WIDTH * WIDTH] * 4 + [WIDTH * HIDDEN] * 2  # elements of the matrices of a block
+TABLE = VOCAB * WIDTH  # elements of the embedding, and of the head
 ELEMENTS = LAYERS * sum(MATRICES) + 2 * TABLE
 MESHES = [(("gtp", 8),), pytest.param((("dp", 2), ("gtp", 4)), marks=pytest.mark.slow)]
 
@@ -31,7 +31,7 @@ def test_each_matrix_is_reduced_once_and_by_a_reduce_scatter(mesh):
     scattered = events("reduce-scatter", mesh)
     assert sum(elements(e.collective.operands) for e in scattered) == ELEMENTS
     assert {e.collective.dtype for e in scattered} == {"bf16"}  # the dtype in which the layers compute
-    # biases and norms alone, the widest of which is that of `up`
+    # only biases and norms, the widest of which is the bias of `up`
     assert all(shape.elements <= LAYERS * 10 * WIDTH for e in events("all-reduce", mesh) for shape in e.shapes)
 
 
@@ -40,7 +40,7 @@ def test_each_matrix_is_gathered_once_in_each_pass_but_for_the_table_and_the_hea
     gathered = {"forward": 0, "backward": 0}
     for e in events("all-gather", mesh):
         gathered[e.direction] += elements(e.collective.results)
-    # backward of a lookup needs no table, and that of the head, with which it begins, has the weight of forward
+    # backward of the lookup needs no table; backward begins with the head, whose gathered weight forward has kept
     assert gathered == {"forward": ELEMENTS, "backward": ELEMENTS - 2 * TABLE}
 
 
@@ -48,10 +48,10 @@ def test_each_matrix_is_gathered_once_in_each_pass_but_for_the_table_and_the_hea
 def test_every_gather_but_the_first_two_and_every_scatter_but_the_last_runs_under_matmuls(mesh):
     program = hlo.launch_order(compiled(degrees=mesh)[0])
     bare = {e.name for e in program.exposed("all-gather", "reduce-scatter")}
-    # nothing is computed before the embedding and the first block, nor after their gradients
+    # no computation precedes the embedding and the first block, or follows their gradients
     assert not bare & {e.name for e in program.collectives("all-gather")[2:]}
     assert not bare & {e.name for e in program.collectives("reduce-scatter")[:-1]}
-    assert len(program.collectives("all-gather")) == 2 * LAYERS + 2  # one for all weights of a block
+    assert len(program.collectives("all-gather")) == 2 * LAYERS + 2  # one gather for all weights of a block
 
 
 @pytest.mark.slow

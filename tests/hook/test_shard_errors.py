@@ -1,4 +1,4 @@
-"""What `gtp.shard` and sharded models refuse, and what they warn of, with a remedy."""
+"""Errors and warnings of `gtp.shard` and of sharded models, each with a remedy."""
 
 import re
 

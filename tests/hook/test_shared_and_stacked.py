@@ -1,4 +1,4 @@
-"""Modules that several others hold, weights that a scan takes apart, and gtp_jax's own stacks."""
+"""Modules that several others share, stacked weights that a scan slices, and gtp_jax's own stacks."""
 
 import jax
 import jax.numpy as jnp

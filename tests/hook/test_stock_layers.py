@@ -1,4 +1,4 @@
-"""Stock layers in their own dtypes, adapters, and gtp_jax's layers beside them."""
+"""Stock layers in their own dtypes, with adapters, and together with gtp_jax's layers."""
 
 import sys
 
@@ -54,7 +54,7 @@ def test_steps_in_the_layers_own_dtypes_are_those_without_a_mesh(dtype, toleranc
     with scope(MESHES["gtp 8"]):
         found = train(gtp.shard(Model(**dtype), min_size=64), loss, batch, steps=1)
     first = [name for name in wanted if name.startswith("first")]
-    # a key's bias has no gradient but by rounding
+    # the gradient of the keys' bias is zero except for rounding
     size = max(float(np.abs(wanted[name]).max()) for name in first if "gradient" in name)
     for name in first:
         bound = tolerance * (size if "gradient" in name else abs(float(wanted[name])))

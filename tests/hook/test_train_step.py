@@ -1,4 +1,4 @@
-"""Sharded models in gtp_jax's own step, check, checkpoints and explanation."""
+"""Sharded models with gtp_jax's own `train_step`, `check`, checkpoints and `explain`."""
 
 import jax
 import jax.numpy as jnp
@@ -103,5 +103,5 @@ def test_explain_lists_units_and_how_calls_are_tied(x64):
     assert [call.prefetched for call in found.calls] == [False] + [True] * (DEPTH + 1)
     text = str(found)
     assert "ahead of its call, in both passes" in text and "the first of its call" in text
-    assert "blocks.0.up.kernel" not in text  # a sharded weight is none of those that are used as they are
+    assert "blocks.0.up.kernel" not in text  # a sharded weight is not listed among those used as they are
     assert "blocks.0.up.bias" not in found.untouched and "norm.scale" in found.untouched

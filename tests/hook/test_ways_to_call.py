@@ -1,4 +1,4 @@
-"""However a model calls its blocks, loss, gradients and steps are those of the model without a mesh."""
+"""However a model calls its blocks, its loss, gradients and steps are those of the model without a mesh."""
 
 import functools
 
@@ -29,13 +29,13 @@ def without_mesh(way):
     return train(make(way)(), mean_of(way), tokens())
 
 
-# the others are run with `-m slow`: each compiles two programs
+# the others run with `-m slow`: each compiles two programs
 USUAL = ["plain", "hidden state", "stop_gradient", "repeated", "U shape", "nnx.remat", "cond", "vmap"]
 
 
 @pytest.mark.parametrize("way, mesh", others_slow([(w, m) for w in WAYS for m in MESHES], usual_pairs(USUAL)))
 def test_three_steps_are_those_without_a_mesh(way, mesh, x64):
-    stay = way != "plain"  # whose later steps begin where the compiler puts the result of the first
+    stay = way != "plain"  # with "plain", later steps start from the compiler's shardings
     with scope(MESHES[mesh]):
         model = gtp.shard(make(way)(), "blocks.*", min_size=64)
         found = train(model, mean_of(way), tokens(), stay=stay)

@@ -1,4 +1,4 @@
-"""A block's code runs once per call, in its caller's contexts, and what it writes is written."""
+"""A block's code runs once per call, in its caller's contexts, and its writes take effect."""
 
 import contextvars
 
