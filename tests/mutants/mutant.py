@@ -79,7 +79,7 @@ def _failure_without_mutants(tests: tuple[str, ...]) -> str:
 
 @contextlib.contextmanager
 def _copy() -> Iterator[Path]:
-    """Makes a copy of the package, and next to it a pytest plugin that ends a run in which another one is imported."""
+    """Makes a copy of the package, and next to it a pytest plugin that has it imported."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -87,16 +87,33 @@ def _copy() -> Iterator[Path]:
         yield folder
 
 
+# An editable installation finds its own package before any of sys.path.
+# The copy lacks its compiled library, which is still found there.
 _PLUGIN = """
+import importlib.machinery
 import pathlib
+import sys
 
 import pytest
+
+FOLDER = pathlib.Path(__file__).parent
+
+
+class Copy:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] != "gtp_jax":
+            return None
+        return importlib.machinery.PathFinder.find_spec(name, [str(FOLDER)] if path is None else path)
+
+
+sys.meta_path.insert(0, Copy)
 
 
 def pytest_collection_finish(session):
     import gtp_jax
 
-    if not pathlib.Path(gtp_jax.__file__).is_relative_to(pathlib.Path(__file__).parent):
+    if not pathlib.Path(gtp_jax.__file__).is_relative_to(FOLDER):
         pytest.exit(f"{gtp_jax.__file__} is imported in place of the copy", returncode=3)
 """
 
