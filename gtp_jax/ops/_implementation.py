@@ -86,13 +86,29 @@ def _run(
         return functools.partial(getattr(module, operation), **dict(attributes))
 
     operands = _without_gradient(operation, operands)
-    if implementation is not None:
-        return by(native if implementation == "native" else reference)(*operands)
+    if implementation == "reference":
+        return by(reference)(*operands)
+    if implementation == "native":
+        _check_replication_is_unchecked(operation, operands)
+        return by(native)(*operands)
     able = [name for name, registry, _ in _PLATFORMS if native.has(f"gtp_{operation}", registry)]
     kernels = {name: by(native) for name in able if name == "cpu" or runs_kernels()}
     if not kernels:
         return by(reference)(*operands)
+    _check_replication_is_unchecked(operation, operands)
     return jax.lax.platform_dependent(*operands, **kernels, default=traced_when_lowered(by(reference), by(native)))
+
+
+def _check_replication_is_unchecked(operation: str, operands: Any) -> None:
+    """Refuses operands that JAX knows to vary over mesh axes: it takes a kernel's results for equal on all ranks."""
+    varying = {axis for x in jax.tree.leaves(operands) for axis in jax.typeof(x).mat.varying}
+    if varying:
+        axes = ", ".join(repr(axis) for axis in sorted(map(str, varying)))
+        raise ValueError(
+            f"`gtp_jax.{operation}` is called in a `jax.shard_map` that checks replication, with operands that vary "
+            f"over {axes}; JAX takes the results of kernels for equal on all ranks. Pass `check_vma=False` to "
+            "`jax.shard_map`, or `implementation='reference'` to the operation."
+        )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from ..mesh import platform
 from ._uncast import traced_uncast
 
 Tree = Any
@@ -46,8 +47,10 @@ def over_microbatches(
     def add(sums: Tree, numbered: Tree) -> tuple[Tree, None]:
         gradients, others, carried = sums
         found, (more, carried) = narrow(carried, *numbered)
-        found = lax.optimization_barrier(placed(found))
-        gradients = placed(jax.tree.map(jnp.add, gradients, found))
+        found = jax.tree.map(
+            lax.optimization_barrier, placed(found)
+        )  # each by itself, so that none waits for the others
+        gradients = placed(jax.tree.map(lambda g, new: g + new.astype(g.dtype), gradients, found))
         return (gradients, jax.tree.map(jnp.add, others, addends(more)), carried), None
 
     sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (gradients, jax.eval_shape(addends, own)))
@@ -59,11 +62,14 @@ def as_stored(params: Tree, number: jax.Array) -> Tree:
     """Returns parameters in the memory layout in which they are stored, for the computation of one microbatch.
 
     XLA chooses the layout of what a loop reads and does not change. If weights are transposed before they travel, it
-    would copy all of them into the transposed layout, in 32 bits, before the loop.
+    would copy all of them into the transposed layout, in 32 bits, before the loop. On CPUs, where memory is no concern,
+    they are left alone: `jax.export` takes no program with a constraint on layouts.
 
     Args:
         params: arrays.
         number: the microbatch; with it XLA cannot move the result out of the loop.
     """
+    if platform() != "gpu":
+        return params
     params, _ = lax.optimization_barrier((params, number))
     return jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), params)

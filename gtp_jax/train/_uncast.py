@@ -60,5 +60,10 @@ def _before_cast(out: Any, casts: dict[Any, Any]) -> Any:
     (source,) = casts[out].invars
     wide, narrow = out.aval.dtype, source.aval.dtype
     floats = jnp.issubdtype(wide, jnp.floating) and jnp.issubdtype(narrow, jnp.floating)
-    lossless = floats and jnp.promote_types(wide, narrow) == wide != narrow
+    lossless = floats and narrow != wide and _holds(jnp.finfo(wide), jnp.finfo(narrow))
     return source if lossless and not isinstance(source, core.Literal) else out
+
+
+def _holds(wide: Any, narrow: Any) -> bool:
+    """Returns whether a float format represents every finite number of another one."""
+    return wide.nmant >= narrow.nmant and wide.maxexp >= narrow.maxexp and wide.minexp <= narrow.minexp

@@ -60,10 +60,22 @@ def test_the_reference_is_traced_only_for_a_platform_without_kernels(monkeypatch
     assert "custom_call" not in there and traced == [MXFP8]
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_operations_run_in_a_shard_map_whatever_it_checks(check_vma):
+def test_where_replication_is_checked_kernels_are_refused_and_the_reference_is_right():
+    """JAX takes a kernel's results for equal on all ranks: gradients and outputs would be wrong."""
     x = jax.random.normal(jax.random.key(0), (8, 32, 64))
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
-    codes = lambda x: gtp.quantize(x, MXFP8).codes  # noqa: E731
-    on_ranks = jax.shard_map(codes, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=check_vma)
-    assert (jax.jit(on_ranks)(x) == codes(x)).all()
+
+    def on_ranks(implementation, out, **options):
+        codes = lambda x: gtp.quantize(x, MXFP8, implementation=implementation).codes  # noqa: E731
+        return jax.jit(jax.shard_map(codes, mesh=mesh, in_specs=P("a"), out_specs=out, **options))(x)
+
+    for implementation in (None, "native"):
+        with pytest.raises(
+            ValueError, match="quantize` is called in a `jax.shard_map` that checks.*'a'.*check_vma=False"
+        ):
+            on_ranks(implementation, P("a"), check_vma=True)
+    with pytest.raises(ValueError, match="out_specs"):
+        on_ranks("reference", P(), check_vma=True)
+    wanted = gtp.quantize(x, MXFP8).codes
+    assert (on_ranks("reference", P("a"), check_vma=True) == wanted).all()
+    assert (on_ranks(None, P("a"), check_vma=False) == wanted).all()

@@ -189,6 +189,30 @@ def test_microbatch_m_has_every_row_that_follows_m_at_their_distance(view):
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
 
 
+@pytest.mark.parametrize("promotion", ["standard", "strict"])
+@pytest.mark.parametrize("view", ["global", "local"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn], ids=str)
+def test_a_gradient_that_ends_in_a_cast_from_few_bits_is_added_in_its_parameters_dtype(dtype, view, promotion):
+    class Cast(nnx.Module):
+        def __init__(self, rngs):
+            self.kernel = nnx.Param(jnp.ones((FEATURES, FEATURES)))
+
+        def __call__(self, x):
+            return x.astype(jnp.bfloat16) @ self.kernel[...].astype(dtype).astype(jnp.bfloat16)
+
+    def loss(model, x):
+        return model(x).astype(jnp.float32).sum(), jnp.float32(len(x))
+
+    x = jnp.asarray(np.random.default_rng(0).integers(0, 2, (16, FEATURES)), jnp.float32)  # sums without rounding
+    with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])), jax.numpy_dtype_promotion(promotion):
+        state = gtp.TrainState.create(Cast(nnx.Rngs(0)), optax.sgd(0.1))
+        run = jax.jit(lambda state, x: gtp.loss_and_gradients(loss, state, x, microbatches=4, view=view))
+        _, found = run(state, x)
+    (gradient,) = jax.tree.leaves(found)
+    assert gradient.dtype == jnp.float32
+    np.testing.assert_array_equal(gradient, np.repeat(x.mean(0)[:, None], FEATURES, 1))
+
+
 @pytest.mark.skipif(bool(hlo.missing_packages()), reason="compiling for an H100 needs packages of the extra `target`")
 @pytest.mark.parametrize("view", ["global", "local"])
 def test_weights_stay_in_the_layout_in_which_they_are_stored(view):
