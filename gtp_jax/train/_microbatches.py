@@ -26,8 +26,8 @@ def over_microbatches(
 ) -> tuple[Tree, Tree, Tree, Tree]:
     """Computes with one microbatch after another, and adds up what they give.
 
-    A gradient that was cast to its parameter's dtype at the end is added before this cast, which changes no value. A
-    barrier ends it there: XLA would otherwise move a transpose from the gradient, of 16 bits, to the sum, of 32.
+    A gradient whose last operation is a cast to its parameter's dtype is kept in the narrower dtype until it is added,
+    which changes no value.
 
     Args:
         of_part: `(carried, part, number) -> (gradients, (others, carried))`.
@@ -47,9 +47,6 @@ def over_microbatches(
     def add(sums: Tree, numbered: Tree) -> tuple[Tree, None]:
         gradients, others, carried = sums
         found, (more, carried) = narrow(carried, *numbered)
-        found = jax.tree.map(
-            lax.optimization_barrier, placed(found)
-        )  # each by itself, so that none waits for the others
         gradients = placed(jax.tree.map(lambda g, new: g + new.astype(g.dtype), gradients, found))
         return (gradients, jax.tree.map(jnp.add, others, addends(more)), carried), None
 
