@@ -8,13 +8,16 @@
 
 #define GTP_FOR_EACH_OPERATION(DO) \
   DO(multi_amax) DO(hadamard_amax) DO(quantize) DO(dequantize) DO(pack) DO(pack_apart) DO(unpack)
-#define GTP_FOR_EACH_CUDA_OPERATION(DO) DO(grouped_product) DO(grouped_outer) DO(take) DO(transpose)
+#define GTP_FOR_EACH_CUDA_OPERATION(DO) DO(take) DO(transpose)
+// Without machine code for sm_90a their kernels are empty.
+#define GTP_FOR_EACH_HOPPER_OPERATION(DO) DO(grouped_product) DO(grouped_outer)
 
 #define GTP_DECLARE(name)                                             \
   extern "C" XLA_FFI_Error* gtp_##name##_cpu(XLA_FFI_CallFrame* frame); \
   extern "C" XLA_FFI_Error* gtp_##name##_cuda(XLA_FFI_CallFrame* frame);
 GTP_FOR_EACH_OPERATION(GTP_DECLARE)
 GTP_FOR_EACH_CUDA_OPERATION(GTP_DECLARE)
+GTP_FOR_EACH_HOPPER_OPERATION(GTP_DECLARE)
 #undef GTP_DECLARE
 
 namespace py = pybind11;
@@ -36,6 +39,9 @@ py::dict handlers() {
 #define GTP_ADD(name) cuda["gtp_" #name] = capsule(gtp_##name##_cuda);
   GTP_FOR_EACH_OPERATION(GTP_ADD)
   GTP_FOR_EACH_CUDA_OPERATION(GTP_ADD)
+#ifdef GTP_WITH_HOPPER
+  GTP_FOR_EACH_HOPPER_OPERATION(GTP_ADD)
+#endif
 #undef GTP_ADD
 #endif
   py::dict platforms;

@@ -69,6 +69,17 @@ def has(target: str, platform: str) -> bool:
     return library is not None and target in library.handlers()[platform]
 
 
+def has_machine_code(capability: str) -> bool:
+    """Returns whether kernels were compiled for a GPU. If not, its driver translates their PTX.
+
+    Args:
+        capability: its compute capability, such as `"9.0"`.
+    """
+    library, number = _library(), capability.replace(".", "")
+    built = library.cuda_architectures.split() if library is not None else []
+    return any(re.fullmatch(rf"{number}[af]?(-real)?", name) for name in built)
+
+
 def describe() -> str:
     """Returns what was built, or why not, in a few words."""
     library = _library()

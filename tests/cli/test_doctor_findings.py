@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import tomllib
+import types
 from pathlib import Path
 
 import jax
+import pytest
 
 import gtp_jax
 from gtp_jax.runner.cli import _doctor, main
@@ -59,3 +61,16 @@ def test_an_option_in_xla_flags_is_left_to_its_user(monkeypatch, capsys):
     assert main(["doctor"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if name in line]
     assert "12345" in line and f"the library would take {GPU_OPTIONS[name].value}" in line
+
+
+@pytest.mark.parametrize(("capability", "translated"), [("9.0", False), ("8.6", True), ("10.0", True), ("9.1", True)])
+def test_kernels_that_the_driver_translates_for_this_gpu_are_named(capability, translated, monkeypatch):
+    built = pytest.importorskip("gtp_jax.native._native")
+    monkeypatch.setattr(built, "cuda_architectures", "90a-real 80-virtual")
+    monkeypatch.setattr(built, "cuda_version", "13.0")
+    monkeypatch.setattr(_doctor.jax, "devices", lambda: [types.SimpleNamespace(compute_capability=capability)])
+    found = _doctor._kernels()
+    assert (found.status, "translated from PTX by the driver" in found.found) == (
+        ("optional", True) if translated else ("ok", False)
+    )
+    assert (f"for its GPU of compute capability {capability}" in found.remedy) == translated

@@ -1,5 +1,6 @@
 """However a model calls its blocks, its loss, gradients and steps are those of the model without a mesh."""
 
+import gc
 import functools
 
 import jax
@@ -90,6 +91,16 @@ def test_second_derivatives_are_those_without_a_mesh(x64):
     assert_equal(found, wanted, 1e-9)
 
 
+@pytest.fixture
+def frozen():
+    """Keeps the collector, which runs after each trace here, away from what the worker already has."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("frozen")
 def test_no_tracer_outlives_its_trace(x64):
     with scope(MESHES["gtp 8"]), jax.checking_leaks():
         model = gtp.shard(make("plain", depth=2)(), min_size=64)

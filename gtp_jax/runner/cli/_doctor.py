@@ -130,7 +130,11 @@ def _kernels() -> Finding:
         return Finding(name, "broken", first_line(error), f"build them again: {native.REBUILD}")
     here = "CUDA" if jax.default_backend() == "gpu" else "cpu"
     if native.has("gtp_quantize", here):
-        return Finding(name, "ok", description)
+        capability = getattr(jax.devices()[0], "compute_capability", None)
+        if capability is None or native.has_machine_code(capability):
+            return Finding(name, "ok", description)
+        remedy = f"build them on this machine, for its GPU of compute capability {capability}: {native.REBUILD}"
+        return Finding(name, "optional", f"{description}, translated from PTX by the driver", remedy)
     needed = "nvcc (the CUDA toolkit) on the PATH" if native.is_built() else "a C++20 compiler, and nvcc for GPUs,"
     remedy = f"install {needed} and build them: {native.REBUILD}; without, quantization runs as XLA compiles it"
     return Finding(name, "optional", description, remedy)
