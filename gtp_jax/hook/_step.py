@@ -14,7 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 from ..chain import Remat, with_remat
 from ._movement import gather, scatter
 from ._parts import cast, in_parts
-from ._ties import after, is_float, stamped, together
+from ._ties import after, is_float, mapped_with, stamped, together
 from ._trace import Program
 from ._walk import Token
 
@@ -75,17 +75,18 @@ def run(
 
     @jax.custom_vjp
     def step(shards: Arrays, rest: Arrays, token: Token) -> tuple[Arrays, Token]:
-        zero, weights, rest = entered(gathered(token.entered, shards), rest)
-        return compute(before(weights), rest), Token(zero, token.reduced)
+        zero, weights, ready = entered(gathered(token.entered, shards), rest)
+        return mapped_with((compute(before(weights), ready), Token(zero, token.reduced)), [*shards, *rest, *token])
 
     def forward(shards: Any, rest: Any, token: Any) -> Any:
         wanted = _Wanted(*(tuple(leaf.perturbed for leaf in leaves) for leaves in (shards, rest)))
         shards, rest = ([leaf.value for leaf in leaves] for leaves in (shards, rest))
         token = Token(*(leaf.value for leaf in token))
-        zero, weights, rest = entered(gathered(token.entered, shards), rest)
+        zero, weights, ready = entered(gathered(token.entered, shards), rest)
         kept = keep_last and all(isinstance(weight, Tracer) for weight in weights)
-        y, closure = jax.vjp(with_remat(compute, remat), before(weights), rest, saveable_args=(False, True))
-        return (y, Token(zero, token.reduced)), (closure, shards, weights if kept else None, wanted)
+        y, closure = jax.vjp(with_remat(compute, remat), before(weights), ready, saveable_args=(False, True))
+        outputs = mapped_with((y, Token(zero, token.reduced)), [*shards, *rest, *token])
+        return outputs, (closure, shards, weights if kept else None, wanted)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         closure, shards, weights, wanted = residuals

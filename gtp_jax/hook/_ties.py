@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 
 
 def is_float(leaf: Any) -> bool:
@@ -40,6 +41,46 @@ def together(arrays: Sequence[Any]) -> list[Any]:
         for i, leaf in zip(real, lax.optimization_barrier([found[i] for i in real]), strict=True):
             found[i] = leaf
     return found
+
+
+def mapped_with(outputs: Any, inputs: Sequence[Any]) -> Any:
+    """Returns the outputs; inside a `jax.vmap` each has an element for each of its indices if any input has.
+
+    A `custom_vjp` whose output is shared by all indices, such as a zero, is not differentiated with respect to what
+    they share: jax 0.12 refuses it, and 0.11 counts the output's gradient once for each index.
+
+    Args:
+        outputs: pytree of arrays.
+        inputs: arrays and other leaves.
+    """
+    leaves, tree = jax.tree.flatten(outputs)
+    return jax.tree.unflatten(tree, _mapped(leaves, [leaf for leaf in inputs if _is_real(leaf)]))
+
+
+@jax.custom_jvp
+def _mapped(outputs: list[Any], inputs: list[Any]) -> list[Any]:
+    return _broadcast_inside_vmap(outputs, inputs)
+
+
+@_mapped.defjvp
+def _mapped_jvp(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+    return _mapped(*primals), tangents[0]
+
+
+@custom_vmap
+def _broadcast_inside_vmap(outputs: list[Any], inputs: list[Any]) -> list[Any]:
+    del inputs
+    return outputs
+
+
+@_broadcast_inside_vmap.def_vmap
+def _broadcast(size: int, batched: Any, outputs: list[Any], inputs: list[Any]) -> tuple[list[Any], list[bool]]:
+    every = any(jax.tree.leaves(batched))
+    whole = [
+        jnp.broadcast_to(x, (size, *x.shape)) if every and not mapped else x
+        for x, mapped in zip(outputs, batched[0], strict=True)
+    ]
+    return _mapped(whole, inputs), [every for _ in whole]
 
 
 def _is_real(leaf: Any) -> bool:

@@ -1,0 +1,107 @@
+"""Under a `jax.vmap` over examples, a sharded model has the gradients of the model without a mesh."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+
+
+class OfOneExample(nnx.Module):
+    """Takes one example; its layers are called in one walk."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(16, 16, rngs=rngs, param_dtype=jnp.float64) for _ in range(3)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return x
+
+
+class Penalized(nnx.Module):
+    """Returns, beside its output, a penalty that all examples share."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(16, 16, rngs=rngs, param_dtype=jnp.float64)
+
+    def __call__(self, x):
+        return jnp.tanh(self.linear(x)), (self.linear.kernel[...] ** 2).sum()
+
+
+class WithPenalties(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([Penalized(rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        penalties = 0.0
+        for layer in self.layers:
+            x, penalty = layer(x)
+            penalties += 1e-2 * penalty
+        return x + penalties
+
+
+class Outer(nnx.Module):
+    """Maps a model within it."""
+
+    def __init__(self, rngs):
+        self.inner = OfOneExample(rngs)
+
+    def __call__(self, x):
+        return jax.vmap(self.inner)(x)
+
+
+CALLS = {
+    "vmap": lambda model, x: jax.vmap(model)(x),
+    "vmap of jit": lambda model, x: jax.vmap(jax.jit(lambda x: model(x)))(x),
+    "checkpoint of vmap": lambda model, x: jax.checkpoint(jax.vmap(model))(x),
+    "nnx.vmap": lambda model, x: nnx.vmap(lambda m, x: m(x), in_axes=(None, 0))(model, x),
+    "map in batches": lambda model, x: jax.lax.map(model, x, batch_size=4),
+    "vmap of vmap": lambda model, x: jax.vmap(jax.vmap(model))(x.reshape(2, 4, 16)),
+    "gradient penalty": lambda model, x: jax.vmap(jax.grad(lambda x: model(x).sum()))(x),
+}
+CASES = [
+    *((OfOneExample, "layers.*", call) for call in CALLS),
+    *((WithPenalties, "layers.*", call) for call in ("vmap", "map in batches")),
+    (Outer, "inner.layers.*", "called"),
+]
+
+
+@pytest.mark.parametrize(("make", "blocks", "call"), CASES, ids=lambda value: getattr(value, "__name__", value))
+def test_gradients_are_those_without_a_mesh(make, blocks, call, x64, key):
+    called = CALLS.get(call, lambda model, x: model(x))
+
+    def loss(model, x):
+        return (called(model, x) ** 2).mean()
+
+    x = jax.random.normal(key, (8, 16), jnp.float64)
+    value, expected = nnx.jit(nnx.value_and_grad(loss))(make(nnx.Rngs(0)), x)
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        model = gtp.shard(make(nnx.Rngs(0)), blocks, min_size=64)
+        found_value, found = nnx.jit(nnx.value_and_grad(loss))(model, x)
+    assert abs(found_value - value) < 1e-12
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
+
+
+def test_a_step_trains_a_mapped_model_as_without_a_mesh(x64, key):
+    x, optimizer = jax.random.normal(key, (8, 16), jnp.float64), optax.sgd(0.5)
+
+    def loss(model, x):
+        return (jax.vmap(model)(x) ** 2).mean()
+
+    plain = OfOneExample(nnx.Rngs(0))
+    gradients = nnx.jit(nnx.grad(loss))(plain, x)
+    with jax.set_mesh(gtp.make_mesh(dp=2, gtp=4)):
+        state = gtp.TrainState.create(gtp.shard(OfOneExample(nnx.Rngs(0)), "layers.*", min_size=64), optimizer)
+        state, _ = gtp.train_step(loss, optimizer)(state, x)
+    expected = jax.tree.map(
+        lambda p, g: p - 0.5 * g, jax.tree.leaves(nnx.state(plain, nnx.Param)), jax.tree.leaves(gradients)
+    )
+    for one, other in zip(jax.tree.leaves(state.params), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
