@@ -1,7 +1,7 @@
 """However a model calls its blocks, its loss, gradients and steps are those of the model without a mesh."""
 
-import gc
 import functools
+import gc
 
 import jax
 import numpy as np
