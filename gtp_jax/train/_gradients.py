@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from ..collectives import sum_over_replicas
 from ..experts import check_loss_reduction
-from ..mesh import Roles, degrees, use_roles
+from ..mesh import Roles, degrees, use_roles, with_paths
 from ..nn import keys_of, shards_of, structure_of, with_groups
 from ..recipes import Recipe
 from ..weights import Path, forget_after, prepare, resolve
@@ -80,6 +80,7 @@ def mean_gradients(params: Tree, computed: Computed) -> Tree:
 def gradients(request: Request, state: TrainState, batch: Tree) -> Computed:
     """Returns loss and gradients of a batch, in the view that the request names."""
     check_filled(batch)
+    _check_parameters_have_gradients(state)
     _check_recipe_pregathers(request)
     return (_on_global_arrays if request.view == "global" else _on_each_rank)(request, state, batch)
 
@@ -256,6 +257,16 @@ def _sums(returned: Returned) -> Returned:
             "`gtp_jax.cross_entropy(logits, targets)` does, or take `view='global'`."
         )
     return returned
+
+
+def _check_parameters_have_gradients(state: TrainState) -> None:
+    """Refuses parameters of integers and booleans, which have no gradient."""
+    for path, parameter in with_paths(state.params):
+        if not _is_inexact(parameter):
+            raise TypeError(
+                f"the parameter {'.'.join(path)} is {parameter.dtype}, which has no gradient. Hold it in a subclass of "
+                "`nnx.Variable` other than `nnx.Param`: a step keeps those and does not train them."
+            )
 
 
 def _check_recipe_pregathers(request: Request) -> None:

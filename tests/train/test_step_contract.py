@@ -219,3 +219,23 @@ def test_a_forgotten_has_aux_is_refused_where_the_number_has_a_gradient(view, de
         traced(next_token_loss)
         if view == "local":  # summed together
             traced(lambda model, batch: lax.psum(next_token_loss(model, batch), "gtp"))
+
+
+def test_a_parameter_of_integers_is_named():
+    class Shifted(nnx.Module):
+        def __init__(self, rngs):
+            self.linear, self.shift = nnx.Linear(4, 4, rngs=rngs), nnx.Param(jnp.arange(4))
+
+        def __call__(self, x):
+            return self.linear(x) + self.shift[...]
+
+    def loss(model, x):
+        return (model(x) ** 2).mean()
+
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        state = gtp.TrainState.create(gtp.init(Shifted, nnx.Rngs(0)), optax.sgd(0.1))
+        with pytest.raises(
+            TypeError, match="the parameter shift is int32, which has no gradient. Hold it in a subclass"
+        ):
+            gtp.train_step(loss, optax.sgd(0.1))(state, jnp.ones((8, 4)))
+        assert gtp.eval_step(loss)(state, jnp.ones((8, 4)))["loss"] > 0  # which needs none
