@@ -31,7 +31,9 @@ ORIGIN_FILES = (
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """The Hugging Face model that a checkpoint comes from; empty for a model that was not imported.
+    """The Hugging Face model that a checkpoint comes from, and the tokenizer that it was trained with.
+
+    Both are empty for a model that was not imported and whose tokens are bytes.
 
     Attributes:
         config: the content of its config.json.
@@ -69,6 +71,10 @@ class Origin:
     def extra(self) -> dict[str, Any]:
         """Returns the fields to save in a checkpoint's `extra`; `files` are saved as files."""
         return {_CONFIG: dict(self.config)} if self.config else {}
+
+    def with_tokenizer(self, tokenizer: bytes) -> Self:
+        """Returns this origin with the content of a tokenizer.json."""
+        return dataclasses.replace(self, files={**self.files, TOKENIZER_FILE: tokenizer})
 
     def without_tokenizer(self) -> Self:
         """Returns the origin of a model that was trained with another tokenizer: no files, and no tokens' ids."""

@@ -23,9 +23,12 @@ def found(tmp_path: Path, capabilities: str | None) -> str:
     script.write_text(f"#!/bin/sh\nprintf '{capabilities}'\n" if capabilities is not None else "#!/bin/sh\nexit 9\n")
     script.chmod(0o755)
     program = tmp_path / "print.cmake"
-    program.write_text(f'include({FFI}/architectures.cmake)\nfind_architectures(all "{CODES}")\nmessage("<${{all}}>")\n')
+    call = f'find_architectures(all "{CODES}")'
+    program.write_text(f'include({FFI}/architectures.cmake)\n{call}\nmessage("<${{all}}>")\n')
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    run = subprocess.run(["cmake", "-P", program], env=environment, check=True, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(
+        ["cmake", "-P", program], env=environment, check=True, capture_output=True, text=True, timeout=60
+    )
     return run.stdout + run.stderr
 
 
@@ -61,7 +64,9 @@ def test_grouped_products_are_offered_only_where_hoppers_own_code_is_compiled(ar
     configure += [f"-DCMAKE_CUDA_COMPILER={nvcc()}", f"-DCMAKE_CUDA_ARCHITECTURES={architectures}"]
     subprocess.run(configure, check=True, timeout=120, capture_output=True)
     target = "handlers/CMakeFiles/_native.dir/bindings.cc.o"
-    ran = subprocess.run(["ninja", "-C", tmp_path, "-t", "commands", target], check=True, capture_output=True, text=True)
+    ran = subprocess.run(
+        ["ninja", "-C", tmp_path, "-t", "commands", target], check=True, capture_output=True, text=True
+    )
     assert "GTP_WITH_CUDA" in ran.stdout
     assert ("GTP_WITH_HOPPER" in ran.stdout) == grouped
 

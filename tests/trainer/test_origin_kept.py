@@ -21,7 +21,7 @@ from gtp_jax.runner.trainer._corpus import read_corpus
 from gtp_jax.runner.trainer._job import abstract_state
 from gtp_jax.runner.trainer._start import check_start, start_from, vocab_size_of
 
-from .runs import WORDS, write_text
+from .runs import WORDS, small, write_text
 
 jax.devices()  # fixes the number of devices to what the suite runs with
 
@@ -169,3 +169,27 @@ def test_checkpoints_without_the_data_start_runs_and_are_exported_as_before(fold
     assert started(tmp_path / "c", None)[1] == type(origin)()
     export_llama(tmp_path / "c", tmp_path / "out")
     assert config_of(tmp_path / "out")["torch_dtype"] == "bfloat16" and others(tmp_path / "out") == {}
+
+
+def test_a_runs_checkpoints_have_its_tokenizer_whatever_lies_at_its_path(folder, tmp_path, capsys, monkeypatch):
+    path, own, other = tmp_path / "tokenizer.json", FILES["tokenizer.json"], tokenizer([*WORDS[::-1], "?"])
+    path.write_bytes(own)
+    write_text(tmp_path / "text")
+    monkeypatch.chdir(tmp_path)
+    flags = small("text", "run", steps=1, tokenizer="tokenizer.json", preset="tiny")
+    assert main(["train", *flags]) == 0
+    generate = ["generate", "run", "--prompt", WORDS[3], "--temperature=0", "--max-new-tokens=4"]
+    assert main(generate) == 0
+    text = capsys.readouterr().out
+    path.write_bytes(other)
+    assert main(generate) == 0 and capsys.readouterr().out.endswith(text.splitlines()[-1] + "\n")
+    export_llama(tmp_path / "run" / "checkpoints", tmp_path / "out")
+    assert others(tmp_path / "out") == {"tokenizer.json": own}
+    # another run is told that its tokenizer is another
+    with jax.set_mesh(gtp.make_mesh(gtp=1, devices=jax.devices()[:1])):
+        config = TrainConfig.load(tmp_path / "run" / "config.json")
+        like = abstract_state(config, config.model(vocab_size_of(config, read_corpus(config), None), dtype="float32"))[
+            0
+        ]
+        assert start_from(tmp_path / "run", like, str(path))[1].files == {}
+    assert "the tokenizer of the checkpoint in" in capsys.readouterr().err

@@ -176,7 +176,7 @@ def _tokenizer(args: argparse.Namespace, origin: Origin) -> tuple[Tokenizer, boo
     if args.tokenizer is not None:
         return load_tokenizer(args.tokenizer), bool(origin.config)
     if TOKENIZER_FILE in origin.files:
-        return read_tokenizer(origin.files[TOKENIZER_FILE], str(args.source)), True
+        return read_tokenizer(origin.files[TOKENIZER_FILE], str(args.source)), bool(origin.config)
     run = RunDirectory.of(args.source if (args.source / "checkpoints").is_dir() else args.source / "..")
     if origin.config or not run.is_of_run:
         raise ValueError(

@@ -52,7 +52,8 @@ class Job:
         evaluate: the evaluation of one batch.
         compile_s: seconds it took to compile the step.
         memory: bytes a device.
-        origin: the Hugging Face model that the parameters come from, which every checkpoint keeps.
+        origin: the Hugging Face model that the parameters come from, and the run's tokenizer, which every checkpoint
+            keeps.
     """
 
     config: TrainConfig
@@ -120,6 +121,8 @@ def prepare(
     else:
         watch.doing("initialize")
         state = TrainState.create(init(lambda rngs: build(model, rngs=rngs), nnx.Rngs(config.seed)), optimizer)
+    if config.tokenizer is not None and not origin.has_tokenizer:
+        origin = origin.with_tokenizer(Path(config.tokenizer).read_bytes())
     watch.doing("compile")
     job = compile_step(config, model, meshes, corpus, state, optimizer, place)
     return dataclasses.replace(job, origin=origin), state
