@@ -1,0 +1,103 @@
+// Times amaxes and FP8 codes of 128 float32 matrices of 9.4 MB: all amaxes before all codes, or in groups of matrices, of
+// which the codes' read finds what the L2 cache holds. A laboratory for an idea in IDEAS.md.
+//
+//     nvcc -std=c++17 -arch=sm_90a -o time_groups ffi/tests/time_groups.cu && ./time_groups
+#include <cuda_fp8.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <vector>
+
+constexpr int kThreads = 256, kLoads = 8;
+constexpr int kMatrices = 128;
+constexpr int64_t kElements = int64_t{2048} * 1152, kQuads = kElements / 4;
+constexpr int kBlocks = (kQuads + kThreads * kLoads - 1) / (kThreads * kLoads);  // of a matrix
+
+template <bool kStreaming>
+__global__ void __launch_bounds__(kThreads) largest(const float4* x, uint32_t* amax) {
+  const int matrix = blockIdx.x / kBlocks;
+  const float4* own = x + matrix * kQuads;
+  float4 words[kLoads];
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    const int64_t at = int64_t{blockIdx.x % kBlocks} * kThreads * kLoads + i * kThreads + threadIdx.x;
+    words[i] = at >= kQuads ? make_float4(0, 0, 0, 0) : kStreaming ? __ldcs(own + at) : own[at];
+  }
+  float top = 0;
+#pragma unroll
+  for (const float4& w : words) top = fmaxf(top, fmaxf(fmaxf(fabsf(w.x), fabsf(w.y)), fmaxf(fabsf(w.z), fabsf(w.w))));
+  __shared__ uint32_t tops[kThreads / 32];
+  uint32_t bits = __reduce_max_sync(~0u, __float_as_uint(top));
+  if (threadIdx.x % 32 == 0) tops[threadIdx.x / 32] = bits;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (const uint32_t other : tops) bits = max(bits, other);
+  atomicMax(amax + matrix, bits);
+}
+
+__global__ void __launch_bounds__(kThreads) codes(const float4* x, const uint32_t* amax, uint32_t* out) {
+  const int matrix = blockIdx.x / kBlocks;
+  const float factor = 448.f / __uint_as_float(amax[matrix]);
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    const int64_t at = int64_t{blockIdx.x % kBlocks} * kThreads * kLoads + i * kThreads + threadIdx.x;
+    if (at >= kQuads) continue;
+    const float4 w = __ldcs(x + matrix * kQuads + at);
+    const auto pair = [&](float a, float b) -> uint32_t {
+      return __nv_cvt_float2_to_fp8x2(make_float2(a * factor, b * factor), __NV_SATFINITE, __NV_E4M3);
+    };
+    __stcs(out + matrix * kQuads + at, pair(w.x, w.y) | pair(w.z, w.w) << 16);
+  }
+}
+
+__global__ void fill(float* x, int64_t count) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count; i += int64_t{gridDim.x} * blockDim.x) {
+    x[i] = static_cast<float>(i * 2654435761u % 1000) * 1e-3f;
+  }
+}
+
+int main() {
+  float4* x;
+  uint32_t *amax, *out;
+  cudaMalloc(&x, kMatrices * kElements * 4);
+  cudaMalloc(&out, kMatrices * kElements);
+  cudaMalloc(&amax, kMatrices * 4);
+  cudaMemset(amax, 0, kMatrices * 4);
+  fill<<<2048, 256>>>(reinterpret_cast<float*>(x), kMatrices * kElements);
+  cudaStream_t stream;
+  cudaStreamCreate(&stream);
+  cudaEvent_t begin, end;
+  cudaEventCreate(&begin);
+  cudaEventCreate(&end);
+  cudaDeviceSynchronize();
+  for (const int group : {0, 128, 32, 16, 8, 4, 3, 2, 1}) {  // 0: one group, with loads that pass by the cache
+    cudaGraph_t graph;
+    cudaGraphExec_t run;
+    cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal);
+    for (int first = 0; first < kMatrices; first += group ? group : kMatrices) {
+      const int count = std::min(group ? group : kMatrices, kMatrices - first);
+      if (group) {
+        largest<false><<<count * kBlocks, kThreads, 0, stream>>>(x + first * kQuads, amax + first);
+      } else {
+        largest<true><<<count * kBlocks, kThreads, 0, stream>>>(x, amax);
+      }
+      codes<<<count * kBlocks, kThreads, 0, stream>>>(x + first * kQuads, amax + first, out + first * kQuads);
+    }
+    cudaStreamEndCapture(stream, &graph);
+    cudaGraphInstantiate(&run, graph, 0);
+    std::vector<float> times;
+    for (int i = 0; i < 30; ++i) {
+      cudaEventRecord(begin, stream);
+      cudaGraphLaunch(run, stream);
+      cudaEventRecord(end, stream);
+      cudaEventSynchronize(end);
+      float ms;
+      cudaEventElapsedTime(&ms, begin, end);
+      if (i >= 6) times.push_back(ms);
+    }
+    std::sort(times.begin(), times.end());
+    std::printf("groups of %3d: median %.3f ms, least %.3f\n", group, times[times.size() / 2], times[0]);
+  }
+  std::puts(cudaGetErrorString(cudaGetLastError()));
+}
