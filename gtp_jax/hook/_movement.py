@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.core import Tracer
+from jax.sharding import PartitionSpec
 
 from ..mesh import current_view, degrees
 from ._placement import Placement
@@ -42,6 +44,17 @@ def scatter(gradient: jax.Array, placement: Placement) -> jax.Array:
         if axes := placement.gathered_axes(dim):
             gradient = lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
     return gradient
+
+
+def kept_whole(parameter: Any) -> Any:
+    """Returns a parameter that is whole on every rank, whose gradient is made whole too.
+
+    XLA would otherwise divide the gradient of a bias among ranks, and with it what an optimizer returns: the next step,
+    whose input is not placed as before, would be compiled again.
+    """
+    if current_view() != "global" or not isinstance(parameter, Tracer):
+        return parameter
+    return lax.with_sharding_constraint(parameter, PartitionSpec())
 
 
 def own_part(weight: jax.Array, placement: Placement) -> jax.Array:

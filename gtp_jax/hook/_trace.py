@@ -12,10 +12,11 @@ from flax import nnx
 from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import Jaxpr
 
-from ._movement import form_in_use, own_part
+from ._movement import form_in_use, kept_whole, own_part
 from ._nodes import Rebuild, is_array, is_dynamic, is_node, taken_apart, value_of, variables_of, with_value
 from ._placement import Placement, placement_of
 from ._scope import without_hook
+from ._ties import is_float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +100,8 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
         finish.append(functools.partial(_finish, rebuild, write, len(arrays)))
         return [*arrays, *written]
 
-    weights, others = [values[i] for i in at_weights], [values[i] for i in at_others]
+    weights = [values[i] for i in at_weights]
+    others = [kept_whole(values[i]) if _is_whole(owners[i]) else values[i] for i in at_others]
     arguments = [flat[i] for i in at_arguments]
     known = tuple(placement for placement in placements if placement is not None)
     gathered = [form_in_use(shard, placement) for shard, placement in zip(weights, known, strict=True)]
@@ -118,6 +120,12 @@ def _finish(rebuild: Rebuild, write: Rebuild, results: int, found: Sequence[Any]
 def _gathered(owner: Any) -> Placement | None:
     placement = placement_of(owner)
     return placement if placement is not None and placement.gathered else None
+
+
+def _is_whole(owner: Any) -> bool:
+    """Returns whether a leaf is of a floating-point parameter that is whole on every rank."""
+    value = owner.get_raw_value() if isinstance(owner, nnx.Param) else None
+    return is_array(value) and is_float(value) and not any(owner.get_metadata().get("out_sharding") or ())
 
 
 def _graph_of(nodes: tuple[Any, ...]) -> list[Any]:
