@@ -17,7 +17,6 @@ from ._spec import FORMATS as FORMATS
 from ._spec import FP8_E4M3 as FP8_E4M3
 from ._spec import FP8_E5M2 as FP8_E5M2
 from ._spec import MXFP8 as MXFP8
-from ._spec import MXFP8_E5M2 as MXFP8_E5M2
 from ._spec import NVFP4 as NVFP4
 from ._spec import NVFP4_1D as NVFP4_1D
 from ._spec import RUN as RUN

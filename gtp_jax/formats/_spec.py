@@ -111,20 +111,6 @@ def _nvfp4(name: str, code: int, block: tuple[int, int]) -> Format:
     )
 
 
-def _mxfp8(name: str, code: int, element: Element) -> Format:
-    return Format(
-        name=name,
-        code=code,
-        element=element.name,
-        block=(1, 32),
-        scale="e8m0",
-        scale_max=None,
-        has_amax=False,
-        alignment=32,
-        transposed_columns=False,
-    )
-
-
 def _fp8(name: str, code: int, element: Element) -> Format:
     return Format(
         name=name,
@@ -141,9 +127,18 @@ def _fp8(name: str, code: int, element: Element) -> Format:
 
 NVFP4 = _nvfp4("NVFP4", 0, (16, 16))
 NVFP4_1D = _nvfp4("NVFP4_1D", 1, (1, 16))
-MXFP8 = _mxfp8("MXFP8", 2, E4M3)
-MXFP8_E5M2 = _mxfp8("MXFP8_E5M2", 3, E5M2)
-FP8_E4M3 = _fp8("FP8_E4M3", 4, E4M3)
-FP8_E5M2 = _fp8("FP8_E5M2", 5, E5M2)
+MXFP8 = Format(
+    name="MXFP8",
+    code=2,
+    element=E4M3.name,
+    block=(1, 32),
+    scale="e8m0",
+    scale_max=None,
+    has_amax=False,
+    alignment=32,
+    transposed_columns=False,
+)
+FP8_E4M3 = _fp8("FP8_E4M3", 3, E4M3)
+FP8_E5M2 = _fp8("FP8_E5M2", 4, E5M2)
 
-FORMATS = {form.name: form for form in (NVFP4, NVFP4_1D, MXFP8, MXFP8_E5M2, FP8_E4M3, FP8_E5M2)}
+FORMATS = {form.name: form for form in (NVFP4, NVFP4_1D, MXFP8, FP8_E4M3, FP8_E5M2)}

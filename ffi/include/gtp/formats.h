@@ -37,7 +37,6 @@ inline constexpr Format kFormats[] = {
     {"NVFP4", Element::kE2M1, 6.0f, 4, 16, 16, ScaleType::kE4M3, 448.0f, true, true},
     {"NVFP4_1D", Element::kE2M1, 6.0f, 4, 1, 16, ScaleType::kE4M3, 448.0f, true, true},
     {"MXFP8", Element::kE4M3, 448.0f, 8, 1, 32, ScaleType::kE8M0, 1.0f, false, false},
-    {"MXFP8_E5M2", Element::kE5M2, 57344.0f, 8, 1, 32, ScaleType::kE8M0, 1.0f, false, false},
     {"FP8_E4M3", Element::kE4M3, 448.0f, 8, 0, 0, ScaleType::kNone, 1.0f, true, true},
     {"FP8_E5M2", Element::kE5M2, 57344.0f, 8, 0, 0, ScaleType::kNone, 1.0f, true, true},
 };

@@ -154,7 +154,6 @@ GTP_CLONES void encode_nvfp4(const View& view, const Panel& panel, int64_t row, 
   }
 }
 
-template <bool kE5M2>
 GTP_CLONES void encode_mxfp8(const View& view, const Panel& panel, int64_t row, int64_t col, int rows, int cols,
                              Codes& codes) {
   constexpr int kSize = 32;
@@ -166,7 +165,7 @@ GTP_CLONES void encode_mxfp8(const View& view, const Panel& panel, int64_t row, 
       const BlockScale scale = e8m0_block_scale(finite ? float_of(top) : 0.0f, inverse_max);
       view.scales[(row + r) * view.scales_row + (col + c) / kSize] = finite ? scale.code : kNanScale8;
       if (finite) {
-        encode_fp8_row<kE5M2>(&panel.x[r][c], kSize, scale.factor, &codes[r][c]);
+        encode_fp8_row<false>(&panel.x[r][c], kSize, scale.factor, &codes[r][c]);
       } else {
         std::memset(&codes[r][c], 0, kSize);
       }
@@ -187,14 +186,14 @@ GTP_CLONES void encode_fp8(const View& view, const Panel& panel, int rows, int c
 }
 
 void encode(const View& view, const Panel& panel, int64_t row, int64_t col, int rows, int cols, Codes& codes) {
-  const bool e5m2 = view.format->element == Element::kE5M2;
   if (view.format->scale == ScaleType::kE4M3) {
     const auto encode_blocks = view.format->block_rows == 1 ? encode_nvfp4<1> : encode_nvfp4<16>;
     encode_blocks(view, panel, row, col, rows, cols, codes);
   } else if (view.format->scale == ScaleType::kE8M0) {
-    (e5m2 ? encode_mxfp8<true> : encode_mxfp8<false>)(view, panel, row, col, rows, cols, codes);
+    encode_mxfp8(view, panel, row, col, rows, cols, codes);
   } else {
-    (e5m2 ? encode_fp8<true> : encode_fp8<false>)(view, panel, rows, cols, codes);
+    const auto encode_tensor = view.format->element == Element::kE5M2 ? encode_fp8<true> : encode_fp8<false>;
+    encode_tensor(view, panel, rows, cols, codes);
   }
 }
 
