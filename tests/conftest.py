@@ -23,6 +23,9 @@ import pytest  # noqa: E402
 # Packages whose annotated types and shapes are checked at every call.
 CHECKED = ("gtp_jax.ops", "gtp_jax.collectives", "gtp_jax.weights", "gtp_jax.chain", "gtp_jax.experts._tokens")
 
+# Folders of tests to run after a change of the core: the life of a weight, and parity with plain models.
+QUICK = ("mesh", "formats", "layout", "collectives", "weights", "chain", "recipes", "parity", "structure")
+
 if ON_GPU:
     from gtp_jax.train import all_reduce_with_nccl
 
@@ -60,8 +63,12 @@ def x64():
         yield
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips GPU tests where there is no GPU."""
+    """Marks the quick tests, and skips GPU tests where there is no GPU."""
+    for item in items:
+        if item.path.parent.name in QUICK and not {"slow", "gpu"} & set(item.keywords):
+            item.add_marker(pytest.mark.quick)
     if ON_GPU:
         return
     skip = pytest.mark.skip(reason="needs a GPU; run with GTP_TEST_PLATFORM=gpu on a machine that has one")
