@@ -85,6 +85,10 @@ class Layout:
                     f"{size}. Let `layouts_of_kernels` choose the dimension."
                 )
 
+    def __repr__(self) -> str:
+        """Says what one looks for in a printed model; two layouts that print alike may differ in use."""
+        return f"Layout(shape={self.shape}, spec={self.spec})"
+
     @property
     def ranks(self) -> int:
         """Returns how many shards a gather joins."""

@@ -141,6 +141,9 @@ class _RefuseBroadcast:
     def __bool__(self) -> bool:
         return False
 
+    def __repr__(self) -> str:
+        return "refuse_broadcast"
+
     def __call__(self, variable: nnx.Variable, value: Any) -> Any:
         held, given = (getattr(one, "shape", None) for one in (variable.get_raw_value(), value))
         if held is None or not given or given == held:

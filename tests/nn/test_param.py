@@ -225,3 +225,11 @@ def test_errors_name_the_argument_and_the_remedy():
         param = gtp.Param(jnp.ones((16, 16)))
     with mesh_in_scope("gtp 3"), pytest.raises(ValueError, match=r"shape \(16, 16\) of Param was built .* gtp 8; the"):
         param.gather()
+
+
+def test_a_printed_weight_shows_its_path_shape_dtype_and_partition():
+    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)):
+        printed = repr(gtp.init(lambda rngs: gtp.MLP(64, 128, rngs=rngs), nnx.Rngs(0)).down.kernel)
+    assert "Layout(shape=(128, 64), spec=" in printed and "('tp', 'gtp')" in printed.replace('"', "'")
+    assert "float32" in printed and "path=('down',)" in printed
+    assert len(printed.split("layout=")[1]) < 250  # and little else
