@@ -105,7 +105,7 @@ def _run(args: argparse.Namespace) -> int:
         done = benchmarks.measure_checkpoints(
             chosen,
             model,
-            Path(name).absolute(),
+            Path(name).resolve(),  # orbax refuses `..`
             rounds=args.rounds,
             devices=count,
             platform=platform,

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+
+def real_path(path: str | os.PathLike[str]) -> Path:
+    """Returns the absolute path to which a path leads, links followed; tensorstore refuses `..` and `//` in a path."""
+    return Path(os.path.realpath(os.path.expanduser(path)))
 
 
 def checkpoints_in(directory: Path) -> Path:

@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 
 from .._foreign import brief
 from ..mesh import of_all_processes
+from ._place import real_path
 
 # What to do when the system refuses to write: a full disk, an exhausted quota or a limit on the size of files; and a
 # file system or directory that has become read-only.
@@ -37,7 +38,7 @@ def absolute(directory: str | os.PathLike[str], *, writable: bool) -> str:
     name = os.fspath(directory)
     if "://" in name:
         return name
-    path = Path(name).expanduser().absolute()
+    path = real_path(name)
     if writable:
         _check_writable(path)
     return str(path)

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..checkpoint import real_path
+
 
 @contextmanager
 def fresh_directory(out: Path) -> Iterator[Path]:
@@ -17,7 +19,7 @@ def fresh_directory(out: Path) -> Iterator[Path]:
         ValueError: if `out` is a file, or a directory with something in it.
         OSError: if it cannot be made, naming it.
     """
-    out = out.expanduser().absolute()
+    out = real_path(out)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         what = "is a directory with something in it" if out.is_dir() else "is a file"
         raise ValueError(f"`out` {out} {what}. Choose a new or an empty directory.")

@@ -219,6 +219,22 @@ def test_a_step_may_be_an_integer_of_numpy_or_jax(saved, plain, step):
         assert checkpoints.set_aside_after(step + 2, [step + 3]) and checkpoints.steps() == [2, 4]
 
 
+@pytest.mark.parametrize("place", ["sub/../run", "sub//../sub/./../run", "link/../run", "/{}/run"])
+def test_a_path_is_that_to_which_it_leads(saved, plain, tmp_path, monkeypatch, place):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "far" / "away").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("far/away")
+    (tmp_path / "far" / "run").symlink_to(saved)  # `..` is the parent of what `link` leads to, and not of `link`
+    monkeypatch.chdir(tmp_path)
+    state = plain({"a": {"w": jnp.zeros((2, 3))}, "b": jnp.zeros(4)})
+    with Checkpoints(place.format(tmp_path)) as checkpoints:
+        assert checkpoints.steps() == [2, 4] and checkpoints.verify(4) == []
+        assert (checkpoints.arrays(4)["params/b"].read(0, 4) == 1).all()
+        assert (checkpoints.restore(state)[0].params["b"] == 1).all()
+        checkpoints.save(6, state)
+    assert Checkpoints(saved).verify(6) == []
+
+
 def test_keep_must_keep_something(tmp_path):
     with pytest.raises(ValueError, match="`keep` is 0; at least 1 step must be kept, or `None` for all"):
         Checkpoints(tmp_path, keep=0)

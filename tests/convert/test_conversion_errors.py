@@ -7,13 +7,14 @@ import shutil
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from gtp_jax.checkpoint import Checkpoints, StreamedArray
 from gtp_jax.convert import export_llama, import_llama
 from gtp_jax.convert._files import open_tensors
 from gtp_jax.convert._import import _check
 from gtp_jax.convert._safetensors import Reader
-from gtp_jax.models import LlamaConfig
+from gtp_jax.models import LlamaConfig, load
 from gtp_jax.models.llama._hf_names import tensors as wanted_tensors
 from gtp_jax.runner.cli import main
 
@@ -299,6 +300,16 @@ def test_out_is_not_overwritten(made, tmp_path):
         assert "is a directory with something in it. Choose a new or an empty directory" in message
         assert "is a file. Choose" in refused(convert, source, out=tmp_path / "file")
     assert (tmp_path / "full" / "mine").read_text() == (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_path_may_have_two_dots(made, source, tmp_path, monkeypatch):
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path / "sub")
+    import_llama("../hf", "../sub/../imported")
+    export_llama("../imported", "../out", dtype="float32")
+    assert_same(read_model(tmp_path / "out"), random_tensors(CONFIG))
+    assert nnx.state(load("../imported"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "imported", "out", "sub"]
 
 
 def test_a_missing_checkpoint(made, tmp_path):
