@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -12,10 +11,12 @@ from flax import nnx
 from jax import lax
 from jax.nn import initializers
 
+from .._foreign import brief
 from ..collectives import gather_sequence, reduce_scatter_sequence
 from ..mesh import degree, degrees, loss_copies
 from ..nn import MLP, Layer, make_vector, make_whole
 from ..ops import (
+    MOST,
     Window,
     rms_norm,
     save_activation,
@@ -118,8 +119,8 @@ class MoE(Layer):
         if loss_reduction not in get_args(LossReduction):
             raise ValueError(f"`loss_reduction` is {loss_reduction!r}; it must be 'sum' or 'mean'.")
         check_transport(transport)
-        if not 0 < round_size < math.inf:
-            raise ValueError(f"`round_size` is {round_size}; it must be a number above 0, such as 1.25.")
+        if not 0 < round_size <= MOST:
+            raise ValueError(f"`round_size` is {brief(round_size)}; it must be a number above 0, such as 1.25.")
         check_chunks(exchange_chunks)
         first, second = _PARALLEL[parallel]
         of_ranks: dict[str, Any] = {"axes": axes, "experts_axis": self.roles.experts}
@@ -330,5 +331,7 @@ def check_moe(num_experts: int, top_k: int, aux_loss_coeff: float) -> None:
     """
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"`top_k` is {top_k} of {num_experts} experts; it must be at least 1 and at most all of them.")
-    if not aux_loss_coeff >= 0:
-        raise ValueError(f"`aux_loss_coeff` is {aux_loss_coeff}; it must be a number of at least 0.")
+    if not 0 <= aux_loss_coeff <= MOST:
+        raise ValueError(
+            f"`aux_loss_coeff` is {brief(aux_loss_coeff)}; it must be a number of at least 0, at most {MOST:.7g}."
+        )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..ops import save_routing
+from .._foreign import brief
+from ..ops import MOST, save_routing
 
 Score = Literal["softmax", "sigmoid"]
 AuxLossOf = Literal["sequence", "microbatch"]
@@ -62,12 +62,12 @@ class Routing:
         for name, kinds in (("score", get_args(Score)), ("aux_loss", get_args(AuxLossOf))):
             if getattr(self, name) not in kinds:
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}; it must be {' or '.join(map(repr, kinds))}.")
-        for name, least, most in (("z_loss_coeff", 0.0, math.inf), ("jitter", 0.0, 1.0), ("bias_rate", 0.0, math.inf)):
+        for name, least, most in (("z_loss_coeff", 0.0, MOST), ("jitter", 0.0, 1.0), ("bias_rate", 0.0, MOST)):
             value = getattr(self, name)
             if value is not None and not least <= value < most:
-                raise ValueError(f"`{name}` is {value}; it must be a number from 0 up, below {most:g}.")
-        if not 0 < self.scale < math.inf:
-            raise ValueError(f"`scale` is {self.scale}; it must be a number above 0.")
+                raise ValueError(f"`{name}` is {brief(value)}; it must be a number from 0 up, below {most:.7g}.")
+        if not 0 < self.scale <= MOST:
+            raise ValueError(f"`scale` is {brief(self.scale)}; it must be a number above 0, at most {MOST:.7g}.")
         if not 1 <= self.top_groups <= self.num_groups:
             raise ValueError(
                 f"`top_groups` is {self.top_groups} of {self.num_groups} groups; it must be at least 1 and at most all."

@@ -6,11 +6,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..formats import FORMATS, Format
 
 DTYPES = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _NAMES = "float32, bfloat16 or float16"
+
+# The largest number that operations take as a parameter: float32, in which they compute, has no larger one.
+MOST = float(np.finfo(np.float32).max)
 
 
 def check_format(format: Any) -> None:

@@ -9,6 +9,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from .._foreign import brief
+from ._checks import MOST
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
@@ -35,8 +38,11 @@ class RopeScaling:
         if self.kind not in ("linear", "llama3"):
             raise ValueError(f"`kind` of RopeScaling is {self.kind!r}; it must be 'linear' or 'llama3'.")
         for name in ("factor", "low_freq_factor", "high_freq_factor", "original_length"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"`{name}` of RopeScaling is {getattr(self, name)}; it must be a number above 0.")
+            value = getattr(self, name)
+            if not 0 < value <= MOST:
+                raise ValueError(
+                    f"`{name}` of RopeScaling is {brief(value)}; it must be a number above 0, at most {MOST:.7g}."
+                )
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
                 f"`low_freq_factor` of RopeScaling is {self.low_freq_factor}; it must be below `high_freq_factor`, "
@@ -45,12 +51,13 @@ class RopeScaling:
 
     def scaled(self, frequency: jax.Array) -> jax.Array:
         """Returns the frequencies, in radians a position, that take the place of these."""
+        factor = float(self.factor)  # JAX takes no int of more than 32 bits
         if self.kind == "linear":
-            return frequency / self.factor
-        turns = self.original_length * frequency / (2 * math.pi)
-        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+            return frequency / factor
+        turns = float(self.original_length) * frequency / (2 * math.pi)
+        kept = (turns - float(self.low_freq_factor)) / float(self.high_freq_factor - self.low_freq_factor)
         kept = jnp.clip(kept, 0, 1)
-        return kept * frequency + (1 - kept) * frequency / self.factor
+        return kept * frequency + (1 - kept) * frequency / factor
 
 
 def rope(

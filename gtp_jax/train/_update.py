@@ -76,7 +76,7 @@ def updated(
         # within the branch, so that XLA fuses what follows the sums as it does without a branch: not a bit changes
         grads = _means(state.params, computed, rules)
         if max_grad_norm is not None:
-            scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
+            scale = jnp.minimum(1.0, float(max_grad_norm) / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
         value_fn = _value_fn(compute, rules, clipped=max_grad_norm is not None)
         extra = {"value": mean(computed.total, computed.tokens), "grad": grads, "value_fn": value_fn}

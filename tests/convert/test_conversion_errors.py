@@ -75,6 +75,9 @@ def change_config(source, **fields):
         (dict(hidden_size="64", head_dim=None), "has hidden_size '64': sizes are whole numbers"),
         (dict(num_attention_heads=4.0, rms_norm_eps="x"), "has num_attention_heads 4.0, rms_norm_eps 'x': sizes"),
         (dict(rope_theta=float("nan")), "has rope_theta nan: .* finite numbers"),
+        (dict(rope_theta=10**400, rms_norm_eps=1e39), r"has rms_norm_eps 1e\+39, rope_theta 10+\.\.\.0+: .* finite"),
+        (dict(rope_scaling={"type": "linear", "factor": 10**400}), "type 'linear' without numbers for factor"),
+        (dict(vocab_size=10**400), r"`vocab_size` is 10+\.\.\.0+; it must be .* below 2\*\*31"),
         (dict(tie_word_embeddings="no"), "has tie_word_embeddings 'no': .* true or false"),
         (dict(rope_scaling="linear"), "has rope_scaling 'linear'; an object of numbers"),
         (dict(rope_parameters={"full_attention": {"rope_theta": 1e4}}), "has rope_parameters .* for all layers"),
@@ -100,6 +103,8 @@ def test_newer_place_of_the_wavelengths_is_read(source, tmp_path):
     del config["rope_theta"]
     (source / "config.json").write_text(json.dumps(config))
     assert import_llama(source, tmp_path / "out").config.rope_theta == 1234.0
+    change_config(source, rope_theta=10**10)  # an int that JAX does not take, as its ints have 32 bits
+    assert type(import_llama(source, tmp_path / "large").config.rope_theta) is float
 
 
 def test_files_that_are_not_there(source, tmp_path):

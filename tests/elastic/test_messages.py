@@ -61,7 +61,7 @@ def test_a_supervisor_starts_its_processes_itself(capsys, tmp_path):
     [
         ("snapshot_interval", 0, "`snapshot_interval` is 0; it must be a whole number of at least 1."),
         ("retries", 0, "`retries` is 0; it must be a whole number of at least 1."),
-        ("probe_timeout", -1.0, "`probe_timeout` is -1.0; it must be a number above 0."),
+        ("probe_timeout", -1.0, "`probe_timeout` is -1.0; it must be a number above 0, at most 3.4"),
     ],
 )
 def test_options_out_of_range_are_refused(name, value, message):

@@ -166,6 +166,7 @@ REFUSED = {
     "jitter": (lambda: Routing(jitter=1.0), "`jitter` is 1.0; it must be a number from 0 up, below 1"),
     "rate": (lambda: Routing(bias_rate=-1.0), "`bias_rate` is -1.0; it must be a number from 0 up"),
     "scale": (lambda: Routing(scale=0), "`scale` is 0; it must be a number above 0"),
+    "too large a scale": (lambda: Routing(scale=10**400), r"`scale` is 10+\.\.\.0+; it must be a number above 0, at"),
     "groups": (lambda: Routing(num_groups=2, top_groups=3), "`top_groups` is 3 of 2 groups; it must be at least 1"),
     "uneven": (
         lambda: mixture(False, routing=Routing(num_groups=3))(nnx.Rngs(0)),

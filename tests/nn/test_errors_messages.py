@@ -126,6 +126,18 @@ WITHOUT_A_MESH = {
         lambda: dataclasses.replace(TINY, num_experts=-1),
         "`num_experts` is -1; it must be a whole number, 0 for an MLP",
     ),
+    "too large an epsilon": (
+        lambda: dataclasses.replace(TINY, epsilon=10**400),
+        r"`epsilon` is 10+\.\.\.0+; it must be a number of at least 0, at most 3.402823e\+38",
+    ),
+    "too large a base": (
+        lambda: dataclasses.replace(TINY, rope_theta=1e39),
+        r"`rope_theta` is 1e\+39; it must be a number above 0, at most 3.402823e\+38",
+    ),
+    "too many layers": (
+        lambda: dataclasses.replace(TINY, num_layers=1 << 31),
+        r"`num_layers` is 2147483648; it must be a whole number of at least 1, below 2\*\*31",
+    ),
     "experts a token": (
         lambda: dataclasses.replace(TINY, num_experts=4, top_k=5),
         "`top_k` is 5 of 4 experts; it must be at",

@@ -156,6 +156,7 @@ REFUSED = {
         r"`segment_ids` has the shape \(2, 5\); ids of queries are \(2, 6\)",
     ),
     "scaling": (lambda: gtp.RopeScaling(kind="yarn", factor=2), "`kind` of RopeScaling is 'yarn'; it must be 'linear'"),
+    "too large": (lambda: gtp.RopeScaling(kind="linear", factor=10**400), "it must be a number above 0, at most 3.4"),
     "factor": (lambda: gtp.RopeScaling(kind="linear", factor=-1), "`factor` of RopeScaling is -1; it must be a number"),
     "factors": (
         lambda: gtp.RopeScaling(kind="llama3", factor=8, low_freq_factor=4),
@@ -199,6 +200,8 @@ def test_rotation_is_a_complex_product_by_position(rotary_dim, scaling, x64):
     wanted = np.concatenate([turned.real, turned.imag, x[..., 2 * half :]], -1)
     found = rope(jnp.asarray(x), theta=100.0, positions=jnp.asarray(positions), scaling=scaling, rotary_dim=rotary_dim)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
+    large = [gtp.RopeScaling(kind="linear", factor=factor) for factor in (10**10, 1e10)]  # JAX's ints have 32 bits
+    np.testing.assert_array_equal(*(rope(jnp.asarray(x), theta=100.0, scaling=one) for one in large))
     alike = rope(jnp.asarray(x), theta=100.0, positions=jnp.asarray(positions[0]), rotary_dim=rotary_dim)
     np.testing.assert_array_equal(
         alike[0], rope(jnp.asarray(x[:1]), theta=100.0, positions=jnp.asarray(positions[:1]), rotary_dim=rotary_dim)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 
 import pytest
 
@@ -73,6 +74,14 @@ def test_an_unknown_setting_is_refused():
 def test_values_out_of_range_are_refused_by_the_piece_that_has_them(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("knob", [knob for knob in knobs(TrainConfig) if knob.metadata["type"] in (int, float)])
+def test_no_number_is_too_large_to_be_refused(knob):
+    with pytest.raises(ValueError) as caught:
+        from_settings(TrainConfig, {knob.name: 10**400})
+    assert "is 100000000000000000...0000000000000000000; it must be a " in str(caught.value)
+    assert re.search("from [01] to (2147483647|4294967295)|at most 3.402823e.38|above 0", str(caught.value))
 
 
 @pytest.mark.parametrize("faults", [{"failed_devices": [3]}, {"replica_batches": [4, 4]}])

@@ -56,8 +56,8 @@ def refused(capsys, *flags: str) -> str:
         (dict(preset="zzz"), "70b, 70b-3.1, 405b.\n"),
         (dict(steps=0), "`steps` is 0; it must be a whole number of at least 1."),  # noqa: E501
         (dict(tp=-1), "`tp` is -1; it must be a whole number of at least 1."),
-        (dict(lr=0), "`lr` is 0.0; it must be a number above 0."),
-        (dict(lr="nan"), "`lr` is nan; it must be a number above 0."),
+        (dict(lr=0), "`lr` is 0.0; it must be a number above 0, at most 3.402823e+38."),
+        (dict(lr="nan"), "`lr` is nan; it must be a number above 0, at most 3.402823e+38."),
         (dict(weight_decay=-1), "`weight_decay` is -1.0; it must be a number of at least 0."),
         (dict(warmup=8), "`warmup` is 8; it must be at least 0 and less than `steps`, 8."),
         (dict(unroll=0), "`unroll` is 0; it must be a number of layers, at least 1, or 'full'."),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import numbers
 from typing import Any, Literal
 
+from ..._foreign import brief
 from ...chain import KeepGathered, Remat, Schedule
 from ...experts import ExpertParallel, Routing, Transport, check_chunks, check_moe, check_transport
 from ...nn import GradReduce, check_heads, reduction_of
-from ...ops import RopeScaling, check_rotary
+from ...ops import MOST, RopeScaling, check_rotary
 
 _ARCHITECTURE = (
     "vocab_size",
@@ -108,27 +108,33 @@ class LlamaConfig:
             "head_dim",
             "intermediate_size",
         ):
-            if not _is_whole(getattr(self, field)) or getattr(self, field) < 1:
-                raise ValueError(f"`{field}` is {getattr(self, field)!r}; it must be a whole number of at least 1.")
+            if not _is_size(getattr(self, field), least=1):
+                raise ValueError(
+                    f"`{field}` is {brief(getattr(self, field))}; it must be a whole number of at least 1, below 2**31."
+                )
         for field in ("tie_embeddings", "sequence_parallel"):
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"`{field}` is {getattr(self, field)!r}; it must be True or False.")
         for field, allowed in (("rope_theta", "above 0"), ("epsilon", "of at least 0")):
             value = getattr(self, field)
-            number = isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= float(value) < math.inf
-            if not number or (value == 0 and field == "rope_theta"):
-                raise ValueError(f"`{field}` is {value!r}; it must be a number {allowed}.")
+            if not _is_number(value) or not 0 <= value <= MOST or (value == 0 and field == "rope_theta"):
+                raise ValueError(f"`{field}` is {brief(value)}; it must be a number {allowed}, at most {MOST:.7g}.")
+            object.__setattr__(self, field, float(value))  # JAX takes no int of more than 32 bits
         check_rotary(self.head_dim, None, self.rope_scaling)
         check_heads(self.num_heads, self.num_kv_heads, 1)
-        if not _is_whole(self.num_experts) or self.num_experts < 0:
-            raise ValueError(f"`num_experts` is {self.num_experts!r}; it must be a whole number, 0 for an MLP.")
+        if not _is_size(self.num_experts):
+            raise ValueError(
+                f"`num_experts` is {brief(self.num_experts)}; it must be a whole number, 0 for an MLP, below 2**31."
+            )
         self._check_experts()
         reduction_of(self.grad_reduce, self.dtype)
         self.schedule  # noqa: B018  validates its three fields
 
     def _check_experts(self) -> None:
-        if not _is_whole(self.shared_hidden) or self.shared_hidden < 0:
-            raise ValueError(f"`shared_hidden` is {self.shared_hidden!r}; it must be a whole number, 0 for none.")
+        if not _is_size(self.shared_hidden):
+            raise ValueError(
+                f"`shared_hidden` is {brief(self.shared_hidden)}; it must be a whole number, 0 for none, below 2**31."
+            )
         if not isinstance(self.routing, Routing):
             raise ValueError(f"`routing` is {self.routing!r}; it must be a `gtp_jax.Routing`, or a dict of its fields.")
         if self.routing.jitter:
@@ -201,5 +207,9 @@ class LlamaConfig:
         return (2 * self.num_layers + 1) * self.hidden_size + heads
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _is_size(value: Any, *, least: int = 0) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and least <= int(value) < 1 << 31

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+from ..._foreign import brief
 from ...experts import Routing
-from ...ops import RopeScaling
+from ...ops import MOST, RopeScaling
 from ._config import LlamaConfig
 from ._hf_kinds import Kind
 
@@ -48,7 +48,7 @@ def from_json(kind: Kind, content: dict[str, Any], file: str) -> LlamaConfig:
     if fields.get("num_key_value_heads") is None:
         fields["num_key_value_heads"] = fields.get("num_attention_heads")
     wrong = [
-        f"{theirs} {fields[theirs]!r}"
+        f"{theirs} {brief(fields[theirs])}"
         for theirs, ours in kind.fields
         if fields.get(theirs) is not None and not _is_of(fields[theirs], _TYPES.get(ours, (int,)))
     ]
@@ -167,5 +167,5 @@ def _scaling_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
 
 def _is_of(value: Any, types: tuple[type, ...]) -> bool:
     if float in types:
-        return type(value) in types and 0 <= value < math.inf
+        return type(value) in types and 0 <= value <= MOST
     return type(value) in types

@@ -12,6 +12,9 @@ import numbers
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+from ..._foreign import brief
+from ...ops import MOST
+
 
 def knob(
     default: Any,
@@ -20,6 +23,7 @@ def knob(
     *,
     kind: Any = int,
     least: int | None = None,
+    most: int = (1 << 31) - 1,
     above: float | None = None,
     per_process: bool = False,
     **options: Any,
@@ -32,12 +36,13 @@ def knob(
         text: of the help.
         kind: converts the flag's text; `bool` makes a pair, `--name` and `--no-name`.
         least: smallest whole number allowed; 1 for an `int`.
+        most: largest whole number allowed.
         above: what a number must exceed.
         per_process: processes of one run may have different values, of a path for instance.
         options: further ones of `argparse`; `choices` is checked by `check_knobs` too.
     """
     least = 1 if least is None and kind is int else least
-    ranges = {"least": least, "above": above}
+    ranges = {"least": least, "most": most, "above": above}
     metadata = {"group": group, "help": text, "type": kind, "range": ranges, "per_process": per_process}
     return dataclasses.field(default=default, metadata={**metadata, "options": options})
 
@@ -61,13 +66,17 @@ def check_knobs(config: Any) -> None:
             if field.default is not None:
                 raise ValueError(f"`{field.name}` is None; give a value, or leave it out.")
             continue
-        name, least, above = field.name.rstrip("_"), *field.metadata["range"].values()
+        name, least, most, above = field.name.rstrip("_"), *field.metadata["range"].values()
         _check_type(name, value, field)
         whole = isinstance(value, int) and not isinstance(value, bool)
         if least is not None and not (whole and value >= least):
-            raise ValueError(f"`{name}` is {value}; it must be a whole number of at least {least}.")
-        if above is not None and not above < value < float("inf"):
-            raise ValueError(f"`{name}` is {value}; it must be a number above {above:g}.")
+            raise ValueError(f"`{name}` is {brief(value)}; it must be a whole number of at least {least}.")
+        if whole and field.metadata["type"] is not float and value > most:
+            raise ValueError(f"`{name}` is {brief(value)}; it must be a whole number from {least or 0} to {most}.")
+        if above is not None and not above < value <= MOST:
+            raise ValueError(f"`{name}` is {brief(value)}; it must be a number above {above:g}, at most {MOST:.7g}.")
+        if field.metadata["type"] is float and not abs(value) <= MOST:
+            raise ValueError(f"`{name}` is {brief(value)}; it must be a number, at most {MOST:.7g}.")
         choices = field.metadata["options"].get("choices")
         if choices is not None and value not in choices:
             raise ValueError(f"`{name}` is {value!r}; it must be one of {', '.join(choices)}.")

@@ -115,7 +115,14 @@ class TrainConfig:
     max_grad_norm: float = knob(
         1.0, "training", "scale gradients down to this norm", kind=float, above=0, metavar="NORM"
     )
-    seed: int = knob(0, "training", "seed of the initial weights and of the order of the text", least=0, metavar="N")
+    seed: int = knob(
+        0,
+        "training",
+        "seed of the initial weights and of the order of the text",
+        least=0,
+        most=(1 << 32) - 1,
+        metavar="N",
+    )
 
     execution: Execution = piece(Execution)
     divergence: Divergence = piece(Divergence)
@@ -154,9 +161,7 @@ class TrainConfig:
         as_tuple(self, "data")
         check_knobs(self)
         self.experts.of(preset_of(self.preset), self.preset)
-        if self.seed >= 1 << 32:
-            raise ValueError(f"`seed` is {self.seed}; it must be a whole number from 0 to {(1 << 32) - 1}.")
-        if not 0 <= self.weight_decay < math.inf:
+        if self.weight_decay < 0:
             raise ValueError(f"`weight_decay` is {self.weight_decay}; it must be a number of at least 0.")
         if self.warmup is not None and self.warmup >= self.steps:
             raise ValueError(f"`warmup` is {self.warmup}; it must be at least 0 and less than `steps`, {self.steps}.")
