@@ -79,6 +79,19 @@ def change_config(source, **fields):
         (dict(rope_scaling={"type": "linear", "factor": 10**400}), "type 'linear' without numbers for factor"),
         (dict(vocab_size=10**400), r"`vocab_size` is 10+\.\.\.0+; it must be .* below 2\*\*31"),
         (dict(tie_word_embeddings="no"), "has tie_word_embeddings 'no': .* true or false"),
+        (
+            dict(rope_scaling={"rope_type": None, "type": "linear", "factor": 8.0}),
+            "has rope_scaling with type, factor and the rope_type None, which does not say how to scale: one of linear",
+        ),
+        (dict(rope_scaling={"factor": 8.0}), "has rope_scaling with factor and the rope_type None, which does not"),
+        (dict(rope_parameters={"rope_theta": 5e5, "factor": 8.0}), "has rope_parameters with factor and the rope_type"),
+        (dict(rope_scaling={"type": "default", "factor": 8.0}), "with factor and the rope_type 'default', which does"),
+        (
+            dict(rope_scaling={"rope_type": "llama3", "type": "linear", "factor": 8.0}),
+            "has rope_scaling.rope_type 'llama3' and rope_scaling.type 'linear', which contradict each other",
+        ),
+        (dict(rope_scaling=[]), r"has rope_scaling \[\]; an object of numbers"),
+        (dict(rope_scaling=False), "has rope_scaling False; an object of numbers"),
         (dict(rope_scaling="linear"), "has rope_scaling 'linear'; an object of numbers"),
         (dict(rope_parameters={"full_attention": {"rope_theta": 1e4}}), "has rope_parameters .* for all layers"),
         (dict(partial_rotary_factor=0.5), "has partial_rotary_factor 0.5, 1 or none is expected"),
@@ -96,6 +109,22 @@ def change_config(source, **fields):
 def test_configurations_that_our_llama_does_not_compute(source, tmp_path, fields, message):
     change_config(source, **fields)
     assert re.search(message, refused(import_llama, source, out=tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(rope_scaling=None),
+        dict(rope_scaling={}),
+        dict(rope_scaling={"type": None, "factor": None}),
+        dict(rope_scaling={"type": "default", "rope_type": "default"}),
+        dict(rope_parameters={"rope_theta": 5e5, "rope_type": "default", "partial_rotary_factor": 1.0}),
+        dict(rope_parameters={"rope_theta": 5e5, "original_max_position_embeddings": 4096}),
+    ],
+)
+def test_what_says_nothing_of_a_scaling_is_none(source, tmp_path, fields):
+    change_config(source, **fields)
+    assert import_llama(source, tmp_path / "out").config.rope_scaling is None
 
 
 def test_newer_place_of_the_wavelengths_is_read(source, tmp_path):

@@ -83,7 +83,7 @@ def _rotary(file: str, content: dict[str, Any]) -> dict[str, Any]:
     """
     given = {"rope_theta": content.get("rope_theta")}
     for name in _PLACES:
-        fields = content.get(name) or {}
+        fields = {} if content.get(name) is None else content[name]
         if not isinstance(fields, dict) or any(isinstance(value, dict) for value in fields.values()):
             raise ValueError(
                 f"{file} has {name} {fields!r}; an object of numbers for all layers, or none, is expected."
@@ -120,6 +120,9 @@ def _agreed(file: str, given: dict[str, Any]) -> Any:
 # Where transformers writes the rotary embedding: up to version 4, beside a field for the base; and from version 5 on.
 _PLACES = ("rope_scaling", "rope_parameters")
 
+# Their fields that scale nothing by themselves.
+_UNSCALED = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+
 # Fields of a scaling in theirs and ours, by its type.
 _SCALINGS = {
     "linear": (("factor", "factor"),),
@@ -136,14 +139,22 @@ def _scaling(file: str, content: dict[str, Any]) -> dict[str, Any] | None:
     """Returns the fields of the scaling of the rotary frequencies, from both places where transformers writes it.
 
     Raises:
-        ValueError: if it is of another type, lacks a field, or is not the same in both.
+        ValueError: if it is of another type or of none, lacks a field, or is not the same in both.
     """
     given: dict[str, Any] = {}
     for name in _PLACES:
         fields = content.get(name) or {}
         kind = fields.get("rope_type", fields.get("type"))
+        _agreed(file, {f"{name}.rope_type": kind, f"{name}.type": fields.get("type")})
         if kind is None or kind == "default":
             given[name] = None if kind is None else {"kind": kind}
+            said = [key for key in fields if fields[key] not in (None, kind) and key not in _UNSCALED]
+            if said:
+                raise ValueError(
+                    f"{file} has {name} with {', '.join(said)} and the rope_type {kind!r}, which does not say how to "
+                    f"scale: one of {', '.join(_SCALINGS)} is expected, or no other field. Give the rope_type that the "
+                    "weights were trained with, or leave these fields out."
+                )
             continue
         if not isinstance(kind, str) or kind not in _SCALINGS:
             raise ValueError(
