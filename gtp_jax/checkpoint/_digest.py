@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..mesh import of_all_processes
 
@@ -20,6 +20,7 @@ from ..mesh import of_all_processes
 _LANES = (0x9E3779B1, 0xBB67AE85)
 _DIMS = (0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0x2545F491, 0x9FB21C65, 0xE6546B65, 0x1B873593)
 
+_NO_MESH = Mesh(np.empty((), object), ())
 
 # The jax.monitoring event that records the seconds spent waiting for digests.
 DIGEST_EVENT = "/gtp_jax/checkpoint/digests"
@@ -42,7 +43,8 @@ class Digests:
 
     def __init__(self, arrays: Mapping[str, jax.Array]) -> None:
         self._arrays = arrays
-        self._launched = [_device_sums(array) for array in arrays.values()]
+        with jax.set_mesh(_NO_MESH):  # JAX computes nothing on devices of another mesh than the one in scope
+            self._launched = [_device_sums(array) for array in arrays.values()]
 
     def result(self) -> dict[str, str]:
         """Returns the digests by path.

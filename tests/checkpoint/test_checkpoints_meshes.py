@@ -12,8 +12,9 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+import gtp_jax as gtp
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.layout import Layout
 
@@ -159,6 +160,26 @@ def test_the_disk_holds_nested_dicts_of_logical_arrays_and_a_manifest(tmp_path, 
     }
     table = next(leaf for leaf in logical(state) if leaf.shape == (1002, 128))
     assert np.asarray(flat["params/embed/table"]).tobytes() == table.tobytes()
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda: SingleDeviceSharding(jax.devices()[3]),
+        lambda: NamedSharding(gtp.make_mesh(gtp=4, devices=jax.devices()[4:]), PartitionSpec(None, "gtp")),
+        lambda: NamedSharding(gtp.make_mesh(gtp=8), PartitionSpec(None, "gtp")),
+    ],
+    ids=["one device", "four devices", "another mesh of the eight"],
+)
+def test_arrays_need_not_be_on_the_mesh_in_scope(tmp_path, plain, place):
+    sharding, values = place(), np.arange(96, dtype=np.float32).reshape(2, 8, 6)
+    state = plain({"w": jax.device_put(values, sharding), "key": jax.device_put(jax.random.key(3), jax.devices()[5])})
+    with jax.set_mesh(gtp.make_mesh(gtp=4, tp=2)), Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        restored = checkpoints.restore(state)[0].params
+    assert restored["w"].sharding == sharding and restored["key"].sharding == state.params["key"].sharding
+    np.testing.assert_array_equal(restored["w"], values)
+    assert Checkpoints(tmp_path).restore(state)[0].params["key"] == jax.random.key(3)
 
 
 def test_random_keys_of_an_optimizer_come_back_as_keys(tmp_path, plain):
