@@ -23,11 +23,10 @@ from ._foreign_json import read_file, strange_files
 from ._leaf import Leaf
 from ._manifest import FILES, SAVE, read
 from ._pruning import Pruning
-from ._quiet import work_abandoned
 from ._side_files import FOLDER, read_files, write_files
 from ._steps import steps_in
 from ._streamed import StreamedArray
-from ._sums import SummedArrays, SummedStreams, created, damage
+from ._sums import SummedArrays, SummedStreams, created, naming_damage
 
 # Its two parts.
 ARRAYS, MANIFEST = "arrays", "manifest"
@@ -170,19 +169,13 @@ def read_arrays(path: Any, leaves: Sequence[Leaf], *, partial: bool) -> list[jax
     restore_args = jax.tree.map(
         lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype), target
     )
-    try:
+    with naming_damage(path / ARRAYS):
         limit = max(_ON_THE_WAY_GB, _largest_part(path, leaves) // 10**9 + 1)  # orbax refuses a part that is larger
         # Not by a Checkpointer, which makes processes wait for each other: one of them may find damage and raise.
         with contextlib.closing(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit)) as reader:
             arrays = reader.restore(
                 path / ARRAYS, args=ocp.args.PyTreeRestore(target, restore_args, partial_restore=partial)
             )
-    except Exception as error:  # whatever the decoders below make of damaged bytes
-        work_abandoned()
-        broken = damage(path / ARRAYS)
-        if not broken:
-            raise
-        raise DamagedCheckpoint(path, broken) from error
     return [functools.reduce(operator.getitem, _keys(leaf.name), arrays) for leaf in leaves]
 
 

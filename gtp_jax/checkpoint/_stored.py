@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
+
+from ._sums import naming_damage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,38 +21,38 @@ class StoredArray:
         shape: logical shape.
         dtype: of its elements.
         digest: of its values, as the manifest has it.
-        open: opens it.
+        directory: of the step's arrays.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     digest: str
-    open: Callable[[], Any] = dataclasses.field(repr=False)
+    directory: Any = dataclasses.field(repr=False)
 
     def read(self, begin: int, end: int) -> np.ndarray:
         """Returns rows `begin` to `end`. Reads the chunks that hold them; a stack of matrices is saved in chunks of a
         row.
 
         Raises:
-            ValueError: if the files are damaged, or in part missing.
+            DamagedCheckpoint: a `ValueError`, if files are missing or not as they were written, naming them.
+            ValueError: if files cannot be read.
         """
-        return self.open()[begin:end].read().result()
+        with naming_damage(self.directory):
+            return self.open()[begin:end].read().result()
+
+    def open(self) -> Any:
+        """Opens the array, as orbax lays it out."""
+        where = str(self.directory)
+        base = where.rstrip("/") + "/" if "://" in where else {"driver": "file", "path": where + "/"}
+        store = {"driver": "ocdbt", "base": base, "path": self.name.replace("/", ".") + "/"}
+        # Chunks are not kept: a reader that goes through an array needs each of them once.
+        return ts.open({"driver": "zarr", "kvstore": store}, open=True, read=True).result()
 
 
 def stored_arrays(directory: Any, leaves: Mapping[str, Any]) -> dict[str, StoredArray]:
     """Returns the arrays of a step's directory of arrays, by name, as the manifest describes them."""
-    arrays = {}
-    for name, leaf in leaves.items():
-        opened = functools.partial(_open_array, directory, tuple(name.split("/")))
-        arrays[name] = StoredArray(name, tuple(leaf["shape"]), leaf["dtype"], leaf["digest"], opened)
-    return arrays
-
-
-def _open_array(directory: Any, path: tuple[str, ...]) -> Any:
-    """Opens an array of a step's directory of arrays, as orbax lays it out."""
-    where = str(directory)
-    base = where.rstrip("/") + "/" if "://" in where else {"driver": "file", "path": where + "/"}
-    store = {"driver": "ocdbt", "base": base, "path": ".".join(path) + "/"}
-    # Chunks are not kept: a reader that goes through an array needs each of them once.
-    return ts.open({"driver": "zarr", "kvstore": store}, open=True, read=True).result()
+    return {
+        name: StoredArray(name, tuple(leaf["shape"]), leaf["dtype"], leaf["digest"], directory)
+        for name, leaf in leaves.items()
+    }

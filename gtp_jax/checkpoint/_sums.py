@@ -15,9 +15,11 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from .._foreign import parse_json, printable
+from ._damage import DamagedCheckpoint
 from ._file_sums import FileSums
 from ._foreign_json import check_sums, read_file, strange_files
 from ._pruning import COMMITTED
+from ._quiet import work_abandoned
 from ._streamed import StreamedArray, StreamHandler
 
 SUMS = "sums.json"
@@ -149,6 +151,23 @@ def damage(directory: epath.Path) -> list[str]:
         elif crc != sums[name][1]:
             lines.append(f"{directory / name}: changed since it was written")
     return lines
+
+
+@contextlib.contextmanager
+def naming_damage(directory: epath.Path) -> Iterator[None]:
+    """Names the damaged files of a step's arrays if they cannot be read, whatever decoders make of their bytes.
+
+    Raises:
+        DamagedCheckpoint: if files are not as they were written; any other error is left as it is.
+    """
+    try:
+        yield
+    except Exception as error:
+        work_abandoned()
+        broken = damage(directory)
+        if not broken:
+            raise
+        raise DamagedCheckpoint(directory.parent, broken) from error
 
 
 def files(directory: epath.Path) -> list[str]:

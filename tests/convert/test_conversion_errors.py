@@ -403,6 +403,15 @@ def test_of_a_damaged_checkpoint_nothing_wrong_is_exported(made, tmp_path):
     assert found > 5
 
 
+def test_a_truncated_file_of_a_checkpoint_is_named(made, tmp_path):
+    copy = shutil.copytree(made / "imported", tmp_path / "copy")
+    file = max((copy / "0/arrays").rglob("d/*"), key=lambda path: path.stat().st_size)
+    size = file.stat().st_size
+    file.write_bytes(b"")
+    message = refused(export_llama, copy, out=tmp_path / "out")
+    assert message.startswith(f"the checkpoint {copy}/0 is damaged:\n  {file}: 0 bytes, {size} were written\nRestore")
+
+
 def test_an_error_while_tensors_are_written_leaves_nothing(made, tmp_path, monkeypatch):
     left = 3 + len(random_tensors(CONFIG))  # the first pass is for the digests
     read = Reader.read

@@ -1,6 +1,8 @@
 """A model from a checkpoint, on any mesh, in any dtype, without what an optimizer needs."""
 
 import dataclasses
+import os
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import pytest
 from flax import nnx
 
 import gtp_jax as gtp
-from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.checkpoint import Checkpoints, DamagedCheckpoint
 from gtp_jax.models import PRESETS, build, load, saved
 
 CONFIG = dataclasses.replace(
@@ -101,6 +103,19 @@ def test_a_checkpoint_of_another_model_or_none_is_refused(run, tmp_path):
             ValueError, match=r"has other arrays than its model:\n  params/blocks.*\(2, .* found, \(3, "
         ):
             load(tmp_path)
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_files_that_were_truncated_are_named(run, tmp_path, left):
+    copy = shutil.copytree(run, tmp_path / "run")
+    files = [path for path in (copy / "checkpoints/3/arrays").rglob("d/*") if path.stat().st_size > 1]
+    sizes = {file: file.stat().st_size for file in files}
+    for file in files:
+        os.truncate(file, left)
+    with pytest.raises(DamagedCheckpoint, match="Restore another step; `gtp-jax checkpoint verify") as caught:
+        load(copy)
+    lines = {f"{file}: {left} bytes, {size} were written" for file, size in sizes.items()}
+    assert lines & set(map(str.strip, str(caught.value).splitlines()))
 
 
 def test_an_array_that_was_changed_on_disk_is_not_generated_from(run, monkeypatch):
