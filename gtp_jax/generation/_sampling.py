@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._foreign import brief
+
 # How a token is chosen; programs are compiled for one of these. "greedy": the most likely token; "all": sampled from
 # all tokens; "likeliest": sampled from the most likely tokens (top-k, top-p).
 Choice = Literal["greedy", "all", "likeliest"]
@@ -16,6 +18,10 @@ Choice = Literal["greedy", "all", "likeliest"]
 
 # A number that exceeds every vocabulary.
 _ALL = 2**31 - 1
+
+# Temperatures and their inverses are numbers that float32 holds and that XLA does not flush to zero. One that is nearer
+# to zero takes the likeliest token, and one that is greater takes every token alike, as this one does.
+_HOTTEST = 2.0**126
 
 
 class Sampling(NamedTuple):
@@ -46,7 +52,8 @@ def sampling_of(
     """
     if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
         raise ValueError(
-            f"`temperature` is {temperature!r}; it must be a number of at least 0, where 0 takes the likeliest token."
+            f"`temperature` is {brief(temperature)}; it must be a number of at least 0, and not infinite; 0 takes the "
+            "likeliest token."
         )
     if top_k is not None and (not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1):
         raise ValueError(f"`top_k` is {top_k!r}; it must be a number of tokens, at least 1, or None for all.")
@@ -58,7 +65,7 @@ def sampling_of(
         raise ValueError(f"`vocab_size` is {vocab_size!r}; it must be a number of tokens, at least 1, or None for all.")
     choice: Choice = "greedy" if temperature == 0 else "all" if top_k is None and top_p is None else "likeliest"
     arrays = Sampling(
-        np.float32(temperature or 1.0),
+        np.float32(min(max(temperature, 1 / _HOTTEST), _HOTTEST)),
         np.int32(min(top_k or _ALL, _ALL)),
         np.float32(1.0 if top_p is None else top_p),
         np.array([0, seed], np.uint32),
@@ -82,12 +89,15 @@ def choose(logits: jax.Array, choice: Choice, sampling: Sampling, rows: jax.Arra
     logits = jnp.where(jnp.arange(logits.shape[-1]) < sampling.vocab_size, logits, -jnp.inf)
     if choice == "greedy":
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    scores = logits.astype(jnp.promote_types(logits.dtype, jnp.float32)) / sampling.temperature
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    # The likeliest tokens have the score 0, also where the quotients of the others are infinite.
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    scores = jnp.where(logits == best, 0, (logits - best) / sampling.temperature)
     key = jax.random.wrap_key_data(jnp.asarray(sampling.key), impl="threefry2x32")
     keys = jax.vmap(lambda row, place: jax.random.fold_in(jax.random.fold_in(key, row), place))(rows, places)
     if choice == "all":
         return jax.vmap(jax.random.categorical)(keys, scores).astype(jnp.int32)
-    order = jnp.argsort(-scores, axis=-1, stable=True)
+    order = jnp.argsort(-logits, axis=-1, stable=True)  # scores that differ may be rounded to one
     ordered = jnp.take_along_axis(scores, order, axis=-1)
     rank = jnp.arange(scores.shape[-1])
     kept = jnp.where(rank < sampling.top_k, ordered, -jnp.inf)

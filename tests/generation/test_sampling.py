@@ -11,6 +11,7 @@ from gtp_jax.generation._sampling import choose, sampling_of
 from .models import DENSE, model_of, scope_of
 
 PROMPTS = [[5, 3, 8, 1, 90], [7, 7], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
+BOTH = dict(top_k=None, top_p=None)
 OPTIONS = dict(max_new_tokens=12, temperature=0.8, top_k=40, top_p=0.95)
 
 
@@ -43,6 +44,29 @@ def test_tokens_come_with_the_probabilities_of_those_that_are_left(top_k, top_p,
     found = np.bincount(drawn, minlength=6) / 20_000
     assert (found[wanted == 0] == 0).all()
     np.testing.assert_allclose(found, wanted, atol=0.015)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}, {"top_p": 1.0}], ids=str)
+@pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-38, 1e-30, 1e30, 1e38, 1e39, 1e308])
+def test_extreme_temperatures_take_the_likeliest_token_or_all_alike(temperature, options):
+    logits = jax.random.normal(jax.random.key(0), (9,)) * 10
+    ranks = np.argsort(-logits[:6], kind="stable")  # of the tokens in the vocabulary
+    choice, sampling = sampling_of(temperature=temperature, seed=1, vocab_size=6, **{**BOTH, **options})
+    many = jnp.broadcast_to(logits, (4000, 9))
+    drawn = jax.jit(choose, static_argnums=1)(many, choice, sampling, jnp.arange(4000), jnp.full(4000, 7))
+    kept = 1 if temperature < 1 else options.get("top_k", 6)
+    found = np.bincount(drawn, minlength=9)
+    assert (found[ranks[:kept]] > 0).all() and found[ranks[:kept]].sum() == 4000
+    np.testing.assert_allclose(found[ranks[:kept]], 4000 / kept, rtol=0.15)
+
+
+@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-50}, {"top_p": 5e-324}], ids=str)
+@pytest.mark.parametrize("temperature", [1e-40, 0.7, 1e38])
+def test_the_least_choice_is_the_likeliest_token(temperature, options):
+    logits = jax.random.normal(jax.random.key(0), (50, 9))
+    choice, sampling = sampling_of(temperature=temperature, seed=1, **{**BOTH, **options})
+    drawn = choose(logits, choice, sampling, jnp.arange(50), jnp.arange(50))
+    np.testing.assert_array_equal(drawn, np.argmax(logits, axis=-1))
 
 
 def test_a_temperature_of_zero_takes_the_likeliest_token():
