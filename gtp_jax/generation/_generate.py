@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from .._foreign import brief
 from ..mesh import check_mesh_in_scope, current_roles, current_view, degrees
 from ..nn import Layer
 from ..recipes import use_recipe
@@ -221,6 +222,8 @@ def _stops(stop: Any) -> np.ndarray:
         tokens = [operator.index(token) for token in given]
     except TypeError as error:
         raise ValueError(f"`stop` is {stop!r}; it must be a token or several, whole numbers.") from error
+    if not all(0 <= token < 1 << 31 for token in tokens):
+        raise ValueError(f"`stop` is {brief(stop)}; tokens are numbers of a vocabulary, from 0 on and below 2**31.")
     return np.array([*tokens, *[NO_TOKEN] * (_power_of_two(len(tokens)) - len(tokens))], np.int32)
 
 

@@ -92,6 +92,20 @@ def test_a_mistake_is_found_at_the_door(name, run, imported, capsys, monkeypatch
     assert code == 2 and not out and message in err, err
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompt", "x", "--stop", "a", ""], "argument --stop: is '', at which every text would end; give a text"),
+        (["--prompt", "x", "--stop", "\udcff"], r"argument --stop: is '\udcff', which is not text in UTF-8"),
+        (["--prompt", "x", "\udcff"], r"argument --prompt: is '\udcff', which is not text in UTF-8; set the terminal"),
+    ],
+)
+def test_an_empty_stop_and_text_that_is_not_utf8_are_refused(run, flags, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["generate", str(run), *flags])
+    assert caught.value.code == 2 and message in capsys.readouterr().err
+
+
 def test_a_prompt_of_another_tokenizer_is_refused(run, imported, tmp_path, capsys):
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"x": 5000, "?": 1}, unk_token="?"))

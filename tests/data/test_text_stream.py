@@ -35,6 +35,11 @@ def test_a_text_to_stop_at_ends_it_and_is_left_out(size):
     assert stream.ended and given + stream.end() == "one two"
 
 
+def test_a_text_to_stop_at_is_not_empty():
+    with pytest.raises(ValueError, match=r"`stop` is \['a', ''\]; it must be texts of at least one character"):
+        TextStream(BYTES, [], ["a", ""])
+
+
 def test_what_looked_like_the_beginning_of_a_stop_is_given_later():
     stream = TextStream(BYTES, [], ["\n\n"])
     assert [stream.add(b"a\n"), stream.add(b"b"), stream.end()] == ["a", "\nb", ""]

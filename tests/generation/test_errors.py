@@ -91,6 +91,9 @@ ARGUMENTS = {
     "top_p": (dict(top_p=1.5), "`top_p` is 1.5; it must be a probability"),
     "seed": (dict(seed=-1), "`seed` is -1; it must be a whole number from 0"),
     "stop": (dict(stop="x"), "`stop` is 'x'; it must be a token or several"),
+    "empty stop": (dict(stop=""), "`stop` is ''; it must be a token or several"),
+    "negative stop": (dict(stop=[3, -1]), r"`stop` is \[3, -1\]; tokens are numbers of a vocabulary, from 0 on"),
+    "large stop": (dict(stop=10**400), r"`stop` is 10+\.\.\.0+; tokens are .* below 2\*\*31"),
     "gather": (dict(gather="always"), "`gather` is 'always'; it must be 'once'"),
     "vocabulary": (dict(tokens=[[1, 2], [3, 100]]), "the logits of row 1 are NaN. Its prompt has tokens up to 100"),
 }

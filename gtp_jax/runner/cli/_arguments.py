@@ -24,6 +24,17 @@ def whole(text: str) -> int:
     return int(text)
 
 
+def utf8(text: str) -> str:
+    """Returns a text that UTF-8 can encode, for `type=`."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(
+            f"is {text!r}, which is not text in UTF-8; set the terminal to UTF-8, or convert the text with iconv"
+        ) from None
+    return text
+
+
 def check_files(*paths: Path | None) -> None:
     """Checks that files can be written to these places.
 

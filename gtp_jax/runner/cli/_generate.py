@@ -21,7 +21,7 @@ from ...models import TOKENIZER_FILE, ModelConfig, Origin, config_of, load, open
 from ...recipes import RECIPES
 from ..data import BYTES, TextStream, Tokenizer, load_tokenizer, read_tokenizer
 from ..trainer import RunDirectory, TrainConfig
-from ._arguments import positive, whole
+from ._arguments import positive, utf8, whole
 
 _EXAMPLES = """\
 examples:
@@ -58,14 +58,21 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("source", type=Path, metavar="RUN_OR_IMPORT", help="directory of a run, or of an import")
-    parser.add_argument("--prompt", nargs="+", required=True, metavar="TEXT", help="one text or several; '' for none")
+    parser.add_argument(
+        "--prompt", nargs="+", required=True, type=utf8, metavar="TEXT", help="one text or several; '' for none"
+    )
     parser.add_argument("--step", type=int, metavar="N", help="which step (default: the latest)")
     length = parser.add_argument_group("length")
     length.add_argument(
         "--max-new-tokens", type=whole, default=256, metavar="N", help="tokens of a text at most (default: 256)"
     )
     length.add_argument(
-        "--stop", nargs="+", default=[], metavar="TEXT", help="end before one of these texts; \\n is a new line"
+        "--stop",
+        nargs="+",
+        default=[],
+        type=_stop,
+        metavar="TEXT",
+        help="end before one of these texts; \\n is a new line",
     )
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
@@ -132,12 +139,18 @@ def note(text: str) -> None:
     print(f"gtp-jax generate: {text}", file=sys.stderr, flush=True)
 
 
+def _stop(text: str) -> str:
+    """Returns a text to stop at, for `type=`."""
+    if not text:
+        raise argparse.ArgumentTypeError("is '', at which every text would end; give a text, or leave it out")
+    return utf8(text).replace(r"\n", "\n").replace(r"\t", "\t")
+
+
 def _show(
     stream: Iterator[np.ndarray], tokenizer: Tokenizer, prompts: list[list[int]], args: argparse.Namespace
 ) -> None:
     """Prints texts: one while it is made, several at their end."""
-    stops = [text.replace(r"\n", "\n").replace(r"\t", "\t") for text in args.stop]
-    texts = [TextStream(tokenizer, prompt, stops) for prompt in prompts]
+    texts = [TextStream(tokenizer, prompt, args.stop) for prompt in prompts]
     alone, found = len(prompts) == 1, list(args.prompt)
     say = functools.partial(print, end="", flush=True)
     if alone:

@@ -19,10 +19,17 @@ class TextStream:
 
     Attributes:
         ended: whether one of them has come.
+
+    Raises:
+        ValueError: if a text to stop at is empty.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._tokens, self._stop = tokenizer, [int(token) for token in prompt], tuple(stop)
+        if "" in self._stop:
+            raise ValueError(
+                f"`stop` is {list(stop)}; it must be texts of at least one character. Leave out the empty."
+            )
         self._begin = len(tokenizer.decode(self._tokens))
         self._given = 0
         self.ended = False
