@@ -15,13 +15,15 @@ from ..checkpoint import real_path
 def fresh_directory(out: Path) -> Iterator[Path]:
     """A directory beside `out` to write to, which takes its name at the end, or is deleted after an error.
 
+    If `out` is a link, that is what it leads to.
+
     Raises:
-        ValueError: if `out` is a file, or a directory with something in it.
+        ValueError: if `out` is a file, a directory with something in it or that cannot be renamed, or a link that leads
+            to itself.
         OSError: if it cannot be made, naming it.
     """
     out = real_path(out)
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        what = "is a directory with something in it" if out.is_dir() else "is a file"
+    if what := _hindrance(out):
         raise ValueError(f"`out` {out} {what}. Choose a new or an empty directory.")
     part = out.with_name(f".{out.name}.incomplete-{os.getpid()}")
     with _naming(out):
@@ -34,6 +36,17 @@ def fresh_directory(out: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
+
+
+def _hindrance(out: Path) -> str | None:
+    """Returns why no directory can take this name, whose links have been followed; `None` if one can."""
+    if out.is_symlink():
+        return "is a link that leads to itself"
+    if out.is_dir():
+        if os.path.ismount(out):
+            return "is where a file system is mounted, and must not be replaced"
+        return "is a directory with something in it" if any(out.iterdir()) else None
+    return "is a file" if out.exists() else None
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from flax import nnx
 from gtp_jax.checkpoint import Checkpoints, StreamedArray
 from gtp_jax.convert import export_llama, import_llama
 from gtp_jax.convert._files import open_tensors
+from gtp_jax.convert._fresh import fresh_directory
 from gtp_jax.convert._import import _check
 from gtp_jax.convert._safetensors import Reader
 from gtp_jax.models import LlamaConfig, load
@@ -334,6 +335,29 @@ def test_out_is_not_overwritten(made, tmp_path):
         assert "is a directory with something in it. Choose a new or an empty directory" in message
         assert "is a file. Choose" in refused(convert, source, out=tmp_path / "file")
     assert (tmp_path / "full" / "mine").read_text() == (tmp_path / "file").read_text() == "mine"
+
+
+def test_out_may_be_a_link(made, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name, target in (("link", "empty"), ("dangling", "new")):
+        (tmp_path / name).symlink_to(target)
+        export_llama(made / "imported", tmp_path / name, dtype="float32")
+        assert (tmp_path / name).is_symlink() and (tmp_path / name).readlink().name == target
+        assert_same(read_model(tmp_path / target), random_tensors(CONFIG))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "empty", "link", "new"]
+
+
+def test_an_out_that_cannot_be_replaced_is_refused_before_anything_is_read(tmp_path, monkeypatch):
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "mounted").mkdir()
+    monkeypatch.setattr("os.path.ismount", lambda path: path == tmp_path / "mounted")
+    for name, message in (("loop", "is a link that leads to itself"), ("mounted", "is where a file system is mounted")):
+        with pytest.raises(
+            ValueError, match=f"`out` {tmp_path / name} {message}.*. Choose a new or an empty directory"
+        ):
+            with fresh_directory(tmp_path / name):
+                pytest.fail("it was written to")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["loop", "mounted"]
 
 
 def test_a_path_may_have_two_dots(made, source, tmp_path, monkeypatch):
