@@ -32,6 +32,12 @@ def test_diff_names_the_arrays_that_differ(run, capsys):
     assert code == 0 and "arrays are equal, 0 differ\n" in text
 
 
+@pytest.mark.parametrize("step", ["²", "latest", ""])
+def test_a_step_to_compare_that_is_no_number_is_named(run, capsys, step):
+    code, text = printed(capsys, "diff", f"{run}@{step}", run)
+    assert code == 2 and f"the step of '{run}@{step}' is {step!r}; it must be a whole number. `gtp-jax ch" in text
+
+
 def test_diff_says_that_it_compares_what_was_saved_and_reads_no_array(run, tmp_path, capsys):
     copy = shutil.copytree(run, tmp_path / "copy")
     shutil.rmtree(copy / "checkpoints/4/arrays")

@@ -44,6 +44,13 @@ def test_processes_are_found(flags, environment, expected):
     assert launch(*flags, **environment) == expected
 
 
+def test_a_job_or_a_port_of_digits_that_are_no_number_is_refused():
+    with pytest.raises(ValueError, match="SLURM does not say where process 0 runs. Add --coordinator HOST:PORT"):
+        launch(**{**slurm("n1"), "SLURM_JOB_ID": "²"})
+    with pytest.raises(ValueError, match="--coordinator is 'h:²'; it must be HOST:PORT, 127.0.0.1:9000 for instance"):
+        launch("--coordinator=h:²", "--num-processes=2", "--process-id=1")
+
+
 def test_flags_win_over_the_launcher():
     flags = ("--coordinator=h:9", "--num-processes=4", "--process-id=0")
     assert launch(*flags, SLURM_STEP_NUM_TASKS="16", SLURM_PROCID="3") == Launch(4, 0, "h:9")

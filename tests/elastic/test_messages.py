@@ -88,6 +88,7 @@ def test_a_rejoin_is_asked_for_by_a_command(capsys, tmp_path):
         capsys, "elastic", "rejoin", str(tmp_path), "--device=-1"
     )
     assert main(["elastic", "rejoin", str(tmp_path), "--device=1"]) == 0
+    (tmp_path / "elastic" / "rejoin.²").touch()  # a digit, and no number
     assert take_rejoins(tmp_path / "elastic") == [1]
     assert take_rejoins(tmp_path / "elastic") == []
 

@@ -159,8 +159,14 @@ def _open(directory: Path) -> Checkpoints:
 
 def _manifest_of(name: str) -> dict[str, Any]:
     directory, at, step = name.rpartition("@")
-    if at and step.isdigit() and not Path(name).exists():
-        return _open(Path(directory)).manifest(int(step))
+    if at and not Path(name).exists():
+        if step.isdecimal():
+            return _open(Path(directory)).manifest(int(step))
+        if Path(directory).is_dir():
+            raise ValueError(
+                f"the step of {name!r} is {step!r}; it must be a whole number. `gtp-jax checkpoint list` shows the "
+                "steps there are."
+            )
     return _open(Path(name)).manifest()
 
 

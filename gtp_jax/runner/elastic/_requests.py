@@ -31,6 +31,6 @@ def take_rejoins(elastic: Path) -> list[int]:
     for path in sorted(elastic.glob(f"{_REJOIN}*")):
         path.unlink(missing_ok=True)
         number = path.name.removeprefix(_REJOIN)
-        if number.isdigit():
+        if number.isdecimal():
             found.append(int(number))
     return found

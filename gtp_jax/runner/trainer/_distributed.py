@@ -17,7 +17,7 @@ def _slurm_address(environment: Mapping[str, str]) -> str | None:
     """Returns the first host of a step and a port by the job's number: `node007` of `node[007-009,12],other`."""
     found = re.match(r"([^,\[]+)(?:\[(\d+))?", environment.get("SLURM_STEP_NODELIST", ""))
     job = environment.get("SLURM_JOB_ID", "")
-    return f"{found[1]}{found[2] or ''}:{_port_of(int(job))}" if found and job.isdigit() else None
+    return f"{found[1]}{found[2] or ''}:{_port_of(int(job))}" if found and job.isdecimal() else None
 
 
 def _open_mpi_address(environment: Mapping[str, str]) -> str | None:
@@ -131,7 +131,7 @@ def find_launch(options: LaunchOptions, environment: Mapping[str, str] = os.envi
     if not 0 < join_s < float("inf"):
         raise ValueError(f"--join-timeout is {join_s:g}; it must be a number of seconds above 0.")
     count, rank, address = options.num_processes, options.process_id, options.coordinator
-    if address is not None and not (address.rpartition(":")[0] and address.rpartition(":")[2].isdigit()):
+    if address is not None and not re.fullmatch(r".+:[0-9]+", address):
         raise ValueError(f"--coordinator is {address!r}; it must be HOST:PORT, 127.0.0.1:9000 for instance.")
     if count is None and rank is None:
         for name, (size, number, find_address) in _LAUNCHERS.items():
