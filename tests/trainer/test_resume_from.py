@@ -111,7 +111,7 @@ def test_a_run_inside_its_text_is_no_part_of_it_and_goes_on(tmp_path, monkeypatc
     said = capsys.readouterr().out
     assert "resumed at step 1" in said and "changed data" not in said
     assert main(["train", *small(Path("."), Path("."), steps=1)]) == 2
-    assert "`data` . is the directory of a run, and what a run writes is no text" in capsys.readouterr().err
+    assert "`data` . is `out` too, and what a run writes is no text" in capsys.readouterr().err
     assert not Path("config.json").exists()
 
 

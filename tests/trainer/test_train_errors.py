@@ -61,12 +61,14 @@ def refused(capsys, *flags: str) -> str:
         (dict(weight_decay=-1), "`weight_decay` is -1.0; it must be a number of at least 0."),
         (dict(warmup=8), "`warmup` is 8; it must be at least 0 and less than `steps`, 8."),
         (dict(unroll=0), "`unroll` is 0; it must be a number of layers, at least 1, or 'full'."),
+        (dict(keep_gathered=99), "`keep_gathered` is 99, but there are 6 layers with the embedding and the head. Keep"),
         (dict(gtp=3), "dp 1 x gtp 3 x tp 1 = 3, but there are 8 devices. Choose degrees"),
         (dict(dp=3), "but there are 8 devices"),
         (dict(tp=8), "tp 8 is more than the 4 key-value heads (8 query heads)"),
         (dict(gtp=4, tp=2, seq=33), "`seq` is 33, which tp 2 does not divide"),
         (dict(batch=6), "`batch` is 6, which is not divisible by dp * gtp * microbatches = 1 * 4 * 1 = 4. Take 4"),
         (dict(microbatches=4), "`batch` is 8, which is not divisible by dp * gtp * microbatches = 1 * 4 * 4 = 16."),
+        (dict(core_tp=3, min_tp=2), "--min-tp, --core-tp: only a run whose devices have failed has that. Add --fail"),
         (dict(data="/nowhere"), "`data` /nowhere does not exist. Give a text file, or a directory of text files."),
         (dict(data="/proc/self/mem"), "`data` /proc/self/mem cannot be read: "),  # noqa: E501
         (dict(seq=20_000), "to train on, but one batch of 8 sequences of 20000 needs 160001. Give more text"),
@@ -97,6 +99,12 @@ def test_another_run_is_not_overwritten_unless_told(run_of_two_steps, text, caps
     assert "holds a run already. Go on with it (--resume), replace it (--force), or choose another --out." in message
     refused(capsys, *small("/nowhere", run_of_two_steps), "--force")  # a mistake elsewhere must not cost the old run
     assert (run_of_two_steps / "log.jsonl").read_text() == before
+
+
+def test_a_text_that_is_the_directory_to_write_to_is_named(text, capsys):
+    before = sorted(text.iterdir())
+    assert f"`data` {text} is `out` too, and what a run writes is no text" in refused(capsys, *small(text, text))
+    assert sorted(text.iterdir()) == before
 
 
 def test_nothing_to_resume_is_said(text, tmp_path, capsys):

@@ -63,6 +63,17 @@ class Faults:
         """Whether replicas may be unequal."""
         return bool(self.failed_devices or self.replica_batches)
 
+    def check_healthy(self) -> None:
+        """Checks that nothing is asked for of a run with all its devices which only one without some of them has.
+
+        Raises:
+            ValueError: naming the flags.
+        """
+        others = {"even": self.even, "min_tp": self.min_tp != 1, "core_tp": self.core_tp is not None}
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name, asked in others.items() if asked)
+        if flags:
+            raise ValueError(f"{flags}: only a run whose devices have failed has that. Add --failed-devices.")
+
     def plan(self, *, dp: int, gtp: int, tp: int, batch: int, microbatches: int) -> FaultPlan:
         """Returns the plan.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ..data import BYTES, Corpus, load_corpus, load_tokenizer, read_text
 from ._directory import RunDirectory
 from ._train_flags import TrainConfig
@@ -16,6 +18,12 @@ def read_corpus(config: TrainConfig) -> Corpus:
     """
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else BYTES
     out = RunDirectory.of(config.out).root.resolve()
+    for path in config.data:
+        if Path(path).resolve() == out:
+            raise ValueError(
+                f"`data` {path} is `out` too, and what a run writes is no text to train on. Give another --out; it may "
+                "be a directory in that of the text."
+            )
     text = read_text(
         config.data,
         follow_links=config.follow_links,

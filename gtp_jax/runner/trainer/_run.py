@@ -179,16 +179,19 @@ def resolve(settings: Mapping[str, Any], *, resume: bool, force: bool) -> tuple[
     Raises:
         ValueError: on a mistake in the settings, or if the directory does not allow it.
     """
-    config = from_settings(TrainConfig, settings)
+    config = asked = from_settings(TrainConfig, settings)
     directory = RunDirectory.of(config.out)
     directory.check(resume=resume, force=force)
-    if not resume:
-        return config, directory, []
-    if "from_" in settings:
-        raise ValueError("`from` is for a new run; a resumed one has its parameters. Leave out --from or --resume.")
-    before = TrainConfig.load(directory.config)
-    config = from_settings(TrainConfig, {**settings_of(before), **settings, "out": config.out})
-    return config, directory, config.changes(before)
+    changes: list[str] = []
+    if resume:
+        if "from_" in settings:
+            raise ValueError("`from` is for a new run; a resumed one has its parameters. Leave out --from or --resume.")
+        before = TrainConfig.load(directory.config)
+        config = from_settings(TrainConfig, {**settings_of(before), **settings, "out": config.out})
+        changes = config.changes(before)
+    if not config.faults.any:
+        asked.faults.check_healthy()
+    return config, directory, changes
 
 
 @contextlib.contextmanager
