@@ -131,6 +131,22 @@ def test_a_killed_owner_under_the_same_system_is_followed_at_once_and_a_stopped_
         follower.ownership.check()
 
 
+def test_a_file_that_is_no_lock_is_refused_and_stays(tmp_path, elsewhere):
+    path, clock = tmp_path / "lock", Clock()
+    path.write_text("12345\n")
+    message = "lock is not the lock of a run of gtp-jax: it holds '12345.n'. Choose another --out, or move the file"
+    with pytest.raises(ValueError, match=message):
+        Lock(path).attempt()
+    for content in ("", "12345"):  # as of a lock that is just being written, but for too long
+        path.write_text(content)
+        late = Lock(path, stale_s=60, clock=clock)
+        assert not late.attempt()
+        clock.now += 61
+        with pytest.raises(ValueError, match=f"lock is not the lock of a run of gtp-jax: it holds '{content}'"):
+            late.attempt()
+        assert path.read_text() == content
+
+
 def test_who_has_lost_the_lock_publishes_prunes_and_logs_nothing(tmp_path):
     state = TrainState({"w": jnp.ones(3)}, (), jnp.int32(0), ModelDef(None, None, {}, {}))
     lock = Lock(tmp_path / "lock").acquire()

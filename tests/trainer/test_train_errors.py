@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from gtp_jax.runner.cli import main
-from gtp_jax.runner.trainer import TrainConfig
+from gtp_jax.runner.trainer import EventLog, Lock, RunDirectory, TrainConfig
 
 from .runs import WORDS, small, write_text
 from .test_origin_kept import tokenizer
@@ -172,6 +172,39 @@ def test_a_directory_of_something_else_is_left_alone(text, tmp_path, capsys):
     for flags in ((), ("--force",), ("--resume",)):
         assert "config.json is not the configuration of a run" in refused(capsys, *small(text, tmp_path), *flags)
     assert (tmp_path / "checkpoints/mine/weights").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.json.new", "log.jsonl", "loss.png", "report.txt", "checkpoints.deleted/", "lock", "lock/", "events.jsonl",
+     "elastic/"],
+)  # fmt: skip
+def test_what_a_run_would_write_or_delete_is_left_alone_where_no_run_has_written_it(name, text, tmp_path, capsys):
+    out = tmp_path / "run"
+    file = out / name / "notes" if name.endswith("/") else out / name
+    file.parent.mkdir(parents=True)
+    file.write_text('{"time": 1, "event": "mine"}\n')
+    for flags in ((), ("--force",), ("--resume",), ("--elastic",)):
+        said = refused(capsys, *small(text, out), *flags)
+        assert f"{out} holds {name.rstrip('/')}, and no run of gtp-jax has written them. Choose an empty or" in said
+    assert [path for path in out.rglob("*") if path.is_file()] == [file]
+    assert file.read_text() == '{"time": 1, "event": "mine"}\n'
+
+
+def test_a_link_in_the_place_of_a_file_of_a_run_is_left_alone(text, tmp_path, capsys):
+    for name in ("config.json", "log.jsonl"):
+        (tmp_path / name).symlink_to(tmp_path / "nowhere")
+    assert "holds config.json, log.jsonl, and no run of gtp-jax has" in refused(capsys, *small(text, tmp_path))
+
+
+def test_what_a_start_leaves_that_was_killed_before_its_run_began_hinders_no_other(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.compiled.mkdir(parents=True)
+    (directory.compiled / "program").touch()
+    EventLog(directory.events).write("start", devices=["GPU 0"], degrees={"gtp": 1})
+    TrainConfig().save(tmp_path / "config.json.new")
+    Lock(directory.lock).acquire()
+    directory.check(resume=False, force=False)
 
 
 def test_fewer_steps_than_were_made_are_refused(run_of_two_steps, capsys):

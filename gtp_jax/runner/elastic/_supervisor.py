@@ -236,7 +236,7 @@ class Supervisor:
     def _environment(self) -> dict[str, str]:
         """Returns what all processes have in their environment: a persistent compilation cache."""
         cache = {
-            "JAX_COMPILATION_CACHE_DIR": str(self._directory.elastic / "compiled"),
+            "JAX_COMPILATION_CACHE_DIR": str(self._directory.compiled),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }

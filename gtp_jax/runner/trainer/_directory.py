@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
 from ...checkpoint import Checkpoints
+from ._events import is_of_supervisor
+from ._lock import is_lock
 from ._train_flags import TrainConfig
 
 
@@ -72,6 +76,33 @@ class RunDirectory:
         """Files of a supervisor: compiled programs, requests."""
         return self.root / "elastic"
 
+    @property
+    def compiled(self) -> Path:
+        """Programs that a supervisor's processes have compiled."""
+        return self.elastic / "compiled"
+
+    @property
+    def _doomed(self) -> Path:
+        """Steps of a run that is being replaced, while they are deleted."""
+        return self.root / "checkpoints.deleted"
+
+    @property
+    def _table(self) -> dict[Path, Callable[[Path], bool]]:
+        """All that a run writes or deletes here, each with what tells whether it is that of a start which has not come
+        to its configuration."""
+        return {
+            self.config: _never,
+            TrainConfig.draft(self.config): TrainConfig.is_in,
+            self.log: _never,
+            self.curve: _never,
+            self.report: _never,
+            self.checkpoints: _never,
+            self._doomed: _never,
+            self.lock: is_lock,
+            self.events: is_of_supervisor,
+            self.elastic: lambda path: path.is_dir() and {*path.iterdir()} <= {self.compiled},
+        }
+
     def check(self, *, resume: bool, force: bool) -> None:
         """Checks that a run may be started or resumed here.
 
@@ -90,7 +121,7 @@ class RunDirectory:
         if ours:
             TrainConfig.load(self.config)
         else:
-            foreign = [p.name for p in (self.log, self.curve, self.report, self.checkpoints) if p.exists()]
+            foreign = [path.name for path, known in self._table.items() if os.path.lexists(path) and not known(path)]
             if foreign:
                 raise ValueError(
                     f"{self.root} holds {', '.join(foreign)}, and no run of gtp-jax has written them. Choose an empty "
@@ -123,12 +154,11 @@ class RunDirectory:
         self.root.mkdir(parents=True, exist_ok=True)
         if not keep:
             # First the steps, all at once, so that a kill leaves no old step with a new configuration.
-            doomed = self.root / "checkpoints.deleted"
-            if doomed.exists():
-                shutil.rmtree(doomed)
+            if self._doomed.exists():
+                shutil.rmtree(self._doomed)
             if self.checkpoints.exists() and not self.checkpoints.is_symlink():
-                self.checkpoints.rename(doomed)
-                shutil.rmtree(doomed)
+                self.checkpoints.rename(self._doomed)
+                shutil.rmtree(self._doomed)
             for file in (self.log, self.curve, self.report):
                 file.unlink(missing_ok=True)
             config.save(self.config)
@@ -143,3 +173,8 @@ class RunDirectory:
         if latest is None:
             return f"There is no checkpoint yet; start again from the beginning with: {command}"
         return f"The last checkpoint is of step {latest}, in {self.checkpoints}; go on with: {command}"
+
+
+def _never(path: Path) -> bool:
+    del path
+    return False

@@ -11,6 +11,9 @@ from typing import Any
 
 Event = dict[str, Any]
 
+# bytes of a supervisor's first line: it names all devices
+_LONGEST = 1 << 20
+
 
 class EventLog:
     """Appends events to a file. A run's process 0 and its supervisor write to the same one.
@@ -88,6 +91,19 @@ def events_in(path: Path, needs: Mapping[str, Collection[str]]) -> list[Event]:
         needs: the numbers that an event must have, by its name, beside the time.
     """
     return [record for record in read_lines(path) if _is_event(record, needs)]
+
+
+def is_of_supervisor(path: Path) -> bool:
+    """Returns whether a file is a record that a supervisor has begun."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        first = file.readline(_LONGEST)
+    try:
+        event = json.loads(first)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(event, dict) and event.get("event") == "start" and {"time", "devices", "degrees"} <= event.keys()
 
 
 def _is_event(record: Event, needs: Mapping[str, Collection[str]]) -> bool:

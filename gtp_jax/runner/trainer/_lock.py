@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import fcntl
 import os
+import re
 import secrets
 import socket
 import threading
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Self
 
-from ..._foreign import printable
+from ..._foreign import brief, printable
 from .._exit_codes import RETRY
 
 BEAT_S = 5.0
@@ -33,6 +34,9 @@ _SETTLE_S = 1.0
 _PAUSE_S = 0.5
 
 _TOKEN_DIGITS = 32
+_LINES = 4
+# A lock, or the beginning of one that is just being written.
+_FORM = re.compile(rf"[0-9a-f]{{{_TOKEN_DIGITS}}}\n|[0-9a-f]{{0,{_TOKEN_DIGITS}}}\Z")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -110,7 +114,7 @@ class Lock:
         """Waits until this run has the lock.
 
         Raises:
-            ValueError: if another run has it and goes on.
+            ValueError: as `attempt`.
         """
         while not self.attempt():
             time.sleep(_PAUSE_S)
@@ -120,14 +124,16 @@ class Lock:
         """Returns whether this run has the lock now; to be called again if not.
 
         Raises:
-            ValueError: if another run has it and goes on.
+            ValueError: if another run has it and goes on, or the file is no lock of a run.
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._create():
             return self._own()
         found, now = _read(self._path), self._clock()
-        if not found:
-            return False  # just deleted, or just being made
+        if not found and not self._path.exists():
+            return False  # just deleted
+        if not _FORM.match(found):
+            raise self._foreign(found)
         if self._seen is None:
             self._begun = now
             self._note(
@@ -137,6 +143,8 @@ class Lock:
         if found != self._seen:
             self._seen, self._changed = found, now
         if now - self._changed > self._stale_s or _owner_has_died_here(self._path, found):
+            if found.count("\n") < _LINES:
+                raise self._foreign(found)
             return self._take_over()
         if now - self._begun > self._patience_s:
             raise ValueError(
@@ -157,6 +165,12 @@ class Lock:
             self._path.unlink()
         if self._file is not None:
             self._file.close()
+
+    def _foreign(self, found: str) -> ValueError:
+        return ValueError(
+            f"{self._path} is not the lock of a run of gtp-jax: it holds {brief(found)}. Choose another --out, or move "
+            "the file away."
+        )
 
     def _create(self) -> bool:
         """Makes the file, unless there is one."""
@@ -209,6 +223,11 @@ class Lock:
                 os.fsync(descriptor)
 
 
+def is_lock(path: Path) -> bool:
+    """Returns whether a file is a lock, or one that is just being written."""
+    return path.is_file() and _FORM.match(_read(path)) is not None
+
+
 def _read(path: Path) -> str:
     """Returns the lines of a lock, nothing if there is none."""
     try:
@@ -233,7 +252,7 @@ def _owner_has_died_here(path: Path, found: str) -> bool:
     """Says whether the owner ran under this very system, which has released its lock on the file: it is dead, and
     nobody needs to wait."""
     boot = _boot()
-    if not boot or found.splitlines()[1:2] != [boot] or found.count("\n") < 4:
+    if not boot or found.splitlines()[1:2] != [boot] or found.count("\n") < _LINES:
         return False
     with contextlib.suppress(OSError), path.open("r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

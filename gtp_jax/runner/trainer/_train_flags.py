@@ -258,9 +258,14 @@ class TrainConfig:
 
     def save(self, path: Path) -> None:
         """Writes the configuration as JSON."""
-        new = path.with_name(f"{path.name}.new")  # so that a kill leaves the old one
+        new = self.draft(path)  # so that a kill leaves the old one
         new.write_text(json.dumps({_MARK: __version__, **settings_of(self)}, indent=2) + "\n")
         new.replace(path)
+
+    @staticmethod
+    def draft(path: Path) -> Path:
+        """Returns the file that `save` writes before it takes the place of the old one."""
+        return path.with_name(f"{path.name}.new")
 
     @classmethod
     def is_in(cls, path: Path) -> bool:
