@@ -48,6 +48,17 @@ def test_events_are_one_line_each_and_a_line_cut_off_is_ended(tmp_path):
     assert len(path.read_text().splitlines()) == 3
 
 
+def test_events_that_are_held_back_are_written_when_the_run_has_begun(tmp_path):
+    path, said = tmp_path / "events.jsonl", []
+    events = EventLog(path, said.append, held=True)
+    events.write("start", "one")
+    events.write("compile", "two")
+    assert said == ["one", "two"] and not path.exists()
+    events.release()
+    events.write("ready")
+    assert [event["event"] for event in read_lines(path)] == ["start", "compile", "ready"]
+
+
 def test_what_others_have_added_to_a_record_is_left_out(tmp_path):
     path, needs = tmp_path / "events.jsonl", {"save": ("step",)}
     good = {"time": 1.0, "event": "save", "process": 0, "step": 4, "seconds": {"step": 2.0}}

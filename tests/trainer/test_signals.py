@@ -20,7 +20,7 @@ import gtp_jax
 from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.runner._exit_codes import DIVERGED, FAILED, MISTAKE, RETRY, of_error, of_signal
 from gtp_jax.runner.cli import main
-from gtp_jax.runner.trainer import Diverged, Launch, NoCoordinator, RunDirectory, TrainConfig, _run
+from gtp_jax.runner.trainer import Diverged, Launch, NoCoordinator, TrainConfig, _run
 from gtp_jax.runner.trainer._interrupt import SIGNALS, Interrupt, Stopped
 from gtp_jax.runner.trainer._peer_watch import PeerWatch
 from gtp_jax.runner.trainer._peers import Peers
@@ -105,8 +105,6 @@ def test_a_signal_at_the_start_says_what_is_saved(tmp_path, monkeypatch, capsys,
 
     monkeypatch.setattr(_run, place, signalled)
     assert main(["train", *settings, *flags]) == 143
-    if place == "prepare" and "--resume" not in flags:  # the directory is that of this run
-        said = "There is no checkpoint yet; start again from the beginning with: gtp-jax train --resume"
     assert f"gtp-jax: process 0 was ended by SIGTERM. {said}" in capsys.readouterr().err
 
 
@@ -131,7 +129,7 @@ def play(grace_s: float | None, save_s: list[float], asks: list[int], seed: int)
         interrupt = Interrupt(launch, PeerWatch(launch))
         with Peers(launch) as peers:
             peers.ask(None, len)
-            interrupt.attend(peers, RunDirectory(Path("nowhere")), None)
+            interrupt.attend(peers, None)
             interrupt._grace_s = grace_s
             interrupt._arm = lambda number: setattr(interrupt, "signal", interrupt.signal or number)  # no alarm
             interrupt.saved(save_s[launch.process])
@@ -178,7 +176,8 @@ launch = Launch()
 watch = PeerWatch(launch)
 with Interrupt(launch, watch) as interrupt, watch, Peers(launch) as peers:
     watch.attend(peers, RunDirectory(Path(sys.argv[1])))
-    interrupt.attend(peers, RunDirectory(Path(sys.argv[1])), GRACE)
+    interrupt.attend(peers, GRACE)
+    interrupt.own(RunDirectory(Path(sys.argv[1])))
     print("ready", flush=True)
     with LOOP:
         hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # minutes of native code, as compilation is
@@ -195,6 +194,7 @@ with Interrupt(launch, watch) as interrupt, watch, Peers(launch) as peers:
 )
 def test_native_code_and_a_save_that_does_not_fit_are_ended_with_the_last_checkpoint(loop, grace, message, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(Path(gtp_jax.__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
+    TrainConfig().save(tmp_path / "config.json")
     code = _BUSY.replace("LOOP", loop).replace("GRACE", grace)
     run = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import pytest
@@ -13,6 +14,7 @@ from gtp_jax.runner.trainer import EventLog, Lock, RunDirectory, TrainConfig
 
 from .runs import WORDS, small, write_text
 from .test_origin_kept import tokenizer
+from .test_resume_from import damage
 
 _compiled: list[str] = []
 jax.monitoring.register_event_duration_secs_listener(
@@ -27,12 +29,17 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run_of_two_steps(text, tmp_path_factory):
+def run_of_three_steps(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "run"
     _compiled.clear()
-    assert main(["train", *small(text, out, steps=2)]) == 0
+    assert main(["train", *small(text, out, steps=3, save_every=1)]) == 0
     assert _compiled  # so that the listener is known to listen
     return out
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """All files there, but for the record, to which a refused attempt to go on is added."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "events.jsonl"}
 
 
 def refused(capsys, *flags: str) -> str:
@@ -93,12 +100,12 @@ def test_empty_text_is_named(text, tmp_path, capsys):
     assert "empty: the directory holds no UTF-8 text (0 files looked at" in message
 
 
-def test_another_run_is_not_overwritten_unless_told(run_of_two_steps, text, capsys):
-    before = (run_of_two_steps / "log.jsonl").read_text()
-    message = refused(capsys, *small(text, run_of_two_steps))
+def test_another_run_is_not_overwritten_unless_told(run_of_three_steps, text, capsys):
+    before = (run_of_three_steps / "log.jsonl").read_text()
+    message = refused(capsys, *small(text, run_of_three_steps))
     assert "holds a run already. Go on with it (--resume), replace it (--force), or choose another --out." in message
-    refused(capsys, *small("/nowhere", run_of_two_steps), "--force")  # a mistake elsewhere must not cost the old run
-    assert (run_of_two_steps / "log.jsonl").read_text() == before
+    refused(capsys, *small("/nowhere", run_of_three_steps), "--force")  # a mistake elsewhere must not cost the old run
+    assert (run_of_three_steps / "log.jsonl").read_text() == before
 
 
 def test_a_text_that_is_the_directory_to_write_to_is_named(text, capsys):
@@ -116,31 +123,31 @@ def test_output_that_is_a_file_is_named(text, tmp_path, capsys):
     assert "file is a file. Choose a directory." in refused(capsys, *small(text, tmp_path / "file"))
 
 
-def test_checkpoint_of_another_model_is_named(run_of_two_steps, capsys):
+def test_checkpoint_of_another_model_is_named(run_of_three_steps, capsys):
     _compiled.clear()
-    assert main(["train", f"--out={run_of_two_steps}", "--resume", "--preset=100m"]) == 2
+    assert main(["train", f"--out={run_of_three_steps}", "--resume", "--preset=100m"]) == 2
     message = capsys.readouterr().err
     assert "is of another model or optimizer" in message
     assert "the checkpoint has float32[4,128,384], the model float32[8,1024,3072]" in message
     assert not _compiled
-    assert TrainConfig.load(run_of_two_steps / "config.json").preset == "tiny"
+    assert TrainConfig.load(run_of_three_steps / "config.json").preset == "tiny"
 
 
-def test_changed_text_is_not_resumed_on(run_of_two_steps, tmp_path, capsys):
+def test_changed_text_is_not_resumed_on(run_of_three_steps, tmp_path, capsys):
     other = write_text(tmp_path / "other", documents=41)
-    before = TrainConfig.load(run_of_two_steps / "config.json")
-    assert main(["train", f"--out={run_of_two_steps}", "--resume", f"--data={other}"]) == 2
+    before = TrainConfig.load(run_of_three_steps / "config.json")
+    assert main(["train", f"--out={run_of_three_steps}", "--resume", f"--data={other}"]) == 2
     message = "are not those that this run was trained on: the content of the text or of the tokenizer has changed"
     assert f"by the tokenizer bytes {message}, or --data or --tokenizer" in capsys.readouterr().err
-    assert TrainConfig.load(run_of_two_steps / "config.json") == before
+    assert TrainConfig.load(run_of_three_steps / "config.json") == before
 
 
 @pytest.mark.parametrize("ids", [30, 300], ids=["that the model has rows for", "beyond the model"])
-def test_another_tokenizer_is_named_where_a_run_is_resumed_or_replayed(run_of_two_steps, tmp_path, capsys, ids):
+def test_another_tokenizer_is_named_where_a_run_is_resumed_or_replayed(run_of_three_steps, tmp_path, capsys, ids):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(tokenizer([*WORDS, "?", *(f"unused{i}" for i in range(ids - len(WORDS) - 1))]))
     out = tmp_path / "run"
-    shutil.copytree(run_of_two_steps, out)
+    shutil.copytree(run_of_three_steps, out)
     _compiled.clear()
     assert main(["train", f"--out={out}", "--resume", f"--tokenizer={path}"]) == 2
     message = (
@@ -156,7 +163,7 @@ def test_another_tokenizer_is_named_where_a_run_is_resumed_or_replayed(run_of_tw
     assert not _compiled
 
 
-def test_damaged_configuration_is_named(run_of_two_steps, tmp_path, capsys):
+def test_damaged_configuration_is_named(run_of_three_steps, tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"preset": "tiny", "unknown": 1}')
     message = refused(capsys, f"--out={tmp_path}", "--resume")
     assert "config.json is not the configuration of a run" in message
@@ -207,10 +214,41 @@ def test_what_a_start_leaves_that_was_killed_before_its_run_began_hinders_no_oth
     directory.check(resume=False, force=False)
 
 
-def test_fewer_steps_than_were_made_are_refused(run_of_two_steps, capsys):
-    assert main(["train", f"--out={run_of_two_steps}", "--resume", "--steps=1"]) == 2
+def test_fewer_steps_than_were_made_are_refused(run_of_three_steps, capsys):
+    assert main(["train", f"--out={run_of_three_steps}", "--resume", "--steps=1"]) == 2
     assert "`steps` is 1, but the run in" in capsys.readouterr().err
-    assert TrainConfig.load(run_of_two_steps / "config.json").steps == 2
+    assert TrainConfig.load(run_of_three_steps / "config.json").steps == 3
+
+
+AHEAD = ["--pregathered-layers=99"]  # refused where the step is traced
+NO_CODES = "`pregathered_layers` is 99, but no layers of a `Stack` travel as codes"
+
+
+@pytest.mark.parametrize(("flags", "message"), [(["--steps=1"], "`steps` is 1, but the run in"), (AHEAD, NO_CODES)])
+def test_a_mistake_in_the_arguments_of_a_resumed_run_changes_nothing(
+    flags, message, run_of_three_steps, tmp_path, capsys
+):
+    out = shutil.copytree(run_of_three_steps, tmp_path / "run")
+    before = contents(out)
+    assert main(["train", f"--out={out}", "--resume", "--step=2", *flags]) == 2
+    assert message in capsys.readouterr().err
+    assert contents(out) == before
+
+
+def test_a_start_that_is_refused_before_its_first_step_leaves_the_directory_as_it_was(
+    run_of_three_steps, text, tmp_path, capsys
+):
+    out, source = tmp_path / "run", shutil.copytree(run_of_three_steps / "checkpoints", tmp_path / "source")
+    damage(source / "3")
+    for flags, message in ((AHEAD, NO_CODES), ([f"--from={source}"], "3 is damaged:")):
+        assert main(["train", *small(text, out), *flags]) == 2
+        assert message in capsys.readouterr().err
+        assert not list(out.iterdir())
+    shutil.copytree(run_of_three_steps, out, dirs_exist_ok=True)
+    before, record = contents(out), (out / "events.jsonl").read_bytes()
+    assert main(["train", *small(text, out), "--force", *AHEAD]) == 2  # a mistake must not cost the old run
+    assert NO_CODES in capsys.readouterr().err
+    assert contents(out) == before and (out / "events.jsonl").read_bytes() == record
 
 
 def test_traceback_is_shown_when_asked_for(text, tmp_path):

@@ -15,7 +15,7 @@ import pytest
 
 import gtp_jax
 from gtp_jax.runner._exit_codes import MISTAKE, RETRY
-from gtp_jax.runner.trainer import Launch, RunDirectory, _peer_watch
+from gtp_jax.runner.trainer import Launch, RunDirectory, TrainConfig, _peer_watch
 from gtp_jax.runner.trainer._interrupt import Interrupt
 from gtp_jax.runner.trainer._peer_watch import PeerWatch
 from gtp_jax.runner.trainer._peers import Peers
@@ -67,6 +67,7 @@ BEATS = "[(time.sleep(0.5), beat()) for _ in range(100)]"
 
 
 def test_limit_shows_stacks_phase_and_who_is_behind(tmp_path):
+    RunDirectory(tmp_path / "run").prepare(TrainConfig(), keep=False)
     done = watched(tmp_path, BEATS, "threading.Event().wait(60)", limit_s=3)
     assert done.returncode == RETRY
     assert "gtp-jax: process 0 cannot go on: it has been in `step` at step 2 for " in done.stderr

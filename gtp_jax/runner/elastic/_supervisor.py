@@ -91,10 +91,8 @@ def supervise(
     with waited.acquire() as lock, Memory(Path(options.snapshot_dir)) as memory:
         if resolve(settings, resume=resume, force=force)[0] != config:
             raise ValueError(f"{directory.config} has changed while this run waited for another. Start it again.")
-        if not resume:
-            directory.events.unlink(missing_ok=True)
         run = Supervisor(dict(settings), config, directory, devices, degrees, options, memory, lock.ownership)
-        return run.run(resume=resume, force=force, at=at)
+        return run.run(resume=resume, at=at)
 
 
 class Supervisor:
@@ -126,7 +124,10 @@ class Supervisor:
         self._devices, self._degrees, self._options, self._memory = devices, degrees, options, memory
         self._ownership = ownership
         self._events = EventLog(
-            directory.events, lambda text: print(f"gtp-jax elastic: {text}", flush=True), ownership.check
+            directory.events,
+            lambda text: print(f"gtp-jax elastic: {text}", flush=True),
+            ownership.check,
+            held=directory.is_of_run,  # its record stays until it is known that another run takes its place
         )
         self._account = Account(self._events)
         self._checkpoints = Checkpoints(directory.checkpoints, read_only=True)
@@ -134,15 +135,17 @@ class Supervisor:
         self._strikes: Counter[int] = Counter()
         self._cadence: dict[str, int] | None = None
         self._signal: int | None = None
-        self._begun = self._restored = False
+        self._begun = False
         self._unequal = True
         self._rehearsed: set[int] = set()
         self._returning: dict[int, Probe] = {}
         self._sound: set[int] = set()
 
-    def run(self, *, resume: bool, force: bool, at: int | None = None) -> int:
+    def run(self, *, resume: bool, at: int | None = None) -> int:
         """Runs until the run has ended or cannot go on."""
-        self._resume, self._force, self._at = resume, force, at
+        self._resume, self._at = resume, at
+        if resume:
+            self._events.release()
         self._directory.elastic.mkdir(exist_ok=True)  # for requests
         plan = self._plan(self._lost)
         interval = self._options.snapshot_interval
@@ -222,15 +225,16 @@ class Supervisor:
             "degrees": plan.degrees,
             "failed": plan.failed,
             "resume": self._resume or self._begun,
-            "force": self._force and not self._begun,
+            # its directory has been checked; a fleet may have ended between the run's beginning and the news of it
+            "force": not (self._resume or self._begun),
             "virtual": not uses_gpus(),
             "snapshots": str(self._memory.snapshots),
             "interval": self._options.snapshot_interval,
             "cadence": self._cadence,
             "rehearse": rehearse,
             "token": self._ownership.token,
-            # later steps are set aside once the first fleet has restored this one
-            "at": None if self._restored else self._at,
+            # later steps are set aside once the run has begun at this one
+            "at": None if self._begun else self._at,
         }
 
     def _environment(self) -> dict[str, str]:
@@ -253,8 +257,9 @@ class Supervisor:
             while True:
                 fleet.poll(_POLL_S)
                 self._ownership.check()
-                self._begun = self._begun or fleet.state_began is not None
-                self._restored = self._restored or "compile" in fleet.marks
+                if not self._begun and "step" in fleet.marks:
+                    self._begun = True
+                    self._events.release()
                 if self._signal is not None and sent is None:
                     sent = self._signal
                     if all(member.activity not in _TRAINING for member in fleet.members):
@@ -389,7 +394,8 @@ class Supervisor:
 
     def _kept_step(self) -> int:
         """Returns the step from which the next fleet goes on."""
-        return max(self._memory.latest() or 0, self._checkpoints.latest() or 0)
+        saved = self._checkpoints.latest() if self._resume or self._begun else None  # not those of a run to be replaced
+        return max(self._memory.latest() or 0, saved or 0)
 
     def _finish(self, fleet: Fleet, ended: Ended) -> int:
         """Returns the status of a run that has ended as it should."""

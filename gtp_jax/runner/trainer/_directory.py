@@ -15,6 +15,8 @@ from ._events import is_of_supervisor
 from ._lock import is_lock
 from ._train_flags import TrainConfig
 
+NOT_BEGUN = "Nothing was saved: the run had not begun."
+
 
 @dataclasses.dataclass(frozen=True)
 class RunDirectory:
@@ -142,7 +144,7 @@ class RunDirectory:
             )
 
     def prepare(self, config: TrainConfig, *, keep: bool) -> None:
-        """Makes the directory of a new run, or makes it ready for a run that is resumed.
+        """Makes the directory that of a run; to be called when nothing is left that could be refused.
 
         Args:
             config: of the run.
@@ -152,19 +154,21 @@ class RunDirectory:
             OSError: if something cannot be deleted.
         """
         self.root.mkdir(parents=True, exist_ok=True)
-        if not keep:
+        if self.is_of_run and not keep:
             # First the steps, all at once, so that a kill leaves no old step with a new configuration.
             if self._doomed.exists():
                 shutil.rmtree(self._doomed)
             if self.checkpoints.exists() and not self.checkpoints.is_symlink():
                 self.checkpoints.rename(self._doomed)
                 shutil.rmtree(self._doomed)
-            for file in (self.log, self.curve, self.report):
+            for file in (self.log, self.curve, self.report, self.events):
                 file.unlink(missing_ok=True)
-            config.save(self.config)
+        config.save(self.config)
 
     def how_to_resume(self) -> str:
         """Returns the last checkpoint, and the command that goes on from it."""
+        if not self.is_of_run:
+            return NOT_BEGUN
         command = f"gtp-jax train --resume --out {shlex.quote(str(self.root))}"
         try:
             latest = Checkpoints(self.checkpoints, read_only=True).latest()

@@ -22,6 +22,7 @@ class EventLog:
         path: the file; `None` for a process that does not write.
         say: prints a line for people; `None` to print nothing.
         guard: called before anything is written; raises if the file is not this run's any more.
+        held: write nothing before `release`, because the run has not begun and may be refused.
         **fields: of every event, such as the process that writes it.
     """
 
@@ -30,12 +31,15 @@ class EventLog:
         path: Path | None,
         say: Callable[[str], None] | None = None,
         guard: Callable[[], None] = lambda: None,
+        *,
+        held: bool = False,
         **fields: Any,
     ) -> None:
         self._path, self._say, self._guard, self._fields = path, say, guard, fields
+        self._held: list[Event] | None = [] if held else None
 
     def write(self, event: str, text: str = "", **values: Any) -> None:
-        """Adds an event, in the file when the call returns.
+        """Adds an event, in the file when the call returns unless it is held back.
 
         Args:
             event: what happened, in a word or two.
@@ -47,6 +51,18 @@ class EventLog:
             line["text"] = text
             if self._say is not None:
                 self._say(text)
+        if self._held is not None:
+            self._held.append(line)
+        else:
+            self._append(line)
+
+    def release(self) -> None:
+        """Writes what has been held back, and from now on all at once."""
+        lines, self._held = self._held or [], None
+        for line in lines:
+            self._append(line)
+
+    def _append(self, line: Event) -> None:
         if self._path is not None:
             self._guard()
             append_line(self._path, line)

@@ -94,19 +94,22 @@ class Interrupt:
             signal.signal(number, handler)
         os.close(self._pipe[1])
 
-    def attend(self, peers: Peers, directory: RunDirectory, grace_s: float | None) -> None:
+    def attend(self, peers: Peers, grace_s: float | None) -> None:
         """Agrees with the others from now on; `heard` is to be told what they say.
 
         Args:
             peers: the others.
-            directory: of the run.
             grace_s: seconds between a signal and the end by force, within which a state must be saved; `None` if there
                 is no such limit.
         """
-        self._peers, self._directory, self._grace_s = peers, directory, grace_s
+        self._peers, self._grace_s = peers, grace_s
+
+    def own(self, directory: RunDirectory) -> None:
+        """Is told of the run's directory, now that it is its own."""
+        self._directory = directory
 
     @property
-    def attends(self) -> bool:
+    def owns(self) -> bool:
         """Whether the run's directory is its own by now."""
         return self._directory is not None
 

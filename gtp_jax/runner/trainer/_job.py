@@ -90,8 +90,8 @@ def prepare(
     *,
     resume: bool,
     at: int | None = None,
-) -> tuple[Job, TrainState]:
-    """Makes or restores the state and compiles the step. To be called with the mesh in scope.
+) -> tuple[Job, TrainState, Callable[[], None]]:
+    """Makes or restores the state and compiles the step; changes no file. To be called with the mesh in scope.
 
     Args:
         config: the run.
@@ -103,8 +103,13 @@ def prepare(
         resume: start from the latest checkpoint that is not damaged, if there is one.
         at: the step to resume from, in place of the latest.
 
+    Returns:
+        The job, the state, and what sets the steps aside that the run does not go on from. Every process must call it,
+        once nothing is left that could be refused.
+
     Raises:
-        ValueError: if the checkpoint is of another model, or was trained on other text, or if none is whole.
+        ValueError: if the checkpoint is of another model, or was trained on other text, or if none is whole; if the run
+            has made more steps than are asked for.
     """
     like, optimizer = abstract_state(config, model)
     source = watch.source(checkpoints, like)
@@ -115,6 +120,11 @@ def prepare(
     if resumed is not None:
         state, origin = resumed.state, resumed.origin
         place = Place.of_extra(resumed.step, resumed.extra)
+        if place.step > config.steps:
+            raise ValueError(
+                f"`steps` is {config.steps}, but the run in {config.out} has made {place.step} already. Ask for more, "
+                "or start another run with another --out."
+            )
     elif config.from_ is not None:
         params, origin = start_from(Path(config.from_), like, config.tokenizer)
         state = TrainState.create(dataclasses.replace(like, params=params).model(), optimizer)
@@ -125,7 +135,8 @@ def prepare(
         origin = origin.with_tokenizer(Path(config.tokenizer).read_bytes())
     watch.doing("compile")
     job = compile_step(config, model, meshes, corpus, state, optimizer, place)
-    return dataclasses.replace(job, origin=origin), state
+    set_aside = (lambda: None) if resumed is None else resumed.set_aside
+    return dataclasses.replace(job, origin=origin), state, set_aside
 
 
 def abstract_state(config: TrainConfig, model: ModelConfig) -> tuple[TrainState, optax.GradientTransformation]:

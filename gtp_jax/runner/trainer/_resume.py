@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -24,18 +24,20 @@ class Resumed:
         extra: what was saved beside it.
         step: updates made.
         origin: the Hugging Face model that the run's parameters come from.
+        set_aside: renames the steps after it, and says so; every process must call it.
     """
 
     state: TrainState
     extra: dict[str, Any]
     step: int
     origin: Origin
+    set_aside: Callable[[], None]
 
 
 def resume_from(
     source: Checkpoints, like: TrainState, at: int | None, corpus: Corpus, *, in_memory: bool
 ) -> Resumed | None:
-    """Restores the state, and sets later steps aside; `None` if there is no step.
+    """Restores the state; `None` if there is no step. Changes no file.
 
     Every process must call this; all of them restore the same step.
 
@@ -77,14 +79,15 @@ def resume_from(
         "--out.",
     )
     origin = Origin.of(extra, source.files(step), f"the checkpoint of step {step}")
-    if in_memory:
-        return Resumed(state, extra, step, origin)
     for one, error in damaged.items():
         _say(f"step {one} is damaged: {'; '.join(error.lines[:3])}{'; ...' if len(error.lines) > 3 else ''}")
-    kept = source.set_aside_after(step, damaged)
-    if kept:
-        _say(f"going on from step {step}; later steps are set aside: {', '.join(kept)}")
-    return Resumed(state, extra, step, origin)
+
+    def set_aside() -> None:
+        kept = [] if in_memory else source.set_aside_after(step, damaged)
+        if kept:
+            _say(f"going on from step {step}; later steps are set aside: {', '.join(kept)}")
+
+    return Resumed(state, extra, step, origin, set_aside)
 
 
 def check_tokens(extra: Mapping[str, Any], corpus: Corpus, remedy: str) -> None:

@@ -25,7 +25,7 @@ from ._arenas import limit_arenas
 from ._attempt import attempt
 from ._corpus import read_corpus
 from ._curve import draw_curve
-from ._directory import RunDirectory
+from ._directory import NOT_BEGUN, RunDirectory
 from ._distributed import Launch, LaunchOptions, find_launch
 from ._divergence import Diverged
 from ._events import EventLog, events_in
@@ -84,8 +84,8 @@ def start(
             )
     except Stopped as error:
         directory = RunDirectory.of(settings.get("out", TrainConfig.out))
-        known = directory.is_of_run and (resume or interrupt.attends)
-        where = directory.how_to_resume() if known else "Nothing was saved: the run had not begun."
+        known = resume and directory.is_of_run or interrupt.owns
+        where = directory.how_to_resume() if known else NOT_BEGUN
         print(f"gtp-jax: process {launch.process} was {error}. {where}", file=sys.stderr, flush=True)
         if launch.processes > 1 and supervision is None:
             os._exit(error.exit_code)  # jax would wait for the other processes
@@ -142,17 +142,17 @@ def _start(
         check_shared(peers, directory)
     with owning(directory, supervision, peers) as guard:
 
-        def begin() -> None:
+        def check_again() -> None:
             if resolve(settings, resume=resume, force=force)[0] != config:
                 raise ValueError(f"{directory.config} has changed while this run waited for another. Start it again.")
-            directory.prepare(config, keep=resume)
-            if not resume and supervision is None:
-                directory.events.unlink(missing_ok=True)
 
-        peers.together(lambda: begin() if launch.process == 0 else None)
-        watch.events = EventLog(directory.events if launch.process == 0 else None, guard=guard, process=launch.process)
+        peers.together(lambda: check_again() if launch.process == 0 else None)
+        events = directory.events if launch.process == 0 else None
+        watch.events = EventLog(events, guard=guard, held=not resume, process=launch.process)
         watch.attend(peers, directory)
-        interrupt.attend(peers, directory, config.grace)
+        interrupt.attend(peers, config.grace)
+        if resume:
+            interrupt.own(directory)
         peers.listen(watch.heard, interrupt.heard)
         alone = launch.processes == 1 and supervision is None
         with jax.set_mesh(meshes.mesh), use_roles(config.parallelism.roles), _failures(watch, alone):
@@ -248,20 +248,19 @@ def _train(
     with opened as checkpoints, _failures(watch, alone):
         settings, seeds = settings_of(config), {"weights": config.seed, "data": config.seed, "rounding": config.seed}
         watch.write("resume" if resume else "start", **attempt(), settings=settings, seeds=seeds, changes=changes)
-        job, state = prepare(config, model, meshes, corpus, checkpoints, watch, resume=resume, at=at)
+        job, state, set_aside = prepare(config, model, meshes, corpus, checkpoints, watch, resume=resume, at=at)
         begin = job.place.step
-        if begin > config.steps:
-            raise ValueError(
-                f"`steps` is {config.steps}, but the run in {directory.root} has made {begin} already. Ask for more, "
-                "or start another run with another --out."
-            )
+        # Nothing has been changed until here, where nothing is left that could be refused.
+        if speaks:
+            guard()
+            directory.prepare(config, keep=resume)
+        interrupt.own(directory)
+        watch.events.release()
+        set_aside()
         if changes:
             say(f"changed {', '.join(changes)}: the run goes on, but not as if never stopped", flush=True)
         say(f"{'resumed at step ' + str(begin) if begin else 'ready'}; compiled in {job.compile_s:.1f} s", flush=True)
         watch.write("ready", step=begin, position=job.place.position)
-        if speaks:
-            guard()
-            config.save(directory.config)
         with Progress(job, unigram, directory.log, begin, guard) as progress:
             outcome = run_loop(job, state, checkpoints, watch, progress, interrupt, samples=samples)
     watch.end(DONE if outcome.signal is None else of_signal(outcome.signal))
