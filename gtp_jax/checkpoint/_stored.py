@@ -21,7 +21,7 @@ class StoredArray:
         shape: logical shape.
         dtype: of its elements.
         digest: of its values, as the manifest has it.
-        directory: of the step's arrays.
+        directory: the directory of the step's arrays.
     """
 
     name: str

@@ -20,7 +20,7 @@ Choice = Literal["greedy", "all", "likeliest"]
 _ALL = 2**31 - 1
 
 # Temperatures and their inverses are numbers that float32 holds and that XLA does not flush to zero. One that is nearer
-# to zero takes the likeliest token, and one that is greater takes every token alike, as this one does.
+# to zero takes the likeliest token; with a greater one, or with this one, every token is as likely as any other.
 _HOTTEST = 2.0**126
 
 

@@ -86,7 +86,7 @@ class Layout:
                 )
 
     def __repr__(self) -> str:
-        """Says what one looks for in a printed model; two layouts that print alike may differ in use."""
+        """Returns shape and partition. Layouts that differ only in use have the same text."""
         return f"Layout(shape={self.shape}, spec={self.spec})"
 
     @property

@@ -25,7 +25,7 @@ class OfOneExample(nnx.Module):
 
 
 class Penalized(nnx.Module):
-    """Returns, beside its output, a penalty that all examples share."""
+    """Returns its output, and a penalty that all examples share."""
 
     def __init__(self, rngs):
         self.linear = nnx.Linear(16, 16, rngs=rngs, param_dtype=jnp.float64)

@@ -44,7 +44,7 @@ def run_of_three_steps(text, tmp_path_factory):
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    """All files there, but for the record, to which a refused attempt to go on is added."""
+    """All files there, except for the record, to which a refused attempt to go on is added."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "events.jsonl"}
 
 

@@ -90,8 +90,8 @@ class RunDirectory:
 
     @property
     def _table(self) -> dict[Path, Callable[[Path], bool]]:
-        """All that a run writes or deletes here, each with what tells whether it is that of a start which has not come
-        to its configuration."""
+        """Everything that a run writes or deletes here. Each has a function that returns whether a path was left by a
+        start that ended before it wrote its configuration."""
         return {
             self.config: _never,
             TrainConfig.draft(self.config): TrainConfig.is_in,

@@ -22,7 +22,7 @@ class EventLog:
         path: the file; `None` for a process that does not write.
         say: prints a line for people; `None` to print nothing.
         guard: called before anything is written; raises if the file is not this run's any more.
-        held: write nothing before `release`, because the run has not begun and may be refused.
+        held: whether to write nothing before `release`, because the run may still be refused.
         **fields: of every event, such as the process that writes it.
     """
 
