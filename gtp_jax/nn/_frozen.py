@@ -189,8 +189,8 @@ def _groups(structure: Structure, owners: Mapping[Path, Weight], recipe: Recipe 
         cut = [layout for layout in group.layouts if form is not None and cuts_blocks(layout, form)]
         if cut and form is not None:
             raise ValueError(
-                f"the weight of shape {cut[0].shape} of {name} has shards of shape {cut[0].shard_shape}, which cut "
-                f"blocks of {form.name} in two: {form.block}, output features x input features. Choose sizes or "
+                f"the weight of shape {cut[0].shape} of {name} has shards of shape {cut[0].shard_shape}, which are no "
+                f"whole blocks of {form.name}: {form.block}, output features x input features. Choose sizes or "
                 "degrees that leave whole blocks, name it in the recipe's `exclude`, or take `gtp_jax.FP8()`, which "
                 "has no blocks."
             )

@@ -85,11 +85,24 @@ def test_no_recipe_is_refused():
         frozen("nvfp4")
 
 
-def test_shards_that_cut_blocks_are_refused():
+def test_shards_that_are_no_whole_blocks_are_refused():
     with jax.set_mesh(gtp.make_mesh(gtp=8)):
-        with pytest.raises(ValueError, match=r"shape \(64, 64\) of pair has shards .*cut blocks of NVFP4 in two.*FP8"):
+        with pytest.raises(ValueError, match=r"shape \(64, 64\) of pair has shards .* no whole blocks of NVFP4.*FP8"):
             frozen(gtp.NVFP4(exclude=("blocks",)))
         assert frozen(gtp.FP8()).pair.kernel["a"].get_value().codes.dtype == np.uint8
+
+
+class Narrow(nnx.Module):
+    """Has shards of input features, of 24 rows each: a block and a half."""
+
+    def __init__(self, rngs):
+        self.narrow, self.lora = gtp.Dense(256, 24, rngs=rngs), nnx.LoRA(256, 2, 24, rngs=rngs)
+
+
+def test_shards_of_columns_with_rows_that_are_no_whole_blocks_are_refused():
+    with jax.set_mesh(gtp.make_mesh(gtp=4, devices=jax.devices()[:4])):
+        with pytest.raises(ValueError, match=r"shape \(256, 24\) of narrow has shards .* no whole blocks of NVFP4"):
+            gtp.freeze(Narrow(nnx.Rngs(0)), gtp.NVFP4())
 
 
 @pytest.mark.parametrize("path", ["pair", "blocks"])
