@@ -116,7 +116,7 @@ class Layout:
         return self.shard_dim == self.rows
 
     @property
-    def divided(self) -> bool:
+    def splits_experts(self) -> bool:
         """Returns whether tensor ranks have matrices (experts) of their own, instead of parts of each."""
         return self.split_dim is not None and self.split_dim < len(self.shape) - 2
 

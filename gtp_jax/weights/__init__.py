@@ -9,11 +9,12 @@ extracts a `Structure` from a model, and puts the values made here into its vari
 | stored | an array of logical shape, sharded as its `Layout` says, over dp too (ZeRO) | a constructor | between steps |
 | decided | `WeightGroup`, by path and `Layers` | `resolve(structure, recipe)` | per trace |
 | prepared | `Stretch`es of `Wire`s, beside the array (`Stored`) | `prepare(groups, stored)` | per step |
-| on the wire | a `Wire`: `Kernels`, `Part`, `Packed`, `StoredCodes` | `Wire.ready(groups)` | per layer and pass |
-| gathered | the fused weight or its codes; in a chain `Gathered` | `Wire.gather(groups)` | ahead of its layer |
+| on the wire | a `Wire`: `Kernels`, `Packed` (of `prepare`), `StoredCodes` (frozen) | `wires_of` | per layer |
+| cast and joined | `Part`, of `Kernels` alone | `Wire.ready(groups)` | forward; a chain keeps it for backward |
+| gathered | the fused weight or its codes; in a chain `Gathered` | `Wire.gather(groups)` | per pass, before its layer |
 | gradient | of the gathered weight, or in its slot | the layer's backward | |
 | reduced | this rank's part of the sum | `reduce_gradients(groups, gradients)` | one layer late |
-| gradient of shards | `Shards` | `stored_gradients(groups, reduced)` | after its layer |
+| gradient of shards | `Shards` | `stored_gradients(groups, reduced)`, `in_param_dtypes` | after its layer |
 
 `straight_through` makes of a gather a function of the shards, whatever is gathered in their place; `gathered` is the
 whole way for a layer outside a chain.

@@ -34,11 +34,7 @@ def quantize_frozen(groups: Sequence[WeightGroup], masters: Sequence[Shards]) ->
         groups: of the weights, as `resolve` returns them.
         masters: this rank's shards, or what it stores of them, with the leading dimension of a stack or without.
     """
-    bundles = []
-    for group, shards in zip(groups, masters, strict=True):
-        assert isinstance(group.wire, Format)
-        exact = group.operands is not None
-        bundles.append(Bundle({(): shards}, [group.layouts], group.wire, powers_of_two=exact, one_scale=group.as_codes))
+    bundles = [Bundle({(): shards}, {(): group}) for group, shards in zip(groups, masters, strict=True)]
     packed = pack_all(bundles) if bundles else []
     return [codes_of(own, [one.of_shards for one in group.layouts]) for own, group in zip(packed, groups, strict=True)]
 

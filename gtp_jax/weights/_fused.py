@@ -7,9 +7,9 @@ rank after rank, every kernel's rows:
 
     (ranks, rows of kernel 0 | rows of kernel 1 | ..., features_in)
 
-It goes into one matmul as it is, with no copy. `split_features` then takes the kernels' outputs apart in the
-activation. Of a layer of experts a rank's part has every expert's kernels in turn, and the fused weight is
-`(ranks, experts, rows of kernel 0 | rows of kernel 1 | ..., features_in)`.
+with its first two dimensions joined to one. It goes into one matmul as it is, with no copy. `split_features` then takes
+the kernels' outputs apart in the activation. Of a layer of experts a rank's part has every expert's kernels in turn,
+and the fused weight is `(ranks, experts, rows of kernel 0 | rows of kernel 1 | ..., features_in)`.
 
 Other shards (columns; rows that are no multiple of a block; those of which each tensor rank takes its part) are put in
 order first, by one copy of the weight. The result has the same form, with 1 for `ranks`.
@@ -210,7 +210,7 @@ def _take(kernel: jax.Array, layout: Layout) -> jax.Array:
 
 def own_experts(values: Shaped[jax.Array, " experts"], layout: Layout) -> Shaped[jax.Array, " own"]:
     """Returns values of the experts that this tensor rank takes, zeros in the padding; all, if it takes all."""
-    if not layout.takes_part or not layout.divided or layout.split is None:
+    if not layout.takes_part or not layout.splits_experts or layout.split is None:
         return values
     return layout.split.take(values, 0)
 
@@ -224,7 +224,7 @@ def _place(part: jax.Array, layout: Layout) -> jax.Array:
 
 def _dim_of_split(layout: Layout) -> int:
     """Returns the dimension that tensor ranks divide, in the order `(*experts, rows, cols)`."""
-    if layout.divided:
+    if layout.splits_experts:
         assert layout.split_dim is not None
         return layout.split_dim
     return -2 if layout.split_dim == layout.rows else -1

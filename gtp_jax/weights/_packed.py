@@ -31,7 +31,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Float
 
-from ..formats import SECTION_BYTES, Format, PackPlan, Piece, QuantizedArray
+from ..formats import SECTION_BYTES, Format, PackPlan, Piece, QuantizedArray, WireFormat
 from ..layout import Layout, axes_in_use
 from ..mesh import degrees
 from ..ops import multi_amax, pack, pack_apart, power_of_two_amax, quantizable, unpack
@@ -55,7 +55,8 @@ class Packed(Wire):
     Attributes:
         buffer: uint8 `(*stack, bytes)`; `(*stack, ranks, bytes)` if gathered. Each layer of a stack that is written out
             may have an array of its own.
-        amax: float32 `(*stack, kernels)`, over all shards; `None` if the format has none. It does not travel.
+        amax: float32 `(*stack, kernels)`, of experts those of every expert in turn, over all shards; `None` if the
+            format has none. It does not travel.
         format: of the codes.
         members: names of the fused weights in it, in order.
         gathered: whether all shards are here.
@@ -89,19 +90,43 @@ class Bundle:
     Attributes:
         shards: by name of the fused weight, this rank's shards of its kernels, or what it stores of them, with the
             leading dimension of a stack or without.
-        fused: the layouts of each one's kernels.
-        format: of the codes.
-        powers_of_two: whether a tensor's scale is rounded to one.
-        one_scale: whether all kernels of a fused weight share one, so that its codes can be multiplied as they are.
+        groups: what is decided about the weights, by the same names. `buffer_of` is equal for all of them.
         apart: whether each layer of a stack gets a buffer of its own where that costs nothing.
     """
 
-    shards: dict[Any, Shards]
-    fused: Fused
-    format: Format
-    powers_of_two: bool = False
-    one_scale: bool = False
+    shards: Mapping[Any, Shards]
+    groups: Mapping[Any, WeightGroup]
     apart: bool = False
+
+    @property
+    def fused(self) -> Fused:
+        """The layouts of each fused weight's kernels."""
+        return [self.groups[name].layouts for name in self.shards]
+
+    @property
+    def wire(self) -> WireFormat | None:
+        """The format in which they travel."""
+        return self._first.wire
+
+    @property
+    def format(self) -> Format:
+        """The format of the codes, of weights that travel in one of this library."""
+        assert isinstance(self.wire, Format)
+        return self.wire
+
+    @property
+    def powers_of_two(self) -> bool:
+        """Returns whether the scale of a tensor is rounded to a power of two, as the weights are multiplied in it."""
+        return self._first.operands is not None
+
+    @property
+    def one_scale(self) -> bool:
+        """Returns whether all kernels of a fused weight have the same scale, so that its codes can be multiplied."""
+        return self._first.as_codes
+
+    @property
+    def _first(self) -> WeightGroup:
+        return next(iter(self.groups.values()))
 
     @property
     def kernels(self) -> list[jax.Array]:
@@ -275,7 +300,7 @@ def _over_shards(vector: jax.Array, bundles: Sequence[Bundle]) -> jax.Array:
 def _own_axes(layout: Layout) -> tuple[str, ...]:
     """Returns the axes of whose ranks each has experts of its own."""
     experts = () if layout.experts_axis is None else (layout.experts_axis,)
-    tensor = layout.split.axis if layout.divided and not layout.takes_part and layout.split is not None else None
+    tensor = layout.split.axis if layout.splits_experts and not layout.takes_part and layout.split is not None else None
     return experts if tensor is None else (*experts, tensor)
 
 

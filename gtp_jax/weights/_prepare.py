@@ -115,17 +115,22 @@ def quantize(
     out = {next(iter(members)): ranks_spec(stacked=layers.stack is not None) for layers, members in buffers}
 
     def pack(shards: Mapping[Path, Shards]) -> Prepared:
-        bundles: dict[int, Bundle] = {}
-        for number, (layers, members) in enumerate(buffers):
-            if isinstance(members[next(iter(members))].wire, Format):
-                bundles[number] = _bundle(layers, members, shards, written_out, pregathered_layers)
-        packed = dict(zip(bundles, pack_all(list(bundles.values())), strict=True))
+        bundles = [
+            Bundle(
+                {_name(path, layers): shards[path] for path in members},
+                {_name(path, layers): group for path, group in members.items()},
+                apart=not pregathered_layers and layers.stack in written_out,
+            )
+            for layers, members in buffers
+        ]
+        coded = [number for number, one in enumerate(bundles) if isinstance(one.wire, Format)]
+        packed = dict(zip(coded, pack_all([bundles[number] for number in coded]), strict=True))
         found: Prepared = {}
         for number, (layers, members) in enumerate(buffers):
             first = next(iter(members))
             length = 1 if layers.stack is None else len(shards[first][0])
             if number not in packed:
-                found[first] = (Stretch(_own_wire(layers, members, shards), 0, length),)
+                found[first] = (Stretch(_own_wire(bundles[number], stacked=layers.stack is not None), 0, length),)
                 continue
             ahead: tuple[Stretch, ...] = ()
             quantized = layers.stop - layers.start
@@ -140,31 +145,11 @@ def quantize(
     return in_view(pack, into, out)(own)
 
 
-def _bundle(
-    layers: Layers,
-    members: Mapping[Path, WeightGroup],
-    shards: Mapping[Path, Shards],
-    written_out: Collection[Path],
-    pregathered_layers: int | Literal["all"],
-) -> Bundle:
-    first = next(iter(members.values()))
-    assert isinstance(first.wire, Format)
-    return Bundle(
-        {_name(path, layers): shards[path] for path in members},
-        [group.layouts for group in members.values()],
-        first.wire,
-        powers_of_two=first.operands is not None,
-        one_scale=first.as_codes,
-        apart=not pregathered_layers and layers.stack in written_out,
-    )
-
-
-def _own_wire(layers: Layers, members: Mapping[Path, WeightGroup], shards: Mapping[Path, Shards]) -> Wire:
-    form = next(iter(members.values())).wire
+def _own_wire(bundle: Bundle, *, stacked: bool) -> Wire:
+    form = bundle.wire
     assert isinstance(form, OwnFormat)
-    own = {_name(path, layers): shards[path] for path in members}
-    wire = form.wire(own, {_name(path, layers): group for path, group in members.items()})
-    if any(x.ndim <= (layers.stack is not None) for x in jax.tree.leaves(wire)):
+    wire = form.wire(bundle.shards, bundle.groups)
+    if any(x.ndim <= stacked for x in jax.tree.leaves(wire)):
         raise ValueError(
             f"`wire` of the format {form.name} returned an array without a dimension of its own. Give it one: "
             "`scale[..., None]`, as in global view the arrays of all ranks lie one after another."
@@ -294,8 +279,8 @@ def wires_of(
     start: int,
     stop: int,
 ) -> tuple[tuple[Wire, ...], int]:
-    """Returns what layers `start` to `stop` (exclusive) of a stack gather, one wire for each weight: codes first, then
-    arrays by name; and the index of `start` in their arrays.
+    """Returns the wires that layers `start` to `stop` (exclusive) of a stack gather, and the index of `start` in their
+    arrays. Each weight is a member of one wire. Codes come first, then arrays by name.
 
     Args:
         groups: what is decided about these layers, by name.

@@ -29,7 +29,8 @@ FusedWeights = dict[Any, jax.Array | QuantizedArray]
 class Wire(abc.ABC):
     """What a rank sends of the fused weights that travel together: a dataclass, and a pytree.
 
-    Its arrays have at least one dimension, of one layer; for the layers of a stack they have a leading dimension.
+    For the layers of a stack its arrays have a leading dimension. Those of one layer have at least one dimension, other
+    than an amax of frozen codes.
     Methods are of one layer and are called inside a `shard_map`, except `specs`.
 
     Attributes:
