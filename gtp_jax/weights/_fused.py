@@ -98,7 +98,7 @@ def unfuse(gradient: jax.Array, layouts: Sequence[Layout]) -> jax.Array:
     use = [layout.matrix_of(layout.use_shape) for layout in layouts]
     whole = jnp.reshape(gradient, (*first.use_shape[:-2], sum(rows for rows, _ in use), use[0][1]))
     pieces = jnp.split(whole, np.cumsum([rows for rows, _ in use])[:-1], axis=-2)
-    return _by_rank([_place(piece, layout) for piece, layout in zip(pieces, layouts, strict=True)], layouts)
+    return _for_each_rank([_place(piece, layout) for piece, layout in zip(pieces, layouts, strict=True)], layouts)
 
 
 def in_order(layouts: Sequence[Layout]) -> bool:
@@ -187,7 +187,7 @@ def whole_kernels(parts: jax.Array, layouts: Sequence[Layout]) -> list[jax.Array
     return kernels
 
 
-def _by_rank(kernels: Sequence[jax.Array], layouts: Sequence[Layout]) -> jax.Array:
+def _for_each_rank(kernels: Sequence[jax.Array], layouts: Sequence[Layout]) -> jax.Array:
     """Returns whole kernels as all ranks' shards: `whole_kernels`, transposed."""
     parts = []
     for kernel, layout in zip(kernels, layouts, strict=True):

@@ -142,7 +142,7 @@ class Bundle:
         counts = [math.prod(x.shape[:-2]) for x in self.kernels]
         return [axes for axes, count in zip(kinds, counts, strict=True) for _ in range(count)]
 
-    def in_order(self, amaxes: Sequence[jax.Array]) -> jax.Array:
+    def by_piece(self, amaxes: Sequence[jax.Array]) -> jax.Array:
         """Returns `(*stack, pieces)` amaxes in the order in which matrices travel, every expert's kernels in turn.
 
         Args:
@@ -172,7 +172,7 @@ def pack_all(bundles: Sequence[Bundle]) -> list[Packed]:
         amax = None
         if bundle.format.has_amax:
             mine, amaxes = amaxes[: len(bundle.kernels)], amaxes[len(bundle.kernels) :]
-            amax = bundle.in_order(mine)
+            amax = bundle.by_piece(mine)
             if bundle.one_scale:
                 amax = _largest_of_each(
                     amax, [len(layouts) for layouts in bundle.fused for _ in range(layouts[0].matrices)]
@@ -206,10 +206,12 @@ def _pack_shards(bundle: Bundle, amax: jax.Array | None) -> jax.Array | Apart:
     by_rows = [
         one.optimizer_dim == one.rows for layouts in fused for _ in range(layouts[0].matrices) for one in layouts
     ]
-    return _joined(parts, by_rows, form, stored_plan, plan)
+    return _join_stored(parts, by_rows, form, stored_plan, plan)
 
 
-def _joined(parts: jax.Array, by_rows: Sequence[bool], form: Format, stored: PackPlan, plan: PackPlan) -> jax.Array:
+def _join_stored(
+    parts: jax.Array, by_rows: Sequence[bool], form: Format, stored: PackPlan, plan: PackPlan
+) -> jax.Array:
     """Returns the buffer of shards, joined from those of what ranks store.
 
     Args:

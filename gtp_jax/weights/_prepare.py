@@ -182,7 +182,7 @@ def _joined(
 
     def join(path: Path, start: int, mine: Shards) -> Stretch:
         layers, group = kinds[path]
-        wire = Kernels(_gather(group, mine), (_name(path, layers),), joined=True)
+        wire = Kernels(_join(group, mine), (_name(path, layers),), joined=True)
         own = Stretch(wire, start, start + (1 if layers.stack is None else len(mine[0])))
         found.setdefault(path, []).append(own)
         return own
@@ -206,7 +206,7 @@ def _joined(
     return {path: tuple(own) for path, own in found.items()}
 
 
-def _gather(group: WeightGroup, stored: Shards) -> Shards:
+def _join(group: WeightGroup, stored: Shards) -> Shards:
     """Returns shards, in global view sharded as a gather wants them."""
     layouts = group.layouts
     joined = in_view(
