@@ -36,7 +36,7 @@ def test_degrees_are_whole_numbers_wherever_they_are_given(degree):
         fill_degrees({"dp": 1, "gtp": degree}, 8)
     with pytest.raises(ValueError, match=message):
         gtp.make_mesh(gtp=degree)
-    with pytest.raises(ValueError, match=f"`gtp` is {degree}; it must be a whole number of at least 1"):
+    with pytest.raises(ValueError, match=f"`gtp` is {degree!r}; it must be a whole number of at least 1"):
         Parallelism(gtp=degree)
 
 
