@@ -196,7 +196,8 @@ def _fused(groups: Mapping[Any, WeightGroup], shards: Mapping[Any, Shards]) -> d
 
 
 def _packed(groups: Mapping[Any, WeightGroup], shards: Mapping[Any, Shards], form: Any) -> Packed:
-    (packed,) = pack_all([Bundle(dict(shards), [group.layouts for group in groups.values()], form)])
+    decided = {path: dataclasses.replace(group, wire=form, operands=None) for path, group in groups.items()}
+    (packed,) = pack_all([Bundle(shards, decided)])
     return packed
 
 

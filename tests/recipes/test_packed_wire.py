@@ -12,11 +12,23 @@ from selection import diagonal
 import gtp_jax as gtp
 from gtp_jax import formats, hlo, native
 from gtp_jax.layout import Layout, Split, layouts_of_kernels
-from gtp_jax.weights import Bundle, gather_packed, gather_weight, pack_all, plan_of
+from gtp_jax.weights import Bundle, WeightGroup, gather_packed, gather_weight, pack_all, plan_of, reduction_of
 
 from ..ops.bits import assert_same_bits
 
 FORMATS = {name: formats.FORMATS[name] for name in ("NVFP4", "NVFP4_1D", "MXFP8", "FP8_E4M3")}
+
+
+def bundle(shards, layouts, form) -> Bundle:
+    """The kernels of one module, in a format."""
+    group = WeightGroup(
+        layouts=tuple(layouts),
+        param_dtypes=(np.dtype(np.float32),) * len(layouts),
+        dtype=np.dtype(jnp.bfloat16),
+        grad_reduce=reduction_of("float32", jnp.bfloat16),
+        wire=form,
+    )
+    return Bundle({"w": tuple(shards)}, {"w": group})
 
 
 def weights_of(layout: Layout, case: str) -> np.ndarray:
@@ -53,7 +65,7 @@ def test_quantize_then_gather_is_gather_then_quantize(form, place, case):
         whole = weights_of(layout, case)
 
         def local(w):
-            (packed,) = pack_all([Bundle({"w": (w,)}, [(layout,)], form)])
+            (packed,) = pack_all([bundle([w], [layout], form)])
             amax = gtp.multi_amax([w])[0]
             amax = jax.lax.pmax(amax, ("tp", "gtp"))
             if layout.takes_part:  # the blocks are those of the whole weight, of which a rank takes its part
@@ -82,7 +94,7 @@ def test_several_kernels_and_layers_share_one_buffer_and_one_amax_vector():
         layouts = layouts_of_kernels(shapes, rows=1)
 
         def local(stacks):
-            (packed,) = pack_all([Bundle({"fused": tuple(stacks)}, [layouts], formats.NVFP4)])
+            (packed,) = pack_all([bundle(stacks, layouts, formats.NVFP4)])
             return packed.amax, [
                 gather_packed(jax.tree.map(lambda a, i=i: a[i], packed), [layouts], jnp.float32)[0]
                 for i in range(layers)
@@ -130,7 +142,7 @@ def test_no_expert_is_cut_out_of_its_stack_to_be_quantized(form):
         layouts = layouts_of_kernels([shape] * 2, rows=1, split_dim=1)
 
         def packed(shards):
-            return [one.buffer for one in pack_all([Bundle({"up": shards}, [layouts], form)])]
+            return [one.buffer for one in pack_all([bundle(shards, layouts, form)])]
 
         specs = P(None, *layouts[0].spec)
         mapped = jax.shard_map(packed, in_specs=(specs,), out_specs=P(None, "gtp"), check_vma=False)
