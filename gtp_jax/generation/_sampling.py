@@ -19,8 +19,8 @@ Choice = Literal["greedy", "all", "likeliest"]
 # A number that exceeds every vocabulary.
 _ALL = 2**31 - 1
 
-# Temperatures and their inverses are numbers that float32 holds and that XLA does not flush to zero. One that is nearer
-# to zero takes the likeliest token; with a greater one, or with this one, every token is as likely as any other.
+# Temperatures are clamped to [1 / _HOTTEST, _HOTTEST], where they and their inverses are normal numbers of float32. At
+# the lower end the likeliest token is taken; at the upper end all tokens are equally likely.
 _HOTTEST = 2.0**126
 
 
@@ -93,6 +93,7 @@ def choose(logits: jax.Array, choice: Choice, sampling: Sampling, rows: jax.Arra
     # The likeliest tokens have the score 0, also where the quotients of the others are infinite.
     best = jnp.max(logits, axis=-1, keepdims=True)
     scores = jnp.where(logits == best, 0, (logits - best) / sampling.temperature)
+    scores = jnp.where(jnp.arange(logits.shape[-1]) < sampling.vocab_size, scores, -jnp.inf)
     key = jax.random.wrap_key_data(jnp.asarray(sampling.key), impl="threefry2x32")
     keys = jax.vmap(lambda row, place: jax.random.fold_in(jax.random.fold_in(key, row), place))(rows, places)
     if choice == "all":

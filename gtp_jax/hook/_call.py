@@ -96,8 +96,10 @@ def _check_place(value: Any, placement: Placement, name: str) -> None:
 
 def lies(value: jax.Array, placement: Placement) -> bool:
     """Returns whether an array is stored as its placement specifies, on the mesh in scope."""
-    wanted = jax.sharding.NamedSharding(jax.sharding.get_mesh(), placement.stored)
-    return value.sharding.is_equivalent_to(wanted, value.ndim)
+    mesh = getattr(value.sharding, "mesh", None)  # within a trace the mesh in scope has no devices
+    if mesh is None or dict(mesh.shape) != dict(jax.sharding.get_abstract_mesh().shape):
+        return False
+    return value.sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, placement.stored), value.ndim)
 
 
 @contextlib.contextmanager

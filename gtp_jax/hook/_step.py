@@ -14,7 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 from ..chain import Remat, with_remat
 from ._movement import gather, scatter
 from ._parts import cast, in_parts
-from ._ties import after, is_float, mapped_with, stamped, together
+from ._ties import after, is_float, mapped_with, shared, stamped, together
 from ._trace import Program
 from ._walk import Token
 
@@ -55,7 +55,7 @@ def run(
 
     def gathered(zero: jax.Array, shards: Arrays) -> Arrays:
         """Returns the gathered weights; the gathers wait for `zero`."""
-        ready = after(zero, cast(shards, parts.casts))
+        ready = after(shared(zero), cast(shards, parts.casts))
         return [gather(shard, placement) for shard, placement in zip(ready, program.placements, strict=True)]
 
     def before(weights: Arrays) -> Arrays:

@@ -44,7 +44,7 @@ def together(arrays: Sequence[Any]) -> list[Any]:
 
 
 def mapped_with(outputs: Any, inputs: Sequence[Any]) -> Any:
-    """Returns the outputs; inside a `jax.vmap` each has an element for each of its indices if any input has.
+    """Returns the outputs, of which inside a `jax.vmap` all floats are batched if any input is.
 
     A `custom_vjp` whose output is shared by all indices, such as a zero, is not differentiated with respect to what
     they share: jax 0.12 refuses it, and 0.11 counts the output's gradient once for each index.
@@ -54,7 +54,11 @@ def mapped_with(outputs: Any, inputs: Sequence[Any]) -> Any:
         inputs: arrays and other leaves.
     """
     leaves, tree = jax.tree.flatten(outputs)
-    return jax.tree.unflatten(tree, _mapped(leaves, [leaf for leaf in inputs if _is_real(leaf)]))
+    floats = [i for i, leaf in enumerate(leaves) if _is_real(leaf) and is_float(leaf)]
+    mapped = _mapped([leaves[i] for i in floats], [leaf for leaf in inputs if _is_real(leaf)])
+    for i, leaf in zip(floats, mapped, strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(tree, leaves)
 
 
 @jax.custom_jvp
@@ -81,6 +85,27 @@ def _broadcast(size: int, batched: Any, outputs: list[Any], inputs: list[Any]) -
         for x, mapped in zip(outputs, batched[0], strict=True)
     ]
     return _mapped(whole, inputs), [every for _ in whole]
+
+
+@jax.custom_jvp
+def shared(zero: jax.Array) -> jax.Array:
+    """Returns the zero; inside a `jax.vmap` one for all indices, so that what waits for it is not copied for each."""
+    return _first(zero)
+
+
+@shared.defjvp
+def _shared_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return shared(*primals), jnp.zeros_like(tangents[0])
+
+
+@custom_vmap
+def _first(zero: jax.Array) -> jax.Array:
+    return zero
+
+
+@_first.def_vmap
+def _first_of_all(size: int, batched: Any, zero: jax.Array) -> tuple[jax.Array, bool]:
+    return shared(zero[0] if batched[0] else zero), False
 
 
 def _is_real(leaf: Any) -> bool:

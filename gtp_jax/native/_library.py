@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from ..formats import FORMATS
+
 _MODULE = f"{__package__}._native"
 REBUILD = "pip install --force-reinstall --no-deps gtp_jax, or `pip install -e .` in a checkout"
 
@@ -29,6 +31,11 @@ def _library() -> Any:
             raise
         return None
     _check_version(library.ffi_version)
+    if (built := [str(facts["name"]) for facts in library.formats()]) != list(FORMATS):
+        raise ImportError(
+            f"the kernels of gtp_jax were built for the formats {', '.join(built)}, and this version has "
+            f"{', '.join(FORMATS)}. Build them again: {REBUILD}."
+        )
     for platform, handlers in library.handlers().items():
         for target, handler in handlers.items():
             jax.ffi.register_ffi_target(target, handler, platform=platform)

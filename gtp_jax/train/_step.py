@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -11,7 +12,6 @@ import optax
 
 from .._foreign import brief
 from ..mesh import Roles, current_roles, degree, degrees, platform
-from ..ops import MOST
 from ..recipes import Recipe, check_recipe, recipe_of_call
 from ._gradients import VIEWS, Computed, Request, View, gradients, losses, mean_gradients
 from ._jit import Jitted
@@ -110,7 +110,7 @@ def train_step(
     check_optimizer(optimizer)
     if not isinstance(microbatches, int) or microbatches < 1:
         raise ValueError(f"`microbatches` is {microbatches!r}; it must be a whole number of at least 1.")
-    if max_grad_norm is not None and not 0 < max_grad_norm <= MOST:
+    if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
         raise ValueError(
             f"`max_grad_norm` is {brief(max_grad_norm)}; it must be a number above 0, or `None` for no limit."
         )

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..mesh import Path, with_paths
 from ..nn import UpdateRule
+from ..ops import MOST
 from ._gradients import Computed, mean_gradients
 from ._loss import mean
 from ._optimizer import of_model
@@ -76,7 +77,7 @@ def updated(
         # within the branch, so that XLA fuses what follows the sums as it does without a branch: not a bit changes
         grads = _means(state.params, computed, rules)
         if max_grad_norm is not None:
-            scale = jnp.minimum(1.0, float(max_grad_norm) / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
+            scale = jnp.minimum(1.0, min(max_grad_norm, MOST) / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
         value_fn = _value_fn(compute, rules, clipped=max_grad_norm is not None)
         extra = {"value": mean(computed.total, computed.tokens), "grad": grads, "value_fn": value_fn}

@@ -82,7 +82,7 @@ def change_config(source, **fields):
         (dict(tie_word_embeddings="no"), "has tie_word_embeddings 'no': .* true or false"),
         (
             dict(rope_scaling={"rope_type": None, "type": "linear", "factor": 8.0}),
-            "has rope_scaling with type, factor and the rope_type None, which does not say how to scale: one of linear",
+            "has rope_scaling with type, factor and the rope_type None, which does not say how to scale.",
         ),
         (dict(rope_scaling={"factor": 8.0}), "has rope_scaling with factor and the rope_type None, which does not"),
         (dict(rope_parameters={"rope_theta": 5e5, "factor": 8.0}), "has rope_parameters with factor and the rope_type"),

@@ -105,3 +105,32 @@ def test_a_step_trains_a_mapped_model_as_without_a_mesh(x64, key):
     )
     for one, other in zip(jax.tree.leaves(state.params), expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
+
+
+def test_no_weight_is_copied_for_each_example(x64, key):
+    x = jax.random.normal(key, (24, 16), jnp.float64)
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        model = gtp.shard(OfOneExample(nnx.Rngs(0)), "layers.*", min_size=64)
+        program = str(jax.make_jaxpr(lambda x: jax.vmap(model)(x))(x))
+    assert "f64[24,16]" in program and "f64[24,16,16]" not in program
+
+
+def test_what_examples_share_and_is_no_float_stays_shared(key):
+    class Counts(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([Counting(rngs)])
+
+        def __call__(self, x):
+            return self.layers[0](x)
+
+    class Counting(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(16, 16, rngs=rngs)
+
+        def __call__(self, x):
+            return self.linear(x), jnp.int32(7)
+
+    with jax.set_mesh(gtp.make_mesh(gtp=8)):
+        model = gtp.shard(Counts(nnx.Rngs(0)), "layers.*", min_size=64)
+        _, count = jax.vmap(model, out_axes=(0, None))(jax.random.normal(key, (8, 16)))
+    assert count == 7

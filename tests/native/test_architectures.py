@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from gtp_jax.native import _library
+
 FFI = Path(__file__).parents[2] / "ffi"
 CODES = "sm_75\nsm_80\nsm_86\nsm_89\nsm_90\nsm_100\nsm_103\nsm_120\n"
 
@@ -84,3 +86,10 @@ def test_codes_of_four_bits_compile_to_blackwells_own_instruction(tmp_path):
     ran = subprocess.run([*command, "-ptx", source, "-o", "-"], capture_output=True, text=True, timeout=120)
     text = ran.stdout
     assert len(re.findall(r"cvt\.rn\.satfinite\.e2m1x2\.f32", text)) == 4
+
+
+def test_a_library_of_other_formats_is_refused(monkeypatch):
+    built = pytest.importorskip("gtp_jax.native._native")
+    monkeypatch.setattr(built, "formats", lambda: [{"name": "NVFP4"}, {"name": "MXFP8"}])
+    with pytest.raises(ImportError, match="built for the formats NVFP4, MXFP8, and this version has NVFP4, NVFP4_1D"):
+        _library._library.__wrapped__()

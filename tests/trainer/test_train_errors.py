@@ -74,7 +74,6 @@ def refused(capsys, *flags: str) -> str:
         (dict(weight_decay=-1), "`weight_decay` is -1.0; it must be a number of at least 0."),
         (dict(warmup=8), "`warmup` is 8; it must be at least 0 and less than `steps`, 8."),
         (dict(unroll=0), "`unroll` is 0; it must be a number of layers, at least 1, or 'full'."),
-        (dict(keep_gathered=99), "`keep_gathered` is 99, but there are 6 layers with the embedding and the head. Keep"),
         (dict(gtp=3), "dp 1 x gtp 3 x tp 1 = 3, but there are 8 devices. Choose degrees"),
         (dict(dp=3), "but there are 8 devices"),
         (dict(tp=8), "tp 8 is more than the 4 key-value heads (8 query heads)"),

@@ -129,12 +129,6 @@ class LlamaConfig:
         self._check_experts()
         reduction_of(self.grad_reduce, self.dtype)
         self.schedule  # noqa: B018  validates its three fields
-        most = self.num_layers + 2
-        if isinstance(self.keep_gathered, int) and self.keep_gathered > most:
-            raise ValueError(
-                f"`keep_gathered` is {self.keep_gathered}, but there are {most} layers with the embedding and the "
-                "head. Keep the weights of fewer, or of 'all'."
-            )
 
     def _check_experts(self) -> None:
         if not _is_size(self.shared_hidden):

@@ -148,12 +148,12 @@ def _scaling(file: str, content: dict[str, Any]) -> dict[str, Any] | None:
         _agreed(file, {f"{name}.rope_type": kind, f"{name}.type": fields.get("type")})
         if kind is None or kind == "default":
             given[name] = None if kind is None else {"kind": kind}
-            said = [key for key in fields if fields[key] not in (None, kind) and key not in _UNSCALED]
+            said = [key for key in fields if fields[key] not in (None, kind, 1) and key not in _UNSCALED]
             if said:
                 raise ValueError(
                     f"{file} has {name} with {', '.join(said)} and the rope_type {kind!r}, which does not say how to "
-                    f"scale: one of {', '.join(_SCALINGS)} is expected, or no other field. Give the rope_type that the "
-                    "weights were trained with, or leave these fields out."
+                    f"scale. Set rope_type to {' or '.join(_SCALINGS)}, as the weights were trained, or remove these "
+                    "fields."
                 )
             continue
         if not isinstance(kind, str) or kind not in _SCALINGS:

@@ -91,6 +91,8 @@ def supervise(
     with waited.acquire() as lock, Memory(Path(options.snapshot_dir)) as memory:
         if resolve(settings, resume=resume, force=force)[0] != config:
             raise ValueError(f"{directory.config} has changed while this run waited for another. Start it again.")
+        if not resume and not directory.is_of_run:  # the record of a start that was refused, which `check` has read
+            directory.events.unlink(missing_ok=True)
         run = Supervisor(dict(settings), config, directory, devices, degrees, options, memory, lock.ownership)
         return run.run(resume=resume, at=at)
 
@@ -411,7 +413,8 @@ class Supervisor:
             standby.kill()
         self._account.finish(status, 0.0, self._kept_step())
         print(
-            f"gtp-jax train: the run cannot go on: {reason}.\n{self._directory.how_to_resume()} --elastic",
+            f"gtp-jax train: the run cannot go on: {reason}.\n{self._directory.how_to_resume()}"
+            + (" --elastic" if self._directory.is_of_run else ""),
             file=sys.stderr,
         )
         return status

@@ -23,7 +23,7 @@ def knob(
     *,
     kind: Any = int,
     least: int | None = None,
-    most: int = (1 << 31) - 1,
+    most: int = (1 << 63) - 1,
     above: float | None = None,
     per_process: bool = False,
     **options: Any,

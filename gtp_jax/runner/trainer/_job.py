@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from ... import hlo
-from ...checkpoint import Checkpoints
+from ...checkpoint import MAX_FILE_BYTES, Checkpoints
 from ...models import ModelConfig, Origin, build, family_of
 from ...nn import ModelDef, abstract_model, init
 from ...nonuniform import NonuniformStep, with_whole_sequences
@@ -132,11 +133,25 @@ def prepare(
         watch.doing("initialize")
         state = TrainState.create(init(lambda rngs: build(model, rngs=rngs), nnx.Rngs(config.seed)), optimizer)
     if config.tokenizer is not None and not origin.has_tokenizer:
-        origin = origin.with_tokenizer(Path(config.tokenizer).read_bytes())
+        origin = _with_tokenizer(origin, Path(config.tokenizer))
     watch.doing("compile")
     job = compile_step(config, model, meshes, corpus, state, optimizer, place)
     set_aside = (lambda: None) if resumed is None else resumed.set_aside
     return dataclasses.replace(job, origin=origin), state, set_aside
+
+
+def _with_tokenizer(origin: Origin, file: Path) -> Origin:
+    """Returns an origin with a run's tokenizer; without, and with a message, if it is too large to be stored."""
+    if file.stat().st_size <= MAX_FILE_BYTES:
+        return origin.with_tokenizer(file.read_bytes())
+    if jax.process_index() == 0:
+        print(
+            f"gtp-jax train: the tokenizer {file} is not stored with the checkpoints, because it has more than "
+            f"{MAX_FILE_BYTES >> 20} MiB. Keep it for `gtp-jax generate` and for exports.",
+            file=sys.stderr,
+            flush=True,
+        )
+    return origin
 
 
 def abstract_state(config: TrainConfig, model: ModelConfig) -> tuple[TrainState, optax.GradientTransformation]:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from ...checkpoint import Checkpoints
-from ...mesh import check_degrees, choose_devices, on_gpu, use_roles
+from ...mesh import check_degrees, choose_devices, of_all_processes, on_gpu, use_roles
 from ...models import ModelConfig, build
 from .._exit_codes import DONE, of_signal, out_of_memory
 from ..data import Corpus, unigram_entropy
@@ -254,6 +255,7 @@ def _train(
         if speaks:
             guard()
             directory.prepare(config, keep=resume)
+        of_all_processes(np.int32(0))  # so that no process makes a step before the directory is this run's
         interrupt.own(directory)
         watch.events.release()
         set_aside()
