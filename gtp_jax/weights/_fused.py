@@ -8,8 +8,8 @@ rank after rank, every kernel's rows:
     (ranks, rows of kernel 0 | rows of kernel 1 | ..., features_in)
 
 with its first two dimensions joined to one. It goes into one matmul as it is, with no copy. `split_features` then takes
-the kernels' outputs apart in the activation. Of a layer of experts a rank's part has every expert's kernels in turn,
-and the fused weight is `(ranks, experts, rows of kernel 0 | rows of kernel 1 | ..., features_in)`.
+the kernels' outputs apart in the activation. In a layer of experts, each rank's part holds the kernels of one expert
+after another, and the fused weight is `(ranks, experts, rows of kernel 0 | rows of kernel 1 | ..., features_in)`.
 
 Other shards (columns; rows that are no multiple of a block; those of which each tensor rank takes its part) are put in
 order first, by one copy of the weight. The result has the same form, with 1 for `ranks`.

@@ -137,7 +137,7 @@ def test_a_file_that_is_no_lock_is_refused_and_stays(tmp_path, elsewhere):
     message = "lock is not the lock of a run of gtp-jax: it holds '12345.n'. Choose another --out, or move the file"
     with pytest.raises(ValueError, match=message):
         Lock(path).attempt()
-    for content in ("", "12345"):  # as of a lock that is just being written, but for too long
+    for content in ("", "12345"):  # a lock looks so while it is written, but not for so long
         path.write_text(content)
         late = Lock(path, stale_s=60, clock=clock)
         assert not late.attempt()

@@ -57,7 +57,7 @@ class EventLog:
             self._append(line)
 
     def release(self) -> None:
-        """Writes what has been held back, and from now on all at once."""
+        """Writes the events held back so far; later ones are written at once."""
         lines, self._held = self._held or [], None
         for line in lines:
             self._append(line)
