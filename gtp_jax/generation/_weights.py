@@ -202,10 +202,10 @@ def _layout(variable: nnx.Variable) -> Layout:
 def _whole_bytes(variable: nnx.Variable, dtype: Any) -> int:
     """Returns the size in bytes of a gathered weight on one device."""
     value, layout = variable.get_raw_value(), _layout(variable).gathered
-    parts = 1 if layout.takes_part else layout.tensor_degree
+    parts = layout.tensor.ranks * layout.experts.ranks
     if isinstance(value, QuantizedArray):
-        return sum(x.nbytes for x in jax.tree.leaves(value)) // (parts * layout.experts_degree)
-    return math.prod(value.shape) * np.dtype(dtype).itemsize // (parts * layout.experts_degree)
+        return sum(x.nbytes for x in jax.tree.leaves(value)) // parts
+    return math.prod(value.shape) * np.dtype(dtype).itemsize // parts
 
 
 def _free_bytes() -> int | None:

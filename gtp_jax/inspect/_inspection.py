@@ -225,11 +225,11 @@ def _note(layout: Layout, degrees: dict[str, int]) -> str:
     """Says what of a weight stays whole, what is padded in use, and what its output costs outside a chain."""
     notes = []
     split = layout.split
-    sharded = (*layout.axes, layout.experts_axis)
+    sharded = (*layout.axes, *layout.experts.axes)
     whole = [axis for axis in layout.roles.weights if degrees[axis] > 1 and axis not in sharded]
     if layout.takes_part and split is not None and split.axis is not None and split.axis not in layout.axes:
         whole.insert(0, split.axis)
-    replicas = [axis for axis in layout.roles.over_optimizer if axis not in (*layout.axes, *layout.optimizer_axes)]
+    replicas = [axis for axis in layout.roles.over_optimizer if axis not in (*layout.axes, *layout.optimizer.axes)]
     whole += [axis for axis in replicas if degrees[axis] > 1]
     if whole:
         notes.append(f"stored whole on every rank of {', '.join(whole)}")

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ..mesh import current_roles, degree, degrees
-from ._layout import Layout, axes_choices, warn_of_whole
+from ._choice import axes_choices, divided, warn_of_whole
+from ._layout import Layout
 from ._split import Split
 
 
@@ -109,8 +110,8 @@ def layout_of_array(shape: Sequence[int], *, tensor_dim: int | None = None) -> A
         for dim in dims:
             if local[dim] % ranks == 0:
                 warn_of_whole(shape, [axis for axis in roles.weights if axis not in chosen])
-                return _laid_out(shape, dim, tensor_dim, split, chosen, takes_part=not even)
-    whole = Layout((1, 1), 0, roles=roles)  # of a scalar
+                return _laid_out(shape, dim, tensor_dim, split, chosen, even=even)
+    whole = Layout((1, 1), rows=0, roles=roles)  # of a scalar
     return ArrayLayout(shape, (), whole)
 
 
@@ -121,19 +122,18 @@ def _laid_out(
     split: Split | None,
     axes: tuple[str, ...],
     *,
-    takes_part: bool,
+    even: bool,
 ) -> ArrayLayout:
     ahead = [tensor_dim] if tensor_dim is not None and tensor_dim != rows else []
     rest = [dim for dim in range(len(shape)) if dim not in (*ahead, rows)]
+    tensor = (split.axis,) if split is not None and split.axis is not None and even else ()
     matrix = Layout(
         shape=(*(shape[dim] for dim in ahead), shape[rows], math.prod(shape[dim] for dim in rest)),
+        gather=divided(len(ahead), axes),
+        tensor=divided(0, tensor),
         rows=len(ahead),
         split_dim=None if split is None else 0,
         split=split,
-        shard_dim=len(ahead),
-        axes=axes,
-        degrees=tuple(map(degree, axes)),
-        takes_part=takes_part,
         roles=current_roles(),
     )
     return ArrayLayout(shape, (*ahead, rows, *rest), matrix)

@@ -67,19 +67,19 @@ def is_divided(array: jax.Array, layout: Layout) -> bool:
 
 
 def _gather(x: jax.Array, layout: Layout) -> jax.Array:
-    assert layout.optimizer_dim is not None
-    dim = x.ndim - len(layout.shape) + layout.optimizer_dim
+    assert layout.optimizer.dim is not None
+    dim = x.ndim - len(layout.shape) + layout.optimizer.dim
     wire = WIRE.get(x.dtype)
     # along a dimension of their own, whichever is divided: so XLA joins all gathers of a step in one launch
     own = x[None] if wire is None else lax.bitcast_convert_type(x, wire)[None]
-    parts = all_gather(own, layout.optimizer_axes, dim=0)
+    parts = all_gather(own, layout.optimizer.axes, dim=0)
     parts = parts if wire is None else lax.bitcast_convert_type(parts, x.dtype)
     return jnp.reshape(jnp.moveaxis(parts, 0, dim), (*x.shape[:dim], -1, *x.shape[dim + 1 :]))
 
 
 def _scatter(x: jax.Array, layout: Layout) -> jax.Array:
-    assert layout.optimizer_dim is not None
-    dim = x.ndim - len(layout.shape) + layout.optimizer_dim
+    assert layout.optimizer.dim is not None
+    dim = x.ndim - len(layout.shape) + layout.optimizer.dim
     parts = jnp.reshape(x, (*x.shape[:dim], layout.copies, x.shape[dim] // layout.copies, *x.shape[dim + 1 :]))
-    own = reduce_scatter(jnp.moveaxis(parts, dim, 0), layout.optimizer_axes, dim=0)
+    own = reduce_scatter(jnp.moveaxis(parts, dim, 0), layout.optimizer.axes, dim=0)
     return row_major(own[0])

@@ -202,9 +202,9 @@ def _pack_shards(bundle: Bundle, amax: jax.Array | None) -> jax.Array | Apart:
         }
         return pack(dataclasses.replace(bundle, shards=kernels).kernels, form, amax, plan)
     stored_plan = _plan(tuple(map(tuple, fused)), form, stored=True)
-    parts = lax.all_gather(pack(bundle.kernels, form, amax, stored_plan), first.optimizer_axes, axis=0)
+    parts = lax.all_gather(pack(bundle.kernels, form, amax, stored_plan), first.optimizer.axes, axis=0)
     by_rows = [
-        one.optimizer_dim == one.rows for layouts in fused for _ in range(layouts[0].matrices) for one in layouts
+        one.optimizer.dim == one.rows for layouts in fused for _ in range(layouts[0].matrices) for one in layouts
     ]
     return _join_stored(parts, by_rows, form, stored_plan, plan)
 
@@ -301,9 +301,7 @@ def _over_shards(vector: jax.Array, bundles: Sequence[Bundle]) -> jax.Array:
 
 def _own_axes(layout: Layout) -> tuple[str, ...]:
     """Returns the axes of whose ranks each has experts of its own."""
-    experts = () if layout.experts_axis is None else (layout.experts_axis,)
-    tensor = layout.split.axis if layout.splits_experts and not layout.takes_part and layout.split is not None else None
-    return experts if tensor is None else (*experts, tensor)
+    return (*layout.experts.axes, *(layout.tensor.axes if layout.splits_experts else ()))
 
 
 def gather_packed(packed: Packed, fused: Fused, dtype: jax.typing.DTypeLike) -> tuple[Float[jax.Array, "... _ _"], ...]:

@@ -257,7 +257,7 @@ def buffer_of(group: WeightGroup, path: Path, *, stacked: bool) -> Any:
     alone = path if not stacked or group.as_codes else None
     fits = not isinstance(group.wire, Format) or fits_blocks([group.layouts], group.wire)
     first = group.layouts[0]
-    return group.wire, group.operands is not None, alone, group.dtype, first.axes, first.optimizer_axes, fits
+    return group.wire, group.operands is not None, alone, group.dtype, first.axes, first.optimizer.axes, fits
 
 
 def bytes_on_wire(group: WeightGroup) -> int:

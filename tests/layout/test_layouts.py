@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gtp_jax as gtp
-from gtp_jax.layout import BLOCK, Layout, layouts_of_kernels
+from gtp_jax.layout import BLOCK, Division, Layout, layouts_of_kernels
 from gtp_jax.mesh import axes_of
 from gtp_jax.weights import as_shards, gather_weight, reduce_gradient
 
@@ -162,8 +162,8 @@ def test_an_uneven_split_of_storage_is_refused():
     with jax.set_mesh(mesh_of(1, 3)):
         split = layouts_of_kernels([(8, 10)], rows=1, split_dim=1)[0].split
     with pytest.raises(
-        ValueError, match=r"divides dimension 1 of a weight of shape \(8, 10\) unevenly.*`takes_part=True`"
+        ValueError, match=r"divides dimension 1 of a weight of shape \(8, 10\) unevenly.*Leave `tensor` out"
     ):
-        Layout((8, 10), 1, 1, split)
+        Layout((8, 10), tensor=Division(1, ("tp",), (3,)), rows=1, split_dim=1, split=split)
     with pytest.raises(ValueError, match=r"dimension 1 of a weight of shape \(8, 10\) is sharded 3 ways"):
-        Layout((8, 10), 1, axes=("gtp",), degrees=(3,))
+        Layout((8, 10), gather=Division(1, ("gtp",), (3,)), rows=1)

@@ -67,8 +67,8 @@ MUTANTS = (
     ),
     Mutant(
         "gradients of stored parts are averaged over dp",
-        "own = reduce_scatter(jnp.moveaxis(parts, dim, 0), layout.optimizer_axes, dim=0)",
-        "own = reduce_scatter(jnp.moveaxis(parts, dim, 0), layout.optimizer_axes, dim=0) / layout.copies",
+        "own = reduce_scatter(jnp.moveaxis(parts, dim, 0), layout.optimizer.axes, dim=0)",
+        "own = reduce_scatter(jnp.moveaxis(parts, dim, 0), layout.optimizer.axes, dim=0) / layout.copies",
         (_OVER_DP,),
     ),
     Mutant(

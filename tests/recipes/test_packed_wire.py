@@ -11,7 +11,7 @@ from selection import diagonal
 
 import gtp_jax as gtp
 from gtp_jax import formats, hlo, native
-from gtp_jax.layout import Layout, Split, layouts_of_kernels
+from gtp_jax.layout import Division, Layout, Split, layouts_of_kernels
 from gtp_jax.weights import Bundle, WeightGroup, gather_packed, gather_weight, pack_all, plan_of, reduction_of
 
 from ..ops.bits import assert_same_bits
@@ -69,7 +69,7 @@ def test_quantize_then_gather_is_gather_then_quantize(form, place, case):
             amax = gtp.multi_amax([w])[0]
             amax = jax.lax.pmax(amax, ("tp", "gtp"))
             if layout.takes_part:  # the blocks are those of the whole weight, of which a rank takes its part
-                w = jax.lax.all_gather(w, layout.axes, axis=layout.shard_dim, tiled=True).T
+                w = jax.lax.all_gather(w, layout.axes, axis=layout.gather.dim, tiled=True).T
                 late = gtp.dequantize(gtp.quantize(w, form, amax=amax if form.has_amax else None), jnp.float32)
                 late = layout.split.take(late, 0)
             else:
@@ -114,7 +114,7 @@ def test_several_kernels_and_layers_share_one_buffer_and_one_amax_vector():
 
 def sharded(shape) -> Layout:
     """Two shards of the output features."""
-    return Layout(shape, rows=1, axes=("gtp",), degrees=(2,))
+    return Layout(shape, rows=1, gather=Division(1, ("gtp",), (2,)))
 
 
 @pytest.mark.parametrize("form, least", [(formats.MXFP8, 32), (formats.NVFP4, 16), (formats.NVFP4_1D, 16)], ids=str)
@@ -126,7 +126,10 @@ def test_rows_shorter_than_a_block_are_refused(form, least):
     assert plan_of([[sharded((least, 64))]], form)
     assert plan_of([[sharded((1, 64))]], formats.FP8_E4M3)
     halved = dataclasses.replace(
-        sharded((2 * least - 2, 64)), split_dim=0, split=Split(2 * least - 2, 1, (least - 1,) * 2, "tp")
+        sharded((2 * least - 2, 64)),
+        tensor=Division(0, ("tp",), (2,)),
+        split_dim=0,
+        split=Split(2 * least - 2, 1, (least - 1,) * 2, "tp"),
     )
     with pytest.raises(ValueError, match=rows):
         plan_of([[halved]], form)

@@ -1,0 +1,157 @@
+"""The choice of layouts on the mesh in scope: what is sharded, along which dimension, over which axes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import warnings
+from collections.abc import Sequence
+
+from ..mesh import current_roles, degree, degrees
+from ._layout import Layout, listed
+from ._split import Split
+from ._storage import UNDIVIDED, Division
+
+# Blocks of formats have up to 16 rows on the wire and up to 32 elements along a contraction. Where sizes allow it a
+# shard has whole blocks, so that each rank can quantize its own.
+BLOCK_ROWS, BLOCK = 16, 32
+
+# Elements of a shard up to which no word is lost about a replica of it on each rank of the optimizer's axes.
+SMALL = 1 << 16
+
+
+def divided(dim: int | None, axes: Sequence[str]) -> Division:
+    """Returns the division of a dimension over these axes of the mesh in scope; none without axes."""
+    return Division(dim, tuple(axes), tuple(map(degree, axes))) if axes else UNDIVIDED
+
+
+def layouts_of_kernels(
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    rows: int,
+    split_dim: int | None = None,
+    units: Sequence[int] | None = None,
+    axes: tuple[str, ...] | None = None,
+    experts_axis: str | None = None,
+) -> tuple[Layout, ...]:
+    """Lays out kernels that meet the same input, and travel in one gather, on the mesh in scope.
+
+    All get the same axes, and are sharded along rows or all along columns: rows if every shard then has whole blocks,
+    else columns if every shard has, else whichever dimension divides. What is stored is divided further over the
+    optimizer's axes, by the same rule, and stays whole over those that divide neither dimension, with a warning unless
+    it is small. Where the tensor axis does not divide the units of a kernel evenly, storage is sharded over that axis
+    too, and gathered over it. Kernels of which the axes divide no dimension are gathered over fewer axes, as many ranks
+    as can be, with a warning.
+
+    Args:
+        shapes: logical shapes, equal but for the rows.
+        rows: the dimension of output features.
+        split_dim: the dimension that the tensor axis divides, if any.
+        units: elements a unit of that dimension, for each kernel; 1 by default.
+        axes: gather over these; the roles in scope say which by default.
+        experts_axis: the axis whose ranks divide the first dimension, if any; see `Storage`.
+
+    Raises:
+        ValueError: if `axes` is no tuple of different axes, or has an axis that divides the weight already; or if the
+            ranks of `experts_axis` do not divide the experts.
+    """
+    roles = current_roles()
+    axes = (roles.weights if experts_axis is None else roles.over_experts) if axes is None else axes
+    if not isinstance(axes, tuple) or len(set(axes)) < len(axes):
+        raise ValueError(f"`axes` is {axes!r}; it must be a tuple of different mesh axes, such as ('gtp',).")
+    experts = degree(experts_axis)
+    if experts_axis is not None:
+        if experts_axis in axes:
+            raise ValueError(
+                f"`axes` {axes} of a weight of shape {shapes[0]} has {experts_axis!r}, whose ranks have experts of "
+                "their own, which are not gathered over it. Leave it out."
+            )
+        if shapes[0][0] % experts:
+            raise ValueError(
+                f"{shapes[0][0]} experts cannot be divided among the {experts} ranks of {experts_axis}. Choose an ep "
+                "that divides the number of experts."
+            )
+    splits: list[Split | None] = [None] * len(shapes)
+    if split_dim is not None:
+        if roles.tensor in axes:
+            raise ValueError(
+                f"`axes` {axes} of a weight of shape {shapes[0]} has {roles.tensor!r}, which divides its dimension "
+                f"{split_dim} already. Leave it out, or choose `parallel=None`."
+            )
+        units = [1] * len(shapes) if units is None else units
+        splits = [
+            Split.in_blocks(shape[split_dim] // (experts if split_dim == 0 else 1), unit, roles.tensor)
+            for shape, unit in zip(shapes, units, strict=True)
+        ]
+    even = all(split is None or split.even for split in splits)
+    tensor = () if split_dim is None or roles.tensor is None else (roles.tensor,)
+    parts = degrees(tensor) if even else 1
+    local = [
+        tuple(size // ((parts if d == split_dim else 1) * (experts if d == 0 else 1)) for d, size in enumerate(shape))
+        for shape in shapes
+    ]
+    cols = 2 * len(shapes[0]) - 3 - rows
+    for chosen in axes_choices(axes, None if even else roles.tensor):
+        ranks = degrees(chosen)
+        dim = _dim_divided(local, ranks, rows, cols)
+        if dim is not None:
+            warn_of_whole(shapes[0], [axis for axis in axes if axis not in chosen])
+            storage = {
+                "gather": divided(dim, chosen),
+                "tensor": divided(split_dim, tensor if even else ()),
+                "experts": divided(0, () if experts_axis is None else (experts_axis,)),
+            }
+            layouts = tuple(
+                Layout(shape, **storage, rows=rows, split_dim=split_dim, split=split, roles=roles)
+                for shape, split in zip(shapes, splits, strict=True)
+            )
+            return _divided_further(layouts)
+    raise AssertionError("a choice of no axes divides everything")
+
+
+def _dim_divided(shapes: Sequence[tuple[int, ...]], ranks: int, rows: int, cols: int) -> int | None:
+    """Returns the dimension of all these shapes that so many ranks divide, if any: in whole blocks if they can."""
+    for dim, multiple in ((rows, BLOCK_ROWS), (cols, BLOCK), (rows, 1), (cols, 1)):
+        if ranks == 1 or all(shape[dim] % (ranks * multiple) == 0 for shape in shapes):
+            return dim if ranks > 1 else rows
+    return None
+
+
+def _divided_further(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
+    """Returns the layouts, their shards divided over the optimizer's axes, as many ranks as can be."""
+    first = layouts[0]
+    taken = (*first.axes, *first.experts.axes)
+    axes = tuple(axis for axis in first.roles.over_optimizer if axis not in taken and degree(axis) > 1)
+    shapes = [layout.shard_shape for layout in layouts]
+    for chosen in axes_choices(axes, None):
+        dim = _dim_divided(shapes, degrees(chosen), first.rows, first.cols)
+        if dim is not None:
+            if sum(map(math.prod, shapes)) > SMALL:
+                warn_of_whole(first.shape, [axis for axis in axes if axis not in chosen])
+            return tuple(dataclasses.replace(layout, optimizer=divided(dim, chosen)) for layout in layouts)
+    raise AssertionError("a choice of no axes divides everything")
+
+
+def axes_choices(axes: tuple[str, ...], tensor: str | None) -> list[tuple[str, ...]]:
+    """Returns the axes that a gather may run over: those of most ranks first, down to none.
+
+    Args:
+        axes: which are wanted.
+        tensor: the tensor axis, if it divides a weight unevenly and may shard its storage like the others.
+    """
+    some = [chosen for count in range(len(axes) + 1) for chosen in itertools.combinations(axes, count)]
+    if tensor is not None and tensor not in axes:
+        some += [(tensor, *chosen) for chosen in some]
+    return sorted(some, key=lambda chosen: (-degrees(chosen), -len(chosen)))
+
+
+def warn_of_whole(shape: tuple[int, ...], axes: Sequence[str]) -> None:
+    """Warns of a weight that stays whole over axes of more than one rank."""
+    sizes = {axis: degree(axis) for axis in axes if degree(axis) > 1}
+    if sizes:
+        warnings.warn(
+            f"a weight of shape {shape} stays whole on every rank of {listed(sizes)}, which cannot divide its "
+            "dimensions further. Choose sizes that the degrees divide if it is large.",
+            stacklevel=4,
+        )

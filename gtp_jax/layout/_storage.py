@@ -1,0 +1,118 @@
+"""How a weight is stored: an array of its logical shape, divided evenly by mesh axes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+from jax.sharding import PartitionSpec
+
+
+class Division(NamedTuple):
+    """Mesh axes that divide one dimension of an array into equal parts.
+
+    Attributes:
+        dim: the dimension; `None` if there are no axes.
+        axes: names of the mesh axes, outermost first.
+        degrees: sizes of `axes`.
+    """
+
+    dim: int | None = None
+    axes: tuple[str, ...] = ()
+    degrees: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """The number of parts."""
+        return math.prod(self.degrees)
+
+
+UNDIVIDED = Division()
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """What users, optimizers and checkpoints see of a weight.
+
+    Each dimension of the array is divided evenly by the axes that shard it. A *shard* is what a rank sends when the
+    weight is gathered: what it stores, or that gathered over the axes of `optimizer`, where these divide storage
+    further (ZeRO).
+
+    Attributes:
+        shape: logical shape: a matrix, or matrices behind leading dimensions (experts).
+        gather: the axes that a gather runs over; none if the weight is whole on all of them.
+        optimizer: the axes that divide a shard in storage.
+        tensor: the tensor axis, where it shards storage.
+        experts: the axis whose ranks have experts of their own, in storage and in use, equally many: a contiguous run
+            of the first dimension. What a gather joins, and what the tensor axis divides, is a rank's own.
+
+    Raises:
+        ValueError: if the axes that shard a dimension do not divide it.
+    """
+
+    shape: tuple[int, ...]
+    gather: Division = UNDIVIDED
+    optimizer: Division = UNDIVIDED
+    tensor: Division = UNDIVIDED
+    experts: Division = UNDIVIDED
+
+    def __post_init__(self) -> None:
+        for dim, size in enumerate(self.shape):
+            parts = self._parts(dim, stored=True)
+            if size % parts:
+                raise ValueError(
+                    f"dimension {dim} of a weight of shape {self.shape} is sharded {parts} ways, which do not divide "
+                    f"{size}. Let `layouts_of_kernels` choose the dimension."
+                )
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that a gather runs over, outermost first."""
+        return self.gather.axes
+
+    @property
+    def ranks(self) -> int:
+        """How many shards a gather joins."""
+        return self.gather.ranks
+
+    @property
+    def copies(self) -> int:
+        """How many ranks divide a shard in storage among them: 1 if each stores it whole."""
+        return self.optimizer.ranks
+
+    @property
+    def shards(self) -> int:
+        """How many different shards a weight has."""
+        return self.ranks * self.experts.ranks * self.tensor.ranks
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """Partition of the stored array."""
+        entries: list[list[str]] = [[] for _ in self.shape]
+        # the optimizer's innermost, so that they join to a shard
+        for dim, axes, _ in (self.experts, self.tensor, self.gather, self.optimizer):
+            if dim is not None:
+                entries[dim] += axes
+        return PartitionSpec(*(None if not e else e[0] if len(e) == 1 else tuple(e) for e in entries))
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape of what one rank sends in a gather."""
+        return tuple(size // self._parts(dim, stored=False) for dim, size in enumerate(self.shape))
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of what one rank stores."""
+        return tuple(size // self._parts(dim, stored=True) for dim, size in enumerate(self.shape))
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The sizes of all mesh axes that divide the array, by name."""
+        every = (self.gather, self.tensor, self.experts, self.optimizer)
+        return {axis: size for _, axes, sizes in every for axis, size in zip(axes, sizes, strict=True)}
+
+    def _parts(self, dim: int, *, stored: bool) -> int:
+        """Returns how many shards divide a dimension; or, if `stored`, the parts of shards that ranks store."""
+        divisions = (self.gather, self.tensor, self.experts, *([self.optimizer] if stored else []))
+        return math.prod(one.ranks for one in divisions if one.dim == dim)
