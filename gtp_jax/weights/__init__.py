@@ -38,7 +38,6 @@ from ._apart import Apart as Apart
 from ._codes import StoredCodes as StoredCodes
 from ._codes import codes_of as codes_of
 from ._codes import codes_specs as codes_specs
-from ._codes import cuts_blocks as cuts_blocks
 from ._codes import pack_codes as pack_codes
 from ._exchange import exchange_gradients as exchange_gradients
 from ._frozen import FrozenAs as FrozenAs
@@ -67,15 +66,14 @@ from ._group import WeightGroup as WeightGroup
 from ._optimizer_axes import gather_stored as gather_stored
 from ._optimizer_axes import is_divided as is_divided
 from ._optimizer_axes import scatter_stored as scatter_stored
-from ._packed import Bundle as Bundle
 from ._packed import Packed as Packed
-from ._packed import fits_blocks as fits_blocks
 from ._packed import gather_codes as gather_codes
 from ._packed import gather_packed as gather_packed
-from ._packed import pack_all as pack_all
-from ._packed import plan_of as plan_of
 from ._packed import pregather_layers as pregather_layers
-from ._packed import wire_bytes as wire_bytes
+from ._plan import cuts_blocks as cuts_blocks
+from ._plan import fits_blocks as fits_blocks
+from ._plan import plan_of as plan_of
+from ._plan import wire_bytes as wire_bytes
 from ._prepare import Prepared as Prepared
 from ._prepare import Stretch as Stretch
 from ._prepare import bytes_on_wire as bytes_on_wire
@@ -83,6 +81,8 @@ from ._prepare import check_pregathered_layers as check_pregathered_layers
 from ._prepare import prepare as prepare
 from ._prepare import quantize as quantize
 from ._prepare import wires_of as wires_of
+from ._quantize import Bundle as Bundle
+from ._quantize import pack_all as pack_all
 from ._ranks import by_rank as by_rank
 from ._ranks import in_view as in_view
 from ._ranks import of_rank as of_rank

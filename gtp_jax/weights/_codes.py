@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec
 from ..formats import Format, QuantizedArray
 from ..layout import Layout
 from ._group import WeightGroup
-from ._packed import Fused, Packed, fits_blocks, plan_of
+from ._packed import Packed
+from ._plan import Fused, plan_of
 from ._wire import FusedWeights, Wire
 
 
@@ -117,14 +118,6 @@ def codes_specs(layout: Layout, form: Format, ahead: int = 0) -> QuantizedArray:
         form,
         layout.matrix_of(layout.shape),
     )
-
-
-def cuts_blocks(layout: Layout, form: Format) -> bool:
-    """Returns whether shards are no whole blocks of a format, so that a rank cannot store its own codes."""
-    whole, shard = layout.matrix_of(layout.shape), layout.matrix_of(layout.shard_shape)
-    block = form.block or (1, 1)
-    divided = any(part != size and part % run for size, part, run in zip(whole, shard, block, strict=True))
-    return divided or not fits_blocks([[layout]], form)
 
 
 def _matrices(kernels: Sequence[QuantizedArray], layouts: Sequence[Layout]) -> list[QuantizedArray]:

@@ -11,8 +11,8 @@ from ..formats import Format, Operands, QuantizedArray
 from ._codes import StoredCodes, codes_of
 from ._fused import Shards
 from ._group import WeightGroup
-from ._packed import Bundle, pack_all
 from ._prepare import buffer_of
+from ._quantize import Bundle, pack_all
 from ._resolve import Path
 from ._wire import Kernels, Wire
 

@@ -15,7 +15,9 @@ from ._apart import Apart
 from ._fused import Shards, bytes_of
 from ._group import WeightGroup
 from ._optimizer_axes import gather_stored, stored_specs
-from ._packed import Bundle, fits_blocks, pack_all, pregather_layers, wire_bytes
+from ._packed import pregather_layers
+from ._plan import fits_blocks, wire_bytes
+from ._quantize import Bundle, pack_all
 from ._ranks import in_view, ranks_spec
 from ._resolve import Groups, Layers, Path
 from ._wire import Kernels, OwnFormat, Wire

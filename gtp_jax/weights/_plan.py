@@ -1,0 +1,107 @@
+"""Where the codes of a layer's weights lie in the buffer in which they travel.
+
+[Note: whole]
+Where shards would cut a format's blocks in two (7 rows of blocks of 16), a layer's masters are gathered once a step,
+layer by layer, and quantized whole on every rank; each rank keeps an equal part of the bytes, and that is what travels
+in every pass. So the blocks are those of the whole weight on every mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+from ..formats import SECTION_BYTES, Format, PackPlan, Piece
+from ..layout import Layout
+
+# The layouts of each fused weight's kernels.
+Fused = Sequence[Sequence[Layout]]
+
+
+def plan_of(fused: Fused, form: Format, *, stored: bool = False) -> PackPlan:
+    """Returns how the kernels of a layer's weights share a buffer: their shards, or the whole kernels where shards
+    would cut blocks in two; or, if `stored`, what ranks store of shards.
+
+    Raises:
+        ValueError: if a kernel's rows are shorter than a block.
+    """
+    return _plan(tuple(map(tuple, fused)), form, stored)
+
+
+@functools.cache
+def _plan(fused: tuple[tuple[Layout, ...], ...], form: Format, stored: bool) -> PackPlan:
+    """Returns the plan of shards or whole kernels, or of what ranks store of shards."""
+    block_cols = form.block[1] if form.block else 1
+    by_shard = fits_blocks(fused, form)
+    pieces = []
+    arrays = 0
+    for out, layouts in enumerate(fused):
+        row = 0
+        for matrix, (number, layout) in itertools.product(range(layouts[0].matrices), enumerate(layouts)):
+            here = layout.stored_shape if stored else layout.shard_shape
+            rows, cols = layout.matrix_of(here if by_shard else layout.whole_shape)
+            length = layout.matrix_of(layout.whole_shape)[1]
+            if length < block_cols:
+                raise ValueError(
+                    f"a weight of shape {layout.shape} has rows of {length} elements on a rank, fewer than the "
+                    f"{block_cols} of a block of {form.name}. Name its module in the recipe's `exclude`, or choose "
+                    "`gtp_jax.FP8()`, which has no blocks."
+                )
+            transposed = by_shard and layout.rows > layout.cols
+            pieces.append(
+                Piece(
+                    rows=rows,
+                    cols=cols,
+                    transposed=transposed,
+                    total_rows=rows,
+                    out=out,
+                    out_row=row,
+                    source=(arrays + number, matrix),
+                )
+            )
+            row += rows
+        arrays += len(layouts)
+    return PackPlan(tuple(pieces), by_shard=True)
+
+
+def fits_blocks(fused: Fused, form: Format) -> bool:
+    """Says whether shards hold whole blocks of a format, so that each rank can quantize its own; see [Note: whole]."""
+    block_rows, block_cols = form.block or (1, 1)
+
+    def fits(layout: Layout) -> bool:
+        rows, cols = layout.matrix_of(layout.shard_shape)
+        return rows % block_rows == 0 and (layout.by_rows or cols % block_cols == 0)
+
+    return fused[0][0].ranks == 1 or all(fits(layout) for layouts in fused for layout in layouts)
+
+
+def stored_fits_blocks(fused: Fused, form: Format) -> bool:
+    """Says whether what ranks store holds whole blocks of a format; see [Note: stored]."""
+    block_rows, block_cols = form.block or (1, 1)
+    # codes of 4 bits lie in pairs
+    block_cols = max(block_cols, 8 // form.element_bits)
+    sizes = [layout.matrix_of(layout.stored_shape) for layouts in fused for layout in layouts]
+    return all(rows % block_rows == 0 and cols % block_cols == 0 for rows, cols in sizes)
+
+
+def cuts_blocks(layout: Layout, form: Format) -> bool:
+    """Returns whether shards are no whole blocks of a format, so that a rank cannot store its own codes."""
+    whole, shard = layout.matrix_of(layout.shape), layout.matrix_of(layout.shard_shape)
+    block = form.block or (1, 1)
+    divided = any(part != size and part % run for size, part, run in zip(whole, shard, block, strict=True))
+    return divided or not fits_blocks([[layout]], form)
+
+
+def bytes_sent(fused: Fused, form: Format) -> int:
+    """Returns the bytes that each rank sends in a gather."""
+    size = plan_of(fused, form).bytes(form)
+    if fits_blocks(fused, form):
+        return size
+    return -(-size // (fused[0][0].ranks * SECTION_BYTES)) * SECTION_BYTES
+
+
+def wire_bytes(fused: Fused, form: Format) -> int:
+    """Returns the bytes of a layer's gathered weights on the wire, codes and scales of all shards together."""
+    first = fused[0][0]
+    return first.shards * bytes_sent(fused, form)

@@ -1,0 +1,257 @@
+"""Shards to codes in the buffer in which they travel, once per step. Called inside a `shard_map`.
+
+[Note: stored]
+Where the optimizer's axes divide shards in storage, each rank quantizes what it stores, and the codes are gathered over
+these axes, once. Where that would cut blocks in two, the masters are gathered and the shards quantized, as they would
+be if each rank stored them. Either way the bytes are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..formats import Format, PackPlan, WireFormat
+from ..layout import Layout, axes_in_use
+from ..mesh import degrees
+from ..ops import multi_amax, pack, pack_apart, power_of_two_amax, quantizable
+from ._apart import Apart
+from ._fused import Shards, whole_kernels
+from ._group import WeightGroup
+from ._optimizer_axes import gather_stored, is_divided
+from ._packed import Packed
+from ._plan import Fused, bytes_sent, fits_blocks, plan_of, stored_fits_blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class Bundle:
+    """Weights that are to travel in one buffer.
+
+    Attributes:
+        shards: by name of the fused weight, this rank's shards of its kernels, or what it stores of them, with the
+            leading dimension of a stack or without.
+        groups: what is decided about the weights, by the same names. `buffer_of` is equal for all of them.
+        apart: whether each layer of a stack gets a buffer of its own where that costs nothing.
+    """
+
+    shards: Mapping[Any, Shards]
+    groups: Mapping[Any, WeightGroup]
+    apart: bool = False
+
+    @property
+    def fused(self) -> Fused:
+        """The layouts of each fused weight's kernels."""
+        return [self.groups[name].layouts for name in self.shards]
+
+    @property
+    def wire(self) -> WireFormat | None:
+        """The format in which they travel."""
+        return self._first.wire
+
+    @property
+    def format(self) -> Format:
+        """The format of the codes, of weights that travel in one of this library."""
+        assert isinstance(self.wire, Format)
+        return self.wire
+
+    @property
+    def powers_of_two(self) -> bool:
+        """Returns whether the scale of a tensor is rounded to a power of two, as the weights are multiplied in it."""
+        return self._first.operands is not None
+
+    @property
+    def one_scale(self) -> bool:
+        """Returns whether all kernels of a fused weight have the same scale, so that its codes can be multiplied."""
+        return self._first.as_codes
+
+    @property
+    def _first(self) -> WeightGroup:
+        return next(iter(self.groups.values()))
+
+    @property
+    def kernels(self) -> list[jax.Array]:
+        """What is here of all kernels: `(*stack, matrices, rows, cols)`, of which a dense layer's has one matrix."""
+        weights = zip(self.shards.values(), self.fused, strict=True)
+        return [quantizable(_as_matrices(x, layouts)) for shards, layouts in weights for x in shards]
+
+    @property
+    def own_axes(self) -> list[tuple[str, ...]]:
+        """For each matrix of `kernels` in turn, the axes of whose ranks each has its own amax, as it has experts of its
+        own; all other ranks share one."""
+        kinds = [_own_axes(one) for layouts in self.fused for one in layouts]
+        counts = [math.prod(x.shape[:-2]) for x in self.kernels]
+        return [axes for axes, count in zip(kinds, counts, strict=True) for _ in range(count)]
+
+    def by_piece(self, amaxes: Sequence[jax.Array]) -> jax.Array:
+        """Returns `(*stack, pieces)` amaxes in the order in which matrices travel, every expert's kernels in turn.
+
+        Args:
+            amaxes: of each of `kernels`, `(*stack, matrices)`.
+        """
+        left = iter(amaxes)
+        each = [jnp.stack([next(left) for _ in layouts], axis=-1) for layouts in self.fused]
+        return jnp.concatenate([jnp.reshape(x, (*x.shape[:-2], -1)) for x in each], axis=-1)
+
+
+def pack_all(bundles: Sequence[Bundle]) -> list[Packed]:
+    """Quantizes shards: one amax kernel and one reduction of one vector for all bundles, one call for each.
+
+    The amax of a weight is taken over the axes that shard it, and not over replicas, which agree already. What is
+    stored of shards is joined to shards; see [Note: stored].
+    """
+    scaled = [x for bundle in bundles if bundle.format.has_amax for x in bundle.kernels]
+    amaxes: list[jax.Array] = []
+    if scaled:
+        each = multi_amax([jnp.reshape(x, (-1, *x.shape[-2:])) for x in scaled], stacked=True)
+        vector = _over_shards(each, [b for b in bundles if b.format.has_amax])
+        ends = np.cumsum([math.prod(x.shape[:-2]) for x in scaled])
+        parts = jnp.split(vector, ends[:-1])
+        amaxes = [jnp.reshape(part, x.shape[:-2]) for part, x in zip(parts, scaled, strict=True)]
+    found = []
+    for bundle in bundles:
+        amax = None
+        if bundle.format.has_amax:
+            mine, amaxes = amaxes[: len(bundle.kernels)], amaxes[len(bundle.kernels) :]
+            amax = bundle.by_piece(mine)
+            if bundle.one_scale:
+                amax = _largest_of_each(
+                    amax, [len(layouts) for layouts in bundle.fused for _ in range(layouts[0].matrices)]
+                )
+            if bundle.powers_of_two:
+                amax = power_of_two_amax(amax, bundle.format)
+        if fits_blocks(bundle.fused, bundle.format):
+            buffer = _pack_shards(bundle, amax)
+        else:
+            buffer = _pack_whole(bundle, amax)
+        found.append(Packed(buffer, amax, bundle.format, tuple(bundle.shards)))
+    return found
+
+
+def _pack_shards(bundle: Bundle, amax: jax.Array | None) -> jax.Array | Apart:
+    """Returns the bytes of this rank's shards; see [Note: stored]."""
+    form, fused, plan = bundle.format, bundle.fused, plan_of(bundle.fused, bundle.format)
+    first = fused[0][0]
+    if not is_divided(next(iter(bundle.shards.values()))[0], first):
+        if bundle.apart:
+            return Apart(pack_apart(bundle.kernels, form, amax, plan))
+        return pack(bundle.kernels, form, amax, plan)
+    if not stored_fits_blocks(fused, form):
+        kernels = {
+            name: gather_stored(stored, layouts)
+            for (name, stored), layouts in zip(bundle.shards.items(), fused, strict=True)
+        }
+        return pack(dataclasses.replace(bundle, shards=kernels).kernels, form, amax, plan)
+    stored_plan = plan_of(fused, form, stored=True)
+    parts = lax.all_gather(pack(bundle.kernels, form, amax, stored_plan), first.optimizer.axes, axis=0)
+    by_rows = [
+        one.optimizer.dim == one.rows for layouts in fused for _ in range(layouts[0].matrices) for one in layouts
+    ]
+    return _join_stored(parts, by_rows, form, stored_plan, plan)
+
+
+def _join_stored(
+    parts: jax.Array, by_rows: Sequence[bool], form: Format, stored: PackPlan, plan: PackPlan
+) -> jax.Array:
+    """Returns the buffer of shards, joined from those of what ranks store.
+
+    Args:
+        parts: `(ranks, *stack, bytes)`.
+        by_rows: whether ranks divide the rows of a piece, instead of its columns.
+        form: of the codes.
+        stored: where each piece of a part lies.
+        plan: where each piece of the result lies.
+    """
+    pairs = []
+    for rows, (codes, scales), (whole, whole_scales) in zip(
+        by_rows, stored.sections(form), plan.sections(form), strict=True
+    ):
+        pairs.append((rows, codes, whole))
+        if scales is not None and whole_scales is not None:
+            pairs.append((rows, scales, whole_scales))
+    pieces = []
+    end = 0
+    for rows, part, whole in sorted(pairs, key=lambda pair: pair[2].start):
+        lead = parts.shape[1:-1]
+        matrices = jnp.reshape(parts[..., part.start : part.start + part.bytes], (len(parts), *lead, *part.shape))
+        matrix = jnp.concatenate([matrices[rank] for rank in range(len(parts))], axis=-2 if rows else -1)
+        flat = jnp.reshape(matrix, (*lead, whole.bytes))
+        pieces.append(jnp.pad(flat, (*((0, 0),) * len(lead), (whole.start - end, 0))))
+        end = whole.start + whole.bytes
+    joined = jnp.concatenate(pieces, axis=-1)
+    return jnp.pad(joined, (*((0, 0),) * (joined.ndim - 1), (0, plan.bytes(form) - end)))
+
+
+def _pack_whole(bundle: Bundle, amax: jax.Array | None) -> jax.Array:
+    """Returns this rank's part of the bytes of whole weights; see [Note: whole]."""
+    first = bundle.fused[0][0]
+    plan = plan_of(bundle.fused, bundle.format)
+    part = bytes_sent(bundle.fused, bundle.format)
+
+    def one(layer: tuple[list[Shards], jax.Array | None]) -> jax.Array:
+        shards, amax = layer
+        kernels = []
+        for mine, layouts in zip(shards, bundle.fused, strict=True):
+            mine = gather_stored(mine, layouts)
+            rows = [jnp.moveaxis(x, layout.rows, -2) for x, layout in zip(mine, layouts, strict=True)]
+            parts = lax.all_gather(jnp.concatenate(rows, axis=-2), first.axes, axis=0)
+            kernels += [quantizable(_as_matrices(x, layouts)) for x in whole_kernels(parts, layouts)]
+        buffer = pack(kernels, bundle.format, amax, plan)
+        padded = jnp.pad(buffer, (0, part * first.ranks - buffer.size))
+        return lax.dynamic_slice_in_dim(padded, lax.axis_index(first.axes) * part, part)
+
+    layers = (list(bundle.shards.values()), amax)
+    stacked = bundle.shards[next(iter(bundle.shards))][0].ndim > len(first.shape)
+    return lax.map(one, layers) if stacked else one(layers)
+
+
+def _largest_of_each(amax: jax.Array, kernels: Sequence[int]) -> jax.Array:
+    """Gives every kernel, `(..., kernels)`, the largest amax of its fused weight."""
+    parts = jnp.split(amax, np.cumsum(kernels)[:-1], axis=-1)
+    return jnp.concatenate([jnp.broadcast_to(jnp.max(p, -1, keepdims=True), p.shape) for p in parts], axis=-1)
+
+
+def _over_shards(vector: jax.Array, bundles: Sequence[Bundle]) -> jax.Array:
+    """Returns the maximum of each weight's amax over the axes that shard any of them; on the others all ranks agree
+    already.
+
+    Experts that an axis divides are other ones on each of its ranks: they go into the vector side by side, so that no
+    amax is of several experts.
+    """
+    kernels = [layout for bundle in bundles for layouts in bundle.fused for layout in layouts]
+    axes = axes_in_use(kernels)
+    names = tuple(axis for axis in reversed(jax.sharding.get_abstract_mesh().axis_names) if axis in axes)
+    if degrees(names) == 1:
+        return vector
+    places: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for place, own in enumerate(own for bundle in bundles for own in bundle.own_axes):
+        places[own].append(place)
+    parts = []
+    for own, members in places.items():
+        mine = vector[np.array(members)] if len(places) > 1 else vector
+        side_by_side = jnp.zeros((degrees(own), len(members)), vector.dtype)
+        parts.append(jnp.ravel(side_by_side.at[lax.axis_index(own)].set(mine)) if own else mine)
+    whole = lax.pmax(jnp.concatenate(parts) if len(parts) > 1 else parts[0], names)
+    for (own, members), part in zip(
+        places.items(), jnp.split(whole, np.cumsum([x.size for x in parts])[:-1]), strict=True
+    ):
+        mine = jnp.reshape(part, (degrees(own), -1))[lax.axis_index(own)] if own else part
+        vector = vector.at[np.array(members)].set(mine) if len(places) > 1 else mine
+    return vector
+
+
+def _own_axes(layout: Layout) -> tuple[str, ...]:
+    """Returns the axes of whose ranks each has experts of its own."""
+    return (*layout.experts.axes, *(layout.tensor.axes if layout.splits_experts else ()))
+
+
+def _as_matrices(kernel: jax.Array, layouts: Sequence[Layout]) -> jax.Array:
+    """Returns `(..., matrices, rows, cols)`, of which only experts have several."""
+    return jnp.expand_dims(kernel, -3) if len(layouts[0].shape) == 2 else kernel
