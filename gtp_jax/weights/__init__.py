@@ -34,11 +34,8 @@ Less usual states:
   written for a rank there, with the partitions that `specs` of a wire, or of `Stored`, tells.
 """
 
-from ._apart import Apart as Apart
 from ._codes import StoredCodes as StoredCodes
-from ._codes import codes_of as codes_of
 from ._codes import codes_specs as codes_specs
-from ._codes import pack_codes as pack_codes
 from ._exchange import exchange_gradients as exchange_gradients
 from ._frozen import FrozenAs as FrozenAs
 from ._frozen import frozen_wire as frozen_wire
@@ -49,7 +46,6 @@ from ._fused import Shards as Shards
 from ._fused import as_shards as as_shards
 from ._fused import bytes_of as bytes_of
 from ._fused import fuse as fuse
-from ._fused import gather_part as gather_part
 from ._fused import gather_weight as gather_weight
 from ._fused import in_order as in_order
 from ._fused import part_of as part_of
@@ -63,24 +59,16 @@ from ._grad_reduce import GradReduce as GradReduce
 from ._grad_reduce import Reduction as Reduction
 from ._grad_reduce import reduction_of as reduction_of
 from ._group import WeightGroup as WeightGroup
-from ._optimizer_axes import gather_stored as gather_stored
-from ._optimizer_axes import is_divided as is_divided
 from ._optimizer_axes import scatter_stored as scatter_stored
 from ._packed import Packed as Packed
-from ._packed import gather_codes as gather_codes
 from ._packed import gather_packed as gather_packed
-from ._packed import pregather_layers as pregather_layers
 from ._plan import cuts_blocks as cuts_blocks
-from ._plan import fits_blocks as fits_blocks
 from ._plan import plan_of as plan_of
 from ._plan import wire_bytes as wire_bytes
 from ._prepare import Prepared as Prepared
-from ._prepare import Stretch as Stretch
 from ._prepare import bytes_on_wire as bytes_on_wire
-from ._prepare import check_pregathered_layers as check_pregathered_layers
 from ._prepare import prepare as prepare
 from ._prepare import quantize as quantize
-from ._prepare import wires_of as wires_of
 from ._quantize import Bundle as Bundle
 from ._quantize import pack_all as pack_all
 from ._ranks import by_rank as by_rank
@@ -101,6 +89,9 @@ from ._resolve import of_layers as of_layers
 from ._resolve import resolve as resolve
 from ._rounding import CallKeys as CallKeys
 from ._rounding import key_for as key_for
+from ._stretch import Apart as Apart
+from ._stretch import Stretch as Stretch
+from ._stretch import wires_of as wires_of
 from ._value import Beside as Beside
 from ._value import Gathered as Gathered
 from ._value import Holds as Holds

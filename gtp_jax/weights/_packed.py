@@ -22,10 +22,10 @@ from jaxtyping import Float
 from ..formats import Format, QuantizedArray
 from ..layout import Layout
 from ..ops import unpack
-from ._apart import Apart
 from ._fused import fuse, fuse_kernels, own_experts
 from ._group import WeightGroup
 from ._plan import Fused, fits_blocks, plan_of
+from ._stretch import Apart
 from ._wire import FusedWeights, Wire
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import jax
 from jax import lax
 
 from ..formats import Format
-from ._apart import Apart
 from ._fused import Shards, bytes_of
 from ._group import WeightGroup
 from ._optimizer_axes import gather_stored, stored_specs
@@ -20,31 +17,8 @@ from ._plan import fits_blocks, wire_bytes
 from ._quantize import Bundle, pack_all
 from ._ranks import in_view, ranks_spec
 from ._resolve import Groups, Layers, Path
+from ._stretch import Stretch
 from ._wire import Kernels, OwnFormat, Wire
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("wire",), meta_fields=("start", "stop"))
-@dataclasses.dataclass(frozen=True)
-class Stretch:
-    """A wire that is made once per step.
-
-    Attributes:
-        wire: what is gathered in place of shards.
-        start: the first of its layers in a stack; 0 of a module outside stacks.
-        stop: the layer after the last; 1 of a module outside stacks.
-    """
-
-    wire: Wire
-    start: int
-    stop: int
-
-    def of(self, start: int, stop: int) -> Wire:
-        """Returns the wire of layers `start` to `stop` (exclusive)."""
-        if (start, stop) == (self.start, self.stop):
-            return self.wire
-        at = slice(start - self.start, stop - self.start)
-        return jax.tree.map(lambda a: a[at], self.wire, is_leaf=lambda node: isinstance(node, Apart))
-
 
 # What is gathered in place of shards, by path of the module that is the first member of each wire. Where two stretches
 # have a layer, the first counts.
@@ -271,41 +245,3 @@ def bytes_on_wire(group: WeightGroup) -> int:
         return wire_bytes([group.layouts], form)
     assert isinstance(form, OwnFormat)
     return form.wire_bytes(group)
-
-
-def wires_of(
-    groups: Mapping[Any, WeightGroup],
-    made: Sequence[Stretch],
-    shards: Mapping[Any, Shards],
-    own: Mapping[Any, Shards],
-    start: int,
-    stop: int,
-) -> tuple[tuple[Wire, ...], int]:
-    """Returns the wires that layers `start` to `stop` (exclusive) of a stack gather, and the index of `start` in their
-    arrays. Each weight is a member of one wire. Codes come first, then arrays by name.
-
-    Args:
-        groups: what is decided about these layers, by name.
-        made: what was made ahead; the first that has these layers, in the weight's format, counts.
-        shards: of all layers.
-        own: of these layers alone.
-        start: the first layer.
-        stop: the layer after the last.
-    """
-    chosen: list[Stretch] = []
-    left = set(groups)
-    for one in made:
-        members = one.wire.members
-        here = one.start <= start and stop <= one.stop and left.issuperset(members)
-        if here and all(groups[name].wire == one.wire.format for name in members):
-            chosen.append(one)
-            left -= set(members)
-    length = max((one.stop for one in made), default=0)
-    shared = all((one.start, one.stop) == (0, length) for one in chosen)
-    if shared:  # with the other layers, uncopied
-        wires, first = [one.wire for one in chosen], start
-    else:
-        wires, first = [one.of(start, stop) for one in chosen], 0
-    wires += [Kernels((shards if shared else own)[name], (name,)) for name in left]
-    codes = [wire for wire in wires if wire.format is not None]
-    return (*codes, *sorted((wire for wire in wires if wire.format is None), key=lambda wire: wire.members)), first

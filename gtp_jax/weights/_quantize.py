@@ -23,12 +23,12 @@ from ..formats import Format, PackPlan, WireFormat
 from ..layout import Layout, axes_in_use
 from ..mesh import degrees
 from ..ops import multi_amax, pack, pack_apart, power_of_two_amax, quantizable
-from ._apart import Apart
 from ._fused import Shards, whole_kernels
 from ._group import WeightGroup
 from ._optimizer_axes import gather_stored, is_divided
 from ._packed import Packed
 from ._plan import Fused, bytes_sent, fits_blocks, plan_of, stored_fits_blocks
+from ._stretch import Apart
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec
 from ..layout import Layout
 from ..mesh import stacked_spec
 from ._group import WeightGroup
-from ._prepare import Stretch
 from ._resolve import Layers
 from ._rounding import CallKeys
+from ._stretch import Stretch
 
 
 class Holds(enum.Enum):

@@ -1,0 +1,105 @@
+"""What is sent of the layers of a stack: made once per step, for all of them or for some."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._fused import Shards
+from ._group import WeightGroup
+from ._wire import Kernels, Wire
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("layers",), meta_fields=())
+@dataclasses.dataclass(frozen=True)
+class Apart:
+    """Stands in the place of a stacked array: each layer's part is an array of its own, and is taken without a copy.
+
+    Attributes:
+        layers: one array for each layer, `(1, *shape)`: a stack of one.
+    """
+
+    layers: tuple[jax.Array, ...]
+
+    def joined(self) -> jax.Array:
+        """Returns the stacked array, a copy: for a loop, which does not know in advance what layer it takes."""
+        return jnp.concatenate(self.layers)
+
+    def only(self, index: int) -> Apart:
+        """Returns one layer alone."""
+        return Apart((self.layers[index],))
+
+    def layer(self, index: int) -> jax.Array:
+        """Returns one layer's array, `(*shape)`; if there is only one layer, that one."""
+        own = self.layers[0] if len(self.layers) == 1 else self.layers[index]
+        return own[0]
+
+    def __getitem__(self, layers: slice) -> Apart:
+        """Returns some layers."""
+        return Apart(self.layers[layers])
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("wire",), meta_fields=("start", "stop"))
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """A wire that is made once per step.
+
+    Attributes:
+        wire: what is gathered in place of shards.
+        start: the first of its layers in a stack; 0 of a module outside stacks.
+        stop: the layer after the last; 1 of a module outside stacks.
+    """
+
+    wire: Wire
+    start: int
+    stop: int
+
+    def of(self, start: int, stop: int) -> Wire:
+        """Returns the wire of layers `start` to `stop` (exclusive)."""
+        if (start, stop) == (self.start, self.stop):
+            return self.wire
+        at = slice(start - self.start, stop - self.start)
+        return jax.tree.map(lambda a: a[at], self.wire, is_leaf=lambda node: isinstance(node, Apart))
+
+
+def wires_of(
+    groups: Mapping[Any, WeightGroup],
+    made: Sequence[Stretch],
+    shards: Mapping[Any, Shards],
+    own: Mapping[Any, Shards],
+    start: int,
+    stop: int,
+) -> tuple[tuple[Wire, ...], int]:
+    """Returns the wires that layers `start` to `stop` (exclusive) of a stack gather, and the index of `start` in their
+    arrays. Each weight is a member of one wire. Codes come first, then arrays by name.
+
+    Args:
+        groups: what is decided about these layers, by name.
+        made: what was made ahead; the first that has these layers, in the weight's format, counts.
+        shards: of all layers.
+        own: of these layers alone.
+        start: the first layer.
+        stop: the layer after the last.
+    """
+    chosen: list[Stretch] = []
+    left = set(groups)
+    for one in made:
+        members = one.wire.members
+        here = one.start <= start and stop <= one.stop and left.issuperset(members)
+        if here and all(groups[name].wire == one.wire.format for name in members):
+            chosen.append(one)
+            left -= set(members)
+    length = max((one.stop for one in made), default=0)
+    shared = all((one.start, one.stop) == (0, length) for one in chosen)
+    if shared:  # with the other layers, uncopied
+        wires, first = [one.wire for one in chosen], start
+    else:
+        wires, first = [one.of(start, stop) for one in chosen], 0
+    wires += [Kernels((shards if shared else own)[name], (name,)) for name in left]
+    codes = [wire for wire in wires if wire.format is not None]
+    return (*codes, *sorted((wire for wire in wires if wire.format is None), key=lambda wire: wire.members)), first
