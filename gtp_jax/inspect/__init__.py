@@ -16,6 +16,9 @@ from ._faults import inspect_faults as inspect_faults
 from ._inspection import Inspection as Inspection
 from ._inspection import InspectOptions as InspectOptions
 from ._inspection import inspect as inspect
+from ._life import LifeState as LifeState
+from ._life import Lives as Lives
+from ._life import WeightLife as WeightLife
 from ._report import as_json as as_json
 from ._report import as_text as as_text
 from ._timeline import draw as draw

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +19,7 @@ from ..nn import AttentionCore, Dense, Weight, layout_of, structure_of, weight_o
 from ..ops import multiplies_fp8_groups
 from ..recipes import BF16, Recipe, check_recipe
 from ..weights import Layers, Path, WeightGroup, bytes_on_wire, in_order, resolve, use_rows
+from ._life import Lives, lives_of
 
 _READS = "reads a mask or segments, if there are any, as an array of (queries, keys)"
 _PACKS = "packs segments that are runs; reads a mask and other segments as an array of (queries, keys)"
@@ -155,9 +156,19 @@ class Explanation:
         return "\n\n".join(parts)
 
 
+@overload
+def explain(model: nnx.Module, recipe: Recipe | None = None, *, path: str) -> Lives: ...
+@overload
 def explain(
     model: nnx.Module, recipe: Recipe | None = None, *, call: Callable[[Any], Any] | None = None
-) -> Explanation:
+) -> Explanation: ...
+def explain(
+    model: nnx.Module,
+    recipe: Recipe | None = None,
+    *,
+    call: Callable[[Any], Any] | None = None,
+    path: str | None = None,
+) -> Explanation | Lives:
     """Says of each weight of a model what a recipe does with it, also of those that none touches.
 
     Args:
@@ -165,11 +176,14 @@ def explain(
         recipe: such as `gtp_jax.NVFP4()`.
         call: a function of the model, such as `lambda model: model(tokens)`. It is traced, and not computed, to say of
             each call of a module that `gtp_jax.shard` has sharded whether its weights are gathered ahead of it.
+        path: of one module, or the end of its path, such as `"layers.mlp.up"`. The life of its weights in a step is
+            told instead: state by state, with the functions called.
 
     Raises:
         TypeError: if `recipe` is something else, or `model` no NNX module.
         ValueError: if shards cut the format's blocks in two or have rows shorter than a block, the recipe speaks of
-            what the model does not have, or the model has nothing to quantize.
+            what the model does not have, the model has nothing to quantize, or `path` is not that of one module whose
+            weights are gathered.
     """
     check_recipe(recipe)
     if not isinstance(model, nnx.Module):
@@ -179,8 +193,10 @@ def explain(
         )
     recipe = BF16() if recipe is None else recipe
     owners = weight_owners(model)
-    groups = resolve(structure_of(model), recipe).items()
-    facts = tuple(_fact(path, owners[path], group, layers) for (path, layers), group in groups)
+    groups = resolve(structure_of(model), recipe)
+    if path is not None:
+        return lives_of(path, owners, groups)
+    facts = tuple(_fact(at, owners[at], group, layers) for (at, layers), group in groups.items())
     params = nnx.to_flat_state(nnx.state(model, nnx.Param))
     untouched = [(path, v) for path, v in params if layout_of(v) is None and placement_of(v) is None]
     others = (".".join(map(str, path)) for path, _ in untouched)

@@ -63,6 +63,7 @@ from ._optimizer_axes import scatter_stored as scatter_stored
 from ._packed import Packed as Packed
 from ._packed import gather_packed as gather_packed
 from ._plan import cuts_blocks as cuts_blocks
+from ._plan import fits_blocks as fits_blocks
 from ._plan import plan_of as plan_of
 from ._plan import wire_bytes as wire_bytes
 from ._prepare import Prepared as Prepared

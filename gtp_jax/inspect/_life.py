@@ -1,0 +1,191 @@
+"""Tells the life of one weight in a step: each state, what a rank has in it, and the function that makes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .. import weights
+from ..formats import Format
+from ..hlo import columns, quantity
+from ..nn import Weight
+from ..weights import Kernels, Layers, Packed, Part, Path, StoredCodes, WeightGroup
+
+
+@dataclasses.dataclass(frozen=True)
+class LifeState:
+    """One state of a weight.
+
+    Attributes:
+        state: its name in `[Note: life of a weight]`.
+        when: how often it is made.
+        what: what a rank has then, in words.
+        function: the function that makes it, `module.name`; empty where nothing is done.
+    """
+
+    state: str
+    when: str
+    what: str
+    function: str
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightLife:
+    """The life of one module's kernels in a step, a table when printed.
+
+    Attributes:
+        module: the path of the module in the model.
+        layers: the layers of the stack about which this is true, `(first, last)`; `None` outside a stack.
+        states: in the order of a step.
+    """
+
+    module: str
+    layers: tuple[int, int] | None
+    states: tuple[LifeState, ...]
+
+    def __str__(self) -> str:
+        where = "" if self.layers is None else f", layers {self.layers[0]} to {self.layers[1]}"
+        rows = [dataclasses.astuple(state) for state in self.states]
+        return f"{self.module}{where}\n" + columns(("state", "made", "what a rank has", "by"), rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lives:
+    """What `explain` returns about one weight: a life for each stretch of layers about which a recipe says the same."""
+
+    lives: tuple[WeightLife, ...]
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.lives))
+
+
+def lives_of(path: str, owners: Mapping[Path, Weight], groups: Mapping[tuple[Path, Layers], WeightGroup]) -> Lives:
+    """Returns the lives of the weights of the module whose path is, or ends in, `path`.
+
+    Raises:
+        ValueError: if it is not one module, or owns no weights that travel; naming those that do.
+    """
+    names = {".".join(map(str, at)): at for at in owners}
+    found = [name for name in names if name == path] or [name for name in names if name.endswith(f".{path}")]
+    if len(found) != 1:
+        near = found or difflib.get_close_matches(path, names, n=3, cutoff=0.0)
+        raise ValueError(
+            f"`path` is {path!r}; {'several modules there have' if found else 'no module there has'} weights that "
+            f"gtp_jax gathers for its layers. Name one: {', '.join(map(repr, near)) or 'this model has none'}. Without "
+            "`path`, `explain` lists all modules, those that `gtp_jax.shard` has sharded too."
+        )
+    (module,) = found
+    own = [(layers, group) for (at, layers), group in groups.items() if at == names[module]]
+    return Lives(tuple(_life(module, layers, group) for layers, group in own))
+
+
+def _life(path: str, layers: Layers, group: WeightGroup) -> WeightLife:
+    stretch = None if layers.stack is None else (layers.start, layers.stop - 1)
+    each = "once per pass" if stretch is None else "once per pass and layer"
+    states = [_stored(group), _prepared(group), *_sent(group, each), _gathered(group, each), *_gradients(group, each)]
+    return WeightLife(path, stretch, tuple(states))
+
+
+def _stored(group: WeightGroup) -> LifeState:
+    dtype = group.dtype.name if group.frozen else group.param_dtypes[0].name
+    dtype = group.wire.name if group.frozen and group.wire is not None else dtype
+    parts = ", ".join(f"{dtype} {_shape(one.stored_shape)} of {_shape(one.shape)}" for one in group.layouts)
+    spec = group.layouts[0].spec
+    frozen = "frozen: no master, no gradient; " if group.frozen else ""
+    return LifeState("stored", "between steps", f"{frozen}{parts}, {_spec(spec)}", "")
+
+
+def _prepared(group: WeightGroup) -> LifeState:
+    first, when = group.layouts[0], "once per step"
+    if group.frozen:
+        return LifeState("prepared", when, "nothing to do: it is stored as it travels", "")
+    over = f" joined over {_axes(first.optimizer.axes)}" if group.divided else ""
+    if isinstance(group.wire, Format):
+        whole = ", quantized whole, as shards would cut its blocks" if _cut(group) else ""
+        amax = ", one amax reduced over all shards" if group.wire.has_amax else ""
+        return LifeState("prepared", when, f"{group.wire.name} codes{over}{amax}{whole}", _name(weights.quantize))
+    if group.wire is not None:
+        return LifeState("prepared", when, f"{group.wire.name} of its own", _name(weights.prepare))
+    if group.divided:
+        return LifeState("prepared", when, f"{group.dtype.name} shards{over}", _name(weights.prepare))
+    return LifeState("prepared", when, "nothing to do", "")
+
+
+def _sent(group: WeightGroup, each: str) -> list[LifeState]:
+    size = quantity(weights.bytes_on_wire(group) // group.layouts[0].shards, "B")
+    if group.wire is not None:
+        kind: Any = StoredCodes if group.frozen else Packed
+        own = kind.__name__ if isinstance(group.wire, Format) else f"a wire of {group.wire.name}"
+        made = _name(weights.frozen_wires if group.frozen else weights.wires_of)
+        return [LifeState("on the wire", each, f"{own}: {size} of {group.wire.name}", made)]
+    own = f"{Kernels.__name__}: {len(group.layouts)} arrays" if len(group.layouts) > 1 else f"{Kernels.__name__}"
+    made = _name(weights.frozen_wires if group.frozen else weights.wires_of)
+    sent = LifeState("on the wire", each, f"{own}, {size} in {group.dtype.name}", made)
+    dtypes = (group.dtype,) * len(group.layouts) if group.frozen or group.divided else group.param_dtypes
+    if not group.travels or all(dtype == group.dtype for dtype in dtypes):
+        return [sent]
+    return [
+        sent,
+        LifeState("cast and joined", each, f"{Part.__name__}: one array of {group.dtype.name}", _name(Kernels.ready)),
+    ]
+
+
+def _gathered(group: WeightGroup, each: str) -> LifeState:
+    first = group.layouts[0]
+    rows, cols = sum(weights.use_rows(group.layouts)), first.matrix_of(first.use_shape)[1]
+    shape = _shape((*([first.matrices] if first.matrices > 1 else []), rows, cols))
+    kind = f"codes of {group.wire.name}" if group.as_codes and group.wire is not None else group.dtype.name
+    what = f"fused weight {shape}, {kind}"
+    what += f", from {first.ranks} ranks of {_axes(first.axes)}" if group.ranks > 1 else ", no communication"
+    wire: Callable[..., Any] = Kernels.gather
+    if group.wire is not None:
+        wire = StoredCodes.gather if group.frozen else Packed.gather
+    if not isinstance(group.wire, Format | None):
+        wire = weights.Wire.gather
+    return LifeState("gathered", each, what, _name(wire))
+
+
+def _gradients(group: WeightGroup, each: str) -> list[LifeState]:
+    if group.frozen:
+        return []
+    backward, first = each.replace("pass", "backward"), group.layouts[0]
+    slot = f"{group.grad_reduce.slot.name}, of the fused weight, each rank's own"
+    part = "this rank's part of the sum: "
+    if group.ranks == 1:
+        reduced = "nothing to do"
+    elif group.exchanged is None:
+        reduced = f"{part}reduce-scatter over {_axes(first.axes)} in {group.grad_reduce.sums.name}"
+    else:
+        reduced = f"{part}all-to-all over {_axes(first.axes)} in {group.exchanged.name}, summed in float32"
+    if group.divided:
+        reduced += f"; then reduce-scatter over {_axes(first.optimizer.axes)} in {group.stored_sums.name}"
+    dtypes = ", ".join(dict.fromkeys(dtype.name for dtype in group.param_dtypes))
+    stored = f"{dtypes}, in the shapes that are stored"
+    return [
+        LifeState("gradient", backward, slot, "the layer's backward"),
+        LifeState("reduced", backward, reduced, _name(weights.reduce_gradients)),
+        LifeState("gradient of shards", backward, stored, _name(weights.stored_gradients)),
+    ]
+
+
+def _cut(group: WeightGroup) -> bool:
+    return isinstance(group.wire, Format) and not weights.fits_blocks([group.layouts], group.wire)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    module = function.__module__.removeprefix("gtp_jax.")
+    return f"{module}.{function.__qualname__}"
+
+
+def _axes(axes: tuple[str, ...]) -> str:
+    return " x ".join(axes)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _spec(spec: Any) -> str:
+    return f"P({', '.join('None' if one is None else repr(one) for one in spec)})"

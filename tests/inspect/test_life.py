@@ -1,0 +1,108 @@
+"""`explain(model, path=...)` tells of a weight what a step does with it."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import gtp_jax as gtp
+from gtp_jax import hlo
+from gtp_jax.inspect import Lives
+from gtp_jax.nn import abstract_model
+from gtp_jax.recipes import Recipe
+
+RECIPES: dict[str, Recipe | None] = {"bf16": None, "fp8": gtp.FP8(), "nvfp4": gtp.NVFP4()}
+MESHES = {"gtp 4": {"gtp": 4}, "dp 2 x gtp 2": {"dp": 2, "gtp": 2}}
+OPTIMIZER = optax.sgd(0.1)
+
+
+class Mlp(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.adapter = nnx.LoRAParam(jnp.zeros(128))
+        self.up = gtp.Dense(128, {"gate": 256, "value": 256}, dtype="bfloat16", rngs=rngs)
+
+    def __call__(self, x):
+        y = self.up(x + self.adapter)
+        return y["gate"] * y["value"]
+
+
+def loss(model, batch):
+    y = model(batch).astype(jnp.float32)
+    return jnp.sum(jnp.square(y)), jnp.float32(y.size)
+
+
+def told(recipe: Recipe | None, path: str = "up") -> dict[str, str]:
+    """Returns what is told of each state."""
+    lives = gtp.explain(abstract_model(Mlp), recipe, path=path)
+    assert isinstance(lives, Lives)
+    (life,) = lives.lives
+    assert life.module == "up" and life.layers is None
+    return {state.state: state.what for state in life.states}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_weights_life_has_the_bytes_axes_and_dtypes_of_the_compiled_step(mesh, recipe):
+    with jax.set_mesh(gtp.make_mesh(**MESHES[mesh], devices=jax.devices()[:4])):
+        states = told(RECIPES[recipe])
+        state = gtp.TrainState.create(abstract_model(Mlp), OPTIMIZER)
+        step = gtp.train_step(loss, OPTIMIZER, recipe=RECIPES[recipe], view="local")
+        everywhere = NamedSharding(jax.sharding.get_mesh(), PartitionSpec(tuple(MESHES[mesh])))
+        batch = jax.ShapeDtypeStruct((8, 128), np.float32, sharding=everywhere)
+        program = hlo.collectives(step.lower(state, batch).compile().as_text())
+    over_gtp = [c for c in program if c.kind == "all-gather" and c.axes == ("gtp",)]
+    size = hlo.quantity(sum(c.operand_bytes for c in over_gtp if c.direction == "forward"), "B")
+    assert re.search(rf"[:,] {size} (in|of) ", states["on the wire"])
+    assert f"from {dict(MESHES[mesh])['gtp']} ranks of gtp" in states["gathered"]
+    over_dp = [c for c in program if c.kind == "all-gather" and c.axes == ("dp",)]
+    assert bool(over_dp) == ("joined over dp" in states["prepared"]) == ("dp" in mesh)
+    maxima = [c for c in program if c.kind == "all-reduce" and c.op_name.endswith("pmax")]
+    assert bool(maxima) == ("one amax" in states["prepared"])
+    sums = {c.axes: c.dtype for c in program if c.kind == "reduce-scatter"}
+    assert sums.keys() == {("gtp",), *([("dp",)] if "dp" in mesh else [])}
+    for (axis,), dtype in sums.items():
+        assert f"reduce-scatter over {axis} in {dict(f32='float32', bf16='bfloat16')[dtype]}" in states["reduced"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_function_that_a_life_names_exists(recipe):
+    with jax.set_mesh(gtp.make_mesh(dp=2, gtp=2, devices=jax.devices()[:4])):
+        (life,) = gtp.explain(abstract_model(Mlp), RECIPES[recipe], path="up").lives
+    named = [state.function for state in life.states if state.function.startswith("weights.")]
+    assert len(named) >= 5
+    for name in named:
+        room, module, *rest = name.split(".")
+        assert callable(functools.reduce(getattr, rest, importlib.import_module(f"gtp_jax.{room}.{module}")))
+        assert name in str(life)
+
+
+def test_a_frozen_weight_has_no_gradient_in_its_life():
+    with jax.set_mesh(gtp.make_mesh(gtp=4, devices=jax.devices()[:4])):
+        model = gtp.freeze(gtp.init(Mlp, nnx.Rngs(0)), gtp.NVFP4())
+        (life,) = gtp.explain(model, None, path="up").lives
+    states = {state.state: state for state in life.states}
+    assert "no master, no gradient" in states["stored"].what and "NVFP4" in states["stored"].what
+    assert "StoredCodes" in states["on the wire"].what
+    assert not {"gradient", "reduced", "gradient of shards"} & states.keys()
+
+
+def test_a_path_that_is_not_one_modules_is_refused_with_the_nearest():
+    with jax.set_mesh(gtp.make_mesh(gtp=4, devices=jax.devices()[:4])):
+        with pytest.raises(ValueError, match="`path` is 'upp'; no module there has.*Name one: 'up'"):
+            told(None, "upp")
+
+        class Two(nnx.Module):
+            def __init__(self, rngs):
+                self.a, self.b = Mlp(rngs), Mlp(rngs)
+
+        with pytest.raises(ValueError, match=r"several modules there have.*'a\.up', 'b\.up'"):
+            gtp.explain(abstract_model(Two), path="up")
