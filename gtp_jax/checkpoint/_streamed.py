@@ -26,7 +26,7 @@ class StreamedArray:
     """
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: jax.typing.DTypeLike
     rows: int
     make: Callable[[int], np.ndarray]
 

@@ -11,7 +11,7 @@ from ..formats import Format
 from ..mesh import degree
 from ..nn import StackedLayers, structure_of
 from ..recipes import Recipe
-from ..weights import Groups, Layers, Path, resolve
+from ..weights import Groups, Layers, ModulePath, resolve
 from ._exchange import places_of_round, worst_case
 from ._moe import MoE
 from ._traffic import Traffic, token_bytes, traffic_of_layer
@@ -82,7 +82,7 @@ def exchanges(model: nnx.Module, recipe: Recipe | None = None, *, tokens: int) -
     return tuple(found)
 
 
-def _formats(groups: Groups, path: Path) -> dict[Layers, Format | None]:
+def _formats(groups: Groups, path: ModulePath) -> dict[Layers, Format | None]:
     """Returns for each layer of a stack, or several alike, the format of the codes of tokens that travel to it."""
     operands = {layers: group.operands for (at, layers), group in groups.items() if at == path}
     return {

@@ -106,7 +106,7 @@ class MoE(Layer):
         transport: Transport | None = None,
         round_size: float = 1.25,
         exchange_chunks: int = 1,
-        param_dtype: Any = jnp.float32,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
@@ -262,7 +262,7 @@ class MoE(Layer):
         first, *others = (coefficient * of[name]() for name, coefficient in self.added_terms.items())
         return weight * sum(others, start=first)
 
-    def _jitter(self, key: jax.Array, shape: tuple[int, ...], dtype: Any, divided: bool) -> jax.Array:
+    def _jitter(self, key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike, divided: bool) -> jax.Array:
         """Returns random factors for the router's inputs, of each example the same ones on every mesh."""
         tensor = self.roles.tensor if divided else None
         length = shape[1] * degree(tensor)

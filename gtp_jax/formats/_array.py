@@ -96,7 +96,9 @@ def validate(q: QuantizedArray) -> None:
     _expect(q, "amax", q.amax, jnp.float32, lead[: q.amax.ndim] if q.format.has_amax and q.amax is not None else None)
 
 
-def _expect(q: QuantizedArray, name: str, array: Any, dtype: Any, shape: tuple[int, ...] | None) -> None:
+def _expect(
+    q: QuantizedArray, name: str, array: Any, dtype: jax.typing.DTypeLike, shape: tuple[int, ...] | None
+) -> None:
     needed = shape is not None or (name == "amax" and q.format.has_amax)
     kind = f"{'column' if q.columns else 'row'}-wise {q.format.name} matrix of shape {q.matrix}"
     if needed != (array is not None):

@@ -199,7 +199,7 @@ def _layout(variable: nnx.Variable) -> Layout:
     return variable.get_metadata()["layout"]
 
 
-def _whole_bytes(variable: nnx.Variable, dtype: Any) -> int:
+def _whole_bytes(variable: nnx.Variable, dtype: jax.typing.DTypeLike) -> int:
     """Returns the size in bytes of a gathered weight on one device."""
     value, layout = variable.get_raw_value(), _layout(variable).gathered
     parts = layout.tensor.ranks * layout.experts.ranks

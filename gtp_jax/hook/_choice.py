@@ -11,7 +11,7 @@ from typing import Any
 
 from flax import nnx
 
-Path = tuple[Any, ...]
+ModulePath = tuple[Any, ...]
 # A pattern of paths, a class, a tuple of these, or a function of a path and a module.
 Blocks = str | type | tuple[str | type, ...] | Callable[[str, nnx.Module], bool]
 
@@ -26,21 +26,21 @@ class Choice:
         holders: the modules that contain units.
     """
 
-    blocks: dict[Path, nnx.Module]
-    others: dict[Path, nnx.Module]
-    holders: dict[Path, nnx.Module]
+    blocks: dict[ModulePath, nnx.Module]
+    others: dict[ModulePath, nnx.Module]
+    holders: dict[ModulePath, nnx.Module]
 
     @property
-    def units(self) -> dict[Path, nnx.Module]:
+    def units(self) -> dict[ModulePath, nnx.Module]:
         return {**self.blocks, **self.others}
 
 
-def name_of(path: Path) -> str:
+def name_of(path: ModulePath) -> str:
     """Returns a path as it is written in patterns and messages."""
     return ".".join(map(str, path))
 
 
-def matches(pattern: str, path: Path) -> bool:
+def matches(pattern: str, path: ModulePath) -> bool:
     """Returns whether a path matches a pattern, in which `*` matches any part of one name between dots."""
     names = pattern.split(".") if pattern else []
     return len(names) == len(path) and all(fnmatch.fnmatchcase(str(p), n) for p, n in zip(path, names, strict=True))
@@ -81,7 +81,9 @@ def choose(model: nnx.Module, blocks: Blocks | None, is_weight: Callable[[Any], 
     return Choice({path: modules[path] for path in chosen}, others, holders)
 
 
-def in_order(module: nnx.Module, path: Path = (), seen: set[int] | None = None) -> Iterable[tuple[Path, nnx.Module]]:
+def in_order(
+    module: nnx.Module, path: ModulePath = (), seen: set[int] | None = None
+) -> Iterable[tuple[ModulePath, nnx.Module]]:
     """Yields a module, then those within it, each with its path, in the order in which attributes were set."""
     seen = set() if seen is None else seen
     if id(module) in seen:
@@ -117,33 +119,33 @@ def _children(node: Any) -> list[tuple[Any, Any]]:
     return [(name, value) for name, value in vars(node).items() if not name.startswith("_pytree__")]
 
 
-def _longest_lists(modules: dict[Path, nnx.Module]) -> list[Path]:
+def _longest_lists(modules: dict[ModulePath, nnx.Module]) -> list[ModulePath]:
     """Returns the paths of the members of lists of modules of one class.
 
     If lists contain one another, only the longest counts. Attributes whose names differ only in a number at the end are
     a list too.
     """
-    lists: dict[Any, list[Path]] = defaultdict(list)
+    lists: dict[Any, list[ModulePath]] = defaultdict(list)
     for path, module in modules.items():
         if path and callable(module):
             lists[path[:-1], re.sub(r"\d+$", "", str(path[-1])), type(module)].append(path)
-    chosen: list[Path] = []
+    chosen: list[ModulePath] = []
     for members in sorted((own for own in lists.values() if len(own) > 1), key=len, reverse=True):
         if not any(_related(one, other) for one in members for other in chosen):
             chosen += members
     return [path for path in modules if path in set(chosen)]
 
 
-def _related(one: Path, other: Path) -> bool:
+def _related(one: ModulePath, other: ModulePath) -> bool:
     count = min(len(one), len(other))
     return one[:count] == other[:count]
 
 
-def _outermost(paths: list[Path]) -> list[Path]:
+def _outermost(paths: list[ModulePath]) -> list[ModulePath]:
     return [path for path in paths if not any(path[: len(o)] == o and path != o for o in paths)]
 
 
-def _told(blocks: Blocks) -> Callable[[Path, nnx.Module], bool]:
+def _told(blocks: Blocks) -> Callable[[ModulePath, nnx.Module], bool]:
     if isinstance(blocks, str):
         return lambda path, _: matches(blocks, path)
     if isinstance(blocks, type):
@@ -159,7 +161,7 @@ def _told(blocks: Blocks) -> Callable[[Path, nnx.Module], bool]:
     )
 
 
-def _none_matches(blocks: Any, modules: dict[Path, nnx.Module]) -> str:
+def _none_matches(blocks: Any, modules: dict[ModulePath, nnx.Module]) -> str:
     paths = [name_of(path) for path in modules if path]
     shown = ", ".join(paths[:12]) + (", ..." if len(paths) > 12 else "")
     if blocks is None:

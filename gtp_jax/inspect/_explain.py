@@ -18,7 +18,7 @@ from ..mesh import degree, supports_block_scaled_matmul, supports_fp8_matmul, su
 from ..nn import AttentionCore, Dense, Weight, layout_of, structure_of, weight_owners
 from ..ops import multiplies_fp8_groups
 from ..recipes import BF16, Recipe, check_recipe
-from ..weights import Layers, Path, WeightGroup, bytes_on_wire, in_order, resolve, use_rows
+from ..weights import Layers, ModulePath, WeightGroup, bytes_on_wire, in_order, resolve, use_rows
 from ._life import Lives, lives_of
 
 _READS = "reads a mask or segments, if there are any, as an array of (queries, keys)"
@@ -206,7 +206,7 @@ def explain(
     return Explanation(facts, tuple(others), attentions, experts, unit_facts(model), calls)
 
 
-def _attention(path: Path, core: AttentionCore) -> AttentionFact:
+def _attention(path: ModulePath, core: AttentionCore) -> AttentionFact:
     module = ".".join(map(str, path[:-1]))
     lacks = core.lacks()
     if lacks:
@@ -216,7 +216,7 @@ def _attention(path: Path, core: AttentionCore) -> AttentionFact:
     return AttentionFact(module, "cuDNN", _PACKS if supports_packed_attention() else _READS)
 
 
-def _experts(path: Path, moe: MoE) -> ExpertsFact:
+def _experts(path: ModulePath, moe: MoE) -> ExpertsFact:
     routing, axis = moe.routing, moe.roles.experts
     router = [routing.score]
     if routing.num_groups > 1:
@@ -242,7 +242,7 @@ def _experts(path: Path, moe: MoE) -> ExpertsFact:
     )
 
 
-def _fact(path: Path, owner: Weight, group: WeightGroup, layers: Layers) -> WireFact:
+def _fact(path: ModulePath, owner: Weight, group: WeightGroup, layers: Layers) -> WireFact:
     layouts, form = group.layouts, group.wire
     total = bytes_on_wire(group)
     operands = group.operands if isinstance(owner, Dense | GroupedDense) else None

@@ -193,7 +193,7 @@ def _state_bytes(core: ModelDef, params: Any, plan: FaultPlan) -> int:
     return sum(_part_bytes(x.shape, x.dtype, spec, sizes) for x, spec in zip(arrays, partitions, strict=True))
 
 
-def _part_bytes(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec, sizes: dict[Any, int]) -> int:
+def _part_bytes(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, spec: PartitionSpec, sizes: dict[Any, int]) -> int:
     return elements(box_of(shape, spec, sizes, dict.fromkeys(AXES, 0))) * np.dtype(dtype).itemsize
 
 

@@ -11,7 +11,7 @@ from .. import weights
 from ..formats import Format
 from ..hlo import columns, quantity
 from ..nn import Weight
-from ..weights import Kernels, Layers, Packed, Part, Path, StoredCodes, WeightGroup
+from ..weights import Kernels, Layers, ModulePath, Packed, Part, StoredCodes, WeightGroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,9 @@ class Lives:
         return "\n\n".join(map(str, self.lives))
 
 
-def lives_of(path: str, owners: Mapping[Path, Weight], groups: Mapping[tuple[Path, Layers], WeightGroup]) -> Lives:
+def lives_of(
+    path: str, owners: Mapping[ModulePath, Weight], groups: Mapping[tuple[ModulePath, Layers], WeightGroup]
+) -> Lives:
     """Returns the lives of the weights of the module whose path is, or ends in, `path`.
 
     Raises:

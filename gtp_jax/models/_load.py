@@ -130,7 +130,7 @@ def _fill(model: nnx.Module, stored: Mapping[str, StoredArray], kept: np.dtype, 
         variable.set_raw_value(jax.device_put(_read(stored[name], dtype, where), like.sharding))
 
 
-def _read(stored: StoredArray, dtype: Any, where: str) -> np.ndarray:
+def _read(stored: StoredArray, dtype: jax.typing.DTypeLike, where: str) -> np.ndarray:
     """Returns an array in another dtype, read a few rows at a time."""
     whole, digest = np.empty(stored.shape, dtype), Digest()
     length = stored.shape[0]

@@ -78,7 +78,7 @@ class Param(GatheredOnUse, nnx.Param):
         value: Any,
         *,
         tensor_dim: int | None = None,
-        dtype: Any = None,
+        dtype: jax.typing.DTypeLike | None = None,
         grad_reduce: GradReduce = "float32",
         **metadata: Any,
     ) -> None:
@@ -99,7 +99,9 @@ class Param(GatheredOnUse, nnx.Param):
         placed_once(self)
 
 
-def array_metadata(value: Any, tensor_dim: int | None, dtype: Any, grad_reduce: GradReduce) -> dict[str, Any]:
+def array_metadata(
+    value: Any, tensor_dim: int | None, dtype: jax.typing.DTypeLike | None, grad_reduce: GradReduce
+) -> dict[str, Any]:
     """Returns what tells `weight_owners` that a variable is a weight of any shape."""
     array = layout_of_array(jnp.shape(value), tensor_dim=tensor_dim)
     dtype = np.dtype(jnp.result_type(value) if dtype is None else dtype)
@@ -140,7 +142,7 @@ def _placed(value: Any, array: ArrayLayout) -> jax.Array:
     return jax.device_put(value, NamedSharding(jax.sharding.get_mesh(), array.spec))
 
 
-def array_weight(kernel: nnx.Param, dtype: Any, grad_reduce: GradReduce) -> nnx.Param:
+def array_weight(kernel: nnx.Param, dtype: jax.typing.DTypeLike | None, grad_reduce: GradReduce) -> nnx.Param:
     """Returns a kernel of a module of Flax's as a weight that is gathered.
 
     A plain `nnx.Param`, so that Flax, its Linen bridge above all, treats it as one.
@@ -199,7 +201,9 @@ def over_batch(
     return on_ranks(call, (into, PartitionSpec(), sharded), sharded)(owner.value, state, x)
 
 
-def _gathered_by_xla(value: jax.Array, array: ArrayLayout, dtype: Any, reduction: Reduction) -> jax.Array:
+def _gathered_by_xla(
+    value: jax.Array, array: ArrayLayout, dtype: jax.typing.DTypeLike, reduction: Reduction
+) -> jax.Array:
     """Returns a stored global array as `Param.gather` has it; its gradient goes straight to the stored partition."""
 
     def gather(value: jax.Array) -> jax.Array:

@@ -52,8 +52,8 @@ class Embed(WeightOwner):
         features: int,
         *,
         sequence_parallel: bool = True,
-        dtype: Any = jnp.bfloat16,
-        param_dtype: Any = jnp.float32,
+        dtype: jax.typing.DTypeLike = jnp.bfloat16,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
         grad_reduce: GradReduce = "float32",
         embedding_init: Initializer = default_embedding_init,
         rngs: nnx.Rngs,
@@ -142,7 +142,7 @@ class TiedHead(Layer):
         *,
         norm: Norm = "rms",
         epsilon: float = 1e-6,
-        param_dtype: Any = jnp.float32,
+        param_dtype: jax.typing.DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from ..mesh import check_mesh_in_scope, current_view, stacked_spec
 from ..recipes import Recipe, check_recipe
 from ..weights import (
     FrozenAs,
-    Path,
+    ModulePath,
     Shards,
     Structure,
     WeightGroup,
@@ -151,7 +151,7 @@ def _check_filter(trained: Any, names: Sequence[str], frozen: int) -> None:
         raise ValueError(f"`trained` is {trained!r}, which matches all of the model's parameters: nothing is frozen.")
 
 
-def _all_frozen(path: Path, places: Sequence[int], frozen: Collection[int]) -> bool:
+def _all_frozen(path: ModulePath, places: Sequence[int], frozen: Collection[int]) -> bool:
     """Says whether a module's kernels are frozen, which is one thing for all that share a gather."""
     own = [place in frozen for place in places]
     if any(own) and not all(own):
@@ -162,9 +162,11 @@ def _all_frozen(path: Path, places: Sequence[int], frozen: Collection[int]) -> b
     return all(own)
 
 
-def _groups(structure: Structure, owners: Mapping[Path, Weight], recipe: Recipe | None) -> dict[Path, WeightGroup]:
+def _groups(
+    structure: Structure, owners: Mapping[ModulePath, Weight], recipe: Recipe | None
+) -> dict[ModulePath, WeightGroup]:
     """Returns what is decided about each weight that is frozen, by path."""
-    found: dict[Path, WeightGroup] = {}
+    found: dict[ModulePath, WeightGroup] = {}
     for (path, _), group in resolve(structure, recipe).items():
         name = ".".join(map(str, path))
         if path not in owners:

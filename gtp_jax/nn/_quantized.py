@@ -15,7 +15,7 @@ from ..weights import (
     Groups,
     Holds,
     Layers,
-    Path,
+    ModulePath,
     Prepared,
     Shards,
     Stored,
@@ -39,7 +39,7 @@ def quantize_weights(model: nnx.Module, recipe: Recipe, pregathered_layers: int 
     return quantize(resolve(structure_of(model), recipe), shards_of(model), pregathered_layers)
 
 
-def shards_of(model: nnx.Module) -> dict[Path, Shards]:
+def shards_of(model: nnx.Module) -> dict[ModulePath, Shards]:
     """Returns what this rank stores of all weights, by path of the module that owns them, of frozen ones nothing; in
     global view whole arrays."""
     return {path: owner.shards() for path, owner in weight_owners(model).items()}
@@ -49,10 +49,10 @@ def with_groups(
     model: nnx.Module,
     groups: Groups,
     prepared: Prepared,
-    keys: Mapping[Path, CallKeys] | None = None,
+    keys: Mapping[ModulePath, CallKeys] | None = None,
     *,
     placeholders: bool = False,
-    rounded: Collection[Path] = (),
+    rounded: Collection[ModulePath] = (),
 ) -> Any:
     """Returns a copy of the model that gathers what was prepared, and multiplies and sums gradients as its weight
     groups say. Gradients still go to its own parameters.
@@ -66,10 +66,10 @@ def with_groups(
         rounded: modules whose weights have been rounded to the dtype in which they travel.
     """
     keys = keys or {}
-    by_path: dict[Path, list[tuple[Layers, WeightGroup]]] = {}
+    by_path: dict[ModulePath, list[tuple[Layers, WeightGroup]]] = {}
     for (path, layers), group in groups.items():
         by_path.setdefault(path, []).append((layers, group))
-    values: dict[Path, Sequence[Any]] = {}
+    values: dict[ModulePath, Sequence[Any]] = {}
     for path, owner in weight_owners(model).items():
         if not owner.built_group.follows_recipes:
             values[path] = tuple(value_of(weight) for weight in owner.weights())
@@ -103,7 +103,7 @@ def quantized_in_scope(layers: nnx.Module, length: int) -> nnx.Module:
     return with_groups(layers, groups, quantize(groups, lax.stop_gradient(shards_of(layers))), keys)
 
 
-def keys_of(key: jax.Array, groups: Groups) -> dict[Path, CallKeys]:
+def keys_of(key: jax.Array, groups: Groups) -> dict[ModulePath, CallKeys]:
     """Returns keys of the modules that round stochastically, by path.
 
     Args:

@@ -27,7 +27,7 @@ from ..weights import (
     GradReduce,
     Holds,
     Layers,
-    Path,
+    ModulePath,
     Reduction,
     Shards,
     Stored,
@@ -47,12 +47,14 @@ from ._layer import Layer, check_shape, refuse_broadcast, value_of, with_value, 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
 
-def make_weight(layout: Layout, init: Initializer, key: jax.Array, dtype: Any) -> nnx.Param:
+def make_weight(layout: Layout, init: Initializer, key: jax.Array, dtype: jax.typing.DTypeLike) -> nnx.Param:
     """Makes a weight, of the values that `init` gives to the logical array, whatever the mesh."""
     return _sharded(init(key, layout.shape, dtype), layout.spec, layout=layout)
 
 
-def make_vector(size: int, init: Initializer, key: jax.Array, dtype: Any, *, behind: Layout | None = None) -> nnx.Param:
+def make_vector(
+    size: int, init: Initializer, key: jax.Array, dtype: jax.typing.DTypeLike, *, behind: Layout | None = None
+) -> nnx.Param:
     """Makes a bias or a norm's scale: whole on every rank.
 
     As the bias of a column-parallel kernel's output (`behind` is the kernel's layout) it is sharded over the tensor
@@ -63,15 +65,15 @@ def make_vector(size: int, init: Initializer, key: jax.Array, dtype: Any, *, beh
     return _sharded(init(key, (size,), dtype), PartitionSpec(axis))
 
 
-def make_whole(shape: tuple[int, ...], init: Initializer, key: jax.Array, dtype: Any) -> nnx.Param:
+def make_whole(shape: tuple[int, ...], init: Initializer, key: jax.Array, dtype: jax.typing.DTypeLike) -> nnx.Param:
     """Makes a parameter that is whole on every rank."""
     return _sharded(init(key, shape, dtype), PartitionSpec(*(None,) * len(shape)))
 
 
-def weight_owners(module: nnx.Module) -> dict[Path, Weight]:
+def weight_owners(module: nnx.Module) -> dict[ModulePath, Weight]:
     """Returns the weights within a module: of the modules that own any, itself included, by the module's path, and
     arrays of any shape by their own."""
-    found: dict[Path, Weight] = {}
+    found: dict[ModulePath, Weight] = {}
     for path, node in nnx.iter_graph(module):
         if isinstance(node, WeightOwner):
             found[path] = node
@@ -80,7 +82,7 @@ def weight_owners(module: nnx.Module) -> dict[Path, Weight]:
     return found
 
 
-def stacks_of(model: nnx.Module) -> dict[Path, StackedLayers]:
+def stacks_of(model: nnx.Module) -> dict[ModulePath, StackedLayers]:
     """Returns the stacks within a model, by the path of their layers."""
     return {(*path, "layers"): m for path, m in nnx.iter_modules(model) if isinstance(m, StackedLayers)}
 
@@ -114,7 +116,7 @@ def name_weights(model: nnx.Module) -> None:
             weight.set_metadata(path=path)
 
 
-def with_weights(module: nnx.Module, values: Mapping[Path, Sequence[Any]]) -> Any:
+def with_weights(module: nnx.Module, values: Mapping[ModulePath, Sequence[Any]]) -> Any:
     """Returns a copy of a module whose kernels' variables hold these values.
 
     Args:
@@ -129,7 +131,7 @@ def with_weights(module: nnx.Module, values: Mapping[Path, Sequence[Any]]) -> An
     return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
 
 
-def kernel_places(graph: Any, leaves: Sequence[Any], tree: Any) -> dict[Path, tuple[int, ...]]:
+def kernel_places(graph: Any, leaves: Sequence[Any], tree: Any) -> dict[ModulePath, tuple[int, ...]]:
     """Returns which variables of a state are the kernels of each module that owns any, by its path."""
     numbered = [v.replace(i) if _is_variable(v) else v for i, v in enumerate(leaves)]
     owners = weight_owners(nnx.merge(graph, jax.tree.unflatten(tree, numbered)))
@@ -260,7 +262,7 @@ class Weight(abc.ABC):
             return ((Layers(0, length or 1), self.built_group),)
         return of_layers(self.built_group, self._path_for(recipe), recipe, length, None if length is None else ())
 
-    def _path_for(self, recipe: Recipe) -> Path:
+    def _path_for(self, recipe: Recipe) -> ModulePath:
         path = self.weights()[0].get_metadata().get("path")
         if path is None and recipe.rules:
             patterns = ", ".join(repr(pattern) for pattern, _ in recipe.rules)
@@ -377,7 +379,7 @@ def apply_gathered(owners: Sequence[Weight], function: Callable[..., Any], *oper
 class WeightOwner(Weight, Layer):
     """A module with kernels that are gathered together into one fused weight."""
 
-    def __init__(self, *, dtype: Any, grad_reduce: GradReduce) -> None:
+    def __init__(self, *, dtype: jax.typing.DTypeLike, grad_reduce: GradReduce) -> None:
         super().__init__()
         self.dtype = np.dtype(dtype)
         self.grad_reduce = reduction_of(grad_reduce, dtype)

@@ -16,7 +16,7 @@ import numpy as np
 from ..nn import ModelDef, structure_of, weight_owners
 from ..recipes import Recipe
 from ..train import ReduceOverDp
-from ..weights import Path, WeightGroup, resolve
+from ..weights import ModulePath, WeightGroup, resolve
 
 Tree = Any
 
@@ -32,7 +32,7 @@ class ReplicaDtypes(NamedTuple):
 
     weights: tuple[np.dtype, ...]
     gradients: tuple[np.dtype, ...]
-    rounded: frozenset[Path]
+    rounded: frozenset[ModulePath]
 
 
 def replica_dtypes_of(
@@ -50,7 +50,7 @@ def replica_dtypes_of(
         reduce_over_dp: as in `train_step`; the sum of all microbatches keeps its dtype with `"last"`.
     """
     leaves, tree = jax.tree.flatten(params)
-    decided: dict[Path, list[WeightGroup]] = defaultdict(list)
+    decided: dict[ModulePath, list[WeightGroup]] = defaultdict(list)
     for (path, _), group in resolve(structure_of(core.model(params)), recipe).items():
         decided[path].append(group)
     numbered = core.model(jax.tree.unflatten(tree, range(len(leaves))))

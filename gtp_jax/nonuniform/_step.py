@@ -220,7 +220,7 @@ class NonuniformStep:
     def _shapes_on_core(self, state: TrainState, sums: Any) -> tuple[Tree, list[Any]]:
         core, count = self._replicas.core, len(self._replicas.meshes)
 
-        def of(spec: PartitionSpec, x: Any, dtype: Any) -> Any:
+        def of(spec: PartitionSpec, x: Any, dtype: jax.typing.DTypeLike) -> Any:
             rows, *rest = x.shape or (1,)
             sharding = NamedSharding(core, _by_replica(spec, x.ndim))
             return jax.ShapeDtypeStruct((count * rows, *rest), dtype, sharding=sharding)

@@ -92,7 +92,7 @@ def attention(
 
 
 def cudnn_lacks(
-    dtype: Any, head_dim: int, *, soft_cap: bool = False, sinks: bool = False, dropout: bool = False
+    dtype: jax.typing.DTypeLike, head_dim: int, *, soft_cap: bool = False, sinks: bool = False, dropout: bool = False
 ) -> str:
     """Says why cuDNN, by `jax.nn.dot_product_attention` of jax 0.11.2 and 0.12.0, does not compute such attention on
     the devices at hand; nothing if it does.

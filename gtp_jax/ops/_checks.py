@@ -24,7 +24,7 @@ def check_format(format: Any) -> None:
         raise TypeError(f"`format` is {format!r}; it must be one of {known}.")
 
 
-def check_dtype(name: str, dtype: Any) -> jnp.dtype:
+def check_dtype(name: str, dtype: jax.typing.DTypeLike) -> jnp.dtype:
     """Returns the dtype, if values may have it."""
     if jnp.dtype(dtype) not in DTYPES:
         raise TypeError(f"`{name}` is {jnp.dtype(dtype)}; it must be {_NAMES}. Cast first.")

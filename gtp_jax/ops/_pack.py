@@ -99,7 +99,7 @@ def unpack(
     format: Format,
     amax: Float32[jax.Array, " pieces"] | None,
     plan: PackPlan,
-    dtype: Any = jnp.bfloat16,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
     *,
     implementation: Implementation | None = None,
 ) -> tuple[Float[jax.Array, " ..."], ...]:

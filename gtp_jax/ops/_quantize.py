@@ -128,7 +128,7 @@ def quantize(
 
 
 def dequantize(
-    q: QuantizedArray, dtype: Any = jnp.bfloat16, *, implementation: Implementation | None = None
+    q: QuantizedArray, dtype: jax.typing.DTypeLike = jnp.bfloat16, *, implementation: Implementation | None = None
 ) -> Float[jax.Array, "*lead rows columns"]:
     """Returns the values of a quantized array, in logical orientation.
 

@@ -16,7 +16,7 @@ from ..experts import check_loss_reduction
 from ..mesh import Roles, degrees, use_roles, with_paths
 from ..nn import keys_of, shards_of, structure_of, with_groups
 from ..recipes import Recipe
-from ..weights import Path, forget_after, prepare, resolve
+from ..weights import ModulePath, forget_after, prepare, resolve
 from ._loss import Loss, Returned, evaluate, mean, refuse_number_with_gradient, wide
 from ._microbatches import as_stored, over_microbatches
 from ._rounding import rounding_key
@@ -43,7 +43,7 @@ class Request(NamedTuple):
     seed: int
     reduce_over_dp: ReduceOverDp = "each"
     replica: int = 0
-    rounded: frozenset[Path] = frozenset()
+    rounded: frozenset[ModulePath] = frozenset()
 
 
 class Computed(NamedTuple):

@@ -58,6 +58,7 @@ from ._grad_reduce import GRAD_REDUCE as GRAD_REDUCE
 from ._grad_reduce import GradReduce as GradReduce
 from ._grad_reduce import Reduction as Reduction
 from ._grad_reduce import reduction_of as reduction_of
+from ._group import ModulePath as ModulePath
 from ._group import WeightGroup as WeightGroup
 from ._optimizer_axes import scatter_stored as scatter_stored
 from ._packed import Packed as Packed
@@ -83,7 +84,6 @@ from ._reduce import scatter as scatter
 from ._reduce import stored_gradients as stored_gradients
 from ._resolve import Groups as Groups
 from ._resolve import Layers as Layers
-from ._resolve import Path as Path
 from ._resolve import Structure as Structure
 from ._resolve import check_ends as check_ends
 from ._resolve import of_layers as of_layers

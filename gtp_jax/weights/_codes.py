@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from ..formats import Format, QuantizedArray
 from ..layout import Layout
-from ._group import WeightGroup
+from ._group import ModulePath, WeightGroup
 from ._packed import Packed
 from ._plan import Fused, plan_of
 from ._wire import FusedWeights, Wire
@@ -34,18 +34,18 @@ class StoredCodes(Wire):
     """
 
     kernels: tuple[tuple[QuantizedArray, ...], ...]
-    members: tuple[Any, ...]
+    members: tuple[ModulePath, ...]
 
     @property
     def format(self) -> Format:
         """Returns that of all of them."""
         return self.kernels[0][0].format
 
-    def gather(self, groups: Mapping[Any, WeightGroup]) -> FusedWeights:
+    def gather(self, groups: Mapping[ModulePath, WeightGroup]) -> FusedWeights:
         """Returns the fused weights of one layer."""
         return pack_codes(self, [groups[name].layouts for name in self.members]).gather(groups)
 
-    def specs(self, groups: Mapping[Any, WeightGroup], *, stacked: bool = False) -> StoredCodes:
+    def specs(self, groups: Mapping[ModulePath, WeightGroup], *, stacked: bool = False) -> StoredCodes:
         """Returns the partitions of the codes of each kernel."""
         layouts = [groups[name].layouts for name in self.members]
         kernels = tuple(tuple(codes_specs(one, self.format, int(stacked)) for one in own) for own in layouts)

@@ -10,14 +10,13 @@ import jax
 from ..formats import Format, Operands, QuantizedArray
 from ._codes import StoredCodes, codes_of
 from ._fused import Shards
-from ._group import WeightGroup
+from ._group import ModulePath, WeightGroup
 from ._prepare import buffer_of
 from ._quantize import Bundle, pack_all
-from ._resolve import Path
 from ._wire import Kernels, Wire
 
 # What ranks store of the kernels of each module, by its path: codes, or arrays in the dtype in which they travel.
-Kept = Mapping[Path, tuple[Any, ...]]
+Kept = Mapping[ModulePath, tuple[Any, ...]]
 
 
 class FrozenAs(NamedTuple):
@@ -45,10 +44,10 @@ def frozen_wire(group: WeightGroup, kept: tuple[Any, ...]) -> Wire:
     return Kernels(kept) if group.wire is None else StoredCodes((kept,), ((),))
 
 
-def frozen_wires(groups: Mapping[Path, WeightGroup], kept: Kept) -> list[Wire]:
+def frozen_wires(groups: Mapping[ModulePath, WeightGroup], kept: Kept) -> list[Wire]:
     """Returns what a rank sends of the frozen weights of a stack: codes that travel in one buffer together, and
     arrays."""
-    together: dict[Any, list[Path]] = {}
+    together: dict[ModulePath, list[ModulePath]] = {}
     for path, group in groups.items():
         if group.wire is not None:
             together.setdefault(buffer_of(group, path, stacked=True), []).append(path)

@@ -29,14 +29,17 @@ import numpy as np
 
 from ..ops import SECOND_DERIVATIVE, SlottedWeight, slotted
 from ._fused import Shards, gather_weight
-from ._group import WeightGroup
+from ._group import ModulePath, WeightGroup
 from ._reduce import scatter
 from ._wire import Kernels, Wire
 
 
 def straight_through(
-    groups: Mapping[Any, WeightGroup], shards: Mapping[Any, Shards], sent: Any, make: Callable[[Any], dict[Any, Any]]
-) -> dict[Any, Any]:
+    groups: Mapping[ModulePath, WeightGroup],
+    shards: Mapping[ModulePath, Shards],
+    sent: Any,
+    make: Callable[[Any], dict[ModulePath, Any]],
+) -> dict[ModulePath, Any]:
     """Returns `make(sent)`, differentiable in the shards; see [Note: second derivatives].
 
     Args:
@@ -47,12 +50,12 @@ def straight_through(
     """
 
     @jax.custom_jvp
-    def apply(shards: dict[Any, Shards], sent: Any) -> dict[Any, Any]:
+    def apply(shards: dict[ModulePath, Shards], sent: Any) -> dict[ModulePath, Any]:
         del shards
         return make(sent)
 
     @apply.defjvp
-    def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[dict[ModulePath, Any], dict[ModulePath, Any]]:
         weights = apply(*primals)
         moved = {name: _moved(groups[name], own) for name, own in tangents[0].items()}
         return weights, {name: moved.get(name, jax.tree.map(_still, own)) for name, own in weights.items()}

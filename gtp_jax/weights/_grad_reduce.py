@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -25,7 +26,7 @@ class Reduction(NamedTuple):
     wire: np.dtype | None
 
 
-def reduction_of(name: str, dtype: Any) -> Reduction:
+def reduction_of(name: str, dtype: jax.typing.DTypeLike) -> Reduction:
     """Returns what a name means for a module that computes in `dtype`.
 
     | name | leaves the product in | on the wire | summed in |

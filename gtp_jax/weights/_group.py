@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,9 @@ from ..formats import Format, Operands, QuantizedArray, WireFormat
 from ..layout import ArrayLayout, Layout
 from ._fused import in_order, use_rows
 from ._grad_reduce import Reduction
+
+# Where a module is in a model, or within its layer of a stack: so fused weights are named.
+ModulePath = tuple[Hashable, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

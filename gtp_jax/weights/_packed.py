@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from ..formats import Format, QuantizedArray
 from ..layout import Layout
 from ..ops import unpack
 from ._fused import fuse, fuse_kernels, own_experts
-from ._group import WeightGroup
+from ._group import ModulePath, WeightGroup
 from ._plan import Fused, fits_blocks, plan_of
 from ._stretch import Apart
 from ._wire import FusedWeights, Wire
@@ -49,7 +48,7 @@ class Packed(Wire):
     buffer: jax.Array | Apart
     amax: jax.Array | None
     format: Format
-    members: tuple[Any, ...]
+    members: tuple[ModulePath, ...]
     gathered: bool = False
 
     @property
@@ -58,7 +57,7 @@ class Packed(Wire):
         assert not isinstance(self.buffer, Apart)
         return self.buffer
 
-    def gather(self, groups: Mapping[Any, WeightGroup]) -> FusedWeights:
+    def gather(self, groups: Mapping[ModulePath, WeightGroup]) -> FusedWeights:
         """Returns the fused weights of one layer, from one gather; of one that is multiplied as codes its codes."""
         members = [groups[name] for name in self.members]
         if len(members) == 1 and members[0].as_codes:

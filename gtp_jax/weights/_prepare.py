@@ -10,19 +10,19 @@ from jax import lax
 
 from ..formats import Format
 from ._fused import Shards, bytes_of
-from ._group import WeightGroup
+from ._group import ModulePath, WeightGroup
 from ._optimizer_axes import gather_stored, stored_specs
 from ._packed import pregather_layers
 from ._plan import fits_blocks, wire_bytes
 from ._quantize import Bundle, pack_all
 from ._ranks import in_view, ranks_spec
-from ._resolve import Groups, Layers, Path
+from ._resolve import Groups, Layers
 from ._stretch import Stretch
 from ._wire import Kernels, OwnFormat, Wire
 
 # What is gathered in place of shards, by path of the module that is the first member of each wire. Where two stretches
 # have a layer, the first counts.
-Prepared = dict[Path, tuple[Stretch, ...]]
+Prepared = dict[ModulePath, tuple[Stretch, ...]]
 
 # Layers of a stack that are joined first, as many as have been gathered when the first has been computed; and how many
 # at a time then, few enough to arrive while two layers compute.
@@ -31,10 +31,10 @@ _FIRST, _NEXT = 2, 6
 
 def prepare(
     groups: Groups,
-    stored: Mapping[Path, Shards],
+    stored: Mapping[ModulePath, Shards],
     pregathered_layers: int | Literal["all"] = 0,
-    written_out: Collection[Path] = (),
-    rounded: Collection[Path] = (),
+    written_out: Collection[ModulePath] = (),
+    rounded: Collection[ModulePath] = (),
 ) -> Prepared:
     """Returns what a step gathers in place of shards, in the view in scope: codes of weights that travel in a format,
     and shards of others, if ranks store only parts of them.
@@ -55,9 +55,9 @@ def prepare(
 
 def quantize(
     groups: Groups,
-    shards: Mapping[Path, Shards],
+    shards: Mapping[ModulePath, Shards],
     pregathered_layers: int | Literal["all"] = 0,
-    written_out: Collection[Path] = (),
+    written_out: Collection[ModulePath] = (),
 ) -> Prepared:
     """Quantizes shards, in the view in scope: one amax kernel and one reduction of one vector for all, one call for
     each buffer.
@@ -85,12 +85,12 @@ def quantize(
     fused = {path: group.layouts for _, members in buffers for path, group in members.items()}
     own = {path: shards[path] for path in fused}
 
-    def into(own: Mapping[Path, Shards]) -> tuple[Any]:
+    def into(own: Mapping[ModulePath, Shards]) -> tuple[Any]:
         return ({path: stored_specs(fused[path], own[path]) for path in own},)
 
     out = {next(iter(members)): ranks_spec(stacked=layers.stack is not None) for layers, members in buffers}
 
-    def pack(shards: Mapping[Path, Shards]) -> Prepared:
+    def pack(shards: Mapping[ModulePath, Shards]) -> Prepared:
         bundles = [
             Bundle(
                 {_name(path, layers): shards[path] for path in members},
@@ -133,13 +133,16 @@ def _own_wire(bundle: Bundle, *, stacked: bool) -> Wire:
     return wire
 
 
-def _name(path: Path, layers: Layers) -> Path:
+def _name(path: ModulePath, layers: Layers) -> ModulePath:
     """Returns the name of a weight as a layer knows it: its path within the layer."""
     return () if layers.stack is None else path[len(layers.stack) :]
 
 
 def _joined(
-    groups: Groups, stored: Mapping[Path, Shards], written_out: Collection[Path], rounded: Collection[Path]
+    groups: Groups,
+    stored: Mapping[ModulePath, Shards],
+    written_out: Collection[ModulePath],
+    rounded: Collection[ModulePath],
 ) -> Prepared:
     """Gathers over the optimizer's axes what ranks store of shards, in the dtype in which the shards travel.
 
@@ -147,8 +150,8 @@ def _joined(
     out. In a model without codes the layers of stacks that are written out come a few at a time, one gather after the
     other, behind all other weights: so the first layers are computed while the others arrive.
     """
-    found: dict[Path, list[Stretch]] = {}
-    later: dict[int, dict[Path, Shards]] = {}
+    found: dict[ModulePath, list[Stretch]] = {}
+    later: dict[int, dict[ModulePath, Shards]] = {}
     coded = {path for (path, _), group in groups.items() if group.wire is not None}
     kinds = {
         path: (layers, group)
@@ -156,7 +159,7 @@ def _joined(
         if group.wire is None and (group.divided or path in rounded)
     }
 
-    def join(path: Path, start: int, mine: Shards) -> Stretch:
+    def join(path: ModulePath, start: int, mine: Shards) -> Stretch:
         layers, group = kinds[path]
         wire = Kernels(_join(group, mine), (_name(path, layers),), joined=True)
         own = Stretch(wire, start, start + (1 if layers.stack is None else len(mine[0])))
@@ -216,9 +219,9 @@ def check_pregathered_layers(groups: Groups, pregathered_layers: int | Literal["
         )
 
 
-def _buffers(groups: Groups) -> list[tuple[Layers, dict[Path, WeightGroup]]]:
+def _buffers(groups: Groups) -> list[tuple[Layers, dict[ModulePath, WeightGroup]]]:
     """Returns what travels in one buffer: stacks' ahead of the rest."""
-    found: dict[Any, tuple[Layers, dict[Path, WeightGroup]]] = {}
+    found: dict[Any, tuple[Layers, dict[ModulePath, WeightGroup]]] = {}
     for (path, layers), group in sorted(groups.items(), key=lambda item: item[0][1].stack is None):
         if group.wire is None or group.frozen:
             continue
@@ -227,7 +230,7 @@ def _buffers(groups: Groups) -> list[tuple[Layers, dict[Path, WeightGroup]]]:
     return list(found.values())
 
 
-def buffer_of(group: WeightGroup, path: Path, *, stacked: bool) -> Any:
+def buffer_of(group: WeightGroup, path: ModulePath, *, stacked: bool) -> Any:
     """Returns what weights of a layer have in common that share a buffer: a key."""
     assert group.wire is not None
     alone = path if not stacked or group.as_codes else None

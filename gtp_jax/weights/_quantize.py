@@ -12,7 +12,6 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from ..layout import Layout, axes_in_use
 from ..mesh import degrees
 from ..ops import multi_amax, pack, pack_apart, power_of_two_amax, quantizable
 from ._fused import Shards, whole_kernels
-from ._group import WeightGroup
+from ._group import ModulePath, WeightGroup
 from ._optimizer_axes import gather_stored, is_divided
 from ._packed import Packed
 from ._plan import Fused, bytes_sent, fits_blocks, plan_of, stored_fits_blocks
@@ -42,8 +41,8 @@ class Bundle:
         apart: whether each layer of a stack gets a buffer of its own where that costs nothing.
     """
 
-    shards: Mapping[Any, Shards]
-    groups: Mapping[Any, WeightGroup]
+    shards: Mapping[ModulePath, Shards]
+    groups: Mapping[ModulePath, WeightGroup]
     apart: bool = False
 
     @property

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 
 from ._exchange import exchange_gradients
 from ._fused import Shards, as_shards, in_order, reduce_gradient
-from ._group import WeightGroup
+from ._group import ModulePath, WeightGroup
 from ._optimizer_axes import scatter_stored
 
 
-def scatter(groups: Mapping[Any, WeightGroup], gradients: Mapping[Any, jax.Array]) -> dict[Any, Shards]:
+def scatter(
+    groups: Mapping[ModulePath, WeightGroup], gradients: Mapping[ModulePath, jax.Array]
+) -> dict[ModulePath, Shards]:
     """Returns the gradients of what ranks store, from those of fused weights.
 
     Args:
@@ -26,8 +28,8 @@ def scatter(groups: Mapping[Any, WeightGroup], gradients: Mapping[Any, jax.Array
 
 
 def reduce_gradients(
-    groups: Mapping[Any, WeightGroup], gradients: Mapping[Any, jax.Array]
-) -> dict[Any, jax.Array | Shards]:
+    groups: Mapping[ModulePath, WeightGroup], gradients: Mapping[ModulePath, jax.Array]
+) -> dict[ModulePath, jax.Array | Shards]:
     """Sums the gradients of fused weights over the ranks of a gather, then over the optimizer's axes, which span more
     nodes. What is exchanged alike travels together.
 
@@ -36,8 +38,8 @@ def reduce_gradients(
         divided further over the optimizer's axes.
     """
     gradients = {name: _fused(group, gradients[name]) for name, group in groups.items()}
-    parts: dict[Any, jax.Array] = {}
-    together: dict[Any, list[Any]] = defaultdict(list)
+    parts: dict[ModulePath, jax.Array] = {}
+    together: dict[Any, list[ModulePath]] = defaultdict(list)
     for name, group in groups.items():
         if group.exchanged is not None and group.ranks > 1:
             together[group.exchanged, group.layouts[0].axes].append(name)
@@ -57,7 +59,9 @@ def _shards_of_sum(group: WeightGroup, part: jax.Array) -> Shards:
     return scatter_stored(shards, group.layouts, group.stored_sums, (group.stored_sums,) * len(group.layouts))
 
 
-def stored_gradients(groups: Mapping[Any, WeightGroup], reduced: Mapping[Any, jax.Array | Shards]) -> dict[Any, Shards]:
+def stored_gradients(
+    groups: Mapping[ModulePath, WeightGroup], reduced: Mapping[ModulePath, jax.Array | Shards]
+) -> dict[ModulePath, Shards]:
     """Returns the gradients of what ranks store, in the dtype of their sums, from what `reduce_gradients` returns."""
     kernels = {name: groups[name].layouts for name in reduced}
     return {
@@ -66,7 +70,9 @@ def stored_gradients(groups: Mapping[Any, WeightGroup], reduced: Mapping[Any, ja
     }
 
 
-def in_param_dtypes(groups: Mapping[Any, WeightGroup], gradients: Mapping[Any, Shards]) -> dict[Any, Shards]:
+def in_param_dtypes(
+    groups: Mapping[ModulePath, WeightGroup], gradients: Mapping[ModulePath, Shards]
+) -> dict[ModulePath, Shards]:
     """Returns the gradients of what ranks store in the parameters' dtypes."""
     return {
         name: tuple(g.astype(dtype) for g, dtype in zip(own, groups[name].param_dtypes, strict=True))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..recipes import EXCLUDED, Recipe, matches
-from ._group import WeightGroup
-
-Path = tuple[Any, ...]
+from ._group import ModulePath, WeightGroup
 
 
 class Layers(NamedTuple):
@@ -23,7 +21,7 @@ class Layers(NamedTuple):
 
     start: int
     stop: int
-    stack: Path | None = None
+    stack: ModulePath | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +36,13 @@ class Structure:
     """
 
     name: str
-    weights: Mapping[Path, WeightGroup]
-    stacks: Mapping[Path, int]
-    written_out: frozenset[Path] = frozenset()
+    weights: Mapping[ModulePath, WeightGroup]
+    stacks: Mapping[ModulePath, int]
+    written_out: frozenset[ModulePath] = frozenset()
 
 
 # What is decided about the weights of each module, for each stretch of layers, in the model's order.
-Groups = dict[tuple[Path, Layers], WeightGroup]
+Groups = dict[tuple[ModulePath, Layers], WeightGroup]
 
 
 def resolve(structure: Structure, recipe: Recipe | None) -> Groups:
@@ -69,7 +67,7 @@ def resolve(structure: Structure, recipe: Recipe | None) -> Groups:
 
 
 def of_layers(
-    group: WeightGroup, path: Path, recipe: Recipe, length: int | None = None, stack: Path | None = None
+    group: WeightGroup, path: ModulePath, recipe: Recipe, length: int | None = None, stack: ModulePath | None = None
 ) -> tuple[tuple[Layers, WeightGroup], ...]:
     """Returns what a recipe decides about the weights of one module, by layers.
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ._fused import Shards
-from ._group import WeightGroup
+from ._group import ModulePath, WeightGroup
 from ._wire import Kernels, Wire
 
 
@@ -68,10 +67,10 @@ class Stretch:
 
 
 def wires_of(
-    groups: Mapping[Any, WeightGroup],
+    groups: Mapping[ModulePath, WeightGroup],
     made: Sequence[Stretch],
-    shards: Mapping[Any, Shards],
-    own: Mapping[Any, Shards],
+    shards: Mapping[ModulePath, Shards],
+    own: Mapping[ModulePath, Shards],
     start: int,
     stop: int,
 ) -> tuple[tuple[Wire, ...], int]:

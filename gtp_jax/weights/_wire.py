@@ -18,12 +18,12 @@ import jax
 
 from ..formats import QuantizedArray, WireFormat
 from ._fused import Shards, gather_part, part_of
-from ._group import WeightGroup
+from ._group import ModulePath, WeightGroup
 from ._optimizer_axes import stored_specs
 from ._ranks import ranks_spec
 
 # Fused weights by name, or their codes where those are multiplied.
-FusedWeights = dict[Any, jax.Array | QuantizedArray]
+FusedWeights = dict[ModulePath, jax.Array | QuantizedArray]
 
 
 class Wire(abc.ABC):
@@ -38,19 +38,19 @@ class Wire(abc.ABC):
         format: the format of its codes; `None` of arrays in the dtype in which they are multiplied.
     """
 
-    members: tuple[Any, ...]
+    members: tuple[ModulePath, ...]
     format: Any
 
     @abc.abstractmethod
-    def gather(self, groups: Mapping[Any, WeightGroup]) -> FusedWeights:
+    def gather(self, groups: Mapping[ModulePath, WeightGroup]) -> FusedWeights:
         """Returns the fused weights of its members, made of what all ranks send."""
 
-    def ready(self, groups: Mapping[Any, WeightGroup]) -> Wire | None:
+    def ready(self, groups: Mapping[ModulePath, WeightGroup]) -> Wire | None:
         """Returns what is sent in its place, made without communication: a chain keeps it for backward. `None`: it is
         sent as it is."""
         del groups
 
-    def specs(self, groups: Mapping[Any, WeightGroup], *, stacked: bool = False) -> Any:
+    def specs(self, groups: Mapping[ModulePath, WeightGroup], *, stacked: bool = False) -> Any:
         """Returns the partitions of its arrays in global view, a pytree prefix; by default they are every rank's own.
 
         Args:
@@ -68,7 +68,7 @@ class OwnFormat(WireFormat, Protocol):
     Weights in it are multiplied as their values. They can be neither frozen nor gathered before a step.
     """
 
-    def wire(self, shards: Mapping[Any, Shards], groups: Mapping[Any, WeightGroup]) -> Wire:
+    def wire(self, shards: Mapping[ModulePath, Shards], groups: Mapping[ModulePath, WeightGroup]) -> Wire:
         """Returns what this rank sends of weights that travel together. Called inside a `shard_map`, once per step.
 
         Args:
@@ -95,11 +95,11 @@ class Kernels(Wire):
     """
 
     shards: Shards
-    members: tuple[Any, ...] = ((),)
+    members: tuple[ModulePath, ...] = ((),)
     joined: bool = False
     format = None
 
-    def ready(self, groups: Mapping[Any, WeightGroup]) -> Part | None:
+    def ready(self, groups: Mapping[ModulePath, WeightGroup]) -> Part | None:
         """Returns this rank's part of the fused weight. `None` where there is nothing to cast, or communication is part
         of it."""
         group = groups[self.members[0]]
@@ -107,12 +107,12 @@ class Kernels(Wire):
             return None
         return Part(part_of(self.shards, group.layouts, group.dtype), self.members)
 
-    def gather(self, groups: Mapping[Any, WeightGroup]) -> FusedWeights:
+    def gather(self, groups: Mapping[ModulePath, WeightGroup]) -> FusedWeights:
         """Returns the fused weight; an array of any shape as such."""
         group = groups[self.members[0]]
         return Part(part_of(self.shards, group.layouts, group.dtype), self.members).gather(groups)
 
-    def specs(self, groups: Mapping[Any, WeightGroup], *, stacked: bool = False) -> Kernels:
+    def specs(self, groups: Mapping[ModulePath, WeightGroup], *, stacked: bool = False) -> Kernels:
         """Returns the partitions of its shards."""
         del stacked  # their numbers of dimensions tell
         layouts = groups[self.members[0]].layouts
@@ -131,10 +131,10 @@ class Part(Wire):
     """
 
     array: jax.Array
-    members: tuple[Any, ...]
+    members: tuple[ModulePath, ...]
     format = None
 
-    def gather(self, groups: Mapping[Any, WeightGroup]) -> FusedWeights:
+    def gather(self, groups: Mapping[ModulePath, WeightGroup]) -> FusedWeights:
         """Returns the fused weight; an array of any shape as such."""
         group = groups[self.members[0]]
         weight = gather_part(self.array, group.layouts)

@@ -108,7 +108,7 @@ def _failures() -> Iterator[tuple[str, str]]:
             break
 
 
-def _error(collective: Collective, mesh: Mesh, dtype: Any, size: int) -> str | None:
+def _error(collective: Collective, mesh: Mesh, dtype: jax.typing.DTypeLike, size: int) -> str | None:
     """Returns what went wrong; `None` if nothing did."""
     count, spec = mesh.size, PartitionSpec(_AXIS)
     size = -(-size // count) * count

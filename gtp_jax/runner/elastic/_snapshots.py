@@ -189,6 +189,6 @@ class Snapshots:
             self._pending = None
 
 
-def _plain(dtype: Any) -> Any:
+def _plain(dtype: jax.typing.DTypeLike) -> Any:
     """Returns the dtype of what is stored of an array: words, of random keys."""
     return np.uint32 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else dtype
