@@ -15,6 +15,7 @@ from ._checkpoint import verdicts as verdicts
 from ._checkpoint_picture import draw_checkpoints as draw_checkpoints
 from ._contenders import CONTENDERS as CONTENDERS
 from ._contenders import PARTITIONERS as PARTITIONERS
+from ._contenders import STOCK_MODELS as STOCK_MODELS
 from ._contenders import Contender as Contender
 from ._contenders import chosen_contenders as chosen_contenders
 from ._contenders import contender_named as contender_named

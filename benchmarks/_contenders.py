@@ -16,7 +16,7 @@ from ._choice import by_words
 
 SCRIPTS = Path(__file__).with_name("contenders")
 
-OURS, PARTITIONER, FSDP2, BOUND = "gtp_jax", "partitioner", "fsdp2", "bound"
+OURS, STOCK, PARTITIONER, FSDP2, BOUND = "gtp_jax", "stock", "partitioner", "fsdp2", "bound"
 
 # Weights gathered again in backward, or kept for it: never compared with one another.
 POLICIES = ("regather", "keep")
@@ -28,7 +28,7 @@ class Contender:
     """A program that runs the step.
 
     Attributes:
-        family: `gtp_jax`, `partitioner`, `fsdp2` or `bound`.
+        family: `gtp_jax`, `stock`, `partitioner`, `fsdp2` or `bound`.
         variant: a recipe, a way to write the program, a precision.
         policy: `regather` or `keep`; empty for a bound, which gathers nothing.
         script: file in the folder `contenders`.
@@ -134,14 +134,21 @@ def _partitioners() -> tuple[Contender, ...]:
 # without the norm and the guard of a gtp_jax step. `gtp-jax bench suite` picks from these.
 PARTITIONERS: tuple[Contender, ...] = _partitioners()
 
+# The model of stock Flax layers that `gtp_jax.shard` shards, in global view, its default, and in local view. Beside
+# `gtp_jax bf16` it shows what gtp_jax's own layers bring. `gtp-jax bench suite` runs it.
+STOCK_MODELS: tuple[Contender, ...] = tuple(
+    Contender(STOCK, variant, "regather", "stock.py", flags, tp="1", guards=True)
+    for variant, flags in (("bf16", ()), ("bf16 local", ("--view=local",)))
+)
+
 
 def contender_named(name: str) -> Contender:
-    """Returns the contender of `CONTENDERS` or `PARTITIONERS` with this name.
+    """Returns the contender of `CONTENDERS`, `PARTITIONERS` or `STOCK_MODELS` with this name.
 
     Raises:
         KeyError: if there is none.
     """
-    return {c.name: c for c in (*PARTITIONERS, *CONTENDERS)}[name]
+    return {c.name: c for c in (*STOCK_MODELS, *PARTITIONERS, *CONTENDERS)}[name]
 
 
 def chosen_contenders(only: Sequence[str], *, tp: int = 1) -> list[Contender]:

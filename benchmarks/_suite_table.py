@@ -9,7 +9,18 @@ from collections.abc import Sequence
 from gtp_jax.models import preset_of
 from gtp_jax.runner.flags import ExpertOptions, Parallelism
 
-from ._contenders import CONTENDERS, FSDP2, OURS, PARTITIONER, PARTITIONERS, POLICIES, Contender, contender_named
+from ._contenders import (
+    CONTENDERS,
+    FSDP2,
+    OURS,
+    PARTITIONER,
+    PARTITIONERS,
+    POLICIES,
+    STOCK,
+    STOCK_MODELS,
+    Contender,
+    contender_named,
+)
 from ._workload import StepOptions
 from .contenders.workload import Workload
 
@@ -117,7 +128,7 @@ def _tiny(step: StepOptions) -> StepOptions:
     return dataclasses.replace(step, preset=preset, num_layers=1, vocab_size=None, seq=32, tokens=None)
 
 
-_NAMES = {contender.name for contender in (*CONTENDERS, *PARTITIONERS)}
+_NAMES = {contender.name for contender in (*CONTENDERS, *PARTITIONERS, *STOCK_MODELS)}
 
 
 def _each(family: str, *variants: str, policies: Sequence[str] = POLICIES) -> tuple[str, ...]:
@@ -127,6 +138,7 @@ def _each(family: str, *variants: str, policies: Sequence[str] = POLICIES) -> tu
 _BF16 = _each(OURS, "bf16")
 _BF16_ONCE = _each(OURS, "bf16", policies=("regather",))  # where no weight is gathered policies do not differ
 _FP8_ONCE = _each(OURS, "fp8-matmuls", policies=("regather",))
+_STOCK = _each(STOCK, "bf16", "bf16 local", policies=("regather",))
 _FSDP2 = _each(FSDP2, "bf16")
 # without collectives there is nothing to join; the plain one shows what the norm and the guard cost
 _ALONE = (
@@ -215,7 +227,7 @@ WORKLOADS: tuple[SuiteWorkload, ...] = (
         "reference-gtp2",
         "reference, gtp 2",
         _options("reference", 8192, gtp=2),
-        (*_BF16, *_AT_BEST, *_FSDP2),
+        (*_BF16, *_STOCK, *_AT_BEST, *_FSDP2),
         _goal(1.03),
         steps=8,
     ),
@@ -223,14 +235,14 @@ WORKLOADS: tuple[SuiteWorkload, ...] = (
         "reference-gtp2-2048",
         "reference, gtp 2, 2,048 tokens per GPU",
         _options("reference", 2048, gtp=2),
-        (*_BF16, *_AT_BEST, *_FSDP2),
+        (*_BF16, *_STOCK, *_AT_BEST, *_FSDP2),
         _goal(1.10),
     ),
     SuiteWorkload(
         "reference-gtp2-microbatches",
         "reference width, 8 layers, gtp 2, 8 microbatches",
         _options("reference", 8192, layers=8, microbatches=8, gtp=2),
-        (*_BF16, *_AT_BEST, *_FSDP2),
+        (*_BF16, *_STOCK, *_AT_BEST, *_FSDP2),
         _goal(1.03),
         steps=3,
     ),

@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, Mesh
 
 import benchmarks
 import gtp_jax
 from benchmarks import _suite, _suite_file
+from gtp_jax.models import Llama, LlamaConfig
 from gtp_jax.runner.cli import main
 
 BY_NAME = {workload.name: workload for workload in benchmarks.WORKLOADS}
@@ -93,7 +95,7 @@ def test_every_contender_of_the_table_exists_once_and_its_script_takes_the_flags
     def parsed(args, **_):
         raise Parsed(args)
 
-    scripts = {name: script(name) for name in ("ours", "partitioner", "fsdp2")}
+    scripts = {name: script(name) for name in ("ours", "stock", "partitioner", "fsdp2")}
     for module in scripts.values():
         monkeypatch.setattr(module, "workload", parsed)
     for workload in benchmarks.WORKLOADS:
@@ -338,6 +340,55 @@ def test_the_partitioners_guarded_step_is_the_plain_one_if_finite_and_changes_no
             after, loss_of_bad = guarded(bad, tokens, tokens)
             assert np.isnan(loss_of_bad)
             jax.tree.map(np.testing.assert_array_equal, after, bad)
+
+
+def test_the_stock_model_is_the_llama_of_the_workload(script):
+    stock = script("stock")
+    sizes: dict[str, Any] = dict(
+        hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=96, qk_norm=True
+    )
+    work = benchmarks.Workload(**sizes, vocab_size=96, seq=16, sequences=2)
+    tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 96)
+    qkv, up = ("attention", "qkv"), ("mlp", "up")
+    places = {
+        "q": (*qkv, "kernel", "query"),
+        "k": (*qkv, "kernel", "key"),
+        "v": (*qkv, "kernel", "value"),
+        "o": ("attention", "out", "kernel"),
+        "gate": (*up, "kernel", "gate"),
+        "up": (*up, "kernel", "up"),
+        "down": ("mlp", "down", "kernel"),
+        "norm1": (*qkv, "scale"),
+        "norm2": (*up, "scale"),
+        "norm_q": ("attention", "core", "query_scale"),
+        "norm_k": ("attention", "core", "key_scale"),
+    }
+    with jax.set_mesh(gtp_jax.make_mesh(devices=jax.devices()[:1])):
+        llama = gtp_jax.init(lambda rngs: Llama(LlamaConfig(**work.model), rngs=rngs), nnx.Rngs(0))
+        model = gtp_jax.init(lambda rngs: stock.Llama(work, rngs=rngs), nnx.Rngs(1))
+        own = dict(nnx.to_flat_state(nnx.state(llama, nnx.Param)))
+        for path, variable in own.items():
+            if "scale" in str(path[-1]):  # of ones, a scale that is left out would not show
+                noise = np.random.default_rng(len(path)).normal(size=variable.get_value().shape)
+                variable.set_value(jnp.asarray(np.exp(noise), jnp.float32))
+        nnx.update(llama, nnx.from_flat_state(own))
+        model.embed.embedding.set_value(own["embed", "table"].get_value())
+        model.head.kernel.set_value(own["head", "kernel"].get_value())
+        model.norm.scale.set_value(own["head", "scale"].get_value())
+        for number, layer in enumerate(model.layers):
+            for name, place in places.items():
+                module = getattr(layer, name)
+                weight = module.scale if "norm" in name else module.kernel
+                weight.set_value(own["blocks", "layers", *place].get_value()[number])
+        call = nnx.jit(lambda model, tokens: model(tokens))
+        want, found = (np.asarray(call(m, tokens), np.float32) for m in (llama, model))
+    # both compute in bfloat16; without the rotation, a norm or the causal order it is above 0.5
+    assert np.linalg.norm(found - want) < 0.05 * np.linalg.norm(want)
+    assert model_size(model) == model_size(llama) == LlamaConfig(**work.model).param_count()
+
+
+def model_size(model) -> int:
+    return sum(p.size for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
 def test_the_dtype_of_an_embeddings_sum_is_read_from_the_program(script):

@@ -1,0 +1,132 @@
+"""The same Llama of stock Flax layers, which `gtp_jax.shard` shards: `python stock.py --gtp 2 --sequences 2`.
+
+Its blocks are unaware of gtp_jax: `nnx.Linear`, `nnx.RMSNorm`, `nnx.Embed`, and functions for rotation and attention.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+from deviceless import add_target, compile_only, devices_of
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from timed import time_and_report
+from workload import LEARNING_RATE, REDUCE_DTYPE, WEIGHT_DECAY, Workload, parser, workload
+
+import gtp_jax as gtp
+from gtp_jax.chain import REMAT
+from gtp_jax.mesh import View
+from gtp_jax.nn import abstract_model
+from gtp_jax.ops import attention, rope
+
+
+class Block(nnx.Module):
+    """Attention and gated MLP, each on a residual branch."""
+
+    def __init__(self, work: Workload, *, rngs: nnx.Rngs) -> None:
+        width, hidden = work.hidden_size, work.intermediate_size
+        queries, keys = work.num_heads * work.head_dim, work.num_kv_heads * work.head_dim
+        self.head_dim, self.rope_theta = work.head_dim, work.rope_theta
+        self.norm1, self.norm2 = (_norm(work, width, rngs) for _ in range(2))
+        self.q, self.k, self.v = (_linear(width, features, rngs) for features in (queries, keys, keys))
+        self.o = _linear(queries, width, rngs)
+        self.gate, self.up = (_linear(width, hidden, rngs) for _ in range(2))
+        self.down = _linear(hidden, width, rngs)
+        if work.qk_norm:
+            self.norm_q, self.norm_k = (_norm(work, work.head_dim, rngs) for _ in range(2))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        h = self.norm1(x)
+        q, k, v = (y.reshape(*y.shape[:2], -1, self.head_dim) for y in (self.q(h), self.k(h), self.v(h)))
+        if hasattr(self, "norm_q"):
+            q, k = self.norm_q(q), self.norm_k(k)
+        q, k = (rope(y, theta=self.rope_theta) for y in (q, k))
+        y = attention(q, k, v, causal=True)
+        x = x + self.o(y.reshape(*y.shape[:2], -1))
+        h = self.norm2(x)
+        return x + self.down(jax.nn.silu(self.gate(h)) * self.up(h))
+
+
+class Llama(nnx.Module):
+    """Embedding, blocks, norm and head."""
+
+    def __init__(self, work: Workload, *, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(work.vocab_size, work.hidden_size, dtype=jnp.bfloat16, rngs=rngs)
+        self.layers = nnx.List([Block(work, rngs=rngs) for _ in range(work.num_layers)])
+        self.norm = _norm(work, work.hidden_size, rngs)
+        self.head = _linear(work.hidden_size, work.vocab_size, rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Maps `(batch, sequence)` tokens to `(batch, sequence, vocab)` logits."""
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def loss(model: Llama, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Returns the sum of token losses and the number of tokens."""
+    return gtp.cross_entropy(model(batch["tokens"]), batch["targets"])
+
+
+def _linear(into: int, out: int, rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(into, out, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
+
+
+def _norm(work: Workload, width: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(width, epsilon=work.epsilon, dtype=jnp.bfloat16, rngs=rngs)
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--remat", choices=REMAT, default="matmuls", help="what a block saves for backward")
+    flags.add_argument("--view", choices=get_args(View), default="global", help="of the step")
+    flags.add_argument("--trace", metavar="DIR", help="write a trace of one more step there")
+    add_target(flags)
+    args = flags.parse_args()
+    work = workload(args)
+    if work.has_experts or work.tp > 1:
+        sys.exit("error: has no experts and no tp")
+    devices = devices_of(args.target, work)
+    with jax.set_mesh(gtp.make_mesh(gtp=work.gtp, devices=None if devices == jax.devices() else devices)):
+        mesh: Any = jax.sharding.get_mesh()
+        optimizer = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+        step = gtp.train_step(loss, optimizer, microbatches=work.microbatches, view=args.view)
+
+        def sharded(rngs: nnx.Rngs) -> Llama:
+            # a loop over microbatches would keep gathered weights in each
+            return gtp.shard(Llama(work, rngs=rngs), "layers.*", remat=args.remat, keep_last=work.microbatches == 1)
+
+        placed = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
+        if args.target:
+            like: Any = jax.ShapeDtypeStruct((work.sequences, work.seq), jnp.int32, sharding=placed)
+            state = gtp.TrainState.create(abstract_model(sharded), optimizer)
+            lowered = step.lower(state, {"tokens": like, "targets": like})  # pyright: ignore[reportFunctionMemberAccess]
+            return compile_only(lowered, args.target, parameters=_parameters(state))
+        state = gtp.TrainState.create(gtp.init(sharded, nnx.Rngs(0)), optimizer)
+        tokens = jax.random.randint(jax.random.key(1), (work.sequences, work.seq), 0, work.vocab_size)
+        batch: Any = jax.device_put({"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}, placed)
+        lowered = step.lower(state, batch)  # pyright: ignore[reportFunctionMemberAccess]
+        time_and_report(
+            lowered,
+            state,
+            (batch,),
+            work,
+            loss_of=lambda metrics: metrics["loss"],
+            trace=args.trace,
+            parameters=_parameters(state),
+            reduce_dtype=REDUCE_DTYPE,  # that of compute
+        )
+
+
+def _parameters(state: gtp.TrainState) -> int:
+    return sum(p.size for p in jax.tree.leaves(state.params))
+
+
+if __name__ == "__main__":
+    main()
