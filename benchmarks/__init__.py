@@ -33,6 +33,10 @@ from ._curves import run_curves as run_curves
 from ._curves import settings_in as settings_in
 from ._curves import slowest_first as slowest_first
 from ._curves_picture import draw_curves as draw_curves
+from ._generate import GENERATE_GOAL as GENERATE_GOAL
+from ._generate import Decode as Decode
+from ._generate import measure_generate as measure_generate
+from ._generate import memory_rate as memory_rate
 from ._growth import AXES as AXES
 from ._growth import Axis as Axis
 from ._growth import Point as Point

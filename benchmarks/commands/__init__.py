@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import _attention, _checkpoint, _collectives, _growth, _kernels, _recipes, _sequence, _step, _suite
+from . import _attention, _checkpoint, _collectives, _generate, _growth, _kernels, _recipes, _sequence, _step, _suite
 
 
 def add_topics(topics: Any) -> None:
     """Adds all topics to `gtp-jax bench`."""
-    for topic in (_step, _suite, _growth, _collectives, _sequence, _attention, _recipes, _kernels, _checkpoint):
+    for topic in (
+        _step,
+        _suite,
+        _growth,
+        _collectives,
+        _sequence,
+        _attention,
+        _generate,
+        _recipes,
+        _kernels,
+        _checkpoint,
+    ):
         topic.add_topic(topics)

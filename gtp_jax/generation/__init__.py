@@ -16,5 +16,6 @@ every layer would have to be copied out of the stacked arrays.
 from ._generate import Generated as Generated
 from ._generate import generate as generate
 from ._generate import generate_stream as generate_stream
+from ._programs import STEPS as STEPS
 from ._sampling import sampling_of as sampling_of
 from ._weights import Gather as Gather

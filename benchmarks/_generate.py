@@ -1,0 +1,97 @@
+"""How long a token of generation takes, beside the time in which memory gives what the token must read."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import statistics
+import time
+
+import jax
+from flax import nnx
+
+import gtp_jax as gtp
+from gtp_jax.generation import STEPS
+from gtp_jax.hlo import CHIPS, fact
+from gtp_jax.models import ModelConfig, build
+
+# How many times as long as the reading a token may take.
+GENERATE_GOAL = 2.0
+
+_ITEM = 2  # bytes of a weight, a key or a value in bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode:
+    """The time of a token of one row, after the first, and what the token must read.
+
+    Attributes:
+        seconds: of a token; the median over the calls of the decoding program, each of which makes `STEPS` tokens.
+        low_s: of a token, in the fastest call.
+        high_s: of a token, in the slowest call.
+        calls: the number of calls timed.
+        weight_bytes: of the weights that a token is multiplied with.
+        cache_bytes: of the keys and values that a token attends to, in the middle of the timed tokens.
+    """
+
+    seconds: float
+    low_s: float
+    high_s: float
+    calls: int
+    weight_bytes: int
+    cache_bytes: int
+
+    def over_reading(self, bytes_per_s: float) -> float:
+        """Returns the time of a token over the time in which memory gives its weights and cache at this rate."""
+        return self.seconds * bytes_per_s / (self.weight_bytes + self.cache_bytes)
+
+
+def measure_generate(config: ModelConfig, *, prompt: int, tokens: int) -> Decode:
+    """Generates twice from one prompt, with random weights that are multiplied in bfloat16, and times the second time.
+
+    Args:
+        config: the model.
+        prompt: the number of tokens of the prompt.
+        tokens: the number of new tokens. The program of the prompt makes the first; of the others, whole calls are
+            timed.
+
+    Raises:
+        ValueError: if the new tokens make no whole call.
+    """
+    if tokens <= STEPS:
+        raise ValueError(
+            f"`tokens` is {tokens}; the prompt's program makes the first, and {STEPS} more are the least that is "
+            f"timed. Take {STEPS + 1} or more."
+        )
+    model = gtp.init(lambda rngs: build(config, rngs=rngs), nnx.Rngs(0))
+    row = jax.random.randint(jax.random.key(1), (1, prompt), 0, config.vocab_size)
+    seconds = []
+    for _ in range(2):  # the first time compiles
+        stream = gtp.generate_stream(model, row, max_new_tokens=tokens)
+        next(stream)
+        seconds, begin = [], time.perf_counter()
+        for made in stream:
+            now = time.perf_counter()
+            if made.shape[1] == STEPS:
+                seconds.append((now - begin) / STEPS)
+            begin = now
+    seen = prompt + 1 + STEPS * len(seconds) // 2
+    heads = getattr(config, "num_kv_heads", config.num_heads)
+    return Decode(
+        seconds=statistics.median(seconds),
+        low_s=min(seconds),
+        high_s=max(seconds),
+        calls=len(seconds),
+        weight_bytes=_ITEM * config.matmul_params(),
+        cache_bytes=2 * _ITEM * config.num_layers * heads * config.head_dim * seen,
+    )
+
+
+def memory_rate(device_kind: str) -> float | None:
+    """Returns the bytes a second that the memory of a kind of device gives; `None` if `gtp_jax.hlo` does not know it.
+
+    The rates that it knows are those of SXM modules.
+    """
+    words = set(re.findall(r"\w+", device_kind.lower()))
+    chip = next((chip for chip in CHIPS if chip in words and not words & {"pcie", "nvl"}), None)
+    return None if chip is None else fact(chip, "memory_rate").value
