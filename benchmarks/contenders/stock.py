@@ -91,7 +91,7 @@ def main() -> None:
     args = flags.parse_args()
     work = workload(args)
     if work.has_experts or work.tp > 1:
-        sys.exit("error: has no experts and no tp")
+        sys.exit(f"error: computes dense layers at tp 1 alone; this is tp {work.tp} with {work.num_experts} experts")
     devices = devices_of(args.target, work)
     with jax.set_mesh(gtp.make_mesh(gtp=work.gtp, devices=None if devices == jax.devices() else devices)):
         mesh: Any = jax.sharding.get_mesh()

@@ -387,6 +387,13 @@ def test_the_stock_model_is_the_llama_of_the_workload(script):
     assert model_size(model) == model_size(llama) == LlamaConfig(**work.model).param_count()
 
 
+@pytest.mark.parametrize("flag", ["--num-experts=8", "--tp=2"])
+def test_the_stock_model_refuses_experts_and_tp(flag, script, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["stock.py", "--num-layers=1", flag])
+    with pytest.raises(SystemExit, match="dense layers at tp 1 alone; this is tp [12] with [08] experts"):
+        script("stock").main()
+
+
 def model_size(model) -> int:
     return sum(p.size for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
