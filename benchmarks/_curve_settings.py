@@ -88,5 +88,5 @@ def curve_settings(platform: str, **asked: Any) -> CurveSettings:
     """Returns settings of which `None` takes the platform's default; `lr` that of the model's width."""
     defaults = _DEFAULTS["gpu" if platform in ("gpu", "cuda") else "cpu"]
     chosen = {**defaults, **{name: value for name, value in asked.items() if value is not None}}
-    chosen.setdefault("lr", default_lr(chosen["preset"]))
+    chosen.setdefault("lr", default_lr(PRESETS[chosen["preset"]].hidden_size))
     return CurveSettings(**chosen)

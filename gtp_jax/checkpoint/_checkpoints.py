@@ -341,18 +341,22 @@ class Checkpoints:
         """
         return read_manifest(self._path(step, together=False))
 
-    def files(self, step: int | None = None) -> dict[str, bytes]:
+    def files(self, step: int | None = None, *, together: bool = True) -> dict[str, bytes]:
         """Returns the files that a step was saved with, by name; none if it was saved without.
 
-        Every process must call this.
+        Args:
+            step: which step; the latest by default.
+            together: every process calls this. Otherwise they are read in this process alone, also before
+                `jax.distributed.initialize`.
 
         Raises:
             FileNotFoundError: if there is no such step.
             DamagedCheckpoint: a `ValueError`, if a file or the manifest is missing or damaged.
             OSError: if a file cannot be read, after several attempts.
         """
-        path = self._path(step)
-        return read_together(lambda: read_step_files(path, read_manifest(path)), path)
+        path = self._path(step, together=together)
+        read = lambda: read_step_files(path, read_manifest(path))  # noqa: E731
+        return read_together(read, path) if together else read()
 
     def verify(self, step: int | None = None) -> list[str]:
         """Reads every file of a step and says which are not as they were written, a line each; none if all are.

@@ -19,9 +19,9 @@ from .. import hlo
 from ..experts import Exchange, exchanges
 from ..layout import Layout
 from ..mesh import Roles, make_mesh, use_roles
-from ..models import PRESETS, build, family_of, preset_of
+from ..models import PRESETS, ModelConfig, build, family_of, preset_of
 from ..nn import abstract_model
-from ..runner.flags import Execution, ExpertOptions, Parallelism, Quantization, check_knobs, knob, piece
+from ..runner.flags import Execution, ExpertOptions, ModelSizes, Parallelism, Quantization, check_knobs, knob, piece
 from ..train import TrainState, train_step
 from ._explain import Explanation, explain
 
@@ -41,6 +41,7 @@ class InspectOptions:
     seq: int = knob(2048, "model", "tokens of a sequence")
     batch: int | None = knob(None, "model", "sequences of a step (default: one a rank and microbatch)")
     parallelism: Parallelism = piece(Parallelism)
+    sizes: ModelSizes = piece(ModelSizes)
     experts: ExpertOptions = piece(ExpertOptions)
     execution: Execution = piece(Execution)
     quantization: Quantization = piece(Quantization)
@@ -54,7 +55,17 @@ class InspectOptions:
 
     def __post_init__(self) -> None:
         check_knobs(self)
-        self.experts.of(preset_of(self.preset), self.preset)
+        self.model  # noqa: B018  checks that sizes and experts fit one another
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model of the preset, with the sizes and experts that differ."""
+        return self.sizes.of(preset_of(self.preset), self.preset, self.experts)
+
+    @property
+    def title(self) -> str:
+        """What the model is called in headings."""
+        return " ".join([self.preset, *self.sizes.flags])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +133,7 @@ def inspect(options: InspectOptions) -> Inspection:
     """
     target = None if options.target is None else hlo.parse_target(options.target)
     execution, recipe = options.execution, options.quantization.to_recipe()
-    config = dataclasses.replace(options.experts.of(preset_of(options.preset), options.preset), **execution.of_model)
+    config = dataclasses.replace(options.model, **execution.of_model)
     degrees = options.parallelism.degrees(target.devices if target else _DEFAULT_DEVICES)
     config.check_mesh(tp=degrees["tp"], seq=options.seq)
     ranks = math.prod(degrees[axis] for axis in options.parallelism.roles.batch)

@@ -61,7 +61,7 @@ def _heading(inspection: Inspection) -> str:
     where = o.target or f"{_devices(inspection)} virtual CPU devices"
     mesh = " x ".join(f"{axis} {size}" for axis, size in inspection.degrees.items())
     return (
-        f"{o.preset}: {inspection.param_count:,} parameters on {where}, {mesh}\n"
+        f"{o.title}: {inspection.param_count:,} parameters on {where}, {mesh}\n"
         f"a step: {inspection.batch} sequences of {o.seq} tokens in {o.execution.microbatches} microbatch(es), "
         f"{quantity(inspection.flops / _devices(inspection), 'FLOP')} a device; "
         f"compiled in {inspection.compile_s:.1f} s"

@@ -17,9 +17,11 @@ from ._hf_tensor import array_shapes as array_shapes
 from ._load import config_of as config_of
 from ._load import load as load
 from ._load import opened as opened
+from ._origin import END_TOKEN as END_TOKEN
 from ._origin import ORIGIN_FILES as ORIGIN_FILES
 from ._origin import TOKENIZER_FILE as TOKENIZER_FILE
 from ._origin import Origin as Origin
+from .llama import OF_ROUTING as OF_ROUTING
 from .llama import Llama as Llama
 from .llama import LlamaBlock as LlamaBlock
 from .llama import LlamaConfig as LlamaConfig

@@ -13,6 +13,8 @@ _CONFIG = "hugging_face"
 _ID = "_token_id"
 
 TOKENIZER_FILE = "tokenizer.json"
+# The field of config.json, and of generation_config.json, with the tokens that end a text.
+END_TOKEN = "eos_token_id"
 _GENERATION_FILE = "generation_config.json"
 # Files whose meaning depends on the vocabulary: the tokenizer's, and defaults for generation, which name tokens by id.
 ORIGIN_FILES = (

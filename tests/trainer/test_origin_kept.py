@@ -16,10 +16,11 @@ from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.convert import export_llama, import_llama
 from gtp_jax.models import PRESETS
 from gtp_jax.runner.cli import main
+from gtp_jax.runner.flags import from_settings
 from gtp_jax.runner.trainer import TrainConfig
 from gtp_jax.runner.trainer._corpus import read_corpus
 from gtp_jax.runner.trainer._job import abstract_state
-from gtp_jax.runner.trainer._start import check_start, start_from, vocab_size_of
+from gtp_jax.runner.trainer._start import start_from, started_from, vocab_size_of
 
 from .runs import WORDS, small, write_text
 
@@ -122,21 +123,23 @@ def started(directory, tokenizer):
 @pytest.mark.parametrize(
     "other",
     [
-        None,
+        "bytes",
         tokenizer([*WORDS[::-1], "?"]),
         tokenizer([*WORDS, "?"], normalizer=tokenizers.normalizers.Lowercase()),
     ],
     ids=["bytes", "other ids", "the same ids"],
 )
 def test_a_tokenizer_other_than_the_runs_is_left_out_with_a_message(folder, tmp_path, capsys, other):
-    path = None
-    if other is not None:
+    path = "bytes"
+    if other != path:
         path = tmp_path / "tokenizer.json"
         path.write_bytes(other)
     params, origin = started(folder / "imported", path)
     err = capsys.readouterr().err
     assert f"the tokenizer of the checkpoint in {folder / 'imported'} is left out of this run's checkpoints" in err
-    assert f"{'its tokens are bytes' if path is None else path}): {', '.join(FILES)}. The ids of tokens in its" in err
+    assert (
+        f"{'its tokens are bytes' if path == 'bytes' else path}): {', '.join(FILES)}. The ids of tokens in its" in err
+    )
     with Checkpoints(tmp_path / "c") as checkpoints:
         extra = {"model": TrainConfig().model(256, dtype="float32").architecture(), **origin.extra()}
         checkpoints.save(1, {"params": params}, extra, files=origin.files)
@@ -149,10 +152,10 @@ def test_the_same_tokenizer_in_another_file_is_kept(folder, tmp_path, capsys):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(json.loads(FILES["tokenizer.json"]), indent=4))
     text = str(write_text(tmp_path / "text"))
-    config = TrainConfig(data=(text,), tokenizer=str(path), from_=str(folder / "imported"))
-    vocab_size = vocab_size_of(config, read_corpus(config), None)
-    check_start(folder / "imported", config.model(vocab_size, dtype="float32"))
-    assert started(folder / "imported", path)[1].files == FILES
+    settings = {"data": (text,), "tokenizer": str(path), "from_": str(folder / "imported")}
+    config = from_settings(TrainConfig, started_from(settings))
+    assert vocab_size_of(config, read_corpus(config), None) == CONFIG["vocab_size"]
+    assert started(folder / "imported", str(path))[1].files == FILES
     assert capsys.readouterr().err == ""
 
 

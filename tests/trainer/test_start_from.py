@@ -1,76 +1,232 @@
-"""A checkpoint of another model than the run's is refused with the flags that belong to it, if there are any."""
+"""A run that starts from a checkpoint has its model: what is asked for otherwise is refused by name."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
+import json
 import re
+import shutil
 
+import jax
 import jax.numpy as jnp
 import pytest
+import tokenizers
+from convert.hugging_face import random_tensors, write_model
 
 from gtp_jax.checkpoint import Checkpoints
-from gtp_jax.models import PRESETS, saved
-from gtp_jax.runner.flags import ExpertOptions
-from gtp_jax.runner.trainer import TrainConfig
-from gtp_jax.runner.trainer._start import check_start
+from gtp_jax.models import PRESETS, LlamaConfig, saved, saved_config
+from gtp_jax.nn import Routing
+from gtp_jax.ops import RopeScaling
+from gtp_jax.runner.cli import main
+from gtp_jax.runner.flags import from_settings
+from gtp_jax.runner.trainer import TrainConfig, resolve
+from gtp_jax.runner.trainer._start import started_from
 
-TINY, MOE = PRESETS["tiny"], PRESETS["tiny-moe"]
+from .runs import WORDS, small, write_text
 
+jax.devices()  # fixes the number of devices to what the suite runs with
 
-def refusal(tmp_path, model, ours) -> str:
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, {"w": jnp.ones(2)}, extra=saved(model))
-    with pytest.raises(ValueError, match="is of another model than this run's") as refused:
-        check_start(tmp_path, ours)
-    return str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("model", "advice"),
-    [
-        (dataclasses.replace(TINY, vocab_size=384), "Choose the --tokenizer that .* with 257 to 384 tokens"),
-        (PRESETS["1b"], "Choose --preset 1b, and .* with 1 to 256 tokens"),
-        (dataclasses.replace(MOE, top_k=1), "Choose --preset tiny-moe --top-k=1, and the --tokenizer"),
-        (dataclasses.replace(TINY, vocab_size=300), "no --tokenizer gives it 300 tokens: .* takes 256, or a larger"),
-        (dataclasses.replace(TINY, vocab_size=128), "no --tokenizer gives it 128 tokens"),
-        (dataclasses.replace(TINY, qk_norm=True), "No --preset has the sizes of the checkpoint's, and"),
-        (dataclasses.replace(TINY, num_layers=3), "No --preset has .* Train it in a program of your own"),
-    ],
+DENSE = LlamaConfig(
+    vocab_size=97, hidden_size=18, num_layers=3, num_heads=3, num_kv_heads=1, head_dim=10, intermediate_size=26
 )
-def test_the_advice_leads_to_a_run_or_says_that_none_can_be(tmp_path, model, advice):
-    text = refusal(tmp_path, model, TrainConfig().model(256, dtype="float32"))
-    assert re.search(advice, text)
-    if found := re.search(r"Choose (?:--preset ([\w-]+))?.* to (\d+) tokens", text):
-        chosen = TrainConfig(preset=found[1] or "tiny").model(int(found[2]), dtype="float32").architecture()
-        assert {**chosen, "top_k": 0} == {**model.architecture(), "top_k": 0}
+MOE = dataclasses.replace(DENSE, num_experts=6, top_k=3, shared_hidden=12)
+MODELS = {
+    "dense": DENSE,
+    "tied": dataclasses.replace(DENSE, tie_embeddings=True, epsilon=1e-6, rope_theta=5e5, qk_norm=True),
+    "linear": dataclasses.replace(DENSE, rope_scaling=RopeScaling(kind="linear", factor=3.0)),
+    "llama3": dataclasses.replace(DENSE, rope_scaling=RopeScaling(kind="llama3", factor=8.0, original_length=64)),
+    "experts": MOE,
+    "deepseek": dataclasses.replace(
+        MOE, routing=Routing(score="sigmoid", normalize=False, scale=2.5, num_groups=2, top_groups=2, bias_rate=0.1)
+    ),
+    **PRESETS,
+}
+
+
+def checkpoint(folder, extra):
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, {"w": jnp.ones(2)}, extra=extra)
+    return str(folder)
+
+
+def started(folder, extra, **settings):
+    return from_settings(
+        TrainConfig, started_from({"from_": checkpoint(folder, extra), "tokenizer": "bytes", **settings})
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_preset_is_needed_for_any_model(tmp_path, name):
+    model = MODELS[name]
+    config = started(tmp_path, saved(model))
+    assert config.preset is None and config.model(3, dtype="float32").architecture() == model.architecture()
+    assert config.peak_lr == pytest.approx(0.003 * (128 / model.hidden_size) ** 0.5)
+    config.save(tmp_path / "config.json")  # which a resumed run reads, whatever became of the checkpoint
+    assert TrainConfig.load(tmp_path / "config.json") == config
 
 
 @pytest.mark.parametrize(
-    ("experts", "asked", "advice"),
+    ("model", "settings", "lines"),
     [
-        (dict(top_k=3), {}, "Choose --top-k=3."),
-        ({}, dict(top_k=3), "Choose --top-k=2."),
-        (dict(shared_hidden=64), dict(top_k=3), "Choose --top-k=2 --shared-hidden=64."),
-        ({}, dict(shared_hidden=64), "Choose --shared-hidden=0."),
+        ("dense", {"num_layers": 2}, ["--num-layers is 2, and its num_layers is 3"]),
+        ("dense", {"vocab_size": 98, "qk_norm": True}, ["--vocab-size is 98, and its", "--qk-norm is True, and its"]),
         (
-            dict(router_score="sigmoid", router_normalize=False),
-            dict(router_scale=2.0),
-            "Choose --router-score=sigmoid --no-router-normalize --router-scale=1.0.",
+            "dense",
+            {"rope_scaling_kind": "linear"},
+            ["--rope-scaling-kind is linear, and its"],
         ),
-        (dict(router_bias_rate=0.1), {}, "Choose --router-bias-rate=0.0."),
-        ({}, dict(router_bias_rate=0.1), "Leave out --router-bias-rate."),
+        ("experts", {"top_k": 2}, ["--top-k is 2, and its top_k is 3"]),
+        ("experts", {"router_score": "sigmoid"}, ["--router-score is sigmoid, and its router_score is softmax"]),
+        ("dense", {"preset": "tiny"}, ["--preset tiny has the hidden_size 128, and its is 18"]),
+        ("8b", {"preset": "8b-3.1"}, ["--preset 8b-3.1 has the rope_scaling_kind llama3, and its is none"]),
+        ("tiny-moe", {"preset": "tiny"}, ["--preset tiny has the num_experts 0, and its is 8"]),
     ],
 )
-def test_where_experts_alone_differ_their_flags_are_named_and_no_others(tmp_path, experts, asked, advice):
-    theirs = ExpertOptions(**experts).of(MOE, "tiny-moe")
-    ours = TrainConfig(preset="tiny-moe", experts=ExpertOptions(**asked)).model(256, dtype="float32")
-    assert refusal(tmp_path, theirs, ours).splitlines()[-1] == advice
+def test_settings_that_contradict_it_are_refused_by_name(tmp_path, model, settings, lines):
+    with pytest.raises(ValueError, match="decides the sizes of a run that starts from it") as refused:
+        started(tmp_path, saved(MODELS[model]), **settings)
+    assert all(line in str(refused.value) for line in lines) and "Leave them out, or start without" in str(
+        refused.value
+    )
 
 
-def test_a_router_that_no_flags_describe_needs_a_program(tmp_path):
-    theirs = saved(MOE)
-    for routing in ({"future": 1}, {"score": "magic"}, {"score": 3}, 5):
-        with Checkpoints(tmp_path / str(routing)) as checkpoints:
-            checkpoints.save(1, {"w": jnp.ones(2)}, extra={**theirs, "model": {**theirs["model"], "routing": routing}})
-        with pytest.raises(ValueError, match="tiny-moe has its sizes, but no flags choose experts as its router does"):
-            check_start(tmp_path / str(routing), MOE)
+def test_settings_that_agree_with_it_or_say_how_it_is_trained_are_taken(tmp_path):
+    model = dataclasses.replace(MODELS["deepseek"], vocab_size=300)
+    config = started(
+        tmp_path, saved(model), num_layers=3, top_k=3, router_bias_rate=0.2, aux_loss_coeff=0.5, transport="padded"
+    )
+    base = config.base
+    assert isinstance(base, LlamaConfig) and base.architecture() == model.architecture()
+    assert (base.routing.bias_rate, base.aux_loss_coeff, base.transport) == (0.2, 0.5, "padded")
+    shutil.rmtree(tmp_path / "1")
+    larger = dataclasses.replace(PRESETS["tiny"], vocab_size=384)  # as a tokenizer has made of the preset
+    assert started(tmp_path, saved(larger), preset="tiny").base.vocab_size == 384
+
+
+def test_experts_of_a_model_without_any_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="`top_k` is 2, but the model has no experts. Leave --top-k out"):
+        started(tmp_path, saved(DENSE), top_k=2)
+
+
+@pytest.mark.parametrize(
+    "extra", [{}, {"model": "tiny"}, {"model": {**saved(MOE)["model"], "routing": {"future": 1}}}, {"family": "GPT"}]
+)
+def test_a_checkpoint_that_does_not_name_its_model_is_refused(tmp_path, extra):
+    with pytest.raises(ValueError, match="step 1 in .* does not say of which model it is"):
+        started(tmp_path, extra)
+
+
+def test_what_is_no_checkpoint_is_refused_with_the_command_that_makes_one(tmp_path):
+    with pytest.raises(FileNotFoundError, match="hf download Qwen/Qwen3-0.6B"):
+        started_from({"from_": "Qwen/Qwen3-0.6B"})
+    (tmp_path / "hf").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "hf" / name).touch()
+    with pytest.raises(ValueError, match="holds Hugging Face's files. Import them: `gtp-jax convert import"):
+        started_from({"from_": str(tmp_path / "hf")})
+
+
+# An end-of-text token that `runner.data` does not know by name, as DeepSeek's models have one.
+END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "eos_token_id": 0,
+    "head_dim": 10,
+    "hidden_size": 18,
+    "intermediate_size": 26,
+    "max_position_embeddings": 256,
+    "num_attention_heads": 3,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": len(WORDS) + 2,
+}
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    """A model of sizes that no preset has, imported with its tokenizer; and text."""
+    root = tmp_path_factory.mktemp("model")
+    write_model(root / "hf", random_tensors(CONFIG), CONFIG)
+    ids = {word: i for i, word in enumerate([END, *WORDS, "?"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([END])
+    tokenizer.save(str(root / "hf/tokenizer.json"))
+    assert main(["convert", "import", str(root / "hf"), str(root / "imported")]) == 0
+    write_text(root / "text")
+    return root
+
+
+@pytest.fixture(scope="module")
+def run(imported, tmp_path_factory):
+    """The directory of a run that was started with --from alone, and what was printed."""
+    out, start = tmp_path_factory.mktemp("run") / "run", tmp_path_factory.mktemp("start") / "qwen"
+    shutil.copytree(imported / "imported", start)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert main(["train", f"--from={start}", *small(imported / "text", out, steps=2, seq=16)]) == 0
+    shutil.rmtree(start)
+    return out, printed.getvalue()
+
+
+def test_it_is_trained_with_its_tokenizer(run, imported):
+    out, printed = run
+    assert re.search(r"model   from qwen: [\d,]+ parameters, 1 layers", printed)
+    assert "tokens (tokenizer.json)" in printed
+    checkpoints = Checkpoints(out / "checkpoints", read_only=True)
+    assert checkpoints.files()["tokenizer.json"] == (imported / "hf/tokenizer.json").read_bytes()
+    assert saved_config(checkpoints.manifest()["extra"]).vocab_size == CONFIG["vocab_size"]
+
+
+def test_the_run_goes_on_and_generates_and_is_exported_without_what_it_started_from(run, tmp_path, capsys):
+    out = shutil.copytree(run[0], tmp_path / "run")
+    assert main(["train", "--resume", f"--out={out}", "--steps=3", f"--from={json_of(out)['from_']}"]) == 0
+    assert "resumed at step 2" in capsys.readouterr().out
+    assert main(["generate", str(out), "--prompt", "def return", "--max-new-tokens=2", "--temperature=0"]) == 0
+    assert capsys.readouterr().out.startswith("def return")
+    assert main(["convert", "export", str(out), str(tmp_path / "hf"), "--dtype=float32"]) == 0
+    assert json_of(tmp_path / "hf").items() >= CONFIG.items()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--num-layers=2"], "its num_layers is 1, not 2\nLeave out --num-layers, or start another run"),
+        (["--vocab-size=64", "--no-tie-embeddings"], "its tie_embeddings is True, not False"),
+        (["--from=elsewhere"], "`from` is for a new run; a resumed one has its parameters"),
+    ],
+)
+def test_a_resumed_run_keeps_its_model(run, flags, message, capsys):
+    assert main(["train", "--resume", f"--out={run[0]}", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_reading_it_waits_for_no_other_process(imported, tmp_path, monkeypatch):
+    def fail(_):
+        raise AssertionError("a collective before the processes are connected")
+
+    monkeypatch.setattr("gtp_jax.checkpoint._steps.of_all_processes", fail)
+    settings = {"from_": str(imported / "imported"), "out": str(tmp_path / "run")}
+    assert resolve(settings, resume=False, force=False)[0].sizes.num_heads == 3
+
+
+def test_an_import_without_a_tokenizer_is_refused_until_its_tokens_are_said(imported, tmp_path, capsys):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "hf").mkdir(exist_ok=True)
+        shutil.copy(imported / "hf" / name, tmp_path / "hf")
+    assert main(["convert", "import", str(tmp_path / "hf"), str(tmp_path / "imported")]) == 0
+    flags = [f"--from={tmp_path / 'imported'}", *small(imported / "text", tmp_path / "run")]
+    assert main(["train", *flags]) == 2
+    assert "does not say what its tokens are. Give the tokenizer.json that belongs" in capsys.readouterr().err
+    assert main(["train", *flags, "--tokenizer=bytes"]) == 2
+    assert f"knows {CONFIG['vocab_size']} tokens, and the tokenizer bytes has 256" in capsys.readouterr().err
+
+
+def json_of(folder) -> dict:
+    return json.loads((folder / "config.json").read_text())

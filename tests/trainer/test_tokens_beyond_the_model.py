@@ -19,9 +19,10 @@ from gtp_jax.checkpoint import Checkpoints
 from gtp_jax.convert import import_llama
 from gtp_jax.models import PRESETS, saved_config
 from gtp_jax.runner.cli import main
+from gtp_jax.runner.flags import from_settings
 from gtp_jax.runner.trainer import TrainConfig
 from gtp_jax.runner.trainer._corpus import read_corpus
-from gtp_jax.runner.trainer._start import vocab_size_of
+from gtp_jax.runner.trainer._start import started_from, vocab_size_of
 
 from .runs import WORDS, small, write_text
 from .test_origin_kept import CONFIG, config_of, others, tokenizer
@@ -99,18 +100,24 @@ def test_text_with_one_is_refused_by_its_id(folder, tmp_path, capsys):
 
 
 def test_a_run_whose_steps_are_in_memory_alone_goes_on_without_the_checkpoint_it_started_from(folder, tmp_path):
-    config = TrainConfig(data=(str(folder / "text"),), batch=8, seq=16, from_=str(tmp_path / "gone"))
-    corpus = read_corpus(config)
-    assert vocab_size_of(config, corpus, tmp_path / "no steps yet") == corpus.vocab_size
-    with pytest.raises(FileNotFoundError, match="no directory .*gone"):
-        vocab_size_of(config, corpus, None)
+    imported, out = shutil.copytree(folder / "imported", tmp_path / "imported"), str(tmp_path / "out")
+    config = from_settings(TrainConfig, {**started_from({"from_": str(imported)}), "out": out, "batch": 8, "seq": 16})
+    config = dataclasses.replace(config, data=(str(folder / "text"),))
+    corpus = read_corpus(config, resume=True)
+    shutil.rmtree(imported)
+    assert vocab_size_of(config, corpus, tmp_path / "no steps yet") == ROWS
+    with pytest.raises(FileNotFoundError, match="imported, whose tokenizer it has, is not there. Give the"):
+        read_corpus(config, resume=True)
+    named = dataclasses.replace(config, tokenizer=str(folder / "hf/tokenizer.json"))
+    assert read_corpus(named, resume=True).fingerprint == corpus.fingerprint
 
 
 def test_another_tokenizer_with_more_ids_is_refused_though_the_text_has_none_of_them(folder, tmp_path, capsys):
     other = tmp_path / "tokenizer.json"
     other.write_bytes(tokenizer([*WORDS[::-1], "?", *(f"unused{i}" for i in range(ROWS))]))
     assert main(["train", *flags(folder, folder / "text", tmp_path / "run", tokenizer=other)]) == 2
-    assert f"vocab_size: {ROWS} there, {ROWS + 128} here" in capsys.readouterr().err
+    message = f"knows {ROWS} tokens, and the tokenizer tokenizer.json has {ROWS + len(WORDS) + 2}. Leave --tokenizer"
+    assert message in capsys.readouterr().err
 
 
 WORKER = """

@@ -1,5 +1,6 @@
 """Llama, and Mixtral: the same with experts in place of the MLP."""
 
+from ._config import OF_ROUTING as OF_ROUTING
 from ._config import LlamaConfig as LlamaConfig
 from ._family import LLAMA as LLAMA
 from ._model import Llama as Llama

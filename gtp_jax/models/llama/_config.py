@@ -26,7 +26,7 @@ _ARCHITECTURE = (
 )
 _OF_EXPERTS = ("num_experts", "top_k")
 # What a router chooses, and whether it has a bias; its terms and the bias's rate say how it is trained.
-_OF_ROUTING = ("score", "normalize", "scale", "num_groups", "top_groups", "bias_rate")
+OF_ROUTING = ("score", "normalize", "scale", "num_groups", "top_groups", "bias_rate")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ class LlamaConfig:
         if self.shared_hidden:
             fields["shared_hidden"] = self.shared_hidden
         usual = Routing()
-        routing = {name: getattr(self.routing, name) for name in _OF_ROUTING}
+        routing = {name: getattr(self.routing, name) for name in OF_ROUTING}
         if routing["bias_rate"] is not None:
             routing["bias_rate"] = 0.0  # there is a bias; how fast it moves says how it is trained
         if routing := {name: value for name, value in routing.items() if value != getattr(usual, name)}:

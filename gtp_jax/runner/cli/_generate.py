@@ -17,10 +17,10 @@ import numpy as np
 
 from ...generation import generate_stream, sampling_of
 from ...mesh import choose_devices, make_mesh, on_gpu
-from ...models import TOKENIZER_FILE, ModelConfig, Origin, config_of, load, opened
+from ...models import END_TOKEN, ModelConfig, Origin, config_of, load, opened
 from ...recipes import RECIPES
-from ..data import BYTES, TextStream, Tokenizer, load_tokenizer, read_tokenizer
-from ..trainer import RunDirectory, TrainConfig
+from ..data import BYTES, TextStream, Tokenizer, load_tokenizer
+from ..trainer import BYTE_TOKENS, stored_tokenizer
 from ._arguments import positive, utf8, whole
 
 _EXAMPLES = """\
@@ -41,10 +41,8 @@ GPUs as the model has key-value heads, at most, and dp the rest. What is sampled
 number, not on the mesh or on the other prompts. The first text takes longer: two programs are compiled.
 """
 
-# A model that was imported names here the tokens that end a text.
+# A model that was imported names here too the tokens that end a text.
 _GENERATION_FILE = "generation_config.json"
-_END = "eos_token_id"
-_BYTES = "bytes"
 _CODES = ("fp8", "mxfp8", "nvfp4")
 
 
@@ -83,7 +81,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     sampling.add_argument("--seed", type=int, default=0, metavar="N", help="another seed, another text (default: 0)")
     model = parser.add_argument_group("model")
     model.add_argument(
-        "--tokenizer", metavar="FILE", help=f"a tokenizer.json, or {_BYTES!r} (default: that of the run or the import)"
+        "--tokenizer",
+        metavar="FILE",
+        help=f"a tokenizer.json, or {BYTE_TOKENS!r} (default: that of the run or the import)",
     )
     model.add_argument(
         "--dtype",
@@ -184,26 +184,11 @@ def _tokenizer(args: argparse.Namespace, origin: Origin) -> tuple[Tokenizer, boo
     Raises:
         ValueError: if nothing says which it is.
     """
-    if args.tokenizer == _BYTES:
+    if args.tokenizer == BYTE_TOKENS:
         return BYTES, False
     if args.tokenizer is not None:
         return load_tokenizer(args.tokenizer), bool(origin.config)
-    if TOKENIZER_FILE in origin.files:
-        return read_tokenizer(origin.files[TOKENIZER_FILE], str(args.source)), bool(origin.config)
-    run = RunDirectory.of(args.source if (args.source / "checkpoints").is_dir() else args.source / "..")
-    if origin.config or not run.is_of_run:
-        raise ValueError(
-            f"{args.source} does not say what its tokens are. Give the tokenizer.json that belongs to the model as "
-            f"--tokenizer, or --tokenizer {_BYTES} if every byte is a token."
-        )
-    file = TrainConfig.load(run.config).tokenizer
-    if file is None:
-        return BYTES, False
-    if not Path(file).is_file():
-        raise ValueError(
-            f"the run in {run.root} was trained with the tokenizer {file}, which is not there. Give it as --tokenizer."
-        )
-    return load_tokenizer(file), False
+    return stored_tokenizer(args.source, origin), bool(origin.config)
 
 
 def _prompt(tokenizer: Tokenizer, text: str, published: bool, config: ModelConfig) -> list[int]:
@@ -226,7 +211,7 @@ def _ends(tokenizer: Tokenizer, origin: Origin, config: ModelConfig) -> list[int
     """Returns the tokens that end a text: what separates documents, and what the publisher of a model names."""
     found = {tokenizer.separator}
     generation = json.loads(origin.files.get(_GENERATION_FILE, b"{}"))
-    for named in (origin.config.get(_END), generation.get(_END) if isinstance(generation, dict) else None):
+    for named in (origin.config.get(END_TOKEN), generation.get(END_TOKEN) if isinstance(generation, dict) else None):
         found |= {token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)}
     return sorted(token for token in found if 0 <= token < config.vocab_size)
 

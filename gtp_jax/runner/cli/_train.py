@@ -26,6 +26,8 @@ examples:
   gtp-jax train --resume --step 100               go on from an earlier step; later ones are set aside
   gtp-jax train --gtp 2 --tp 2 --microbatches 4   on 4 devices
   gtp-jax train --preset 1b --steps 500 --seq 2048 --out runs/1b
+  gtp-jax train --preset 1b --num-layers 12       any size is a flag
+  gtp-jax train --from llama --data books/        go on training a model that `gtp-jax convert import` made
   gtp-jax train --recipe nvfp4-matmuls --high-precision-last 2 --override mlp.down=mxfp8-matmuls
                                                   multiply in NVFP4, but for the last layers and some modules
   gtp-jax train --elastic                         go on with the devices that are left when one fails

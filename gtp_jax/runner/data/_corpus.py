@@ -18,7 +18,7 @@ class Corpus:
 
     Attributes:
         name: of the text.
-        tokenizer: name of the tokenizer.
+        tokenizer: that its tokens are of.
         vocab_size: number of different tokens.
         train: token stream, documents separated, in the smallest unsigned integer type.
         held_out: the same, of documents that are not in `train`.
@@ -29,7 +29,7 @@ class Corpus:
     """
 
     name: str
-    tokenizer: str
+    tokenizer: Tokenizer
     vocab_size: int
     train: np.ndarray
     held_out: np.ndarray
@@ -78,7 +78,7 @@ def load_corpus(text: Text, tokenizer: Tokenizer = BYTES, *, held_out: float = 0
         digest.update(np.ascontiguousarray(stream))
     return Corpus(
         name=text.name,
-        tokenizer=tokenizer.name,
+        tokenizer=tokenizer,
         vocab_size=tokenizer.vocab_size,
         train=streams[0],
         held_out=streams[1],

@@ -110,18 +110,19 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     return _tokenizer(_loaded(tokenizers.Tokenizer.from_buffer, path), path)
 
 
-def read_tokenizer(content: bytes, where: str) -> Tokenizer:
+def read_tokenizer(content: bytes, where: str, end: int | None = None) -> Tokenizer:
     """Returns the tokenizer of a tokenizer.json that has been read: see `load_tokenizer`.
 
     Args:
         content: of the file.
         where: it was, for messages.
+        end: the special token that separates documents if none has the name of an end-of-text token.
     """
     with _of_package():
         import tokenizers
     with _refused(f"the tokenizer.json of {where} cannot be read", "Give another with --tokenizer."):
         loaded = tokenizers.Tokenizer.from_buffer(content)
-    return _tokenizer(loaded, where)
+    return _tokenizer(loaded, Path(where) / "tokenizer.json", end)
 
 
 @contextlib.contextmanager
@@ -135,7 +136,7 @@ def _of_package() -> Iterator[None]:
         ) from error
 
 
-def _tokenizer(loaded: Any, path: str | os.PathLike[str]) -> Tokenizer:
+def _tokenizer(loaded: Any, path: str | os.PathLike[str], end: int | None = None) -> Tokenizer:
     name = Path(path).name
     loaded.no_truncation()
     loaded.no_padding()
@@ -145,8 +146,8 @@ def _tokenizer(loaded: Any, path: str | os.PathLike[str]) -> Tokenizer:
     if not 0 < size <= _MAX_IDS:
         what = f"has the id {size - 1}; ids up to {_MAX_IDS - 1} can be" if size else "has no token"
         raise ValueError(f"`tokenizer` {path} {what}. Give the tokenizer.json of a Hugging Face model.")
-    special = {token.content for token in loaded.get_added_tokens_decoder().values() if token.special}
-    known = [loaded.token_to_id(token) for token in _END if token in special]
+    special = {token.content: id for id, token in loaded.get_added_tokens_decoder().items() if token.special}
+    known = [special[token] for token in _END if token in special] or [one for one in special.values() if one == end]
     separator = known[0] if known else size
 
     def encode(documents: Iterable[bytes]) -> Iterable[np.ndarray]:

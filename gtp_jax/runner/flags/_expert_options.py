@@ -12,7 +12,7 @@ from ...models import LlamaConfig
 from ._knobs import check_knobs, flag_of, knob
 
 _GROUP = "experts"
-_ROUTER = "router_"
+ROUTER = "router_"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,29 +94,32 @@ class ExpertOptions:
             words.append(f"--{'' if value else 'no-'}{flag[2:]}" if isinstance(value, bool) else f"{flag}={value}")
         return tuple(words)
 
-    def of[C](self, config: C, preset: str) -> C:
+    def of[C](self, config: C, preset: str | None, **sizes: Any) -> C:
         """Returns a configuration with these experts.
 
         Args:
             config: of the preset.
-            preset: its name, for messages.
+            preset: its name, for messages; `None` if it is of none.
+            sizes: further fields that are not the preset's.
 
         Raises:
-            ValueError: if the preset has no experts, or cannot have them like this.
+            ValueError: if the model has no experts, or cannot have them or the sizes like this.
         """
         given = self.given
-        if not given:
+        if not given and not sizes:
             return config
-        if not isinstance(config, LlamaConfig) or not config.num_experts:
+        if given and not (isinstance(config, LlamaConfig) and sizes.get("num_experts", config.num_experts)):
             flags = [flag_of(field) for field in dataclasses.fields(self) if field.name in given]
+            whose = "model" if preset is None else f"preset {preset!r}"
             raise ValueError(
-                f"`{next(iter(given))}` is {next(iter(given.values()))!r}, but the preset {preset!r} has no experts. "
-                f"Leave {', '.join(flags)} out, or take a preset with experts, such as tiny-moe."
+                f"`{next(iter(given))}` is {next(iter(given.values()))!r}, but the {whose} has no experts. Leave "
+                f"{', '.join(flags)} out, or take a preset with experts, such as tiny-moe, or --num-experts."
             )
-        router = {name.removeprefix(_ROUTER): given.pop(name) for name in list(given) if name.startswith(_ROUTER)}
+        assert isinstance(config, LlamaConfig)
+        router = {name.removeprefix(ROUTER): given.pop(name) for name in list(given) if name.startswith(ROUTER)}
         try:
             routing = dataclasses.replace(config.routing or Routing(), **router)
-            return dataclasses.replace(config, routing=routing, **given)
+            return dataclasses.replace(config, routing=routing, **given, **sizes)
         except ValueError as error:
             raise ValueError(_as_given(str(error))) from error
 
@@ -124,4 +127,4 @@ class ExpertOptions:
 def _as_given(text: str) -> str:
     """Returns a message in which fields of `Routing` have the names that they have here."""
     ours = {field.name for field in dataclasses.fields(ExpertOptions)}
-    return re.sub(r"`(\w+)`", lambda name: f"`{_ROUTER}{name[1]}`" if _ROUTER + name[1] in ours else name[0], text)
+    return re.sub(r"`(\w+)`", lambda name: f"`{ROUTER}{name[1]}`" if ROUTER + name[1] in ours else name[0], text)

@@ -24,6 +24,8 @@ from ._replay import Replay as Replay
 from ._replay import replay as replay
 from ._run import resolve as resolve
 from ._run import start as start
+from ._tokenizer import stored_tokenizer as stored_tokenizer
+from ._train_flags import BYTE_TOKENS as BYTE_TOKENS
 from ._train_flags import VIRTUAL_DEVICES as VIRTUAL_DEVICES
 from ._train_flags import TrainConfig as TrainConfig
 from ._train_flags import default_lr as default_lr

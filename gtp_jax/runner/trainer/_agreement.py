@@ -20,7 +20,7 @@ from ..data import Corpus
 from ..flags import flag_of, knobs, settings_of
 from ._directory import RunDirectory
 from ._peers import Peers, several
-from ._train_flags import TrainConfig
+from ._train_flags import TrainConfig, names_file
 from ._versions import installed
 
 Description = dict[str, Any]
@@ -63,7 +63,7 @@ def describe(
         "--step": at,
         **order,
         "what is in the text": corpus.fingerprint,
-        "what is in the tokenizer": _digest(Path(config.tokenizer)) if config.tokenizer else None,
+        "what is in the tokenizer": _digest(Path(config.tokenizer)) if names_file(config.tokenizer) else None,
         "what is in --from": _start(config.from_) if config.from_ and not resume else None,
         **_software(),
     }

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..data import BYTES, Corpus, load_corpus, load_tokenizer, read_text
+from ..data import Corpus, load_corpus, read_text
 from ._directory import RunDirectory
+from ._tokenizer import tokenizer_of
 from ._train_flags import TrainConfig
 
 
-def read_corpus(config: TrainConfig) -> Corpus:
+def read_corpus(config: TrainConfig, *, resume: bool = False) -> Corpus:
     """Returns the text that a configuration names, as tokens; without the files of runs, this one's included, so that
     it is the same when the run is resumed.
+
+    Args:
+        config: of the run.
+        resume: it goes on.
 
     Raises:
         ValueError: if there is too little of it, or it or the tokenizer cannot be read.
     """
-    tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else BYTES
+    tokenizer = tokenizer_of(config, resume=resume)
     out = RunDirectory.of(config.out).root.resolve()
     for path in config.data:
         if Path(path).resolve() == out:

@@ -28,7 +28,7 @@ from ._meshes import Meshes, ReplicaLoader
 from ._optimizer import adamw, learning_rate
 from ._resume import resume_from
 from ._start import start_from
-from ._train_flags import TrainConfig
+from ._train_flags import TrainConfig, names_file
 from ._watch import Watch
 
 Metrics = dict[str, jax.Array]
@@ -132,7 +132,7 @@ def prepare(
     else:
         watch.doing("initialize")
         state = TrainState.create(init(lambda rngs: build(model, rngs=rngs), nnx.Rngs(config.seed)), optimizer)
-    if config.tokenizer is not None and not origin.has_tokenizer:
+    if names_file(config.tokenizer) and not origin.has_tokenizer:
         origin = _with_tokenizer(origin, Path(config.tokenizer))
     watch.doing("compile")
     job = compile_step(config, model, meshes, corpus, state, optimizer, place)

@@ -108,7 +108,7 @@ def replay(out: Path, step: int | None = None) -> Replay:
     begin = before[-1]
     step = begin + 1 if step is None else step
     choose_devices(config.virtual_devices(1), processes=1, local=None)
-    corpus = read_corpus(config)
+    corpus = read_corpus(config, resume=True)
     check_tokens(checkpoints.manifest(begin)["extra"], corpus, ". Put both back as they were.")
     degrees = config.degrees(jax.device_count(), virtual=not on_gpu())
     first = np.arange(jax.device_count())

@@ -27,11 +27,11 @@ def heading(config: TrainConfig, model: ModelConfig, meshes: Meshes, corpus: Cor
     kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind
     train, held_out = corpus.documents
     return (
-        f"model   {config.preset}: {model.param_count():,} parameters, {model.num_layers} layers, {model.dtype}\n"
+        f"model   {config.title}: {model.param_count():,} parameters, {model.num_layers} layers, {model.dtype}\n"
         f"mesh    {_devices(meshes)} {kind}"
         f"{f' of {jax.process_count()} processes' if jax.process_count() > 1 else ''}\n"
         f"recipe  {config.quantization.summary}\n"
-        f"text    {corpus.name}: {len(corpus.train):,} tokens ({corpus.tokenizer}) of {_documents(train)}, "
+        f"text    {corpus.name}: {len(corpus.train):,} tokens ({corpus.tokenizer.name}) of {_documents(train)}, "
         f"{len(corpus.held_out):,} of {_documents(held_out)} held out\n"
         f"to beat {unigram:.3f} nats a token: the unigram entropy, of held-out tokens under the training text's counts"
     )

@@ -107,8 +107,9 @@ def check_tokens(extra: Mapping[str, Any], corpus: Corpus, remedy: str) -> None:
             "left out now. Go on with that version."
         )
         raise ValueError(
-            f"the tokens of {corpus.name} by the tokenizer {corpus.tokenizer} are not those that this run was trained "
-            f"on: the content of the text or of the tokenizer has changed{remedy}{older if corpus.unread else ''}"
+            f"the tokens of {corpus.name} by the tokenizer {corpus.tokenizer.name} are not those that this run was "
+            "trained on: the content of the text or of the tokenizer has changed"
+            f"{remedy}{older if corpus.unread else ''}"
         )
 
 

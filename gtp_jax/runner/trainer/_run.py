@@ -8,7 +8,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from ...mesh import check_degrees, choose_devices, of_all_processes, on_gpu, use
 from ...models import ModelConfig, build
 from .._exit_codes import DONE, of_signal, out_of_memory
 from ..data import Corpus, unigram_entropy
-from ..flags import from_settings, settings_of
+from ..flags import Faults, from_settings, knobs, settings_of
 from ._account import NEEDS, seconds_by_cause
 from ._agreement import Description, check_agreement, check_devices, check_shared, describe
 from ._arenas import limit_arenas
@@ -41,7 +40,7 @@ from ._peers import Peers
 from ._progress import Progress
 from ._recorder import Recorder
 from ._report import heading, next_commands, report
-from ._start import check_recipe_fits, check_start, vocab_size_of
+from ._start import check_recipe_fits, check_same_model, started_from, vocab_size_of
 from ._train_flags import TrainConfig
 from ._watch import Supervision
 
@@ -109,7 +108,7 @@ def _start(
         config, directory, changes = resolve(settings, resume=resume, force=force)
         choose_devices(config.virtual_devices(launch.processes), processes=launch.processes, local=launch.local_devices)
         watch.doing("check")
-        corpus = read_corpus(config)
+        corpus = read_corpus(config, resume=resume)
         description: Description = {}
         if launch.processes > 1:
             order = {} if supervision is None else supervision.order
@@ -127,8 +126,6 @@ def _start(
     degrees = _degrees(config, supervision)
     vocab_size = vocab_size_of(config, corpus, directory.checkpoints if resume else None)
     model = config.model(vocab_size, dtype="bfloat16" if on_gpu() else "float32")
-    if config.from_ is not None and not resume:
-        check_start(Path(config.from_), model)
     if without_sequence_parallelism(planned, degrees):
         model = dataclasses.replace(model, sequence_parallel=False)
     with use_roles(config.parallelism.roles):
@@ -180,18 +177,22 @@ def resolve(settings: Mapping[str, Any], *, resume: bool, force: bool) -> tuple[
     Raises:
         ValueError: on a mistake in the settings, or if the directory does not allow it.
     """
-    config = asked = from_settings(TrainConfig, settings)
-    directory = RunDirectory.of(config.out)
+    out = settings.get("out", TrainConfig.out)
+    directory = RunDirectory.of(out)
     directory.check(resume=resume, force=force)
     changes: list[str] = []
     if resume:
-        if "from_" in settings:
-            raise ValueError("`from` is for a new run; a resumed one has its parameters. Leave out --from or --resume.")
         before = TrainConfig.load(directory.config)
-        config = from_settings(TrainConfig, {**settings_of(before), **settings, "out": config.out})
+        if settings.get("from_", before.from_) != before.from_:
+            raise ValueError("`from` is for a new run; a resumed one has its parameters. Leave out --from or --resume.")
+        config = from_settings(TrainConfig, {**settings_of(before), **settings, "out": out})
+        check_same_model(before, config, settings)
         changes = config.changes(before)
+    else:
+        config = from_settings(TrainConfig, started_from(settings))
     if not config.faults.any:
-        asked.faults.check_healthy()
+        names = {field.name for field in knobs(Faults)}
+        from_settings(Faults, {name: settings[name] for name in names & settings.keys()}).check_healthy()
     return config, directory, changes
 
 
@@ -270,7 +271,7 @@ def _train(
         guard()
         records = read_log(directory.log)
         causes = seconds_by_cause(events_in(directory.events, NEEDS))
-        title = f"{config.preset}, {config.batch} x {config.seq} tokens a step, on {corpus.name}"
+        title = f"{config.title}, {config.batch} x {config.seq} tokens a step, on {corpus.name}"
         draw_curve(records, unigram, title, directory.curve)
         text = report(job, outcome, records, unigram, causes)
         directory.report.write_text(text + "\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import textwrap
 
 import jax
@@ -11,7 +10,6 @@ import numpy as np
 from ...generation import generate
 from ...train import TrainState
 from .._exit_codes import out_of_memory
-from ..data import BYTES, Tokenizer, load_tokenizer
 from ._job import Job
 
 # Of the first held-out document, what the model continues, and how boldly.
@@ -40,7 +38,7 @@ class Samples:
 
     def of(self, state: TrainState) -> str:
         """Returns a text of the model in this state. Every process must call this."""
-        job, tokenizer = self._job, self._tokenizer
+        job, tokenizer = self._job, self._job.corpus.tokenizer
         begin = np.asarray(job.corpus.held_out[:_PROMPT_TOKENS], np.int64)
         ends = np.flatnonzero(begin == tokenizer.separator)
         prompt = begin[: ends[0]] if ends.size and ends[0] else begin
@@ -62,11 +60,6 @@ class Samples:
         new = found.tokens[0, : found.lengths[0]]
         self.last = tokenizer.decode([*prompt.tolist(), *new.tolist()])
         return self.last
-
-    @functools.cached_property
-    def _tokenizer(self) -> Tokenizer:
-        file = self._job.config.tokenizer
-        return load_tokenizer(file) if file else BYTES
 
 
 def block(text: str) -> str:

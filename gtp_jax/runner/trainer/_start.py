@@ -1,4 +1,4 @@
-"""Checks and reads what a run starts from: parameters, unless they are random, and a recipe that fits the model."""
+"""Checks and reads what a run starts from: a model, unless its parameters are random, and a recipe that fits it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,22 @@ from jax.sharding import Mesh
 from ...checkpoint import Checkpoints, checkpoints_in
 from ...inspect import explain
 from ...mesh import of_all_processes
-from ...models import TOKENIZER_FILE, ModelConfig, Origin, build, saved_architecture
+from ...models import (
+    TOKENIZER_FILE,
+    ModelConfig,
+    Origin,
+    build,
+    config_of,
+    opened,
+    preset_of,
+    saved_architecture,
+)
 from ...nn import abstract_model
 from ...ops import check_ids
 from ..data import Corpus, same_tokenizer
-from ..flags import Quantization
-from ._start_flags import flags_for
-from ._train_flags import TrainConfig
+from ..flags import Quantization, flag_of, knobs, sizes_of
+from ._tokenizer import name_of_tokenizer, read_origin
+from ._train_flags import BYTE_TOKENS, TrainConfig
 
 # Process 0 sends this instead of a size that it could not read.
 _UNREADABLE = -1
@@ -30,8 +39,7 @@ _UNREADABLE = -1
 def vocab_size_of(config: TrainConfig, corpus: Corpus, run: Path | None) -> int:
     """Returns how many tokens the model of a run has to know. Every process must call this.
 
-    Those of its tokenizer; but a model that the run goes on with has its vocabulary already, and so has one that it
-    starts from together with its tokenizer, which may know more tokens than the model, as published ones do.
+    Those of its tokenizer, unless the vocabulary is given, which it is by the model that the run starts from.
 
     Args:
         config: the run's configuration.
@@ -39,28 +47,44 @@ def vocab_size_of(config: TrainConfig, corpus: Corpus, run: Path | None) -> int:
         run: the run's checkpoints, if it is resumed.
 
     Raises:
-        ValueError: if the run starts with a text that has a token which its model lacks.
+        ValueError: if the run starts with a text that may have a token which its model lacks.
     """
-    if run is not None and (size := _saved_vocab_size(Checkpoints(run, read_only=True))) is not None:
-        return size
-    gone = run is not None and config.from_ is not None and not Path(config.from_).expanduser().is_dir()
-    if config.from_ is None or gone:  # a run whose snapshots are in memory alone does not need it any more
-        return corpus.vocab_size
-    checkpoints = _open(Path(config.from_))
-    size = _saved_vocab_size(checkpoints)
-    if size is None or size >= corpus.vocab_size:
-        return corpus.vocab_size
-    if not _is_of(_origin(checkpoints, checkpoints.manifest(), config.from_), config.tokenizer):
-        return corpus.vocab_size
+    size = config.sizes.vocab_size
+    if size is None:
+        saved = None if run is None else _saved_vocab_size(Checkpoints(run, read_only=True))
+        return corpus.vocab_size if saved is None else saved
+    if run is None and corpus.vocab_size > size:
+        _check_tokens(config, corpus, size)
+    return size
+
+
+def _check_tokens(config: TrainConfig, corpus: Corpus, size: int) -> None:
+    """Checks a text by a tokenizer that knows more tokens than its model, as published ones do.
+
+    Raises:
+        ValueError: if the tokenizer is not the model's own, or the text has a token that the model lacks.
+    """
+    name, known = corpus.tokenizer.name, corpus.vocab_size
+    if config.from_ is None:
+        raise ValueError(
+            f"`vocab_size` is {size}, and the tokenizer {name} has {known} tokens. Give at least as many, or leave "
+            "--vocab-size out."
+        )
+    if config.tokenizer is not None:
+        checkpoints = _open(Path(config.from_))
+        if not _is_of(read_origin(checkpoints, checkpoints.manifest()), config.tokenizer):
+            raise ValueError(
+                f"the model in {config.from_} knows {size} tokens, and the tokenizer {name} has {known}. Leave "
+                "--tokenizer out to take the one that was imported with the model, or give that one."
+            )
     try:
         for stream in (corpus.train, corpus.held_out):
-            check_ids(stream, size, name=f"tokens of {corpus.name} by {corpus.tokenizer}")
+            check_ids(stream, size, name=f"tokens of {corpus.name} by {name}")
     except ValueError as error:
         raise ValueError(
             f"{error} The tokenizer of the checkpoint in {config.from_} knows more tokens than its model. Leave out "
             "the text that has them; without a special end-of-text token, there is one more after every document."
         ) from None
-    return size
 
 
 def _saved_vocab_size(checkpoints: Checkpoints) -> int | None:
@@ -95,37 +119,80 @@ def _read_vocab_size(checkpoints: Checkpoints) -> int:
     return 0
 
 
-def _origin(checkpoints: Checkpoints, content: Mapping[str, Any], where: str) -> Origin:
-    """Returns the origin of the step of a manifest."""
-    return Origin.of(content["extra"], checkpoints.files(content["step"]), where)
+def started_from(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a new run, to which the model that it starts from has added its sizes and its tokenizer.
 
-
-def check_start(directory: Path, model: ModelConfig) -> None:
-    """Checks that a checkpoint is of a model.
+    Args:
+        settings: as they were given.
 
     Raises:
-        FileNotFoundError: if there is no checkpoint.
-        ValueError: if it is of another model, naming what differs, or does not say of which.
+        FileNotFoundError: if there is no checkpoint to start from.
+        ValueError: if it does not say of which model it is, or settings contradict it, naming them.
     """
-    try:
-        theirs = saved_architecture(_open(directory).manifest()["extra"])
-    except (KeyError, TypeError):
-        raise ValueError(
-            f"the checkpoint in {directory} does not say of which model it is, so that a run cannot start from it. "
-            "Take one that `gtp-jax train` or `gtp-jax convert import` of this version has written."
-        ) from None
-    ours = model.architecture()
+    if settings.get("from_") is None:
+        return dict(settings)
+    source = Path(settings["from_"]).expanduser()
+    directory, checkpoints = opened(source)
+    content = checkpoints.manifest()
+    where = f"step {content['step']} in {directory}"
+    sizes = sizes_of(config_of(content["extra"], where))
+    flags = _flags()
     lines = [
-        f"  {name}: {theirs.get(name)} there, {ours.get(name)} here"
-        for name in {**ours, **theirs}
-        if theirs.get(name) != ours.get(name)
+        f"  {flags[name]} is {settings[name]}, and its {name} is {size}"
+        for name, size in sizes.items()
+        if settings.get(name) is not None and not _same(name, settings[name], size)
     ]
+    if settings.get("preset") is not None:
+        preset = sizes_of(preset_of(settings["preset"]))
+        lines += [
+            f"  --preset {settings['preset']} has the {name} {preset.get(name)}, and its is {sizes.get(name)}"
+            for name in {**sizes, **preset}
+            if name != "vocab_size" and settings.get(name) is None and preset.get(name) != sizes.get(name)
+        ]
     if lines:
         raise ValueError(
-            f"the checkpoint in {directory} is of another model than this run's:\n"
+            f"the model of {where} decides the sizes of a run that starts from it, and these contradict it:\n"
             + "\n".join(lines)
-            + f"\n{flags_for(theirs, ours)}"
+            + "\nLeave them out, or start without --from."
         )
+    found = {**sizes, **{name: value for name, value in settings.items() if value is not None or name not in sizes}}
+    if found.get("tokenizer") is None:
+        found["tokenizer"] = name_of_tokenizer(source, read_origin(checkpoints, content))
+    return found
+
+
+def check_same_model(before: TrainConfig, config: TrainConfig, settings: Mapping[str, Any]) -> None:
+    """Checks that a run goes on with its model.
+
+    Args:
+        before: the run's configuration.
+        config: that it is to go on with.
+        settings: that were given.
+
+    Raises:
+        ValueError: naming what differs.
+    """
+    sizes, now = sizes_of(before.base), sizes_of(config.base)
+    if before.sizes.vocab_size is None and config.sizes.vocab_size is None:
+        now["vocab_size"] = sizes["vocab_size"]  # which a preset does not decide
+    differing = [name for name in {**sizes, **now} if sizes.get(name) != now.get(name)]
+    if differing:
+        given = [flag for name, flag in _flags().items() if name in settings and name in ("preset", *differing)]
+        raise ValueError(
+            "a resumed run keeps its model, and these contradict it:\n"
+            + "\n".join(f"  its {name} is {sizes.get(name)}, not {now.get(name)}" for name in differing)
+            + f"\nLeave out {', '.join(given)}, or start another run with another --out."
+        )
+
+
+def _flags() -> dict[str, str]:
+    """Returns the flags of a run by the names of their fields."""
+    return {field.name: flag_of(field) for field in knobs(TrainConfig)}
+
+
+def _same(name: str, asked: Any, size: Any) -> bool:
+    """Says whether a setting is the same as a model's; a router that has a bias may move it at any rate."""
+    return asked == size or (name == "router_bias_rate" and size is not None)
 
 
 def check_recipe_fits(quantization: Quantization, model: ModelConfig, mesh: Mesh) -> None:
@@ -147,31 +214,31 @@ def start_from(directory: Path, state_like: Any, tokenizer: str | None) -> tuple
     Args:
         directory: the checkpoints.
         state_like: shapes and shardings of the run's state.
-        tokenizer: the run's tokenizer.json; `None` if bytes are the tokens.
+        tokenizer: the run's, as `tokenizer` of its configuration; `None` if it is that of the model.
     """
     checkpoints = _open(directory)
     content = checkpoints.manifest()
     step, where = content["step"], f"the checkpoint in {directory}"
     params = checkpoints.restore_params(state_like, step)
-    origin = _origin(checkpoints, content, where)
-    if not origin.has_tokenizer or _is_of(origin, tokenizer):
+    origin = Origin.of(content["extra"], checkpoints.files(step), where)
+    if tokenizer is None or not origin.has_tokenizer or _is_of(origin, tokenizer):
         return params, origin
     if jax.process_index() == 0:
-        text = "its tokens are bytes" if tokenizer is None else f"`tokenizer` {tokenizer}"
+        text = "its tokens are bytes" if tokenizer == BYTE_TOKENS else f"`tokenizer` {tokenizer}"
         print(
             f"gtp-jax train: the tokenizer of {where} is left out of this run's checkpoints, because it is not shown "
             f"to be the one that the text is read with ({text}): {', '.join(origin.files)}. The ids of tokens in its "
-            "config.json become null. To keep them, give the tokenizer.json that belongs to it as --tokenizer.",
+            "config.json become null. To keep them, leave --tokenizer out.",
             file=sys.stderr,
             flush=True,
         )
     return params, origin.without_tokenizer()
 
 
-def _is_of(origin: Origin, tokenizer: str | None) -> bool:
-    """Returns whether a run's tokenizer is that of a model."""
+def _is_of(origin: Origin, tokenizer: str) -> bool:
+    """Returns whether the tokenizer that `--tokenizer` names is that of a model."""
     theirs = origin.files.get(TOKENIZER_FILE)
-    return tokenizer is not None and theirs is not None and same_tokenizer(tokenizer, theirs)
+    return tokenizer != BYTE_TOKENS and theirs is not None and same_tokenizer(tokenizer, theirs)
 
 
 def _open(directory: Path) -> Checkpoints:

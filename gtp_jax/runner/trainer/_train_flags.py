@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import TypeGuard
 
 from ... import __version__
 from ..._foreign import read_json
@@ -16,6 +18,7 @@ from ..flags import (
     Execution,
     ExpertOptions,
     Faults,
+    ModelSizes,
     Parallelism,
     Quantization,
     as_tuple,
@@ -34,20 +37,26 @@ VIRTUAL_DEVICES = 8
 # The key of config.json that says who wrote it.
 _MARK = "gtp_jax"
 
-VOCAB_MULTIPLE = 128
+_VOCAB_MULTIPLE = 128
+
+# The preset of a run that names none and starts from no checkpoint.
+_PRESET = "tiny"
+
+# What `tokenizer` is if every byte is a token; also what it is if nothing is said.
+BYTE_TOKENS = "bytes"
 
 # float64 needs JAX_ENABLE_X64; it makes runs on different meshes comparable to 1e-12
 DTYPES = ("float32", "bfloat16", "float64")
 
 
-def default_lr(preset: str) -> float:
-    """Returns the highest learning rate of a preset where none is asked for: it falls with the width."""
-    return 0.003 * math.sqrt(128 / preset_of(preset).hidden_size)
+def names_file(tokenizer: str | None) -> TypeGuard[str]:
+    """Says whether `tokenizer` of a configuration is a path."""
+    return tokenizer not in (None, BYTE_TOKENS)
 
 
-def vocab_size_with(preset: ModelConfig, tokens: int) -> int:
-    """Returns the vocabulary of a preset that is trained on text of so many different tokens."""
-    return max(-(-tokens // VOCAB_MULTIPLE) * VOCAB_MULTIPLE, preset.vocab_size)
+def default_lr(hidden_size: int) -> float:
+    """Returns the highest learning rate of a model of this width where none is asked for."""
+    return 0.003 * math.sqrt(128 / hidden_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,11 +67,18 @@ class TrainConfig:
         ValueError: if a value is out of range, or values do not fit one another.
     """
 
-    preset: str = knob("tiny", "model", f"size of the model: {', '.join(PRESETS)}", kind=str, metavar="NAME")
+    preset: str | None = knob(
+        None,
+        "model",
+        f"the model, but for sizes that are given: {', '.join(PRESETS)} (default: {_PRESET}, or what --from has)",
+        kind=str,
+        metavar="NAME",
+    )
     from_: str | None = knob(
         None,
         "model",
-        "start from the parameters in a directory of checkpoints: imported, or of another run (default: random ones)",
+        "start from the model in a directory of checkpoints, imported or of another run: from its parameters, with its "
+        "sizes and its tokenizer (default: random parameters)",
         kind=str,
         metavar="DIR",
         per_process=True,
@@ -70,6 +86,7 @@ class TrainConfig:
     dtype: str | None = knob(
         None, "model", "compute dtype (default: bfloat16 on GPUs, float32 on CPUs)", kind=str, choices=DTYPES
     )
+    sizes: ModelSizes = piece(ModelSizes)
     experts: ExpertOptions = piece(ExpertOptions)
     quantization: Quantization = piece(Quantization)
     data: tuple[str, ...] = knob(
@@ -84,7 +101,8 @@ class TrainConfig:
     tokenizer: str | None = knob(
         None,
         "text",
-        "a Hugging Face tokenizer.json (default: every byte is a token)",
+        f"a Hugging Face tokenizer.json, or {BYTE_TOKENS!r} if every byte is a token (default: that of --from, else "
+        "bytes)",
         kind=str,
         metavar="FILE",
         per_process=True,
@@ -160,7 +178,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         as_tuple(self, "data")
         check_knobs(self)
-        self.experts.of(preset_of(self.preset), self.preset)
+        if self.preset is None and self.from_ is None:
+            object.__setattr__(self, "preset", _PRESET)
+        self.base  # noqa: B018  checks that sizes and experts fit one another
         if self.weight_decay < 0:
             raise ValueError(f"`weight_decay` is {self.weight_decay}; it must be a number of at least 0.")
         if self.warmup is not None and self.warmup >= self.steps:
@@ -190,13 +210,15 @@ class TrainConfig:
         if self.faults.any:
             degrees = self._healthy()
             self.fault_plan(degrees).devices_of(range(devices))
-            preset_of(self.preset).check_mesh(tp=degrees["tp"], seq=self.seq)
+            self.base.check_mesh(tp=degrees["tp"], seq=self.seq)
             return degrees
         if virtual and asked.tp is None and asked.gtp is None and devices % (2 * asked.dp * asked.ep) == 0:
-            asked = dataclasses.replace(asked, tp=2)
+            with contextlib.suppress(ValueError):  # heads or a sequence that 2 does not divide
+                self.base.check_mesh(tp=2, seq=self.seq)
+                asked = dataclasses.replace(asked, tp=2)
         degrees = asked.degrees(devices)
         check_degrees(degrees, devices)
-        preset_of(self.preset).check_mesh(tp=degrees["tp"], seq=self.seq)
+        self.base.check_mesh(tp=degrees["tp"], seq=self.seq)
         self.execution.check_batch(self.batch, degrees)
         return degrees
 
@@ -228,21 +250,40 @@ class TrainConfig:
             )
         return self.faults.plan(**degrees, batch=self.batch, microbatches=self.execution.microbatches)
 
+    @property
+    def base(self) -> ModelConfig:
+        """The model as far as the text does not decide it, which the vocabulary may.
+
+        Raises:
+            ValueError: if sizes and experts do not fit one another.
+        """
+        return self.sizes.of(preset_of(self.preset or _PRESET), self.preset, self.experts)
+
+    @property
+    def title(self) -> str:
+        """What the model is called in headings."""
+        if self.from_ is not None:
+            return f"from {Path(self.from_).expanduser().absolute().name}"
+        return " ".join([str(self.preset), *self.sizes.flags])
+
     def model(self, vocab_size: int, *, dtype: str) -> ModelConfig:
-        """Returns the preset, computing in `dtype` by default; with a larger vocabulary if the text needs it.
+        """Returns the model, computing in `dtype` by default; with a larger vocabulary if the text needs it.
 
         Args:
-            vocab_size: number of different tokens; rounded up, so that every tp degree divides the model's.
+            vocab_size: number of different tokens; rounded up, so that every tp degree divides the model's, unless
+                the model's is given.
             dtype: compute dtype.
         """
-        preset = self.experts.of(preset_of(self.preset), self.preset)
-        vocab_size = vocab_size_with(preset, vocab_size)
-        return dataclasses.replace(preset, vocab_size=vocab_size, dtype=self.dtype or dtype, **self.execution.of_model)
+        base = self.base
+        if self.sizes.vocab_size is None:
+            needed = -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+            base = dataclasses.replace(base, vocab_size=max(needed, base.vocab_size))
+        return dataclasses.replace(base, dtype=self.dtype or dtype, **self.execution.of_model)
 
     @property
     def peak_lr(self) -> float:
         """The highest learning rate."""
-        return self.lr if self.lr is not None else default_lr(self.preset)
+        return self.lr if self.lr is not None else default_lr(self.base.hidden_size)
 
     @property
     def warmup_steps(self) -> int:

@@ -1,0 +1,113 @@
+"""The tokenizer of a checkpoint's model, and of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...checkpoint import Checkpoints
+from ...models import END_TOKEN, TOKENIZER_FILE, Origin, opened
+from ..data import BYTES, Tokenizer, load_tokenizer, read_tokenizer
+from ._directory import RunDirectory
+from ._train_flags import BYTE_TOKENS, TrainConfig
+
+
+def named_tokenizer(name: str) -> Tokenizer:
+    """Returns the tokenizer that `--tokenizer` names, a file or bytes."""
+    return BYTES if name == BYTE_TOKENS else load_tokenizer(name)
+
+
+def name_of_tokenizer(source: Path, origin: Origin) -> str | None:
+    """Returns how `--tokenizer` names the tokenizer of a checkpoint's model; `None` if the checkpoint holds it.
+
+    Args:
+        source: directory of a run, or of an import.
+        origin: of the checkpoint.
+
+    Raises:
+        ValueError: if nothing says which it is, or it is not there.
+    """
+    if TOKENIZER_FILE in origin.files:
+        return None
+    run = RunDirectory.of(source if (source / "checkpoints").is_dir() else source / "..")
+    if origin.config or not run.is_of_run:
+        raise ValueError(
+            f"{source} does not say what its tokens are. Give the tokenizer.json that belongs to the model as "
+            f"--tokenizer, or --tokenizer {BYTE_TOKENS} if every byte is a token."
+        )
+    name = TrainConfig.load(run.config).tokenizer or BYTE_TOKENS
+    if name != BYTE_TOKENS and not Path(name).is_file():
+        raise ValueError(
+            f"the run in {run.root} was trained with the tokenizer {name}, which is not there. Give it as --tokenizer."
+        )
+    return name
+
+
+def stored_tokenizer(source: Path, origin: Origin) -> Tokenizer:
+    """Returns the tokenizer of a checkpoint's model.
+
+    Args:
+        source: directory of a run, or of an import.
+        origin: of the checkpoint.
+
+    Raises:
+        ValueError: if nothing says which it is, or it cannot be read.
+    """
+    name = name_of_tokenizer(source, origin)
+    return _held(origin, str(source)) if name is None else named_tokenizer(name)
+
+
+def tokenizer_of(config: TrainConfig, *, resume: bool) -> Tokenizer:
+    """Returns the tokenizer of a run: the one that is named, that of the model that it starts from, or bytes.
+
+    Args:
+        config: of the run.
+        resume: it goes on; then its own checkpoints, if there are any, say which it is.
+
+    Raises:
+        FileNotFoundError: if there is neither a checkpoint of the run nor the one that it started from.
+        ValueError: if it cannot be read.
+    """
+    if config.tokenizer is not None:
+        return named_tokenizer(config.tokenizer)
+    if config.from_ is None:
+        return BYTES
+    if resume and (origin := _own_origin(RunDirectory.of(config.out).checkpoints)) is not None:
+        return _held(origin, config.out) if TOKENIZER_FILE in origin.files else BYTES
+    if resume and not Path(config.from_).expanduser().is_dir():
+        raise FileNotFoundError(
+            f"the run in {config.out} has saved no step, and {config.from_}, whose tokenizer it has, is not there. "
+            "Give the tokenizer.json as --tokenizer."
+        )
+    _, checkpoints = opened(config.from_)
+    return stored_tokenizer(Path(config.from_).expanduser(), read_origin(checkpoints, checkpoints.manifest()))
+
+
+def read_origin(checkpoints: Checkpoints, content: Mapping[str, Any]) -> Origin:
+    """Returns the origin of the step of a manifest, read in this process alone."""
+    step = content["step"]
+    return Origin.of(content["extra"], checkpoints.files(step, together=False), f"the checkpoint of step {step}")
+
+
+def _held(origin: Origin, where: str) -> Tokenizer:
+    """Returns the tokenizer that a checkpoint holds; what its publisher ends texts with separates documents."""
+    named = origin.config.get(END_TOKEN)
+    end = next((token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)), None)
+    return read_tokenizer(origin.files[TOKENIZER_FILE], where, end)
+
+
+def _own_origin(directory: Path) -> Origin | None:
+    """Returns the origin of a run's latest step that is not damaged; `None` if there is no step."""
+    if not directory.is_dir():
+        return None
+    checkpoints = Checkpoints(directory, read_only=True)
+    failure: Exception | None = None
+    for step in reversed(checkpoints.steps()):
+        try:
+            return read_origin(checkpoints, checkpoints.manifest(step))
+        except (ValueError, FileNotFoundError, KeyError) as error:  # passed over, as where the state is restored
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return None

@@ -1,0 +1,67 @@
+"""Sizes of a model as command lines give them: every one has a flag, and a preset is where they start from."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from gtp_jax.models import PRESETS, LlamaConfig
+from gtp_jax.ops import RopeScaling
+from gtp_jax.runner.flags import ExpertOptions, ModelSizes, from_settings, knobs, sizes_of
+from gtp_jax.runner.trainer import TrainConfig
+
+NAMES = {knob.name for kind in (ModelSizes, ExpertOptions) for knob in knobs(kind)}
+
+
+@pytest.mark.parametrize("start", ["tiny", "8b-3.1", "tiny-moe", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_flags_alone_make_every_model_of_any_preset(start, name):
+    sizes = sizes_of(PRESETS[name])
+    assert sizes.keys() <= NAMES
+    base = from_settings(TrainConfig, {"preset": start, **sizes}).base
+    assert base.architecture() == PRESETS[name].architecture()
+
+
+def test_every_field_of_an_architecture_has_a_flag():
+    fields = {*PRESETS["qwen3-30b-a3b"].architecture(), *PRESETS["tiny"].architecture()}
+    assert fields - {"routing", "rope_scaling"} <= NAMES
+
+
+def test_a_size_that_is_given_is_not_the_presets_and_the_others_are():
+    config = from_settings(TrainConfig, {"preset": "100m", "num_layers": 2, "hidden_size": 512, "vocab_size": 300})
+    model = config.model(256, dtype="float32")
+    assert isinstance(model, LlamaConfig)
+    assert (model.num_layers, model.hidden_size, model.vocab_size, model.num_heads) == (2, 512, 300, 16)
+    assert config.peak_lr == 0.003 * 0.5
+    assert config.title == "100m --vocab-size=300 --hidden-size=512 --num-layers=2"
+
+
+def test_scaling_of_rotary_frequencies_is_changed_field_by_field_and_left_out():
+    def scaling(**sizes):
+        base = from_settings(TrainConfig, sizes).base
+        assert isinstance(base, LlamaConfig)
+        return base.rope_scaling
+
+    assert scaling(rope_scaling_kind="linear", rope_scaling_factor=2.0) == RopeScaling(kind="linear", factor=2.0)
+    assert scaling(preset="8b-3.1", rope_scaling_factor=32.0) == RopeScaling(kind="llama3", factor=32.0)
+    assert scaling(preset="8b-3.1", rope_scaling_kind="none") is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_heads": 3}, "Sizes that are not given are those of the preset 'tiny'."),
+        ({"hidden_size": 0}, "`hidden_size` is 0; it must be a whole number of at least 1"),
+        ({"num_experts": 1}, "`top_k` is 2 of 1 experts"),
+        ({"num_experts": -1}, "`num_experts` is -1; it must be a whole number of at least 0"),
+        ({"tie_embeddings": "yes"}, "`tie_embeddings` is 'yes'; it must be true or false"),
+        ({"head_dim": 7}, "`head_dim` is 7"),
+        ({"rope_scaling_factor": 2.0}, "`rope_scaling_factor` is 2.0, but rotary frequencies are not scaled. Give"),
+        ({"rope_scaling_kind": "llama3"}, "`rope_scaling_kind` is 'llama3', which needs a factor"),
+        ({"shared_hidden": 8}, "`shared_hidden` is 8, but the preset 'tiny' has no experts"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused(settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        from_settings(TrainConfig, settings)
