@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
+from ... import __version__
 from ..elastic import GROUP, ElasticOptions, supervise
-from ..flags import add_flags, given
-from ..trainer import LAUNCH_GROUP, LaunchOptions, TrainConfig, start
+from ..flags import add_flags, given, knobs, read_settings, settings_of, write_settings
+from ..trainer import LAUNCH_GROUP, LaunchOptions, TrainConfig, find_launch, resolve, start
 
 _DESCRIPTION = """\
 Trains a Llama on text, its weights sharded over the mesh. Without arguments: a small one, on the source of the Python
@@ -30,6 +32,7 @@ examples:
   gtp-jax train --from llama --data books/        go on training a model that `gtp-jax convert import` made
   gtp-jax train --recipe nvfp4-matmuls --high-precision-last 2 --override mlp.down=mxfp8-matmuls
                                                   multiply in NVFP4, but for the last layers and some modules
+  gtp-jax train --config run.yaml --lr 0.001      settings from a file, but for one
   gtp-jax train --elastic                         go on with the devices that are left when one fails
   srun gtp-jax train --preset 8b --tokenizer tokenizer.json --data /data/text --out /shared/8b
 """
@@ -42,6 +45,14 @@ keeps snapshots of the state in memory, and goes on from the last one with the d
 _PROCESSES = """\
 Under srun (SLURM) or mpirun (Open MPI) none of these is needed. Elsewhere start the same command in every
 process, with its own --process-id; one process a GPU: set CUDA_VISIBLE_DEVICES for each. All share --out."""
+
+
+_FILES = """\
+A key is a flag without its dashes, `save_every: 50`. A flag that is given as well takes its place. config.json of a run
+is such a file too. What is of one start (--resume, --force, --step) is not in it."""
+
+_KINDS = (TrainConfig, ElasticOptions, LaunchOptions)
+_OF_ONE_START = ("resume", "force", "step", "config", "save_config")
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -58,10 +69,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     output.add_argument("--resume", action="store_true", help="go on with the run in --out")
     output.add_argument("--force", action="store_true", help="replace the run in --out")
     groups["output"].add_argument("--step", type=int, metavar="N", help="with --resume: go on from this step")
-    elastic = add_flags(parser, ElasticOptions)[GROUP]
-    elastic.description = _ELASTIC
-    elastic.add_argument("--elastic", action="store_true", help="start a process a device under a supervisor")
+    add_flags(parser, ElasticOptions)[GROUP].description = _ELASTIC
     add_flags(parser, LaunchOptions)[LAUNCH_GROUP].description = _PROCESSES
+    files = parser.add_argument_group("files of settings", _FILES)
+    files.add_argument("--config", type=Path, metavar="PATH", help="take settings from a YAML file")
+    files.add_argument("--save-config", type=Path, metavar="PATH", help="write this run's settings to a YAML file")
     parser.set_defaults(run=run)
     return parser
 
@@ -72,12 +84,33 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: on a mistake in the arguments or in what they name, before anything is compiled.
     """
+    if args.config is not None:
+        every = [field for kind in _KINDS for field in knobs(kind)]
+        for name, value in read_settings(args.config, every, _OF_ONE_START).items():
+            if not hasattr(args, name):
+                setattr(args, name, value)
     launch = LaunchOptions(**given(args, LaunchOptions))
     settings, elastic = given(args, TrainConfig), given(args, ElasticOptions)
-    if args.elastic:
-        options = ElasticOptions(**elastic)
-        return supervise(settings, launch, options, resume=args.resume, force=args.force, at=args.step)
-    if elastic:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in elastic)
+    options = ElasticOptions(**elastic)
+    if not options.elastic and (unused := elastic.keys() - {"elastic"}):
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in elastic if name in unused)
         raise ValueError(f"{flags}: only a run under a supervisor has that. Add --elastic.")
+    if args.save_config is not None and find_launch(launch).process == 0:
+        _save(args, settings)
+    if options.elastic:
+        return supervise(settings, launch, options, resume=args.resume, force=args.force, at=args.step)
     return start(settings, launch, resume=args.resume, force=args.force, at=args.step)
+
+
+def _save(args: argparse.Namespace, settings: dict[str, Any]) -> None:
+    """Writes the settings of a run that may begin: all of the training's, and those of its start that are given."""
+    config, _, _ = resolve(settings, resume=args.resume, force=args.force)
+    if config.from_ is not None and not args.resume:  # what the model decides is not written, so that it may be another
+        training = {field.name: settings.get(field.name, field.default) for field in knobs(TrainConfig)}
+    else:
+        training = settings_of(config)
+    write_settings(
+        args.save_config.expanduser(),
+        {**training, **given(args, ElasticOptions), **given(args, LaunchOptions)},
+        __version__,
+    )

@@ -17,6 +17,7 @@ class ElasticOptions:
         ValueError: if a value is out of range.
     """
 
+    elastic: bool = knob(False, GROUP, "start a process a device under a supervisor", kind=bool)
     snapshot_interval: int | None = knob(
         None,
         GROUP,

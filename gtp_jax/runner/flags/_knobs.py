@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import numbers
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -59,27 +60,36 @@ def check_knobs(config: Any) -> None:
         ValueError: naming the field, its value and what is allowed.
     """
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if "piece" in field.metadata:
-            continue
-        if value is None:
-            if field.default is not None:
-                raise ValueError(f"`{field.name}` is None; give a value, or leave it out.")
-            continue
-        name, least, most, above = field.name.rstrip("_"), *field.metadata["range"].values()
-        _check_type(name, value, field)
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if least is not None and not (whole and value >= least):
-            raise ValueError(f"`{name}` is {brief(value)}; it must be a whole number of at least {least}.")
-        if whole and field.metadata["type"] is not float and value > most:
-            raise ValueError(f"`{name}` is {brief(value)}; it must be a whole number from {least or 0} to {most}.")
-        if above is not None and not above < value <= MOST:
-            raise ValueError(f"`{name}` is {brief(value)}; it must be a number above {above:g}, at most {MOST:.7g}.")
-        if field.metadata["type"] is float and not abs(value) <= MOST:
-            raise ValueError(f"`{name}` is {brief(value)}; it must be a number, at most {MOST:.7g}.")
-        choices = field.metadata["options"].get("choices")
-        if choices is not None and value not in choices:
-            raise ValueError(f"`{name}` is {value!r}; it must be one of {', '.join(choices)}.")
+        if "piece" not in field.metadata:
+            check_value(field, getattr(config, field.name))
+
+
+def check_value(field: dataclasses.Field[Any], value: Any) -> None:
+    """Checks type, range and choices of a knob's value; `None` stands for a default that is decided later.
+
+    Raises:
+        ValueError: naming the field, its value and what is allowed.
+    """
+    if value is None:
+        if field.default is not None:
+            raise ValueError(f"`{field.name}` is None; give a value, or leave it out.")
+        return
+    name, least, most, above = field.name.rstrip("_"), *field.metadata["range"].values()
+    _check_type(name, value, field)
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if least is not None and not (whole and value >= least):
+        raise ValueError(f"`{name}` is {brief(value)}; it must be a whole number of at least {least}.")
+    if whole and field.metadata["type"] is not float and value > most:
+        raise ValueError(f"`{name}` is {brief(value)}; it must be a whole number from {least or 0} to {most}.")
+    if above is not None and not above < value <= MOST:
+        raise ValueError(f"`{name}` is {brief(value)}; it must be a number above {above:g}, at most {MOST:.7g}.")
+    if field.metadata["type"] is float and not abs(value) <= MOST:
+        raise ValueError(f"`{name}` is {brief(value)}; it must be a number, at most {MOST:.7g}.")
+    choices = field.metadata["options"].get("choices")
+    if choices is not None and value not in choices:
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"`{name}` is {value!r}; it must be one of {', '.join(choices)}.{hint}")
 
 
 # Types by the `kind` of a knob; bool counts as a number nowhere. A kind that is a parser has checks of its own.

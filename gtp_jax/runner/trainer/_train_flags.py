@@ -15,6 +15,7 @@ from ...mesh import check_degrees
 from ...models import PRESETS, ModelConfig, preset_of
 from ...nonuniform import FaultPlan
 from ..flags import (
+    VERSION_KEY,
     Execution,
     ExpertOptions,
     Faults,
@@ -33,9 +34,6 @@ from ._divergence import Divergence
 
 # the default number without a GPU, unless degrees require another
 VIRTUAL_DEVICES = 8
-
-# The key of config.json that says who wrote it.
-_MARK = "gtp_jax"
 
 _VOCAB_MULTIPLE = 128
 
@@ -300,7 +298,7 @@ class TrainConfig:
     def save(self, path: Path) -> None:
         """Writes the configuration as JSON."""
         new = self.draft(path)  # so that a kill leaves the old one
-        new.write_text(json.dumps({_MARK: __version__, **settings_of(self)}, indent=2) + "\n")
+        new.write_text(json.dumps({VERSION_KEY: __version__, **settings_of(self)}, indent=2) + "\n")
         new.replace(path)
 
     @staticmethod
@@ -315,7 +313,7 @@ class TrainConfig:
             settings = read_json(path)
         except (ValueError, OSError):
             return False
-        return isinstance(settings, dict) and _MARK in settings
+        return isinstance(settings, dict) and VERSION_KEY in settings
 
     @classmethod
     def load(cls, path: Path) -> TrainConfig:
@@ -326,7 +324,7 @@ class TrainConfig:
         """
         try:
             settings = read_json(path)
-            settings.pop(_MARK)
+            settings.pop(VERSION_KEY)
             return from_settings(cls, settings)
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(
