@@ -18,4 +18,5 @@ from ._generate import generate as generate
 from ._generate import generate_stream as generate_stream
 from ._programs import STEPS as STEPS
 from ._sampling import sampling_of as sampling_of
+from ._text_stop import Decoder as Decoder
 from ._weights import Gather as Gather

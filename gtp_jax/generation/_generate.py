@@ -15,9 +15,12 @@ from ..mesh import check_mesh_in_scope, current_roles, current_view, degrees
 from ..nn import Layer
 from ..recipes import use_recipe
 from ._checks import check_model
-from ._programs import NO_TOKEN, Request, decode, prefill
+from ._programs import NO_TOKEN, Request, Rows, decode, prefill, with_ended
 from ._sampling import sampling_of
+from ._text_stop import Decoder, TextStop
 from ._weights import Gather, check_gather, prepared, with_plain_shardings
+
+Stop = int | str | Sequence[int | str]
 
 
 class Generated(NamedTuple):
@@ -30,6 +33,20 @@ class Generated(NamedTuple):
 
     tokens: np.ndarray
     lengths: np.ndarray
+
+
+class _Options(NamedTuple):
+    """The arguments of `generate` that say how prompts are continued."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    stop: Stop
+    tokenizer: Decoder | None
+    seed: int
+    vocab_size: int | None
+    gather: Gather | None
 
 
 class _Prompts(NamedTuple):
@@ -55,7 +72,8 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    stop: int | Sequence[int] = (),
+    stop: Stop = (),
+    tokenizer: Decoder | None = None,
     seed: int = 0,
     vocab_size: int | None = None,
     gather: Gather | None = None,
@@ -84,7 +102,9 @@ def generate(
         top_k: the number of most likely tokens to sample from; all by default.
         top_p: the minimum total probability of the most likely tokens to sample from (nucleus sampling); all tokens by
             default.
-        stop: the token or tokens that end a row.
+        stop: the tokens and texts that end a row, one or several. A row ends with the token that completes a text,
+            which a part of the token's text may follow.
+        tokenizer: the tokens' own, needed if `stop` has a text. Its `decode` takes a list of tokens and returns text.
         seed: the seed of sampling.
         vocab_size: the number of tokens in the vocabulary, if the model pads it; padding is never chosen.
         gather: when sharded weights are gathered: `"once"` per call, which needs memory for a whole copy in addition to
@@ -94,23 +114,10 @@ def generate(
     Raises:
         ValueError: if an argument is out of range, if the model cannot be continued token by token, or if logits are
             NaN.
-        TypeError: if `tokens` are not integers, or `model` is not an `nnx.Module`.
+        TypeError: if `tokens` are not integers, `model` is not an `nnx.Module`, or `tokenizer` has no `decode`.
     """
-    parts = list(
-        generate_stream(
-            model,
-            tokens,
-            lengths=lengths,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            stop=stop,
-            seed=seed,
-            vocab_size=vocab_size,
-            gather=gather,
-        )
-    )
+    options = _Options(max_new_tokens, temperature, top_k, top_p, stop, tokenizer, seed, vocab_size, gather)
+    parts = list(_stream(model, tokens, lengths, options))
     made = np.concatenate(parts, axis=1)
     made = np.pad(made, ((0, 0), (0, max_new_tokens - made.shape[1])), constant_values=NO_TOKEN)
     return Generated(made, (made != NO_TOKEN).sum(axis=1).astype(np.int32))
@@ -125,7 +132,8 @@ def generate_stream(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    stop: int | Sequence[int] = (),
+    stop: Stop = (),
+    tokenizer: Decoder | None = None,
     seed: int = 0,
     vocab_size: int | None = None,
     gather: Gather | None = None,
@@ -139,20 +147,38 @@ def generate_stream(
     Raises:
         ValueError, TypeError: as `generate`; errors about arguments are raised by this call, before the first yield.
     """
+    options = _Options(max_new_tokens, temperature, top_k, top_p, stop, tokenizer, seed, vocab_size, gather)
+    return _stream(model, tokens, lengths, options)
+
+
+def _stream(model: nnx.Module, tokens: Any, lengths: Any, options: _Options) -> Iterator[np.ndarray]:
+    """Checks everything, and returns what `generate_stream` yields."""
     check_mesh_in_scope()
-    check_gather(gather)
-    choice, sampling = sampling_of(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, vocab_size=vocab_size)
-    stops = _stops(stop)
+    check_gather(options.gather)
+    choice, sampling = sampling_of(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        vocab_size=options.vocab_size,
+    )
+    stops, texts = _stops(options.stop, options.tokenizer)
+    max_new_tokens = options.max_new_tokens
     if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
         raise ValueError(f"`max_new_tokens` is {max_new_tokens!r}; it must be a whole number of at least 1.")
     if current_view() == "local":
         raise ValueError("`generate` takes a model of global arrays; call it outside of the `shard_map`.")
     check_model(model)
     prompts = _prompts(tokens, lengths, model)
+    ends = [
+        TextStop(options.tokenizer, row[:length], texts)
+        for row, length in zip(prompts.tokens[: prompts.batch], prompts.lengths, strict=False)
+        if texts and options.tokenizer is not None
+    ]
 
     def run() -> Iterator[np.ndarray]:
         with use_recipe(None):
-            copy, gathers = prepared(model, gather)
+            copy, gathers = prepared(model, options.gather)
         last = np.maximum(prompts.lengths + max_new_tokens - 1, 0).astype(np.int32)
         graph, state = nnx.split(copy)
         state = with_plain_shardings(state)
@@ -161,15 +187,27 @@ def generate_stream(
             rows, caches = prefill(request, state, prompts.tokens, prompts.lengths, last, stops, sampling)
         _check_logits(rows, prompts)
         first = np.where(prompts.lengths > 0, np.asarray(rows.tokens), NO_TOKEN)
-        yield first[: prompts.batch, None]
+        part, rows = _cut(first[: prompts.batch, None], rows, ends)
+        yield part
         while not np.asarray(rows.done).all():
             with use_recipe(None):
                 rows, caches, made = decode(request, state, rows, caches, stops, sampling)
             _check_logits(rows, prompts)
-            made = np.asarray(made)[: prompts.batch]
+            made, rows = _cut(np.asarray(made)[: prompts.batch], rows, ends)
             yield made[:, (made != NO_TOKEN).any(axis=0)]
 
     return run()
+
+
+def _cut(made: np.ndarray, rows: Rows, ends: Sequence[TextStop]) -> tuple[np.ndarray, Rows]:
+    """Leaves out new tokens that come after a text that ends their row; returns the rows with those that have ended."""
+    if not ends:
+        return made, rows
+    made = made.copy()
+    for row, end in zip(made, ends, strict=True):
+        row[end.take(row[row != NO_TOKEN].tolist()) :] = NO_TOKEN
+    ended = np.array([end.ended for end in ends])
+    return made, with_ended(rows, np.pad(ended, (0, len(rows.done) - len(ended)))) if ended.any() else rows
 
 
 def _prompts(tokens: Any, lengths: Any, model: nnx.Module) -> _Prompts:
@@ -216,15 +254,29 @@ def _roles(model: nnx.Module) -> Any:
     return found[0] if found else current_roles()
 
 
-def _stops(stop: Any) -> np.ndarray:
+def _stops(stop: Any, tokenizer: Any) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Returns the tokens that end a row, padded to a power of two, and the texts.
+
+    Raises:
+        ValueError, TypeError: if one is neither, or there is no tokenizer for texts.
+    """
     given: list[Any] = list(stop) if isinstance(stop, Sequence | np.ndarray) and not isinstance(stop, str) else [stop]
+    texts = tuple(one for one in given if isinstance(one, str))
     try:
-        tokens = [operator.index(token) for token in given]
+        tokens = [operator.index(token) for token in given if not isinstance(token, str)]
     except TypeError as error:
-        raise ValueError(f"`stop` is {stop!r}; it must be a token or several, whole numbers.") from error
+        raise ValueError(f"`stop` is {stop!r}; it must be tokens, whole numbers, or texts.") from error
     if not all(0 <= token < 1 << 31 for token in tokens):
         raise ValueError(f"`stop` is {brief(stop)}; tokens are numbers of a vocabulary, from 0 on and below 2**31.")
-    return np.array([*tokens, *[NO_TOKEN] * (_power_of_two(len(tokens)) - len(tokens))], np.int32)
+    if "" in texts:
+        raise ValueError(f"`stop` is {stop!r}; every text would end at an empty one. Leave it out.")
+    if texts and tokenizer is None:
+        raise ValueError(f"`stop` is {stop!r}, and only a tokenizer knows texts. Give `tokenizer`, or stop at tokens.")
+    if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+        raise TypeError(
+            f"`tokenizer` is a {type(tokenizer).__name__}; it must have `decode(tokens)`, which returns text."
+        )
+    return np.array([*tokens, *[NO_TOKEN] * (_power_of_two(len(tokens)) - len(tokens))], np.int32), texts
 
 
 def _check_logits(rows: Any, prompts: _Prompts) -> None:

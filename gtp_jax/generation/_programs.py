@@ -130,6 +130,12 @@ def decode(
     return _whole(rows), placed(_model(request, state), caches), _whole(made)
 
 
+@jax.jit
+def with_ended(rows: Rows, ended: jax.Array) -> Rows:
+    """Returns the rows, of which those marked have ended too, `(batch,)`."""
+    return _whole(rows._replace(done=rows.done | ended))
+
+
 def _model(request: Request, state: Any) -> Any:
     """Returns the model with these values in new variables, so that a call may write them."""
     return nnx.merge(request.graph, jax.tree.map(lambda array: array, state))

@@ -90,8 +90,9 @@ ARGUMENTS = {
     "top_k": (dict(top_k=0), "`top_k` is 0; it must be a number of tokens"),
     "top_p": (dict(top_p=1.5), "`top_p` is 1.5; it must be a probability"),
     "seed": (dict(seed=-1), "`seed` is -1; it must be a whole number from 0"),
-    "stop": (dict(stop="x"), "`stop` is 'x'; it must be a token or several"),
-    "empty stop": (dict(stop=""), "`stop` is ''; it must be a token or several"),
+    "stop": (dict(stop=1.5), "`stop` is 1.5; it must be tokens, whole numbers, or texts"),
+    "text stop": (dict(stop=[3, "x"]), r"`stop` is \[3, 'x'\], and only a tokenizer knows texts. Give `tokenizer`"),
+    "empty stop": (dict(stop=""), "`stop` is ''; every text would end at an empty one"),
     "negative stop": (dict(stop=[3, -1]), r"`stop` is \[3, -1\]; tokens are numbers of a vocabulary, from 0 on"),
     "large stop": (dict(stop=10**400), r"`stop` is 10+\.\.\.0+; tokens are .* below 2\*\*31"),
     "gather": (dict(gather="always"), "`gather` is 'always'; it must be 'once'"),
@@ -111,6 +112,8 @@ def test_tokens_and_models_of_another_type_are_named(x64):
         gtp.generate(model_of(DENSE), [[1.0, 2.0]], max_new_tokens=2)
     with pytest.raises(TypeError, match="`model` is a function; it must be an `nnx.Module`"):
         gtp.generate(lambda tokens: tokens, [[1, 2]], max_new_tokens=2)
+    with pytest.raises(TypeError, match=r"`tokenizer` is a str; it must have `decode\(tokens\)`, which returns text"):
+        gtp.generate(model_of(DENSE), [[1, 2]], max_new_tokens=2, stop="x", tokenizer="tokenizer.json")
 
 
 def test_arguments_are_refused_before_anything_is_yielded(x64):

@@ -122,6 +122,33 @@ def test_a_row_ends_with_a_token_that_stops_it_and_the_others_go_on(x64):
     assert len(set(found.lengths.tolist())) > 1
 
 
+class Letters:
+    """A tokenizer whose tokens are two letters each, the second of which is `.`, `,` or nothing."""
+
+    def decode(self, tokens):
+        return "".join(chr(0x4E00 + token) + ("", ".", ",")[token % 3] for token in tokens)
+
+
+@pytest.mark.parametrize("degrees", [None, dict(gtp=4, tp=2)], ids=["no mesh", "gtp 4 x tp 2"])
+def test_a_row_ends_with_the_token_that_completes_a_text_and_the_others_go_on(degrees, x64):
+    wanted, text = oracle(DENSE), Letters()
+    # a text over two tokens of one row; the beginning of one token of another; and a token of the third's prompt
+    stops = [text.decode(wanted[0][2:4])[1:], text.decode(wanted[2][17:18])[:1], text.decode(PROMPTS[1][:1])]
+    ends = [next((n for n in range(1, 21) if any(s in text.decode(row[:n]) for s in stops)), 20) for row in wanted]
+    assert len(set(ends)) > 1 and ends[0] <= 4 and ends[2] <= 18
+    with scope_of(degrees):
+        model = model_of(DENSE)
+        found = gtp.generate(model, PROMPTS, max_new_tokens=20, stop=stops, tokenizer=text)
+        assert found.lengths.tolist() == ends
+        for row, tokens, end in zip(found.tokens, wanted, ends, strict=True):
+            assert row.tolist() == [*tokens[:end], *[-1] * (20 - end)]
+        # nothing is computed for rows that have ended
+        alone = list(gtp.generate_stream(model, PROMPTS[:1], max_new_tokens=20, stop=stops[0], tokenizer=text))
+        assert len(alone) == 2 and (np.concatenate(alone, 1) >= 0).sum() == ends[0]
+        both = gtp.generate(model, PROMPTS[:1], max_new_tokens=20, stop=[stops[0], wanted[0][1]], tokenizer=text)
+        assert both.tokens[0, :2].tolist() == wanted[0][:2] and both.lengths[0] == 2
+
+
 def test_one_token_of_a_padded_prompt(x64):
     padded = np.array([[5, 3, 8, 1, 90, 11, 12], [7, 7, 96, 95, 94, 93, 92]])
     found = gtp.generate(model_of(DENSE), padded, lengths=[5, 2], max_new_tokens=1)
