@@ -22,6 +22,7 @@ from gtp_jax.ops import RopeScaling
 from gtp_jax.runner.cli import main
 from gtp_jax.runner.flags import from_settings
 from gtp_jax.runner.trainer import TrainConfig, resolve
+from gtp_jax.runner.trainer._corpus import read_corpus
 from gtp_jax.runner.trainer._start import started_from
 
 from .runs import WORDS, small, write_text
@@ -205,6 +206,14 @@ def test_the_run_goes_on_and_generates_and_is_exported_without_what_it_started_f
 def test_a_resumed_run_keeps_its_model(run, flags, message, capsys):
     assert main(["train", "--resume", f"--out={run[0]}", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [None, "hf/tokenizer.json"])
+def test_its_end_of_text_separates_documents_whoever_names_the_tokenizer(imported, given):
+    tokenizer = {} if given is None else {"tokenizer": str(imported / given)}
+    settings = {"from_": str(imported / "imported"), "data": (str(imported / "text"),), **tokenizer}
+    corpus = read_corpus(from_settings(TrainConfig, started_from(settings)))
+    assert corpus.tokenizer.separator == 0 and (corpus.train == 0).sum() == corpus.documents[0]
 
 
 def test_reading_it_waits_for_no_other_process(imported, tmp_path, monkeypatch):

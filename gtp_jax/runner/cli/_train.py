@@ -109,8 +109,6 @@ def _save(args: argparse.Namespace, settings: dict[str, Any]) -> None:
         training = {field.name: settings.get(field.name, field.default) for field in knobs(TrainConfig)}
     else:
         training = settings_of(config)
-    write_settings(
-        args.save_config.expanduser(),
-        {**training, **given(args, ElasticOptions), **given(args, LaunchOptions)},
-        __version__,
-    )
+    own = {**given(args, ElasticOptions), **given(args, LaunchOptions)}
+    own.pop("process_id", None)  # all processes may read the file
+    write_settings(args.save_config.expanduser(), {**training, **own}, __version__)

@@ -193,8 +193,8 @@ def same_tokenizer(path: str | os.PathLike[str], other: bytes) -> bool:
         path: one file, which `load_tokenizer` reads.
         other: the content of the other; if it is no tokenizer, the answer is no.
     """
-    import tokenizers
-
+    with _of_package():
+        import tokenizers
     from_buffer = tokenizers.Tokenizer.from_buffer
     mine = _definition(_loaded(from_buffer, path))
     try:

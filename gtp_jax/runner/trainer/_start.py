@@ -30,7 +30,7 @@ from ...ops import check_ids
 from ..data import Corpus, same_tokenizer
 from ..flags import Quantization, flag_of, knobs, sizes_of
 from ._tokenizer import name_of_tokenizer, read_origin
-from ._train_flags import BYTE_TOKENS, TrainConfig
+from ._train_flags import BYTE_TOKENS, TrainConfig, names_file
 
 # Process 0 sends this instead of a size that it could not read.
 _UNREADABLE = -1
@@ -156,8 +156,9 @@ def started_from(settings: Mapping[str, Any]) -> dict[str, Any]:
             + "\nLeave them out, or start without --from."
         )
     found = {**sizes, **{name: value for name, value in settings.items() if value is not None or name not in sizes}}
-    if found.get("tokenizer") is None:
-        found["tokenizer"] = name_of_tokenizer(source, read_origin(checkpoints, content))
+    name, origin = found.get("tokenizer"), read_origin(checkpoints, content)
+    if name is None or (names_file(name) and Path(name).is_file() and _is_of(origin, name)):
+        found["tokenizer"] = name_of_tokenizer(source, origin)
     return found
 
 
