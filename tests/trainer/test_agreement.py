@@ -22,7 +22,7 @@ from gtp_jax.runner.trainer import Launch, NoCoordinator, RunDirectory, TrainCon
 from gtp_jax.runner.trainer._agreement import check_agreement, check_shared, describe, differences
 from gtp_jax.runner.trainer._peers import Peers, several
 
-OWN = {"--out", "--data", "--tokenizer", "--from"}
+OWN = {"--out", "--data", "--tokenizer", "--from", "--eval-data"}
 
 
 def free_port() -> int:
@@ -65,7 +65,7 @@ def description(**changes: Any) -> dict[str, Any]:
         **{
             field.name: 1
             for field in dataclasses.fields(Corpus)
-            if field.name not in ("name", "train", "held_out", "vocab_size", "fingerprint")
+            if field.name not in ("name", "train", "held_out", "vocab_size", "fingerprint", "evaluated")
         },
     )
     return describe(from_settings(TrainConfig, changes), corpus, resume=False, force=False, at=None, order={})

@@ -1,7 +1,9 @@
 """Text in, batches of tokens out. A batch depends only on the text, the seed and the step."""
 
 from ._corpus import Corpus as Corpus
+from ._corpus import Evaluated as Evaluated
 from ._corpus import load_corpus as load_corpus
+from ._corpus import load_evaluated as load_evaluated
 from ._loader import Loader as Loader
 from ._loader import ahead as ahead
 from ._stats import bits_per_byte as bits_per_byte

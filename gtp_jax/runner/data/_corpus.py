@@ -13,6 +13,26 @@ from ._tokens import BYTES, Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
+class Evaluated:
+    """A text to evaluate on beside what is held out, in host memory.
+
+    Attributes:
+        name: of the text.
+        tokens: token stream, documents separated.
+        bytes_per_token: of the text.
+    """
+
+    name: str
+    tokens: np.ndarray
+    bytes_per_token: float
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the stream; equal where it is equal."""
+        return _fingerprint(self.tokens)
+
+
+@dataclasses.dataclass(frozen=True)
 class Corpus:
     """Tokens to train on and tokens held out, in host memory.
 
@@ -26,6 +46,7 @@ class Corpus:
         bytes_per_token: of the held-out text.
         fingerprint: of both streams; equal where they are equal.
         unread: what was left out of the text, which older versions of gtp_jax read.
+        evaluated: further texts to evaluate on.
     """
 
     name: str
@@ -37,12 +58,13 @@ class Corpus:
     bytes_per_token: float
     fingerprint: str
     unread: tuple[str, ...] = ()
+    evaluated: tuple[Evaluated, ...] = ()
 
     def check(self, *, batch: int, seq: int) -> None:
         """Checks that there is text for a batch.
 
         Raises:
-            ValueError: if the train stream holds less than one batch, or the held-out stream less than one sequence.
+            ValueError: if the train stream holds less than one batch, or another stream less than one sequence.
         """
         needed = batch * seq + 1
         if len(self.train) < needed:
@@ -55,6 +77,12 @@ class Corpus:
                 f"too few tokens: {self.name} has {len(self.held_out)} held out, but one sequence of {seq} needs "
                 f"{seq + 1}. Give more text, or a smaller `seq`."
             )
+        for text in self.evaluated:
+            if len(text.tokens) < seq + 1:
+                raise ValueError(
+                    f"too few tokens: {text.name} of `eval_data` has {len(text.tokens)}, but one sequence of {seq} "
+                    f"needs {seq + 1}. Leave it out, or give a smaller `seq`."
+                )
 
 
 def load_corpus(text: Text, tokenizer: Tokenizer = BYTES, *, held_out: float = 0.05) -> Corpus:
@@ -72,10 +100,6 @@ def load_corpus(text: Text, tokenizer: Tokenizer = BYTES, *, held_out: float = 0
         raise ValueError(f"`held_out` is {held_out}; it must be a share between 0 and 1.")
     kept, apart = split(text.documents, held_out)
     streams = [tokenizer.stream(side) for side in (kept, apart)]
-    digest = hashlib.blake2b(digest_size=16)
-    for stream in streams:
-        digest.update(f"{len(stream)} {stream.dtype.str}".encode())
-        digest.update(np.ascontiguousarray(stream))
     return Corpus(
         name=text.name,
         tokenizer=tokenizer,
@@ -83,10 +107,28 @@ def load_corpus(text: Text, tokenizer: Tokenizer = BYTES, *, held_out: float = 0
         train=streams[0],
         held_out=streams[1],
         documents=(len(kept), len(apart)),
-        bytes_per_token=(sum(map(len, apart)) + len(apart)) / max(1, len(streams[1])),
-        fingerprint=digest.hexdigest(),
+        bytes_per_token=_bytes_per_token(apart, streams[1]),
+        fingerprint=_fingerprint(*streams),
         unread=text.unread,
     )
+
+
+def load_evaluated(text: Text, tokenizer: Tokenizer) -> Evaluated:
+    """Turns a text that is evaluated as a whole into tokens."""
+    tokens = tokenizer.stream(text.documents)
+    return Evaluated(text.name, tokens, _bytes_per_token(text.documents, tokens))
+
+
+def _fingerprint(*streams: np.ndarray) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for stream in streams:
+        digest.update(f"{len(stream)} {stream.dtype.str}".encode())
+        digest.update(np.ascontiguousarray(stream))
+    return digest.hexdigest()
+
+
+def _bytes_per_token(documents: Sequence[bytes], tokens: np.ndarray) -> float:
+    return (sum(map(len, documents)) + len(documents)) / max(1, len(tokens))
 
 
 def split(documents: Sequence[bytes], held_out: float) -> tuple[list[bytes], list[bytes]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
-from ..data import Corpus, load_corpus, read_text
+from ..data import Corpus, Evaluated, Tokenizer, load_corpus, load_evaluated, read_text
 from ._directory import RunDirectory
 from ._tokenizer import tokenizer_of
 from ._train_flags import TrainConfig
@@ -34,6 +35,19 @@ def read_corpus(config: TrainConfig, *, resume: bool = False) -> Corpus:
         follow_links=config.follow_links,
         is_run=lambda directory: directory.resolve() == out or RunDirectory(directory).is_of_run,
     )
-    corpus = load_corpus(text, tokenizer)
+    texts = tuple(_evaluated(path, config, tokenizer) for path in dict.fromkeys(config.eval_data))
+    corpus = dataclasses.replace(load_corpus(text, tokenizer), evaluated=texts)
     corpus.check(batch=config.batch, seq=config.seq)
     return corpus
+
+
+def _evaluated(path: str, config: TrainConfig, tokenizer: Tokenizer) -> Evaluated:
+    """Returns a text of `eval_data` as tokens.
+
+    Raises:
+        ValueError: if it cannot be read.
+    """
+    try:
+        return load_evaluated(read_text([path], follow_links=config.follow_links), tokenizer)
+    except ValueError as error:
+        raise ValueError(str(error).replace("`data`", "`eval_data`")) from error

@@ -46,6 +46,7 @@ class Job:
         learning_rate: `updates made -> rate of the next`.
         train: batches to train on.
         held_out: batches to evaluate on.
+        evaluated: batches of further texts to evaluate on, by name.
         loss: of the model's family.
         place: where the run begins, or goes on.
         step: the compiled step, `(state, batch, skip) -> (state, metrics)`.
@@ -64,6 +65,7 @@ class Job:
     learning_rate: Callable[[int], float]
     train: Loader | ReplicaLoader
     held_out: Loader
+    evaluated: dict[str, Loader]
     loss: Loss
     place: Place
     step: Callable[[TrainState, Any, jax.Array], tuple[TrainState, Metrics]]
@@ -73,10 +75,10 @@ class Job:
     memory: hlo.Memory
     origin: Origin = Origin()
 
-    def held_out_loss(self, state: TrainState) -> float:
-        """Returns the mean loss over the tokens of the first few held-out batches, the same every time."""
-        whole = -(-len(self.held_out.windows) // self.held_out.batch)
-        evaluations = [self.evaluate(state, b) for b in self.held_out.steps(0, min(self.config.eval_batches, whole))]
+    def loss_on(self, loader: Loader, state: TrainState) -> float:
+        """Returns the mean loss over the tokens of the first few batches of a text, the same every time."""
+        whole = -(-len(loader.windows) // loader.batch)
+        evaluations = [self.evaluate(state, b) for b in loader.steps(0, min(self.config.eval_batches, whole))]
         tokens = [float(metrics["tokens"]) for metrics in evaluations]
         return float(np.dot([float(metrics["loss"]) for metrics in evaluations], tokens) / sum(tokens))
 
@@ -173,6 +175,10 @@ def compile_step(
 ) -> Job:
     """Compiles the step, for a state or for its shapes (see `abstract_state`). To be called with the mesh in scope."""
     schedule = learning_rate(config)
+
+    def once(tokens: np.ndarray) -> Loader:
+        return meshes.held_out_loader(Windows(tokens, config.seq, config.seed, repeat=False), config.batch)
+
     train = meshes.loader(Windows(corpus.train, config.seq, config.seed), config.batch, config.execution.microbatches)
     recipe = config.quantization.to_recipe()
     loss = family_of(model).loss
@@ -204,7 +210,8 @@ def compile_step(
         corpus=corpus,
         learning_rate=functools.partial(_here, schedule),
         train=train,
-        held_out=meshes.held_out_loader(Windows(corpus.held_out, config.seq, config.seed, repeat=False), config.batch),
+        held_out=once(corpus.held_out),
+        evaluated={text.name: once(text.tokens) for text in corpus.evaluated},
         loss=loss,
         place=place or Place(0, 0),
         step=run,

@@ -15,6 +15,11 @@ Record = dict[str, Any]
 _FROM = "continued_from"
 
 
+def loss_key(text: str) -> str:
+    """Returns the key of the loss on a text of `eval_data`, in the record of an evaluation."""
+    return f"loss on {text}"
+
+
 class Log:
     """Appends records to a file, each of them in the file when the call returns.
 

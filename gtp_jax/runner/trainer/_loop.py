@@ -110,7 +110,7 @@ class _Loop:
         interrupt = self._interrupt
         with interrupt.loop():
             self._watch.doing("step", self._place.step)
-            if self._place.step == 0:
+            if self._place.step == 0 and self._config.eval_every:
                 self._evaluate()
             turn, stopped = self._place.step, False
             while self._place.step < self._config.steps and not stopped:
@@ -146,7 +146,8 @@ class _Loop:
         """Evaluates and saves where it is due, and returns whether all steps until then were finite."""
         step, config = self._place.step + len(self._launched), self._config
         last = step == config.steps
-        evaluates, saves = (last or step % every == 0 for every in (config.eval_every, config.save_every))
+        evaluates = config.eval_every > 0 and (last or step % config.eval_every == 0)
+        saves = last or step % config.save_every == 0
         if (evaluates or saves) and not self._settle():
             return False
         if evaluates:
@@ -262,8 +263,9 @@ class _Loop:
         with self._progress.paused():
             if self._probe is not None:
                 self._probe(self._watch)
-            loss = self._job.held_out_loss(self._state)
-        self._progress.held_out(step, loss)
+            loss = self._job.loss_on(self._job.held_out, self._state)
+            others = {name: self._job.loss_on(text, self._state) for name, text in self._job.evaluated.items()}
+        self._progress.held_out(step, loss, others)
         self._held_out[step] = loss
         if self._samples.wanted:
             with self._progress.paused():

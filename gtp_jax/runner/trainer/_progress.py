@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
 import jax
 from tqdm import tqdm
 
+from ..._foreign import printable
 from ..data import bits_per_byte
 from ._job import Job
-from ._log import Log
+from ._log import Log, loss_key
 
 
 class Progress:
@@ -80,15 +81,18 @@ class Progress:
             self._bar.write(line, file=sys.stdout)
             sys.stdout.flush()
 
-    def held_out(self, step: int, loss: float) -> None:
-        """Shows an evaluation, beside what it must beat."""
+    def held_out(self, step: int, loss: float, others: Mapping[str, float]) -> None:
+        """Shows an evaluation, beside what it must beat, and the losses on further texts by name."""
         bits = bits_per_byte(loss, self._job.corpus.bytes_per_token)
-        self._log.write(step, held_out=loss, bits_per_byte=bits)
+        named = {loss_key(name): value for name, value in others.items()}
+        self._log.write(step, held_out=loss, bits_per_byte=bits, **named)
         self._shown["held out"] = f"{loss:.3f}"
         self._bar.set_postfix(self._shown, refresh=False)
         if self._speaks:
             line = f"step {step:>6}   held-out loss {loss:.3f} nats a token ({bits:.2f} bits a byte)"
             self._bar.write(f"{line}   unigram entropy {self._unigram:.3f}", file=sys.stdout)
+            for name, value in others.items():
+                self._bar.write(f"{'':>14}loss on {printable(name)} {value:.3f} nats a token", file=sys.stdout)
             sys.stdout.flush()
 
     @contextlib.contextmanager

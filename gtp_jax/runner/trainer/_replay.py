@@ -98,7 +98,7 @@ def replay(out: Path, step: int | None = None) -> Replay:
     step = None if step is None else whole_step(step)
     directory = RunDirectory.of(out)
     directory.check(resume=True, force=False)
-    config = TrainConfig.load(directory.config)
+    config = dataclasses.replace(TrainConfig.load(directory.config), eval_data=())  # which no step reads
     if config.faults.any:
         raise ValueError("a run on replicas of unequal degree is not replayed: its ranks have fixed places.")
     checkpoints = Checkpoints(directory.checkpoints, read_only=True)

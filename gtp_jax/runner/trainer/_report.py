@@ -9,12 +9,13 @@ import jax
 from jax.sharding import Mesh
 
 from ... import hlo
+from ..._foreign import printable
 from ...hlo import columns
 from ...models import ModelConfig
 from ..data import Corpus, bits_per_byte
 from ._account import goodput
 from ._job import Job
-from ._log import Record
+from ._log import Record, loss_key
 from ._loop import Outcome
 from ._meshes import Meshes
 from ._samples import block
@@ -113,6 +114,11 @@ def _result(job: Job, outcome: Outcome, records: list[Record], unigram: float) -
                 f"{held_out[-1]:.3f} nats a token, {bits:.2f} bits a byte; {_verdict(held_out[-1], unigram)}",
             )
         )
+    for text in job.corpus.evaluated:
+        found = [record[key] for record in records if (key := loss_key(text.name)) in record]
+        if found:
+            bits = bits_per_byte(found[-1], text.bytes_per_token)
+            rows.append((f"loss on {printable(text.name)}", f"{found[-1]:.3f} nats a token, {bits:.2f} bits a byte"))
     if outcome.tokens_per_s:
         rows.append(("speed", f"{outcome.tokens_per_s:,.0f} tokens/s"))
         if jax.default_backend() == "gpu":

@@ -78,8 +78,11 @@ def _check_tokens(config: TrainConfig, corpus: Corpus, size: int) -> None:
                 "--tokenizer out to take the one that was imported with the model, or give that one."
             )
     try:
-        for stream in (corpus.train, corpus.held_out):
-            check_ids(stream, size, name=f"tokens of {corpus.name} by {name}")
+        for where, stream in [
+            *((corpus.name, stream) for stream in (corpus.train, corpus.held_out)),
+            *((text.name, text.tokens) for text in corpus.evaluated),
+        ]:
+            check_ids(stream, size, name=f"tokens of {where} by {name}")
     except ValueError as error:
         raise ValueError(
             f"{error} The tokenizer of the checkpoint in {config.from_} knows more tokens than its model. Leave out "

@@ -153,8 +153,18 @@ class TrainConfig:
         metavar="DIR",
         per_process=True,
     )
-    eval_every: int = knob(25, "output", "steps between evaluations on held-out text", metavar="N")
-    eval_batches: int = knob(4, "output", "batches of an evaluation", metavar="N")
+    eval_every: int = knob(25, "output", "steps between evaluations on held-out text; 0 for none", least=0, metavar="N")
+    eval_batches: int = knob(4, "output", "batches of an evaluation, of each text", metavar="N")
+    eval_data: tuple[str, ...] = knob(
+        (),
+        "output",
+        "files and directories to evaluate on beside the held-out text, each a text with a loss of its own; without a "
+        "path: none any more, of a resumed run",
+        kind=str,
+        metavar="PATH",
+        nargs="*",
+        per_process=True,
+    )
     sample_tokens: int = knob(
         96, "output", "tokens that the model writes at each evaluation, to be read; 0 for none", least=0, metavar="N"
     )
@@ -174,8 +184,10 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        as_tuple(self, "data")
+        as_tuple(self, "data", "eval_data")
         check_knobs(self)
+        if self.eval_data and not self.eval_every:
+            raise ValueError("`eval_every` is 0, so that nothing is evaluated. Leave --eval-data out, or give another.")
         if self.preset is None and self.from_ is None:
             object.__setattr__(self, "preset", _PRESET)
         self.base  # noqa: B018  checks that sizes and experts fit one another
