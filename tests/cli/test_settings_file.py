@@ -113,6 +113,8 @@ def test_every_flag_of_train_is_a_key_or_of_one_start():
         ("? {a: 1}\n: 2", "is not YAML"),
         ("!!python/object/apply:os.system ['true']", "is not YAML: could not determine a constructor"),
         ("steps: \x00", "is not YAML"),
+        ("retries: 2", "--retries: only a run under a supervisor has that. Add --elastic."),
+        ("elastic: false\nretries: 2\nnum_heads: 3", "Sizes that are not given"),
         ("num_heads: 3", "Sizes that are not given are those of the preset 'tiny'."),
     ],
 )

@@ -12,8 +12,9 @@ from ..flags import add_flags, given, knobs, read_settings, settings_of, write_s
 from ..trainer import LAUNCH_GROUP, LaunchOptions, TrainConfig, find_launch, resolve, start
 
 _DESCRIPTION = """\
-Trains a Llama on text, its weights sharded over the mesh. Without arguments: a small one, on the source of the Python
-standard library, on the machine's GPUs or else on 8 virtual CPU devices, in some 3 minutes.
+Trains a Llama, Mixtral or Qwen3 on text, its weights sharded over the mesh: a new one of any size, or one that was
+imported (--from). Without arguments: a small Llama, on the source of the Python standard library, on the machine's
+GPUs or else on 8 virtual CPU devices, in some 3 minutes.
 
 It prints the held-out loss beside the unigram entropy, which is the loss of the best guess that ignores context: below
 it, the model has learned something. It ends with a report and leaves in --out: checkpoints, log.jsonl, loss.png,
@@ -65,6 +66,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     groups = add_flags(parser, TrainConfig)
+    groups["sizes"].description = "What is not given is as in the preset, or as in the model of --from."
     output = groups["output"].add_mutually_exclusive_group()
     output.add_argument("--resume", action="store_true", help="go on with the run in --out")
     output.add_argument("--force", action="store_true", help="replace the run in --out")
@@ -92,8 +94,8 @@ def run(args: argparse.Namespace) -> int:
     launch = LaunchOptions(**given(args, LaunchOptions))
     settings, elastic = given(args, TrainConfig), given(args, ElasticOptions)
     options = ElasticOptions(**elastic)
-    if not options.elastic and (unused := elastic.keys() - {"elastic"}):
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in elastic if name in unused)
+    if elastic and "elastic" not in elastic:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in elastic)
         raise ValueError(f"{flags}: only a run under a supervisor has that. Add --elastic.")
     if args.save_config is not None and find_launch(launch).process == 0:
         _save(args, settings)

@@ -26,9 +26,12 @@ class ModelSizes:
     """
 
     vocab_size: int | None = knob(
-        None, _GROUP, "tokens that the model knows (default: the preset's, or as many as the text needs)", metavar="N"
+        None,
+        _GROUP,
+        "tokens that the model knows (default: the preset's, or more if the text has more)",
+        metavar="N",
     )
-    hidden_size: int | None = knob(None, _GROUP, "width of the residual stream (default: the preset's)", metavar="N")
+    hidden_size: int | None = knob(None, _GROUP, "width of the residual stream", metavar="N")
     num_layers: int | None = knob(None, _GROUP, "blocks", metavar="N")
     num_heads: int | None = knob(None, _GROUP, "query heads", metavar="N")
     num_kv_heads: int | None = knob(None, _GROUP, "key-value heads", metavar="N")
