@@ -37,6 +37,7 @@ NEEDED = {
     "optax": "0.2.8",
     "jaxtyping": "0.3.11",
     "orbax-checkpoint": "0.12.4",
+    "pyyaml": "6.0.2",
     "tqdm": "4.66",
     "matplotlib": "3.9",
 }
