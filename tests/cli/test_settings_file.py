@@ -96,6 +96,9 @@ def test_every_flag_of_train_is_a_key_or_of_one_start():
         ),
         ("resume: true", "'resume', which is of one start. Leave it out, and give --resume as a flag."),
         ("steps: many", "`steps` is 'many'; it must be a whole number."),
+        ("steps: 0x10", "`steps` is '0x10'; it must be a whole number."),
+        ("steps: 12:30", "`steps` is '12:30'; it must be a whole number."),
+        ("lr: .nan", "`lr` is '.nan'; it must be a number."),
         ("steps: 2.5", "`steps` is 2.5; it must be a whole number of at least 1."),
         ("steps: true", "`steps` is True; it must be a whole number of at least 1."),
         ("recipe: no", "`recipe` is False; it must be text. Put it in quotes"),
@@ -130,6 +133,11 @@ def test_text_that_its_flag_would_take_is_a_number(tmp_path):
         **{"lr": 1e-3, "steps": 7, "unroll": 2, "data": ("one.txt",), "from_": "model", "save_every": 3}
     }
     assert read_settings(written(tmp_path, ""), EVERY) == {}
+    assert read_settings(written(tmp_path, "steps: 010\nwarmup: 0\nlr: 0.5"), EVERY) == {
+        "steps": 10,
+        "warmup": 0,
+        "lr": 0.5,
+    }
 
 
 def test_only_a_run_that_may_begin_saves_its_settings_and_no_other_file_is_replaced(text, saved, tmp_path, capsys):

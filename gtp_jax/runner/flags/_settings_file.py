@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import os
@@ -28,6 +29,19 @@ class _Loader(yaml.SafeLoader):
             if keys.count(key) > 1:
                 raise yaml.MarkedYAMLError(problem=f"{brief(key)} is there twice", problem_mark=node.start_mark)
         return super().construct_mapping(node, deep)
+
+
+def _number(loader: _Loader, node: Any) -> int | float | str:
+    """Returns a number as Python reads it, and a flag with it; text if Python does not: 12:30 is 750 in YAML."""
+    text = loader.construct_scalar(node)
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+for _tag in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _number)
 
 
 def read_settings(
