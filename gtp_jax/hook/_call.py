@@ -13,7 +13,7 @@ from flax.errors import TraceContextError
 from jax.core import Tracer
 
 from ..chain import Remat
-from ..mesh import check_mesh_in_scope
+from ..mesh import check_mesh_in_scope, legacy_mesh_in_scope
 from ._choice import own_variables
 from ._movement import gather, own_part, scatter
 from ._nodes import is_array
@@ -24,6 +24,7 @@ from ._trace import traced
 from ._walk import is_under_way, leave, take, walking
 
 
+@legacy_mesh_in_scope()
 def call_unit(
     method: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: Any, *, remat: Remat, keep_last: bool
 ) -> Any:
@@ -44,6 +45,7 @@ def call_unit(
     return call.finish(outputs)
 
 
+@legacy_mesh_in_scope()
 def call_holder(method: Callable[..., Any], holder: nnx.Module, args: Any, kwargs: Any) -> Any:
     """Returns `method(holder, *args, **kwargs)`, with the holder's own weights gathered and its units in one walk."""
     if hook_is_off():

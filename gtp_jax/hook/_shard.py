@@ -16,7 +16,17 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..chain import REMAT, Remat
-from ..mesh import Roles, axes_of, check_mesh_in_scope, current_roles, degree, degrees, use_roles
+from ..mesh import (
+    Roles,
+    axes_of,
+    check_mesh_in_scope,
+    current_roles,
+    degree,
+    degrees,
+    legacy_mesh,
+    legacy_mesh_in_scope,
+    use_roles,
+)
 from ._call import lies
 from ._choice import Blocks, choose, matches, name_of
 from ._placement import Placement, place, placed, placement_of, shards_of
@@ -28,6 +38,7 @@ Spec = PartitionSpec | tuple[Any, ...] | None
 _LARGE = 1 << 20  # elements; weights of at least this size cause a warning if they stay whole
 
 
+@legacy_mesh_in_scope()
 def shard[M: nnx.Module](
     model: M,
     blocks: Blocks | None = None,
@@ -200,6 +211,8 @@ def _put(variable: nnx.Variable, placement: Placement | None) -> None:
     """Puts the value of a variable on the mesh, and records its placement in the variable's metadata."""
     if placement is not None:
         variable.set_metadata(out_sharding=tuple(placement.stored), placement=placement)
+        if (mesh := legacy_mesh()) is not None:  # Flax sees none in scope when it makes an optimizer's variables
+            variable.set_metadata(mesh=mesh)
     named = variable.get_metadata().get("out_sharding") or ()
     known = axes_of(PartitionSpec(*named)) <= set(jax.sharding.get_abstract_mesh().axis_names)
     spec = PartitionSpec(*named) if known else PartitionSpec()

@@ -37,6 +37,8 @@ from ._roles import spec_of_batch as spec_of_batch
 from ._roles import use_loss_counted_once as use_loss_counted_once
 from ._roles import use_roles as use_roles
 from ._scope import check_mesh_in_scope as check_mesh_in_scope
+from ._scope import legacy_mesh as legacy_mesh
+from ._scope import legacy_mesh_in_scope as legacy_mesh_in_scope
 from ._scope import mesh_of_devices as mesh_of_devices
 from ._specs import axes_of as axes_of
 from ._specs import stacked_spec as stacked_spec

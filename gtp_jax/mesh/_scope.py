@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -43,9 +45,9 @@ def check_mesh_in_scope(*, creates: bool = False) -> None:
                 "in scope with `jax.set_mesh(mesh)`."
             )
         return
-    if _legacy is not None and not _legacy.env.physical_mesh.empty:
+    if (legacy := legacy_mesh()) is not None:
         raise ValueError(
-            f"a mesh is in scope by `with mesh:`, with the axes {_legacy.env.physical_mesh.axis_names}. JAX has "
+            f"a mesh is in scope by `with mesh:`, with the axes {legacy.axis_names}. JAX has "
             "deprecated that, and arrays made under it would be on one device. Take `with jax.set_mesh(mesh):`, with a "
             "mesh of `gtp_jax.make_mesh(dp=..., gtp=..., tp=...)`."
         )
@@ -55,6 +57,26 @@ def check_mesh_in_scope(*, creates: bool = False) -> None:
             "them. To shard it, build and call it under `with jax.set_mesh(gtp_jax.make_mesh(gtp=...)):`.",
             stacklevel=3,
         )
+
+
+def legacy_mesh() -> Mesh | None:
+    """Returns the mesh that is in scope by `with mesh:`, if any."""
+    mesh = None if _legacy is None else _legacy.env.physical_mesh
+    return None if mesh is None or mesh.empty else mesh
+
+
+@contextlib.contextmanager
+def legacy_mesh_in_scope() -> Iterator[None]:
+    """Puts a mesh that is in scope by `with mesh:` in scope as `jax.set_mesh` does; otherwise it changes nothing. It is
+    also a decorator."""
+    with contextlib.ExitStack() as stack:
+        mesh = legacy_mesh()
+        if mesh is not None and jax.sharding.get_abstract_mesh().empty:
+            try:
+                stack.enter_context(jax.set_mesh(mesh))
+            except ValueError:  # in a trace, whose devices are those of its inputs
+                stack.enter_context(jax.sharding.use_abstract_mesh(mesh.abstract_mesh))
+        yield
 
 
 def mesh_of_devices(caller: str) -> Mesh:
