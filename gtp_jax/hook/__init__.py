@@ -15,6 +15,7 @@ gather starts late or early, but no value changes.
 from ._facts import UnitCall as UnitCall
 from ._facts import UnitFact as UnitFact
 from ._facts import calls_of as calls_of
+from ._facts import largest_unit as largest_unit
 from ._facts import unit_facts as unit_facts
 from ._placement import Placement as Placement
 from ._placement import placement_of as placement_of

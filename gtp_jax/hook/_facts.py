@@ -73,6 +73,17 @@ def unit_facts(model: nnx.Module) -> tuple[UnitFact, ...]:
     return tuple(found)
 
 
+def largest_unit(model: nnx.Module) -> int:
+    """Returns the number of elements of which a rank stores the gradients, of the unit with most; 0 without units."""
+    units = (module for _, module in nnx.iter_modules(model) if isinstance(kind_of(module), Unit))
+    return max(map(_elements, units), default=0)
+
+
+def _elements(unit: nnx.Module) -> int:
+    weights = [(node, p) for _, node in nnx.iter_graph(unit) if (p := placement_of(node)) is not None and p.gathered]
+    return sum(math.prod(node.get_raw_value().shape) // shards_of(placement) for node, placement in weights)
+
+
 def calls_of(model: nnx.Module, function: Callable[..., Any], *args: Any) -> tuple[UnitCall, ...]:
     """Traces `function(model, *args)`, without running it, and returns how each call of a unit is ordered."""
     graph, state = nnx.split(model)

@@ -103,9 +103,11 @@ def run(
         to_own, to_rest = closure.replace(args_res=[kept, *closure.args_res[1:]])(dy)
         (to_weights,) = through(to_own)
         trained = [i for i, own in enumerate(wanted.weights) if own]
-        if not _is_zero(ordered.reduced):  # wait for the next unit's reductions, which may lag by one unit
-            to_rest[first:last] = after(ordered.reduced, to_rest[first:last])
-        found = [scatter(to_weights[i], program.placements[i]).astype(shards[i].dtype) for i in trained]
+        to_weights = _late(ordered.reduced, [to_weights[i] for i in trained])
+        found = [
+            scatter(gradient, program.placements[i]).astype(shards[i].dtype)
+            for i, gradient in zip(trained, to_weights, strict=True)
+        ]
         done, found = stamped(found)
         reduced: list[Any] = [None] * len(shards)
         for i, gradient in zip(trained, found, strict=True):
@@ -115,6 +117,16 @@ def run(
 
     step.defvjp(forward, backward, symbolic_zeros=True)
     return step(shards, rest, token)
+
+
+def _late(reduced: Any, gradients: Arrays) -> Arrays:
+    """Returns gradients of weights, available once the next unit's are reduced: XLA would otherwise combine the
+    reductions of both units, which would then wait for one another."""
+    if _is_zero(reduced) or not gradients:
+        return gradients
+    least = min(range(len(gradients)), key=lambda i: gradients[i].size)
+    gradients[least] = after(reduced, [gradients[least]])[0]  # a select reads and writes it: take a small one
+    return together(gradients)
 
 
 def _together(closure: Any, dy: Arrays) -> tuple[Any, Arrays]:

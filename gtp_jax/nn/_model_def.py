@@ -10,6 +10,7 @@ from flax import nnx
 
 from .._random_keys import as_key, is_key, key_impl, key_words
 from ..formats import QuantizedArray
+from ..hook import largest_unit
 from ..layout import Layout
 from ..mesh import Roles, check_mesh_in_scope, current_roles
 from ._frozen import Frozen
@@ -39,6 +40,7 @@ class ModelDef:
         update_rules: of parameters that no optimizer moves, by path.
         layer_counts: the number of layers that each parameter holds along its first dimension, by its path; 0 outside
             of a `Stack`.
+        largest_unit: the elements of which a rank stores the gradients, of the unit of `gtp_jax.shard` with most.
     """
 
     graph: Any
@@ -51,6 +53,7 @@ class ModelDef:
     frozen_specs: dict[str, Any] = dataclasses.field(default_factory=dict)
     update_rules: dict[tuple[str, ...], UpdateRule] = dataclasses.field(default_factory=dict)
     layer_counts: dict[tuple[str, ...], int] = dataclasses.field(default_factory=dict)
+    largest_unit: int = 0
 
     def check_mesh(self) -> None:
         """Refuses a mesh in scope that the model was not built for.
@@ -141,6 +144,7 @@ def split_model(model: nnx.Module) -> Split:
             if isinstance(v, nnx.Param) and (rule := update_rule_of(v)) is not None
         },
         layer_counts(model),
+        largest_unit(model),
     )
     values = _dicts(jax.tree.map(lambda v: v.get_value(), params, is_leaf=_is_variable))
     return Split(model_def, values, _nested(others), _nested(frozen))

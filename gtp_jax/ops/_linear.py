@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Float
 
+from ..mesh import platform
 from ._slot import SlottedWeight, values_and_slot
 
 
@@ -45,7 +46,17 @@ def to_weight(
 
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    if x.size == x.shape[-1] and platform() == "gpu":
+        return _of_one_row(x, weight)
     return lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
+
+
+def _of_one_row(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Returns the product as a sum of products, in float32 at least: a token of generation only reads the weight, and
+    XLA reads it faster so than a matmul does (1.73 to 1.42 ms a token, IDEAS.md)."""
+    dtype = jnp.result_type(x, weight)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    return jnp.sum(x[..., None, :].astype(wide) * weight.astype(wide), axis=-1).astype(dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -20,7 +20,7 @@ class Jitted:
 
     Args:
         function: what is compiled.
-        options: returns XLA options for the mesh in scope.
+        options: returns XLA options for the mesh in scope, given the arguments of a call.
         donate_argnums: as in `jax.jit`.
         check: called with the arguments of every call that is not within another trace.
     """
@@ -28,7 +28,7 @@ class Jitted:
     def __init__(
         self,
         function: Callable[..., Any],
-        options: Callable[[], dict[str, Any]],
+        options: Callable[..., dict[str, Any]],
         donate_argnums: tuple[int, ...] = (),
         check: Callable[..., None] | None = None,
     ) -> None:
@@ -47,15 +47,15 @@ class Jitted:
         if self._check is not None:
             self._check(*args)
         try:
-            return self.jitted()(*args)
+            return self.jitted(*args)(*args)
         except jax.errors.JaxRuntimeError as error:
             if "donate the same buffer twice" in str(error):
                 check_distinct(args[0])
             raise
 
-    def jitted(self) -> Any:
-        """Returns the `jax.jit` of the function with the options for the mesh in scope."""
-        options = self._options()
+    def jitted(self, *args: Any) -> Any:
+        """Returns the `jax.jit` of the function with the options for the mesh in scope and these arguments."""
+        options = self._options(*args)
         key = tuple(sorted(options.items()))
         if key not in self._by_options:
             self._by_options[key] = jax.jit(self.__wrapped__, donate_argnums=self._donated, compiler_options=options)
@@ -63,15 +63,18 @@ class Jitted:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what `jax.jit(...).lower` returns."""
-        return self.jitted().lower(*self._by_place(args, kwargs))
+        args = self._by_place(args, kwargs)
+        return self.jitted(*args).lower(*args)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what `jax.jit(...).trace` returns."""
-        return self.jitted().trace(*self._by_place(args, kwargs))
+        args = self._by_place(args, kwargs)
+        return self.jitted(*args).trace(*args)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what `jax.jit(...).eval_shape` returns."""
-        return self.jitted().eval_shape(*self._by_place(args, kwargs))
+        args = self._by_place(args, kwargs)
+        return self.jitted(*args).eval_shape(*args)
 
     def _by_place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Returns all arguments by place, as donation and checks count them; they may be passed by name."""

@@ -19,6 +19,7 @@ class Option(NamedTuple):
 
 _SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 _ESTIMATOR = "xla_gpu_enable_analytical_sol_latency_estimator"
+_SCATTERS = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 
 # Measured together on 4 x H200, reference step, against XLA's defaults: 403 ms to 391 ms.
 GPU_OPTIONS: Mapping[str, Option] = {
@@ -31,7 +32,7 @@ GPU_OPTIONS: Mapping[str, Option] = {
     "xla_gpu_all_gather_combine_threshold_bytes": Option(
         1 << 31, "all gathers of a layer in one launch; the chain's ties keep layers apart"
     ),
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": Option(1 << 31, "likewise for the gradients"),
+    _SCATTERS: Option(1 << 31, "likewise for the gradients"),
     # 100 M parameters on an H100: 59.7 to 54.8 ms; 1 B: 139 to 132 (IDEAS.md)
     "xla_gpu_enable_triton_gemm": Option(
         False,
@@ -55,6 +56,10 @@ GPU_OPTIONS_WITH_FP8: Mapping[str, Option] = {
     _ESTIMATOR: Option(True, "without, no matmul is put under the reduce-scatters of backward"),
 }
 
+# Of a model that `gtp_jax.shard` has sharded, in global view. There XLA reduces a gradient where it is made, ahead of
+# any tie: without a limit it reduces those of two units together, late, in nobody's shadow (IDEAS.md).
+_BYTES_OF_GRADIENT = 2
+
 # Differences where NCCL is too old for XLA's own all-reduce kernels, which then fail (see `_nccl.py`).
 GPU_OPTIONS_WITH_OLD_NCCL: Mapping[str, Option] = {
     COLLECTIVE_KERNELS: Option(
@@ -64,7 +69,7 @@ GPU_OPTIONS_WITH_OLD_NCCL: Mapping[str, Option] = {
 
 
 def compile_options(
-    platform: str, own: Mapping[str, Any] | None = None, *, tp: int = 1, fp8: bool = False
+    platform: str, own: Mapping[str, Any] | None = None, *, tp: int = 1, fp8: bool = False, largest_unit: int = 0
 ) -> dict[str, Any]:
     """Returns options for `jax.jit(compiler_options=...)`: those above on `gpu`, none elsewhere.
 
@@ -75,9 +80,14 @@ def compile_options(
         own: options that win over these.
         tp: degree of the tp axis.
         fp8: whether matmuls run in FP8.
+        largest_unit: the elements of which a rank stores the gradients, of the unit with most of a model that
+            `gtp_jax.shard` has sharded and that runs in global view; 0 of other models.
     """
     parts = (GPU_OPTIONS, GPU_OPTIONS_WITH_TP if tp > 1 else {}, GPU_OPTIONS_WITH_FP8 if fp8 else {})
     chosen = {name: option for part in parts for name, option in part.items()} if platform == "gpu" else {}
+    if platform == "gpu" and largest_unit:
+        limit = _BYTES_OF_GRADIENT * largest_unit * 17 // 16
+        chosen[_SCATTERS] = Option(limit, "the gradients of one unit in a launch, and no more")
     theirs = flags_in_environment()
     if platform == "gpu" and not decides_collective_kernels(theirs) and nccl_is_too_old():
         chosen |= GPU_OPTIONS_WITH_OLD_NCCL

@@ -135,7 +135,7 @@ def train_step(
         )
         return after, {**_metrics(computed, state, view, has_aux), **metrics}
 
-    options = lambda: _options(compiler_options, recipe_of_call(recipe))  # noqa: E731
+    options = lambda *args: _options(compiler_options, recipe_of_call(recipe), view, *args)  # noqa: E731
     limits: Any = {"max_grad_norm": max_grad_norm, "skip_nonfinite": skip_nonfinite}
     own = None if replicas is None else replicas.own_step(request, optimizer, **limits, options=options)
     return Jitted(step, options, donate_argnums=(0,), check=check_values) if own is None else own
@@ -164,7 +164,8 @@ def eval_step(
         computed = losses(Request(loss, view, has_aux, 1, recipe_of_call(recipe), 0, 0), state, batch)
         return _metrics(computed, state, view, has_aux)
 
-    return Jitted(step, lambda: _options(compiler_options, recipe_of_call(recipe)), check=check_values)
+    options = lambda *args: _options(compiler_options, recipe_of_call(recipe), view, *args)  # noqa: E731
+    return Jitted(step, options, check=check_values)
 
 
 def loss_and_gradients(
@@ -221,12 +222,15 @@ def _check_view(view: Any, has_aux: bool) -> None:
         )
 
 
-def _options(own: dict[str, Any] | None, recipe: Recipe | None) -> dict[str, Any]:
+def _options(own: dict[str, Any] | None, recipe: Recipe | None, view: View, *args: Any) -> dict[str, Any]:
     kinds = () if recipe is None else recipe.kinds
     fp8 = any(kind.operands is not None and kind.operands.weight.block is None for kind in kinds)
     tensor = current_roles().tensor
     known = tensor in jax.sharding.get_abstract_mesh().axis_names  # a model may have other roles than those in scope
-    return compile_options(platform(), own, tp=degree(tensor) if known else 1, fp8=fp8)
+    units = [a.model_def.largest_unit for a in args if isinstance(a, TrainState) and view == "global"]
+    return compile_options(
+        platform(), own, tp=degree(tensor) if known else 1, fp8=fp8, largest_unit=max(units, default=0)
+    )
 
 
 def _check_state(state: Any) -> None:
