@@ -14,10 +14,14 @@ gather starts late or early, but no value changes.
 
 from ._facts import UnitCall as UnitCall
 from ._facts import UnitFact as UnitFact
+from ._facts import WeightFact as WeightFact
 from ._facts import calls_of as calls_of
 from ._facts import largest_unit as largest_unit
 from ._facts import unit_facts as unit_facts
+from ._facts import weight_facts as weight_facts
+from ._path import weight_paths as weight_paths
 from ._placement import Placement as Placement
 from ._placement import placement_of as placement_of
+from ._scope import recipe_of_step as recipe_of_step
 from ._scope import without_hook as without_hook
 from ._shard import shard as shard

@@ -15,13 +15,16 @@ from jax.core import Tracer
 from ..chain import Remat
 from ..mesh import check_mesh_in_scope, legacy_mesh_in_scope
 from ._choice import own_variables
-from ._movement import gather, own_part, scatter
+from ._codes import coded, moving
+from ._movement import own_part
 from ._nodes import is_array
-from ._placement import Placement, placement_of
+from ._path import path_of
+from ._placement import Placement
 from ._scope import hook_is_off
 from ._step import run
 from ._trace import traced
 from ._walk import is_under_way, leave, take, walking
+from ._weights import Weights, gather_once
 
 
 @legacy_mesh_in_scope()
@@ -51,7 +54,7 @@ def call_holder(method: Callable[..., Any], holder: nnx.Module, args: Any, kwarg
     if hook_is_off():
         return method(holder, *args, **kwargs)
     known = _held.get()  # gathered by an enclosing call of the same holder
-    own = [(v, p) for v in own_variables(holder) if (p := placement_of(v)) and p.gathered and id(v) not in known]
+    own = [(v, p) for v in own_variables(holder) if (p := moving(v)) is not None and id(v) not in known]
     with walking(), _gathered(holder, own if _checked(holder, own) else []):
         return method(holder, *args, **kwargs)
 
@@ -65,7 +68,7 @@ Sharded = list[tuple[nnx.Variable, Placement]]
 def _sharded_in(unit: nnx.Module) -> Sharded:
     """Returns the sharded weights of a unit and of the modules within it."""
     nodes = (node for _, node in nnx.iter_graph(unit))
-    return [(node, p) for node in nodes if (p := placement_of(node)) is not None and p.gathered]
+    return [(node, p) for node in nodes if (p := moving(node)) is not None]
 
 
 def _checked(owner: nnx.Module, weights: Sharded) -> bool:
@@ -119,19 +122,35 @@ def _explained(owner: nnx.Module) -> Iterator[None]:
         ) from error
 
 
+def _not_in_trace(variable: nnx.Variable) -> str:
+    name = ".".join(path_of(variable))
+    return (
+        f"the recipe in scope quantizes {name}, whose module is called inside a transformation (a scan, "
+        "`jax.checkpoint`) into which it was not passed, so that its quantized value cannot be put there. Pass the "
+        f"module to the transformation, as `nnx.scan` and `nnx.remat` do, or add {name!r} to the recipe's `exclude`."
+    )
+
+
 @contextlib.contextmanager
 def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
     """Makes variables hold gathered weights while a call runs, and shards again afterwards."""
+    if not weights:
+        yield
+        return
     put = []
     mark = _held.set(_held.get() | {id(variable) for variable, _ in weights})
-    for variable, placement in weights:
-        shard = variable.get_raw_value()
-        with _explained(owner):
-            weight = gather_once(shard, placement)
+    shards = [variable.get_raw_value() for variable, _ in weights]
+    formats = tuple(coded(variable, placement) for variable, placement in weights)
+    how = Weights(tuple(placement for _, placement in weights), formats, (None,) * len(weights))
+    with _explained(owner):
+        gathered = gather_once(how, shards)
+    for (variable, placement), shard, weight, form in zip(weights, shards, gathered, formats, strict=True):
         try:
             variable.set_raw_value(weight)
-        except TraceContextError:  # of an outer trace, such as that around a scan: XLA gathers what its body reads
-            continue
+        except TraceContextError as error:  # of an outer trace, such as that around a scan
+            if form is not None:
+                raise ValueError(_not_in_trace(variable)) from error
+            continue  # XLA gathers what its body reads
         put.append((variable, shard, weight, placement))
     try:
         yield
@@ -140,17 +159,3 @@ def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
         for variable, shard, weight, placement in put:
             now = variable.get_raw_value()
             variable.set_raw_value(shard if now is weight else own_part(now, placement))
-
-
-def gather_once(shard: jax.Array, placement: Placement) -> jax.Array:
-    """Returns a gathered weight, which backward keeps if it needs it; its gradient goes directly to the shards."""
-
-    @jax.custom_vjp
-    def apply(shard: jax.Array) -> jax.Array:
-        return gather(shard, placement)
-
-    def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-        return (scatter(gradient, placement),)
-
-    apply.defvjp(lambda shard: (gather(shard, placement), None), backward)
-    return apply(shard)

@@ -8,9 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
+from ..recipes import Recipe
+from ..weights import bytes_on_wire
 from ._choice import name_of, own_variables
+from ._codes import Coded, decide
+from ._path import path_of
 from ._placement import placement_of, shards_of
 from ._unit import Holder, Unit, kind_of
 from ._walk import recording
@@ -35,6 +40,26 @@ class UnitFact:
     shards: int
     bytes: int
     gathered: str
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightFact:
+    """How a sharded weight travels under a recipe.
+
+    Attributes:
+        weight: the path of the weight in the model.
+        shape: its logical shape.
+        wire: the name of the format; empty if the weight travels in the dtype in which it is used.
+        bytes: the size of the gathered weight on the wire in bytes, codes and scales of all shards together; without a
+            format, in the dtype of the parameter.
+        reason: why it is not quantized.
+    """
+
+    weight: str
+    shape: tuple[int, ...]
+    wire: str
+    bytes: int
+    reason: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +107,29 @@ def largest_unit(model: nnx.Module) -> int:
 def _elements(unit: nnx.Module) -> int:
     weights = [(node, p) for _, node in nnx.iter_graph(unit) if (p := placement_of(node)) is not None and p.gathered]
     return sum(math.prod(node.get_raw_value().shape) // shards_of(placement) for node, placement in weights)
+
+
+def weight_facts(model: nnx.Module, recipe: Recipe) -> tuple[WeightFact, ...]:
+    """Returns a fact for each sharded weight of a model.
+
+    Raises:
+        ValueError: if the recipe asks for what sharded models do not support.
+    """
+    found = []
+    for _, variable in nnx.iter_graph(model):
+        placement = placement_of(variable)
+        if placement is None:
+            continue
+        value, path = variable.get_raw_value(), path_of(variable)
+        decided, size = (
+            decide(recipe, path, tuple(value.shape), placement),
+            math.prod(value.shape) * value.dtype.itemsize,
+        )
+        wire, reason = ("", decided) if isinstance(decided, str) else (decided.form.name, "")
+        if isinstance(decided, Coded):
+            size = bytes_on_wire(decided.group(np.dtype(value.dtype), np.dtype(value.dtype)))
+        found.append(WeightFact(".".join(path), tuple(value.shape), wire, size, reason))
+    return tuple(found)
 
 
 def calls_of(model: nnx.Module, function: Callable[..., Any], *args: Any) -> tuple[UnitCall, ...]:

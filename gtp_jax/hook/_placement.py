@@ -36,6 +36,10 @@ class Placement:
         """Whether the weight must be gathered to be used."""
         return _entries(self.stored, 0) != _entries(self.used, 0)
 
+    def used_axes(self, dim: int) -> tuple[str, ...]:
+        """Returns the axes that divide dimension `dim` of the gathered array too."""
+        return _axes(self.used, dim)
+
     def gathered_axes(self, dim: int) -> tuple[str, ...]:
         """Returns the axes over which dimension `dim` is gathered, outermost first; they are its innermost axes."""
         stored, used = _axes(self.stored, dim), _axes(self.used, dim)
@@ -88,10 +92,11 @@ def placement_of(variable: Any) -> Placement | None:
 
 
 def place(shape: Sequence[int], roles: Roles, used: PartitionSpec) -> Placement | None:
-    """Returns the placement of a weight of this shape on the mesh in scope; `None` if it stays whole.
+    """Returns the placement of a weight of this shape on the mesh in scope; `None` of a scalar.
 
     If possible, all axes shard the longest dimension that they divide evenly. Otherwise the axes of the role `weights`
     shard one dimension and those of the role `optimizer` another; otherwise fewer axes shard one dimension.
+    If none can, the weight stays whole; a recipe quantizes it all the same, so that its values are those on any mesh.
 
     Args:
         shape: the logical shape of the weight.
@@ -105,7 +110,7 @@ def place(shape: Sequence[int], roles: Roles, used: PartitionSpec) -> Placement 
     for chosen in ((all_axes,), (weights, further), *((axes,) for axes in _fewer(all_axes, weights))):
         stored = _divided(tuple(shape), used, chosen)
         if stored is not None:
-            return placed(stored, used, len(shape)) if axes_of(stored) else None
+            return placed(stored, used, len(shape))
     return None
 
 

@@ -1,4 +1,4 @@
-"""A context in which sharded models are called without the hook."""
+"""What is in scope for sharded models: whether they are called with the hook, and the recipe."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import contextlib
 
 import jax
 
+from ..recipes import Recipe, current_recipe
+
 _off = jax.make_user_context(default_value=False)
+_recipe_of_step = jax.make_user_context(default_value=None)
 
 
 def without_hook() -> contextlib.AbstractContextManager[None]:
@@ -21,3 +24,16 @@ def without_hook() -> contextlib.AbstractContextManager[None]:
 def hook_is_off() -> bool:
     """Returns whether `without_hook` is in scope."""
     return _off.value
+
+
+def recipe_of_step(recipe: Recipe | None) -> contextlib.AbstractContextManager[None]:
+    """Puts the recipe of a `train_step` in scope, for the weights that `shard` has sharded alone.
+
+    `use_recipe` would reach layers of gtp_jax's own that are not part of the model too, and has no keys for them.
+    """
+    return _recipe_of_step(recipe)
+
+
+def recipe_in_scope() -> Recipe | None:
+    """Returns the recipe of the step that runs, otherwise the one that `use_recipe` has put in scope."""
+    return current_recipe() if _recipe_of_step.value is None else _recipe_of_step.value

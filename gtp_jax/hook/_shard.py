@@ -29,6 +29,7 @@ from ..mesh import (
 )
 from ._call import lies
 from ._choice import Blocks, choose, matches, name_of
+from ._path import WeightPath
 from ._placement import Placement, place, placed, placement_of, shards_of
 from ._unit import Holder, Unit, kind_of, make
 
@@ -59,7 +60,8 @@ def shard[M: nnx.Module](
     `weights` (gtp) and `optimizer` (dp, ZeRO). While a block computes, the weights of the next block are gathered, in
     forward and in backward. Backward gathers the weights again, and reduces a block's gradients while the next block
     computes. Modules outside of blocks that have weights, such as an embedding or a head, are treated like blocks.
-    Results are those of the model without a mesh. `gtp_jax.explain(model)` reports what is done with each module.
+    Results are those of the model without a mesh. `gtp_jax.explain(model)` reports what is done with each module. Under
+    a recipe, matrices travel as codes in its wire format, and results are those at the values of the codes.
 
     The model may be concrete or abstract; `gtp_jax.init(lambda rngs: gtp_jax.shard(Model(rngs)), rngs)` creates every
     array as shards. Modules remain instances of their classes, but their `type` becomes a subclass. Weights of
@@ -109,7 +111,7 @@ def shard[M: nnx.Module](
         placements = {path: _placement(path, v, specs or {}, roles) for path, v in variables.items() if is_weight(v)}
     _warn_of_whole(placements, variables, specs or {}, roles)
     for path, variable in variables.items():
-        _put(variable, placements.get(path))
+        _put(path, variable, placements.get(path))
     for module in choice.units.values():
         make(module, Unit(remat, keep_last, methods))
     for module in choice.holders.values():
@@ -207,10 +209,11 @@ def _without(entry: Any, axes: set[str]) -> Any:
     return None if not kept else kept[0] if len(kept) == 1 else kept
 
 
-def _put(variable: nnx.Variable, placement: Placement | None) -> None:
-    """Puts the value of a variable on the mesh, and records its placement in the variable's metadata."""
+def _put(path: Any, variable: nnx.Variable, placement: Placement | None) -> None:
+    """Puts the value of a variable on the mesh, and records its placement and path in the variable's metadata."""
     if placement is not None:
-        variable.set_metadata(out_sharding=tuple(placement.stored), placement=placement)
+        stored = tuple(placement.stored)
+        variable.set_metadata(out_sharding=stored, placement=placement, weight_path=WeightPath(path))
         if (mesh := legacy_mesh()) is not None:  # Flax sees none in scope when it makes an optimizer's variables
             variable.set_metadata(mesh=mesh)
     named = variable.get_metadata().get("out_sharding") or ()

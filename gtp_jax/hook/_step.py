@@ -12,11 +12,11 @@ from jax.core import Tracer, eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 
 from ..chain import Remat, with_remat
-from ._movement import gather, scatter
-from ._parts import cast, in_parts
-from ._ties import after, is_float, mapped_with, shared, stamped, together
+from ._parts import in_parts
+from ._ties import after, is_float, mapped_with, stamped, together
 from ._trace import Program
 from ._walk import Token
+from ._weights import Weights
 
 Arrays = list[Any]
 
@@ -51,12 +51,13 @@ def run(
             follows, so forward passes them on for every unit, and XLA removes those that backward does not use.
     """
     parts = in_parts(program.jaxpr, len(program.placements))
+    weights_of = Weights(program.placements, program.coded, parts.casts)
+    codes, wires = jax.tree.flatten(weights_of.encode(shards))
     first, last = program.arguments
 
-    def gathered(zero: jax.Array, shards: Arrays) -> Arrays:
+    def gathered(zero: jax.Array, shards: Arrays, codes: Arrays) -> Arrays:
         """Returns the gathered weights; the gathers wait for `zero`."""
-        ready = after(shared(zero), cast(shards, parts.casts))
-        return [gather(shard, placement) for shard, placement in zip(ready, program.placements, strict=True)]
+        return weights_of.gather(zero, shards, jax.tree.unflatten(wires, codes))
 
     def before(weights: Arrays) -> Arrays:
         return eval_jaxpr(parts.before, [], *weights)
@@ -74,27 +75,27 @@ def run(
         return zero, ready[: len(weights)], [*rest[:first], *ready[len(weights) :], *rest[last:]]
 
     @jax.custom_vjp
-    def step(shards: Arrays, rest: Arrays, token: Token) -> tuple[Arrays, Token]:
-        zero, weights, ready = entered(gathered(token.entered, shards), rest)
+    def step(shards: Arrays, codes: Arrays, rest: Arrays, token: Token) -> tuple[Arrays, Token]:
+        zero, weights, ready = entered(gathered(token.entered, shards, codes), rest)
         return mapped_with((compute(before(weights), ready), Token(zero, token.reduced)), [*shards, *rest, *token])
 
-    def forward(shards: Any, rest: Any, token: Any) -> Any:
+    def forward(shards: Any, codes: Any, rest: Any, token: Any) -> Any:
         wanted = _Wanted(*(tuple(leaf.perturbed for leaf in leaves) for leaves in (shards, rest)))
-        shards, rest = ([leaf.value for leaf in leaves] for leaves in (shards, rest))
+        shards, codes, rest = ([leaf.value for leaf in leaves] for leaves in (shards, codes, rest))
         token = Token(*(leaf.value for leaf in token))
-        zero, weights, ready = entered(gathered(token.entered, shards), rest)
+        zero, weights, ready = entered(gathered(token.entered, shards, codes), rest)
         kept = keep_last and all(isinstance(weight, Tracer) for weight in weights)
         y, closure = jax.vjp(with_remat(compute, remat), before(weights), ready, saveable_args=(False, True))
         outputs = mapped_with((y, Token(zero, token.reduced)), [*shards, *rest, *token])
-        return outputs, (closure, shards, weights if kept else None, wanted)
+        return outputs, (closure, shards, codes, weights if kept else None, wanted)
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        closure, shards, weights, wanted = residuals
+        closure, shards, codes, weights, wanted = residuals
         dy, ordered = cotangents
         dy = [_instantiated(g) for g in dy]
         if weights is None or not _is_zero(ordered.entered):
             # without an order from the next unit, gather no sooner than the gradient of the output is available
-            weights = gathered(stamped(dy)[0] if _is_zero(ordered.entered) else ordered.entered, shards)
+            weights = gathered(stamped(dy)[0] if _is_zero(ordered.entered) else ordered.entered, shards, codes)
         handed, ready = stamped([*weights, *dy])
         weights, dy = ready[: len(weights)], ready[len(weights) :]
         own, through = jax.vjp(before, weights)
@@ -103,20 +104,17 @@ def run(
         to_own, to_rest = closure.replace(args_res=[kept, *closure.args_res[1:]])(dy)
         (to_weights,) = through(to_own)
         trained = [i for i, own in enumerate(wanted.weights) if own]
-        to_weights = _late(ordered.reduced, [to_weights[i] for i in trained])
-        found = [
-            scatter(gradient, program.placements[i]).astype(shards[i].dtype)
-            for i, gradient in zip(trained, to_weights, strict=True)
-        ]
+        late = zip(trained, _late(ordered.reduced, [to_weights[i] for i in trained]), strict=True)
+        found = [weights_of.scatter(i, gradient).astype(shards[i].dtype) for i, gradient in late]
         done, found = stamped(found)
         reduced: list[Any] = [None] * len(shards)
         for i, gradient in zip(trained, found, strict=True):
             reduced[i] = gradient
         to_rest = [g if own and is_float(g) else None for g, own in zip(to_rest, wanted.rest, strict=True)]
-        return reduced, to_rest, Token(handed, done)
+        return reduced, None, to_rest, Token(handed, done)
 
     step.defvjp(forward, backward, symbolic_zeros=True)
-    return step(shards, rest, token)
+    return step(shards, codes, rest, token)
 
 
 def _late(reduced: Any, gradients: Arrays) -> Arrays:

@@ -23,8 +23,8 @@ def is_float(leaf: Any) -> bool:
 
 
 def after(zero: jax.Array, arrays: Sequence[Any]) -> list[Any]:
-    """Returns the arrays; those that are floats wait for `zero`."""
-    return [jnp.where(zero == 0, a, jnp.zeros((), a.dtype)) if _is_real(a) and is_float(a) else a for a in arrays]
+    """Returns the arrays, which wait for `zero`; random keys and non-arrays do not."""
+    return [jnp.where(zero == 0, a, jnp.zeros((), a.dtype)) if _is_real(a) else a for a in arrays]
 
 
 def stamped(arrays: Sequence[Any]) -> tuple[jax.Array, list[Any]]:

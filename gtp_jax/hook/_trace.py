@@ -12,9 +12,10 @@ from flax import nnx
 from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import Jaxpr
 
+from ._codes import Coded, coded, moving
 from ._movement import form_in_use, kept_whole, own_part
 from ._nodes import Rebuild, is_array, is_dynamic, is_node, taken_apart, value_of, variables_of, with_value
-from ._placement import Placement, placement_of
+from ._placement import Placement
 from ._scope import without_hook
 from ._ties import is_float
 
@@ -28,6 +29,7 @@ class Program:
             are arguments of the call.
         consts: the constants of the jaxpr, with `_CAPTURED` for those that are traced.
         placements: the placements of the weights.
+        coded: the formats in which they travel; `None` for weights that the recipe in scope does not quantize.
         arguments: the start and end of the call's arguments among the other arrays. Before them are the values of the
             unit's other variables and of nodes among the arguments; after them, the traced constants.
     """
@@ -35,6 +37,7 @@ class Program:
     jaxpr: Jaxpr
     consts: tuple[Any, ...]
     placements: tuple[Placement, ...]
+    coded: tuple[Coded | None, ...]
     arguments: tuple[int, int]
 
     def evaluate(self, jaxpr: Jaxpr, weights: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
@@ -73,7 +76,7 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
     leaves, structure = variables_of(state)
     values, of_values = jax.tree.flatten([value_of(leaf) for leaf in leaves])
     owners = [leaf for leaf in leaves for _ in jax.tree.leaves(value_of(leaf))]
-    placements = [_gathered(owner) if is_dynamic(value) else None for owner, value in zip(owners, values, strict=True)]
+    placements = [moving(owner) if is_dynamic(value) else None for owner, value in zip(owners, values, strict=True)]
     at_weights = [i for i, placement in enumerate(placements) if placement is not None]
     at_others = [i for i, value in enumerate(values) if is_dynamic(value) and placements[i] is None]
     at_arguments = [i for i, leaf in enumerate(flat) if is_array(leaf)]
@@ -104,22 +107,18 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
     others = [kept_whole(values[i]) if _is_whole(owners[i]) else values[i] for i in at_others]
     arguments = [flat[i] for i in at_arguments]
     known = tuple(placement for placement in placements if placement is not None)
+    formats = tuple(coded(owners[i], placement) for i, placement in zip(at_weights, known, strict=True))
     gathered = [form_in_use(shard, placement) for shard, placement in zip(weights, known, strict=True)]
     closed = jax.make_jaxpr(function)(gathered, others, arguments)
     captured = [const for const in closed.consts if isinstance(const, Tracer)]
     consts = tuple(_CAPTURED if isinstance(const, Tracer) else const for const in closed.consts)
-    program = Program(closed.jaxpr, consts, known, (len(others), len(others) + len(arguments)))
+    program = Program(closed.jaxpr, consts, known, formats, (len(others), len(others) + len(arguments)))
     return Traced(program, weights, [*others, *arguments, *captured], finish[-1])
 
 
 def _finish(rebuild: Rebuild, write: Rebuild, results: int, found: Sequence[Any]) -> Any:
     write(found[results:])
     return rebuild(found[:results])
-
-
-def _gathered(owner: Any) -> Placement | None:
-    placement = placement_of(owner)
-    return placement if placement is not None and placement.gathered else None
 
 
 def _is_whole(owner: Any) -> bool:
@@ -183,7 +182,7 @@ class _Before:
 
 
 def _write(variable: nnx.Variable, value: Any) -> None:
-    placement = _gathered(variable)
+    placement = moving(variable)
     variable.set_raw_value(value if placement is None else own_part(value, placement))
 
 

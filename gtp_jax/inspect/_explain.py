@@ -13,7 +13,7 @@ from flax import nnx
 from ..experts import GroupedDense, MoE, choose_transport
 from ..formats import Format, Operands
 from ..hlo import columns, quantity
-from ..hook import UnitCall, UnitFact, calls_of, placement_of, unit_facts
+from ..hook import UnitCall, UnitFact, WeightFact, calls_of, placement_of, unit_facts, weight_facts
 from ..mesh import degree, supports_block_scaled_matmul, supports_fp8_matmul, supports_packed_attention
 from ..nn import AttentionCore, Dense, Weight, layout_of, structure_of, weight_owners
 from ..ops import multiplies_fp8_groups
@@ -104,6 +104,7 @@ class Explanation:
             not gtp_jax's.
         units: of each module whose weights `gtp_jax.shard` has sharded.
         calls: of each call of such a module, in the call that was explained.
+        weights: of each weight that `gtp_jax.shard` has sharded, if the recipe quantizes any.
     """
 
     facts: tuple[WireFact, ...]
@@ -112,6 +113,7 @@ class Explanation:
     experts: tuple[ExpertsFact, ...] = ()
     units: tuple[UnitFact, ...] = ()
     calls: tuple[UnitCall, ...] = ()
+    weights: tuple[WeightFact, ...] = ()
 
     def __str__(self) -> str:
         header = ("module", "layers", "kernels", "wire", "a layer", "B/element", "matmul", "gradient")
@@ -142,6 +144,12 @@ class Explanation:
             ]
             header = ("module", "class", "weights", "shards", "gathered bytes", "gathered")
             parts.append(columns(header, rows, right=(2, 3, 4)))
+        if self.weights:
+            rows = [
+                (w.weight, "x".join(map(str, w.shape)), w.wire or "as it is used", quantity(w.bytes, "B"), w.reason)
+                for w in self.weights
+            ]
+            parts.append(columns(("weight", "shape", "wire", "a gather", "why"), rows, right=(3,)))
         if self.calls:
             rows = [(c.module or "the model", "ahead" if c.prefetched else "in place", c.reason) for c in self.calls]
             parts.append(columns(("call of", "gathered", "why"), rows))
@@ -198,12 +206,20 @@ def explain(
         return lives_of(path, owners, groups)
     facts = tuple(_fact(at, owners[at], group, layers) for (at, layers), group in groups.items())
     params = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    untouched = [(path, v) for path, v in params if layout_of(v) is None and placement_of(v) is None]
-    others = (".".join(map(str, path)) for path, _ in untouched)
     attentions = tuple(_attention(path, m) for path, m in nnx.iter_modules(model) if isinstance(m, AttentionCore))
     experts = tuple(_experts(path, m) for path, m in nnx.iter_modules(model) if isinstance(m, MoE))
     calls = () if call is None else calls_of(model, call)
-    return Explanation(facts, tuple(others), attentions, experts, unit_facts(model), calls)
+    weights = weight_facts(model, recipe)
+    coded = {fact.weight for fact in weights if fact.wire}
+    others = [
+        name
+        for path, v in params
+        if layout_of(v) is None
+        and (name := ".".join(map(str, path))) not in coded
+        and ((placement := placement_of(v)) is None or not placement.gathered)
+    ]
+    weights = weights if any(kind.wire is not None for kind in recipe.kinds) else ()
+    return Explanation(facts, tuple(others), attentions, experts, unit_facts(model), calls, weights)
 
 
 def _attention(path: ModulePath, core: AttentionCore) -> AttentionFact:

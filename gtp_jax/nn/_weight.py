@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from ..chain import Schedule
 from ..formats import Operands
+from ..hook import weight_paths
 from ..layout import ArrayLayout, Layout
 from ..mesh import current_view
 from ..ops import linear, linear_blocks, linear_fp8
@@ -106,6 +107,7 @@ def structure_of(model: nnx.Module) -> Structure:
         {path: owner.built_group for path, owner in weight_owners(model).items()},
         {path: m.length for path, m in stacks.items()},
         frozenset(path for path, m in stacks.items() if m.schedule.unroll == "full"),
+        weight_paths(model),
     )
 
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from ..collectives import sum_over_replicas
 from ..experts import check_loss_reduction
+from ..hook import recipe_of_step
 from ..mesh import Roles, degrees, use_roles, with_paths
 from ..nn import keys_of, shards_of, structure_of, with_groups
 from ..recipes import Recipe
@@ -82,12 +83,18 @@ def gradients(request: Request, state: TrainState, batch: Tree) -> Computed:
     check_filled(batch)
     _check_parameters_have_gradients(state)
     _check_recipe_pregathers(request)
-    return (_on_global_arrays if request.view == "global" else _on_each_rank)(request, state, batch)
+    with recipe_of_step(request.recipe):
+        return (_on_global_arrays if request.view == "global" else _on_each_rank)(request, state, batch)
 
 
 def losses(request: Request, state: TrainState, batch: Tree) -> Computed:
     """Returns the loss of a batch, without gradients; variables that the model writes are dropped."""
     check_filled(batch)
+    with recipe_of_step(request.recipe):
+        return _losses(request, state, batch)
+
+
+def _losses(request: Request, state: TrainState, batch: Tree) -> Computed:
     if request.view == "global":
         state.model_def.check_mesh()
         with use_roles(state.model_def.roles):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -12,7 +12,7 @@ from ..formats import Format
 from ._fused import Shards, bytes_of
 from ._group import ModulePath, WeightGroup
 from ._optimizer_axes import gather_stored, stored_specs
-from ._packed import pregather_layers
+from ._packed import Packed, pregather_layers
 from ._plan import fits_blocks, wire_bytes
 from ._quantize import Bundle, pack_all
 from ._ranks import in_view, ranks_spec
@@ -99,26 +99,60 @@ def quantize(
             )
             for layers, members in buffers
         ]
-        coded = [number for number, one in enumerate(bundles) if isinstance(one.wire, Format)]
-        packed = dict(zip(coded, pack_all([bundles[number] for number in coded]), strict=True))
+        wires = _wires(bundles, [layers.stack is not None for layers, _ in buffers])
         found: Prepared = {}
-        for number, (layers, members) in enumerate(buffers):
+        for (layers, members), bundle, wire in zip(buffers, bundles, wires, strict=True):
             first = next(iter(members))
             length = 1 if layers.stack is None else len(shards[first][0])
-            if number not in packed:
-                found[first] = (Stretch(_own_wire(bundles[number], stacked=layers.stack is not None), 0, length),)
-                continue
             ahead: tuple[Stretch, ...] = ()
             quantized = layers.stop - layers.start
             count = quantized if pregathered_layers == "all" else min(pregathered_layers, quantized)
-            if layers.stack is not None and count:
+            if isinstance(wire, Packed) and layers.stack is not None and count:
                 stop = layers.start + count
-                whole = pregather_layers(packed[number], bundles[number].fused, layers.start, stop)
+                whole = pregather_layers(wire, bundle.fused, layers.start, stop)
                 ahead = (Stretch(whole, layers.start, stop),)
-            found[first] = (*ahead, Stretch(packed[number], 0, length))
+            found[first] = (*ahead, Stretch(wire, 0, length))
         return found
 
     return in_view(pack, into, out)(own)
+
+
+def quantize_together(
+    groups: Mapping[ModulePath, WeightGroup], shards: Mapping[ModulePath, Shards]
+) -> tuple[Wire, ...]:
+    """Quantizes weights outside stacks that are gathered together, in the view in scope: one amax kernel for all, and
+    one buffer for those of one format, dtype and axes.
+
+    Args:
+        groups: what is decided about them, by name; all of them travel in a format.
+        shards: this rank's, by the same names; in global view whole arrays.
+    """
+    buffers: dict[Any, dict[ModulePath, WeightGroup]] = {}
+    for name, group in groups.items():
+        buffers.setdefault(buffer_of(group, name, stacked=True), {})[name] = group
+
+    def into(shards: Mapping[ModulePath, Shards]) -> tuple[Any]:
+        return ({name: stored_specs(groups[name].layouts, own) for name, own in shards.items()},)
+
+    def pack(shards: Mapping[ModulePath, Shards]) -> tuple[Wire, ...]:
+        bundles = [Bundle({name: shards[name] for name in members}, members) for members in buffers.values()]
+        return tuple(_wires(bundles, [False] * len(bundles)))
+
+    return in_view(pack, into, ranks_spec())(shards)
+
+
+def _wires(bundles: Sequence[Bundle], stacked: Sequence[bool]) -> list[Wire]:
+    """Returns what is sent of each bundle: codes, of one amax kernel for all, or a wire of its own format.
+
+    Args:
+        bundles: in the order of the result.
+        stacked: whether the arrays of each have the leading dimension of a stack.
+    """
+    packed = iter(pack_all([one for one in bundles if isinstance(one.wire, Format)]))
+    return [
+        next(packed) if isinstance(one.wire, Format) else _own_wire(one, stacked=layers)
+        for one, layers in zip(bundles, stacked, strict=True)
+    ]
 
 
 def _own_wire(bundle: Bundle, *, stacked: bool) -> Wire:

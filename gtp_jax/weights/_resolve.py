@@ -33,12 +33,14 @@ class Structure:
         weights: by path of each module that owns kernels, its group in high precision.
         stacks: lengths of stacks, by path of their layers.
         written_out: stacks that run without a loop, by path of their layers.
+        sharded: paths of the weights that `gtp_jax.shard` has sharded: `gtp_jax.hook` decides about them.
     """
 
     name: str
     weights: Mapping[ModulePath, WeightGroup]
     stacks: Mapping[ModulePath, int]
     written_out: frozenset[ModulePath] = frozenset()
+    sharded: tuple[ModulePath, ...] = ()
 
 
 # What is decided about the weights of each module, for each stretch of layers, in the model's order.
@@ -91,15 +93,17 @@ def of_layers(
 
 def _check_names(structure: Structure, recipe: Recipe) -> None:
     paths = [tuple(map(str, path)) for path, group in structure.weights.items() if group.follows_recipes]
+    paths += [tuple(map(str, path)) for path in structure.sharded]
     if not paths and recipe.wire is not None:
         frozen = ", but frozen ones" if any(group.frozen for group in structure.weights.values()) else ""
         raise ValueError(
             f"`recipe` quantizes to {recipe.wire.name}, but {structure.name} has no weights that are gathered{frozen}, "
-            "which are those it can quantize. Build the model of gtp_jax's modules, such as `gtp_jax.Dense`, or leave "
-            "the recipe out."
+            "which are those it can quantize. Build the model of gtp_jax's modules, such as `gtp_jax.Dense`; shard the "
+            "model's own weights with `gtp_jax.shard`; or leave the recipe out."
         )
     _check_patterns(paths, recipe)
-    check_ends({".".join(map(str, path[:-1])): length for path, length in structure.stacks.items()}, recipe)
+    if structure.stacks or not structure.sharded:  # the hook refuses to count layers
+        check_ends({".".join(map(str, path[:-1])): length for path, length in structure.stacks.items()}, recipe)
 
 
 def check_ends(stacks: Mapping[str, int], recipe: Recipe) -> None:

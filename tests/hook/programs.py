@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import gtp_jax as gtp
 from gtp_jax import hlo
+from gtp_jax.recipes import Recipe
 from gtp_jax.train import compile_options
 
 WIDTH, HIDDEN, VOCAB, LENGTH, BATCH, LAYERS = 2048, 8192, 32768, 1024, 32, 4
@@ -53,13 +54,17 @@ def loss_of(model: Any, tokens: jax.Array) -> jax.Array:
 
 @functools.cache
 def compiled(
-    hook: bool = True, degrees: tuple[tuple[str, int], ...] = (("gtp", 8),), **options: Any
+    hook: bool = True,
+    degrees: tuple[tuple[str, int], ...] = (("gtp", 8),),
+    recipe: Recipe | None = None,
+    **options: Any,
 ) -> tuple[str, int]:
     """Returns the program of loss and gradients, and its temporary bytes on one device.
 
     Args:
         hook: whether blocks are hooked; otherwise the same shards are left to the partitioner.
         degrees: of the mesh.
+        recipe: in scope.
         options: of `gtp_jax.shard`.
     """
     devices = hlo.topology_devices(hlo.parse_target("h200:8"))
@@ -73,7 +78,7 @@ def compiled(
         def step(state: Any, tokens: jax.Array) -> Any:
             return jax.value_and_grad(lambda state: loss_of(nnx.merge(graph, state), tokens))(state)
 
-        with gtp.without_hook() if not hook else jax.named_scope("hook"):
+        with gtp.use_recipe(recipe), gtp.without_hook() if not hook else jax.named_scope("hook"):
             lowered = jax.jit(step, out_shardings=(None, jax.tree.map(lambda a: a.sharding, state))).lower(
                 state, tokens
             )

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+import gtp_jax as gtp
 from gtp_jax import hlo
 
 from .programs import HIDDEN, LAYERS, VOCAB, WIDTH, compiled
@@ -58,3 +59,19 @@ def test_every_gather_but_the_first_two_and_every_scatter_but_the_last_runs_unde
 @pytest.mark.parametrize("remat", ["matmuls", "nothing"])
 def test_temporaries_are_fewer_than_without_the_hook(remat):
     assert compiled(remat=remat)[1] < compiled(hook=False)[1]
+
+
+# of each of 8 ranks: codes of half a byte, and a scale for every 256 of them
+CODES = sum(MATRICES) // 8 // 2 + sum(MATRICES) // 8 // 256
+
+
+def test_codes_of_a_block_are_made_once_and_gathered_under_the_block_before_it():
+    program = hlo.launch_order(compiled(recipe=gtp.NVFP4())[0])
+    gathers = program.collectives("all-gather")
+    coded = [e for e in gathers if e.collective.dtype == "u8"]
+    assert [elements(e.collective.operands) for e in coded] == [CODES] * 2 * LAYERS  # one gather a block and pass
+    assert sum(elements(e.collective.results) for e in gathers if e not in coded) == 2 * TABLE  # both excluded
+    bare = {e.name for e in program.exposed("all-gather", "reduce-scatter")}
+    assert not bare & {e.name for e in gathers[2:]}
+    maxima = [e for e in program.collectives("all-reduce") if e.shapes[0].dims == (LAYERS * len(MATRICES),)]
+    assert len(maxima) == 1

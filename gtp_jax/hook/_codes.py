@@ -1,0 +1,253 @@
+"""Weights that travel as a recipe's codes: seen as matrices, quantized, and gathered.
+
+[Note: seen as a matrix]
+A weight of any number of dimensions is a matrix of features in, along which blocks of one row run, and features out, as
+the kernel of a dense layer is. The last dimension is the features out, and those before it are joined to the features
+in. But if the first is at least as long as the last (a projection to heads), it is the features in alone. The shapes
+alone decide, so that blocks are the same on every mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from ..formats import Format, WireFormat
+from ..layout import UNDIVIDED, Division, Layout, Split
+from ..mesh import current_view
+from ..recipes import Recipe, matches
+from ..weights import ModulePath, Shards, WeightGroup, Wire, in_view, quantize_together, reduction_of
+from ._movement import form_in_use
+from ._path import path_of
+from ._placement import Placement, placement_of
+from ._scope import recipe_in_scope
+
+
+@dataclasses.dataclass(frozen=True)
+class Coded:
+    """A weight that travels in a format.
+
+    Attributes:
+        form: the format.
+        inputs: the number of leading dimensions that are joined to the features in; see [Note: seen as a matrix].
+        layout: the layout of the matrix, `(features in, features out)`, of which the latter are the rows, unless it
+            makes no difference to the codes.
+    """
+
+    form: WireFormat
+    inputs: int
+    layout: Layout
+
+    def group(self, dtype: np.dtype, stored: np.dtype) -> WeightGroup:
+        """Returns what is decided about the weight.
+
+        Args:
+            dtype: the dtype in which it is used.
+            stored: the dtype in which it is stored.
+        """
+        reduction = reduction_of("float32", dtype)  # the hook reduces gradients itself
+        return WeightGroup(
+            layouts=(self.layout,), param_dtypes=(stored,), dtype=dtype, grad_reduce=reduction, wire=self.form
+        )
+
+    def to_matrix(self, array: jax.Array) -> jax.Array:
+        """Returns an array, or its shard, as the matrix or its shard."""
+        return jnp.reshape(array, (math.prod(array.shape[: self.inputs]), math.prod(array.shape[self.inputs :])))
+
+    @property
+    def used(self) -> PartitionSpec:
+        """The partition of the gathered matrix in global view."""
+        split = self.layout.split
+        entries = [split.axis if split is not None and dim == self.layout.split_dim else None for dim in range(2)]
+        return PartitionSpec(*entries)
+
+
+def coded(variable: nnx.Variable, placement: Placement) -> Coded | None:
+    """Returns how a sharded weight travels under the recipe in scope; `None` if it is not quantized.
+
+    Raises:
+        ValueError: as `decide`.
+    """
+    recipe, value = recipe_in_scope(), variable.get_raw_value()
+    if recipe is None or not hasattr(value, "shape"):
+        return None
+    decided = decide(recipe, path_of(variable), _logical_shape(value, placement), placement)
+    return decided if isinstance(decided, Coded) else None
+
+
+def moving(variable: Any) -> Placement | None:
+    """Returns the placement of a weight that must be gathered, or quantized, to be used; `None` for all else."""
+    placement = placement_of(variable)
+    if placement is None or placement.gathered or coded(variable, placement) is not None:
+        return placement
+    return None
+
+
+def decide(recipe: Recipe, path: Sequence[str], shape: tuple[int, ...], placement: Placement) -> Coded | str:
+    """Returns how a sharded weight travels under a recipe; in words why it is not quantized, if it is not.
+
+    Args:
+        recipe: what decides.
+        path: the weight's path in the model.
+        shape: its logical shape.
+        placement: its placement, for an array of this shape.
+
+    Raises:
+        ValueError: if the recipe asks for more than quantized weights, which only gtp_jax's own layers do.
+    """
+    chosen = recipe.of(path)
+    _check_supported(recipe, chosen, ".".join(path))
+    if chosen.wire is None:
+        pattern = next((pattern for pattern, _ in recipe.rules if matches(pattern, tuple(path))), None)
+        return "" if pattern is None else f"it matches {pattern!r}"
+    found = _seen_as_matrix(shape, placement)
+    if isinstance(found, str):
+        return found
+    inputs, layout = found
+    if not isinstance(chosen.wire, Format):
+        return Coded(chosen.wire, inputs, layout)
+    return _cut(layout, chosen.wire) or Coded(chosen.wire, inputs, _in_order(layout, chosen.wire))
+
+
+def _check_supported(recipe: Recipe, chosen: Recipe, name: str) -> None:
+    """Refuses what a recipe asks for beyond quantized weights."""
+    asked, instead = "", ""
+    if recipe.high_precision_first or recipe.high_precision_last:
+        asked = "`high_precision_first` and `high_precision_last`, which count the layers of a `Stack`"
+        instead = "Name blocks in `exclude`, such as ('layers.0',)"
+    elif chosen.operands is not None:
+        asked = f"`matmuls=True` of `{type(chosen).__name__}`, as their products are the model's own"
+        instead = "Leave `matmuls` out: weights then travel as codes"
+    elif chosen.reduction is not None:
+        asked = f"`grad_wire={chosen.grad_wire!r}`, as gradients are summed in the dtype in which the model computes"
+        instead = "Leave it out"
+    if asked:
+        raise ValueError(
+            f"the recipe asks for {asked}. That is not supported for weights sharded by `gtp_jax.shard`, such as "
+            f"{name}. {instead}; or build the model of gtp_jax's own layers."
+        )
+
+
+def _seen_as_matrix(shape: tuple[int, ...], placement: Placement) -> tuple[int, Layout] | str:
+    """Returns the number of dimensions of features in, and the layout; in words why it is no matrix, if it is none."""
+    if len(shape) < 2:
+        return "it is no matrix"
+    inputs = len(shape) - 1 if shape[-1] > shape[0] else 1
+    starts = {0: 0, inputs: 1}  # the dimensions whose shards are shards of the matrix, and its own
+    sizes = math.prod(shape[:inputs]), math.prod(shape[inputs:])
+    degrees = dict(placement.degrees)
+
+    def divided(dim: int, axes: tuple[str, ...]) -> Division:
+        return Division(starts[dim], axes, tuple(degrees[axis] for axis in axes))
+
+    axes = {dim: (placement.used_axes(dim), placement.gathered_axes(dim)) for dim in range(len(shape))}
+    inner = [dim for dim, (used, gathered) in axes.items() if (used or gathered) and dim not in starts]
+    if inner:
+        return f"dimension {inner[0]} is sharded, whose shards are no rows or columns of a matrix"
+    tensor = [divided(dim, used) for dim, (used, _) in axes.items() if used]
+    if len(tensor) > 1 or any(len(one.axes) > 1 for one in tensor):
+        return "several axes shard it in use"
+    split = None
+    if tensor:
+        size = sizes[tensor[0].dim or 0]
+        split = Split(size, 1, (size // tensor[0].ranks,) * tensor[0].ranks, tensor[0].axes[0])
+    gathered = sorted((divided(dim, own) for dim, (_, own) in axes.items() if own), key=lambda one: -one.ranks)
+    gather, optimizer, *_ = (*gathered, UNDIVIDED, UNDIVIDED)
+    (tensor,) = tensor or [UNDIVIDED]
+    return inputs, Layout(sizes, gather, optimizer, tensor, rows=1, split_dim=tensor.dim, split=split)
+
+
+def _cut(layout: Layout, form: Format) -> str:
+    """Returns in words why a format's blocks do not fit the matrix; nothing if they do."""
+    block = form.block or (1, 1)
+    sizes = layout.matrix_of(layout.whole_shape)
+    if sizes[1] < block[1]:
+        return f"its rows of {sizes[1]} elements are shorter than a block of {form.name}"
+    for size, whole, run in zip(sizes, layout.matrix_of(layout.shape), block, strict=True):
+        if size != whole and size % run:
+            return f"{layout.tensor.axes[0]} would cut blocks of {form.name}"
+    return ""
+
+
+def _in_order(layout: Layout, form: Format) -> Layout:
+    """Returns the layout with the dimension that ranks divide as the rows, if that changes no code: their shards, one
+    after another, are then the gathered matrix, and nothing is copied."""
+    rows, cols = form.block or (1, 1)
+    if layout.by_rows or rows != cols or layout.whole_shape[layout.rows] < cols:
+        return layout
+    return dataclasses.replace(layout, rows=layout.cols)
+
+
+def _logical_shape(array: Any, placement: Placement) -> tuple[int, ...]:
+    """Returns the logical shape of a weight, of which local view has a shard."""
+    if current_view() == "global":
+        return tuple(array.shape)
+    degrees = dict(placement.degrees)
+    parts = [(*placement.used_axes(dim), *placement.gathered_axes(dim)) for dim in range(len(array.shape))]
+    return tuple(size * math.prod(degrees[axis] for axis in own) for size, own in zip(array.shape, parts, strict=True))
+
+
+def encode(shards: Sequence[Any], weights: Sequence[Coded | None], dtypes: Sequence[np.dtype]) -> tuple[Wire, ...]:
+    """Returns the codes of weights, in the view in scope: one amax kernel, and one buffer for those of a kind.
+
+    Args:
+        shards: the shards of all weights.
+        weights: how each travels; those that are not quantized are left out.
+        dtypes: the dtype in which each is used.
+    """
+    groups = _groups(shards, weights, dtypes)
+    if not groups:
+        return ()
+    own: dict[ModulePath, Shards] = {
+        (i,): (one.to_matrix(lax.stop_gradient(shards[i])),) for i, one in enumerate(weights) if one is not None
+    }
+    return quantize_together(groups, own)
+
+
+def decode(
+    wires: Sequence[Wire],
+    shards: Sequence[Any],
+    weights: Sequence[Coded | None],
+    dtypes: Sequence[np.dtype],
+    placements: Sequence[Placement],
+) -> dict[int, jax.Array]:
+    """Gathers codes, in the view in scope, and returns the weights of which they are, by number.
+
+    Args:
+        wires: what `encode` returned; the other arguments are as there.
+        shards: the shards of all weights, of which only shapes and dtypes are read.
+        weights: how each travels.
+        dtypes: the dtype in which each is used.
+        placements: the placements of all weights.
+    """
+    groups = _groups(shards, weights, dtypes)
+    own = {i: one for i, one in enumerate(weights) if one is not None}
+
+    def gather(wires: tuple[Wire, ...]) -> dict[int, jax.Array]:
+        fused: dict[Any, Any] = {i: weight for wire in wires for (i,), weight in wire.gather(groups).items()}
+        return {i: fused[i] if one.layout.rows == 0 else fused[i].T for i, one in own.items()}
+
+    def into(wires: tuple[Wire, ...]) -> tuple[Any]:
+        return (tuple(wire.specs(groups) for wire in wires),)
+
+    matrices = in_view(gather, into, {i: one.used for i, one in own.items()})(tuple(wires))
+    return {i: jnp.reshape(matrices[i], form_in_use(shards[i], placements[i]).shape) for i in own}
+
+
+def _groups(
+    shards: Sequence[Any], weights: Sequence[Coded | None], dtypes: Sequence[np.dtype]
+) -> dict[ModulePath, WeightGroup]:
+    return {
+        (i,): one.group(np.dtype(dtypes[i]), np.dtype(shards[i].dtype))
+        for i, one in enumerate(weights)
+        if one is not None
+    }

@@ -1,0 +1,97 @@
+"""The weights that are gathered together: what ranks send of them, and what is gathered, as functions of the shards."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..weights import Wire
+from ._codes import Coded, decode, encode
+from ._movement import gather, scatter
+from ._parts import cast
+from ._placement import Placement
+from ._ties import after, shared
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """How weights that are gathered together travel.
+
+    Attributes:
+        placements: the placement of each.
+        coded: the format of each; `None` for a weight that travels in the dtype in which it is used.
+        casts: the dtype in which each is used; `None` for its own.
+    """
+
+    placements: tuple[Placement, ...]
+    coded: tuple[Coded | None, ...]
+    casts: tuple[np.dtype | None, ...]
+
+    def encode(self, shards: Sequence[Any]) -> tuple[Wire, ...]:
+        """Returns the codes of the weights that are quantized. Both passes gather them."""
+        return encode(shards, self.coded, self._dtypes(shards))
+
+    def gather(self, zero: jax.Array | None, shards: Sequence[Any], wires: Sequence[Wire]) -> list[jax.Array]:
+        """Returns the gathered weights, whose gradient with respect to the shards goes straight through the codes.
+
+        Args:
+            zero: what the gathers wait for; `None` if they wait for nothing.
+            shards: the shards of the weights.
+            wires: what `encode` returned.
+        """
+        plain = [i for i, coded in enumerate(self.coded) if coded is None]
+        sent = cast([shards[i] for i in plain], [self.casts[i] for i in plain])
+        codes, tree = jax.tree.flatten(tuple(wires))
+        if zero is not None:
+            ready = after(shared(zero), [*sent, *codes])
+            sent, codes = ready[: len(sent)], ready[len(sent) :]
+        found = {i: gather(shard, self.placements[i]) for i, shard in zip(plain, sent, strict=True)}
+        if codes:
+            found |= self._decoded(shards, jax.tree.unflatten(tree, codes))
+        return [found[i] for i in range(len(shards))]
+
+    def scatter(self, number: int, gradient: jax.Array) -> jax.Array:
+        """Returns the gradient of one weight's shard, from that of the gathered weight."""
+        return scatter(gradient, self.placements[number])
+
+    def _decoded(self, shards: Sequence[Any], wires: tuple[Wire, ...]) -> dict[int, jax.Array]:
+        """Returns the weights that are quantized, by number. Their derivative is that of the weights unquantized:
+        otherwise second derivatives, which differentiate a gather, would be zero."""
+        dtypes = self._dtypes(shards)
+
+        @jax.custom_jvp
+        def apply(shards: list[Any], wires: tuple[Wire, ...]) -> dict[int, jax.Array]:
+            return decode(wires, shards, self.coded, dtypes, self.placements)
+
+        @apply.defjvp
+        def _(primals: Any, tangents: Any) -> tuple[dict[int, jax.Array], dict[int, jax.Array]]:
+            weights = apply(*primals)
+            moved = {i: gather(tangents[0][i].astype(dtypes[i]), self.placements[i]) for i in weights}
+            return weights, moved
+
+        return apply(list(shards), wires)
+
+    def _dtypes(self, shards: Sequence[Any]) -> list[np.dtype]:
+        return [np.dtype(s.dtype) if own is None else own for s, own in zip(shards, self.casts, strict=True)]
+
+
+def gather_once(weights: Weights, shards: Sequence[Any]) -> list[jax.Array]:
+    """Returns gathered weights, which backward keeps if it needs them; their gradients go directly to the shards."""
+
+    @jax.custom_vjp
+    def apply(shards: list[Any], codes: list[Any]) -> list[jax.Array]:
+        return weights.gather(None, shards, jax.tree.unflatten(tree, codes))
+
+    def forward(shards: list[Any], codes: list[Any]) -> tuple[list[jax.Array], None]:
+        return apply(shards, codes), None
+
+    def backward(_: None, gradients: list[jax.Array]) -> tuple[list[jax.Array], None]:
+        return [weights.scatter(i, gradient) for i, gradient in enumerate(gradients)], None
+
+    apply.defvjp(forward, backward)
+    codes, tree = jax.tree.flatten(weights.encode(shards))
+    return apply(list(shards), codes)

@@ -1,0 +1,375 @@
+"""Recipes for models of stock layers: sharded weights travel as codes, and have the values of the codes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import gtp_jax as gtp
+from gtp_jax.hlo import collectives
+
+from ..recipes.oracles import matrix
+from ..weights.row_scaled import LARGEST, RowScaledRecipe
+from .steps import MESHES, scope
+
+RECIPES = {
+    "FP8": gtp.FP8(),
+    "MXFP8": gtp.MXFP8(),
+    "NVFP4": gtp.NVFP4(),
+    "NVFP4 of 1 x 16": gtp.NVFP4(block=(1, 16)),
+}
+ALL_MESHES = {**MESHES, "gtp 4, tp 2": dict(gtp=4, tp=2)}
+
+
+def kernel_init(*names):
+    return nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
+
+
+class Kernels(nnx.Module):
+    """A block whose result is its weights. By name, the number of dimensions of features in."""
+
+    INPUTS = {"up": 1, "down": 1, "ragged": 1, "heads": 1, "out": 2, "conv": 3}
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(64, 256, kernel_init=kernel_init(None, "tp"), rngs=rngs)
+        self.down = nnx.Linear(256, 64, kernel_init=kernel_init("tp", None), rngs=rngs)
+        self.ragged = nnx.Linear(56, 40, rngs=rngs)  # ranks have no whole blocks
+        self.heads = nnx.LinearGeneral(64, (4, 16), rngs=rngs)
+        self.out = nnx.LinearGeneral((4, 16), 64, axis=(-2, -1), rngs=rngs)
+        self.conv = nnx.Conv(8, 32, (3, 3), rngs=rngs)
+
+    def __call__(self, x):
+        return {name: x * getattr(self, name).kernel[...] for name in self.INPUTS}
+
+
+class Shown(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([Kernels(rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        return [block(x) for block in self.blocks]
+
+
+def quantized(kernel, form, inputs=1):
+    """Returns the values of a kernel's codes, of the whole kernel quantized along its features in."""
+    kernel = np.asarray(kernel)
+    columns = kernel.reshape(int(np.prod(kernel.shape[:inputs])), -1)
+    return matrix(columns.T, form, np.float32).T.reshape(kernel.shape)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("mesh", ALL_MESHES)
+def test_weights_in_use_are_the_codes_of_whole_weights_bit_for_bit(mesh, name):
+    recipe = RECIPES[name]
+    with scope(ALL_MESHES[mesh]), gtp.use_recipe(recipe):
+        model = gtp.shard(Shown(nnx.Rngs(0)), "blocks.*", min_size=64)
+        found = nnx.jit(lambda model, x: model(x))(model, jnp.ones(()))
+    for block, weights in zip(model.blocks, found, strict=True):
+        for kernel, inputs in Kernels.INPUTS.items():
+            master = getattr(block, kernel).kernel.get_value()
+            np.testing.assert_array_equal(weights[kernel], quantized(master, recipe.wire, inputs), err_msg=kernel)
+
+
+WIDTH, LENGTH, VOCAB, BATCH = 32, 32, 64, 16
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.heads = nnx.LinearGeneral(WIDTH, (4, 8), rngs=rngs)
+        self.out = nnx.LinearGeneral((4, 8), WIDTH, axis=(-2, -1), rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.out(jnp.tanh(self.heads(x)))
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+class Model(nnx.Module):
+    """Blocks, of which one is called twice and one inside `nnx.remat`, and an array that the model owns itself."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.positions = nnx.Param(jax.random.normal(rngs.params(), (LENGTH, WIDTH)))
+        self.blocks = nnx.List([Block(rngs) for _ in range(3)])
+        self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens) + self.positions[...]
+        for block in (self.blocks[0], self.blocks[1], self.blocks[1]):
+            x = block(x)
+        x = nnx.remat(lambda block, x: block(x))(self.blocks[2], x)
+        return self.head(x)
+
+
+INPUTS = {"heads": 1, "out": 2, "up": 1, "down": 1}
+
+
+def loss(model, tokens):
+    return gtp.cross_entropy(model(tokens), jnp.roll(tokens, 1, axis=1))
+
+
+def mean_loss(model, tokens):
+    total, count = loss(model, tokens)
+    return total / count
+
+
+def tokens():
+    return jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (BATCH, LENGTH)))
+
+
+def at_codes(model, recipe):
+    """Returns a copy of a model without a mesh, whose weights have the values of their codes."""
+    copy = nnx.clone(model)
+    for i, block in enumerate(copy.blocks):
+        for name, inputs in INPUTS.items():
+            if recipe.of(("blocks", str(i), name)).wire is not None:
+                kernel = getattr(block, name).kernel
+                kernel.set_value(jnp.asarray(quantized(kernel.get_value(), recipe.wire, inputs)))
+    positions = quantized(copy.positions.get_value(), recipe.wire)
+    copy.positions.set_value(jnp.asarray(positions))
+    return copy
+
+
+def flat(gradients):
+    return {jax.tree_util.keystr(path): np.asarray(g) for path, g in jax.tree_util.tree_leaves_with_path(gradients)}
+
+
+def assert_near(found, wanted, tolerance=2e-5):
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        np.testing.assert_allclose(found[name], array, rtol=0, atol=tolerance * np.abs(array).max(), err_msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:no mesh is in scope")
+@pytest.mark.parametrize("name, mesh, keep_last", [("NVFP4", "gtp 8", True), ("MXFP8", "dp 2, gtp 4", False)])
+def test_gradients_are_those_at_the_values_of_the_codes(name, mesh, keep_last):
+    recipe, model = RECIPES[name], Model(nnx.Rngs(0))
+    value_and_grad = nnx.jit(nnx.value_and_grad(mean_loss))
+    wanted = value_and_grad(at_codes(model, recipe), tokens())
+    unquantized = value_and_grad(model, tokens())
+    with scope(ALL_MESHES[mesh]), gtp.use_recipe(recipe):
+        sharded = gtp.shard(model, "blocks.*", min_size=64, keep_last=keep_last)
+        found = value_and_grad(sharded, tokens())
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-6)
+    assert_near(flat(found[1]), flat(wanted[1]))
+    assert abs(float(wanted[0] - unquantized[0])) > 1e-4  # the codes have other values
+
+
+def sharded(rngs):
+    return gtp.shard(Model(rngs), "blocks.*", min_size=64)
+
+
+def trained(mesh, steps=3, factory=sharded, **options):
+    optimizer = optax.adamw(1e-2, eps=1e-3)
+    with scope(ALL_MESHES[mesh]):
+        state = gtp.TrainState.create(gtp.init(factory, nnx.Rngs(0)), optimizer)
+        step = gtp.train_step(loss, optimizer, **options)
+        losses = []
+        for _ in range(steps):
+            state, metrics = step(state, tokens())
+            losses.append(float(metrics["loss"]))
+        return {"losses": np.asarray(losses), **flat(state.params)}
+
+
+@pytest.fixture(scope="module")
+def on_gtp_8():
+    return trained("gtp 8", recipe=gtp.NVFP4())
+
+
+def test_steps_of_train_step_are_the_same_on_other_meshes(on_gtp_8):
+    assert_near(trained("dp 2, gtp 4", recipe=gtp.NVFP4()), on_gtp_8, 1e-3)
+    assert on_gtp_8["losses"][2] < on_gtp_8["losses"][0]
+
+
+def test_steps_with_microbatches_and_in_local_view_are_the_same(on_gtp_8):
+    assert_near(trained("gtp 8", recipe=gtp.NVFP4(), view="local"), on_gtp_8, 1e-3)
+    assert_near(trained("dp 2, gtp 4", recipe=gtp.NVFP4(), microbatches=2), on_gtp_8, 1e-3)
+
+
+def test_a_recipe_in_scope_reaches_train_step_and_the_argument_comes_before_it(on_gtp_8):
+    with gtp.use_recipe(gtp.NVFP4()):
+        assert_near(trained("gtp 8", steps=2), trained("gtp 8", steps=2, recipe=gtp.NVFP4()), 0)
+    with gtp.use_recipe(gtp.FP8()):
+        assert_near(trained("gtp 8", recipe=gtp.NVFP4()), on_gtp_8, 0)
+
+
+@pytest.mark.parametrize("view", ["global", "local"])
+def test_check_finds_that_ranks_and_one_device_use_the_same_codes(view):
+    with scope(MESHES["dp 2, gtp 4"]):
+        errors = gtp.check(loss, sharded, tokens(), recipe=gtp.MXFP8(), view=view)
+    assert len(errors) > 20
+
+
+def gathers(recipe):
+    """Returns the collectives of loss and gradients of two blocks and a tied table, and elements gathered by dtype."""
+
+    class Tied(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(2 * VOCAB, 64, rngs=rngs)
+            self.blocks = nnx.List([nnx.Linear(64, 512, use_bias=False, rngs=rngs) for _ in range(2)])
+
+        def __call__(self, tokens):
+            x = self.embed(tokens)
+            for block in self.blocks:
+                x = jnp.tanh(jnp.tanh(block(x)).reshape(*x.shape, 8).sum(-1))
+            return self.embed.attend(x)
+
+    with scope(MESHES["gtp 8"]), gtp.use_recipe(recipe):
+        model = gtp.shard(Tied(nnx.Rngs(0)), "blocks.*", min_size=64)
+        graph, state = nnx.split(model)
+        batch = jax.device_put(tokens(), jax.NamedSharding(jax.sharding.get_mesh(), P("gtp")))
+        gradient = jax.jit(jax.value_and_grad(lambda state, tokens: mean_loss(nnx.merge(graph, state), tokens)))
+        calls = collectives(gradient.lower(state, batch).compile().as_text())
+    found = {}
+    for shape in (shape for call in calls if call.kind == "all-gather" for shape in call.operands):
+        found[shape.dtype] = found.get(shape.dtype, 0) + shape.elements
+    return calls, found
+
+
+# of each of 8 ranks: codes of half a byte, and a scale for every 256 of them; sections begin at multiples of 16 bytes
+KERNEL, TABLE = 64 * 512 // 8 // 2 + 64 * 512 // 8 // 256, 128 * 64 // 8 // 2 + 16
+
+
+def test_codes_are_made_once_and_both_passes_move_codes_alone():
+    calls, found = gathers(gtp.NVFP4(exclude=()))
+    # both passes gather the blocks; forward gathers the table twice, and keeps the one with which backward begins
+    assert found == {"u8": 4 * KERNEL + 2 * TABLE}
+    maxima = [shape for call in calls if call.kind == "all-reduce" for shape in call.operands if shape.dims == (1,)]
+    assert len(maxima) == 3  # of two blocks and the table
+
+
+def test_excluded_modules_travel_in_their_dtype():
+    _, found = gathers(gtp.NVFP4())
+    assert found == {"u8": 4 * KERNEL, "f32": 2 * 128 * 64 // 8}
+
+
+def test_second_derivatives_go_straight_through_the_codes():
+    recipe = gtp.NVFP4()
+
+    def penalty(model, x):
+        graph, state = nnx.split(model)
+        inner = lambda state: jnp.sin(nnx.merge(graph, state)(x)).sum()  # noqa: E731
+        return sum((g**2).sum() for g in jax.tree.leaves(jax.grad(inner)(state)))
+
+    class Blocks(nnx.Module):
+        def __init__(self, rngs):
+            self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+            self.positions = nnx.Param(jnp.ones((BATCH, WIDTH)))
+
+        def __call__(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x * self.positions[...]
+
+    model, x = Blocks(nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (BATCH, WIDTH))
+    gradient = nnx.jit(nnx.grad(penalty))
+    wanted = flat(gradient(at_codes(model, recipe), x))
+    with scope(MESHES["gtp 8"]), gtp.use_recipe(recipe):
+        found = flat(gradient(gtp.shard(model, "blocks.*", min_size=64), x))
+    assert_near(found, wanted, 1e-4)
+
+
+def test_one_program_serves_no_block_about_which_the_recipe_decides_otherwise():
+    x = jax.random.normal(jax.random.key(0), (BATCH, WIDTH))
+    traces = []
+
+    @nnx.jit
+    def call(block, x):
+        traces.append(block)
+        return block(x)
+
+    def outputs(model):
+        return [np.asarray(call(block, x)) for block in model.blocks]
+
+    with scope(MESHES["gtp 8"]):
+        model = sharded(nnx.Rngs(0))
+        plain = outputs(model)
+        assert len(traces) == 1  # without a recipe, paths do not matter
+        jax.tree.map(lambda *a: jnp.stack(a), *[nnx.state(block) for block in model.blocks])
+        with gtp.use_recipe(gtp.FP8(exclude=("blocks.1",))):
+            found = outputs(model)
+        assert len(traces) == 3
+    same = [np.array_equal(one, other) for one, other in zip(found, plain, strict=True)]
+    assert same == [False, True, False]
+
+
+def test_a_format_of_ones_own_is_gathered():
+    with scope(MESHES["gtp 8"]), gtp.use_recipe(RowScaledRecipe()):
+        model = gtp.shard(Shown(nnx.Rngs(0)), "blocks.*", min_size=64)
+        found = nnx.jit(lambda model, x: model(x))(model, jnp.ones(()))
+    kernel = np.asarray(model.blocks[0].up.kernel.get_value())
+    scale = np.abs(kernel).max(axis=0) / np.float32(LARGEST)  # of a row of features out
+    np.testing.assert_allclose(
+        found[0]["up"], (kernel / scale).astype(jnp.float8_e4m3fn).astype(np.float32) * scale, 1e-6
+    )
+
+
+def test_explain_lists_the_wire_of_sharded_weights_and_why_some_have_none():
+    class Odd(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([nnx.Linear(64, 128, rngs=rngs) for _ in range(2)])
+            self.short = nnx.Linear(16, 64, rngs=rngs)
+            self.inner = nnx.LinearGeneral(3, (8, 8), rngs=rngs)
+            self.odd = nnx.Linear(5, 13, rngs=rngs)  # no dimension can be divided
+            self.head = nnx.Linear(64, 64, rngs=rngs)
+
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(Odd(nnx.Rngs(0)), "layers.*", min_size=64)
+        found = gtp.explain(model, gtp.MXFP8())
+        assert gtp.explain(model).weights == ()
+    weights = {weight.weight: weight for weight in found.weights}
+    kernel = weights["layers.0.kernel"]
+    assert (kernel.shape, kernel.wire, kernel.bytes, kernel.reason) == ((64, 128), "MXFP8", 64 * 128 * 33 // 32, "")
+    assert weights["head.kernel"].reason == "it matches '*head'"
+    assert weights["short.kernel"].reason == "its rows of 16 elements are shorter than a block of MXFP8"
+    assert weights["inner.kernel"].reason == "dimension 1 is sharded, whose shards are no rows or columns of a matrix"
+    assert weights["layers.0.bias"].reason == "it is no matrix"
+    assert found.untouched == ("odd.bias", "odd.kernel")
+    assert "layers.0.kernel" in str(found) and "it matches '*head'" in str(found)
+
+
+REFUSED = {
+    "matmuls": (gtp.FP8(matmuls=True), r"`matmuls=True` of `FP8`.*not supported.*such as.*Leave `matmuls` out"),
+    "grad_wire": (gtp.NVFP4(grad_wire="bf16"), r"`grad_wire='bf16'`.*not supported.*such as.*Leave it out"),
+    "gradients": (gtp.BF16(grad_wire="bf16"), r"`grad_wire='bf16'`.*not supported"),
+    "layers": (gtp.NVFP4(high_precision_last=1), r"high_precision_last.*not supported.*Name blocks in `exclude`"),
+    "override": (gtp.FP8(override={"up": gtp.MXFP8(matmuls=True)}), r"`matmuls=True` of `MXFP8`.*such as blocks.0.up"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_sharded_models_do_not_support_is_refused(name):
+    recipe, message = REFUSED[name]
+    with scope(MESHES["gtp 8"]):
+        model = sharded(nnx.Rngs(0))
+        with pytest.raises(ValueError, match=message):
+            gtp.explain(model, recipe)
+        with gtp.use_recipe(recipe), pytest.raises(ValueError, match=message):
+            model(tokens())
+        state = gtp.TrainState.create(model, optax.sgd(0.1))
+        with pytest.raises(ValueError, match=message):
+            gtp.train_step(loss, optax.sgd(0.1), recipe=recipe)(state, tokens())
+
+
+def test_patterns_that_match_nothing_and_scans_around_a_model_are_refused():
+    class Scanned(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
+            self.scale = nnx.Param(jnp.ones((WIDTH, WIDTH)))
+
+        def __call__(self, x):
+            return self.layers[1](self.layers[0](x)) @ self.scale[...]
+
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(Scanned(nnx.Rngs(0)), min_size=64)
+        with pytest.raises(ValueError, match=r"'mlp' matches no module with weights.*layers.0.kernel"):
+            gtp.explain(model, gtp.NVFP4(exclude=("mlp",)))
+        scan = lambda: jax.lax.scan(lambda x, _: (model(x), None), jnp.ones((8, WIDTH)), length=2)[0]  # noqa: E731
+        with gtp.use_recipe(gtp.NVFP4()), pytest.raises(ValueError, match=r"quantizes scale.*scan.*add 'scale' to"):
+            scan()
+        with gtp.use_recipe(gtp.NVFP4(exclude=("scale",))):
+            assert np.isfinite(scan()).all()
