@@ -10,6 +10,9 @@ previous unit has its input and its weights, so that the gather runs while the p
 token's cotangent does the same: its first zero is available once the next unit has its weights and the gradient of its
 output, and its second zero once the next unit's gradients are reduced. If a token is lost, used twice or stale, a
 gather starts late or early, but no value changes.
+
+Under a recipe, a unit's matrices are quantized once per call (`_codes`), both passes gather the codes (`_weights`), and
+products with weights may be computed in FP8 (`_products`).
 """
 
 from ._facts import UnitCall as UnitCall

@@ -23,13 +23,20 @@ from ._placement import Placement
 from ._scope import hook_is_off
 from ._step import run
 from ._trace import traced
-from ._walk import is_under_way, leave, take, walking
+from ._walk import is_under_way, leave, note_products, take, walking
 from ._weights import Weights, gather_once
 
 
 @legacy_mesh_in_scope()
 def call_unit(
-    method: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: Any, *, remat: Remat, keep_last: bool
+    method: Callable[..., Any],
+    unit: nnx.Module,
+    args: Any,
+    kwargs: Any,
+    *,
+    remat: Remat,
+    keep_last: bool,
+    batch: tuple[str, ...],
 ) -> Any:
     """Returns `method(unit, *args, **kwargs)`, with the unit's weights gathered in forward and in backward.
 
@@ -43,8 +50,9 @@ def call_unit(
     call = traced(method, unit, args, kwargs)
     keep_last = keep_last and is_under_way()
     with _explained(unit):
-        outputs, token = run(*call[:3], take(unit), remat=remat, keep_last=keep_last)
+        outputs, token, multiplied = run(*call[:3], take(unit), remat=remat, keep_last=keep_last, batch=batch)
     leave(token)
+    note_products([call.names[i] for i in sorted(multiplied)])
     return call.finish(outputs)
 
 

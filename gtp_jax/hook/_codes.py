@@ -2,9 +2,7 @@
 
 [Note: seen as a matrix]
 A weight of any number of dimensions is a matrix of features in, along which blocks of one row run, and features out, as
-the kernel of a dense layer is. The last dimension is the features out, and those before it are joined to the features
-in. But if the first is at least as long as the last (a projection to heads), it is the features in alone. The shapes
-alone decide, so that blocks are the same on every mesh.
+the kernel of a dense layer is; `features_in` says which dimensions are joined to which.
 """
 
 from __future__ import annotations
@@ -21,14 +19,15 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..formats import Format, WireFormat
+from ..formats import Format, Operands, WireFormat
 from ..layout import UNDIVIDED, Division, Layout, Split
-from ..mesh import current_view
+from ..mesh import current_view, degrees
+from ..ops import linear_fp8
 from ..recipes import Recipe, matches
 from ..weights import ModulePath, Shards, WeightGroup, Wire, in_view, quantize_together, reduction_of
 from ._movement import form_in_use
 from ._path import path_of
-from ._placement import Placement, placement_of
+from ._placement import Placement, features_in, placement_of
 from ._scope import recipe_in_scope
 
 
@@ -38,12 +37,14 @@ class Coded:
 
     Attributes:
         form: the format.
+        operands: the formats in which it is multiplied; `None`: in the dtype in which the model computes.
         inputs: the number of leading dimensions that are joined to the features in; see [Note: seen as a matrix].
         layout: the layout of the matrix, `(features in, features out)`, of which the latter are the rows, unless it
             makes no difference to the codes.
     """
 
     form: WireFormat
+    operands: Operands | None
     inputs: int
     layout: Layout
 
@@ -56,7 +57,12 @@ class Coded:
         """
         reduction = reduction_of("float32", dtype)  # the hook reduces gradients itself
         return WeightGroup(
-            layouts=(self.layout,), param_dtypes=(stored,), dtype=dtype, grad_reduce=reduction, wire=self.form
+            layouts=(self.layout,),
+            param_dtypes=(stored,),
+            dtype=dtype,
+            grad_reduce=reduction,
+            wire=self.form,
+            operands=self.operands,
         )
 
     def to_matrix(self, array: jax.Array) -> jax.Array:
@@ -102,10 +108,10 @@ def decide(recipe: Recipe, path: Sequence[str], shape: tuple[int, ...], placemen
         placement: its placement, for an array of this shape.
 
     Raises:
-        ValueError: if the recipe asks for more than quantized weights, which only gtp_jax's own layers do.
+        ValueError: if the recipe asks for what only gtp_jax's own layers do.
     """
     chosen = recipe.of(path)
-    _check_supported(recipe, chosen, ".".join(path))
+    _check_supported(recipe, chosen, path)
     if chosen.wire is None:
         pattern = next((pattern for pattern, _ in recipe.rules if matches(pattern, tuple(path))), None)
         return "" if pattern is None else f"it matches {pattern!r}"
@@ -114,34 +120,40 @@ def decide(recipe: Recipe, path: Sequence[str], shape: tuple[int, ...], placemen
         return found
     inputs, layout = found
     if not isinstance(chosen.wire, Format):
-        return Coded(chosen.wire, inputs, layout)
-    return _cut(layout, chosen.wire) or Coded(chosen.wire, inputs, _in_order(layout, chosen.wire))
+        return Coded(chosen.wire, None, inputs, layout)
+    if chosen.operands is not None and layout.tensor.ranks > 1:
+        raise ValueError(_refused("`matmuls=True`, for a weight that is partitioned in use", path, "Exclude it"))
+    return _cut(layout, chosen.wire) or Coded(chosen.wire, chosen.operands, inputs, _in_order(layout, chosen.wire))
 
 
-def _check_supported(recipe: Recipe, chosen: Recipe, name: str) -> None:
-    """Refuses what a recipe asks for beyond quantized weights."""
-    asked, instead = "", ""
+def _check_supported(recipe: Recipe, chosen: Recipe, path: Sequence[str]) -> None:
+    """Refuses what a recipe asks for beyond quantized weights and matmuls in FP8."""
+    asked, instead, operands = "", "", chosen.operands
     if recipe.high_precision_first or recipe.high_precision_last:
         asked = "`high_precision_first` and `high_precision_last`, which count the layers of a `Stack`"
         instead = "Name blocks in `exclude`, such as ('layers.0',)"
-    elif chosen.operands is not None:
-        asked = f"`matmuls=True` of `{type(chosen).__name__}`, as their products are the model's own"
+    elif operands is not None and (operands.weight.block is not None or chosen.wire != operands.weight):
+        asked = f"`matmuls=True` of `{type(chosen).__name__}`; of matmuls only those of `FP8` replace a model's own"
         instead = "Leave `matmuls` out: weights then travel as codes"
     elif chosen.reduction is not None:
         asked = f"`grad_wire={chosen.grad_wire!r}`, as gradients are summed in the dtype in which the model computes"
         instead = "Leave it out"
     if asked:
-        raise ValueError(
-            f"the recipe asks for {asked}. That is not supported for weights sharded by `gtp_jax.shard`, such as "
-            f"{name}. {instead}; or build the model of gtp_jax's own layers."
-        )
+        raise ValueError(_refused(asked, path, instead))
+
+
+def _refused(asked: str, path: Sequence[str], instead: str) -> str:
+    return (
+        f"the recipe asks for {asked}. That is not supported for weights sharded by `gtp_jax.shard`, such as "
+        f"{'.'.join(path)}. {instead}; or build the model of gtp_jax's own layers."
+    )
 
 
 def _seen_as_matrix(shape: tuple[int, ...], placement: Placement) -> tuple[int, Layout] | str:
     """Returns the number of dimensions of features in, and the layout; in words why it is no matrix, if it is none."""
     if len(shape) < 2:
         return "it is no matrix"
-    inputs = len(shape) - 1 if shape[-1] > shape[0] else 1
+    inputs = features_in(shape)
     starts = {0: 0, inputs: 1}  # the dimensions whose shards are shards of the matrix, and its own
     sizes = math.prod(shape[:inputs]), math.prod(shape[inputs:])
     degrees = dict(placement.degrees)
@@ -241,6 +253,22 @@ def decode(
 
     matrices = in_view(gather, into, {i: one.used for i, one in own.items()})(tuple(wires))
     return {i: jnp.reshape(matrices[i], form_in_use(shards[i], placements[i]).shape) for i in own}
+
+
+def product(x: jax.Array, weight: jax.Array, operands: Operands, batch: tuple[str, ...]) -> jax.Array:
+    """Returns `x @ weight.T` of operands rounded to FP8, in the view in scope.
+
+    Args:
+        x: `(..., features in)`; in global view the first dimension, if it is no feature, is the batch.
+        weight: `(features out, features in)`, gathered.
+        operands: the formats; all without blocks.
+        batch: the mesh axes that shard the batch.
+    """
+    names = tuple(axis for axis in batch if axis in jax.sharding.get_abstract_mesh().axis_names)
+    divided = x.ndim > 1 and x.shape[0] % degrees(names) == 0
+    tokens = PartitionSpec(names) if divided else PartitionSpec()
+    multiply = in_view(lambda x, w: linear_fp8(x, w, operands.gradient), lambda *_: (tokens, PartitionSpec()), tokens)
+    return multiply(x, weight)
 
 
 def _groups(

@@ -53,6 +53,7 @@ class WeightFact:
         bytes: the size of the gathered weight on the wire in bytes, codes and scales of all shards together; without a
             format, in the dtype of the parameter.
         reason: why it is not quantized.
+        multiplied: whether products with it are to be computed in a format.
     """
 
     weight: str
@@ -60,6 +61,7 @@ class WeightFact:
     wire: str
     bytes: int
     reason: str
+    multiplied: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +72,13 @@ class UnitCall:
         module: the path of the unit in the model.
         prefetched: whether its weights are gathered while the previous unit computes.
         reason: the reason why they are gathered at the call instead; empty if prefetched.
+        multiplied: the paths of the weights that the call multiplies in the recipe's format.
     """
 
     module: str
     prefetched: bool
     reason: str
+    multiplied: tuple[str, ...] = ()
 
 
 def unit_facts(model: nnx.Module) -> tuple[UnitFact, ...]:
@@ -126,9 +130,10 @@ def weight_facts(model: nnx.Module, recipe: Recipe) -> tuple[WeightFact, ...]:
             math.prod(value.shape) * value.dtype.itemsize,
         )
         wire, reason = ("", decided) if isinstance(decided, str) else (decided.form.name, "")
+        multiplied = isinstance(decided, Coded) and decided.operands is not None
         if isinstance(decided, Coded):
             size = bytes_on_wire(decided.group(np.dtype(value.dtype), np.dtype(value.dtype)))
-        found.append(WeightFact(".".join(path), tuple(value.shape), wire, size, reason))
+        found.append(WeightFact(".".join(path), tuple(value.shape), wire, size, reason, multiplied))
     return tuple(found)
 
 
@@ -144,4 +149,6 @@ def calls_of(model: nnx.Module, function: Callable[..., Any], *args: Any) -> tup
 
     with recording() as steps:
         jax.eval_shape(call, state, *args)
-    return tuple(UnitCall(paths.get(id(step.unit), "a copy"), step.tied, step.reason) for step in steps)
+    return tuple(
+        UnitCall(paths.get(id(step.unit), "a copy"), step.tied, step.reason, step.multiplied) for step in steps
+    )

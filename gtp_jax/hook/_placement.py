@@ -94,7 +94,8 @@ def placement_of(variable: Any) -> Placement | None:
 def place(shape: Sequence[int], roles: Roles, used: PartitionSpec) -> Placement | None:
     """Returns the placement of a weight of this shape on the mesh in scope; `None` of a scalar.
 
-    If possible, all axes shard the longest dimension that they divide evenly. Otherwise the axes of the role `weights`
+    If possible, all axes shard the longest dimension that they divide evenly, of those along which shards are shards of
+    a matrix too (`features_in`), if there is any. Otherwise the axes of the role `weights`
     shard one dimension and those of the role `optimizer` another; otherwise fewer axes shard one dimension.
     If none can, the weight stays whole; a recipe quantizes it all the same, so that its values are those on any mesh.
 
@@ -120,6 +121,15 @@ def placed(stored: PartitionSpec, used: PartitionSpec, ndim: int) -> Placement:
     return Placement(stored, used, tuple((axis, degree(axis)) for axis in axes), ndim)
 
 
+def features_in(shape: Sequence[int]) -> int:
+    """Returns how many leading dimensions of a weight are features in, joined; the others are features out.
+
+    The last dimension is the features out; but if the first is at least as long (a projection to heads), it is the
+    features in alone. The shape alone decides, so that a recipe's blocks are the same on every mesh.
+    """
+    return len(shape) - 1 if shape and shape[-1] > shape[0] else 1
+
+
 def _divided(shape: tuple[int, ...], used: PartitionSpec, groups: Sequence[tuple[str, ...]]) -> PartitionSpec | None:
     """Returns `used` with each group of axes added to a dimension that it divides; `None` if there is none."""
     entries = [_axes(used, dim) for dim in range(len(shape))]
@@ -128,7 +138,8 @@ def _divided(shape: tuple[int, ...], used: PartitionSpec, groups: Sequence[tuple
         dims = [dim for dim, size in enumerate(local) if size % degrees(axes) == 0]
         if not dims:
             return None
-        dim = max(dims, key=lambda dim: (not entries[dim], local[dim], -dim))  # unsharded ones first
+        starts = (0, features_in(shape))
+        dim = max(dims, key=lambda dim: (not entries[dim], dim in starts, local[dim], -dim))  # unsharded ones first
         entries[dim] = (*entries[dim], *axes)
     return _spec(entries)
 

@@ -113,7 +113,7 @@ def shard[M: nnx.Module](
     for path, variable in variables.items():
         _put(path, variable, placements.get(path))
     for module in choice.units.values():
-        make(module, Unit(remat, keep_last, methods))
+        make(module, Unit(remat, keep_last, methods, roles.batch))
     for module in choice.holders.values():
         make(module, Holder())
     return model

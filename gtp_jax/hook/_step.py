@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -12,7 +13,9 @@ from jax.core import Tracer, eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 
 from ..chain import Remat, with_remat
+from ._codes import product
 from ._parts import in_parts
+from ._products import views_of
 from ._ties import after, is_float, mapped_with, stamped, together
 from ._trace import Program
 from ._walk import Token
@@ -36,9 +39,17 @@ class _Wanted:
 
 
 def run(
-    program: Program, shards: Arrays, rest: Arrays, token: Token, *, remat: Remat, keep_last: bool
-) -> tuple[Arrays, Token]:
-    """Returns the outputs of a call, and the token for the next unit.
+    program: Program,
+    shards: Arrays,
+    rest: Arrays,
+    token: Token,
+    *,
+    remat: Remat,
+    keep_last: bool,
+    batch: tuple[str, ...],
+) -> tuple[Arrays, Token, frozenset[int]]:
+    """Returns the outputs of a call, the token for the next unit, and the numbers of the weights that are multiplied
+    in a format.
 
     Args:
         program: the traced call.
@@ -49,11 +60,24 @@ def run(
             what is computed from them alone.
         keep_last: whether gathered weights are saved for backward if no unit follows. Only backward knows whether one
             follows, so forward passes them on for every unit, and XLA removes those that backward does not use.
+        batch: the mesh axes that shard the batch.
     """
     parts = in_parts(program.jaxpr, len(program.placements))
     weights_of = Weights(program.placements, program.coded, parts.casts)
     codes, wires = jax.tree.flatten(weights_of.encode(shards))
     first, last = program.arguments
+    views, multiplied = views_of(parts.before), set[int]()
+    any_product = any(one is not None and one.operands is not None for one in program.coded)
+
+    def multiply(number: int, in_matrices: Any, x: jax.Array, weight: jax.Array) -> jax.Array | None:
+        coded = program.coded[number]
+        if coded is None or (operands := coded.operands) is None:
+            return None
+        multiplied.add(number)
+        apply = functools.partial(in_matrices, lambda x, weight: product(x, weight, operands, batch))
+        # else backward would keep the operand made of the gathered weight
+        apply = jax.checkpoint(apply, prevent_cse=False) if remat == "everything" else apply
+        return apply(x, weight)
 
     def gathered(zero: jax.Array, shards: Arrays, codes: Arrays) -> Arrays:
         """Returns the gathered weights; the gathers wait for `zero`."""
@@ -63,7 +87,7 @@ def run(
         return eval_jaxpr(parts.before, [], *weights)
 
     def compute(own: Arrays, rest: Arrays) -> Arrays:
-        return program.evaluate(parts.after, own, rest)
+        return program.evaluate(parts.after, own, rest, views, multiply if any_product else None)
 
     def entered(weights: Arrays, rest: Arrays) -> tuple[jax.Array, Arrays, Arrays]:
         """Returns a zero for the next unit, and the inputs, tied to it.
@@ -114,7 +138,8 @@ def run(
         return reduced, None, to_rest, Token(handed, done)
 
     step.defvjp(forward, backward, symbolic_zeros=True)
-    return step(shards, codes, rest, token)
+    outputs, token = step(shards, codes, rest, token)
+    return outputs, token, frozenset(multiplied)
 
 
 def _late(reduced: Any, gradients: Arrays) -> Arrays:

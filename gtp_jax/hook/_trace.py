@@ -15,7 +15,9 @@ from jax.extend.core import Jaxpr
 from ._codes import Coded, coded, moving
 from ._movement import form_in_use, kept_whole, own_part
 from ._nodes import Rebuild, is_array, is_dynamic, is_node, taken_apart, value_of, variables_of, with_value
+from ._path import path_of
 from ._placement import Placement
+from ._products import Multiply, Views, evaluate
 from ._scope import without_hook
 from ._ties import is_float
 
@@ -40,12 +42,24 @@ class Program:
     coded: tuple[Coded | None, ...]
     arguments: tuple[int, int]
 
-    def evaluate(self, jaxpr: Jaxpr, weights: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
-        """Returns the outputs of `jaxpr`, which has the same constants as the program's own jaxpr."""
+    def evaluate(
+        self, jaxpr: Jaxpr, weights: Sequence[Any], rest: Sequence[Any], views: Views, multiply: Multiply | None
+    ) -> list[Any]:
+        """Returns the outputs of `jaxpr`, which has the same constants as the program's own jaxpr.
+
+        Args:
+            jaxpr: its inputs are what is computed from weights alone, then the other arrays.
+            weights: what is computed from weights alone.
+            rest: the other input arrays.
+            views: of which weight each of `weights` is a view.
+            multiply: multiplies by weights; `None` if the program's own products do.
+        """
         end = self.arguments[1]
         captured = iter(rest[end:])
         consts = [next(captured) if const is _CAPTURED else const for const in self.consts]
-        return eval_jaxpr(jaxpr, consts, *weights, *rest[:end])
+        if multiply is None:
+            return eval_jaxpr(jaxpr, consts, *weights, *rest[:end])
+        return evaluate(jaxpr, consts, (*weights, *rest[:end]), (*views, *[None] * end), multiply)[0]
 
 
 class Traced(NamedTuple):
@@ -55,6 +69,7 @@ class Traced(NamedTuple):
         program: the computation of the call.
         weights: the shards of the weights that are gathered.
         rest: the other input arrays.
+        names: the paths of the weights in the model.
         finish: a function that takes the program's outputs, writes what the unit's code wrote to variables and
             attributes, and returns the result of the call.
     """
@@ -62,6 +77,7 @@ class Traced(NamedTuple):
     program: Program
     weights: list[Any]
     rest: list[Any]
+    names: tuple[str, ...]
     finish: Rebuild
 
 
@@ -113,7 +129,8 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
     captured = [const for const in closed.consts if isinstance(const, Tracer)]
     consts = tuple(_CAPTURED if isinstance(const, Tracer) else const for const in closed.consts)
     program = Program(closed.jaxpr, consts, known, formats, (len(others), len(others) + len(arguments)))
-    return Traced(program, weights, [*others, *arguments, *captured], finish[-1])
+    names = tuple(".".join(path_of(owners[i])) for i in at_weights)
+    return Traced(program, weights, [*others, *arguments, *captured], names, finish[-1])
 
 
 def _finish(rebuild: Rebuild, write: Rebuild, results: int, found: Sequence[Any]) -> Any:

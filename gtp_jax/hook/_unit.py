@@ -23,11 +23,13 @@ class Unit:
         remat: the policy for what is saved for backward.
         keep_last: whether its gathered weights are saved too if no unit follows.
         methods: the names of the methods that gather.
+        batch: the mesh axes that shard the batch.
     """
 
     remat: Remat
     keep_last: bool
     methods: tuple[str, ...]
+    batch: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +86,8 @@ def _hook(method: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(kind, Unit):
-            return call_unit(method, self, args, kwargs, remat=kind.remat, keep_last=kind.keep_last)
+            options: Any = {"remat": kind.remat, "keep_last": kind.keep_last, "batch": kind.batch}
+            return call_unit(method, self, args, kwargs, **options)
         return call_holder(method, self, args, kwargs)
 
     return call

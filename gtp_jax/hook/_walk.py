@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -46,11 +46,13 @@ class Step(NamedTuple):
         unit: the module.
         tied: whether the call took a token, for which its gather waits.
         reason: the reason why it took none; empty if it took one.
+        multiplied: the paths of the weights that are multiplied in a recipe's format.
     """
 
     unit: Any
     tied: bool
     reason: str
+    multiplied: tuple[str, ...] = ()
 
 
 # Set only while a call of a model runs, so that no tracer outlives its trace.
@@ -104,6 +106,12 @@ def leave(token: Token) -> None:
     """Leaves a token for the next unit of the walk."""
     if is_under_way():
         _walk.get().token = token  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def note_products(names: Sequence[str]) -> None:
+    """Records, of the call of a unit made last, the weights that it multiplies in a recipe's format."""
+    if (steps := _steps.get()) is not None:
+        steps[-1] = steps[-1]._replace(multiplied=tuple(names))
 
 
 def is_under_way() -> bool:

@@ -13,7 +13,7 @@ from flax import nnx
 from ..experts import GroupedDense, MoE, choose_transport
 from ..formats import Format, Operands
 from ..hlo import columns, quantity
-from ..hook import UnitCall, UnitFact, WeightFact, calls_of, placement_of, unit_facts, weight_facts
+from ..hook import UnitCall, UnitFact, WeightFact, calls_of, placement_of, recipe_of_step, unit_facts, weight_facts
 from ..mesh import degree, supports_block_scaled_matmul, supports_fp8_matmul, supports_packed_attention
 from ..nn import AttentionCore, Dense, Weight, layout_of, structure_of, weight_owners
 from ..ops import multiplies_fp8_groups
@@ -115,6 +115,13 @@ class Explanation:
     calls: tuple[UnitCall, ...] = ()
     weights: tuple[WeightFact, ...] = ()
 
+    @property
+    def unmultiplied(self) -> tuple[str, ...]:
+        """Returns the sharded weights whose products the recipe computes in a format, but of which the call that was
+        explained has none."""
+        found = {name for call in self.calls for name in call.multiplied}
+        return tuple(w.weight for w in self.weights if self.calls and w.multiplied and w.weight not in found)
+
     def __str__(self) -> str:
         header = ("module", "layers", "kernels", "wire", "a layer", "B/element", "matmul", "gradient")
         rows = [
@@ -153,6 +160,8 @@ class Explanation:
         if self.calls:
             rows = [(c.module or "the model", "ahead" if c.prefetched else "in place", c.reason) for c in self.calls]
             parts.append(columns(("call of", "gathered", "why"), rows))
+        if self.unmultiplied:
+            parts.append(f"in no product that could be computed in the recipe's format: {', '.join(self.unmultiplied)}")
         if self.attentions:
             rows = [(fact.module, fact.implementation, fact.reason) for fact in self.attentions]
             parts.append(columns(("module", "attention", "why"), rows))
@@ -208,7 +217,8 @@ def explain(
     params = nnx.to_flat_state(nnx.state(model, nnx.Param))
     attentions = tuple(_attention(path, m) for path, m in nnx.iter_modules(model) if isinstance(m, AttentionCore))
     experts = tuple(_experts(path, m) for path, m in nnx.iter_modules(model) if isinstance(m, MoE))
-    calls = () if call is None else calls_of(model, call)
+    with recipe_of_step(recipe):
+        calls = () if call is None else calls_of(model, call)
     weights = weight_facts(model, recipe)
     coded = {fact.weight for fact in weights if fact.wire}
     others = [

@@ -23,8 +23,8 @@ def use_recipe(recipe: Recipe | None) -> contextlib.AbstractContextManager[None]
     XLA finds that two calls in one program do the same. A `Stack` quantizes all its layers at once, at each call of its
     own. `train_step(recipe=...)` quantizes once a step.
 
-    Patterns are matched with paths in the model that `gtp_jax.init` built. That a pattern matches something is checked
-    by `gtp_jax.explain(model, recipe)`, not here.
+    Patterns are matched with paths in the model that `gtp_jax.init` built or `gtp_jax.shard` sharded. That a pattern
+    matches something is checked by `gtp_jax.explain(model, recipe)`, not here.
 
     Raises:
         TypeError: if `recipe` is something else.

@@ -82,5 +82,8 @@ def compiled(
             lowered = jax.jit(step, out_shardings=(None, jax.tree.map(lambda a: a.sharding, state))).lower(
                 state, tokens
             )
-        built = lowered.compile({**hlo.COMPILE_OPTIONS, **compile_options("gpu", tp=dict(degrees).get("tp", 1))})
+        fp8 = recipe is not None and recipe.operands is not None
+        built = lowered.compile(
+            {**hlo.COMPILE_OPTIONS, **compile_options("gpu", tp=dict(degrees).get("tp", 1), fp8=fp8)}
+        )
     return built.as_text(), built.memory_analysis().temp_size_in_bytes

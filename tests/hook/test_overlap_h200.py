@@ -75,3 +75,20 @@ def test_codes_of_a_block_are_made_once_and_gathered_under_the_block_before_it()
     assert not bare & {e.name for e in gathers[2:]}
     maxima = [e for e in program.collectives("all-reduce") if e.shapes[0].dims == (LAYERS * len(MATRICES),)]
     assert len(maxima) == 1
+
+
+@pytest.mark.slow
+def test_fp8_matmuls_are_one_call_each_and_gradients_are_reduced_as_without_a_recipe():
+    text, _ = compiled(recipe=gtp.FP8(matmuls=True))
+    program = hlo.launch_order(text)
+    # XLA joins some products of query, key and value, so that there are fewer than three of each matrix
+    assert 2 * LAYERS * len(MATRICES) < text.count('custom_call_target="__cublas$lt$matmul$f8"')
+    gathers = program.collectives("all-gather")
+    assert sum(elements(e.collective.operands) for e in gathers if e.collective.dtype == "u8") == (
+        2 * LAYERS * sum(MATRICES) // 8
+    )
+    scattered = program.collectives("reduce-scatter")
+    assert sum(elements(e.collective.operands) for e in scattered) == ELEMENTS
+    assert {e.collective.dtype for e in scattered} == {"bf16"}
+    bare = {e.name for e in program.exposed("all-gather")}
+    assert not bare & {e.name for e in gathers[2:] if e.direction == "forward"}

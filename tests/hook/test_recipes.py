@@ -313,12 +313,13 @@ def test_explain_lists_the_wire_of_sharded_weights_and_why_some_have_none():
         def __init__(self, rngs):
             self.layers = nnx.List([nnx.Linear(64, 128, rngs=rngs) for _ in range(2)])
             self.short = nnx.Linear(16, 64, rngs=rngs)
-            self.inner = nnx.LinearGeneral(3, (8, 8), rngs=rngs)
+            self.inner = nnx.LinearGeneral((8, 8), 64, axis=(-2, -1), rngs=rngs)
             self.odd = nnx.Linear(5, 13, rngs=rngs)  # no dimension can be divided
             self.head = nnx.Linear(64, 64, rngs=rngs)
 
     with scope(MESHES["gtp 8"]):
-        model = gtp.shard(Odd(nnx.Rngs(0)), "layers.*", min_size=64)
+        specs = {"inner.kernel": P(None, "gtp")}
+        model = gtp.shard(Odd(nnx.Rngs(0)), "layers.*", min_size=64, specs=specs)
         found = gtp.explain(model, gtp.MXFP8())
         assert gtp.explain(model).weights == ()
     weights = {weight.weight: weight for weight in found.weights}
@@ -333,7 +334,10 @@ def test_explain_lists_the_wire_of_sharded_weights_and_why_some_have_none():
 
 
 REFUSED = {
-    "matmuls": (gtp.FP8(matmuls=True), r"`matmuls=True` of `FP8`.*not supported.*such as.*Leave `matmuls` out"),
+    "matmuls": (
+        gtp.MXFP8(matmuls=True),
+        r"`matmuls=True` of `MXFP8`.*those of `FP8`.*not supported.*such as.*Leave `matmuls` out",
+    ),
     "grad_wire": (gtp.NVFP4(grad_wire="bf16"), r"`grad_wire='bf16'`.*not supported.*such as.*Leave it out"),
     "gradients": (gtp.BF16(grad_wire="bf16"), r"`grad_wire='bf16'`.*not supported"),
     "layers": (gtp.NVFP4(high_precision_last=1), r"high_precision_last.*not supported.*Name blocks in `exclude`"),
@@ -373,3 +377,127 @@ def test_patterns_that_match_nothing_and_scans_around_a_model_are_refused():
             scan()
         with gtp.use_recipe(gtp.NVFP4(exclude=("scale",))):
             assert np.isfinite(scan()).all()
+
+
+class Dense(nnx.Module):
+    """Blocks that multiply by their weights in several ways, or layers of gtp_jax's own that do the same."""
+
+    def __init__(self, rngs, own, width=64):
+        options = dict(use_bias=False, dtype=jnp.float32, rngs=rngs)
+        kind = gtp.Dense if own else nnx.Linear
+        self.blocks = nnx.List([kind(width, width, **options) for _ in range(2)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = x + jnp.tanh(block(x))
+        return x
+
+
+class Turned(nnx.Module):
+    """Multiplies by its weight transposed, by `einsum`, and beneath a jit of its own."""
+
+    def __init__(self, kernel):
+        self.kernel = nnx.Param(kernel.T)
+
+    def __call__(self, x):
+        return jax.jit(lambda x, w: jnp.einsum("oi,b...i->b...o", w, x))(x, self.kernel[...])
+
+
+FP8 = gtp.FP8(matmuls=True)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("way", ["linear", "turned"])
+def test_fp8_matmuls_are_those_of_gtp_jax_own_layers(mesh, way):
+    x = jax.random.normal(jax.random.key(0), (BATCH, 4, 64))
+
+    def loss(model, x):
+        return jnp.sin(3 * model(x)).mean()
+
+    value_and_grad = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 1)))
+    with scope(MESHES[mesh]), gtp.use_recipe(FP8):
+        own = gtp.init(lambda rngs: Dense(rngs, own=True), nnx.Rngs(0))
+        wanted = value_and_grad(own, x)
+        model = Dense(nnx.Rngs(0), own=False)
+        for block, other in zip(model.blocks, own.blocks, strict=True):
+            block.kernel.set_value(jnp.asarray(np.asarray(other.kernel.get_value())))
+        if way == "turned":
+            model.blocks = nnx.List([Turned(block.kernel.get_value()) for block in model.blocks])
+        model = gtp.shard(model, "blocks.*", min_size=64)
+        found = value_and_grad(model, x)
+        with gtp.use_recipe(gtp.FP8()):
+            unrounded = value_and_grad(model, x)
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5)
+    np.testing.assert_allclose(found[1][1], wanted[1][1], rtol=0, atol=1e-5 * np.abs(wanted[1][1]).max())
+    one, other, third = (list(flat(g[1][0]).values()) for g in (found, wanted, unrounded))
+    for a, b, c in zip(one, other, third, strict=True):
+        a, c = (a.T, c.T) if way == "turned" else (a, c)
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+        assert np.abs(c - b).max() > 1e-2 * np.abs(b).max()
+
+
+@pytest.mark.parametrize("view", ["global", "local"])
+def test_steps_with_fp8_matmuls_are_those_of_one_device_but_for_roundings(view):
+    with scope(MESHES["dp 2, gtp 4"]):
+        errors = gtp.check(loss, sharded, tokens(), recipe=FP8, view=view, tolerance=1e-1)
+    assert len(errors) > 20
+
+
+def test_explain_names_the_weights_whose_products_stay_as_they_are():
+    class Mixed(nnx.Module):
+        def __init__(self, rngs):
+            self.heads = nnx.LinearGeneral(WIDTH, (4, 8), rngs=rngs)
+            self.conv = nnx.Conv(32, 32, (3,), rngs=rngs)
+            self.table = nnx.Param(jnp.ones((WIDTH, WIDTH)))
+            self.wide = nnx.Param(jnp.ones((WIDTH, WIDTH)))
+            self.batched = nnx.Param(jnp.ones((4, WIDTH, WIDTH)))
+            self.scanned = nnx.Param(jnp.ones((WIDTH, WIDTH)))
+
+        def __call__(self, x):
+            x = self.conv(self.heads(x).reshape(*x.shape)) * self.table[0]
+            x, wide = (a.astype(jnp.bfloat16) for a in (x, self.wide[...]))
+            x = jnp.dot(x, wide, preferred_element_type=jnp.float32)
+            x = jnp.einsum("bti,bio->bto", x, jnp.tile(self.batched[...], (4, 1, 1)))
+            return jax.lax.scan(lambda x, _: (x @ self.scanned[...], None), x, length=2)[0]
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.blocks = nnx.List([Mixed(rngs)])
+
+        def __call__(self, x):
+            return self.blocks[0](x)
+
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(Model(nnx.Rngs(0)), "blocks.*", min_size=128)
+        found = gtp.explain(model, FP8, call=lambda model: model(jnp.ones((BATCH, 16, WIDTH))))
+    names = [f"blocks.0.{name}" for name in ("batched", "conv.kernel", "scanned", "table", "wide")]
+    assert sorted(found.unmultiplied) == names
+    assert found.calls[0].multiplied == ("blocks.0.heads.kernel",)
+    assert f"could be computed in the recipe's format: {', '.join(found.unmultiplied)}" in str(found)
+
+
+def test_fp8_matmuls_of_weights_that_tensor_ranks_divide_are_refused():
+    with scope(ALL_MESHES["gtp 4, tp 2"]), gtp.use_recipe(FP8):
+        model = gtp.shard(Shown(nnx.Rngs(0)), "blocks.*", min_size=64)
+        with pytest.raises(ValueError, match=r"`matmuls=True`, for a weight that is partitioned in use.*blocks.0.down"):
+            model(jnp.ones(()))
+
+
+def test_second_derivatives_of_fp8_matmuls_are_refused():
+    x = jnp.ones((BATCH, 64))
+    with scope(MESHES["gtp 8"]), gtp.use_recipe(FP8):
+        model = gtp.shard(Dense(nnx.Rngs(0), own=False), "blocks.*", min_size=64)
+        inner = lambda x: jax.grad(lambda x: jnp.sin(model(x)).sum())(x)  # noqa: E731
+        with pytest.raises(TypeError, match="differentiated again through `linear_fp8`"):
+            jax.grad(lambda x: (inner(x) ** 2).sum())(x)
+
+
+@pytest.mark.parametrize("remat", ["nothing", "everything"])
+def test_remat_changes_no_number_of_fp8_matmuls(remat):
+    x = jax.random.normal(jax.random.key(0), (BATCH, 64))
+    found = []
+    for policy in ("matmuls", remat):
+        with scope(MESHES["gtp 8"]), gtp.use_recipe(FP8):
+            model = gtp.shard(Dense(nnx.Rngs(0), own=False), "blocks.*", min_size=64, remat=policy)
+            found.append(flat(nnx.jit(nnx.grad(lambda model, x: jnp.sin(model(x)).mean()))(model, x)))
+    assert_near(found[1], found[0], 1e-5)

@@ -1,0 +1,94 @@
+"""Products with weights, found in the jaxpr of a call and multiplied in a recipe's format instead.
+
+[Note: products found]
+A product is a `dot_general` without batch dimensions, one of whose operands is a view of one weight: the gathered
+weight up to casts, reshapes, transposes and nested jits. Its result has the dtype of its operands, of at least 16 bits.
+Whatever else reads a weight reads the values of its codes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import eval_jaxpr
+from jax.extend.core import Jaxpr, Literal, Var
+
+# Of each input: the number of the weight of which it is a view; `None` of all else.
+Views = Sequence[int | None]
+# Returns the product of `x`, `(..., features in)`, with the transpose of a matrix, `(features out, features in)`.
+Times = Callable[[jax.Array, jax.Array], jax.Array]
+# Given the number of a weight, a function, `x` and a view of the weight, returns what the function, which also takes a
+# `Times`, makes of these; `None` if that weight is not multiplied in a format.
+Multiply = Callable[[int, Callable[[Times, jax.Array, jax.Array], jax.Array], jax.Array, jax.Array], jax.Array | None]
+
+_VIEWS = ("convert_element_type", "reshape", "transpose", "squeeze", "copy")
+_NESTED = ("pjit", "jit", "closed_call")
+
+
+def views_of(before: Jaxpr) -> tuple[int | None, ...]:
+    """Returns of which weight each output of a jaxpr, whose inputs are the weights, is a view."""
+    known: dict[Any, int | None] = {v: i for i, v in enumerate(before.invars)}
+    for eqn in before.eqns:
+        if eqn.primitive.name in _VIEWS and isinstance(eqn.invars[0], Var):
+            known[eqn.outvars[0]] = known.get(eqn.invars[0])
+    return tuple(known.get(v) for v in before.outvars)
+
+
+def evaluate(
+    jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any], views: Views, multiply: Multiply
+) -> tuple[list[Any], Views]:
+    """Returns the outputs of a jaxpr, with `multiply` in place of products with weights, and of which weight each is a
+    view."""
+    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
+    known: dict[Any, int | None] = dict(zip(jaxpr.invars, views, strict=True))
+
+    def value(v: Any) -> Any:
+        return v.val if isinstance(v, Literal) else values[v]
+
+    def view(v: Any) -> int | None:
+        return None if isinstance(v, Literal) else known.get(v)
+
+    for eqn in jaxpr.eqns:
+        name, own = eqn.primitive.name, [view(v) for v in eqn.invars]
+        read = [value(v) for v in eqn.invars]
+        found: Any = None
+        if name == "dot_general":
+            found, own = _product(eqn, read, own, multiply), []
+        elif name in _NESTED and any(one is not None for one in own):
+            inner = eqn.params["jaxpr"]
+            found, own = evaluate(inner.jaxpr, inner.consts, read, own, multiply)
+        if found is None:
+            variables = list(dict.fromkeys(v for v in eqn.invars if isinstance(v, Var)))
+            alone = jaxpr.replace(constvars=[], invars=variables, outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
+            found = eval_jaxpr(alone, [], *map(value, variables))
+            own = own if name in _VIEWS else []
+        values.update(zip(eqn.outvars, found, strict=True))
+        known.update(zip(eqn.outvars, own, strict=False))
+    return [value(v) for v in jaxpr.outvars], [view(v) for v in jaxpr.outvars]
+
+
+def _product(eqn: Any, read: Sequence[Any], views: Views, multiply: Multiply) -> list[jax.Array] | None:
+    """Returns a product by `multiply`; `None` if it is none of one weight."""
+    (contracted, batch), out = eqn.params["dimension_numbers"], eqn.outvars[0].aval
+    if (views[0] is None) == (views[1] is None) or any(batch):
+        return None
+    if any(a.dtype != out.dtype for a in read) or not jnp.issubdtype(out.dtype, jnp.floating) or out.dtype.itemsize < 2:
+        return None
+    at = 0 if views[1] is None else 1  # the weight's side
+    (x, w), (of_x, of_w) = ([pair[1 - at], pair[at]] for pair in (read, contracted))
+    rows, cols = ([d for d in range(a.ndim) if d not in dims] for a, dims in ((x, of_x), (w, of_w)))
+    shapes = [x.shape[d] for d in rows], [w.shape[d] for d in cols]
+    features = math.prod(x.shape[d] for d in of_x)
+
+    def in_matrices(times: Times, x: jax.Array, w: jax.Array) -> jax.Array:
+        x = jnp.reshape(jnp.transpose(x, (*rows, *of_x)), (*shapes[0], features))
+        w = jnp.reshape(jnp.transpose(w, (*cols, *of_w)), (math.prod(shapes[1]), features))
+        y = jnp.reshape(times(x, w), (*shapes[0], *shapes[1]))
+        return y if at else jnp.moveaxis(y, range(len(rows)), range(-len(rows), 0))
+
+    y = multiply(views[at] or 0, in_matrices, x, w)
+    return None if y is None else [y]
