@@ -457,7 +457,7 @@ def test_explain_names_the_weights_whose_products_stay_as_they_are():
             x = self.conv(self.heads(x).reshape(*x.shape)) * self.table[0]
             x, wide = (a.astype(jnp.bfloat16) for a in (x, self.wide[...]))
             x = jnp.dot(x, wide, preferred_element_type=jnp.float32)
-            x = jnp.einsum("bti,bio->bto", x, jnp.tile(self.batched[...], (4, 1, 1)))
+            x = jnp.einsum("bti,bio->bto", x.reshape(4, -1, WIDTH), self.batched[...])
             return jax.lax.scan(lambda x, _: (x @ self.scanned[...], None), x, length=2)[0]
 
     class Model(nnx.Module):
