@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -41,8 +42,10 @@ class Rows(NamedTuple):
     broken: jax.Array
 
 
-class Request(NamedTuple):
-    """The static arguments for which a program is compiled.
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The static arguments for which a program is compiled. Hashed once: the hash of a graph takes milliseconds, and
+    every call of a program asks for it.
 
     Attributes:
         graph: the model's graph definition.
@@ -56,6 +59,13 @@ class Request(NamedTuple):
     choice: Choice
     slots: int
     gathers: bool
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.graph, self.choice, self.slots, self.gathers))
 
 
 @functools.partial(jax.jit, static_argnames=("request",))

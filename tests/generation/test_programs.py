@@ -206,3 +206,18 @@ def test_states_before_and_after_a_step_have_the_same_programs():
             gtp.generate(state.model(), [[1, 2, 3]], max_new_tokens=4)
             assert (_programs.prefill._cache_size(), _programs.decode._cache_size()) == (1, 1)
             state, _ = step(state, {"tokens": tokens, "targets": tokens})
+
+
+def test_the_graph_of_a_model_is_hashed_once_per_generation(monkeypatch, x64):
+    counted = []
+    plain = nnx.GraphDef.__hash__
+    monkeypatch.setattr(nnx.GraphDef, "__hash__", lambda self: counted.append(self) or plain(self))
+    model, prompt = model_of(DENSE), np.ones((1, 4), np.int32)
+
+    def hashes(count):
+        counted.clear()
+        assert sum(part.shape[1] for part in gtp.generate_stream(model, prompt, max_new_tokens=count)) == count
+        return len(counted)
+
+    hashes(60)  # compiles
+    assert hashes(60) == hashes(40) > 0  # four calls of the program, and three
