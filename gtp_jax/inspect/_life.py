@@ -109,7 +109,8 @@ def _prepared(group: WeightGroup) -> LifeState:
         amax = ", one amax reduced over all shards" if group.wire.has_amax else ""
         return LifeState("prepared", when, f"{group.wire.name} codes{over}{amax}{whole}", _name(weights.quantize))
     if group.wire is not None:
-        return LifeState("prepared", when, f"{group.wire.name} of its own", _name(weights.prepare))
+        made = f"{type(group.wire).__name__}.wire"
+        return LifeState("prepared", when, f"{group.wire.name}, a format of your own{over}", made)
     if group.divided:
         return LifeState("prepared", when, f"{group.dtype.name} shards{over}", _name(weights.prepare))
     return LifeState("prepared", when, "nothing to do", "")
@@ -145,7 +146,7 @@ def _gathered(group: WeightGroup, each: str) -> LifeState:
     if group.wire is not None:
         wire = StoredCodes.gather if group.frozen else Packed.gather
     if not isinstance(group.wire, Format | None):
-        wire = weights.Wire.gather
+        return LifeState("gathered", each, what, f"`gather` of what {type(group.wire).__name__} makes")
     return LifeState("gathered", each, what, _name(wire))
 
 

@@ -21,6 +21,8 @@ whole way for a layer outside a chain.
 
 Less usual states:
 
+- *In a format of your own*: a recipe's `wire` is an `OwnFormat`, which makes a `Wire` of its own in place of a
+  `Packed`; see [Note: a wire of your own] and `examples/07_wire_of_your_own.py`.
 - *Frozen*: ranks store codes, or arrays in the dtype in which they travel, and no master. `frozen_wires` sends them;
   they have no gradient (`refuse_gradient`).
 - *Gathered before the step* (`pregathered_layers`): a `Packed` with all ranks' shards, whose `gather` moves nothing.

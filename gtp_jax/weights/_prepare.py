@@ -242,6 +242,12 @@ def check_pregathered_layers(groups: Groups, pregathered_layers: int | Literal["
         if isinstance(group.wire, Format) and layers.stack is not None and not group.frozen
     ]
     if not counts:
+        own = {group.wire.name for group in groups.values() if isinstance(group.wire, OwnFormat)}
+        if own:
+            raise ValueError(
+                f"`pregathered_layers` is {pregathered_layers!r}, and weights travel in {', '.join(sorted(own))}, a "
+                "format of your own, which cannot be gathered ahead. Pass `pregathered_layers=0`."
+            )
         raise ValueError(
             f"`pregathered_layers` is {pregathered_layers!r}, but no layers of a `Stack` travel as codes that could be "
             "gathered ahead. Pass a recipe that quantizes them, such as `gtp_jax.NVFP4()`, or `pregathered_layers=0`."

@@ -29,13 +29,15 @@ FusedWeights = dict[ModulePath, jax.Array | QuantizedArray]
 class Wire(abc.ABC):
     """What a rank sends of the fused weights that travel together: a dataclass, and a pytree.
 
+    `members` is a field, and `gather` goes by it: a chain renames members with `dataclasses.replace`.
     For the layers of a stack its arrays have a leading dimension. Those of one layer have at least one dimension, other
     than an amax of frozen codes.
     Methods are of one layer and are called inside a `shard_map`, except `specs`.
 
     Attributes:
         members: the names of the fused weights, in order.
-        format: the format of its codes; `None` of arrays in the dtype in which they are multiplied.
+        format: the format of its codes, equal to `WeightGroup.wire` of its members, by which it is found; `None` of
+            arrays in the dtype in which they are multiplied.
     """
 
     members: tuple[ModulePath, ...]
@@ -69,11 +71,14 @@ class OwnFormat(WireFormat, Protocol):
     """
 
     def wire(self, shards: Mapping[ModulePath, Shards], groups: Mapping[ModulePath, WeightGroup]) -> Wire:
-        """Returns what this rank sends of weights that travel together. Called inside a `shard_map`, once per step.
+        """Returns what this rank sends of weights that travel together: those of one layer of a stack that have the
+        same format, dtype and axes; outside of stacks one module's. Called inside a `shard_map`, once per step; under
+        `use_recipe`, once per call. Nothing differentiates it.
 
         Args:
             shards: by name of the fused weight one array per kernel, with the leading dimension of a stack or without:
-                its shard; or what this rank stores of it, where `group.divided`. `part_of` joins either.
+                its shard; or what this rank stores of it, where `group.divided`. `part_of(kernels, layouts, dtype)`
+                joins either, and moves it over dp in that dtype: round first, and join the codes as uint8.
             groups: what is decided about the weights, by the same names.
         """
         ...
