@@ -27,25 +27,29 @@ def legacy(mesh):
             yield
 
 
+def gpt2():
+    return GPT2(nnx.Rngs(0), dropout=0.0, depth=1)
+
+
 def loss(model, tokens):
     return jnp.sin(model(tokens)).mean()
 
 
 def test_steps_under_with_mesh_are_those_without_a_mesh(x64):
-    wanted = train(GPT2(nnx.Rngs(0), dropout=0.0), loss, jnp.asarray(TOKENS))
+    wanted = train(gpt2(), loss, jnp.asarray(TOKENS), steps=2)
     with legacy(gtp.make_mesh(dp=2, gtp=4)):
-        model = gtp.shard(GPT2(nnx.Rngs(0), dropout=0.0), "blocks.*", min_size=64)
+        model = gtp.shard(gpt2(), "blocks.*", min_size=64)
         weight = model.blocks[0].up.kernel.get_value()
         assert weight.sharding.spec != P() and weight.addressable_shards[0].data.size * 8 == weight.size
-        found = train(model, loss, jnp.asarray(TOKENS), stay=False)
+        found = train(model, loss, jnp.asarray(TOKENS), steps=2, stay=False)
     assert_equal(found, wanted)
 
 
 def test_calls_and_gradients_without_jit_work_under_with_mesh(x64):
-    model = GPT2(nnx.Rngs(0), dropout=0.0)
+    model = gpt2()
     logits, gradients = model(TOKENS), nnx.grad(loss)(model, TOKENS)
     with legacy(gtp.make_mesh(gtp=8)):
-        sharded = gtp.shard(GPT2(nnx.Rngs(0), dropout=0.0), "blocks.*", min_size=64)
+        sharded = gtp.shard(gpt2(), "blocks.*", min_size=64)
         np.testing.assert_allclose(sharded(TOKENS), logits, atol=1e-12)
         for own, whole in zip(
             jax.tree.leaves(nnx.grad(loss)(sharded, TOKENS)), jax.tree.leaves(gradients), strict=True
@@ -53,17 +57,17 @@ def test_calls_and_gradients_without_jit_work_under_with_mesh(x64):
             np.testing.assert_allclose(own, whole, atol=1e-12)
 
 
-def test_weights_are_gathered_block_by_block_under_with_mesh():
+def test_weights_are_gathered_under_with_mesh():
     with legacy(gtp.make_mesh(gtp=8)):
-        model = gtp.shard(GPT2(nnx.Rngs(0), dropout=0.0), "blocks.*", min_size=64)
+        model = gtp.shard(gpt2(), "blocks.*", min_size=64)
         graph, state = nnx.split(model)
         program = jax.jit(lambda state, x: nnx.merge(graph, state)(x)).lower(state, TOKENS).compile().as_text()
-    assert sum(c.times for c in hlo.collectives(program) if c.kind == "all-gather") >= 3 * 4
+    assert sum(c.times for c in hlo.collectives(program) if c.kind == "all-gather") >= 4
 
 
 def test_another_mesh_by_with_mesh_is_refused():
     with legacy(gtp.make_mesh(gtp=8)):
-        model = gtp.shard(GPT2(nnx.Rngs(0)), "blocks.*", min_size=64)
+        model = gtp.shard(gpt2(), "blocks.*", min_size=64)
     with legacy(gtp.make_mesh(dp=2, gtp=4)):
         with pytest.raises(ValueError, match="was sharded by `gtp_jax.shard` over gtp 8"):
             model(TOKENS)
