@@ -22,7 +22,7 @@ from ._path import path_of
 from ._placement import Placement
 from ._scope import hook_is_off
 from ._step import run
-from ._trace import traced
+from ._trace import traced, written_while_quantized
 from ._walk import is_under_way, leave, note_products, take, walking
 from ._weights import Weights, gather_once
 
@@ -159,11 +159,20 @@ def _gathered(owner: nnx.Module, weights: Sharded) -> Iterator[None]:
             if form is not None:
                 raise ValueError(_not_in_trace(variable)) from error
             continue  # XLA gathers what its body reads
-        put.append((variable, shard, weight, placement))
+        put.append((variable, shard, weight, placement, form))
     try:
         yield
     finally:
         _held.reset(mark)
-        for variable, shard, weight, placement in put:
+        written = []
+        for variable, shard, weight, placement, form in put:
             now = variable.get_raw_value()
-            variable.set_raw_value(shard if now is weight else own_part(now, placement))
+            if now is not weight and form is not None:
+                written.append(variable)
+            keep = now is weight or form is not None
+            variable.set_raw_value(shard if keep else own_part(now, placement))
+    if written:
+        raise ValueError(
+            f"{written_while_quantized(path_of(written[0]), type(owner).__name__)} `nnx.jit` and `nnx.remat` around a "
+            "method of this module write it too: put them around a block's."
+        )

@@ -1,9 +1,9 @@
 """Products with weights, found in the jaxpr of a call and multiplied in a recipe's format instead.
 
 [Note: products found]
-A product is a `dot_general` without batch dimensions, one of whose operands is a view of one weight: the gathered
-weight up to casts, reshapes, transposes and nested jits. Its result has the dtype of its operands, of at least 16 bits.
-Whatever else reads a weight reads the values of its codes.
+A product is a `dot_general` that contracts something and has no batch dimensions, one of whose operands is a view of
+one weight: the gathered weight up to casts, reshapes, transposes and nested jits. Its result has the dtype of its
+operands, of at least 16 bits. Whatever else reads a weight reads the values of its codes.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ def _product(eqn: Any, read: Sequence[Any], views: Views, multiply: Multiply) ->
         return None
     at = 0 if views[1] is None else 1  # the weight's side
     (x, w), (of_x, of_w) = ([pair[1 - at], pair[at]] for pair in (read, contracted))
+    if not of_x:  # an outer product
+        return None
     rows, cols = ([d for d in range(a.ndim) if d not in dims] for a, dims in ((x, of_x), (w, of_w)))
     shapes = [x.shape[d] for d in rows], [w.shape[d] for d in cols]
     features = math.prod(x.shape[d] for d in of_x)

@@ -29,7 +29,6 @@ from ..mesh import (
 )
 from ._call import lies
 from ._choice import Blocks, choose, matches, name_of
-from ._path import WeightPath
 from ._placement import Placement, place, placed, placement_of, shards_of
 from ._unit import Holder, Unit, kind_of, make
 
@@ -213,7 +212,7 @@ def _put(path: Any, variable: nnx.Variable, placement: Placement | None) -> None
     """Puts the value of a variable on the mesh, and records its placement and path in the variable's metadata."""
     if placement is not None:
         stored = tuple(placement.stored)
-        variable.set_metadata(out_sharding=stored, placement=placement, weight_path=WeightPath(path))
+        variable.set_metadata(out_sharding=stored, placement=placement, weight_path=tuple(map(str, path)))
         if (mesh := legacy_mesh()) is not None:  # Flax sees none in scope when it makes an optimizer's variables
             variable.set_metadata(mesh=mesh)
     named = variable.get_metadata().get("out_sharding") or ()

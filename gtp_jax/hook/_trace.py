@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -81,6 +81,9 @@ class Traced(NamedTuple):
     finish: Rebuild
 
 
+# Calls that evaluate a jaxpr of theirs once.
+_CALLS = ("pjit", "jit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
+
 _CAPTURED = object()  # marks a constant that is traced
 
 
@@ -98,6 +101,9 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
     at_arguments = [i for i, leaf in enumerate(flat) if is_array(leaf)]
     originals = _graph_of(nodes)
     finish: list[Rebuild] = []
+    unwritten: list[tuple[int, int]] = []  # outputs that take the place of quantized weights, and which weights
+    known = tuple(placement for placement in placements if placement is not None)
+    formats = tuple(coded(owners[i], placement) for i, placement in zip(at_weights, known, strict=True))
 
     def function(weights: list[Any], others: list[Any], arguments: list[Any]) -> list[Any]:
         put = list(values)
@@ -114,18 +120,20 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
         with without_hook():  # units within this unit have gathered weights already
             result = original(merged[0], *args, **kwargs)
         arrays, rebuild = before.taken_apart(result)
-        written, write = before.writes()
-
+        quantized = {id(weights[i]): i for i, form in enumerate(formats) if form is not None}
+        written, write, rewritten = before.writes(quantized)
+        unwritten.extend((len(arrays) + place, i) for place, i in rewritten)
         finish.append(functools.partial(_finish, rebuild, write, len(arrays)))
         return [*arrays, *written]
 
     weights = [values[i] for i in at_weights]
     others = [kept_whole(values[i]) if _is_whole(owners[i]) else values[i] for i in at_others]
     arguments = [flat[i] for i in at_arguments]
-    known = tuple(placement for placement in placements if placement is not None)
-    formats = tuple(coded(owners[i], placement) for i, placement in zip(at_weights, known, strict=True))
     gathered = [form_in_use(shard, placement) for shard, placement in zip(weights, known, strict=True)]
     closed = jax.make_jaxpr(function)(gathered, others, arguments)
+    for place, i in unwritten:
+        if origin(closed.jaxpr, closed.jaxpr.outvars[place]) is not closed.jaxpr.invars[i]:
+            raise ValueError(written_while_quantized(path_of(owners[i]), type(unit).__name__))
     captured = [const for const in closed.consts if isinstance(const, Tracer)]
     consts = tuple(_CAPTURED if isinstance(const, Tracer) else const for const in closed.consts)
     program = Program(closed.jaxpr, consts, known, formats, (len(others), len(others) + len(arguments)))
@@ -167,9 +175,15 @@ class _Before:
         """Returns the arrays within a value, and a function that rebuilds it from others, with originals for copies."""
         return taken_apart(value, self._known)
 
-    def writes(self) -> tuple[list[Any], Rebuild]:
-        """Returns the arrays that the call has written, and a function that writes others to the originals."""
+    def writes(self, quantized: Mapping[int, int]) -> tuple[list[Any], Rebuild, list[tuple[int, int]]]:
+        """Returns the arrays that the call has written, a function that writes others to the originals, and the places
+        of arrays that it does not write, each with the number of the quantized weight in whose variable it was.
+
+        Args:
+            quantized: the numbers of quantized weights, by the `id`s of their arrays before the call.
+        """
         arrays: list[Any] = []
+        rewritten: list[tuple[int, int]] = []
         put: list[tuple[int, Rebuild]] = []
 
         def write(value: Any, setter: Callable[[Any], Any]) -> None:
@@ -179,8 +193,12 @@ class _Before:
 
         for original, copy in self._pairs:
             if isinstance(copy, nnx.Variable):
-                if copy.get_raw_value() is not self._values[id(copy)]:
-                    write(copy.get_raw_value(), lambda value, node=original: _write(node, value))
+                value, was = copy.get_raw_value(), self._values[id(copy)]
+                if value is not was and id(was) in quantized:  # the values of codes must not replace a master
+                    rewritten.append((len(arrays), quantized[id(was)]))
+                    write(value, lambda _: None)
+                elif value is not was:
+                    write(value, lambda value, node=original: _write(node, value))
                 continue
             before, now = self._attributes[id(copy)], vars(copy)
             for name in (name for name in now if not name.startswith("_pytree__")):
@@ -195,7 +213,35 @@ class _Before:
                 one(found[start : start + count])
                 start += count
 
-        return arrays, write_all
+        return arrays, write_all, rewritten
+
+
+def origin(jaxpr: Jaxpr, variable: Any) -> Any:
+    """Returns the input of a jaxpr that a variable is, perhaps passed on by calls within it; `None` if it is computed.
+
+    `nnx.jit` and `nnx.remat` return the variables that they were given, written or not.
+    """
+    if variable in jaxpr.invars:
+        return variable
+    for eqn in jaxpr.eqns:
+        if variable not in eqn.outvars:
+            continue
+        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        inner = getattr(inner, "jaxpr", inner)
+        if eqn.primitive.name not in _CALLS or inner is None or len(inner.invars) != len(eqn.invars):
+            return None
+        within = origin(inner, inner.outvars[eqn.outvars.index(variable)])
+        return None if within is None else origin(jaxpr, eqn.invars[inner.invars.index(within)])
+    return None
+
+
+def written_while_quantized(path: Sequence[str], owner: str) -> str:
+    """Returns the message for code that writes a weight which a recipe quantizes."""
+    name = ".".join(path)
+    return (
+        f"a call of {owner} writes the weight {name}, which the recipe in scope quantizes: the values of its codes "
+        f"would replace the weight. Write it outside of the call, or add {name!r} to the recipe's `exclude`."
+    )
 
 
 def _write(variable: nnx.Variable, value: Any) -> None:
