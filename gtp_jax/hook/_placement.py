@@ -24,12 +24,14 @@ class Placement:
         used: the partition of the gathered array: only over axes over which the weight is not gathered.
         degrees: the axes that `stored` names, each with its size.
         ndim: the number of dimensions of the array.
+        kind: the class of the variable; a variable of another class has copied the metadata, as adapters do.
     """
 
     stored: PartitionSpec
     used: PartitionSpec
     degrees: tuple[tuple[str, int], ...]
     ndim: int
+    kind: type[nnx.Variable] = nnx.Param
 
     @property
     def gathered(self) -> bool:
@@ -81,14 +83,16 @@ class Placement:
                 "name another partition with `specs`. For other arrays, make the model again and shard that."
             )
         stored, used = (PartitionSpec(*tuple(spec)[1:]) for spec in (self.stored, self.used))
-        return Placement(stored, used, self.degrees, len(shape))
+        return dataclasses.replace(self, stored=stored, used=used, ndim=len(shape))
 
 
 def placement_of(variable: Any) -> Placement | None:
-    """Returns the placement of a variable from its metadata; `None` if `shard` left it whole."""
+    """Returns the placement of a variable from its metadata; `None` if `shard` left it whole or has not seen it."""
     placement = variable.get_metadata().get("placement") if isinstance(variable, nnx.Variable) else None
-    shape = None if placement is None else getattr(variable.get_raw_value(), "shape", None)
-    return placement if placement is None or shape is None else placement.of_slice(shape)
+    if placement is None or type(variable) is not placement.kind:
+        return None
+    shape = getattr(variable.get_raw_value(), "shape", None)
+    return placement if shape is None else placement.of_slice(shape)
 
 
 def place(shape: Sequence[int], roles: Roles, used: PartitionSpec) -> Placement | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Mapping
@@ -211,6 +212,7 @@ def _without(entry: Any, axes: set[str]) -> Any:
 def _put(path: Any, variable: nnx.Variable, placement: Placement | None) -> None:
     """Puts the value of a variable on the mesh, and records its placement and path in the variable's metadata."""
     if placement is not None:
+        placement = dataclasses.replace(placement, kind=type(variable))
         stored = tuple(placement.stored)
         variable.set_metadata(out_sharding=stored, placement=placement, weight_path=tuple(map(str, path)))
         if (mesh := legacy_mesh()) is not None:  # Flax sees none in scope when it makes an optimizer's variables

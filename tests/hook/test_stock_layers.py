@@ -136,6 +136,39 @@ def test_adapters_may_be_added_before_sharding_or_after(when, x64):
     assert max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(wanted[1])) > 1e-3
 
 
+class Adapted(nnx.Module):
+    """A layer with an adapter whose variables copy the metadata of the layer's weight, as qwix has it."""
+
+    def __init__(self, base, rngs):
+        self.base = base
+        own = base.kernel.get_metadata()
+        for name, shape in (("a", (WIDTH, 2)), ("b", (2, 3 * WIDTH))):
+            value = jax.random.normal(rngs(), shape, jnp.float64)
+            setattr(self, name, nnx.LoRAParam(value, **{**own, "out_sharding": None}))
+
+    def __call__(self, x):
+        y = self.base(x)
+        return y + (x @ self.a @ self.b).reshape(y.shape)
+
+
+def test_an_adapter_may_copy_the_metadata_of_a_weight_of_another_shape(x64):
+    def adapted(model):
+        for block in model.blocks:
+            block.attention.qkv = Adapted(block.attention.qkv, nnx.Rngs(5))
+        return model
+
+    def adapters(model, tokens):
+        return nnx.value_and_grad(mean_of("plain"), argnums=nnx.DiffState(0, nnx.LoRAParam))(model, tokens)
+
+    wanted = nnx.jit(adapters)(adapted(GPT2(nnx.Rngs(0, dropout=1))), tokens())
+    with scope(MESHES["gtp 8"]):
+        model = adapted(gtp.shard(GPT2(nnx.Rngs(0, dropout=1)), "blocks.*", min_size=64))
+        found = nnx.jit(adapters)(model, tokens())
+        assert "placement" in model.blocks[0].attention.qkv.a.get_metadata()
+    assert_leaves_close(found, wanted)
+    assert max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(wanted[1])) > 1e-3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_adapters_of_qwix_have_their_gradients(when, x64):
