@@ -14,7 +14,7 @@ DOCUMENTS = (*PAGES, *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md
 DOCUMENTS += tuple(sorted(path for folder in ("ffi", "gtp_jax") for path in (ROOT / folder).rglob("*.md")))
 
 # `<!-- not run: REASON -->` in the line above a block leaves it out of the test.
-_FENCE = re.compile(r"(?:^<!-- not run: (?P<reason>.+) -->\n)?^```(?P<kind>\w*)\n(?P<code>.*?)^```$", re.M | re.S)
+_FENCE = re.compile(r"(?:^<!-- not run: (?P<reason>[^\n]+) -->\n)?^```(?P<kind>\w*)\n(?P<code>.*?)^```$", re.M | re.S)
 _INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
