@@ -133,7 +133,7 @@ def traced(original: Callable[..., Any], unit: nnx.Module, args: Any, kwargs: An
     closed = jax.make_jaxpr(function)(gathered, others, arguments)
     for place, i in unwritten:
         if origin(closed.jaxpr, closed.jaxpr.outvars[place]) is not closed.jaxpr.invars[i]:
-            raise ValueError(written_while_quantized(path_of(owners[i]), type(unit).__name__))
+            raise ValueError(written_while_quantized(path_of(owners[at_weights[i]]), type(unit).__name__))
     captured = [const for const in closed.consts if isinstance(const, Tracer)]
     consts = tuple(_CAPTURED if isinstance(const, Tracer) else const for const in closed.consts)
     program = Program(closed.jaxpr, consts, known, formats, (len(others), len(others) + len(arguments)))

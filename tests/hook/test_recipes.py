@@ -1,5 +1,7 @@
 """Recipes for models of stock layers: sharded weights travel as codes, and have the values of the codes."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -273,28 +275,120 @@ def test_second_derivatives_go_straight_through_the_codes():
     assert_near(found, wanted, 1e-4)
 
 
-def test_one_program_serves_no_block_about_which_the_recipe_decides_otherwise():
+@pytest.mark.parametrize("inside", [True, False], ids=["recipe in the program", "recipe around it"])
+def test_one_program_serves_no_block_about_which_the_recipe_decides_otherwise(inside):
     x = jax.random.normal(jax.random.key(0), (BATCH, WIDTH))
-    traces = []
+    recipe = gtp.FP8(exclude=("blocks.1",))
+    around, within = (None, recipe) if inside else (recipe, None)
 
     @nnx.jit
     def call(block, x):
-        traces.append(block)
-        return block(x)
-
-    def outputs(model):
-        return [np.asarray(call(block, x)) for block in model.blocks]
+        with gtp.use_recipe(within) if inside else contextlib.nullcontext():
+            return block(x)
 
     with scope(MESHES["gtp 8"]):
         model = sharded(nnx.Rngs(0))
-        plain = outputs(model)
-        assert len(traces) == 1  # without a recipe, paths do not matter
-        jax.tree.map(lambda *a: jnp.stack(a), *[nnx.state(block) for block in model.blocks])
-        with gtp.use_recipe(gtp.FP8(exclude=("blocks.1",))):
-            found = outputs(model)
-        assert len(traces) == 3
+        plain = [np.asarray(nnx.jit(type(block).__call__)(block, x)) for block in model.blocks]
+        with gtp.use_recipe(around):
+            found = [np.asarray(call(block, x)) for block in model.blocks]
     same = [np.array_equal(one, other) for one, other in zip(found, plain, strict=True)]
     assert same == [False, True, False]
+
+
+def test_blocks_about_which_a_recipe_may_decide_otherwise_cannot_be_stacked():
+    with scope(MESHES["gtp 8"]):
+        model = sharded(nnx.Rngs(0))
+        with pytest.raises(ValueError, match="different pytree metadata"):
+            jax.tree.map(lambda *a: jnp.stack(a), *[nnx.state(block) for block in model.blocks])
+
+
+class Passing(nnx.Module):
+    """A block whose method Flax wraps: it returns the variables that it was given, which is no write."""
+
+    def __init__(self, wrap, rngs):
+        self.linear, self.wrap = nnx.Linear(WIDTH, WIDTH, rngs=rngs), wrap
+
+    def __call__(self, x):
+        return self.wrap(lambda linear, x: jnp.tanh(linear(x)))(self.linear, x)
+
+
+class Clipping(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        self.linear.kernel[...] = jnp.clip(self.linear.kernel[...], -10, 10)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("wrap", [nnx.remat, nnx.jit], ids=["remat", "jit"])
+def test_a_block_that_passes_its_weights_through_flax_keeps_its_masters(wrap):
+    x = jax.random.normal(jax.random.key(0), (BATCH, WIDTH))
+    with scope(MESHES["gtp 8"]), gtp.use_recipe(gtp.NVFP4()):
+        model = nnx.Sequential(*[Passing(wrap, nnx.Rngs(i)) for i in range(2)])
+        model = gtp.shard(model, Passing, min_size=64)
+        before = [np.asarray(block.linear.kernel.get_value()) for block in model.layers]
+        nnx.jit(lambda model, x: model(x))(model, x)
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer, x):
+            gradients = nnx.grad(lambda model: jnp.mean(jnp.square(model(x) - 1)))(model)
+            optimizer.update(model, gradients)
+            return gradients
+
+        after = [np.asarray(block.linear.kernel.get_value()) for block in model.layers]
+        gradients = step(model, optimizer, x)
+    for i, block in enumerate(model.layers):
+        np.testing.assert_array_equal(after[i], before[i])
+        moved = np.asarray(gradients["layers"][i]["linear"]["kernel"].get_value())
+        np.testing.assert_allclose(block.linear.kernel.get_value(), before[i] - 0.1 * moved, atol=1e-6)
+
+
+def test_writing_a_quantized_weight_is_refused():
+    x = jax.random.normal(jax.random.key(0), (BATCH, WIDTH))
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(nnx.Sequential(Clipping(nnx.Rngs(0)), Clipping(nnx.Rngs(1))), Clipping, min_size=64)
+        nnx.jit(lambda model, x: model(x))(model, x)
+        with (
+            gtp.use_recipe(gtp.NVFP4()),
+            pytest.raises(ValueError, match=r"writes the weight layers\.0\.linear\.kernel"),
+        ):
+            nnx.jit(lambda model, x: model(x))(model, x)
+
+
+class Holder(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
+        self.scale = nnx.Param(jax.random.normal(rngs.params(), (WIDTH, WIDTH)))
+
+    def __call__(self, x):
+        return nnx.remat(lambda self, x: self.blocks[1](self.blocks[0](x @ self.scale[...])))(self, x)
+
+
+def test_a_quantized_weight_that_flax_passes_through_its_owners_method_is_refused():
+    x = jax.random.normal(jax.random.key(0), (BATCH, WIDTH))
+    with scope(MESHES["gtp 8"]):
+        model = gtp.shard(Holder(nnx.Rngs(0)), "blocks.*", min_size=64)
+        scale = np.asarray(model.scale.get_value())
+        with gtp.use_recipe(gtp.NVFP4()), pytest.raises(ValueError, match="writes the weight scale.*around a block's"):
+            nnx.jit(lambda model, x: model(x))(model, x)
+        np.testing.assert_array_equal(model.scale.get_value(), scale)
+
+
+def test_an_outer_product_with_a_weight_is_not_rounded_to_fp8():
+    class Outer(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+        def __call__(self, x):
+            return jnp.tensordot(x, self.linear.kernel[...], 0), self.linear.kernel[...]
+
+    x = jax.random.normal(jax.random.key(0), (8,))
+    with scope(MESHES["gtp 8"]), gtp.use_recipe(gtp.FP8(matmuls=True)):
+        model = gtp.shard(nnx.Sequential(Outer(nnx.Rngs(0))), Outer, min_size=64)
+        found, values = nnx.jit(lambda model, x: model(x))(model, x)
+    np.testing.assert_allclose(found, np.asarray(x)[:, None, None] * np.asarray(values), rtol=1e-6)
 
 
 def test_a_format_of_ones_own_is_gathered():
