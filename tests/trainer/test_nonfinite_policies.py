@@ -20,7 +20,7 @@ from gtp_jax.runner.cli import main
 from gtp_jax.runner.data import Windows
 from gtp_jax.runner.trainer import TrainConfig, _job, _loop, read_lines, read_log
 from gtp_jax.runner.trainer._divergence import Divergence, Place, is_spike
-from gtp_jax.runner.trainer._optimizer import adamw
+from gtp_jax.runner.trainer._optimizer import optimizer_of
 
 from .runs import small, write_text
 
@@ -164,9 +164,11 @@ def test_ids_outside_the_vocabulary_end_a_run_whatever_its_policy(text, tmp_path
 def test_a_state_that_is_ruined_though_its_losses_are_finite_is_not_saved(text, tmp_path, monkeypatch, capsys):
     def ruined_by_the_sixth_update(config, model):
         count = lambda updates, made, params=None: (updates, jnp.where(made < 5, made + 1, jnp.nan))  # noqa: E731
-        return optax.chain(adamw(config, model), optax.GradientTransformation(lambda params: jnp.zeros(()), count))
+        return optax.chain(
+            optimizer_of(config, model), optax.GradientTransformation(lambda params: jnp.zeros(()), count)
+        )
 
-    monkeypatch.setattr(_job, "adamw", ruined_by_the_sixth_update)
+    monkeypatch.setattr(_job, "optimizer_of", ruined_by_the_sixth_update)
     assert run(text, tmp_path / "run") == DIVERGED
     assert "the state after step 8 is not finite, and is not saved. Take a lower --lr" in capsys.readouterr().err
     assert Checkpoints(tmp_path / "run/checkpoints", read_only=True).latest() == 4

@@ -15,7 +15,7 @@ from gtp_jax.models import Llama
 from gtp_jax.nn import abstract_model
 from gtp_jax.runner.cli import main
 from gtp_jax.runner.trainer import TrainConfig
-from gtp_jax.runner.trainer._optimizer import adamw
+from gtp_jax.runner.trainer._optimizer import optimizer_of
 
 from .runs import finish, logged, read_records, small, start, train, wait_until, write_text
 
@@ -37,7 +37,7 @@ def last_state(out: Path):
     config = TrainConfig.load(out / "config.json")
     with jax.set_mesh(make_mesh(gtp=4, tp=2)):
         model = abstract_model(lambda rngs: Llama(config.model(256, dtype="float32"), rngs=rngs))
-        wanted = TrainState.create(model, adamw(config, model))
+        wanted = TrainState.create(model, optimizer_of(config, model))
         state, extra = Checkpoints(out / "checkpoints", read_only=True).restore(wanted)
     return jax.tree.map(np.asarray, (state.params, state.opt_state, state.step)), extra
 

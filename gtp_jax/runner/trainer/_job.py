@@ -25,7 +25,7 @@ from ...train import Loss, TrainState, eval_step, never_skip, train_step
 from ..data import Corpus, Loader, Windows
 from ._divergence import Place
 from ._meshes import Meshes, ReplicaLoader
-from ._optimizer import adamw, learning_rate
+from ._optimizer import learning_rate, optimizer_of
 from ._resume import resume_from
 from ._start import start_from
 from ._train_flags import TrainConfig, names_file
@@ -159,7 +159,7 @@ def _with_tokenizer(origin: Origin, file: Path) -> Origin:
 def abstract_state(config: TrainConfig, model: ModelConfig) -> tuple[TrainState, optax.GradientTransformation]:
     """Returns a state of shapes, as a checkpoint would be restored to, and the optimizer."""
     abstract = abstract_model(lambda rngs: build(model, rngs=rngs))
-    optimizer = adamw(config, abstract)
+    optimizer = optimizer_of(config, abstract)
     return TrainState.create(abstract, optimizer), optimizer
 
 

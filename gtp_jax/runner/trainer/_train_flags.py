@@ -43,6 +43,11 @@ _PRESET = "tiny"
 # What `tokenizer` is if every byte is a token; also what it is if nothing is said.
 BYTE_TOKENS = "bytes"
 
+# What the default learning rate is multiplied by, for each optimizer: Lion's updates are signs, larger than Adam's.
+_LR_FACTORS = {"adamw": 1.0, "lion": 0.2, "adafactor": 1.0, "muon": 1.0}
+
+SCHEDULES = ("cosine", "linear", "wsd", "constant")
+
 # float64 needs JAX_ENABLE_X64; it makes runs on different meshes comparable to 1e-12
 DTYPES = ("float32", "bfloat16", "float64")
 
@@ -110,10 +115,25 @@ class TrainConfig:
 
     steps: int = knob(200, "training", "optimizer steps in all", metavar="N")
     batch: int = knob(16, "training", "sequences of a step, over all devices", metavar="N")
+    optimizer: str = knob(
+        "adamw",
+        "training",
+        "the optimizer; muon takes the matrices of each layer, and AdamW the rest",
+        kind=str,
+        choices=tuple(_LR_FACTORS),
+    )
+    schedule: str = knob(
+        "cosine",
+        "training",
+        "the learning rate after the warm-up: down to a tenth along a cosine or a line, in the last fifth of the steps "
+        "(wsd: warm-up, stable, decay), or constant",
+        kind=str,
+        choices=SCHEDULES,
+    )
     lr: float | None = knob(
         None,
         "training",
-        "highest learning rate (default: 0.003 * sqrt(128 / hidden size))",
+        "highest learning rate (default: 0.003 * sqrt(128 / hidden size), with lion a fifth of that)",
         kind=float,
         above=0,
         metavar="RATE",
@@ -121,13 +141,11 @@ class TrainConfig:
     warmup: int | None = knob(
         None,
         "training",
-        "steps of linear warm-up, before the cosine (default: a tenth, at most 200)",
+        "steps of linear warm-up, before the schedule (default: a tenth, at most 200)",
         least=0,
         metavar="N",
     )
-    weight_decay: float = knob(
-        0.1, "training", "weight decay of AdamW, applied to matrices only", kind=float, metavar="RATE"
-    )
+    weight_decay: float = knob(0.1, "training", "weight decay, applied to matrices only", kind=float, metavar="RATE")
     max_grad_norm: float = knob(
         1.0, "training", "scale gradients down to this norm", kind=float, above=0, metavar="NORM"
     )
@@ -293,7 +311,9 @@ class TrainConfig:
     @property
     def peak_lr(self) -> float:
         """The highest learning rate."""
-        return self.lr if self.lr is not None else default_lr(self.base.hidden_size)
+        if self.lr is not None:
+            return self.lr
+        return _LR_FACTORS[self.optimizer] * default_lr(self.base.hidden_size)
 
     @property
     def warmup_steps(self) -> int:

@@ -1,0 +1,84 @@
+"""The optimizers and the schedules that a run chooses by name."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import gtp_jax as gtp
+from gtp_jax.checkpoint import Checkpoints
+from gtp_jax.models import Llama, LlamaConfig
+from gtp_jax.runner.cli import main
+from gtp_jax.runner.trainer import TrainConfig
+from gtp_jax.runner.trainer._optimizer import learning_rate, optimizer_of
+from gtp_jax.train._per_layer import layers_in_scope
+
+from .runs import read_records, small, write_text
+
+SIZES = dict(num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=64, seq=16)
+MODEL = LlamaConfig(**{name: size for name, size in SIZES.items() if name != "seq"}, vocab_size=128)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shares"),
+    [
+        ("cosine", {10: 1, 60: 0.1 + 0.9 * (1 + np.cos(np.pi * 50 / 90)) / 2, 99: 0.10027, 100: 0.1}),
+        ("linear", {10: 1, 55: 0.55, 100: 0.1}),
+        ("wsd", {10: 1, 82: 1, 91: 0.55, 100: 0.1}),
+        ("constant", {10: 1, 55: 1, 100: 1}),
+    ],
+)
+def test_a_schedule_warms_up_and_then_falls_to_a_tenth_or_stays(schedule, shares):
+    rate = learning_rate(TrainConfig(steps=100, warmup=10, lr=2.0, schedule=schedule))
+    for step in range(10):  # 1/11 of the highest at first, in equal steps
+        assert rate(step) == pytest.approx(2 * (1 / 11 + step / 11), rel=1e-5)
+    for step, share in shares.items():
+        assert rate(step) == pytest.approx(2 * share, rel=1e-3), step
+
+
+@pytest.mark.parametrize("optimizer", ["lion", "adafactor", "muon"])
+def test_a_run_with_an_optimizer_learns_and_goes_on_from_a_checkpoint(optimizer, text, tmp_path):
+    flags = dict(SIZES, optimizer=optimizer, schedule="wsd", eval_every=0)
+    assert main(["train", *small(text, tmp_path / "run", **flags)]) == 0
+    first = [record["loss"] for record in read_records(tmp_path / "run") if "loss" in record]
+    assert first[-1] < first[0] and len(first) == 8
+    assert main(["train", "--resume", "--step=6", f"--out={tmp_path / 'run'}"]) == 0
+    again = [record["loss"] for record in read_records(tmp_path / "run") if "loss" in record]
+    assert again[-2:] == first[-2:]
+
+
+def test_muon_orthogonalizes_the_matrices_of_each_layer_alone_and_adamw_has_the_rest():
+    config = TrainConfig(optimizer="muon", weight_decay=0.1, warmup=0, lr=0.5, schedule="constant")
+    with jax.set_mesh(gtp.make_mesh(gtp=2, devices=jax.devices()[:2])):
+        model = gtp.init(lambda rngs: Llama(MODEL, rngs=rngs), nnx.Rngs(0))
+        state = gtp.TrainState.create(model, optimizer_of(config, model))
+        grads = jax.tree.map(lambda p: jax.random.normal(jax.random.key(p.size), p.shape), state.params)
+        with layers_in_scope(state.model_def.layer_counts):
+            updates, _ = optimizer_of(config, model).update(grads, state.opt_state, state.params)
+        updates, params = jax.device_get((updates, state.params))
+    up = (
+        updates["blocks"]["layers"]["mlp"]["up"]["kernel"]["gate"]
+        + 0.05 * params["blocks"]["layers"]["mlp"]["up"]["kernel"]["gate"]
+    )
+    for layer in up:  # (32, 64): all singular values are alike, and the size is that of AdamW's updates
+        values = np.linalg.svd(layer / 0.5, compute_uv=False)
+        assert values.max() / values.min() < 2 and 0.1 < np.sqrt(np.mean(np.square(layer / 0.5))) < 0.3
+    for name in ("embed", "head"):
+        for own, param in zip(*map(jax.tree.leaves, (updates[name], params[name])), strict=True):
+            decay = 0.05 * param if param.ndim > 1 else 0
+            np.testing.assert_allclose(np.abs(own + decay), 0.5, rtol=1e-3)  # the sign of the first gradient
+
+
+def test_an_optimizer_that_a_resumed_run_did_not_have_is_refused(text, tmp_path, capsys):
+    assert main(["train", *small(text, tmp_path / "run", steps=4, **SIZES)]) == 0
+    capsys.readouterr()
+    assert main(["train", "--resume", f"--out={tmp_path / 'run'}", "--optimizer=lion", "--steps=6"]) == 2
+    assert "optimizer" in capsys.readouterr().err
+    assert Checkpoints(tmp_path / "run" / "checkpoints", read_only=True).steps()[-1] == 4
