@@ -143,11 +143,20 @@ _FSDP2 = _each(FSDP2, "bf16")
 # without collectives there is nothing to join; the plain one shows what the norm and the guard cost
 _ALONE = (
     *_each(PARTITIONER, "unrolled grad-norm-cond", "unrolled grad-norm"),
-    *_each(PARTITIONER, "unrolled gtp-options grad-norm", "unrolled", policies=("regather",)),
+    *_each(
+        PARTITIONER,
+        "unrolled gtp-options grad-norm-cond",
+        "unrolled gtp-options grad-norm",
+        "unrolled",
+        policies=("regather",),
+    ),
 )
 _AT_BEST = _each(
     PARTITIONER,
     "combined grad-norm-cond",  # a guard by selection made the step up to twice as long on H100s
+    "combined gtp-options grad-norm-cond",
+    "unrolled grad-norm-cond",
+    "unrolled gtp-options grad-norm-cond",
     "combined grad-norm",
     "combined gtp-options grad-norm",
     "unrolled grad-norm",

@@ -127,11 +127,12 @@ def reduce_gradient(
         gradient: of the fused weight's shape.
         layouts: as in `gather_weight`.
         dtype: the dtype on the wire, in which the sum is taken: of bfloat16, every partial sum is rounded to it.
-            `exchange_gradients` rounds each rank's gradient alone.
+            `exchange_gradients` rounds each rank's gradient alone. With one rank nothing is sent, or rounded.
     """
-    parts = unfuse(gradient.astype(dtype), layouts)
+    alone = layouts[0].ranks == 1
+    parts = unfuse(gradient if alone else gradient.astype(dtype), layouts)
     part = jnp.reshape(parts, (-1, parts.shape[-1]))
-    return reduce_scatter(part, layouts[0].axes, dim=0) if layouts[0].ranks > 1 else part
+    return part if alone else reduce_scatter(part, layouts[0].axes, dim=0)
 
 
 def as_shards(part: jax.Array, layouts: Sequence[Layout], out: Sequence[jax.typing.DTypeLike]) -> Shards:

@@ -195,6 +195,16 @@ def test_so_it_is_in_a_stack(unroll, name):
 
 
 @pytest.mark.parametrize("name", GRAD_REDUCE)
+def test_with_one_rank_nothing_is_rounded(name):
+    x, g = (jax.random.normal(jax.random.key(i), (8, 32, size)) for i, size in enumerate((256, 128)))
+    with jax.set_mesh(gtp.make_mesh(devices=jax.devices()[:1])):
+        make = lambda name: lambda rngs: gtp.Dense(256, 128, dtype="float32", grad_reduce=name, rngs=rngs)  # noqa: E731
+        found, wanted = (gradient(make(one), x, g)[0] for one in (name, "float32"))
+    np.testing.assert_array_equal(found, wanted)
+    assert np.any(np.asarray(wanted) != np.asarray(wanted.astype(jnp.bfloat16)))
+
+
+@pytest.mark.parametrize("name", GRAD_REDUCE)
 def test_so_it_is_of_a_table(name):
     tokens = jnp.asarray(np.random.default_rng(2).integers(0, 64, (8, 128)))
     g = bf16(3, 8, 128, 128)
