@@ -1,4 +1,4 @@
-"""How long a token of generation takes, beside the time in which memory gives what the token must read."""
+"""Times a token of generation, and the reading of the weights and the cache that the token needs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Decode:
     """The time of a token of one row, after the first, and what the token must read.
 
     Attributes:
-        seconds: of a token; the median over the calls of the decoding program, each of which makes `STEPS` tokens.
-        low_s: of a token, in the fastest call.
-        high_s: of a token, in the slowest call.
+        seconds: the time per token; the median over calls of the decoding program, each of which makes `STEPS` tokens.
+        low_s: the time per token in the fastest call.
+        high_s: the time per token in the slowest call.
         calls: the number of calls timed.
-        weight_bytes: of the weights that a token is multiplied with.
-        cache_bytes: of the keys and values that a token attends to, in the middle of the timed tokens.
+        weight_bytes: the size of the weights that a token is multiplied with.
+        cache_bytes: the size of the keys and values that a token attends to, in the middle of the timed tokens.
     """
 
     seconds: float
@@ -88,7 +88,7 @@ def measure_generate(config: ModelConfig, *, prompt: int, tokens: int) -> Decode
 
 
 def memory_rate(device_kind: str) -> float | None:
-    """Returns the bytes a second that the memory of a kind of device gives; `None` if `gtp_jax.hlo` does not know it.
+    """Returns the memory bandwidth of a kind of device in bytes per second; `None` if `gtp_jax.hlo` does not know it.
 
     The rates that it knows are those of SXM modules.
     """

@@ -125,10 +125,8 @@ def weight_facts(model: nnx.Module, recipe: Recipe) -> tuple[WeightFact, ...]:
         if placement is None:
             continue
         value, path = variable.get_raw_value(), path_of(variable)
-        decided, size = (
-            decide(recipe, path, tuple(value.shape), placement),
-            math.prod(value.shape) * value.dtype.itemsize,
-        )
+        decided = decide(recipe, path, tuple(value.shape), placement)
+        size = math.prod(value.shape) * value.dtype.itemsize
         wire, reason = ("", decided) if isinstance(decided, str) else (decided.form.name, "")
         multiplied = isinstance(decided, Coded) and decided.operands is not None
         if isinstance(decided, Coded):

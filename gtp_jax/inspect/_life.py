@@ -155,15 +155,14 @@ def _gradients(group: WeightGroup, each: str) -> list[LifeState]:
         return []
     backward, first = each.replace("pass", "backward"), group.layouts[0]
     slot = f"{group.grad_reduce.slot.name}, of the fused weight, each rank's own"
-    part = "this rank's part of the sum: "
-    if group.ranks == 1:
-        reduced = "nothing to do"
-    elif group.exchanged is None:
-        reduced = f"{part}reduce-scatter over {_axes(first.axes)} in {group.grad_reduce.sums.name}"
-    else:
-        reduced = f"{part}all-to-all over {_axes(first.axes)} in {group.exchanged.name}, summed in float32"
+    sums = []
+    if group.ranks > 1 and group.exchanged is not None:
+        sums.append(f"all-to-all over {_axes(first.axes)} in {group.exchanged.name}, summed in float32")
+    elif group.ranks > 1:
+        sums.append(f"reduce-scatter over {_axes(first.axes)} in {group.grad_reduce.sums.name}")
     if group.divided:
-        reduced += f"; then reduce-scatter over {_axes(first.optimizer.axes)} in {group.stored_sums.name}"
+        sums.append(f"reduce-scatter over {_axes(first.optimizer.axes)} in {group.stored_sums.name}")
+    reduced = f"this rank's part of the sum: {'; then '.join(sums)}" if sums else "nothing to do"
     dtypes = ", ".join(dict.fromkeys(dtype.name for dtype in group.param_dtypes))
     stored = f"{dtypes}, in the shapes that are stored"
     return [

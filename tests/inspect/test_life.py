@@ -85,6 +85,13 @@ def test_every_function_that_a_life_names_exists(recipe):
         assert name in str(life)
 
 
+def test_with_one_rank_of_gtp_gradients_are_reduced_over_dp_alone():
+    with jax.set_mesh(gtp.make_mesh(dp=2, devices=jax.devices()[:2])):
+        assert told(None)["reduced"] == "this rank's part of the sum: reduce-scatter over dp in float32"
+    with jax.set_mesh(gtp.make_mesh(devices=jax.devices()[:1])):
+        assert told(None)["reduced"] == "nothing to do"
+
+
 def test_a_frozen_weight_has_no_gradient_in_its_life():
     with jax.set_mesh(gtp.make_mesh(gtp=4, devices=jax.devices()[:4])):
         model = gtp.freeze(gtp.init(Mlp, nnx.Rngs(0)), gtp.NVFP4())
