@@ -48,14 +48,14 @@ MUTANTS = (
     ),
     Mutant(
         "gradients are averaged over gtp",
-        "return reduce_scatter(part, layouts[0].axes, dim=0) if layouts[0].ranks > 1 else part",
-        "return reduce_scatter(part, layouts[0].axes, dim=0) / layouts[0].ranks if layouts[0].ranks > 1 else part",
+        "return part if alone else reduce_scatter(part, layouts[0].axes, dim=0)",
+        "return part if alone else reduce_scatter(part, layouts[0].axes, dim=0) / layouts[0].ranks",
         (f"{_PLAIN}[jax.jit-list-fp8]",),
     ),
     Mutant(
         "gradients are rounded to bfloat16 ahead of a float32 sum",
-        "parts = unfuse(gradient.astype(dtype), layouts)",
-        "parts = unfuse(gradient.astype(jnp.bfloat16).astype(dtype), layouts)",
+        "parts = unfuse(gradient if alone else gradient.astype(dtype), layouts)",
+        "parts = unfuse(gradient if alone else gradient.astype(jnp.bfloat16).astype(dtype), layouts)",
         ("tests/nn/test_grad_reduce.py::test_a_gradient_over_the_ranks_is_the_float32_sum",),
     ),
     # what ranks of dp store
