@@ -10,6 +10,7 @@ from typing import Any
 from .._foreign import brief, inside, read_json
 from ..models import FAMILIES, HuggingFace, ModelConfig, hugging_face_of
 from ._encoding import Encoding
+from ._stored import StoredAs, stored_as
 
 CONFIG_FILE = "config.json"
 QUANTIZATION_FILE = "hf_quant_config.json"
@@ -19,6 +20,7 @@ _MAX_LAYERS = 10_000
 _MAX_EXPERTS = 100_000  # of all layers
 _MAX_BYTES = 4 << 20
 
+_QUANTIZATION = "quantization_config"
 _ROTARY = {"rope_theta", "rope_scaling"}
 _SCALINGS = ("rope_scaling", "rope_parameters")
 
@@ -53,7 +55,7 @@ def write_config(
     if max_positions is not None:
         fields["max_position_embeddings"] = max_positions
     if encoding.quantized is not None:
-        fields["quantization_config"] = encoding.quantized.config_json()
+        fields[_QUANTIZATION] = encoding.quantized.config_json()
         (path / QUANTIZATION_FILE).write_text(json.dumps(encoding.quantized.quant_json(), indent=2) + "\n")
     (path / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n")
 
@@ -83,14 +85,15 @@ def _changed(family: HuggingFace, own: Mapping[str, Any], imported: Mapping[str,
     return {name: value for name, value in own.items() if theirs.get(name) != value}
 
 
-def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
+def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any], StoredAs | None]:
     """Reads config.json.
 
     Args:
         path: the directory.
 
     Returns:
-        Sizes of the model, and the file's whole content.
+        Sizes of the model; the file's whole content, but for how weights are quantized, because a checkpoint holds
+        their values; and how they are.
 
     Raises:
         FileNotFoundError: if it is not there.
@@ -111,14 +114,30 @@ def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
     layouts = [layout for family in FAMILIES for layout in family.hugging_face]
     for theirs in layouts:
         if kind == theirs.model_type and (not names or names == [theirs.architecture]):
+            quantization = fields.pop(_QUANTIZATION, None) or _older_quantization(path)
+            layout = stored_as(quantization, str(file))
             config = theirs.from_json(fields, str(file))
             check_sizes(config, str(file))
-            return config, fields
+            return config, fields, layout
     known = " or ".join(f"{layout.model_type!r} and {[layout.architecture]}" for layout in layouts)
     raise ValueError(
         f"{file} has model_type {brief(kind)} and architectures {brief(names)}; {known} are expected. "
         "Others cannot be imported."
     )
+
+
+def _older_quantization(path: Path) -> dict[str, Any] | None:
+    """Returns what config.json would say of weights of an older ModelOpt, which writes a file of its own."""
+    file = path / QUANTIZATION_FILE
+    try:
+        algorithm = read_json(inside(path, QUANTIZATION_FILE), limit=_MAX_BYTES)["quantization"]["quant_algo"]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{file} has no object `quantization` with `quant_algo` ({error!r}). Download it again."
+        ) from error
+    return None if algorithm is None else {"quant_method": "modelopt", "quant_algo": algorithm}
 
 
 def check_sizes(config: ModelConfig, where: str) -> None:

@@ -20,6 +20,8 @@ class Converted:
         nbytes: of these tensors.
         others: the names of the files that were copied unchanged, such as the tokenizer's.
         copies: the names of tensors that were not imported because they equal the one that they are tied to.
+        quantized: the layout in which weights were stored, if they were quantized.
+        left_out: the names of tensors that were not imported because they scale activations or the key-value cache.
     """
 
     config: ModelConfig
@@ -29,3 +31,5 @@ class Converted:
     nbytes: int
     others: tuple[str, ...] = ()
     copies: tuple[str, ...] = ()
+    quantized: str | None = None
+    left_out: tuple[str, ...] = ()

@@ -20,10 +20,9 @@ from ._files import open_tensors
 from ._fresh import fresh_directory
 from ._others import read_others
 from ._safetensors import Reader
+from ._stored import Wanted, is_left_out, tensors_of
 from ._vocabulary import tokens_beyond, warning_of
 
-# The dtypes that a float32 master holds exactly.
-_DTYPES = ("F32", "BF16", "F16")
 # Tables of the rotary embedding that old files carry along.
 _IGNORED = ".rotary_emb.inv_freq"
 
@@ -32,6 +31,8 @@ _SHOWN = 8
 
 def import_llama(hugging_face: str | Path, out: str | Path, *, progress: bool = False) -> Converted:
     """Makes a checkpoint at step 0 of a Hugging Face Llama in safetensors: float32 parameters, no optimizer state.
+
+    Quantized weights are imported as the values that they stand for, rounded to float32.
 
     One tensor is in memory at a time, or the experts of one layer and kernel, and is read twice. `out` appears at the
     end, complete. The checkpoint also keeps config.json and, byte for byte, the tokenizer's files and
@@ -54,26 +55,32 @@ def import_llama(hugging_face: str | Path, out: str | Path, *, progress: bool = 
             is not empty.
     """
     source = Path(hugging_face).expanduser()
-    config, original = read_config(source)
+    config, original, stored_as = read_config(source)
     origin = Origin(original, read_others(source))
     readers = open_tensors(source)
     layout = hugging_face_of(config)
     tensors = layout.tensors(config)
     copies = _take_copies(readers, layout.copies(config))
-    _check(source, readers, tensors)
+    left_out = tuple(name for name in readers if stored_as is not None and is_left_out(name))
+    readers = {name: reader for name, reader in readers.items() if name not in left_out}
+    parts = {tensor.name: tensors_of(tensor, readers, stored_as) for tensor in tensors}
+    _check(source, readers, [part for own in parts.values() for part in own])
     if lacking := tokens_beyond(origin.files, config.vocab_size):  # before anything is written: warnings may be errors
         warnings.warn(warning_of(lacking, config.vocab_size, str(source)), stacklevel=2)
-    nbytes = sum(readers[tensor.name].entries[tensor.name].nbytes for tensor in tensors)
+    entries = [readers[part.name].entries[part.name] for own in parts.values() for part in own]
+    nbytes = sum(entry.nbytes for entry in entries)
     bar = tqdm(total=2 * nbytes, desc="import", unit="B", unit_scale=True, disable=None if progress else True)
 
     def read(tensor: Tensor) -> np.ndarray:
-        values = readers[tensor.name].read(tensor.name)
+        first, *scales = parts[tensor.name]
+        read = [readers[part.name].read(part.name) for part in (first, *scales)]
+        values = stored_as.values(read) if stored_as is not None and scales else read[0]
         if not np.isfinite(values).all():
             raise ValueError(
-                f"{tensor.name} in {readers[tensor.name].path} holds NaN or Inf, so that every result would be NaN. "
+                f"{first.name} in {readers[first.name].path} holds NaN or Inf, so that every result would be NaN. "
                 "Download it again, or take another checkpoint of the model."
             )
-        bar.update(values.nbytes)
+        bar.update(sum(part.nbytes for part in read))
         return np.ascontiguousarray(values.T if tensor.transposed else values, np.float32)
 
     def make(rows: list[list[Tensor]], begin: int) -> np.ndarray:
@@ -99,8 +106,9 @@ def import_llama(hugging_face: str | Path, out: str | Path, *, progress: bool = 
     extra: dict[str, Any] = {**saved(config), **origin.extra()}
     with bar, fresh_directory(Path(out)) as directory, Checkpoints(directory) as checkpoints:
         checkpoints.save_params(0, params, extra, files=origin.files)
-    files = dict.fromkeys(readers[tensor.name].path for tensor in tensors)
-    return Converted(config, 0, tuple(files), len(tensors), nbytes, tuple(origin.files), copies)
+    files = dict.fromkeys(readers[part.name].path for own in parts.values() for part in own)
+    quantized = None if stored_as is None else stored_as.name
+    return Converted(config, 0, tuple(files), len(entries), nbytes, tuple(origin.files), copies, quantized, left_out)
 
 
 def _take_copies(readers: dict[str, Reader], copies: Mapping[str, str]) -> tuple[str, ...]:
@@ -131,21 +139,23 @@ def _identity(file: Reader, name: str) -> tuple[str, tuple[int, ...], bytes]:
     return entry.dtype, entry.shape, hashlib.blake2b(file.read(name).reshape(-1).view(np.uint8).data).digest()
 
 
-def _check(source: Path, readers: dict[str, Reader], tensors: list[Tensor]) -> None:
-    """Compares the tensors that are there with those of the model."""
-    shapes = {tensor.name: tensor.shape for tensor in tensors}
+def _check(source: Path, readers: dict[str, Reader], wanted: list[Wanted]) -> None:
+    """Compares the tensors that are there with those that the model needs."""
+    needed = {part.name: part for part in wanted}
     lines = []
-    for name in {**shapes, **readers}:
+    for name in {**needed, **readers}:
+        part = needed.get(name)
+        shapes = "" if part is None else " or ".join(str(list(shape)) for shape in part.shapes)
         if name not in readers:
-            lines.append(f"  {name}: in no file, {list(shapes[name])} wanted")
+            lines.append(f"  {name}: in no file, {shapes} wanted")
             continue
         entry, file = readers[name].entries[name], readers[name].path.name
         stored = f"{entry.dtype}{list(entry.shape)}"
-        if name not in shapes:
+        if part is None:
             if not name.endswith(_IGNORED):
                 lines.append(f"  {name}: {stored} in {file}, no such tensor wanted")
-        elif entry.shape != shapes[name] or entry.dtype not in _DTYPES:
-            lines.append(f"  {name}: {stored} in {file}, {list(shapes[name])} of {', '.join(_DTYPES)} wanted")
+        elif entry.shape not in part.shapes or entry.dtype not in part.dtypes:
+            lines.append(f"  {name}: {stored} in {file}, {shapes} of {', '.join(part.dtypes)} wanted")
     if lines:
         more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         raise ValueError(

@@ -156,11 +156,3 @@ def test_a_matrix_taken_in_slices_is_the_same(exported, tmp_path, monkeypatch):
     export_llama(folder / "imported", tmp_path / "out", dtype="nvfp4")
     one, other = ((path / "model.safetensors").read_bytes() for path in (tmp_path / "out", folder / "nvfp4"))
     assert one == other
-
-
-def test_quantized_weights_are_not_imported(exported, tmp_path):
-    _, folder = exported
-    with pytest.raises(
-        ValueError, match="has quantization_config .* gtp_jax's Llama is not imported from quantized weights"
-    ):
-        import_llama(folder / "nvfp4", tmp_path / "out")

@@ -39,7 +39,6 @@ _DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings"
 _FIXED = {
     "hidden_act": ("silu", "computes no other activation"),
     "attention_bias": (False, "has no biases in its attention"),
-    "quantization_config": (None, "is not imported from quantized weights"),
 }
 _WINDOWS = "does not limit its attention to windows"
 _QWEN3 = {**_FIXED, "use_sliding_window": (False, _WINDOWS)}

@@ -72,6 +72,10 @@ def _import(args: argparse.Namespace) -> int:
     done = import_llama(args.source, args.out, progress=True)
     print(f"read {_tensors(done)} in {args.source}")
     print(f"{done.config.param_count():,} float32 parameters are in {args.out}, a checkpoint at step {done.step}")
+    if done.quantized is not None:
+        print(f"the weights were stored as {done.quantized}; the checkpoint holds the values that they stand for")
+    if done.left_out:
+        print(f"not imported: {len(done.left_out)} scales of activations and of the key-value cache")
     for name in done.copies:
         print(f"not imported: {name}, which equals the tied embedding bit for bit")
     print(f"kept unchanged with them: {_others(done)}")
