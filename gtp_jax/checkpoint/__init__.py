@@ -1,4 +1,4 @@
-"""Sharded checkpoints that any mesh can read: logical arrays, plain nested dicts, a manifest beside them."""
+"""Sharded checkpoints that any mesh can read: logical arrays in plain nested dicts, and a manifest."""
 
 from ._checkpoints import Checkpoints as Checkpoints
 from ._damage import DamagedCheckpoint as DamagedCheckpoint
@@ -13,5 +13,5 @@ from ._streamed import StreamedArray as StreamedArray
 from ._sums import SUMS_EVENT
 from ._whole import WITHOUT_SUM as WITHOUT_SUM
 
-# Under which `jax.monitoring` hears how many seconds were waited for checksums.
+# The `jax.monitoring` events that record the seconds spent waiting for checksums.
 CHECKSUM_EVENTS = (DIGEST_EVENT, SUMS_EVENT)

@@ -1,4 +1,4 @@
-"""Reads what some processes may fail to read, so that all of them fail alike."""
+"""Reads in all processes, so that all of them fail if one does."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ import numpy as np
 from ..mesh import of_all_processes
 from ._damage import DamagedCheckpoint
 
-# Seconds before each further attempt, after a read that failed without proof of damage: a network file system may be
-# back in a moment.
+# The seconds to wait before each further attempt after a read failed without proof of damage: a network file system may
+# recover in a moment.
 PAUSES = (1.0, 4.0)
 
-# Bytes of a message that the other processes are told.
+# How many bytes of an error message are sent to the other processes.
 _TOLD = 1024
 
-# What a process has found; of several, the greatest counts.
+# The outcomes of a read in one process; the greatest of all processes counts.
 _FINE, _UNREADABLE, _DAMAGED, _OTHER = range(4)
 
 
 def read_together[T](read: Callable[[], T], path: Any) -> T:
     """Reads in every process. Every process must call this.
 
-    Damage that is proven, by a checksum or by a file that is missing, is raised at once. What else the system or a
-    decoder of files raises may pass, so it is tried again.
+    Damage that is proven by a checksum or by a missing file raises at once. Other errors of the system or of a decoder
+    may be transient, so the read is retried.
 
     Args:
         read: reads a step, or a part of it; may be called several times.
-        path: of the step's directory, for messages.
+        path: the path of the step's directory, for messages.
 
     Raises:
-        DamagedCheckpoint: if any process finds that files are not as they were written.
-        OSError: if a process could not read files, and none found damage.
+        DamagedCheckpoint: if any process finds that files have changed since they were written.
+        OSError: if a process could not read files and none found damage.
     """
     result: Any = None
     error: Exception | None = None
@@ -53,7 +53,7 @@ def read_together[T](read: Callable[[], T], path: Any) -> T:
         raise DamagedCheckpoint(path, [f"{line}{where}" for line in text.splitlines()])
     raise OSError(
         f"the checkpoint {path} could not be read{where} in {1 + len(PAUSES)} attempts, though nothing proves that it "
-        f"is damaged: {text}. See to its file system and start again; to go on from another step, name it (--step)."
+        f"is damaged: {text}. Check its file system and start again, or choose another step with --step."
     ) from error
 
 
@@ -63,13 +63,13 @@ def _with_patience[T](read: Callable[[], T]) -> T:
             return read()
         except DamagedCheckpoint:
             raise
-        except (OSError, ValueError):  # tensorstore raises ValueError where the system refuses to read
+        except (OSError, ValueError):  # tensorstore raises ValueError when the system refuses to read
             time.sleep(pause)
     return read()
 
 
 def _worst(error: Exception | None) -> tuple[int, int, str]:
-    """Returns the gravest of what the processes have found, the first one that found it, and its message."""
+    """Returns the worst outcome of all processes, the first process with that outcome, and its error message."""
     kind, text = _FINE, ""
     if isinstance(error, DamagedCheckpoint):
         kind, text = _DAMAGED, "\n".join(error.lines)

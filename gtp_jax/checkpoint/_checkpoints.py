@@ -1,4 +1,4 @@
-"""A directory of checkpoints: save, list, restore."""
+"""Saves, lists and restores the checkpoints in a directory."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ from ._whole import check_bound, step_damage
 
 _State = TypeVar("_State")
 
-# The background of a save that has failed waits for the other processes, which may be waiting for this one.
+# How many seconds to wait for the background work of a failed save: it waits for the other processes, which may be
+# waiting for this one.
 _PEERS_S = 2.0
 
-# Where the parameters are in a state.
+# The attribute of a state that holds its parameters.
 _PARAMS = "params"
 
 
 class _Abandoned(Exception):
-    """What the background of a save meets that has failed in the foreground."""
+    """Ends the background work of a save that failed in the foreground."""
 
 
 class Checkpoints:
@@ -55,18 +56,19 @@ class Checkpoints:
             ...
             checkpoints.save(step, state, {"batches": 1200})
 
-    A checkpoint holds logical arrays (unpadded, in pure nested dicts), so that any mesh restores what any other saved,
-    bit for bit. Each process writes and reads its own share; every process makes the same calls in the same order, on
-    a directory they share. One run writes to a directory at a time; others may read it meanwhile. Every method raises
+    A checkpoint holds logical arrays (unpadded, in plain nested dicts), so any mesh restores what any other saved, bit
+    for bit. Each process writes and reads its own share. All processes must make the same calls in the same order, on a
+    shared directory. Only one run may write to a directory at a time; others may read it meanwhile. Every method raises
     TypeError for a step that is not a whole number.
 
     Args:
-        directory: where the steps are; made at the first save. A path, or a URL that orbax knows (`gs://...`).
-        keep: how many steps to keep, the latest ones; `None` keeps all.
-        keep_best: how many of the lowest loss to keep beside them, of those that were saved with one.
-        read_only: never write, so that the directory need not be writable.
-        guard: called in the first process before anything is published, deleted or renamed, to raise if that must not
-            be; a run checks there that the directory is still its own.
+        directory: the directory of the steps, created by the first save: a path, or a URL that orbax supports
+            (`gs://...`).
+        keep: how many of the latest steps to keep; `None` keeps all.
+        keep_best: how many steps of the lowest loss to keep in addition, among those saved with a loss.
+        read_only: whether never to write; the directory then need not be writable.
+        guard: called in the first process before anything is published, deleted or renamed; raises to prevent it. A run
+            uses it to check that it still owns the directory.
 
     Raises:
         ValueError: if `keep` is less than 1, or `keep_best` less than 0.
@@ -93,7 +95,7 @@ class Checkpoints:
         keep_quiet()
 
     def steps(self) -> list[int]:
-        """Returns the committed steps, ascending; a step still being written is not among them."""
+        """Returns the committed steps, ascending, without a step that is still being written."""
         return sorted(steps_in(self._directory))
 
     def latest(self) -> int | None:
@@ -101,7 +103,7 @@ class Checkpoints:
         return max(steps_in(self._directory), default=None)
 
     def best(self) -> int | None:
-        """Returns the committed step of the lowest loss, or `None` if none was saved with one."""
+        """Returns the committed step with the lowest loss, or `None` if none was saved with a loss."""
         losses = [(loss, step) for step in self.steps() if not math.isnan(loss := loss_of(self._directory, step))]
         return min(losses)[1] if losses else None
 
@@ -115,30 +117,30 @@ class Checkpoints:
         recipe: Recipe | None = None,
         files: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Saves a train state, in the background.
+        """Saves a train state in the background.
 
-        On return the arrays have been copied off the devices and may be donated. The step appears under its name all
-        at once, when it is complete; then the oldest steps beyond `keep` and `keep_best` are deleted. Errors
-        of the background work are raised by the next `save`, `wait` or `close`. Half-written steps of killed runs are
-        swept at the first save.
+        When this returns, the arrays have been copied off the devices and may be donated. The step appears under its
+        name atomically, when it is complete; then the oldest steps beyond `keep` and `keep_best` are deleted. Errors of
+        the background work are raised by the next `save`, `wait` or `close`. The first save removes the half-written
+        steps of killed runs.
 
         Args:
-            step: number of the step, above every earlier one.
+            step: the number of the step, greater than every earlier one.
             state: a train state of jax arrays.
-            extra: JSON to come back with the state, as it is now; the same in every process.
-            loss: by which `keep_best` and `best` rank the step, the same in every process.
-            recipe: that the state was trained with, for the record. Codes and scales are not saved: each step makes
-                them of the parameters, so that the run may go on with any recipe.
-            files: contents of files to store with the state, such as a tokenizer's, by name; at most 64 of 64 MiB each,
-                the same in every process. `files` returns them again, byte for byte.
+            extra: a dict that JSON can hold, to be returned with the state; copied now; the same in every process.
+            loss: the loss by which `keep_best` and `best` rank the step, the same in every process.
+            recipe: the recipe that the state was trained with, for the record. Codes and scales are not saved, because
+                each step computes them from the parameters; so the run may continue with any recipe.
+            files: the contents of files to store with the state, such as a tokenizer's, by name; at most 64 files of
+                64 MiB each, the same in every process. `files` returns them byte for byte.
 
         Raises:
             ValueError: if `step` is not above the latest one in the directory, if `state` has been donated, if an array
                 is empty, complex or of a type that orbax does not store, if the copies of a replicated array differ, or
-                if a file is too large or has no plain name.
-            OSError: if the disk is full or has become read-only; earlier steps are as they were.
+                if a file is too large or its name is not a plain file name.
+            OSError: if the disk is full or has become read-only; earlier steps are unchanged.
             TypeError: if `step` is not a whole number, if a leaf of `state` is not a jax array, if JSON cannot hold
-                `extra`, if `recipe` is none, or if a file's content is not bytes.
+                `extra`, if `recipe` is not a recipe, or if a file's content is not bytes.
         """
         step = self._checked(step)
         check_recipe(recipe)
@@ -152,8 +154,8 @@ class Checkpoints:
         digests, description = Digests(arrays), Future()
         try:
             with self._failures():
-                # Not before the first save: it sweeps what looks half-written, which would be another run's work in
-                # progress if this object only reads.
+                # Not created before the first save, because it removes what looks half-written: if this object only
+                # reads, that may be another run's save in progress.
                 if self._manager is None:
                     self._check_guard()
                     self._manager = new_manager(self._directory, self._retention, guard=self._guard)
@@ -161,8 +163,9 @@ class Checkpoints:
             description.set_result(complete(content, digests.result()))
         finally:
             if not description.done():
-                # The background must not wait for what never comes. Not cancelled: that is no error to orbax, which
-                # would go on to delete the steps that this one was to replace.
+                # The background work must not wait forever for the manifest. An exception is set instead of cancelling,
+                # because orbax does not treat a cancelled future as an error: it would go on and delete the steps that
+                # this one was to replace.
                 description.set_exception(_Abandoned(f"step {step} was not saved"))
                 self._abandon()
 
@@ -174,13 +177,13 @@ class Checkpoints:
         *,
         files: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Saves parameters that are made while they are written, a part in memory at a time. In one process.
+        """Saves parameters that are computed while they are written, one part in memory at a time. One process only.
 
-        Every part is made twice: for its digest, then for the disk. On return the step is committed.
+        Every part is computed twice: for its digest, then for the disk. The step is committed when this returns.
 
         Args:
-            step: number of the step, above every earlier one.
-            params: arrays by their paths, joined by slashes.
+            step: the number of the step, greater than every earlier one.
+            params: the arrays by their paths, joined by slashes.
             extra: as in `save`.
             files: as in `save`.
 
@@ -198,14 +201,14 @@ class Checkpoints:
         content = manifest(step, saved, {} if extra is None else extra, files=files)
         description.set_result(complete(content, digests))
         self.close()
-        # orbax makes directories in the background; they must exist before the first part is written.
+        # By default orbax creates directories in the background; they must exist before the first part is written.
         manager = new_manager(self._directory, self._retention, background=False, guard=self._guard)
         with self._failures(), contextlib.closing(manager):
             arrays = {leaf.name: array for leaf, array in zip(saved, params.values(), strict=True)}
             write_step(manager, step, arrays, description, content[SAVE], files)
 
     def arrays(self, step: int | None = None) -> dict[str, StoredArray]:
-        """Returns a step's arrays by name, to be read in part.
+        """Returns a step's arrays by name. Reads none of them: each can be read in part.
 
         Raises:
             FileNotFoundError: if there is no such step.
@@ -218,22 +221,22 @@ class Checkpoints:
         return stored_arrays(path / ARRAYS, content["leaves"])
 
     def restore(self, state_like: _State, step: int | None = None) -> tuple[_State, dict[str, Any]]:
-        """Restores a train state onto the shardings of another.
+        """Restores a train state with the shardings of another.
 
         Args:
             state_like: a train state of jax arrays, or of `jax.ShapeDtypeStruct` with shardings. Not consumed.
-            step: which step; the latest by default.
+            step: the step to restore; the latest by default.
 
         Returns:
             The state, and the `extra` it was saved with.
 
         Raises:
             FileNotFoundError: if there is no such step.
-            ValueError: if the checkpoint holds other arrays or static fields than `state_like`, naming their paths,
-                before any is read.
-            DamagedCheckpoint: a `ValueError`, if files are missing or are not as they were written, or if an array's
-                values are not those that were saved; the same in all processes.
-            OSError: if files cannot be read, after several attempts.
+            ValueError: if the arrays or static fields of the checkpoint differ from those of `state_like`. Names their
+                paths, and is raised before any array is read.
+            DamagedCheckpoint: a `ValueError`, if files are missing or have changed since they were written, or if an
+                array's values differ from those saved; raised in all processes.
+            OSError: if files cannot be read after several attempts.
         """
         content, arrays = self._read(state_like, step)
         return jax.tree.unflatten(jax.tree.structure(state_like), arrays), content["extra"]
@@ -241,20 +244,20 @@ class Checkpoints:
     def restore_last_whole(
         self, state_like: _State, note: Callable[[int, DamagedCheckpoint], None] = lambda step, error: None
     ) -> tuple[_State, dict[str, Any], int]:
-        """Restores the latest step that is not damaged, the same in all processes. Deletes and renames nothing.
+        """Restores the latest step that is not damaged, the same step in all processes. Deletes and renames nothing.
 
-        Only proven damage makes it go back by a step; see `restore`.
+        Falls back to an earlier step only if damage is proven; see `restore`.
 
         Args:
             state_like: as in `restore`.
-            note: is told of each step that is passed over, and why.
+            note: called with each step that is skipped, and its error.
 
         Returns:
             The state, the `extra` it was saved with, and its step.
 
         Raises:
             FileNotFoundError: if there is no step.
-            DamagedCheckpoint: of the latest step, if all of them are damaged.
+            DamagedCheckpoint: the error of the latest step, if all steps are damaged.
             ValueError, OSError: as in `restore`.
         """
         self.wait()
@@ -270,14 +273,15 @@ class Checkpoints:
         raise no_step(self._directory)
 
     def set_aside_after(self, step: int, damaged: Collection[int] = ()) -> list[str]:
-        """Renames the steps after one, so that a run that goes on from there can save them again. Every process must
-        call this.
+        """Renames the steps after a given one, so that a run that continues from it can save them again. Every process
+        must call this.
 
-        They are steps no more: they are not listed, kept, counted or pruned, and whoever wants them renames them back.
+        The renamed directories no longer count as steps: they are not listed, counted by `keep`, or pruned. Rename one
+        back to use it again.
 
         Args:
-            step: that the run goes on from.
-            damaged: those of the later steps that are damaged; the others are abandoned.
+            step: the step that the run continues from.
+            damaged: which of the later steps are named as damaged; the others are named as abandoned.
 
         Returns:
             The new paths.
@@ -289,22 +293,22 @@ class Checkpoints:
         paths = steps_in(self._directory)
         kept = [str(set_aside(paths[one], "damaged" if one in damaged else "abandoned")) for one in later]
         if later:
-            of_all_processes(np.int32(0))  # renamed before anybody looks again
+            of_all_processes(np.int32(0))  # a barrier: no process lists the steps before they are renamed
         return kept
 
     def restore_params(self, state_like: Any, step: int | None = None) -> dict[str, Any]:
-        """Restores the parameters alone, of any checkpoint: of a run, or imported.
+        """Restores only the parameters, from any checkpoint: a run's, or an imported one.
 
         Args:
-            state_like: a `TrainState` as in `restore`; only its parameters and its `model_def` are looked at.
-            step: which step; the latest by default.
+            state_like: a `TrainState` as in `restore`; only its parameters and its `model_def` are used.
+            step: the step to restore; the latest by default.
 
         Returns:
-            What `state_like.params` is, with the checkpoint's values.
+            A tree like `state_like.params`, with the checkpoint's values.
 
         Raises:
-            TypeError: if `state_like` has no parameters in an attribute `params`; a mapping has none, nor does an
-                `nnx.State`, which is one.
+            TypeError: if `state_like` has no attribute `params` that holds arrays. A mapping is refused, and so is an
+                `nnx.State`, which is a mapping.
             FileNotFoundError, ValueError: as in `restore`.
         """
         check_has_params(state_like, _PARAMS)
@@ -312,8 +316,7 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(state_like.params), arrays)
 
     def _read(self, state_like: Any, step: int | None, part: str = "") -> tuple[dict[str, Any], list[jax.Array]]:
-        """Returns a step's manifest and its arrays, of which `part` may name those wanted, by the beginning of their
-        names."""
+        """Returns a step's manifest, and those of its arrays whose names begin with `part`."""
         chosen = [leaf for leaf in leaves(state_like) if leaf.name.startswith(part)]
         path = self._path(step)
         content = read_together(lambda: read_manifest(path), path)
@@ -330,10 +333,9 @@ class Checkpoints:
         return content, [leaf.to_memory(array) for leaf, array in zip(chosen, stored, strict=True)]
 
     def manifest(self, step: int | None = None) -> dict[str, Any]:
-        """Returns what a step's checkpoint says about itself.
+        """Returns a step's manifest: format, versions, step, recipe, loss, extra; each array's shape, dtype and digest.
 
-        Format, versions, step, arrays with shape, dtype and digest, recipe, loss, extra. Read in this process alone,
-        also before `jax.distributed.initialize`.
+        Reads in this process alone, so it also works before `jax.distributed.initialize`.
 
         Raises:
             FileNotFoundError: if there is no such step.
@@ -342,27 +344,27 @@ class Checkpoints:
         return read_manifest(self._path(step, together=False))
 
     def files(self, step: int | None = None, *, together: bool = True) -> dict[str, bytes]:
-        """Returns the files that a step was saved with, by name; none if it was saved without.
+        """Returns the contents of the files that were saved with a step, by name; empty if there were none.
 
         Args:
-            step: which step; the latest by default.
-            together: every process calls this. Otherwise they are read in this process alone, also before
+            step: the step to read; the latest by default.
+            together: whether every process calls this. Otherwise this process reads alone, which also works before
                 `jax.distributed.initialize`.
 
         Raises:
             FileNotFoundError: if there is no such step.
             DamagedCheckpoint: a `ValueError`, if a file or the manifest is missing or damaged.
-            OSError: if a file cannot be read, after several attempts.
+            OSError: if a file cannot be read; with `together`, only after several attempts.
         """
         path = self._path(step, together=together)
         read = lambda: read_step_files(path, read_manifest(path))  # noqa: E731
         return read_together(read, path) if together else read()
 
     def verify(self, step: int | None = None) -> list[str]:
-        """Reads every file of a step and says which are not as they were written, a line each; none if all are.
+        """Reads every file of a step. Returns a line for each that is missing, has changed, or belongs to no step.
 
-        Four small files have no checksum (`gtp_jax.checkpoint.WITHOUT_SUM`): orbax writes them after the sums are
-        taken. Nothing is read from them; checked is that they are there, and their form.
+        Four small files have no checksum (`gtp_jax.checkpoint.WITHOUT_SUM`), because orbax writes them after the sums
+        are computed. Nothing is restored from them; only their existence and their form are checked.
 
         Raises:
             FileNotFoundError: if there is no such step.
@@ -371,7 +373,7 @@ class Checkpoints:
         return step_damage(self._path(step))
 
     def damage_report(self, step: int, names: Sequence[str]) -> str:
-        """Returns what to tell about arrays that read otherwise than they were saved."""
+        """Returns the error message for arrays whose values differ from those saved."""
         return damaged(self._path(step), other_values(names))
 
     def wait(self) -> None:
@@ -381,20 +383,20 @@ class Checkpoints:
                 self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits for the last save and frees the threads; the object can be used again."""
+        """Waits for the last save and frees the threads. The object can be used again afterwards."""
         if self._manager is not None:
             manager, self._manager = self._manager, None
             with self._failures():
                 manager.close()
 
     def _abandon(self) -> None:
-        """Ends the background work of a save that has failed, and starts over with the next one."""
+        """Ends the background work of a failed save. The next save starts afresh."""
         manager, self._manager = self._manager, None
         if manager is None:
             return
 
         def close() -> None:
-            for _ in range(2):  # the first time it raises what the background has met
+            for _ in range(2):  # the first call raises the background's error
                 with contextlib.suppress(Exception):
                     manager.close()
 
@@ -411,7 +413,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
-        """Says what a refused write means. The next save starts over and removes what this one left."""
+        """Explains a refused write. The next save starts afresh and removes the leftovers of this one."""
         try:
             yield
         except (OSError, ValueError) as error:

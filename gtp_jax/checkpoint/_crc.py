@@ -1,4 +1,4 @@
-"""CRC-32 of a whole from those of its parts, so that several threads can share a file."""
+"""Combines the CRC-32s of a file's parts, so that several threads can share a file."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import functools
 import zlib
 
 _BITS = 32
-# A linear map on 32 bits, as its image of each bit.
+# A linear map on 32 bits, represented by the image of each bit.
 _Columns = tuple[int, ...]
 
 
 def joined(left: int, right: int, right_bytes: int) -> int:
-    """Returns the CRC-32 of two parts, one behind the other.
+    """Returns the CRC-32 of two concatenated parts.
 
-    A CRC without its inversions is linear over GF(2), so that `right_bytes` more bytes are a linear map of what came
-    before (M. Adler's `crc32_combine` in zlib).
+    A CRC without its inversions is linear over GF(2), so appending `right_bytes` bytes applies a linear map to the CRC
+    before them (M. Adler's `crc32_combine` in zlib).
 
     Args:
-        left: CRC-32 of the first part; 0 of nothing.
-        right: of the second.
-        right_bytes: length of the second.
+        left: the CRC-32 of the first part; 0 if it is empty.
+        right: the CRC-32 of the second part.
+        right_bytes: the length of the second part, in bytes.
     """
     return _apply(_zeros(right_bytes), left) ^ right
 
 
 @functools.cache
 def _zeros(count: int) -> _Columns:
-    """Returns what `count` bytes of zero make of a CRC without inversions."""
+    """Returns the linear map that appending `count` zero bytes applies to a CRC without inversions."""
     if count == 0:
         return tuple(1 << bit for bit in range(_BITS))
     if count == 1:

@@ -1,4 +1,4 @@
-"""What is said when a step's directory is damaged."""
+"""The error for a damaged step, and its text."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _SHOWN = 8
 
 
 class DamagedCheckpoint(ValueError):
-    """Files of a step are missing, or are not as they were written.
+    """Files of a step are missing, or have changed since they were written.
 
     Args:
-        path: of the step's directory.
-        lines: what is damaged, a line each.
+        path: the path of the step's directory.
+        lines: one line for each damaged file or array.
     """
 
     def __init__(self, path: Any, lines: Sequence[str]) -> None:
@@ -22,15 +22,15 @@ class DamagedCheckpoint(ValueError):
 
 
 def other_values(names: Sequence[str]) -> list[str]:
-    """Returns the lines for arrays that read otherwise than they were saved."""
-    return [f"{name}: other values than were saved" for name in names]
+    """Returns a line for each of the arrays whose values differ from those saved."""
+    return [f"{name}: values differ from those saved" for name in names]
 
 
 def damaged(path: Any, lines: Sequence[str]) -> str:
-    """Returns what to tell about a step's directory of which this is damaged."""
+    """Returns the error message for a damaged step, with the first few of `lines`."""
     shown = "\n".join(f"  {line}" for line in lines[:_SHOWN])
     more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     return (
         f"the checkpoint {path} is damaged:\n{shown}{more}\nRestore another step; `gtp-jax checkpoint verify "
-        f"{path.parent}` says which are whole."
+        f"{path.parent}` shows which are intact."
     )

@@ -1,4 +1,4 @@
-"""Digests of arrays: of their values, the same whatever mesh holds them."""
+"""Digests of arrays' values, which do not depend on the mesh that holds the arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..mesh import of_all_processes
 
-# Odd, so that multiplication by them loses no bit; the first two are the golden ratio's and the square root of three's.
+# Odd, so that multiplication by them loses no bit. `_LANES` are from the golden ratio and the square root of three.
 _LANES = (0x9E3779B1, 0xBB67AE85)
 _DIMS = (0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0x2545F491, 0x9FB21C65, 0xE6546B65, 0x1B873593)
 
@@ -27,23 +27,24 @@ DIGEST_EVENT = "/gtp_jax/checkpoint/digests"
 
 
 class Digests:
-    """A digest of each array, 16 hexadecimal digits. Every process must make them, of all arrays.
+    """Computes a digest of each array, 16 hexadecimal digits. Every process must do so for all arrays.
 
-    Two sums modulo 2^32, over the elements, of a bijective mix of the element's bits and its place. A sum does not
-    depend on its order, so neither does the digest on how the array is sharded; and as the mix is bijective, a change
-    of any one element always shows. Computed by each device for what it holds, in one pass and without communication;
-    begun at once, so that there is time for something else before `result`.
+    A digest is two sums modulo 2^32 over the elements, each of a bijective mix of the element's bits and its indices. A
+    sum does not depend on the order of its terms, so the digest does not depend on how the array is sharded. Because
+    the mix is bijective, a change of any single element always changes the digest. Each device sums what it holds, in
+    one pass and without communication. The computation starts at once, so other work can be done before `result`.
 
     Args:
-        arrays: by their paths in the state.
+        arrays: the arrays by their paths in the state.
 
     Raises:
-        TypeError: on a dtype without a fixed number of bytes.
+        TypeError: if an array has a dtype other than integer, float or bool, or is sharded over several devices by
+            anything but a `NamedSharding`.
     """
 
     def __init__(self, arrays: Mapping[str, jax.Array]) -> None:
         self._arrays = arrays
-        with jax.set_mesh(_NO_MESH):  # JAX computes nothing on devices of another mesh than the one in scope
+        with jax.set_mesh(_NO_MESH):  # JAX refuses to compute on devices outside the mesh in scope
             self._launched = [_device_sums(array) for array in arrays.values()]
 
     def result(self) -> dict[str, str]:
@@ -65,15 +66,15 @@ class Digests:
 
 
 class Digest:
-    """The digest of one array that is in memory only a part at a time; the parts may come in any order."""
+    """Computes the digest of one array whose parts are in memory one at a time, in any order."""
 
     def __init__(self) -> None:
         self._sums = np.zeros(len(_LANES), np.uint32)
 
     def add(self, begin: int, part: np.ndarray) -> None:
-        """Takes in a part: the array's indices of the first dimension from `begin` on."""
+        """Adds a part of the array, which begins at index `begin` of the first dimension."""
         size = part.dtype.itemsize
-        # Without 64-bit types in jax, words of 32: the same bits.
+        # Words of 32 bits, because 64-bit types may be disabled in JAX; the bits are the same.
         words = part.view(f"uint{8 * min(size, 4)}")
         if size == 8:
             words = words.reshape(*part.shape, 2)
@@ -94,7 +95,7 @@ def _device_sums(array: jax.Array) -> jax.Array:
     if isinstance(sharding, NamedSharding):
         return _sums_on(sharding.mesh, sharding.spec, array.ndim)(array)
     if len(sharding.device_set) > 1:
-        raise TypeError(f"an array with {sharding} has no digest; one with a `NamedSharding` has.")
+        raise TypeError(f"an array with {sharding} has no digest; place it with a `NamedSharding`.")
     return _whole_sums(array)
 
 
@@ -111,7 +112,7 @@ def _sums_on(mesh: Any, spec: PartitionSpec, ndim: int) -> Any:
 
 
 def _own_sums(array: jax.Array, sums: jax.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Returns two sums over this process' devices: over the first copy of each part, and over all copies."""
+    """Returns two sums over this process's devices: over the first copy of each part, and over all copies."""
     parts = {shard.device: np.asarray(shard.data).reshape(-1) for shard in sums.addressable_shards}
     none = np.zeros(len(_LANES), np.uint32)
     shards = array.addressable_shards
@@ -125,7 +126,7 @@ def _agreed(name: str, array: jax.Array, first: np.ndarray, all_copies: np.ndarr
     if (first * np.uint32(copies) != all_copies).any():
         raise ValueError(
             f"`{name}` of the state is replicated, but its copies differ between devices: one of them has computed or "
-            "moved data wrongly. Restore the last checkpoint; if it happens again, replace the device."
+            "transferred wrong data. Restore the last checkpoint; if it happens again, replace the device."
         )
     return _text(first)
 
@@ -141,14 +142,14 @@ def _part_sums(words: jax.Array, begin: jax.Array) -> jax.Array:
 
 
 def _sums(array: jax.Array, begins: Sequence[Any]) -> jax.Array:
-    """Sums a part of an array that begins at these indices."""
+    """Returns the sums over a part of an array that begins at the indices `begins`."""
     words = _words(array)
     place = jnp.zeros(words.shape, jnp.uint32)
     for dim, begin in enumerate((*begins, *(0,) * (words.ndim - len(begins)))):
         constant = jnp.uint32(_DIMS[dim % len(_DIMS)] + 2 * (dim // len(_DIMS)))
         place += (lax.broadcasted_iota(jnp.uint32, words.shape, dim) + jnp.asarray(begin, jnp.uint32)) * constant
     mixed = [_mix(words * jnp.uint32(lane) ^ place) for lane in _LANES]
-    # Both in one reduction: XLA would make a pass for each, and on CPU five times as slow.
+    # One reduction for both sums: with two, XLA would make a pass for each, five times as slow on CPU.
     zeros = [jnp.uint32(0) for _ in _LANES]
     return jnp.stack(lax.reduce(mixed, zeros, _added, tuple(range(words.ndim))))
 
@@ -158,14 +159,14 @@ def _added(left: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:
 
 
 def _words(array: jax.Array) -> jax.Array:
-    """Returns the bits of the elements in words of 32, a trailing dimension of two for elements of 64."""
+    """Returns the elements' bits in 32-bit words; elements of 64 bits add a trailing dimension of size two."""
     kind: Any = array.dtype
     if kind == jnp.bool_:
         return array.astype(jnp.uint32)
     bits = jnp.iinfo(kind).bits if jnp.issubdtype(kind, jnp.integer) else 0
     bits = jnp.finfo(kind).bits if jnp.issubdtype(kind, jnp.floating) else bits
     if not bits:
-        raise TypeError(f"an array of {kind} has no digest; integers, floats and booleans have.")
+        raise TypeError(f"an array of {kind} has no digest; it must hold integers, floats or booleans.")
     if bits == 64:
         return lax.bitcast_convert_type(array, jnp.uint32)
     return lax.bitcast_convert_type(array, f"uint{bits}").astype(jnp.uint32)

@@ -1,4 +1,4 @@
-"""Sizes and CRC-32s of files, made while the files are still being written."""
+"""Computes the sizes and CRC-32s of files while the files are still being written."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from etils import epath
 from ._crc import joined
 
 _PART_BYTES = 1 << 24
-# Small enough for a core's own cache, and large enough that threads seldom meet at Python's lock.
+# Small enough for a core's own cache, and large enough that threads seldom contend for the GIL.
 _BUFFER_BYTES = 1 << 20
-# On 64 cores 16 sum 28 GB/s from memory and 32 34 GB/s; the writing needs cores too.
+# On 64 cores, 16 threads sum 28 GB/s from memory and 32 threads 34 GB/s; the writes need cores too.
 _THREADS = max(4, min(32, (os.cpu_count() or 1) // 2))
 
 
 class FileSums:
-    """Sums files in parts, by several threads: data are in few files, and large ones.
+    """Sums files in parts with several threads, because the data are in few large files.
 
-    A file that is only appended to may be summed as it grows: its complete parts are summed by `follow`, which does
-    not wait for them, so that `finish` has little left to do when the last byte is written. What is followed stays
-    open, so that it may be renamed meanwhile, and its inode is no other file's.
+    A file that is only appended to can be summed as it grows: `follow` starts summing its complete parts without
+    waiting for them, so `finish` has little left to do when the last byte is written. A followed file stays open: it
+    may then be renamed, and no other file can take its inode.
 
     Args:
-        directory: that the files' names are relative to.
+        directory: the directory that the files' names are relative to.
     """
 
     def __init__(self, directory: epath.Path) -> None:
@@ -38,7 +38,7 @@ class FileSums:
         self._followed: dict[int, tuple[IO[bytes], list[Future[int]]]] = {}
 
     def follow(self, names: Iterable[str]) -> None:
-        """Begins to sum what there is of these files; of those that are elsewhere than here, nothing."""
+        """Starts summing the complete parts of these files so far. Does nothing if the directory is a URL."""
         for name in names if self._is_local else ():
             with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
                 status = os.stat(self._directory / name)
@@ -57,18 +57,18 @@ class FileSums:
         return by_name
 
     def _follow(self, name: str, inode: int, count: int) -> None:
-        """Begins to sum the first parts of a file, those that are not begun."""
+        """Starts summing those of the first `count` parts of a file that are not yet started."""
         if inode not in self._followed:
             file = (self._directory / name).open("rb")
             if os.fstat(file.fileno()).st_ino != inode:
-                return file.close()  # another in its place; the next time
+                return file.close()  # another file has taken its name; the next `follow` will see it
             self._followed[inode] = file, []
         file, parts = self._followed[inode]
         for index in range(len(parts), count):
             parts.append(self._pool.submit(_sum_part, file.fileno(), index * _PART_BYTES))
 
     def _begin(self, path: epath.Path) -> tuple[int, list[Future[int]]]:
-        """Returns the size of a file that is complete, and the sums of all its parts, followed or not."""
+        """Returns the size of a complete file, and the pending sums of all its parts, followed or not."""
         size = path.stat().length
         _, followed = self._followed.get(os.stat(path).st_ino, (None, [])) if self._is_local else (None, [])
         left = range(len(followed) * _PART_BYTES, size, _PART_BYTES)
@@ -84,7 +84,7 @@ class FileSums:
 
 
 def _sum_part(source: int | epath.Path, begin: int) -> int:
-    """Returns the CRC-32 of a part, of an open file or of one at a path."""
+    """Returns the CRC-32 of the part at offset `begin` of an open file (its descriptor) or of a file at a path."""
     if isinstance(source, int):
         return _sum_read(lambda buffer, done: os.preadv(source, [buffer], begin + done))
     with source.open("rb") as opened:

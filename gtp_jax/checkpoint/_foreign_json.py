@@ -1,4 +1,4 @@
-"""Reads a step's JSON files as foreign ones: bounded, and every field of its type, before anything relies on it."""
+"""Reads a step's JSON files as untrusted input: limits their size, and checks the type of every field before use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from .._foreign import MAX_JSON_BYTES, brief, check_regular, open_regular, printable
 
-# Limits of the files stored with a step's arrays; tokenizers have up to some 50 MB.
+# Limits on the files stored with a step's arrays: their number, the bytes of each, and the length of a name. Tokenizers
+# have up to about 50 MB.
 MAX_FILES, MAX_FILE_BYTES, MAX_NAME = 64, 64 << 20, 100
 
 _MAX_DIMS = 32
@@ -20,7 +21,7 @@ def read_file(path: Any) -> str:
     """Returns the text of a step's JSON file.
 
     Raises:
-        ValueError: if it is no regular file, or larger than any that is written.
+        ValueError: if it is not a regular file, or larger than `MAX_JSON_BYTES`.
         OSError: if it cannot be read.
     """
     return read_bytes(path, MAX_JSON_BYTES).decode(errors="replace")
@@ -30,7 +31,7 @@ def read_bytes(path: Any, limit: int) -> bytes:
     """Returns the content of a step's file of at most `limit` bytes.
 
     Raises:
-        ValueError: if it is no regular file, or larger.
+        ValueError: if it is not a regular file, or is larger.
         OSError: if it cannot be read.
     """
     if "://" in str(path):
@@ -41,7 +42,7 @@ def read_bytes(path: Any, limit: int) -> bytes:
             content = file.read(limit + 1)
         size = len(content)
     if size > limit:
-        raise ValueError(f"has more than {limit} bytes, which is the most that is read")
+        raise ValueError(f"has more than {limit} bytes, the largest size that is read")
     return content
 
 
@@ -49,7 +50,7 @@ def check_manifest(content: Any) -> None:
     """Checks the types of a manifest's fields.
 
     Raises:
-        ValueError: naming the first field that is not as it is written.
+        ValueError: if a field is missing or has the wrong type; names the first one.
     """
     _expect("the manifest", content, "an object", _is_object)
     for name, what, fits in _FIELDS:
@@ -62,10 +63,10 @@ def check_manifest(content: Any) -> None:
 
 
 def check_sums(content: Any) -> None:
-    """Checks the types of a file of sizes and sums.
+    """Checks the types of the sizes and sums of files.
 
     Raises:
-        ValueError: naming the first entry that is not as it is written.
+        ValueError: if an entry has the wrong type; names the first one.
     """
     _expect("it", content, "an object", _is_object)
     for name, pair in content.items():
@@ -73,7 +74,7 @@ def check_sums(content: Any) -> None:
 
 
 def is_plain_name(name: Any) -> bool:
-    """Returns whether a name is that of a file in any directory: not hidden, and without a path."""
+    """Returns whether a name is a plain file name: printable, not too long, not hidden, and without a slash."""
     return (
         _is_text(name)
         and 0 < len(name) <= MAX_NAME
@@ -84,8 +85,8 @@ def is_plain_name(name: Any) -> bool:
 
 
 def strange_files(directory: Any) -> list[str]:
-    """Returns what lies in a local directory, however deep, that is neither a regular file nor a directory, a line
-    each: opening one may wait forever, or lead elsewhere."""
+    """Returns a line for each entry below a local directory, at any depth, that is neither a regular file nor a
+    directory. Such entries must not be opened, because that may block forever or lead outside the directory."""
     if "://" in str(directory) or not os.path.isdir(directory):
         return []
     lines = []
@@ -94,7 +95,7 @@ def strange_files(directory: Any) -> list[str]:
             if entry.is_dir(follow_symlinks=False):
                 lines += strange_files(entry.path)
             elif entry.is_symlink():
-                lines.append(f"{printable(entry.path)}: a link, which no checkpoint has")
+                lines.append(f"{printable(entry.path)}: a link, which no checkpoint contains")
             else:
                 try:
                     check_regular(entry.path, entry.stat(follow_symlinks=False).st_mode)

@@ -20,7 +20,7 @@ class Leaf:
     """One array of a state, of the same shape in memory and on disk.
 
     Attributes:
-        path: keys on disk, outermost first.
+        path: the keys on disk, outermost first.
         array: the array, or its shape, dtype and sharding.
     """
 
@@ -34,12 +34,12 @@ class Leaf:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """The shape of the array."""
         return self.array.shape
 
     @property
     def dtype(self) -> str:
-        """Name of the dtype."""
+        """The name of the dtype."""
         return str(self.array.dtype)
 
     def stored(self) -> jax.ShapeDtypeStruct:
@@ -52,7 +52,7 @@ class Leaf:
         return key_words(self.array) if is_key(self.array) else self.array  # orbax restores a typed key as integers
 
     def to_memory(self, stored: jax.Array) -> jax.Array:
-        """Returns the array that orbax read, with the sharding of `array`."""
+        """Returns an array that orbax read, as a typed key if `array` is one."""
         return as_key(stored, key_impl(self.array)) if is_key(self.array) else stored
 
 
@@ -60,17 +60,17 @@ def leaves(state: Any) -> list[Leaf]:
     """Returns the leaves of a train state, in the order of `jax.tree.leaves`.
 
     Raises:
-        TypeError: if a leaf is not a jax array, nor a `ShapeDtypeStruct` with a sharding.
-        ValueError: if two leaves have one path on disk, or one lies below another.
+        TypeError: if a leaf is neither a jax array nor a `ShapeDtypeStruct` with a sharding.
+        ValueError: if two leaves have the same path on disk, or one leaf's path lies below another's.
     """
     listed = [_leaf(path, array) for path, array in with_paths(state)]
     names: dict[str, str] = {}
     for leaf in listed:
-        joined = leaf.name.replace("/", ".")  # orbax joins keys by dots, the manifest by slashes
+        joined = leaf.name.replace("/", ".")  # orbax joins keys with dots, the manifest with slashes
         if joined in names:
             raise ValueError(
                 f"`{leaf.name}` and `{names[joined]}` of the state would be one array on disk, where a path's keys "
-                "are joined by dots. Rename one of them."
+                "are joined with dots. Rename one of them."
             )
         names[joined] = leaf.name
     arrays = set(names.values())
@@ -78,8 +78,8 @@ def leaves(state: Any) -> list[Leaf]:
         above = next((name for name in _above(leaf.name) if name in arrays), None)
         if above is not None:
             raise ValueError(
-                f"`{above}` of the state would be both an array on disk and a dict that holds `{leaf.name}`: a slash "
-                "within a key counts as one between two. Rename one of them."
+                f"`{above}` of the state would be both an array on disk and a dict that holds `{leaf.name}`, because a "
+                "slash within a key separates two keys there. Rename one of them."
             )
     return listed
 
@@ -88,9 +88,9 @@ def check_has_params(state: Any, name: str) -> None:
     """Refuses a state whose parameters are not in its attribute `name`.
 
     Raises:
-        TypeError: naming what came.
+        TypeError: names the type of `state`, and the remedy.
     """
-    mapping = isinstance(state, Mapping)  # whose keys may pass for attributes, as those of an `nnx.State` do
+    mapping = isinstance(state, Mapping)  # excluded, because a mapping's keys may be attributes too (`nnx.State`)
     held = None if mapping else getattr(state, name, None)
     if held is None or not jax.tree.leaves(held):
         keys = f" with the keys {brief(list(state))}," if mapping else ""
@@ -103,11 +103,11 @@ def check_has_params(state: Any, name: str) -> None:
 
 
 def check_savable(leaves: Sequence[Leaf]) -> None:
-    """Refuses a state of which there is nothing to save, or nothing that orbax or digests know.
+    """Refuses a state with a leaf that cannot be saved.
 
     Raises:
         TypeError: if a leaf is only a shape.
-        ValueError: if one has been donated, is empty, or of a type that orbax or digests do not know.
+        ValueError: if a leaf has been donated, is empty, or has a dtype that orbax or `Digests` do not support.
     """
     for leaf in leaves:
         if not isinstance(leaf.array, jax.Array):
@@ -117,8 +117,8 @@ def check_savable(leaves: Sequence[Leaf]) -> None:
         if not leaf.array.size or not _has_savable_dtype(leaf):
             raise ValueError(
                 f"`{leaf.name}` of the state is {leaf.dtype}{list(leaf.shape)}; only arrays with at least one element, "
-                "of a type that orbax stores and that is not complex, can be saved. Leave it out; or keep real and "
-                "imaginary parts, or the bits in a type such as uint8."
+                "of a type that orbax stores and that is not complex, can be saved. Leave it out, or store its real "
+                "and imaginary parts, or its bits in a type such as uint8."
             )
 
 
@@ -133,7 +133,7 @@ def _leaf(path: Path, array: Any) -> Leaf:
 
 
 def _above(name: str) -> Iterator[str]:
-    """Yields what a path on disk lies in."""
+    """Yields the parents of a path on disk, innermost first."""
     while "/" in name:
         name = name.rpartition("/")[0]
         yield name

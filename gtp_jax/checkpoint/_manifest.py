@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: a JSON file beside the arrays, which is read before them."""
+"""The manifest of a checkpoint: a JSON file that is stored with the arrays and read before them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from ._foreign_json import check_manifest
 from ._leaf import Leaf
 from ._side_files import describe
 
-# Raised when a checkpoint is written that another version would misread.
+# Increased whenever checkpoints change so that another version would misread them.
 FORMAT = 2
 
 _SHOWN = 8
 
-# The other half is for what the manifest says of the arrays.
+# Half of a manifest's bytes; the other half is for the descriptions of the arrays.
 _MAX_EXTRA = MAX_JSON_BYTES // 2
 
-# The key of the checksum of all else.
+# The key of the checksum of everything else in the manifest.
 _SEAL = "crc32"
 
-# The key of a random number that a step's manifest and its arrays share, so that no other step's arrays pass for its
-# own.
+# The key of a random number that a step's manifest and its arrays share, so that another step's arrays are detected.
 SAVE = "save"
 
 # The key of the sizes and digests of the files stored with the arrays; absent if there are none.
@@ -45,19 +44,20 @@ def manifest(
     recipe: Recipe | None = None,
     files: Mapping[str, bytes] | None = None,
 ) -> dict[str, Any]:
-    """Returns the manifest of a checkpoint, but for the digests of its arrays.
+    """Returns the manifest of a checkpoint, without the digests of its arrays.
 
     Args:
-        step: of the checkpoint.
-        leaves: its arrays.
-        extra: the caller's own.
-        static: static fields of the state.
-        loss: that the state has; NaN and infinities count as none.
-        recipe: that the state was trained with.
+        step: the step of the checkpoint.
+        leaves: the arrays of the checkpoint.
+        extra: the caller's own content.
+        static: the static fields of the state.
+        loss: the loss of the state; NaN and infinities are recorded as no loss.
+        recipe: the recipe that the state was trained with.
         files: the contents of the files stored with the arrays, by name.
 
     Raises:
-        ValueError: if a file is too large or has no plain name.
+        ValueError: if `extra` is too large or too deeply nested to be read back, if there are too many files, or if a
+            file is too large or its name is not a plain file name.
         TypeError: if `extra` is not a dict that JSON can hold, or a file's content is not bytes.
     """
     entries = {leaf.name: _entry(leaf) for leaf in leaves}
@@ -79,7 +79,7 @@ def manifest(
 
 
 def complete(content: dict[str, Any], digests: Mapping[str, str]) -> dict[str, Any]:
-    """Returns a manifest with the digests of the arrays as they are on disk, and a checksum of its own."""
+    """Returns a manifest with the digests of the arrays as they are on disk, and the manifest's own checksum."""
     leaves = {name: {**entry, "digest": digests[name]} for name, entry in content["leaves"].items()}
     content = {**content, "leaves": leaves}
     return {**content, _SEAL: _crc(content)}
@@ -89,7 +89,7 @@ def read(text: str) -> dict[str, Any]:
     """Returns a manifest from its file's text.
 
     Raises:
-        ValueError: if any of it has changed since it was written, or a field is not of its type.
+        ValueError: if it has changed since it was written, or a field has the wrong type.
     """
     try:
         content = parse_json(text.encode())
@@ -103,14 +103,14 @@ def read(text: str) -> dict[str, Any]:
 
 
 def check_format(saved: dict[str, Any], where: str) -> None:
-    """Refuses checkpoints whose arrays mean something else to this version than to the one that wrote them.
+    """Refuses checkpoints whose arrays this version would misread.
 
     Args:
         saved: the manifest.
-        where: what messages call the checkpoint.
+        where: the name of the checkpoint in messages.
 
     Raises:
-        ValueError: naming both versions' formats.
+        ValueError: if the formats differ; names both.
     """
     if saved["format"] != FORMAT:
         raise ValueError(
@@ -120,11 +120,11 @@ def check_format(saved: dict[str, Any], where: str) -> None:
 
 
 def check(saved: dict[str, Any], leaves: Sequence[Leaf], static: Mapping[str, str], where: str, part: str = "") -> None:
-    """Compares a manifest with the leaves and the static fields that are to be restored, in what begins with `part`.
+    """Compares a manifest with the leaves and static fields to be restored whose names begin with `part`.
 
     Raises:
-        ValueError: naming every path (the first few) that the checkpoint or the model lacks, or that they hold in
-            different shapes or dtypes, or with other static fields.
+        ValueError: if the checkpoint or the model lacks an array, or their shapes, dtypes or static fields differ;
+            names the first few paths.
     """
     has = {name: _text(entry) for name, entry in saved["leaves"].items()} | saved["static"]
     wants = {leaf.name: _text(_entry(leaf)) for leaf in leaves} | dict(static)
@@ -138,14 +138,14 @@ def check(saved: dict[str, Any], leaves: Sequence[Leaf], static: Mapping[str, st
     if len(lines) > _SHOWN:
         lines[_SHOWN:] = [f"  and {len(lines) - _SHOWN} more"]
     raise ValueError(
-        f"{where} is of another model or optimizer ({len(names)} of {len(every)} {what} differ):\n"
+        f"{where} belongs to another model or optimizer ({len(names)} of {len(every)} {what} differ):\n"
         + "\n".join(lines)
         + "\nRestore it with the configuration it was saved with, or train into another directory."
     )
 
 
 def _as_json(extra: dict[str, Any]) -> dict[str, Any]:
-    """Returns what will be read again: a copy, for the file is written while the caller goes on with its own."""
+    """Returns `extra` as it will be read back: a copy, because the caller may change `extra` while it is written."""
     if not isinstance(extra, dict):
         raise TypeError(f"`extra` is a {type(extra).__name__}; it must be a dict.")
     try:
@@ -158,11 +158,11 @@ def _as_json(extra: dict[str, Any]) -> dict[str, Any]:
     if json.dumps(copy) != text:
         raise TypeError("`extra` has two keys of one dict that are the same in JSON, as 1 and '1' are. Rename one.")
     if len(text) > _MAX_EXTRA:
-        raise ValueError(f"`extra` has {len(text)} bytes of JSON; at most {_MAX_EXTRA} are read again.")
+        raise ValueError(f"`extra` has {len(text)} bytes of JSON; at most {_MAX_EXTRA} can be read back. Store less.")
     try:
         parse_json(text.encode())
     except ValueError as error:
-        raise ValueError(f"`extra` would not be read again: {error}. Put less into it.") from error
+        raise ValueError(f"`extra` could not be read back: {error}. Store less in it.") from error
     return copy
 
 

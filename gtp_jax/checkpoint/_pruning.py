@@ -9,31 +9,32 @@ from etils import epath
 
 from ._steps import steps_in
 
-# orbax's names: of what is half-written, and of the mark of a finished directory, where renames are not atomic.
+# orbax's suffix of directories that are being written, and its file that marks a directory as complete, used where
+# renames are not atomic.
 _HALF_WRITTEN = ".orbax-checkpoint-tmp"
 COMMITTED = "commit_success.txt"
 
 
 def nothing_guards() -> None:
-    """Lets everything be published and deleted."""
+    """Allows everything to be published and deleted."""
 
 
 class Pruning:
-    """Deletes steps so that one killed halfway is no step: first it loses its name, then its files. Never the latest.
+    """Deletes steps: renames them first, so that a step whose deletion is interrupted no longer counts as a step.
 
-    orbax deletes a step where it stands, and what a kill leaves would still be listed, and kept if it was of a low
-    loss. Under its new name it is swept as half-written steps are.
+    orbax deletes a step in place. If it is killed halfway, the rest would still be listed, and kept if its loss is low.
+    Under the new name, orbax removes the rest as it removes half-written steps. The latest step is never deleted.
 
     Args:
-        directory: of all steps.
-        guard: called before each; raises if nothing may be deleted.
+        directory: the directory of all steps.
+        guard: called before each deletion; raises if nothing may be deleted.
     """
 
     def __init__(self, directory: str, guard: Callable[[], None]) -> None:
         self._directory, self._guard = directory, guard
 
     def delete(self, step: int) -> None:
-        """Deletes a step, in the first process; not the latest one, whose successor has not been committed then."""
+        """Deletes a step, in the first process only. Keeps the latest step, because its successor is not committed."""
         paths = steps_in(self._directory)
         if step not in paths or step == max(paths) or jax.process_index() != 0:
             return
@@ -46,9 +47,9 @@ class Pruning:
         path.rmtree()
 
     def delete_steps(self, steps: Sequence[int]) -> None:
-        """Deletes steps, one after the other."""
+        """Deletes steps one after another."""
         for step in steps:
             self.delete(step)
 
     def close(self) -> None:
-        """Does nothing: nothing is left to do."""
+        """Does nothing; orbax calls it."""

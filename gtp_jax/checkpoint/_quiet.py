@@ -1,4 +1,4 @@
-"""Keeps quiet what orbax and tensorstore print of errors that are raised as well, once and with what to do."""
+"""Suppresses what orbax and tensorstore print about errors that are also raised, once and with a remedy."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ import sys
 import time
 from typing import Any
 
-# orbax logs these under absl's name.
+# Messages that orbax logs through absl's logger.
 _SAID_TWICE = (
-    # of a file that checkpoints may lack, at every restore
+    # logged at every restore, about a file that checkpoints may lack
     "Metadata file does not exist",
-    # of a write that has failed, for each of its threads, with a traceback; `Checkpoints.wait` raises it
+    # logged by each thread of a failed write, with a traceback; `Checkpoints.wait` raises the error
     "_SignalingThread.run()",
     "in background save thread",
     " Finalize thread",
 )
-# What asyncio says to each of tensorstore's threads whose work was abandoned when another part of it had failed.
+# The error that asyncio raises in each tensorstore thread whose work was abandoned because another part failed.
 _CLOSED = "Event loop is closed"
-# Seconds without such a word after which no more is expected, and the most that the end of the process waits.
+# The number of seconds without such an error after which no more are expected, and the longest time in seconds that the
+# end of the process waits for them.
 _STILL, _MOST = 0.3, 5.0
 
 _last = -math.inf
@@ -31,7 +32,7 @@ _last = -math.inf
 
 @functools.cache
 def keep_quiet() -> None:
-    """Leaves these messages out, for the rest of the process. All others, and all errors, are as they were."""
+    """Suppresses these messages for the rest of the process. Other messages and all errors are unaffected."""
     logging.getLogger("absl").addFilter(_is_news)
     before = sys.unraisablehook
 
@@ -46,13 +47,13 @@ def keep_quiet() -> None:
 
 
 def work_abandoned() -> None:
-    """Says that tensorstore may still be at work of which nobody waits for the end."""
+    """Records that tensorstore may still be doing work that nobody waits for."""
     global _last
     _last = time.monotonic()
 
 
 def _wait_for_threads() -> None:
-    """Waits for abandoned work: once the interpreter ends, no hook is asked."""
+    """Waits for abandoned work, because the hook is no longer called once the interpreter shuts down."""
     end = time.monotonic() + _MOST
     while time.monotonic() < min(_last + _STILL, end):
         time.sleep(0.02)
@@ -63,8 +64,8 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def _is_abandoned(unraisable: Any) -> bool:
-    """Says whether an error is of work that nobody waits for: a result that one of tensorstore's threads hands to an
-    event loop that is closed, or one of orbax's reads."""
+    """Returns whether an error comes from work that nobody waits for: a result that a tensorstore thread passes to a
+    closed event loop, or one of orbax's reads."""
     trace, work = unraisable.exc_traceback, unraisable.object
     if inspect.iscoroutine(work):
         return f"{os.sep}orbax{os.sep}" in work.cr_code.co_filename

@@ -1,4 +1,4 @@
-"""Decides which steps stay when another is saved."""
+"""Decides which steps to keep when another is saved."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """Keeps the latest steps and those of the lowest loss; orbax asks it which, as a preservation policy.
+    """A preservation policy for orbax that keeps the latest steps and those of the lowest loss.
 
     Attributes:
-        latest: how many of the latest to keep; `None` keeps all.
-        best: how many of the lowest loss to keep as well.
-        loss_of: a committed step's loss; NaN if it has none. Such a step is never one of the best.
+        latest: how many of the latest steps to keep; `None` keeps all.
+        best: how many steps of the lowest loss to keep in addition.
+        loss_of: returns a committed step's loss; NaN if it has none. Such a step is never one of the best.
     """
 
     latest: int | None
@@ -23,7 +23,7 @@ class Retention:
     loss_of: Callable[[int], float]
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Returns whether each checkpoint stays; the newest, which is being written, always does."""
+        """Returns whether to keep each checkpoint. The newest, which is being written, is always kept."""
         del context
         steps = [checkpoint.step for checkpoint in checkpoints]
         if self.latest is None:

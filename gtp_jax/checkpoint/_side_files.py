@@ -1,4 +1,7 @@
-"""Files that a step stores in addition to its arrays, such as a tokenizer's; the manifest holds their digests."""
+"""Writes and reads the files that a step stores with its arrays, such as a tokenizer's.
+
+The manifest holds their digests.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from .._foreign import brief, printable
 from ._damage import DamagedCheckpoint
 from ._foreign_json import MAX_FILE_BYTES, MAX_FILES, MAX_NAME, is_plain_name, read_bytes
 
-# Below the manifest's directory, and so committed with it.
+# The folder of the files. It is inside the manifest's directory, so it is committed with the manifest.
 FOLDER = "files"
 
 
@@ -18,8 +21,8 @@ def describe(files: Mapping[str, bytes]) -> dict[str, list[Any]]:
     """Returns the size and the digest of each file, as a manifest records them.
 
     Raises:
-        ValueError: if there are too many files, or one is too large or has no plain name.
-        TypeError: if a content is not bytes.
+        ValueError: if there are too many files, or if a file is too large or its name is not a plain file name.
+        TypeError: if a file's content is not bytes.
     """
     if len(files) > MAX_FILES:
         raise ValueError(f"`files` has {len(files)} files; a step stores at most {MAX_FILES}.")
@@ -39,7 +42,7 @@ def describe(files: Mapping[str, bytes]) -> dict[str, list[Any]]:
 
 
 def write_files(folder: Any, files: Mapping[str, bytes]) -> None:
-    """Writes files to a new folder; makes none for no files."""
+    """Writes files to a new folder. Creates no folder if there are no files."""
     if files:
         folder.mkdir()
     for name, content in files.items():
@@ -52,7 +55,7 @@ def read_files(path: Any, folder: Any, described: Mapping[str, list[Any]]) -> di
     Args:
         path: the step's directory.
         folder: the directory of the files.
-        described: what the manifest records of them.
+        described: the sizes and digests that the manifest records for them.
 
     Raises:
         DamagedCheckpoint: if a file is missing or has changed.
@@ -65,10 +68,10 @@ def read_files(path: Any, folder: Any, described: Mapping[str, list[Any]]) -> di
 
 
 def files_damage(folder: Any, described: Mapping[str, list[Any]]) -> list[str]:
-    """Returns what is wrong with the files of a step, a line each.
+    """Returns one line for each file of a step that is missing or has changed.
 
     Raises:
-        OSError: if a file is there and cannot be read.
+        OSError: if a file exists and cannot be read.
     """
     return _read(folder, described)[1]
 

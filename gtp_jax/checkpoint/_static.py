@@ -12,14 +12,14 @@ import numpy as np
 from ..formats import Format
 from ..mesh import Path, with_paths
 
-# Types whose repr says everything. Others (functions, meshes, layouts) say how the run computes, not what arrays mean.
+# Types whose repr is complete. Others (functions, meshes, layouts) define how the run computes, not what arrays mean.
 _PLAIN = (str, bytes, bool, int, float, enum.Enum, np.dtype, Format, type(None))
 
 
 def static_fields(state: Any) -> dict[str, str]:
-    """Returns static fields of the dataclasses within a state, as text, by their paths joined by slashes.
+    """Returns the static fields of the dataclasses within a state, as text, by their paths joined by slashes.
 
-    Codes of two formats may have one shape and one dtype, so that arrays alone do not tell them apart.
+    They are needed because codes of two formats may have the same shape and dtype.
     """
     return {"/".join(path): text for path, text in _below((), state)}
 

@@ -1,4 +1,4 @@
-"""The directory of one step: how orbax writes and reads it."""
+"""Writes and reads the directory of one step with orbax."""
 
 from __future__ import annotations
 
@@ -28,31 +28,32 @@ from ._steps import steps_in
 from ._streamed import StreamedArray
 from ._sums import SummedArrays, SummedStreams, created, naming_damage
 
-# Its two parts.
+# The two items of a step's directory.
 ARRAYS, MANIFEST = "arrays", "manifest"
 MANIFEST_FILE = "manifest.json"
 
-# Host memory for what is on its way to the devices, if no device's part of an array is larger. Orbax's own limit is 96.
+# The limit in GB on host memory for arrays in transit to the devices; increased if one device's part of an array is
+# larger. Orbax's default is 96.
 _ON_THE_WAY_GB = 16
 
 
 def new_manager(
     directory: str, preservation: Any, *, guard: Callable[[], None], background: bool = True
 ) -> ocp.CheckpointManager:
-    """Returns what writes steps. Makes the directory, and sweeps steps that look half-written.
+    """Returns the manager that writes steps. Creates the directory, and deletes steps that look half-written.
 
     Args:
-        directory: of all steps.
-        preservation: orbax's policy of which steps to keep.
-        guard: called in the first process before a step is published or deleted; raises if it must not be.
-        background: whether it writes while the caller goes on.
+        directory: the directory of all steps.
+        preservation: orbax's policy that decides which steps to keep.
+        guard: called in the first process before a step is published or deleted; raises to prevent it.
+        background: whether to write in the background while the caller continues.
     """
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     registry.add(ARRAYS, ocp.args.StandardSave, SummedArrays(guard))
     registry.add(ARRAYS, ocp.args.PyTreeSave, SummedStreams(guard))
     registry.add(MANIFEST, ocp.args.JsonSave, _Manifests())
     together = _processes()
-    if together.active_processes is not None:  # with which orbax does not make the directory
+    if together.active_processes is not None:  # orbax does not create the directory in this case
         if jax.process_index() == 0:
             epath.Path(directory).mkdir(parents=True, exist_ok=True)
         of_all_processes(np.int32(0))
@@ -65,15 +66,15 @@ def new_manager(
         enable_async_checkpointing=background,
     )
     manager = ocp.CheckpointManager(directory, options=options, handler_registry=registry)
-    manager._checkpoint_deleter = Pruning(directory, guard)  # it takes no other by its options
+    manager._checkpoint_deleter = Pruning(directory, guard)  # there is no option for this
     return manager
 
 
 def _processes() -> ocp.options.MultiprocessingOptions:
-    """Returns how the processes wait for each other while they save.
+    """Returns the options by which processes wait for each other while they save.
 
-    By default orbax calls `sync_global_devices`, which fails if processes have different numbers of devices. Given the
-    processes, it waits at barriers of JAX's coordination service.
+    By default orbax calls `sync_global_devices`, which fails if processes have different numbers of devices. If the
+    active processes are listed, it uses barriers of JAX's coordination service instead.
     """
     if have_equally_many_devices():
         return ocp.options.MultiprocessingOptions()
@@ -88,16 +89,16 @@ def write_step(
     save: str,
     files: Mapping[str, bytes],
 ) -> None:
-    """Writes a step: arrays by name, all in memory or all streamed, their manifest, and files.
+    """Writes a step: its arrays, its manifest, and its files.
 
     Args:
-        manager: of `new_manager`.
-        step: above the latest one.
-        arrays: by name.
-        description: the manifest, which may come later: the step is not committed before. If it never comes but an
-            error does, that is the save's.
-        save: the manifest's random number, to be written beside the arrays too.
-        files: contents by name, of which the manifest has the digests.
+        manager: the manager that `new_manager` returned.
+        step: the number of the step, greater than the latest one.
+        arrays: the arrays by name, either all in memory or all streamed.
+        description: the manifest, which may be set later; the step is not committed before. If it is set to an error,
+            the save fails with that error.
+        save: the manifest's random number, which is also written with the arrays.
+        files: the contents of the files by name; the manifest has their digests.
 
     Raises:
         ValueError: if the step is not above the latest one.
@@ -112,7 +113,7 @@ def write_step(
     if any(isinstance(array, StreamedArray) for array in arrays.values()):
         written: Any = ocp.args.PyTreeSave(tree, custom_metadata={SAVE: save})
     else:
-        # A stack of matrices lies on disk by the matrix, so that a reader of one need not read them all.
+        # A stack of matrices is stored in chunks of one matrix, so that reading one does not read them all.
         chunks = jax.tree.map(lambda array: ocp.SaveArgs(shard_axes=(0,) if array.ndim > 2 else ()), tree)
         written = ocp.args.StandardSave(tree, save_args=chunks, custom_metadata={SAVE: save})
     promised: Any = _Promise(description, files)
@@ -122,14 +123,14 @@ def write_step(
 
 @dataclasses.dataclass(frozen=True)
 class _Promise:
-    """A manifest to come, and the files stored with it."""
+    """A manifest that is not available yet, and the files stored with it."""
 
     description: Future[dict[str, Any]]
     files: Mapping[str, bytes]
 
 
 class _Manifests(ocp.JsonCheckpointHandler):
-    """Writes a manifest that is made while the arrays are written already."""
+    """Writes a manifest that becomes available while the arrays are already being written."""
 
     async def async_save(self, directory: Any, item: Any = None, args: Any = None) -> Any:
         del item
@@ -137,7 +138,7 @@ class _Manifests(ocp.JsonCheckpointHandler):
 
 
 class _Promised:
-    """What writes a manifest to come, for orbax to wait for."""
+    """Writes a manifest when it becomes available; orbax waits for `result`."""
 
     def __init__(self, directory: Any, promise: _Promise) -> None:
         self._directory, self._promise = directory, promise
@@ -151,16 +152,16 @@ class _Promised:
 
 
 def read_arrays(path: Any, leaves: Sequence[Leaf], *, partial: bool) -> list[jax.Array]:
-    """Reads arrays as they are on disk.
+    """Returns arrays as they are on disk.
 
     Args:
-        path: of the step's directory.
-        leaves: those to read.
-        partial: whether there are others.
+        path: the path of the step's directory.
+        leaves: the arrays to read.
+        partial: whether the step has other arrays as well.
 
     Raises:
-        DamagedCheckpoint: if files are not as they were written.
-        OSError: if they cannot be read.
+        DamagedCheckpoint: if files are missing or have changed since they were written.
+        OSError: if files cannot be read.
     """
     if not any(leaf.array.sharding.addressable_devices for leaf in leaves):
         shapes = [leaf.stored() for leaf in leaves]
@@ -170,8 +171,8 @@ def read_arrays(path: Any, leaves: Sequence[Leaf], *, partial: bool) -> list[jax
         lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype), target
     )
     with naming_damage(path / ARRAYS):
-        limit = max(_ON_THE_WAY_GB, _largest_part(path, leaves) // 10**9 + 1)  # orbax refuses a part that is larger
-        # Not by a Checkpointer, which makes processes wait for each other: one of them may find damage and raise.
+        limit = max(_ON_THE_WAY_GB, _largest_part(path, leaves) // 10**9 + 1)  # orbax refuses larger parts
+        # A Checkpointer would make processes wait for each other, although one of them may find damage and raise.
         with contextlib.closing(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit)) as reader:
             arrays = reader.restore(
                 path / ARRAYS, args=ocp.args.PyTreeRestore(target, restore_args, partial_restore=partial)
@@ -180,8 +181,8 @@ def read_arrays(path: Any, leaves: Sequence[Leaf], *, partial: bool) -> list[jax
 
 
 def _largest_part(path: Any, leaves: Sequence[Leaf]) -> int:
-    """Returns the bytes of the largest device's part of an array, in whole chunks of those on disk, as they are
-    read."""
+    """Returns the size in bytes of the largest part of an array that one device needs, rounded up to the whole chunks
+    that are read from disk."""
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         metadata = reader.metadata(path / ARRAYS).item_metadata.tree  # pyright: ignore[reportOptionalMemberAccess]
     largest = 0
@@ -199,19 +200,19 @@ def read_manifest(path: Any) -> dict[str, Any]:
     """Returns the manifest of a step's directory.
 
     Raises:
-        DamagedCheckpoint: if it is missing or damaged, or that of another step.
-        OSError: if it cannot be read.
+        DamagedCheckpoint: if the manifest is missing, damaged, or of another step.
+        OSError: if the manifest cannot be read.
     """
     file = path / MANIFEST / MANIFEST_FILE
     try:
         content = read(read_file(file))
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
-        line = f"{path} has no {MANIFEST_FILE}: it was not written by gtp_jax, or has been deleted in part"
+        line = f"{path} has no {MANIFEST_FILE}: it was not written by gtp_jax, or has been partly deleted"
         raise DamagedCheckpoint(path, [line]) from error
     except ValueError as error:
         raise DamagedCheckpoint(path, [f"{file}: {error}"]) from error
     if str(content["step"]) != path.name:
-        line = f"{file}: of step {content['step']}; the directory has been renamed, or its files replaced"
+        line = f"{file}: of step {content['step']}; the directory has been renamed, or its files were replaced"
         raise DamagedCheckpoint(path, [line])
     return content
 
@@ -232,17 +233,17 @@ def read_step_files(path: Any, content: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def check_files(path: Any) -> None:
-    """Refuses a step of which a file is a link, a FIFO or a device: no such file is opened.
+    """Refuses a step that contains a link, a FIFO or a device; none of them is opened.
 
     Raises:
-        DamagedCheckpoint: naming the first few.
+        DamagedCheckpoint: if there are such files; names the first few.
     """
     if lines := strange_files(path):
         raise DamagedCheckpoint(path, lines)
 
 
 def loss_of(directory: str, step: int) -> float:
-    """Returns the loss of a step in a directory; NaN if it has none, or no readable manifest."""
+    """Returns the loss of a step in a directory; NaN if it has no loss or no readable manifest."""
     try:
         loss = read_manifest(steps_in(directory)[step])["loss"]
     except (KeyError, ValueError, OSError):
@@ -251,7 +252,7 @@ def loss_of(directory: str, step: int) -> float:
 
 
 def _keys(name: str) -> tuple[str, ...]:
-    """Returns where an array is on disk; a slash within a key of the state counts as one between two."""
+    """Returns the keys of an array on disk; a slash within a key of the state separates two keys there."""
     return tuple(name.split("/"))
 
 

@@ -1,4 +1,4 @@
-"""The steps in a directory of checkpoints."""
+"""Finds the steps in a directory of checkpoints."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .._foreign import brief
 from ..mesh import of_all_processes
 from ._place import real_path
 
-# What to do when the system refuses to write: a full disk, an exhausted quota or a limit on the size of files; and a
-# file system or directory that has become read-only.
+# The remedies when the system refuses to write: because the disk is full, a quota is exhausted or a file reached the
+# size limit; or because a file system or directory has become read-only.
 _ROOM = "Make room, keep fewer steps (`keep`), or save to another directory"
 _WRITABLE = "Make it writable again, or save to another directory"
 _REMEDIES = {
@@ -33,7 +33,7 @@ def absolute(directory: str | os.PathLike[str], *, writable: bool) -> str:
     """Returns a directory's absolute path, or its URL.
 
     Raises:
-        OSError: if it is to be written, and cannot be.
+        OSError: if `writable` is true and the directory cannot be written.
     """
     name = os.fspath(directory)
     if "://" in name:
@@ -48,11 +48,11 @@ def whole_step(step: Any, name: str = "step") -> int:
     """Returns the number of a step.
 
     Args:
-        step: a whole number, of Python's, NumPy's or JAX's.
-        name: the argument's name, for the message.
+        step: a whole number of Python, NumPy or JAX.
+        name: the name of the argument in the error message.
 
     Raises:
-        TypeError: if it is anything else, a bool or a float included.
+        TypeError: if `step` is anything else, including a bool or a float.
     """
     try:
         if not isinstance(step, bool):
@@ -68,21 +68,21 @@ def whole_step(step: Any, name: str = "step") -> int:
 def steps_in(directory: str) -> dict[int, Any]:
     """Returns the committed steps and their paths."""
     find = ocp.path.step.standard_name_format().find_all
-    # a listing made while a step is committed and the one before it deleted may miss both
+    # listed again if empty: a listing made while one step is committed and the previous one deleted may miss both
     return {step.step: step.path for step in list(find(directory)) or find(directory)}
 
 
 def find_step(directory: str, step: int | None, *, together: bool = True) -> Any:
-    """Returns the path of a step, the latest one if it is `None`.
+    """Returns the path of a step.
 
     Args:
         directory: the directory of the steps.
-        step: its number.
-        together: every process calls this. Otherwise JAX need not have connected them.
+        step: the number of the step; `None` means the latest one.
+        together: whether every process calls this. Otherwise this also works before `jax.distributed.initialize`.
 
     Raises:
         FileNotFoundError: if there is no such step.
-        OSError: if the processes do not see the same.
+        OSError: if the processes see different steps.
     """
     paths = steps_in(directory)
     if step is None:
@@ -98,7 +98,7 @@ def find_step(directory: str, step: int | None, *, together: bool = True) -> Any
 
 
 def no_step(directory: str) -> FileNotFoundError:
-    """Returns what to raise if a directory has no step."""
+    """Returns the error for a directory without steps."""
     missing = "://" not in directory and not os.path.isdir(directory)
     return FileNotFoundError(
         f"no checkpoint in {directory}: "
@@ -111,7 +111,7 @@ def agreed_steps(directory: str) -> list[int]:
     """Returns the committed steps, ascending, the same in all processes. Every process must call this.
 
     Raises:
-        OSError: if the processes do not see the same.
+        OSError: if the processes see different steps.
     """
     steps = sorted(steps_in(directory))
     _check_same(directory, max(steps, default=-1), len(steps))
@@ -119,8 +119,8 @@ def agreed_steps(directory: str) -> list[int]:
 
 
 def _check_same(directory: str, step: int, count: int = 0) -> None:
-    """Checks that all processes see this step, -1 if none, and so many. All of them raise, or none: the others would
-    wait for the one that did."""
+    """Checks that all processes see the same step (-1 for none) and the same number of steps. Either all processes
+    raise or none, because otherwise the others would wait for the one that raised."""
     seen = of_all_processes(np.array([step, count], np.int32)).tolist()
     if any(one != seen[0] for one in seen):
         raise OSError(
@@ -130,8 +130,10 @@ def _check_same(directory: str, step: int, count: int = 0) -> None:
 
 
 def refused_write(directory: str, error: Exception) -> OSError | None:
-    """Returns what to raise if a save has failed because the system would not write; what orbax raises has only its
-    text."""
+    """Returns the error for a save that failed because the system refused to write; `None` for any other `error`.
+
+    Recognizes it by its text, because orbax's errors carry no error number.
+    """
     number = next((number for number in _REMEDIES if os.strerror(number) in str(error)), None)
     if number is None:
         return None
@@ -139,8 +141,8 @@ def refused_write(directory: str, error: Exception) -> OSError | None:
     return OSError(
         number,
         f"{os.strerror(number)}: a step was not saved in {directory}. "
-        + (f"Steps {left} are whole" if left else "It has no earlier step")
-        + f". {_REMEDIES[number]}; the next save removes what is half-written.",
+        + (f"Steps {left} are complete" if left else "It has no earlier step")
+        + f". {_REMEDIES[number]}; the next save removes what was partly written.",
     )
 
 

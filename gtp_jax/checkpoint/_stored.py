@@ -1,4 +1,4 @@
-"""Arrays on disk, read row by row."""
+"""Reads arrays on disk row by row."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ._sums import naming_damage
 
 @dataclasses.dataclass(frozen=True)
 class StoredArray:
-    """A logical array of a checkpoint, of which nothing is in memory. A row is an index of its first dimension.
+    """A logical array of a checkpoint that is not in memory. A row is one index of its first dimension.
 
     Attributes:
-        name: its path in the state, as the manifest has it.
-        shape: logical shape.
-        dtype: of its elements.
-        digest: of its values, as the manifest has it.
+        name: the path of the array in the state, as in the manifest.
+        shape: the logical shape.
+        dtype: the dtype of the elements.
+        digest: the digest of the values, as in the manifest.
         directory: the directory of the step's arrays.
     """
 
@@ -31,27 +31,28 @@ class StoredArray:
     directory: Any = dataclasses.field(repr=False)
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        """Returns rows `begin` to `end`. Reads the chunks that hold them; a stack of matrices is saved in chunks of a
-        row.
+        """Returns the rows from `begin` up to, but not including, `end`.
+
+        Reads the chunks that hold them; a stack of matrices is saved in chunks of one row.
 
         Raises:
-            DamagedCheckpoint: a `ValueError`, if files are missing or not as they were written, naming them.
+            DamagedCheckpoint: a `ValueError`, if files are missing or have changed since they were written; names them.
             ValueError: if files cannot be read.
         """
         with naming_damage(self.directory):
             return self.open()[begin:end].read().result()
 
     def open(self) -> Any:
-        """Opens the array, as orbax lays it out."""
+        """Opens the array in orbax's layout."""
         where = str(self.directory)
         base = where.rstrip("/") + "/" if "://" in where else {"driver": "file", "path": where + "/"}
         store = {"driver": "ocdbt", "base": base, "path": self.name.replace("/", ".") + "/"}
-        # Chunks are not kept: a reader that goes through an array needs each of them once.
+        # Chunks are not cached, because a reader that goes through an array needs each chunk once.
         return ts.open({"driver": "zarr", "kvstore": store}, open=True, read=True).result()
 
 
 def stored_arrays(directory: Any, leaves: Mapping[str, Any]) -> dict[str, StoredArray]:
-    """Returns the arrays of a step's directory of arrays, by name, as the manifest describes them."""
+    """Returns a step's arrays by name, as the manifest describes them, given the directory of its arrays."""
     return {
         name: StoredArray(name, tuple(leaf["shape"]), leaf["dtype"], leaf["digest"], directory)
         for name, leaf in leaves.items()

@@ -1,4 +1,4 @@
-"""Arrays that are made row by row while they are written, for models that no memory holds."""
+"""Writes arrays that are computed some rows at a time, for models that do not fit into memory."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ._digest import Digest
 
 @dataclasses.dataclass(frozen=True)
 class StreamedArray:
-    """A logical array, made some rows at a time. A row is an index of its first dimension.
+    """A logical array that is computed some rows at a time. A row is one index of its first dimension.
 
     Attributes:
-        shape: logical shape.
-        dtype: of its elements.
-        rows: how many rows are made and written at a time; divides their number.
-        make: `make(begin)` makes rows `begin` to `begin + rows`; called twice for each.
+        shape: the logical shape.
+        dtype: the dtype of the elements.
+        rows: how many rows are computed and written at a time; must divide the number of rows.
+        make: `make(begin)` returns the `rows` rows from `begin` on; called twice for each part.
     """
 
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class StreamedArray:
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
 
     def parts(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields all of the array: first row and values, part after part."""
+        """Yields each part of the array: the index of its first row, and its values."""
         expected = (self.rows, *self.shape[1:])
         for begin in range(0, self.shape[0], self.rows):
             part = self.make(begin)
@@ -42,7 +42,7 @@ class StreamedArray:
             yield begin, part
 
     def digest(self) -> str:
-        """Returns the digest of the whole array, which makes each part once."""
+        """Returns the digest of the whole array; computes each part once."""
         digest = Digest()
         for begin, part in self.parts():
             digest.add(begin, part)
@@ -50,7 +50,8 @@ class StreamedArray:
 
 
 class StreamHandler(ocp.type_handlers.TypeHandler):
-    """Writes streamed arrays one after the other, in chunks of a part each, as orbax writes arrays in memory."""
+    """Writes streamed arrays one after another, each part as one chunk, in the files that orbax writes for arrays in
+    memory."""
 
     def typestr(self) -> str:
         return "jax.Array"

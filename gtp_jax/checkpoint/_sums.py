@@ -1,4 +1,4 @@
-"""Checksums of the files that hold a step's arrays, written as the step is."""
+"""Checksums of the files that hold a step's arrays, computed while the step is written."""
 
 from __future__ import annotations
 
@@ -24,21 +24,20 @@ from ._streamed import StreamedArray, StreamHandler
 
 SUMS = "sums.json"
 _OWN = "sums.process_{}.json"
-# The jax.monitoring event that records the seconds a save waits for sums after everything else is written.
+# The jax.monitoring event that records the seconds that a save waits for sums after everything else is written.
 SUMS_EVENT = "/gtp_jax/checkpoint/sums"
-# Seconds between two looks at the files while a save is running.
+# The seconds between two checks of the files while a save is running.
 _PAUSE = 0.1
 
 
 class _Summed:
-    """A handler of arrays that writes the size and the CRC-32 of every file beside them.
+    """A handler of arrays that also writes the size and the CRC-32 of every file of arrays.
 
-    Each process sums what it writes while it is written, in the background, from the memory that the system writes to
-    disk; the first process adds what it merges at the end. So `sums.json` is there before the step appears under its
-    name.
+    Each process sums its files in the background while it writes them, from the page cache. The first process adds the
+    sums of the files that it merges at the end. So `sums.json` exists before the step appears under its name.
 
     Args:
-        guard: called in the first process when all is written; raises if the step must not appear.
+        guard: called in the first process when everything is written; raises if the step must not appear.
     """
 
     def __init__(self, guard: Callable[[], None], **options: Any) -> None:
@@ -46,8 +45,8 @@ class _Summed:
         self._guard = guard
 
     async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
-        if _has_no_part(args, kwargs):  # which orbax 0.12.8 takes for an error
-            return []  # and no sums: the directory is made in the background, and only writes wait for it
+        if _has_no_part(args, kwargs):  # orbax 0.12.8 treats this as an error
+            return []  # no sums either: the directory is created in the background, and only writes wait for it
         writes = await super().async_save(directory, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         return [_Summing(directory, writes or ())]
 
@@ -64,7 +63,7 @@ class _Summed:
 
 
 def _has_no_part(*saved: Any) -> bool:
-    """Says whether this process stores nothing of the arrays, as it has none of the devices that do."""
+    """Returns whether this process stores no part of the arrays, because none of its devices does."""
     arrays = [x for x in jax.tree.leaves([_items(one) for one in saved]) if isinstance(x, jax.Array)]
     return bool(arrays) and not any(array.addressable_shards for array in arrays)
 
@@ -75,11 +74,11 @@ def _items(saved: Any) -> list[Any]:
 
 
 class SummedArrays(_Summed, ocp.StandardCheckpointHandler):
-    """orbax's handler of arrays in memory."""
+    """orbax's handler of arrays in memory, with sums."""
 
 
 class SummedStreams(_Summed, ocp.PyTreeCheckpointHandler):
-    """orbax's handler of trees, for arrays that are made while they are written."""
+    """orbax's handler of trees, with sums, for arrays that are computed while they are written."""
 
     def __init__(self, guard: Callable[[], None]) -> None:
         handlers = (StreamedArray, StreamHandler()), (jax.Array, ocp.type_handlers.ArrayHandler())
@@ -88,7 +87,7 @@ class SummedStreams(_Summed, ocp.PyTreeCheckpointHandler):
 
 
 class _Summing:
-    """The writes of a process and the sums of its files, for orbax to wait for."""
+    """The writes of a process and the sums of its files; orbax waits for `result`."""
 
     def __init__(self, directory: Any, writes: Sequence[Any]) -> None:
         self._directory = directory
@@ -114,22 +113,22 @@ class _Summing:
 
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
-    """Tells jax.monitoring of the seconds inside."""
+    """Records the seconds spent inside as `SUMS_EVENT`."""
     begin = time.perf_counter()
     yield
     jax.monitoring.record_event_duration_secs(SUMS_EVENT, time.perf_counter() - begin)
 
 
 def created(directory: Any) -> epath.Path:
-    """Returns the path of a directory that orbax may have only promised when a save began, and made since."""
+    """Returns the path of a directory that orbax may have created only after the save began."""
     return epath.Path(getattr(directory, "path", directory))
 
 
 def damage(directory: epath.Path) -> list[str]:
-    """Returns what is wrong with the files of a step's arrays, a line each; none if all are as they were written.
+    """Returns one line for each file of a step's arrays that is missing, has changed, or is not part of the checkpoint.
 
     Raises:
-        OSError: if a file is there and cannot be read, which proves no damage.
+        OSError: if a file exists and cannot be read, which does not prove damage.
     """
     try:
         sums = unsealed(read_file(directory / SUMS))
@@ -139,8 +138,8 @@ def damage(directory: epath.Path) -> list[str]:
     except ValueError as error:
         return [f"{directory / SUMS}: {error}"]
     if strange := strange_files(directory):
-        return strange  # which must not be opened
-    there = set(files(directory)) - {SUMS, COMMITTED}  # the mark is made after the sums
+        return strange  # these must not be opened
+    there = set(files(directory)) - {SUMS, COMMITTED}  # the mark is written after the sums
     with FileSums(directory) as again:
         now = again.finish(name for name in sums if name in there)
     lines = [f"{directory / printable(name)}: missing" for name in sums if name not in there]
@@ -155,10 +154,11 @@ def damage(directory: epath.Path) -> list[str]:
 
 @contextlib.contextmanager
 def naming_damage(directory: epath.Path) -> Iterator[None]:
-    """Names the damaged files of a step's arrays if they cannot be read, whatever decoders make of their bytes.
+    """Checks the files of a step's arrays if reading them fails, and raises an error that names the damaged ones.
 
     Raises:
-        DamagedCheckpoint: if files are not as they were written; any other error is left as it is.
+        DamagedCheckpoint: if files are missing or have changed since they were written, whatever error a decoder
+            raised. Without damage, the original error is raised.
     """
     try:
         yield
@@ -171,7 +171,7 @@ def naming_damage(directory: epath.Path) -> Iterator[None]:
 
 
 def files(directory: epath.Path) -> list[str]:
-    """Returns all files below a directory, by their paths in it; none if it is not there."""
+    """Returns the relative paths of all files below a directory; empty if it does not exist."""
     names: list[str] = []
     for path in directory.iterdir() if directory.exists() else ():
         names += [f"{path.name}/{name}" for name in files(path)] if path.is_dir() else [path.name]
@@ -179,16 +179,16 @@ def files(directory: epath.Path) -> list[str]:
 
 
 def sealed(content: Any) -> str:
-    """Returns JSON with a checksum of its own, in its last line."""
+    """Returns the content as JSON, with its checksum in the last line."""
     text = json.dumps(content, indent=1)
     return f"{text}\n{zlib.crc32(text.encode()):08x}\n"
 
 
 def unsealed(text: str) -> Any:
-    """Returns the content of `sealed`.
+    """Returns the content of a text that `sealed` returned.
 
     Raises:
-        ValueError: if any of it has changed.
+        ValueError: if the text has changed.
     """
     body, _, seal = text.removesuffix("\n").rpartition("\n")
     if f"{zlib.crc32(body.encode()):08x}" != seal:

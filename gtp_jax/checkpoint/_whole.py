@@ -1,4 +1,4 @@
-"""Whether a step's directory is whole: every file in it, and that its arrays and its manifest were saved together."""
+"""Checks whether a step is intact: every file in its directory, and that its arrays were saved with its manifest."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from ._side_files import FOLDER, files_damage
 from ._step import ARRAYS, MANIFEST, MANIFEST_FILE, check_files, read_manifest
 from ._sums import damage, files
 
-# orbax's names: of its description of the arrays, and of the step.
+# orbax's files that describe the arrays and the step.
 _METADATA, _STEP_METADATA = "_METADATA", "_CHECKPOINT_METADATA"
-# Files that nothing is read from, and that orbax writes last, when sums are taken already: always, so that one that is
-# missing has been deleted, but only the form of their content is checked.
+# Files that nothing is restored from, and that orbax writes after the sums are computed. It always writes them, so a
+# missing one has been deleted. Otherwise only the form of their content is checked.
 WITHOUT_SUM = (_STEP_METADATA, COMMITTED, f"{ARRAYS}/{COMMITTED}", f"{MANIFEST}/{COMMITTED}")
 _BESIDE = f"{MANIFEST}/{FOLDER}"
 _MARK = b"Checkpoint commit was successful"
 
 
 def step_damage(path: Any) -> list[str]:
-    """Returns what is wrong with the files of a step, a line each; none if all are as they were written.
+    """Returns one line for each file of a step that is missing, has changed, or is not part of the checkpoint.
 
-    Reads every file in it. Files in `WITHOUT_SUM` are only checked to be there and for their form.
+    Reads every file. For the files in `WITHOUT_SUM`, only their existence and their form are checked.
 
     Raises:
-        OSError: if a file is there and cannot be read.
+        OSError: if a file exists and cannot be read.
     """
     if strange := strange_files(path):
-        return strange  # which must not be opened
+        return strange  # these must not be opened
     lines, content = damage(path / ARRAYS), None
     try:
         content = read_manifest(path)
@@ -50,14 +50,14 @@ def step_damage(path: Any) -> list[str]:
             if not _is_orbax(name, (path / name).read_bytes()):
                 lines.append(f"{path / name}: changed since it was written")
         elif folder == _BESIDE and (described is None or file in described):
-            continue  # compared above, or with a manifest that cannot be read
+            continue  # checked above, or cannot be checked because the manifest is unreadable
         elif name != f"{MANIFEST}/{MANIFEST_FILE}" and not name.startswith(f"{ARRAYS}/"):
             lines.append(f"{path / name}: not part of the checkpoint")
     return lines
 
 
 def _is_orbax(name: str, content: bytes) -> bool:
-    """Says whether this is what orbax writes into a file."""
+    """Returns whether a file has the form in which orbax writes it."""
     if name.endswith(COMMITTED):
         return content.startswith(_MARK) or not content
     try:
@@ -71,12 +71,12 @@ def check_bound(path: Any, content: Mapping[str, Any]) -> None:
     """Checks that the arrays in a step's directory were saved with its manifest.
 
     Args:
-        path: of the step's directory.
+        path: the path of the step's directory.
         content: the manifest.
 
     Raises:
-        DamagedCheckpoint: if they are another step's.
-        OSError: if their description cannot be read.
+        DamagedCheckpoint: if the arrays belong to another step, or orbax's description of them is missing or damaged.
+        OSError: if that description cannot be read.
     """
     check_files(path)
     file = path / ARRAYS / _METADATA

@@ -180,7 +180,7 @@ def test_a_disk_that_becomes_read_only_in_a_save_is_an_error_that_says_so_and_lo
         assert time.monotonic() < deadline  # busy as long as a file is open for writing
     with pytest.raises(
         OSError,
-        match=r"Read-only file system: a step was not saved in .*/disk. Steps \[1\] are whole. Make it writable",
+        match=r"Read-only file system: a step was not saved in .*/disk. Steps \[1\] are complete. Make it writable",
     ) as caught:
         checkpoints.wait()
     assert caught.value.errno == errno.EROFS

@@ -71,7 +71,7 @@ def test_another_model_is_refused_by_path_before_anything_is_read(saved, plain, 
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         Checkpoints(saved).restore(plain(params))
     text = str(caught.value)
-    assert f"the checkpoint {saved}/4 is of another model or optimizer (1 of" in text
+    assert f"the checkpoint {saved}/4 belongs to another model or optimizer (1 of" in text
     assert "Restore it with the configuration it was saved with" in text
     assert text.count("the checkpoint has") == 1
 
@@ -133,7 +133,7 @@ def test_a_missing_step_is_an_error_that_lists_the_others(saved, plain):
 
 def test_a_foreign_checkpoint_is_refused(saved, plain):
     (saved / "4/manifest/manifest.json").unlink()
-    with pytest.raises(ValueError, match="4 has no manifest.json: it was not written by gtp_jax, or has been deleted"):
+    with pytest.raises(ValueError, match="4 has no manifest.json: it was not written by gtp_jax, or has been partly"):
         Checkpoints(saved).restore(plain({"w": jnp.ones(2)}))
     (saved / "4/manifest/manifest.json").mkdir()
     with pytest.raises(ValueError, match="4 has no manifest.json"):

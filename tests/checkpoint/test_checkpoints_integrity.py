@@ -137,7 +137,7 @@ def test_values_that_differ_from_those_saved_are_named_by_path(tmp_path, plain, 
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=re.escape("params/a/w: other values than were saved")):
+    with pytest.raises(ValueError, match=re.escape("params/a/w: values differ from those saved")):
         Checkpoints(tmp_path).restore(state)
 
 

@@ -97,5 +97,5 @@ def test_streams_are_refused_as_states_are(tmp_path):
 def test_parameters_of_another_model_are_not_restored(tmp_path, make_state):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save_params(0, {"a/b": streamed(np.zeros((4, 2), np.float32), 2)})
-        with pytest.raises(ValueError, match="is of another model or optimizer .13 of 13 arrays differ."):
+        with pytest.raises(ValueError, match="belongs to another model or optimizer .13 of 13 arrays differ."):
             checkpoints.restore_params(make_state(MESH))

@@ -56,7 +56,7 @@ def test_every_change_of_a_file_is_found_by_verify_files_and_restore(directory, 
         "changed": "tokenizer.model: changed since it was written",
         "cut": "tokenizer.model: 0 bytes, 256 were written",
         "gone": "tokenizer.model: missing",
-        "link": "tokenizer.model: a link, which no checkpoint has",
+        "link": "tokenizer.model: a link, which no checkpoint contains",
         "more": "chat_template.jinja: not part of the checkpoint",
     }[how]
     assert [str(folder / line)] == read(directory).verify(2)
@@ -112,7 +112,7 @@ def test_a_step_whose_files_could_not_be_written_does_not_appear(tmp_path, monke
         checkpoints.wait()
         with (
             monkeypatch.context() as patch,
-            pytest.raises(OSError, match=r"step was not saved in .* Steps \[1\] are whole"),
+            pytest.raises(OSError, match=r"step was not saved in .* Steps \[1\] are complete"),
         ):
             patch.setattr("gtp_jax.checkpoint._step.write_files", full)
             checkpoints.save(2, STATE, files=FILES)

@@ -70,7 +70,7 @@ def test_codes_are_generated_from(run, capsys):
 
 
 REFUSED = {
-    "no run": (["nowhere"], "no directory nowhere. Give that of a run"),
+    "no run": (["nowhere"], "no directory nowhere. Give the directory of a run"),
     "on the hub": (["org/model"], "hf download org/model"),
     "step": (["RUN", "--step=5"], "5"),
     "top-p": (["RUN", "--top-p=2"], "`top_p` is 2.0; it must be a probability"),
