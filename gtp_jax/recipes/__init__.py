@@ -1,4 +1,4 @@
-"""Recipes: what is quantized, and how. Small, frozen, said once for a whole model."""
+"""Recipes: what is quantized, and how. A recipe is small, frozen, and given once for a whole model."""
 
 from ._recipe import BF16 as BF16
 from ._recipe import EXCLUDED as EXCLUDED

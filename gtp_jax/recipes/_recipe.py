@@ -1,4 +1,4 @@
-"""Recipes: shards of weights travel as codes and scales; matmuls run in the modules' dtype, or of rounded operands."""
+"""Recipes: shards of weights travel as codes and scales; matmuls run in the modules' dtype or on quantized operands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from .. import formats
 from ..formats import Format, Operands, WireFormat
 
-# What a gradient may be exchanged in, to be summed in float32.
+# The formats and dtypes in which gradients may be exchanged; they are summed in float32.
 GRAD_WIRES: dict[str, Format | np.dtype] = {
     "bf16": np.dtype(jnp.bfloat16),
     "fp8": formats.FP8_E4M3,
@@ -22,34 +22,36 @@ GRAD_WIRES: dict[str, Format | np.dtype] = {
 
 _GRADIENTS = {"e5m2": formats.FP8_E5M2, "e4m3": formats.FP8_E4M3}
 
-# Names of modules that stay in high precision unless a recipe says otherwise, where a model has them: embeddings and
-# heads, as models call them.
+# Patterns of the modules that stay in high precision unless a recipe says otherwise: the usual names of embeddings and
+# heads.
 EXCLUDED = ("*embed*", "wte", "*head")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What of a model is quantized.
+    """Defines which weights of a model are quantized, and how.
 
-    Every weight is quantized once a step, from its float32 master, with one amax over all its shards; forward, backward
-    and every microbatch use these values. Gradients flow straight through to the master (Bengio et al. 2013, arXiv
-    1308.3432).
+    Every weight is quantized once per step, from its float32 master, with one amax over all its shards. Forward,
+    backward and every microbatch use the same codes. Gradients flow to the master through a straight-through estimator
+    (Bengio et al. 2013, arXiv 1308.3432).
 
-    Modules are chosen by patterns: names joined by dots, with wildcards (`*`, `?`), which match a module that has them
-    in its path one after another, and all below it: `"mlp.down"`, `"attention"`, `"blocks.*.mlp"`. The first match of
-    `override` counts, then `exclude`, and else the recipe itself.
+    Modules are chosen by patterns: names joined by dots, with wildcards (`*`, `?`), such as `"mlp.down"`,
+    `"attention"` or `"blocks.*.mlp"`. A pattern matches every module whose path contains its names consecutively, and
+    thus also the modules below it. The first match in `override` applies, otherwise the first in `exclude`, otherwise
+    the recipe itself.
 
     Attributes:
-        exclude: patterns of modules whose weights stay in high precision. By default `"*embed*"`, `"wte"` and
-            `"*head"`, where a model has them; name your own if they are called otherwise (`gtp_jax.explain` shows what
-            becomes of them).
-        high_precision_first: layers of a `Stack` that stay in high precision, from its first.
-        high_precision_last: likewise, up to its last.
-        override: pattern to the recipe of what matches, a mapping or pairs; of these recipes the formats and
-            `grad_wire` count.
-        grad_wire: `"bf16"`, `"fp8"` or `"mxfp8"`, in which each rank sends the others their shares of a layer's weight
-            gradient, which they then add up in float32; see `gtp_jax.weights.exchange_gradients`. By default, and
-            of what stays in high precision, as the modules' `grad_reduce` says.
+        exclude: patterns of the modules whose weights stay in high precision. The default, `"*embed*"`, `"wte"` and
+            `"*head"`, covers the usual names of embeddings and heads; if your modules have other names, list them
+            (`gtp_jax.explain` shows how each module is treated).
+        high_precision_first: how many layers at the start of a `Stack` stay in high precision.
+        high_precision_last: how many layers at the end of a `Stack` stay in high precision.
+        override: a mapping, or pairs, from patterns to the recipes of the modules they match. Only the formats and the
+            `grad_wire` of these recipes are used.
+        grad_wire: the format in which ranks exchange weight gradients, `"bf16"`, `"fp8"` or `"mxfp8"`. Each rank sends
+            the others their shares of a layer's gradient, and they sum them in float32; see
+            `gtp_jax.weights.exchange_gradients`. If `None`, and for modules in high precision, the modules'
+            `grad_reduce` applies.
     """
 
     exclude: tuple[str, ...] = EXCLUDED
@@ -75,16 +77,15 @@ class Recipe:
         for pattern, recipe in pairs:
             if not isinstance(pattern, str) or not isinstance(recipe, Recipe):
                 raise TypeError(
-                    f"`override` is {self.override!r}; it maps patterns of modules to recipes, such as "
+                    f"`override` is {self.override!r}; it must map patterns of modules to recipes, such as "
                     "{'mlp.down': gtp_jax.MXFP8()}."
                 )
             if recipe.override:
                 raise ValueError(f"`override` of {pattern!r} has an override of its own; write all patterns in one.")
             if recipe.high_precision_first or recipe.high_precision_last or recipe.exclude not in (EXCLUDED, ()):
                 raise ValueError(
-                    f"`override` of {pattern!r} has a `exclude`, `high_precision_first` or `high_precision_last` of "
-                    "its own, which would not count; layers are counted for a whole model, and modules named by its "
-                    "own patterns."
+                    f"`override` of {pattern!r} has an `exclude`, `high_precision_first` or `high_precision_last` of "
+                    "its own, which would have no effect. Set them in the recipe of the whole model."
                 )
         if pairs and len(pairs) < len(self.override):
             raise ValueError(f"`override` is {self.override!r}, which has a pattern twice; write each once.")
@@ -92,37 +93,43 @@ class Recipe:
         if self.grad_wire is not None and self.grad_wire not in GRAD_WIRES:
             raise ValueError(
                 f"`grad_wire` is {self.grad_wire!r}; it must be one of {', '.join(map(repr, GRAD_WIRES))}, or `None` "
-                "for what the modules' `grad_reduce` says."
+                "to use the modules' `grad_reduce`."
             )
 
     @property
     def wire(self) -> WireFormat | None:
-        """Format of the weights on the wire; `None`: the modules' dtype. See `gtp_jax.weights.OwnFormat` for others."""
+        """The format of the weights on the wire; `None` for the modules' dtype.
+
+        See `gtp_jax.weights.OwnFormat` for custom formats.
+        """
         return None
 
     @property
     def operands(self) -> Operands | None:
-        """Formats of the matmuls' operands; `None`: matmuls run in the modules' dtype."""
+        """The formats of the matmuls' operands; `None` if matmuls run in the modules' dtype."""
         return None
 
     @property
     def reduction(self) -> Format | np.dtype | None:
-        """In what weight gradients are exchanged, to be summed in float32; `None`: as modules' `grad_reduce` says."""
+        """The format or dtype in which weight gradients are exchanged; `None` for the modules' `grad_reduce`.
+
+        They are summed in float32.
+        """
         return None if self.grad_wire is None else GRAD_WIRES[self.grad_wire]
 
     @property
     def rules(self) -> tuple[tuple[str, Recipe], ...]:
-        """Patterns and the recipes of what they match; the first match counts."""
+        """The patterns and the recipes of the modules they match; the first match applies."""
         assert isinstance(self.override, tuple)
         return (*self.override, *((name, BF16()) for name in self.exclude))
 
     @property
     def kinds(self) -> tuple[Recipe, ...]:
-        """The recipe and those that override it."""
+        """The recipe itself and the recipes of all `rules`."""
         return (self, *(recipe for _, recipe in self.rules))
 
     def describe(self) -> dict[str, Any]:
-        """Returns the name and settings, for JSON."""
+        """Returns the recipe's name and settings, for JSON."""
         found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         assert isinstance(self.override, tuple)
         found["override"] = {pattern: recipe.describe() for pattern, recipe in self.override}
@@ -138,16 +145,16 @@ class Recipe:
         return self.of(path).wire
 
     def operands_of(self, path: Iterable[Any]) -> Operands | None:
-        """Formats in which the module at `path` multiplies."""
+        """Returns the formats of the operands of the matmuls of the module at `path`."""
         return self.of(path).operands
 
     def reduction_of(self, path: Iterable[Any]) -> Format | np.dtype | None:
-        """Returns the format or dtype in which the gradient of the module at `path` is exchanged."""
+        """Returns the format or dtype in which the weight gradients of the module at `path` are exchanged."""
         return self.of(path).reduction
 
 
 def matches(pattern: str, words: tuple[str, ...]) -> bool:
-    """Returns whether a path has the pattern's names one after another; see `Recipe`."""
+    """Returns whether a path contains the pattern's names consecutively; see `Recipe`."""
     names = pattern.split(".")
     starts = range(len(words) - len(names) + 1)
     return any(all(fnmatch.fnmatchcase(w, n) for w, n in zip(words[i:], names, strict=False)) for i in starts)
@@ -160,18 +167,18 @@ def _check_switch(name: str, value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BF16(Recipe):
-    """Nothing is quantized: weights travel in the modules' dtype."""
+    """Quantizes nothing: weights travel in the modules' dtype."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FP8(Recipe):
-    """Weights travel as E4M3, scaled by their own amax (per-tensor current scaling): 1 byte an element.
+    """Sends weights as E4M3, scaled by their own amax (per-tensor current scaling): 1 byte per element.
 
     Attributes:
-        matmuls: whether dense layers and experts multiply in FP8 too, forward and backward; see
-            `gtp_jax.ops.linear_fp8` and `grouped_fp8`. Scales are then powers of two; each expert's kernels of a gather
-            have one of their own.
-        gradient: `"e5m2"` or `"e4m3"`, in which incoming gradients are multiplied.
+        matmuls: whether dense layers and experts also multiply in FP8, forward and backward; see
+            `gtp_jax.ops.linear_fp8` and `grouped_fp8`. Scales are then powers of two, and all kernels of one expert
+            that are gathered together share a scale.
+        gradient: the format of incoming gradients in matmuls, `"e5m2"` or `"e4m3"`.
     """
 
     matmuls: bool = False
@@ -198,12 +205,12 @@ class FP8(Recipe):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MXFP8(Recipe):
-    """Weights travel as MXFP8 (OCP Microscaling Formats 1.0): E4M3 in blocks of 1 x 32, 1.031 bytes an element.
+    """Sends weights as MXFP8 (OCP Microscaling Formats 1.0): E4M3 in blocks of 1 x 32, 1.031 bytes per element.
 
     Attributes:
-        matmuls: whether dense layers and experts multiply MXFP8 by MXFP8 too, forward and backward: E4M3 everywhere,
-            blocks along each contraction, scales rounded up (arXiv 2506.08027); see `gtp_jax.ops.linear_blocks` and
-            `grouped_quantized`.
+        matmuls: whether dense layers and experts also multiply MXFP8 by MXFP8, forward and backward. All operands are
+            E4M3, with blocks along each contraction and scales rounded up (arXiv 2506.08027); see
+            `gtp_jax.ops.linear_blocks` and `grouped_quantized`.
     """
 
     matmuls: bool = False
@@ -224,15 +231,16 @@ class MXFP8(Recipe):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NVFP4(Recipe):
-    """Weights travel as NVFP4 (arXiv 2509.25149): E2M1 in blocks of 16 x 16, 0.504 bytes an element.
+    """Sends weights as NVFP4 (arXiv 2509.25149): E2M1 in blocks of 16 x 16, 0.504 bytes per element.
 
     Attributes:
-        block: `(16, 16)`, or `(1, 16)` along the contraction, which is finer and takes 0.563 bytes.
-        matmuls: whether dense layers and experts multiply NVFP4 by NVFP4 too, forward and backward: weights in 16 x 16,
-            inputs and gradients in 1 x 16 along each contraction; see `gtp_jax.ops.linear_blocks` and
-            `grouped_quantized`. The paper keeps about 15 % of the layers, most of them the last, in high precision:
-            `high_precision_last`.
-        hadamard: with `matmuls`, whether both operands of wgrad go through a 16 x 16 random Hadamard transform.
+        block: the shape of the blocks: `(16, 16)`, or `(1, 16)` along the contraction, which is finer and takes 0.563
+            bytes per element.
+        matmuls: whether dense layers and experts also multiply NVFP4 by NVFP4, forward and backward. Weights are in
+            blocks of 16 x 16, inputs and gradients in blocks of 1 x 16 along each contraction; see
+            `gtp_jax.ops.linear_blocks` and `grouped_quantized`. The paper keeps about 15 % of the layers, most of them
+            the last, in high precision; use `high_precision_last`.
+        hadamard: with `matmuls`, whether a 16 x 16 random Hadamard transform is applied to both operands of wgrad.
         stochastic: with `matmuls`, whether gradients are rounded stochastically.
     """
 
@@ -249,7 +257,8 @@ class NVFP4(Recipe):
             _check_switch(name, getattr(self, name))
         if self.matmuls and tuple(self.block) != (16, 16):
             raise ValueError(
-                "`matmuls` go with `block` (16, 16), so that forward and backward see one weight; leave `block` out."
+                "`matmuls` go with `block` (16, 16) only, so that forward and backward see the same weight; leave "
+                "`block` out."
             )
 
     @property
@@ -270,7 +279,7 @@ class NVFP4(Recipe):
         )
 
 
-# By the name that the command line knows.
+# The recipes by their names on the command line.
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "bf16": BF16,
     "fp8": FP8,
@@ -283,7 +292,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
 
 
 def check_recipe(recipe: Any) -> None:
-    """Raises TypeError unless it is a recipe or `None`."""
+    """Raises TypeError unless `recipe` is a recipe or `None`."""
     if recipe is not None and not isinstance(recipe, Recipe):
         hint = " Write it with parentheses." if isinstance(recipe, type) and issubclass(recipe, Recipe) else ""
         known = ", ".join(f"gtp_jax.{kind.__name__}()" for kind in (BF16, FP8, MXFP8, NVFP4))

@@ -1,4 +1,4 @@
-"""The recipe in scope, for models that no `train_step` trains."""
+"""The recipe in scope, for models that are not trained with `train_step`."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ _scope = jax.make_user_context(default_value=None)
 
 
 def use_recipe(recipe: Recipe | None) -> contextlib.AbstractContextManager[None]:
-    """Puts a recipe in scope, such as that of a model trained with `nnx.Optimizer` under `nnx.jit`, or of Flax Linen.
+    """Puts a recipe in scope, such as for a model trained with `nnx.Optimizer` under `nnx.jit`, or with Flax Linen.
 
-    It is part of the key of `jax.jit`'s cache, so one jitted function may be called under several recipes. A scope
-    within another replaces it; under `None` nothing is quantized. Modules that a `train_step` with a recipe of its own
-    calls have that one.
+    The recipe is part of the key of `jax.jit`'s cache, so one jitted function may be called under several recipes. An
+    inner scope replaces the outer one; under `None` nothing is quantized. A `train_step` that was given a recipe uses
+    its own instead.
 
-    Every call of a module quantizes its shards anew: once in forward, and backward gathers the same codes again. So a
-    step quantizes a module as often as it calls it: in every microbatch, and a tied table for each of its uses, unless
-    XLA finds that two calls in one program do the same. A `Stack` quantizes all its layers at once, at each call of its
-    own. `train_step(recipe=...)` quantizes once a step.
+    Every call of a module quantizes its shards once, in forward; backward gathers the same codes again. So a step
+    quantizes a module as often as it calls it: in every microbatch, and for each use of a tied table, unless XLA merges
+    identical calls in one program. A `Stack` quantizes all its layers at once, in each of its calls. In contrast,
+    `train_step(recipe=...)` quantizes once per step.
 
-    Patterns are matched with paths in the model that `gtp_jax.init` built or `gtp_jax.shard` sharded. That a pattern
-    matches something is checked by `gtp_jax.explain(model, recipe)`, not here.
+    Patterns are matched with paths in the model that `gtp_jax.init` built or `gtp_jax.shard` sharded. Whether each
+    pattern matches a module is not checked here, but by `gtp_jax.explain(model, recipe)`.
 
     Raises:
-        TypeError: if `recipe` is something else.
-        ValueError: if it rounds stochastically, which needs a key for every step; by a call, if it has patterns and the
-            module does not know its path.
+        TypeError: if `recipe` is neither a recipe nor `None`.
+        ValueError: if the recipe rounds stochastically, which requires a key for every step. Calling a module raises it
+            if the recipe has patterns and the module's path is unknown.
     """
     check_recipe(recipe)
     if recipe is not None and any(kind.operands is not None and kind.operands.stochastic for kind in recipe.kinds):
         raise ValueError(
-            f"`recipe` is a {type(recipe).__name__} that rounds gradients stochastically, which takes a key for every "
-            "step, and `use_recipe` has none. Pass `stochastic=False`, or train with `gtp_jax.train_step`."
+            f"`recipe` is a {type(recipe).__name__} that rounds gradients stochastically, which requires a key for "
+            "every step, and `use_recipe` has none. Pass `stochastic=False`, or train with `gtp_jax.train_step`."
         )
     return _scope(recipe)
 
@@ -46,6 +46,5 @@ def current_recipe() -> Recipe | None:
 
 
 def recipe_of_call(recipe: Recipe | None) -> Recipe | None:
-    """Returns the recipe of a call of a step: the argument that the step was made with, otherwise the one in scope at
-    the call."""
+    """Returns the recipe for a call of a step: the one the step was created with, otherwise the one in scope."""
     return current_recipe() if recipe is None else recipe

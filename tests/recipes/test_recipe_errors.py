@@ -57,13 +57,13 @@ def gpu(kind):
         (
             lambda: gtp.NVFP4(override={"down": gtp.MXFP8(high_precision_first=2)}),
             ValueError,
-            "`override` of 'down' has a `exclude`, `high_precision_first` or `high_precision_last` of its own, which "
-            "would not count",
+            "`override` of 'down' has an `exclude`, `high_precision_first` or `high_precision_last` of its own, which "
+            "would have no effect",
         ),
         (
             lambda: gtp.NVFP4(override={"down": gtp.MXFP8(exclude=("up",))}),
             ValueError,
-            "`override` of 'down' has a `exclude`",
+            "`override` of 'down' has an `exclude`",
         ),
         (
             lambda: gtp.NVFP4(override=(("down", gtp.MXFP8()), ("down", gtp.FP8()))),
