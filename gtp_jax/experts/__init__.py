@@ -1,4 +1,4 @@
-"""Mixtures of experts: how tokens choose them, how they travel to them, and what multiplies them there."""
+"""Mixtures of experts: routes tokens, sends them to the ranks of their experts, and multiplies them there."""
 
 from ._exchange import check_chunks as check_chunks
 from ._exchanges import Exchange as Exchange

@@ -1,4 +1,4 @@
-"""Biases of routers, which keep the load of experts even (arXiv 2408.15664)."""
+"""Router biases that keep the load of experts even (arXiv 2408.15664)."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ from ..nn import make_whole, set_update_rule
 
 @dataclasses.dataclass(frozen=True)
 class Balance:
-    """Moves a router's bias by the load of its experts, which arrives as its gradient: an `UpdateRule`.
+    """An `UpdateRule` that moves a router's bias by the load of the experts, which arrives as the bias's gradient.
 
     Attributes:
-        rate: how far a step moves it.
+        rate: how far each step moves the bias of an expert.
     """
 
     rate: float
 
     def moved(self, value: jax.Array, gradient: jax.Array) -> jax.Array:
-        """Returns biases after a step: lower where experts have more than an even share of tokens, higher elsewhere."""
+        """Returns the biases after a step: lower for experts with more than an even share of tokens, higher for those
+        with less."""
         excess = gradient.shape[-1] * gradient - jnp.sum(gradient, axis=-1, keepdims=True)
         return value - self.rate * jnp.sign(excess).astype(value.dtype)
 
     def metrics(self, gradients: Sequence[jax.Array]) -> dict[str, jax.Array]:
-        """Returns `expert_load`, that of the busiest expert of any layer, 1 if it has an even share."""
+        """Returns `expert_load`, the load of the busiest expert of any layer as a multiple of an even share."""
         return {"expert_load": jnp.max(jnp.stack([jnp.max(_relative(load)) for load in gradients]))}
 
 
 def make_router_bias(num_experts: int, rate: float) -> nnx.Param:
-    """Makes a router's bias: float32 zeros, whole on every rank, which a step moves by `rate` and no optimizer does."""
+    """Returns a router's bias: float32 zeros, replicated on every rank. Each step moves it by `rate`; no optimizer
+    updates it."""
     bias = make_whole((num_experts,), lambda _, shape, dtype: jnp.zeros(shape, dtype), jax.random.key(0), jnp.float32)
     set_update_rule(bias, Balance(rate))
     return bias

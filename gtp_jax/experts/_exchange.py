@@ -1,4 +1,4 @@
-"""The experts of a mixture on the ranks that have them, with tokens exchanged."""
+"""Exchanges tokens between the ranks that divide the experts of a mixture."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from ._grouped import GroupedDense
 from ._tokens import Journey, combine, dispatch, dispatch_codes, gather_choices, gather_shares, plan_journey
 from ._transports import Transport, choose_transport
 
-# Places of a round are a multiple of this.
+# The number of rows per round is a multiple of this.
 _TILE = 16
 
-# Collectives by which tokens and weights arrive.
+# The collectives by which tokens and weights arrive.
 _TRAVELS = ("all_gather", "all_to_all", "ragged_all_to_all")
 
-# What brings tokens to their experts: ahead of the collectives, where scales are joined to codes, those, and behind
-# them. And slots of codes, which are zeros.
+# The primitives that bring tokens to their experts: the collectives, and those before and after them, for instance to
+# append scales to codes. Also those that create the slots of codes, which are zeros.
 _MOVES = (
     "gather",
     "gtp_take",
@@ -54,17 +54,19 @@ _MOVES = (
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
-    """Some of this rank's tokens, those of all ranks that come here, and the order of their rows.
+    """A chunk of every rank's tokens: where they go, and the order in which this rank multiplies those that arrive.
+
+    A choice is a pair of an arrived row and one of its experts. Its place is its position after sorting by expert.
 
     Attributes:
-        start: the first of the tokens.
-        stop: the one behind the last.
-        journey: of the tokens.
-        size: places of a round.
-        whole: whether these are enough for any load.
-        order: int32 `(rows * top_k,)`: choices in order of their experts; those of no expert of this rank are last.
-        places: int32 `(rows, top_k)`: where in that order each choice is.
-        ends: int32 `(experts,)`: behind the last choice of each expert.
+        start: the index of the first token of the chunk, on each rank.
+        stop: the index after the last token of the chunk.
+        journey: where the tokens go.
+        size: the number of places per round.
+        whole: whether one round is enough for any load.
+        order: int32 `(rows * top_k,)`: the choices sorted by expert; those of no expert of this rank are last.
+        places: int32 `(rows, top_k)`: the place of each choice.
+        ends: int32 `(experts,)`: the place after the last choice of each expert.
     """
 
     start: int
@@ -91,32 +93,32 @@ def exchange(
     round_size: float = 1.25,
     chunks: int = 1,
 ) -> jax.Array:
-    """Returns the sum of each token's experts, each times its share, of experts that are divided among ranks. Called in
-    local view.
+    """Returns each token's sum of its experts' outputs, weighted by its shares, with experts divided among ranks.
 
-    A token is sent once to each rank that has experts of its choice, together with its choices and shares; there the
-    rows are sorted by expert, multiplied, weighted and added up; partial sums travel back. No token is dropped. Where
-    experts multiply in FP8 or MXFP8, tokens are sent as codes, of which forward's operand and wgrad's are made; all
-    else is of `x`'s dtype.
+    Called in local view. A token is sent once to each rank that has experts it chose; choices and shares are
+    all-gathered. Each rank sorts the rows that arrive by expert, multiplies, weights and sums them, and partial sums
+    travel back. No token is dropped. If experts multiply in FP8 or MXFP8, tokens are sent as codes, from which the
+    operands of forward and of wgrad are made; partial sums and gradients travel in the dtype of `x`.
 
     [Note: chunks]
-    Tokens are sent chunk after chunk: while experts multiply one, the next is on its way. In backward likewise the
-    gradients of sums, together with the tokens, which are sent again. So of n chunks a first dispatch and a last
-    combine are waited for, an n-th of each. Turns keep XLA from sending all chunks in one launch.
+    Tokens are sent in chunks: while experts multiply one chunk, the next is in transit. In backward, the gradients of
+    the sums are sent in the same way, and the tokens are sent again. So with n chunks, only the first dispatch and the
+    last combine are exposed, each an n-th of the data. Turns keep XLA from sending all chunks in one launch.
 
     Args:
-        x: `(tokens, features)`, of the compute dtype.
-        chosen: int32 `(tokens, top_k)`.
-        shares: float32 at least, likewise.
-        up: of `gate` and `up`.
-        down: partial sums of tensor ranks are left to the caller.
-        activation: elementwise, on the gate.
-        axis: of the ranks.
-        most_ranks: how many of them have experts of one token at most.
-        transport: how tokens travel; `None` for what the table says.
-        round_size: places of a round, as a multiple of those that experts of equal load fill. Where a rank's experts
-            have more, it multiplies in several rounds.
-        chunks: parts of equal size in which tokens are sent; fewer, if so many do not divide a rank's tokens.
+        x: the tokens, `(tokens, features)`, in the compute dtype.
+        chosen: the experts of each token, int32 `(tokens, top_k)`.
+        shares: the weights of each token's experts in its sum, `(tokens, top_k)`, in at least float32.
+        up: the layer with the outputs `gate` and `up`.
+        down: the second layer. The caller must sum the partial sums of tensor ranks.
+        activation: the elementwise function applied to the gate.
+        axis: the mesh axis whose ranks divide the experts.
+        most_ranks: the most ranks that a single token's experts can be on.
+        transport: how tokens travel; `None` for the default of `choose_transport`.
+        round_size: the number of places per round, as a multiple of those that evenly loaded experts fill. If a rank's
+            experts have more rows, the rank multiplies in several rounds.
+        chunks: the number of equal chunks in which tokens are sent; if it does not divide a rank's tokens, the greatest
+            common divisor of both.
     """
     tokens = x.shape[0]
     transport = choose_transport(axis, transport)
@@ -139,8 +141,8 @@ def exchange(
         sums, turn = [], turn_after(every)
         for one, keys_of_one in zip(parts, keys, strict=True):
             rows, codes, turn = _dispatched(x, turn, one)
-            # shares travel with the first chunk at the latest: XLA may join them with a later one, for which experts
-            # would then wait
+            # shares must travel no later than the first chunk: XLA may merge them with a later chunk, for which the
+            # experts would then wait
             turn = tied(turn, turn_after(lax.stop_gradient(shares)))
             of_rows = one.journey.of_rows(shares[:, one.start : one.stop])
             operands = rows, of_rows, *floats
@@ -156,10 +158,10 @@ def exchange(
     def there(x: jax.Array | SlottedRows, shares: jax.Array) -> list[jax.Array]:
         return apply_gathered((up, down), experts, x, shares)
 
-    # whatever else a layer keeps for backward, what has arrived is sent again
+    # rows that have arrived are never saved for backward, but sent again, whatever else a layer saves
     partial_sums = jax.checkpoint(there, policy=_keeps, prevent_cse=False)(rows, gather_shares(shares, axis))
     sums, turn = [], no_turn()
-    for one, partial in reversed(list(zip(parts, partial_sums, strict=True))):  # so that backward begins with the first
+    for one, partial in reversed(list(zip(parts, partial_sums, strict=True))):  # backward then starts with the first
         y, turn = combine(partial, turn, one.journey)
         sums.append(y)
     return save_for_backward(jnp.concatenate(sums[::-1]) if len(sums) > 1 else sums[0])
@@ -175,11 +177,11 @@ def _chunk(
     transport: Transport,
     round_size: float,
 ) -> _Chunk:
-    """Returns where tokens `start` to `stop` of each rank go, and in which order this rank multiplies its own."""
+    """Returns the chunk of the tokens from `start` up to, but not including, `stop` of each rank."""
     every = every[:, start:stop]
     ranks, tokens, top_k = every.shape
     journey = plan_journey(every, axis, experts, transport, most_ranks)
-    # experts of other ranks, and rows that no token has, count as the one behind the last
+    # experts of other ranks, and all experts of rows without a token, get the number after this rank's last expert
     number = journey.of_rows(every) - lax.axis_index(axis) * experts
     number = jnp.where((number >= 0) & (number < experts) & journey.real[:, None], number, experts)
     order = save_routing(jnp.argsort(jnp.ravel(number), stable=True).astype(jnp.int32))
@@ -199,7 +201,10 @@ def _chunk(
 
 
 def _dispatched(x: jax.Array | SlottedRows, turn: Turn, one: _Chunk) -> tuple[jax.Array, QuantizedArray | None, Turn]:
-    """Returns the rows of a chunk that come here, or their slot and their codes; and the turn that follows."""
+    """Returns the rows of a chunk that arrive here, their codes, and the turn that follows.
+
+    If tokens travel as codes, the slot is returned instead of the rows; otherwise the codes are `None`.
+    """
     if not isinstance(x, SlottedRows):
         rows, turn = dispatch(x[one.start : one.stop], turn, one.journey)
         return rows, None, turn
@@ -218,7 +223,7 @@ def _one_round(
     operands: Any,
     constants: Any,
 ) -> jax.Array:
-    """Returns partial sums of a round's rows, zeros in all others."""
+    """Returns the partial sums of the rows of one round; zeros for all other rows."""
     rows, shares, *floats = operands
     codes, order, places, ends, keys, values = constants
     weights = [f if v is None else SlottedWeight(v, f) for f, v in zip(floats, values, strict=True)]
@@ -231,35 +236,35 @@ def _one_round(
 
 
 def _keeps(primitive: Any, *_: Any, **params: Any) -> bool:
-    if primitive.name == "custom_jvp_call":  # what travels as integers, or is gathered, with a derivative of its own
+    if primitive.name == "custom_jvp_call":  # collectives may be wrapped in one, such as by `in_bits`
         return not any(eqn.primitive.name in _TRAVELS for eqn in params["call_jaxpr"].eqns)
     return params.get("target_name", primitive.name) not in _MOVES
 
 
 def places_of_round(tokens: int, top_k: int, ranks: int, experts: int, round_size: float) -> int:
-    """Returns the rows that experts of a rank multiply in one round: the bound of what is kept of them for backward.
+    """Returns how many rows a rank's experts multiply per round, which bounds how many are saved for backward.
 
     Args:
-        tokens: of a rank.
-        top_k: experts a token.
-        ranks: that divide the experts.
-        experts: of a rank.
-        round_size: multiple of an even share, `tokens * top_k`.
+        tokens: the number of tokens per rank.
+        top_k: the number of experts per token.
+        ranks: the number of ranks that divide the experts.
+        experts: the number of experts per rank.
+        round_size: the size of a round as a multiple of an even share, which is `tokens * top_k` rows.
     """
     even = math.ceil(tokens * top_k * round_size)
     return min(-(-even // _TILE) * _TILE, worst_case(tokens, top_k, ranks, experts))
 
 
 def worst_case(tokens: int, top_k: int, ranks: int, experts: int) -> int:
-    """Returns the rows that experts of a rank multiply where every token chooses as many of them as it can."""
+    """Returns how many rows a rank's experts multiply if every token chooses as many of them as it can."""
     return ranks * tokens * min(top_k, experts)
 
 
 def check_chunks(chunks: object) -> None:
-    """Refuses what is no number of chunks.
+    """Refuses a number of chunks that is not a positive integer.
 
     Raises:
-        ValueError: naming it.
+        ValueError: if `chunks` is anything else; names it.
     """
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise ValueError(f"`exchange_chunks` is {chunks!r}; it must be a whole number of at least 1, such as 2.")

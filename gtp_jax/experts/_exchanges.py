@@ -1,4 +1,4 @@
-"""What `inspect` says of the tokens that travel to experts of other ranks."""
+"""Describes, for `inspect`, the tokens that travel to experts of other ranks."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from ._transports import Transport, choose_transport
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """How the tokens of a `MoE` travel to experts of other ranks, and how many rows that takes.
+    """How the tokens of a `MoE` travel to experts of other ranks, and how many rows are multiplied.
 
     Attributes:
-        module: its path in the model, and which layers, where layers of a stack differ.
-        axis: of the ranks that divide the experts.
-        ranks: how many.
+        module: the path of the `MoE` in the model, and the layers concerned if the layers of a stack differ.
+        axis: the mesh axis whose ranks divide the experts.
+        ranks: the number of these ranks.
         transport: how tokens travel.
-        tokens: of a rank, each time the layer runs.
-        chunks: in which tokens travel.
-        round_rows: rows of a chunk that a rank's experts multiply at once; of which matmuls' outputs may be kept for
-            backward.
-        worst_rows: rows of a chunk if every token chooses as many experts of one rank as it can: multiplied in several
-            rounds.
-        arrived_bytes: of the array in which partial sums of a chunk arrive, or tokens, if not as codes: transient.
-        dispatched_bytes: that leave a rank in dispatches of all chunks, if every expert is as likely as another; with
-            groups of experts and `ragged` at most.
-        traffic: all that a rank sends, in both passes.
+        tokens: the number of tokens per rank each time the layer runs.
+        chunks: the number of chunks in which tokens travel.
+        round_rows: how many rows of a chunk a rank's experts multiply at once; the outputs of these matmuls may be
+            saved for backward.
+        worst_rows: how many rows of a chunk a rank multiplies, in several rounds, if every token chooses as many of its
+            experts as it can.
+        arrived_bytes: the bytes of the transient array in which a chunk's partial sums arrive, or its tokens if they do
+            not travel as codes.
+        dispatched_bytes: the bytes that leave a rank in the dispatches of all chunks, if all experts are equally
+            likely; with groups of experts and `ragged`, an upper bound.
+        traffic: everything that a rank sends, in both passes.
     """
 
     module: str
@@ -53,20 +54,20 @@ class Exchange:
 
     @property
     def rounds(self) -> int:
-        """How many rounds there are at most; 1 if experts are evenly loaded."""
+        """The most rounds that a chunk can take. Evenly loaded experts take one if `round_size` is at least 1."""
         return -(-self.worst_rows // self.round_rows)
 
 
 def exchanges(model: nnx.Module, recipe: Recipe | None = None, *, tokens: int) -> tuple[Exchange, ...]:
-    """Returns how tokens travel in each `MoE` of a model whose experts ranks divide.
+    """Returns how tokens travel in each `MoE` of a model whose experts are divided among ranks.
 
     Args:
-        model: may be abstract.
-        recipe: of the step; where it has experts multiply in FP8 or MXFP8, codes of tokens travel.
-        tokens: of a rank that shards the batch, in one microbatch.
+        model: the model, which may be abstract.
+        recipe: the recipe of the step; if experts multiply in FP8 or MXFP8, tokens travel as codes.
+        tokens: the number of tokens per microbatch of one rank of the axes that shard the batch.
     """
     groups = resolve(structure_of(model), recipe)
-    # what has no stack around it is differentiated as it is
+    # a module outside of any stack is differentiated without remat
     stacks = {path: module for path, module in nnx.iter_modules(model) if isinstance(module, StackedLayers)}
     found = []
     for path, module in nnx.iter_modules(model):
@@ -83,7 +84,8 @@ def exchanges(model: nnx.Module, recipe: Recipe | None = None, *, tokens: int) -
 
 
 def _formats(groups: Groups, path: ModulePath) -> dict[Layers, Format | None]:
-    """Returns for each layer of a stack, or several alike, the format of the codes of tokens that travel to it."""
+    """Returns the format of the codes in which tokens travel to each range of layers of the same format; `None` if they
+    travel in the compute dtype."""
     operands = {layers: group.operands for (at, layers), group in groups.items() if at == path}
     return {
         layers: own.activation if own is not None and own.rounds_input_once else None
@@ -106,8 +108,8 @@ def _exchange_of(
     transport = choose_transport(axis, module.transport)
     width, number = module.up.in_features, module.up.dtype.itemsize
     none = math.comb(module.num_experts - experts, module.top_k) / math.comb(module.num_experts, module.top_k)
-    # the share of tokens that go to a given rank; groups limit how many ranks a token reaches, so that with groups this
-    # is an upper estimate
+    # the fraction of tokens that go to a given rank; an upper bound with groups, which limit how many ranks a token
+    # reaches
     travels = 1.0 if transport != "ragged" else min(1 - none, module.most_ranks / ranks)
     rows = (ranks - 1) * own * travels
     return Exchange(

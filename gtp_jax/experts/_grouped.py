@@ -1,4 +1,4 @@
-"""Dense layers of several experts."""
+"""Applies dense layers of several experts to rows sorted by expert."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ from ..weights import GradReduce, split_features
 
 GroupedParallel = Literal["column", "row", "expert"] | None
 
-# applied to each expert by itself: the first dimension counts experts
+# applied to each expert separately: the first dimension counts experts
 default_init = initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=-1, out_axis=-2, batch_axis=0)
 
 _SPLIT_DIM = {"column": 1, "row": 2, "expert": 0, None: None}
 
 
 class GroupedDense(WeightOwner):
-    """`x[row] @ kernel[expert of row].T`, for rows that are sorted by expert.
+    """Computes `x[row] @ kernel[expert of row].T` for rows that are sorted by expert.
 
-    A kernel is `(experts, out, in)`, unlike that of `Dense`: so matmuls read it, and so its gradient leaves them. To
-    transpose all experts of a layer would take longer than some of its matmuls.
+    A kernel is `(experts, out, in)`, unlike that of `Dense`, because matmuls read it and produce its gradient in this
+    layout. Transposing all experts of a layer would take longer than some of its matmuls.
 
-    All experts' shards travel in one gather, and their gradients in one reduce-scatter. With a recipe every expert's
-    kernel is a tensor of its own, with its own amax, which its kernels of several names share where FP8 codes are
-    multiplied; inputs and gradients have one for all rows, see `gtp_jax.ops.grouped_fp8` and `grouped_quantized`.
+    The shards of all experts travel in one gather, and their gradients in one reduce-scatter. With a recipe, every
+    expert's kernel is quantized as a separate tensor with its own amax; if FP8 codes are multiplied, the kernels of one
+    expert under several names share an amax. Inputs and gradients have one amax for all rows; see
+    `gtp_jax.ops.grouped_fp8` and `grouped_quantized`.
 
     | parallel | kernel `(experts, out, in)` is sharded | input | output |
     |---|---|---|---|
@@ -52,29 +53,30 @@ class GroupedDense(WeightOwner):
     | `expert` | experts over tp, out over `axes` | whole | whole, summed over tp |
     | `None` | out over `axes` | whole | whole |
 
-    As in `Dense`, `axes` shard `in` where they do not divide `out`, and tp may divide features or experts unevenly.
+    As in `Dense`, `axes` shard `in` if they do not divide `out`, and tp may divide features or experts unevenly.
 
-    A call needs a rank's own rows, so it takes place inside a `shard_map` (as in a `MoE`, or in the loss of a
+    A call needs a rank's own rows, so it must run inside a `shard_map` (as in a `MoE`, or in the loss of a
     `train_step`) or without a mesh.
 
     Args:
-        num_experts: how many.
-        in_features: size of the last dimension of the input.
-        out_features: size of the output's, or a mapping from names to sizes, as in `Dense`.
-        parallel: see the table.
-        summed: whether a `row` or `expert` parallel output is summed over tp here; if not, whoever takes the partial
-            sums does it later: of other ranks' experts they are zeros.
-        axes: mesh axes over which kernels are gathered, those of dense layers by default. Their product may be another:
-            `("dp", "gtp")` leaves no replicas, `("tp", "gtp")` shards further what is not parallel.
-        experts_axis: a mesh axis whose ranks each have experts of their own, equally many, and are given the rows of
-            these alone: `group_sizes` are of a rank's own experts. `axes` are then those of `Roles.over_experts` by
-            default. tp divides what a rank has.
-        dtype: compute dtype; input and weight are cast to it.
-        param_dtype: dtype of the stored shards.
+        num_experts: the number of experts.
+        in_features: the size of the input's last dimension.
+        out_features: the size of the output's last dimension, or a mapping from names to sizes, as in `Dense`.
+        parallel: what tp shards; see the table.
+        summed: whether a `row` or `expert` parallel output is summed over tp here. Otherwise the caller must sum the
+            partial sums, which are zeros for rows of other ranks' experts.
+        axes: the mesh axes over which kernels are gathered; by default those of dense layers. Other axes may give more
+            shards: `("dp", "gtp")` leaves no replicas, and `("tp", "gtp")` further shards kernels that are not
+            parallel.
+        experts_axis: a mesh axis whose ranks divide the experts equally. Each rank is given only the rows of its own
+            experts, and `group_sizes` counts only those. `axes` then defaults to `Roles.over_experts`, and tp divides
+            what a rank has.
+        dtype: the compute dtype, to which input and weight are cast.
+        param_dtype: the dtype of the stored shards.
         grad_reduce: how weight gradients are summed over `axes`: `"float32"`, `"bf16-wire"` or `"bf16"`; see
             `reduction_of`.
-        kernel_init: called with the key and the logical shape, `(experts, out, in)`.
-        rngs: the `params` stream is used.
+        kernel_init: the initializer, called with the key, the logical shape `(experts, out, in)` and the dtype.
+        rngs: the random streams, of which `params` is used.
 
     Raises:
         ValueError: if a size is not positive, or the ranks of `experts_axis` do not divide the experts.
@@ -133,12 +135,12 @@ class GroupedDense(WeightOwner):
         return (self.kernel,) if self.names == ("",) else tuple(self.kernel[name] for name in self.names)
 
     def __call__(self, x: jax.Array, group_sizes: jax.Array) -> Any:
-        """Maps `(rows, in_features)`, sorted by expert, to `(rows, out_features)`, or a dict of such.
+        """Maps `(rows, in_features)`, sorted by expert, to `(rows, out_features)`, or to a dict of such arrays.
 
         Args:
             x: this rank's rows.
-            group_sizes: integers `(experts,)`: rows of each expert, in order; zeros are fine. Rows behind the last
-                expert's come out as zeros.
+            group_sizes: integers `(experts,)`: the number of rows of each expert, in order; zeros are allowed. The
+                output is zero for rows after those of the last expert.
 
         Raises:
             ValueError: in global view, or if shapes do not agree.
@@ -157,7 +159,7 @@ class GroupedDense(WeightOwner):
                 "expert."
             )
         if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-            raise TypeError(f"`group_sizes` are numbers of rows, integers; got {group_sizes.dtype}.")
+            raise TypeError(f"`group_sizes` has dtype {group_sizes.dtype}; it must hold integers, the rows per expert.")
         return self.local((x, group_sizes))
 
     def local(self, x: tuple[jax.Array, jax.Array]) -> Any:
@@ -166,8 +168,8 @@ class GroupedDense(WeightOwner):
         return self.with_weight(self.product_of, rows, sizes)
 
     def in_codes(self, rows: jax.Array, axis: str) -> jax.Array | SlottedRows:
-        """Returns rows as they travel over a mesh axis to `product_of`: codes of which it makes its operands, or the
-        rows themselves where the recipe rounds no input ahead of its places."""
+        """Returns rows in the form in which they travel over a mesh axis to `product_of`: as codes from which it makes
+        its operands, or unchanged if the recipe does not allow rounding a row once, before it travels."""
         if self.operands is None or not self.operands.rounds_input_once:
             return rows
         return rows_in_codes(rows, self.operands.activation, axis)
@@ -184,12 +186,12 @@ class GroupedDense(WeightOwner):
         """Returns what a call returns, given the gathered weight.
 
         Args:
-            weight: as `with_weight` hands it over.
-            rows: of the compute dtype, as a call takes them, or as `taken` says; or what `in_codes` made of them.
-            sizes: int32, likewise.
-            key: of stochastic rounding; that of a new call by default.
-            taken: the places at which rows are multiplied, sorted by expert; the rows themselves by default.
-            summed: the places of which each row of the result is the sum; the rows themselves by default.
+            weight: the weight, in the form that `with_weight` passes.
+            rows: the rows in the compute dtype, sorted by expert unless `taken` is given; or the result of `in_codes`.
+            sizes: the number of rows of each expert, int32.
+            key: the key of stochastic rounding; by default that of a new call.
+            taken: the places, sorted by expert, at which rows are multiplied; by default each row is its own place.
+            summed: the places that are summed into each row of the result; by default each place is its own row.
         """
         split, tensor = self.layouts[0].split, self.roles.tensor
         divided = self.parallel == "expert" and degree(tensor) > 1
@@ -197,8 +199,8 @@ class GroupedDense(WeightOwner):
             assert isinstance(rows, jax.Array)
             rows = split.mask(rows, -1)
         before = jnp.int32(0)
-        if divided and split is not None:  # this rank's experts come first
-            before = (jnp.cumsum(sizes) - sizes)[split.start()]  # of no rows at all on a rank without experts
+        if divided and split is not None:  # rolls the rows so that those of this rank's experts come first
+            before = (jnp.cumsum(sizes) - sizes)[split.start()]  # irrelevant on a rank without experts
             sizes = split.take(sizes, 0)
             summed = None if summed is None else summed.rolled(before)
             if taken is not None:

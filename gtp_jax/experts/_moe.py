@@ -1,4 +1,4 @@
-"""The feed-forward half of a transformer block, as a mixture of experts."""
+"""A mixture of experts as the feed-forward half of a transformer block."""
 
 from __future__ import annotations
 
@@ -42,44 +42,45 @@ router_init = initializers.variance_scaling(1.0, "fan_in", "normal")
 
 
 class MoE(Layer):
-    """Each token through its `top_k` likeliest experts, each an `MLP` with SwiGLU, summed by their combine weights.
+    """Sends each token through its `top_k` likeliest experts and sums their outputs by the combine weights.
 
-    As in Mixtral (arXiv 2401.04088): RMSNorm, a softmax over all experts, the `top_k` largest scaled to a sum of 1. No
-    token is dropped. The router is computed in float32 at least, and is neither sharded nor quantized. `Routing` has
-    other routers, such as DeepSeek-V3's.
+    Each expert is an `MLP` with SwiGLU. By default it works as in Mixtral (arXiv 2401.04088): RMSNorm, a softmax over
+    all experts, and the `top_k` largest probabilities scaled to a sum of 1. No token is dropped. The router is computed
+    in at least float32, and is neither sharded nor quantized. `Routing` offers other routers, such as DeepSeek-V3's.
 
     Args:
-        features: size of the input and of the output.
-        hidden: size in between, of each expert.
-        num_experts: how many.
-        top_k: experts a token.
-        parallel: what tp does: `features` divides every expert's hidden features, `expert` divides the experts among
-            the ranks, `None` leaves a rank its own part of the sequence.
-        aux_loss_coeff: weight of the term that keeps experts evenly loaded: the sum over experts of their load, 1 if it
-            is even, times their mean probability. By default load and mean are those of each sequence (DeepSeek-V3,
-            arXiv 2412.19437, equations 17 to 20), which neither the mesh nor microbatches change; see `Routing`. It is
-            added to the gradient and not to the loss that is reported.
+        features: the size of the input and of the output.
+        hidden: the hidden size of each expert.
+        num_experts: the number of experts.
+        top_k: the number of experts per token.
+        parallel: what tp divides: `features` divides every expert's hidden features, `expert` divides the experts among
+            the ranks, and `None` leaves each rank its own part of the sequence.
+        aux_loss_coeff: the weight of the load-balancing term: the sum over experts of their load (1 if it is even)
+            times their mean probability. By default load and mean are taken over each sequence (DeepSeek-V3, arXiv
+            2412.19437, equations 17 to 20), so that they depend neither on the mesh nor on microbatches; see `Routing`.
+            The term is added to the gradient, not to the reported loss.
         loss_reduction: `"sum"` if the loss that is differentiated is a sum over tokens, as `cross_entropy` returns it;
-            `"mean"` if it is a mean, where each token's share of the terms (this one, and the router's z-loss) is that
-            much smaller. A train step refuses the other one; a step of your own cannot tell.
-        activation: elementwise, on the gate, which it is given in float32 at least.
-        epsilon: of the norm.
+            `"mean"` if it is a mean over tokens. For a mean, the load-balancing term and the router's z-loss are
+            divided by the number of tokens. A train step refuses a mismatch; a custom step cannot detect it.
+        activation: the elementwise function applied to the gate, in at least float32.
+        epsilon: the epsilon of the norm.
         sequence_parallel: whether input and output are sharded along the sequence over tp.
-        axes: as in `GroupedDense`.
+        axes: the mesh axes over which kernels are gathered, as in `GroupedDense`.
         routing: how experts are chosen; by default as in Mixtral.
-        shared_hidden: size in between of an MLP that every token goes through as well, DeepSeek's shared experts; 0 for
+        shared_hidden: the hidden size of an MLP that every token also goes through (DeepSeek's shared experts); 0 for
             none.
-        transport: how tokens travel to experts of other ranks: `"gather"`, `"padded"` or `"ragged"`; see
-            `gtp_jax.experts.choose_transport`, which decides by default.
-        round_size: rows that a rank's experts multiply at once, as a multiple of an even share of all tokens. Where
-            they have more, they multiply again, and the layer takes longer; a smaller size takes less memory.
-        exchange_chunks: parts in which tokens travel to experts of other ranks, so that one is on its way while experts
-            multiply another.
-        rngs: the `params` stream is used.
-        options: passed to both `GroupedDense` layers.
+        transport: how tokens travel to experts of other ranks: `"gather"`, `"padded"` or `"ragged"`; by default
+            `gtp_jax.experts.choose_transport` decides.
+        round_size: how many rows a rank's experts multiply at once, as a multiple of an even share of all rows. If
+            they have more rows, they run further rounds, and the layer takes longer. A smaller size needs less memory.
+        exchange_chunks: the number of chunks in which tokens travel to experts of other ranks, so that one chunk is in
+            transit while experts multiply another.
+        param_dtype: the dtype of the stored parameters.
+        rngs: the random streams, of which `params` is used.
+        options: further arguments of both `GroupedDense` layers.
 
-    Where the mesh has an axis for experts (`Roles.experts`, ep), its ranks divide them, and tokens travel to the ranks
-    of theirs and back; `parallel` and `axes` then say how each rank's own experts are sharded further.
+    If the mesh has an axis for experts (`Roles.experts`, ep), its ranks divide the experts, and tokens travel to the
+    ranks of their experts and back; `parallel` and `axes` then define how each rank's own experts are further sharded.
 
     Raises:
         ValueError: if `top_k` is not between 1 and `num_experts`, or ep does not divide `num_experts`.
@@ -161,9 +162,9 @@ class MoE(Layer):
         """Maps `(batch, ..., features)` to the same shape.
 
         Args:
-            x: activations. What lies between the batch and the features is the sequence of an example; without it an
-                example is one token.
-            key: of the router's jitter, the same on every rank; without one there is none.
+            x: the activations. The dimensions between the batch and the features form the sequence of an example; if
+                there are none, each example is one token.
+            key: the key of the router's jitter, the same on every rank; `None` for no jitter.
         """
         if x.ndim < 2:
             raise ValueError(f"MoE takes (batch, ..., features), such as (batch, sequence, features); got {x.shape}.")
@@ -184,7 +185,7 @@ class MoE(Layer):
         return reduce_scatter_sequence(y, self.roles.tensor, sequence_parallel=sharded)
 
     def _on_their_ranks(self, x: jax.Array, chosen: jax.Array, combine_weights: jax.Array) -> jax.Array:
-        """Returns the weighted sums of experts that ranks divide."""
+        """Returns the weighted sums of the experts' outputs, with experts divided among ranks."""
         rows, chosen, shares = (jnp.reshape(a, (-1, a.shape[-1])) for a in (x, chosen, combine_weights))
         axis = self.roles.experts
         assert axis is not None
@@ -204,9 +205,9 @@ class MoE(Layer):
         return jnp.reshape(y, x.shape)
 
     def _gathered(self, x: jax.Array, chosen: jax.Array, combine_weights: jax.Array) -> jax.Array:
-        """Returns the weighted sums of experts whose kernels every rank gathers."""
+        """Returns the weighted sums of the experts' outputs; every rank gathers the kernels of all experts."""
         rows, shares = jnp.reshape(x, (-1, x.shape[-1])), jnp.reshape(combine_weights, (-1, self.top_k))
-        expert_of = jnp.reshape(chosen, -1)  # of each token's every choice, one after another
+        expert_of = jnp.reshape(chosen, -1)  # the expert of each choice, token after token
         order = save_routing(jnp.argsort(expert_of, stable=True).astype(jnp.int32))
         places = jnp.reshape(jnp.argsort(order).astype(jnp.int32), shares.shape)
         window = Window(order, places, jnp.int32(order.size))
@@ -217,7 +218,7 @@ class MoE(Layer):
         return jnp.reshape(y, x.shape)
 
     def _route(self, x: jax.Array, key: jax.Array | None, divided: bool) -> tuple[jax.Array, jax.Array]:
-        """Returns each token's experts and their shares, in float32 at least.
+        """Returns each token's experts and their shares, in at least float32.
 
         Args:
             x: `(batch, sequence, features)`.
@@ -228,7 +229,7 @@ class MoE(Layer):
         inputs = x.astype(wide)
         if self.routing.jitter and key is not None:
             inputs = inputs * self._jitter(key, x.shape, wide, divided)
-        # on GPUs the default precision of float32 is TF32, which has 10 bits
+        # on GPUs, float32 matmuls use TF32 by default, which has only 10 bits of mantissa
         logits = jnp.matmul(inputs, self.router.get_value().astype(wide), precision=lax.Precision.HIGHEST)
         scores = self.routing.scores(logits)
         bias = None if self.router_bias is None else self.router_bias.get_value()
@@ -242,10 +243,11 @@ class MoE(Layer):
         return chosen, shares
 
     def _terms(self, logits: jax.Array, scores: jax.Array, load: jax.Array, divided: bool) -> jax.Array:
-        """Returns the terms that are added to the loss in the gradient: sums over tokens, or means of all of them."""
+        """Returns the sum of the terms whose gradient is added to the loss's: sums over tokens, or means over all
+        tokens."""
         length, weight, tensor = logits.shape[1], 1.0, self.roles.tensor
         if divided and tensor is not None:
-            # A rank sees a part of the sequence; but all see every token's loss, so that it counts tp times.
+            # Each rank sees a part of the sequence, but every token's loss, which therefore counts tp times.
             load, length, weight = lax.psum(load, tensor), length * degree(tensor), float(degree(tensor))
         batch, tokens = self._batch_axes, length
         if self.routing.aux_loss == "microbatch":
@@ -254,7 +256,7 @@ class MoE(Layer):
         weight /= loss_copies(self.roles)
         if self.loss_reduction == "mean":
             weight /= logits.shape[0] * degrees(batch) * length
-        share = load * (self.num_experts / (self.top_k * tokens))  # 1 of an expert with an even share
+        share = load * (self.num_experts / (self.top_k * tokens))  # 1 for an expert with an even share
         of = {
             "aux_loss_coeff": lambda: jnp.sum(share[:, None] * self.routing.probs(scores)),
             "routing.z_loss_coeff": lambda: jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2),
@@ -263,7 +265,7 @@ class MoE(Layer):
         return weight * sum(others, start=first)
 
     def _jitter(self, key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike, divided: bool) -> jax.Array:
-        """Returns random factors for the router's inputs, of each example the same ones on every mesh."""
+        """Returns random factors for the router's inputs; an example gets the same factors on every mesh."""
         tensor = self.roles.tensor if divided else None
         length = shape[1] * degree(tensor)
         first = lax.axis_index(self._batch_axes) * shape[0] if self._batch_axes else 0
@@ -279,21 +281,21 @@ class MoE(Layer):
 
     @property
     def added_terms(self) -> dict[str, float]:
-        """The coefficients, by argument, of the terms that a call adds to the gradient; a term of 0 is not among them.
+        """The nonzero coefficients of the terms that a call adds to the gradient, by their arguments' names.
 
-        These terms are scaled for a loss of the kind that `loss_reduction` names; see `check_loss_reduction`.
+        The terms are scaled for a loss of the kind `loss_reduction`; see `check_loss_reduction`.
         """
         terms = {"aux_loss_coeff": self.aux_loss_coeff, "routing.z_loss_coeff": self.routing.z_loss_coeff}
         return {name: coefficient for name, coefficient in terms.items() if coefficient}
 
     @property
     def _batch_axes(self) -> tuple[str, ...]:
-        """Axes of more than one rank that shard the batch."""
+        """The axes of more than one rank that shard the batch."""
         return tuple(axis for axis in self.roles.batch if degree(axis) > 1)
 
     @property
     def most_ranks(self) -> int:
-        """How many ranks have experts of one token at most."""
+        """The most ranks that a single token's experts can be on."""
         return self.routing.most_ranks(self.num_experts, self.top_k, self.up.own_experts)
 
     def divides_sequence(self, ndim: int) -> bool:
@@ -302,32 +304,32 @@ class MoE(Layer):
 
 
 def check_loss_reduction(model: nnx.Module, reduction: LossReduction) -> None:
-    """Refuses mixtures of experts that add terms to the gradient which are scaled for another kind of loss.
+    """Refuses mixtures of experts whose terms in the gradient are scaled for another kind of loss.
 
     Args:
         model: the model that computed the loss.
         reduction: the kind of the loss that is differentiated.
 
     Raises:
-        ValueError: naming the first such mixture, its terms and the remedy.
+        ValueError: if there is such a mixture; names the first one, its terms and the remedy.
     """
-    returned = {"sum": "(sum of token losses, number of tokens)", "mean": "a scalar, which is taken for a mean"}
+    returned = {"sum": "(sum of token losses, number of tokens)", "mean": "a scalar, which is assumed to be a mean"}
     for path, module in nnx.iter_modules(model):
         if not isinstance(module, MoE) or module.loss_reduction == reduction or not module.added_terms:
             continue
         terms = " and ".join(f"`{name}`" for name in module.added_terms)
         raise ValueError(
-            f"the loss returns {returned[reduction]}, and the MoE at {'.'.join(map(str, path)) or 'the top'} adds the "
-            f"gradient of its terms ({terms}) as if it were a {module.loss_reduction}. Build it with "
+            f"the loss returns {returned[reduction]}, but the MoE at {'.'.join(map(str, path)) or 'the top'} scales "
+            f"the gradient of its terms ({terms}) as if it were a {module.loss_reduction}. Build the MoE with "
             f"`loss_reduction={reduction!r}`, or with {terms} of 0."
         )
 
 
 def check_moe(num_experts: int, top_k: int, aux_loss_coeff: float) -> None:
-    """Refuses numbers that make no mixture.
+    """Refuses invalid numbers of experts and an invalid coefficient.
 
     Raises:
-        ValueError: naming them and what is allowed.
+        ValueError: if a number is out of range; names it and what is allowed.
     """
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"`top_k` is {top_k} of {num_experts} experts; it must be at least 1 and at most all of them.")

@@ -1,4 +1,4 @@
-"""Choices of a router of experts: which experts a token takes, with which shares, and what keeps their load even."""
+"""Options of a router: which experts a token is sent to, with which shares, and how their load is kept even."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AuxLossOf = Literal["sequence", "microbatch"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Routing:
-    """How a router chooses experts.
+    """Defines how a router chooses experts.
 
     | | Mixtral, Qwen3 | DeepSeek-V3 (arXiv 2412.19437) |
     |---|---|---|
@@ -28,21 +28,24 @@ class Routing:
     | `bias_rate` | `None` | 0.001 |
 
     Attributes:
-        score: of an expert, from its logit: a softmax over all experts, or each by itself.
+        score: how an expert's score is computed from the logits: by a softmax over all experts, or by a sigmoid of its
+            own logit.
         normalize: whether a token's shares are divided by their sum.
-        scale: what they are multiplied with then.
-        num_groups: groups of neighbouring experts, equally many each.
-        top_groups: groups of which a token takes experts: those of the highest score, which is that of their best
-            expert, or with `sigmoid` the sum of their best two.
-        bias_rate: how far the bias of an expert moves in each step, down if it had more than an even share of the
-            choices, up if it had less (arXiv 2408.15664). The bias is added to scores where experts are chosen, and to
-            no share. `train_step` moves it, once a step, and reports the load; `0.0` only reports. `None`: no bias.
-        aux_loss: over what `aux_loss_coeff`'s term takes the load: each sequence, or the whole microbatch over all
-            ranks, which takes a sum over ranks in each layer.
-        z_loss_coeff: weight of the mean square of the logarithm of the sum of a token's exponentiated logits (ST-MoE,
-            arXiv 2202.08906). Like the term for the load it enters the gradient and not the reported loss.
-        jitter: inputs of the router are multiplied with uniform random numbers from `1 - jitter` to `1 + jitter`
-            (arXiv 2101.03961), where a call is given a key; without one, as in an evaluation, they are not.
+        scale: the factor by which the shares are multiplied afterwards.
+        num_groups: the number of groups of neighbouring experts, all of the same size.
+        top_groups: the number of groups from which a token's experts are chosen: those of the highest score. A group's
+            score is that of its best expert; with `sigmoid`, the sum of its best two.
+        bias_rate: how far the bias of an expert moves in each step: down if it had more than an even share of the
+            choices, up if it had less (arXiv 2408.15664). The bias is added to the scores only to choose experts, not
+            to compute shares. `train_step` moves it once per step and reports the load; with `0.0` it only reports.
+            `None` for no bias.
+        aux_loss: over what the load in the term of `aux_loss_coeff` is taken: each sequence, or the whole microbatch
+            over all ranks, which requires a sum over ranks in each layer.
+        z_loss_coeff: the weight of the router's z-loss, the squared logsumexp of a token's logits, averaged over tokens
+            (ST-MoE, arXiv 2202.08906). Like the load-balancing term, it is added to the gradient, not to the reported
+            loss.
+        jitter: if a call is given a key, the router's inputs are multiplied by uniform random numbers from `1 - jitter`
+            to `1 + jitter` (arXiv 2101.03961). Without a key, as in evaluation, they are unchanged.
 
     Raises:
         ValueError: if a value is out of its range.
@@ -74,10 +77,10 @@ class Routing:
             )
 
     def check(self, num_experts: int, top_k: int) -> None:
-        """Refuses groups that experts cannot be divided into, or in which a token finds too few.
+        """Refuses groups that do not divide the experts, or that offer a token too few experts.
 
         Raises:
-            ValueError: naming them.
+            ValueError: if the groups are invalid; names them.
         """
         if num_experts % self.num_groups:
             raise ValueError(
@@ -87,16 +90,16 @@ class Routing:
         if found < top_k:
             raise ValueError(
                 f"`top_groups` {self.top_groups} of `num_groups` {self.num_groups} have {found} experts, fewer than "
-                f"`top_k` {top_k}. Take more or larger groups."
+                f"`top_k` {top_k}. Choose more groups, or larger ones."
             )
 
     def most_ranks(self, num_experts: int, top_k: int, experts: int) -> int:
-        """Returns how many ranks have experts of one token at most.
+        """Returns the most ranks that a single token's experts can be on.
 
         Args:
-            num_experts: of the layer.
-            top_k: experts a token.
-            experts: of a rank.
+            num_experts: the number of experts of the layer.
+            top_k: the number of experts per token.
+            experts: the number of experts per rank.
         """
         size = num_experts // self.num_groups
         firsts = range(0, num_experts, size)
@@ -108,7 +111,7 @@ class Routing:
         return jax.nn.softmax(logits, axis=-1) if self.score == "softmax" else jax.nn.sigmoid(logits)
 
     def probs(self, scores: jax.Array) -> jax.Array:
-        """Returns scores that sum to 1, of which the load's term is."""
+        """Returns the scores normalized to sum to 1, for the load-balancing term."""
         return scores if self.score == "softmax" else scores / jnp.sum(scores, axis=-1, keepdims=True)
 
     def choose(self, scores: jax.Array, bias: jax.Array | None, top_k: int) -> jax.Array:
@@ -126,8 +129,10 @@ class Routing:
         return own if self.scale == 1.0 else own * self.scale
 
     def _within_groups(self, scores: jax.Array, top_k: int) -> jax.Array:
-        """Returns experts of a token's groups, whatever their scores are: none of another group, not even where scores
-        are infinite or no numbers, as there is no room for tokens that go to more ranks."""
+        """Returns each token's experts, chosen within its groups only.
+
+        This holds even if scores are infinite or NaN, because there is no room for tokens that go to more ranks.
+        """
         grouped = jnp.reshape(scores, (*scores.shape[:-1], self.num_groups, -1))
         best = 2 if self.score == "sigmoid" and grouped.shape[-1] > 1 else 1
         of_group = jnp.sum(lax.top_k(grouped, best)[0], axis=-1)

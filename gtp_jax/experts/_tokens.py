@@ -1,13 +1,13 @@
-"""Tokens to the ranks whose experts they chose, and partial sums back. Called inside a `shard_map`.
+"""Sends tokens to the ranks whose experts they chose, and partial sums back. Called inside a `shard_map`.
 
-A token travels once to each rank that has an expert of its choice, however many it chose there, and one partial sum
-comes back. Ranks know each other's choices from one all-gather of integers, which tells counts and places to all, so
-that none are exchanged. Of what arrives nothing need be kept for backward, which sends it again.
+A token travels once to each rank that has an expert it chose, however many it chose there, and one partial sum comes
+back. One all-gather of integers gives every rank all choices; from them each rank computes all counts and positions, so
+these need not be exchanged. Nothing that arrives has to be saved for backward, because backward sends it again.
 
 [Note: bounds]
-XLA's arrays have fixed sizes: what arrives lies in an array for the worst case, in which every token chooses this rank:
-`ranks * tokens` rows. It is transient: with the rows that experts multiply, which `gtp_jax.ops.in_rounds` bounds, the
-worst case would be `min(top_k, experts of a rank)` times as many.
+XLA's arrays have fixed sizes. Tokens therefore arrive in an array for the worst case, in which every token chooses this
+rank: `ranks * tokens` rows. The array is transient. The rows that experts multiply are bounded by
+`gtp_jax.ops.in_rounds`; their worst case would be `min(top_k, experts of a rank)` times as many.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from ._transports import Transport
 )
 @dataclasses.dataclass(frozen=True)
 class Journey:
-    """Where this rank's tokens go, and where the ones that come lie.
+    """Where this rank's tokens go, and in which rows tokens arrive here.
 
     Attributes:
         goes: bool `(ranks, tokens)`: which of this rank's tokens go to each rank.
-        number: int32 `(ranks, tokens)`: the number of each among the tokens that go there.
+        number: int32 `(ranks, tokens)`: the index of each token among those that go to the same rank.
         comes: bool `(ranks, tokens)`: which tokens of each rank come here.
-        counts: int32 `(ranks, ranks)`: how many tokens go from the first to the second.
-        axis: the ranks'.
-        transport: how they travel.
-        most_ranks: to how many ranks a token goes at most.
+        counts: int32 `(ranks, ranks)`: how many tokens go from the first rank to the second.
+        axis: the mesh axis of the ranks.
+        transport: how tokens travel.
+        most_ranks: the most ranks that a token can go to.
     """
 
     goes: jax.Array
@@ -53,14 +53,16 @@ class Journey:
     most_ranks: int
 
     def of_rows(self, table: Shaped[jax.Array, "ranks tokens choices"]) -> jax.Array:
-        """Returns, of a value for each token of each rank, that of every row that `dispatch` returns: `(ranks * tokens,
-        choices)`. Of rows that no token has it is any token's: see `real`."""
+        """Returns the table's values for the token in each row that `dispatch` returns: `(ranks * tokens, choices)`.
+
+        Rows without a token hold arbitrary values; mask them with `real`.
+        """
         flat = jnp.reshape(table, (-1, table.shape[-1]))
         return flat if self.transport == "gather" else flat[self._tokens_of_rows]
 
     @property
     def real(self) -> Bool[jax.Array, " rows"]:
-        """Says which rows are tokens that chose an expert of this rank."""
+        """Which rows hold tokens that chose an expert of this rank."""
         ranks, tokens = self.comes.shape
         if self.transport == "gather":
             return jnp.reshape(self.comes, -1)
@@ -71,7 +73,7 @@ class Journey:
 
     @property
     def _tokens_of_rows(self) -> jax.Array:
-        """The number of the token in each row, counted over all ranks' tokens."""
+        """The index of the token in each row, counted over the tokens of all ranks."""
         ranks, tokens = self.comes.shape
         number = jnp.cumsum(self.comes, axis=1, dtype=jnp.int32) - 1
         starts = jnp.arange(ranks, dtype=jnp.int32) * tokens
@@ -84,7 +86,7 @@ class Journey:
 
 
 def gather_choices(chosen: Int32[jax.Array, "tokens choices"], axis: str) -> Int32[jax.Array, "ranks tokens choices"]:
-    """Returns all ranks' choices, from numbers of experts among those of all ranks."""
+    """Returns the choices of all ranks. Experts are numbered over all ranks."""
     return save_routing(lax.all_gather(chosen, axis))
 
 
@@ -98,11 +100,11 @@ def plan_journey(
     """Returns where tokens go.
 
     Args:
-        every: all ranks' choices.
+        every: the choices of all ranks.
         axis: the mesh axis of the ranks.
-        experts: of each rank.
+        experts: the number of experts per rank.
         transport: how tokens travel.
-        most_ranks: how many ranks have experts of one token at most.
+        most_ranks: the most ranks that a single token's experts can be on.
     """
     ranks, rank = every.shape[0], lax.axis_index(axis)
     of_rank = jnp.arange(ranks)[:, None, None]
@@ -118,27 +120,27 @@ def plan_journey(
 def dispatch(
     x: Float[jax.Array, "tokens features"], turn: Turn, journey: Journey
 ) -> tuple[Float[jax.Array, "rows features"], Turn]:
-    """Returns the tokens that chose an expert of this rank, rank after rank, in `ranks * tokens` rows, of which
-    `journey.real` says which are any; and a turn that follows their arrival.
+    """Returns the tokens that chose an expert of this rank, in order of rank, and a turn that follows their arrival.
 
-    Its gradient is `combine`: so gradients travel in their own dtype, and are added in float32 in order of rank.
+    The result has `ranks * tokens` rows; `journey.real` marks those that hold a token. The gradient is `combine`, so
+    gradients travel in their own dtype and are added in float32, in order of rank.
 
     Args:
         x: this rank's tokens.
-        turn: ahead of which none is sent.
-        journey: where they go.
+        turn: the turn before which no token is sent.
+        journey: where the tokens go.
     """
     return _dispatch(x, turn, journey)
 
 
 def dispatch_codes(x: SlottedRows, turn: Turn, journey: Journey) -> tuple[SlottedRows, Turn]:
-    """Returns what `dispatch` returns, of tokens of which only the codes travel, each row's scales behind its codes.
-    Gradients travel as `dispatch`'s do.
+    """Dispatches tokens like `dispatch`, but sends only their codes, followed in each row by the row's scales if it has
+    any. Gradients travel as in `dispatch`.
 
     Args:
-        x: this rank's tokens, whose codes have the same scale on all ranks, or scales of their own.
-        turn: ahead of which none is sent.
-        journey: where they go.
+        x: this rank's tokens. Their codes have either one scale that is the same on all ranks, or scales per row.
+        turn: the turn before which no token is sent.
+        journey: where the tokens go.
     """
     codes, scales = x.codes.codes, x.codes.scales
     wire = codes if scales is None else jnp.concatenate([codes, scales], axis=1)
@@ -154,21 +156,27 @@ def dispatch_codes(x: SlottedRows, turn: Turn, journey: Journey) -> tuple[Slotte
 def combine(
     partial_sums: Float[jax.Array, "rows features"], turn: Turn, journey: Journey
 ) -> tuple[Float[jax.Array, "tokens features"], Turn]:
-    """Returns the sum of each token's rows on all ranks, which travel in their own dtype and are added in float32, in
-    order of rank. Its gradient is `dispatch`, which waits for that of the turn it returns. Forward waits for none.
+    """Returns the sum of each token's rows on all ranks, and `turn`.
+
+    Rows travel in their own dtype and are added in float32, in order of rank. The gradient is `dispatch`, which waits
+    for the gradient of the returned turn. Forward does not wait for a turn.
 
     Args:
-        partial_sums: in the order of what `dispatch` returned; zeros in rows that are no token's.
-        turn: of which gradients follow the arrival of this one's gradients.
-        journey: the same.
+        partial_sums: the partial sums, in the order of the rows that `dispatch` returned; zeros in rows without a
+            token.
+        turn: a turn whose gradient follows the arrival of the gradients that are dispatched here.
+        journey: the journey that was given to `dispatch`.
     """
     return _combine(partial_sums, journey), turn
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def gather_shares(shares: Float[jax.Array, "tokens choices"], axis: str) -> Float[jax.Array, "ranks tokens choices"]:
-    """Returns all ranks' shares. Gradients travel back in an all-to-all: each is one rank's alone, and XLA would join a
-    reduce-scatter with those of weights, which have more time."""
+    """Returns the shares of all ranks.
+
+    Gradients travel back in an all-to-all, because only one rank contributes to the gradient of each share, and because
+    XLA would merge a reduce-scatter with those of weights, which are less urgent.
+    """
     return lax.all_gather(shares, axis)
 
 
@@ -190,7 +198,7 @@ def _dispatch(x: jax.Array, turn: Turn, journey: Journey) -> tuple[jax.Array, Tu
 
 
 def _to_experts(x: jax.Array, journey: Journey) -> jax.Array:
-    """Returns the rows that come here."""
+    """Returns the rows that arrive here."""
     axis = journey.axis
     ranks, tokens = journey.goes.shape
     if journey.transport == "gather":
@@ -219,7 +227,7 @@ def _combine(partial_sums: jax.Array, journey: Journey) -> jax.Array:
 
 
 def _from_experts(rows: jax.Array, journey: Journey) -> jax.Array:
-    """Returns this rank's rows of all ranks: `(ranks, tokens, features)`, or as `_ragged` leaves them."""
+    """Returns the rows of this rank's tokens from all ranks: `(ranks, tokens, features)`, or as `_ragged` does."""
     ranks, tokens = journey.goes.shape
     if journey.transport == "ragged":
         return _ragged(rows, tokens * journey.most_ranks, journey.counts.T, journey.axis)
@@ -271,7 +279,7 @@ combine.defvjp(_combine_fwd, _combine_bwd)
 
 
 def _senders(journey: Journey) -> jax.Array:
-    """Returns, for each rank, the tokens that go there, ahead of any others: `(ranks, tokens)`."""
+    """Returns the tokens that go to each rank, `(ranks, tokens)`; after them come arbitrary tokens."""
     ranks, tokens = journey.goes.shape
     place = jnp.where(journey.goes, journey.number, tokens)
     every = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (ranks, tokens))
@@ -279,7 +287,7 @@ def _senders(journey: Journey) -> jax.Array:
 
 
 def _flat_senders(journey: Journey) -> jax.Array:
-    """Returns the tokens that are sent, rank after rank."""
+    """Returns the tokens that are sent, in order of the receiving rank."""
     ranks, tokens = journey.goes.shape
     going = jnp.sum(journey.goes, axis=1, dtype=jnp.int32)
     place = jnp.where(journey.goes, (jnp.cumsum(going) - going)[:, None] + journey.number, ranks * tokens)
@@ -288,17 +296,17 @@ def _flat_senders(journey: Journey) -> jax.Array:
 
 
 def _ragged(rows: jax.Array, room: int, counts: jax.Array, axis: str) -> jax.Array:
-    """Sends runs of rows, of which this rank's lie one after another in order of rank, into `room` rows.
+    """Sends a run of rows to each rank, and returns the rows that arrive here, in order of the sending rank.
 
     Args:
-        rows: what is sent.
-        room: rows of the result, zeros where nothing arrives.
-        counts: `(ranks, ranks)`: rows from the first to the second.
-        axis: the ranks'.
+        rows: the rows to send: the runs one after another, in order of the receiving rank.
+        room: the number of rows of the result; rows to which nothing is sent are zeros.
+        counts: `(ranks, ranks)`: how many rows go from the first rank to the second.
+        axis: the mesh axis of the ranks.
     """
     rank = lax.axis_index(axis)
     sizes, arriving = counts[rank], counts[:, rank]
     starts = jnp.cumsum(sizes) - sizes
-    there = (jnp.cumsum(counts, axis=0) - counts)[rank]  # behind what lower ranks send there
+    there = (jnp.cumsum(counts, axis=0) - counts)[rank]  # after the rows that lower ranks send there
     out = jnp.zeros((room, *rows.shape[1:]), rows.dtype)
     return lax.ragged_all_to_all(rows, out, starts, sizes, there, arriving, axis_name=axis)

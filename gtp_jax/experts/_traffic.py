@@ -1,4 +1,4 @@
-"""What a rank sends when a `MoE` whose experts ranks divide runs forward and backward."""
+"""Computes what a rank sends when a `MoE` with experts divided among ranks runs forward and backward."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from typing import Literal
 from ..formats import Format, codes_shape, scales_shape
 from ._transports import Transport
 
-_INDEX_BYTES = 4  # of a choice, int32
+_INDEX_BYTES = 4  # a choice is int32
 _AMAX_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Something that travels between the ranks of experts, of one layer and microbatch.
+    """One kind of data that the ranks of experts send each other, for one layer and microbatch.
 
     Attributes:
         direction: the pass.
-        what: travels; "again" where backward repeats what forward sent.
-        kind: of the collective.
-        dtype: in which it travels: codes, and bits of 16, as unsigned integers.
-        count: collectives, one a chunk where tokens travel in chunks. On GPUs XLA joins those that are ready at once.
-        bytes: that leave a rank, in all of them, if every expert is as likely as another; with groups of experts at
-            most.
+        what: what is sent; ends in "again" if backward repeats what forward sent.
+        kind: the kind of the collective.
+        dtype: the dtype in which the data travel; codes and 16-bit floats travel as unsigned integers.
+        count: the number of collectives, one per chunk if tokens travel in chunks. On GPUs, XLA merges those that are
+            ready at the same time.
+        bytes: the bytes that leave a rank in all of these collectives, if all experts are equally likely; with groups
+            of experts, an upper bound.
     """
 
     direction: Literal["forward", "backward"]
@@ -50,16 +51,16 @@ def traffic_of_layer(
     """Returns what a rank sends, in the order of `exchange`.
 
     Args:
-        ranks: that divide the experts.
+        ranks: the number of ranks that divide the experts.
         transport: how tokens travel.
-        tokens: of a rank.
-        top_k: experts a token.
-        chunks: parts in which tokens travel.
-        rows: that leave a rank in all dispatches of a pass.
-        width: features of a row.
-        itemsize: bytes of a number of the compute dtype.
-        form: of the codes as which tokens travel; `None` if they travel in the compute dtype.
-        keeps_shares: whether backward still has all ranks' shares.
+        tokens: the number of tokens per rank.
+        top_k: the number of experts per token.
+        chunks: the number of chunks in which tokens travel.
+        rows: the number of rows that leave a rank in all dispatches of a pass.
+        width: the number of features of a row.
+        itemsize: the bytes per number in the compute dtype.
+        form: the format of the codes in which tokens travel; `None` if they travel in the compute dtype.
+        keeps_shares: whether the shares of all ranks are saved for backward.
     """
     of_choices, share_bytes = (ranks - 1) * tokens * top_k, max(4, itemsize)
     there = {"gather": "all-gather", "padded": "all-to-all", "ragged": "ragged-all-to-all"}[transport]
@@ -84,12 +85,12 @@ def traffic_of_layer(
 
 
 def token_bytes(width: int, itemsize: int, form: Format | None) -> int:
-    """Returns the bytes of a token as it travels to its experts: of its numbers, or of its codes and their scales.
+    """Returns the bytes of a token as it travels to its experts: its numbers, or its codes and their scales.
 
     Args:
-        width: features of the token.
-        itemsize: bytes of a number of the compute dtype.
-        form: of the codes; `None` if there are none.
+        width: the number of features of the token.
+        itemsize: the bytes per number in the compute dtype.
+        form: the format of the codes; `None` if the token travels in the compute dtype.
     """
     if form is None:
         return width * itemsize

@@ -1,18 +1,18 @@
-"""How tokens travel to the ranks of their experts: the one table.
+"""Chooses how tokens travel to the ranks of their experts.
 
-| name | dispatch | combine | rows that a rank takes in |
+| name | dispatch | combine | rows that a rank receives |
 |---|---|---|---|
-| `gather` | all-gather of every token | all-to-all of every partial sum | ranks x tokens, to all |
-| `padded` | all-to-all of slots for all tokens of a rank | the same back | ranks x tokens, of which some are real |
-| `ragged` | ragged all-to-all of the rows that go somewhere | the same back | as many as come here |
+| `gather` | all-gather of every token | all-to-all of every partial sum | ranks x tokens, on every rank |
+| `padded` | all-to-all of slots for all tokens of a rank | the same in reverse | ranks x tokens, some of them real |
+| `ragged` | ragged all-to-all of the rows that are needed | the same in reverse | only those that are needed |
 
-Whichever it is, the same rows arrive, and partial sums are added in order of rank.
+With each transport the same rows arrive, and partial sums are added in order of rank.
 
-The rule below is measured for two ranks alone: on 2 x H200 `gather` makes a step of 12 layers of Qwen3-30B-A3B 1.10
-times as fast as experts that are gathered (docs/experts.md). The rest follows from published figures for H100: within
-a host an all-gather beats `ragged_all_to_all`, which launches a copy for each peer (marin#6979: 20.7 % of the peak
-against 5.8 % at 8 ranks), and with 8 choices a token most tokens go to most ranks anyway; beyond a host its rows are
-what travels through the network. XLA's CPU backend (jaxlib 0.12.0) has no ragged all-to-all.
+The rule in `choose_transport` was measured for two ranks only: on 2 x H200, `gather` makes a step of 12 layers of
+Qwen3-30B-A3B 1.10 times as fast as gathering the experts (docs/experts.md). The rest follows from published figures for
+H100. Within a host, an all-gather beats `ragged_all_to_all`, which launches a copy for each peer (marin#6979: 20.7 % of
+the peak against 5.8 % at 8 ranks), and with 8 experts per token most tokens go to most ranks anyway. Across hosts,
+`ragged_all_to_all` sends only the rows that are needed. XLA's CPU backend (jaxlib 0.12.0) does not support it.
 """
 
 from __future__ import annotations
@@ -26,26 +26,28 @@ from ..mesh import degrees, platform
 Transport = Literal["gather", "padded", "ragged"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 
-# GPUs of one host, which NVLink connects.
+# The number of GPUs of one host, connected by NVLink.
 _HOST = 8
 
 
 def choose_transport(axis: str, wanted: Transport | None = None) -> Transport:
     """Returns the transport over an axis of the mesh in scope.
 
-    The ranks of later axes lie between those of `axis`. All of them together must fit into one host for `gather`.
+    By default this is `padded` except on GPUs. On GPUs it is `gather` if all ranks of one group are on the same host,
+    and otherwise `ragged`. The ranks of later mesh axes lie between those of `axis`, so they count toward the host's
+    GPUs too.
 
     Args:
-        axis: whose ranks divide the experts.
-        wanted: what to take; `None` for what the table says.
+        axis: the mesh axis whose ranks divide the experts.
+        wanted: the transport to use; `None` for the default.
 
     Raises:
-        ValueError: if the devices have no such transport.
+        ValueError: if the devices do not support `wanted`.
     """
     if wanted == "ragged" and platform() == "cpu":
         raise ValueError(
-            "`transport` is 'ragged', which XLA has not for CPUs. Take 'gather' or 'padded', or `None` for what the "
-            "table says."
+            "`transport` is 'ragged', which XLA does not support on CPUs. Use 'gather' or 'padded', or `None` for the "
+            "default."
         )
     if wanted is not None:
         return wanted
@@ -56,13 +58,13 @@ def choose_transport(axis: str, wanted: Transport | None = None) -> Transport:
 
 
 def check_transport(transport: object) -> None:
-    """Refuses names that are none.
+    """Refuses unknown names of transports.
 
     Raises:
-        ValueError: naming what there is.
+        ValueError: if the name is unknown; names the allowed ones.
     """
     if transport is not None and transport not in TRANSPORTS:
         raise ValueError(
-            f"`transport` is {transport!r}; it must be one of {', '.join(map(repr, TRANSPORTS))}, or `None` for what "
-            "the table says."
+            f"`transport` is {transport!r}; it must be one of {', '.join(map(repr, TRANSPORTS))}, or `None` for the "
+            "default."
         )

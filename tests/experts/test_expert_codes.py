@@ -146,7 +146,7 @@ def test_chunks_have_blocks_of_their_own(x64):
 @pytest.mark.parametrize("sizes", [{}, dict(features=40, hidden=36)], ids=["whole blocks", "parts of blocks"])
 @pytest.mark.parametrize("name", ["FP8", "MXFP8"])
 def test_transports_give_the_same_bits(name, sizes, monkeypatch):
-    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_as_documented)  # which XLA has not for CPUs
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_as_documented)  # XLA does not support it on CPUs
     monkeypatch.setattr("gtp_jax.experts._transports.platform", lambda: "gpu")
     routing = gtp.Routing(num_groups=4, top_groups=2)
     recipe, options = RECIPE if name == "FP8" else BLOCKED[name], dict(routing=routing, exchange_chunks=2, **sizes)

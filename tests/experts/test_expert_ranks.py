@@ -288,7 +288,7 @@ def test_an_amax_is_of_one_expert_alone(x64):
 def test_choices_of_the_table(monkeypatch):
     with mesh_of(dict(ep=4)):
         assert choose_transport("ep") == "padded"  # XLA's CPU backend has no ragged one
-        with pytest.raises(ValueError, match="`transport` is 'ragged', which XLA has not for CPUs. Take 'gather' or"):
+        with pytest.raises(ValueError, match="`transport` is 'ragged', which XLA does not support on CPUs. Use"):
             choose_transport("ep", "ragged")
     monkeypatch.setattr("gtp_jax.experts._transports.platform", lambda: "gpu")
     for sizes, wanted in {(1, 8, 1): "gather", (4, 4, 2): "gather", (1, 16, 1): "ragged", (1, 8, 2): "ragged"}.items():

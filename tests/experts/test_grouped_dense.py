@@ -132,7 +132,7 @@ REFUSED = {
         ValueError,
         r"`group_sizes` has shape \(3,\); it must be \(4,\)",
     ),
-    "kind": (lambda: dense()(jnp.ones((3, 8)), jnp.ones(4)), TypeError, "`group_sizes` are numbers of rows, integers"),
+    "kind": (lambda: dense()(jnp.ones((3, 8)), jnp.ones(4)), TypeError, "`group_sizes` has dtype float32; it must"),
     "axes": (
         lambda: dense(axes=("gtp", "gtp")),
         ValueError,

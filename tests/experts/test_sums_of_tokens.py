@@ -71,7 +71,7 @@ def found(chosen, partial_sums, transport, call):
 @pytest.mark.parametrize("call", ["combine", "gradient of dispatch"])
 @pytest.mark.parametrize("transport", ["gather", "padded", "ragged"])
 def test_partial_sums_are_added_in_float32_in_order_of_rank(transport, call, monkeypatch):
-    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_as_documented)  # which XLA has not for CPUs
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_as_documented)  # XLA does not support it on CPUs
     chosen, goes, partial_sums = choices_and_partial_sums()
     np.testing.assert_array_equal(
         found(chosen, partial_sums, transport, call), added(goes, partial_sums, list(range(RANKS)))
