@@ -1,4 +1,5 @@
-"""Replicas of unequal tensor-parallel degree: which devices go on after failures, what moves, and the step."""
+"""Replicas of unequal tensor-parallel degree: plans which devices continue after failures, moves weights and gradients
+between layouts, and runs the step."""
 
 from ._batches import Batches as Batches
 from ._batches import is_here as is_here

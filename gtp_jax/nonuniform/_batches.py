@@ -1,4 +1,4 @@
-"""A batch, divided among replicas."""
+"""Batches that are divided among replicas."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Batches:
     """A batch, divided among replicas.
 
     Attributes:
-        parts: for each replica a pytree of arrays on its mesh; `None` where this process has none of its devices.
+        parts: for each replica, a pytree of arrays on its mesh; `None` if this process has none of its devices.
     """
 
     parts: tuple[Tree, ...]
 
 
 def is_here(mesh: Mesh) -> bool:
-    """Says whether this process has devices of a mesh."""
+    """Returns whether this process has devices of a mesh."""
     return any(device.process_index == jax.process_index() for device in mesh.devices.flat)

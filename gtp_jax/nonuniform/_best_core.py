@@ -1,4 +1,4 @@
-"""The degree of the core at which transfers of a step take least."""
+"""Finds the degree of the core that minimizes a step's transfers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ._transferred import transferred
 
 
 def with_best_core(factory: Callable[[nnx.Rngs], nnx.Module], plan: FaultPlan) -> FaultPlan:
-    """Returns the plan with the core at the degree at which the transfers of a step take least, the sums over replicas
-    among them.
+    """Returns the plan with the core at the degree whose step transfers the fewest bytes one after another over the
+    links, including those of the sums over replicas.
 
-    Where a degree divides no dimension of a weight, each rank of tp stores it whole, which is much to move and to sum;
-    a core of fewer devices may divide it. Of degrees at which transfers take as long it is the highest, which stores
-    least.
+    If a degree divides no dimension of a weight, each rank of tp stores the whole weight, so that much has to be moved
+    and summed; a core of fewer devices may be able to divide it. Of several degrees with equally few bytes, the highest
+    is chosen, because its devices store the least.
     """
     if plan.uniform:
         return plan
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of weights that stay whole, at degrees that are not taken
+        warnings.simplefilter("ignore")  # about weights that stay whole, at degrees that may not be chosen
         of_degree = {tp: lay_out(factory, _abstract(1, plan.gtp, tp))[0] for tp in {r.tp for r in plan.replicas}}
 
     def in_turn(core_tp: int) -> int:

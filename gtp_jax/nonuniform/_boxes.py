@@ -1,4 +1,4 @@
-"""Which part of an array a device of a mesh stores."""
+"""Computes which part of an array each device of a mesh stores."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Box = tuple[tuple[int, int], ...]
 
 
 def box_of(shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int], place: Mapping[str, int]) -> Box:
-    """Returns the part of an array that is stored at a place of a mesh, as a `NamedSharding` has it.
+    """Returns the part of an array that a device stores, the same as with a `NamedSharding`.
 
     Args:
-        shape: of the array.
-        spec: its partition, of axes that divide it evenly.
-        sizes: of the mesh axes.
-        place: coordinates of the device, by mesh axis.
+        shape: the shape of the array.
+        spec: the array's partition; its axes must divide the array evenly.
+        sizes: the sizes of the mesh axes.
+        place: the coordinates of the device in the mesh, by axis.
     """
     entries = (*spec, *(None,) * (len(shape) - len(spec)))
     box = []
@@ -33,13 +33,13 @@ def box_of(shape: tuple[int, ...], spec: PartitionSpec, sizes: Mapping[str, int]
 
 
 def intersect(one: Box, other: Box) -> Box | None:
-    """Returns what two parts have in common; `None` if nothing."""
+    """Returns the intersection of two parts; `None` if it is empty."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
 
 def within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Returns where a part of an array lies within a larger part."""
+    """Returns the slices that select a part of an array from a larger part."""
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box, outer, strict=True))
 
 
@@ -49,5 +49,5 @@ def shape_of(box: Box) -> tuple[int, ...]:
 
 
 def elements(box: Box) -> int:
-    """Returns how many elements a part has."""
+    """Returns the number of elements of a part."""
     return math.prod(shape_of(box))

@@ -1,4 +1,4 @@
-"""Metrics of the core, on the processes that have none of its devices."""
+"""Sends the core's metrics to processes that have none of its devices."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ._moves import LeafBoxes, plan_moves
 from ._transfer import Transfer
 
 if TYPE_CHECKING:
-    from ._replicas import Replicas  # which makes the step, and the step this
+    from ._replicas import Replicas  # a circular import: it imports the step, which imports this module
 
 
 class CoreMetrics:
-    """Sends scalars from the core's devices of every replica to its others, if some process has only such.
+    """Sends scalars from each replica's core devices to its other devices, if a process has no core device.
 
-    All processes of a replica call it together.
+    All processes of a replica must call it together.
 
     Args:
-        replicas: the meshes.
+        replicas: the replicas and their meshes.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -32,10 +32,10 @@ class CoreMetrics:
         self._transfers: dict[tuple[int, tuple[np.dtype, ...]], Transfer] = {}
 
     def __call__(self, metrics: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Returns the metrics, as arrays of which this process has a copy.
+        """Returns the metrics as arrays that this process has a copy of.
 
         Args:
-            metrics: scalars, whole on every device of the core.
+            metrics: scalars that are replicated on all devices of the core.
         """
         if not self._needed:
             return metrics

@@ -1,4 +1,4 @@
-"""Which devices go on after failures, at which tensor-parallel degree, and on which rows of the batch."""
+"""Plans which devices continue after failures, at which tensor-parallel degree, and on which rows of the batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-# Slots by rank of gtp, then of tp.
+# Slots, indexed by the rank of gtp and then by the rank of tp.
 Grid = tuple[tuple[int, ...], ...]
 
 
@@ -20,10 +20,10 @@ class Replica:
     A slot is the place of a device in the healthy grid dp x gtp x tp, counted row by row, as in `jax.devices()`.
 
     Attributes:
-        number: its place along dp in the healthy grid.
-        slots: of its devices, a row for each rank of gtp, in order of tp. They need not be adjacent.
-        core: those of them that store master weights and optimizer state, likewise.
-        rows: the first row of the batch that it trains on, and the first after that.
+        number: the index of the replica along dp in the healthy grid.
+        slots: the slots of its devices: a row for each rank of gtp, in order of tp. They need not be adjacent.
+        core: the slots of those devices that store master weights and optimizer state, in the same order.
+        rows: the first row of the batch that it trains on, and the row after the last.
     """
 
     number: int
@@ -33,28 +33,28 @@ class Replica:
 
     @property
     def tp(self) -> int:
-        """Tensor-parallel degree."""
+        """The tensor-parallel degree."""
         return len(self.slots[0])
 
     @property
     def batch(self) -> int:
-        """Rows of the batch."""
+        """The number of rows of the batch that the replica trains on."""
         return self.rows[1] - self.rows[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class FaultPlan:
-    """How a run goes on without some of its devices: see `plan_faults`.
+    """How a run continues without some of its devices; see `plan_faults`.
 
     Attributes:
-        dp: replicas of the healthy run.
-        gtp: shards of a weight.
-        tp: tensor-parallel degree of a healthy replica.
-        failed: slots whose devices are lost.
-        batch: rows of a batch, over all replicas.
-        microbatches: parts of each replica's rows.
-        core_tp: tensor-parallel degree at which master weights and optimizer state are stored.
-        replicas: those that go on.
+        dp: the number of replicas of the healthy run.
+        gtp: the number of shards of a weight.
+        tp: the tensor-parallel degree of a healthy replica.
+        failed: the slots whose devices are lost.
+        batch: the number of rows of a batch, over all replicas.
+        microbatches: the number of microbatches into which each replica's rows are divided.
+        core_tp: the tensor-parallel degree at which master weights and optimizer state are stored.
+        replicas: the replicas that continue.
     """
 
     dp: int
@@ -68,42 +68,43 @@ class FaultPlan:
 
     @property
     def slots(self) -> int:
-        """Devices of the healthy grid."""
+        """The number of devices of the healthy grid."""
         return self.dp * self.gtp * self.tp
 
     @property
     def active(self) -> tuple[int, ...]:
-        """Slots of the devices that compute, ascending."""
+        """The slots of the devices that compute, ascending."""
         return tuple(sorted(slot for replica in self.replicas for row in replica.slots for slot in row))
 
     @property
     def idle(self) -> tuple[int, ...]:
-        """Slots of healthy devices that have nothing to do, ascending."""
+        """The slots of the healthy devices that are not used, ascending."""
         return tuple(sorted(set(range(self.slots)) - set(self.active) - set(self.failed)))
 
     @property
     def uniform(self) -> bool:
-        """Whether all replicas are alike, in degree and rows, so that they are one ordinary mesh, perhaps of fewer
-        devices than the healthy one."""
+        """Whether all replicas have the core's degree and the same number of rows, so that they form one ordinary mesh,
+        possibly of fewer devices than the healthy one."""
         return len({replica.batch for replica in self.replicas}) == 1 and all(r.core == r.slots for r in self.replicas)
 
     @property
     def throughput(self) -> Fraction:
-        """Rows a second, as a share of the healthy run's, if all time is spent computing and tp scales perfectly.
+        """The throughput as a fraction of the healthy run's, if all time is spent computing and tp scales perfectly.
 
-        The slowest replica sets the pace: the one with the most rows a device.
+        It is limited by the slowest replica, which is the one with the most rows per device.
         """
         return self._share([replica.batch for replica in self.replicas], [replica.tp for replica in self.replicas])
 
     @property
     def throughput_if_dropped(self) -> Fraction:
-        """The same if replicas that lost a device were left out, and the others took their rows; 0 if none is left."""
+        """The throughput if replicas that lost a device were left out and the others took their rows; 0 if none is
+        left."""
         hurt = {slot // (self.gtp * self.tp) for slot in self.failed}
         return self._best([self.tp] * (self.dp - len(hurt)))
 
     @property
     def throughput_if_lowered(self) -> Fraction:
-        """The same if all these replicas ran at the lowest degree among them."""
+        """The throughput if all these replicas ran at the lowest degree among them."""
         return self._best([min(replica.tp for replica in self.replicas)] * len(self.replicas))
 
     def with_core(self, core_tp: int) -> FaultPlan:
@@ -116,13 +117,13 @@ class FaultPlan:
         return dataclasses.replace(self, core_tp=core_tp, replicas=tuple(replicas))
 
     def devices_of(self, devices: Sequence[Any]) -> dict[int, Any]:
-        """Returns the devices that are there, by slot.
+        """Returns the given devices by slot.
 
         Args:
-            devices: of all slots, of the healthy ones, or of the active ones; in the order of slots.
+            devices: the devices of all slots, of the healthy ones, or of the active ones; in the order of slots.
 
         Raises:
-            ValueError: if there are more or fewer.
+            ValueError: if the number of devices is none of these three.
         """
         healthy = [slot for slot in range(self.slots) if slot not in self.failed]
         for slots in (list(range(self.slots)), healthy, list(self.active)):
@@ -156,31 +157,33 @@ def plan_faults(
     min_tp: int = 1,
     core_tp: int | None = None,
 ) -> FaultPlan:
-    """Plans how a run goes on when devices have failed.
+    """Plans how a run continues when devices have failed.
 
-    A replica that lost devices goes on at the highest tensor-parallel degree that the rest of it allows, with gtp as it
-    was; what is then left over of it is idle: the highest slots of a row. The others keep their degree. Any healthy
-    device of a replica may take any place in it.
+    A replica that lost devices continues at the highest tensor-parallel degree that its remaining devices allow, with
+    the same gtp. Devices that are then left over, those of the highest slots of a row, are idle. The other replicas
+    keep their degree. Any healthy device of a replica may take any position in it.
 
-    Master weights and optimizer state are stored on the core: as many devices of every replica as the lowest degree
-    asks for. In a replica of a higher degree they are those whose part of a weight overlaps most with what they store
-    of it, so that least is moved.
+    Master weights and optimizer state are stored on the core, which has `gtp * core_tp` devices of every replica. In a
+    replica of a higher degree, these are the devices whose part of a weight overlaps most with the part to be stored,
+    so that the least is moved.
 
     Args:
-        dp: replicas of the healthy run.
-        gtp: shards of a weight, in every replica.
-        tp: tensor-parallel degree of a healthy replica.
-        failed: slots whose devices are lost: their places in the grid dp x gtp x tp, row by row.
-        batch: rows of a batch, over all replicas; a multiple of gtp * microbatches.
-        microbatches: parts that each replica's rows are divided into.
-        batches: rows for each replica that goes on; by default as many as its devices can compute in equal time.
-        even: give all replicas that lost a device the lowest degree among them, as Megatron-LM does.
-        min_tp: a replica that cannot go on at this degree is left out, and all its devices are idle.
-        core_tp: degree at which the core stores; by default the lowest among the replicas.
+        dp: the number of replicas of the healthy run.
+        gtp: the number of shards of a weight, in every replica.
+        tp: the tensor-parallel degree of a healthy replica.
+        failed: the slots whose devices are lost: their places in the grid dp x gtp x tp, counted row by row.
+        batch: the number of rows of a batch, over all replicas; must be a multiple of gtp * microbatches.
+        microbatches: the number of microbatches into which each replica's rows are divided.
+        batches: the number of rows of each replica that continues; by default in proportion to the degrees, so that
+            all replicas take as nearly as possible the same time.
+        even: whether all replicas that lost a device get the lowest degree among them, as in Megatron-LM.
+        min_tp: the lowest degree at which a replica may continue; a replica that cannot is left out, with all its
+            devices idle.
+        core_tp: the degree at which the core stores weights; by default the lowest of the replicas.
 
     Raises:
-        ValueError: if a degree is not a whole number of at least 1, if a slot is none of the grid or is named twice, if
-            no replica is left, or if the batch cannot be divided among them.
+        ValueError: if a degree is not a whole number of at least 1, if a slot is not in the grid or is named twice, if
+            no replica is left, or if the batch cannot be divided among the replicas.
     """
     sizes = {"dp": dp, "gtp": gtp, "tp": tp, "batch": batch, "microbatches": microbatches, "min_tp": min_tp}
     for name, size in sizes.items():
@@ -198,7 +201,7 @@ def plan_faults(
     if not degrees:
         raise ValueError(
             f"no replica is left: with {len(lost)} of {dp * gtp * tp} devices failed, none of {dp} replicas has "
-            f"gtp {gtp} x tp {min_tp} devices. Take a lower `min_tp`, or a mesh of other degrees."
+            f"gtp {gtp} x tp {min_tp} devices. Use a lower `min_tp`, or a mesh of other degrees."
         )
     core = min(degrees.values()) if core_tp is None else core_tp
     if not isinstance(core, int) or not 1 <= core <= min(degrees.values()):
@@ -215,11 +218,12 @@ def plan_faults(
 
 
 def core_ranks(tp: int, core_tp: int) -> tuple[int, ...]:
-    """Returns the rank of tp that stores as each rank of the core: the one whose run of a dimension, divided into `tp`
-    runs, overlaps most with the run of the core, of `core_tp`.
+    """Returns, for each rank of the core, the rank of tp that also serves as it.
 
-    They differ: a run of the core is at least 1/core_tp long, so that it overlaps with one of `tp` by at least half
-    of that or contains it whole, and two of the core cannot overlap so with the same one, which is shorter.
+    If a dimension is divided into `tp` parts, and into `core_tp` parts for the core, it is the rank whose part overlaps
+    most with that of the core's rank. The ranks are distinct: a part of the core has the length 1/core_tp, so it either
+    contains the part of a rank of tp or overlaps one by at least half of its own length, and two parts of the core
+    cannot both do so with the same part, which is shorter.
     """
 
     def overlap(rank: int, core: int) -> Fraction:
@@ -230,8 +234,14 @@ def core_ranks(tp: int, core_tp: int) -> tuple[int, ...]:
 
 
 def apportion(parts: int, degrees: Sequence[int], rows: int = 1) -> list[int]:
-    """Returns how many of `parts` parts, of so many rows each, go to replicas of these degrees, so that the slowest one
-    has as few rows a device as can be."""
+    """Returns the number of rows for replicas of these degrees, so that the slowest one has as few rows per device as
+    possible.
+
+    Args:
+        parts: the number of indivisible parts of the batch.
+        degrees: the tensor-parallel degree of each replica.
+        rows: the number of rows per part.
+    """
     counts = [0] * len(degrees)
     for _ in range(parts):
         least = min(range(len(degrees)), key=lambda i: (Fraction(counts[i] + 1, degrees[i]), i))
@@ -245,7 +255,7 @@ def _checked_slots(failed: Sequence[int], dp: int, gtp: int, tp: int) -> list[in
     for slot in slots:
         if not isinstance(slot, int) or isinstance(slot, bool) or not 0 <= slot < total:
             raise ValueError(
-                f"`failed` names {slot!r}, which is no device: dp {dp} x gtp {gtp} x tp {tp} has the slots 0 to "
+                f"`failed` names {slot!r}, which is not a slot: dp {dp} x gtp {gtp} x tp {tp} has the slots 0 to "
                 f"{total - 1}."
             )
     twice = [slot for slot in slots if slots.count(slot) > 1]
@@ -255,7 +265,8 @@ def _checked_slots(failed: Sequence[int], dp: int, gtp: int, tp: int) -> list[in
 
 
 def _grid(number: int, gtp: int, tp: int, degree: int, lost: Sequence[int]) -> Grid:
-    """Returns the slots of a replica: of each row its own lowest ones, filled up with what other rows have over."""
+    """Returns the slots of a replica: each row has its own lowest healthy slots, and missing ones are taken from those
+    left over in other rows."""
     first = number * gtp * tp
     own = [[slot for slot in range(first + g * tp, first + (g + 1) * tp) if slot not in lost] for g in range(gtp)]
     over = [slot for row in own for slot in row[degree:]]
@@ -271,26 +282,26 @@ def _rows(batch: int, unit: int, degrees: list[int], batches: Sequence[int] | No
     if batches is None:
         if batch % unit:
             raise ValueError(
-                f"`batch` is {batch}, which is not a multiple of gtp * microbatches = {unit}. Take "
-                f"{math.ceil(batch / unit) * unit}, for instance."
+                f"`batch` is {batch}, which is not a multiple of gtp * microbatches = {unit}. Use "
+                f"{math.ceil(batch / unit) * unit}, for example."
             )
         rows = apportion(batch // unit, degrees, unit)
         if not min(rows):
             raise ValueError(
                 f"`batch` is {batch}, {batch // unit} parts of gtp * microbatches = {unit} rows, too few for "
-                f"{len(degrees)} replicas of degrees {degrees}. Take a larger batch, fewer microbatches, or leave "
+                f"{len(degrees)} replicas of degrees {degrees}. Use a larger batch or fewer microbatches, or leave "
                 "replicas out with `min_tp`."
             )
         return rows
     rows = list(batches)
     if len(rows) != len(degrees):
         raise ValueError(
-            f"`batches` has {len(rows)} numbers, for {len(degrees)} replicas that go on; give one for each."
+            f"`batches` has {len(rows)} numbers, for {len(degrees)} replicas that continue; give one for each."
         )
     wrong = [n for n in rows if not isinstance(n, int) or isinstance(n, bool) or n < 1 or n % unit]
     if wrong:
         raise ValueError(
-            f"`batches` has {wrong[0]!r}; each must be a multiple of gtp * microbatches = {unit}, of at least that."
+            f"`batches` has {wrong[0]!r}; each must be a positive multiple of gtp * microbatches = {unit}."
         )
     if sum(rows) != batch:
         raise ValueError(f"`batches` are {rows}, {sum(rows)} rows in all, but `batch` is {batch}. Make them add up.")

@@ -1,4 +1,4 @@
-"""What moves between the core and a replica, from how each stores a model's parameters."""
+"""Plans what moves between the core and a replica, from the partitions in which each stores a model's parameters."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class LeafSpecs:
     """An array, and how it is stored on the core and in a replica.
 
     Attributes:
-        shape: of the array.
-        dtype: of the array.
-        core: its partition on the core.
-        replica: its partition in the replica.
+        shape: the shape of the array.
+        dtype: the dtype of the array.
+        core: the array's partition on the core.
+        replica: the array's partition in the replica.
     """
 
     shape: tuple[int, ...]
@@ -32,21 +32,21 @@ class LeafSpecs:
 
 
 def plan_unfold(replica: Replica, leaves: Sequence[LeafSpecs]) -> Moves:
-    """Plans how the devices of a replica get arrays from those of them that are core.
+    """Plans how a replica's devices get arrays from those of them that belong to the core.
 
-    Devices are numbered along the rows of the replica's grid. What replicas divide of an array on the core has been
-    gathered over them.
+    Devices are numbered along the rows of the replica's grid. Arrays that replicas divide on the core must have been
+    gathered over the replicas before.
     """
     return plan_moves([LeafBoxes(leaf.dtype, _on_core(replica, leaf), _on_replica(replica, leaf)) for leaf in leaves])
 
 
 def plan_fold(replica: Replica, leaves: Sequence[LeafSpecs]) -> Moves:
-    """Plans the way back: gradients, summed over the replica, from all its devices to the core."""
+    """Plans the way back: gradients that are summed within the replica go from all its devices to the core."""
     return plan_moves([LeafBoxes(leaf.dtype, _on_replica(replica, leaf), _on_core(replica, leaf)) for leaf in leaves])
 
 
 def without_replicas(spec: PartitionSpec) -> PartitionSpec:
-    """Returns a partition without the replicas' axis, which divides only what the optimizer stores."""
+    """Returns a partition without the replicas' axis (dp), which divides only stored masters and optimizer state."""
     entries = []
     for entry in spec:
         axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
@@ -65,7 +65,7 @@ def _on_replica(replica: Replica, leaf: LeafSpecs) -> Mapping[int, Box]:
 
 
 def _boxes(shape: tuple[int, ...], spec: PartitionSpec, replica: Replica, ranks: Sequence[int]) -> Mapping[int, Box]:
-    """Returns the part that each device stores, if these ranks of tp store."""
+    """Returns the part that each device stores, if only these ranks of tp store parts."""
     gtp = len(replica.slots)
     sizes = {DP: 1, GTP: gtp, TP: len(ranks)}
     return {

@@ -1,4 +1,4 @@
-"""A model on the mesh of a replica, of which no device need be here."""
+"""Lays out a model on the mesh of a replica. This process need not have any of its devices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tree = Any
 
 
 def lay_out(factory: Callable[[nnx.Rngs], nnx.Module], mesh: AbstractMesh) -> tuple[ModelDef, Tree]:
-    """Returns the definition of a model on a mesh, of which no device need be here, and its parameters' shapes."""
+    """Returns the definition of a model on a mesh, and the shapes of its parameters. Needs no devices."""
     with jax.sharding.use_abstract_mesh(mesh):
         model_def, params, _, _ = split_model(abstract_model(factory))
         return model_def, params
@@ -27,7 +27,7 @@ def lay_out(factory: Callable[[nnx.Rngs], nnx.Module], mesh: AbstractMesh) -> tu
 
 def with_whole_sequences(model_def: ModelDef) -> ModelDef:
     """Returns the same model without sequence parallelism, so that the tensor-parallel degree need not divide
-    sequences: numbers are the same, and between layers each rank has the whole sequence."""
+    sequences. It computes the same numbers; between layers, each rank has the whole sequence."""
     model = nnx.merge(model_def.graph, model_def.variables)
     for _, module in nnx.iter_modules(model):
         if getattr(module, "sequence_parallel", False):
@@ -41,10 +41,10 @@ def leaf_specs(
     """Returns how the core and a replica store each parameter, or its gradient.
 
     Args:
-        core: of the model on the core.
-        params: arrays, or their shapes and dtypes.
-        replica: of the model in the replica.
-        dtypes: in which they travel; those of the parameters by default.
+        core: the definition of the model on the core.
+        params: the parameters, or their shapes and dtypes.
+        replica: the definition of the model in the replica.
+        dtypes: the dtypes in which the arrays travel; by default those of the parameters.
     """
     specs = [jax.tree.leaves(one.specs, is_leaf=_is_spec) for one in (core, replica)]
     leaves = jax.tree.leaves(params)
@@ -57,18 +57,18 @@ def check_parameters_only(model_def: ModelDef) -> None:
     """Refuses a model that holds anything but trained parameters.
 
     Raises:
-        ValueError: naming some of it.
+        ValueError: if the model has other variables, of which it names the first few, or frozen weights.
     """
     if model_def.state_specs:
         paths = [".".join(path) for path, _ in with_paths(model_def.state_specs, is_leaf=_is_spec)]
         raise ValueError(
             f"the model holds variables other than parameters ({', '.join(paths[:3])}), which every replica of unequal "
-            "degree would write for itself. Leave out dropout and batch statistics, or train on one mesh, without "
+            "degree would update separately. Remove dropout and batch statistics, or train on one mesh, without "
             "`replicas`."
         )
     if model_def.frozen_specs:
         raise ValueError(
-            "the model has frozen weights, which are stored in formats and are not moved between layouts of unequal "
+            "the model has frozen weights, which are stored as codes and cannot be moved between layouts of unequal "
             "degree. Leave out `freeze`, or train on one mesh, without `replicas`."
         )
 

@@ -1,4 +1,4 @@
-"""What must be sent between devices so that arrays stored in one way are stored in another."""
+"""Plans what devices must send each other to change how arrays are stored on them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ._boxes import Box, elements, intersect
 
 @dataclasses.dataclass(frozen=True)
 class LeafBoxes:
-    """An array, and which part of it each device stores, before and after.
+    """An array, and which part of it each device stores before and after the transfer.
 
-    Devices are numbered from 0. The parts before together hold the whole array, and two of them are the same or have
-    nothing in common. Several devices may store the same part.
+    Devices are numbered from 0. The parts before the transfer together cover the whole array, and any two of them are
+    either the same or disjoint. Several devices may store the same part.
 
     Attributes:
-        dtype: of the array.
-        before: part by device.
-        after: part by device.
+        dtype: the dtype of the array.
+        before: the part that each device stores before the transfer.
+        after: the part that each device stores after the transfer.
     """
 
     dtype: np.dtype
@@ -31,10 +31,10 @@ class LeafBoxes:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A part of an array, as it travels.
+    """A part of an array that is sent.
 
     Attributes:
-        leaf: number of the array.
+        leaf: the index of the array.
         box: the part.
     """
 
@@ -44,12 +44,12 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """All that one device sends to another, of arrays of one dtype.
+    """Everything that one device sends to another of arrays of one dtype.
 
     Attributes:
-        sender: device.
-        receiver: device.
-        pieces: in the order in which they lie in the buffer.
+        sender: the number of the sending device.
+        receiver: the number of the receiving device.
+        pieces: the pieces, in their order in the buffer.
     """
 
     sender: int
@@ -58,17 +58,17 @@ class Message:
 
     @property
     def elements(self) -> int:
-        """Elements of all pieces."""
+        """The number of elements of all pieces."""
         return sum(elements(piece.box) for piece in self.pieces)
 
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """Messages that travel at once: no device sends two of them, and none receives two.
+    """Messages that are sent at the same time. No device sends two of them, and none receives two.
 
     Attributes:
-        dtype: of the buffers.
-        messages: the longest first.
+        dtype: the dtype of the buffers.
+        messages: the messages, the longest first.
     """
 
     dtype: np.dtype
@@ -76,18 +76,18 @@ class Round:
 
     @property
     def elements(self) -> int:
-        """Elements of every buffer: those of the longest message. Shorter ones are padded."""
+        """The number of elements of every buffer: that of the longest message. Shorter messages are padded."""
         return max(message.elements for message in self.messages)
 
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    """A transfer, planned: see `plan_moves`.
+    """A planned transfer; see `plan_moves`.
 
     Attributes:
         leaves: the arrays.
-        local: for each array and each device that stores a part of it after: the pieces that it had before.
-        rounds: what is sent.
+        local: for each array, the pieces that each device needs after the transfer and already stores.
+        rounds: the rounds of messages that are sent.
     """
 
     leaves: tuple[LeafBoxes, ...]
@@ -96,22 +96,24 @@ class Moves:
 
     @property
     def bytes_needed(self) -> int:
-        """Bytes that devices receive, all together, without padding."""
+        """The bytes that all devices together receive, without padding."""
         return sum(self.received().values())
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes on the wire, all together, with the padding of shorter messages."""
+        """The bytes on the wire of all devices together, including the padding of shorter messages."""
         return sum(r.elements * r.dtype.itemsize * len(r.messages) for r in self.rounds)
 
     @property
     def bytes_in_turn(self) -> int:
-        """Bytes that travel one after another, as rounds do: what sets the time on links of one speed."""
+        """The bytes that are sent one after another, in successive rounds, which determine the time if all links have
+        the same speed."""
         return sum(r.elements * r.dtype.itemsize for r in self.rounds)
 
     @property
     def bytes_copied(self) -> int:
-        """Bytes that the busiest device reads and writes, to fill its buffers and to assemble what it stores after."""
+        """The bytes that the busiest device reads and writes to fill its buffers and to assemble what it stores
+        afterwards."""
         buffers = 2 * self.bytes_in_turn if self.rounds else 0
         made: dict[int, int] = defaultdict(int)
         for leaf in self.leaves:
@@ -137,11 +139,11 @@ class Moves:
 
 
 def plan_moves(leaves: Sequence[LeafBoxes]) -> Moves:
-    """Plans how devices that store arrays in one way come to store them in another, with the fewest bytes received.
+    """Plans how to change the way in which devices store arrays, with the fewest bytes received.
 
-    A device takes what it can of what it stores already. What it lacks comes from the devices that store it; of several
-    that store the same part, from the one that has the least to send so far. Messages are divided into rounds by
-    edge colouring: the longest first, each into the first round in which neither of its ends is busy.
+    A device reuses what it already stores. It gets the rest from the devices that store it; if several store the same
+    part, from the one that has the least to send so far. Messages are divided into rounds by greedy edge colouring: the
+    longest first, each into the first round in which its sender does not send and its receiver does not receive.
     """
     load: dict[int, int] = defaultdict(int)
     pieces: dict[tuple[np.dtype, int, int], list[Piece]] = defaultdict(list)

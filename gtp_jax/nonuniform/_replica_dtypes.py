@@ -1,8 +1,8 @@
-"""In which dtype weights and gradients travel between the core and replicas of unequal degree.
+"""Chooses the dtypes in which weights and gradients travel between the core and replicas of unequal degree.
 
-A weight that is multiplied in bfloat16 is rounded on its way there anyway: rounded ahead of the transfer, as ZeRO does
-ahead of its gather, it gives the same step, bit for bit. A gradient travels in the dtype in which a step on one mesh
-sums it over the optimizer's axes.
+A weight that is multiplied in bfloat16 has to be rounded anyway. Rounding it before the transfer, as ZeRO does before
+its gather, gives the same step bit for bit. A gradient travels in the dtype in which a step on one mesh sums it over
+the optimizer's axes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Tree = Any
 
 
 class ReplicaDtypes(NamedTuple):
-    """What travels of a model's parameters.
+    """The dtypes in which a model's parameters and their gradients travel.
 
     Attributes:
-        weights: dtype of each leaf on its way to a replica.
-        gradients: dtype of each leaf's gradient on its way back, and in the sum over replicas.
-        rounded: modules whose weights travel in a narrower dtype than they are stored in.
+        weights: the dtype in which each leaf travels to a replica.
+        gradients: the dtype in which each leaf's gradient travels back and is summed over replicas.
+        rounded: the modules whose weights travel in a narrower dtype than they are stored in.
     """
 
     weights: tuple[np.dtype, ...]
@@ -38,16 +38,17 @@ class ReplicaDtypes(NamedTuple):
 def replica_dtypes_of(
     core: ModelDef, params: Tree, recipe: Recipe | None, reduce_over_dp: ReduceOverDp = "each"
 ) -> ReplicaDtypes:
-    """Returns the dtypes in which leaves travel: narrower than they are stored only where no bit of a weight in use is
-    another for it, and where gradients are summed over replicas in that dtype on one mesh too.
+    """Returns the dtypes in which parameters and gradients travel.
 
-    Weights that a recipe quantizes travel as they are stored, as codes are made of them.
+    A weight travels in a narrower dtype than it is stored in only if that changes no bit of the weight that is
+    multiplied. A gradient does so only if a step on one mesh also sums it over replicas in that dtype. Weights that a
+    recipe quantizes travel as they are stored, because codes are made from them.
 
     Args:
-        core: of the model on the core.
-        params: arrays, or their shapes and dtypes.
-        recipe: what is quantized.
-        reduce_over_dp: as in `train_step`; the sum of all microbatches keeps its dtype with `"last"`.
+        core: the definition of the model on the core.
+        params: the parameters, or their shapes and dtypes.
+        recipe: the recipe of the step.
+        reduce_over_dp: as in `train_step`; with `"last"`, gradients travel in the dtype of the parameters.
     """
     leaves, tree = jax.tree.flatten(params)
     decided: dict[ModulePath, list[WeightGroup]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""One replica's part of a step: from what the core stores to the sums of this replica's gradients, and back."""
+"""One replica's part of a step: moves the weights from the core, sums the replica's gradients, and moves them back."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ Sums = tuple[jax.Array, jax.Array]
 
 
 class ReplicaStep:
-    """Weights out of the core, gradients of this replica's rows, and these back to the core.
+    """Moves weights from the core to a replica, computes the gradients of its rows, and moves them back to the core.
 
     Args:
-        request: what is computed.
-        replica: of the plan.
-        mesh: of the replica's devices.
-        model_def: of the model on that mesh.
-        state: on the core; arrays, or their shapes and dtypes.
-        wires: dtypes in which weights and gradients travel.
-        options: XLA options for the mesh in scope.
-        donates: whether the weights may be overwritten, as the core holds others.
+        request: what the step computes.
+        replica: the replica of the plan.
+        mesh: the mesh of the replica's devices.
+        model_def: the definition of the model on that mesh.
+        state: the state on the core: arrays, or their shapes and dtypes.
+        wires: the dtypes in which weights and gradients travel.
+        options: returns the XLA options for the mesh in scope.
+        donates: whether the weights may be overwritten, because the core stores its own.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ReplicaStep:
         devices = list(mesh.devices.flat)
         self.unfold = Transfer(plan_unfold(replica, [*params, number]), devices, "unfold")
         self.fold = Transfer(plan_fold(replica, gradients), devices, "fold")
-        # the number of updates made goes with the weights
+        # the number of updates made travels with the weights
         self._shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in (*params, number)]
         self._stored = [np.dtype(x.dtype) for x in leaves]
         self._sent_back = wires.gradients
@@ -68,12 +68,14 @@ class ReplicaStep:
         self._program: Any = Jitted(self._sum_gradients, options, donate_argnums=(0,) if donates else ())
 
     def __call__(self, stored: Parts, batch: Tree) -> tuple[Parts, Sums]:
-        """Returns what the core's devices of this process store of the sums of gradients; and those of loss and tokens,
-        each of shape `(1,)`, on all devices.
+        """Returns the sums of gradients, and the sums of loss and tokens.
+
+        The first are the parts that this process's core devices store. The sums of loss and tokens have shape `(1,)`
+        and are replicated on all devices of the replica.
 
         Args:
-            stored: for each parameter, and behind them for the number of updates made, what the core's devices of this
-                process store. Emptied, so that it takes no memory any more.
+            stored: the parts that this process's core devices store of each parameter, and last of the number of
+                updates made. Emptied to free its memory.
             batch: this replica's rows.
         """
         params, number = self.weights(stored)
@@ -87,11 +89,13 @@ class ReplicaStep:
         return folded, sums
 
     def compile(self, batch: Tree) -> tuple[dict[str, jax.stages.Compiled], Sums]:
-        """Compiles the programs that run on several devices, which are taken from now on, and returns them by name; and
-        the shapes of the sums of loss and tokens.
+        """Compiles the programs that run on several devices. Later steps use them.
 
         Args:
             batch: this replica's rows, or their shapes and shardings.
+
+        Returns:
+            The programs by name, and the shapes of the sums of loss and tokens.
         """
         arrays = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -111,8 +115,8 @@ class ReplicaStep:
         return found, self._sums
 
     def weights(self, stored: Parts) -> tuple[Tree, jax.Array]:
-        """Returns the parameters, in the dtypes in which they travel, and the number of updates made on this replica's
-        mesh, see `__call__`."""
+        """Returns the parameters, in the dtypes in which they travel, and the number of updates made, both on this
+        replica's mesh; see `__call__`."""
         arrays = [
             jax.make_array_from_single_device_arrays(x.shape, sharding, list(part.values()), dtype=x.dtype)
             for x, sharding, part in zip(self._shapes, self._shardings, self.unfold(stored), strict=True)
@@ -121,13 +125,13 @@ class ReplicaStep:
         return jax.tree.unflatten(self._structure, arrays[:-1]), arrays[-1]
 
     def _sum_gradients(self, params: Tree, number: jax.Array, batch: Tree) -> tuple[Tree, Sums]:
-        # in local view every rank of tp counts the same tokens again: loss, tokens and gradients are that much larger
+        # in local view every rank of tp counts the same tokens: loss, tokens and gradients are `copies` times too large
         copies = self._mesh.shape[TP]
         lengths = {x.shape[1] for x in jax.tree.leaves(batch) if x.ndim > 1}
         model_def = self._model_def
         if any(length % copies for length in lengths):
             model_def = with_whole_sequences(model_def)
-        # nothing reads these arrays: a weight that has been rounded is taken as such, see `with_groups`
+        # the cast weights are not read: a weight that was rounded before is used as it arrived, see `with_groups`
         params = self._cast(params, self._stored)
         computed = gradients(self._request, TrainState(params, (), number, model_def), batch)
         assert computed.tokens is not None
@@ -146,12 +150,12 @@ class ReplicaStep:
 
 
 def parts_of(array: jax.Array) -> dict[Any, jax.Array]:
-    """Returns what each device of this process stores of an array."""
+    """Returns the parts of an array that this process's devices store, by device."""
     return {shard.device: shard.data for shard in array.addressable_shards}
 
 
 def settled(tree: Tree) -> None:
-    """Waits for arrays on virtual CPU devices, which share a pool of threads, where programs over different devices
-    could wait for each other."""
+    """Waits for arrays on virtual CPU devices. They share a pool of threads, so programs over different devices could
+    otherwise deadlock."""
     if jax.default_backend() == "cpu":
         jax.block_until_ready(tree)

@@ -1,4 +1,4 @@
-"""The meshes of replicas of unequal degree, and the model laid out for each."""
+"""Builds the meshes of replicas of unequal degree, and lays out the model on each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Tree = Any
 
 
 class Replicas:
-    """The devices of a plan after failures: a mesh for each replica, and one over all of them, the core.
+    """The meshes of a plan after failures: one for each replica, and the core, which has devices of all replicas.
 
         replicas = gtp_jax.Replicas(factory, gtp_jax.plan_faults(dp=2, tp=4, failed=[5], batch=14))
         with jax.set_mesh(replicas.core):
@@ -32,26 +32,26 @@ class Replicas:
             step = gtp_jax.train_step(loss, optimizer, view="local", replicas=replicas)
             state, metrics = step(state, batch)
 
-    The core holds master weights and optimizer state, as an ordinary mesh of dp replicas at the lowest degree does: so
-    a state is made, saved and restored there as on any mesh. Each replica computes on a mesh of its own, of its own
-    degree, with the model laid out for that.
+    The core is an ordinary mesh, with one rank of dp per replica and the degree `plan.core_tp`. It stores master
+    weights and optimizer state, so a state is made, saved and restored there as on any mesh. Each replica computes on
+    its own mesh, at its own degree, with the model laid out for that mesh.
 
     Args:
         factory: makes the model, as in `gtp_jax.init`.
-        plan: which devices go on.
-        devices: of all slots of the plan, of the healthy ones, or of the active ones, in the order of slots;
-            `jax.devices()` by default.
+        plan: the plan that names the devices that continue.
+        devices: the devices of all slots of the plan, of the healthy ones, or of the active ones, in the order of
+            slots; by default `jax.devices()`.
 
     Attributes:
-        plan: as given.
+        plan: the plan.
         core: the mesh to put in scope.
-        meshes: one for each replica of the plan.
-        model_defs: of the model on each of `meshes`.
+        meshes: the mesh of each replica of the plan.
+        model_defs: the definition of the model on each of `meshes`.
 
     Raises:
-        ValueError: if there are more or fewer devices, the roles in scope name other axes than dp, gtp and tp, a term
-            of the loss is of the whole batch, which no replica has, or the replicas are unequal and the model holds
-            variables other than trained parameters.
+        ValueError: if the number of devices is wrong, if the roles in scope name axes other than dp, gtp and tp, if a
+            term of the loss depends on the whole batch, which no replica has, or if the replicas are unequal and the
+            model holds variables other than trained parameters.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Replicas:
             self.core = make_mesh(dp=plan.dp, gtp=plan.gtp, tp=plan.tp)  # may reorder for the topology
         else:
             self.core = _mesh([replica.core for replica in plan.replicas], by_slot)
-        # abstract, as this process may have none of the devices
+        # abstract meshes, because this process may have none of the devices
         self.model_defs = tuple(lay_out(factory, mesh.abstract_mesh)[0] for mesh in self.meshes)
         if not plan.uniform:
             check_parameters_only(self.model_defs[0])
@@ -82,10 +82,10 @@ class Replicas:
         skip_nonfinite: bool,
         options: Callable[[], dict[str, Any]],
     ) -> NonuniformStep | None:
-        """Returns the step over these replicas, for `train_step`; `None` if no device of the plan failed.
+        """Returns the step over these replicas, for `train_step`; `None` if the replicas are equal.
 
         Raises:
-            ValueError: if the step is one in global view.
+            ValueError: if the step runs in global view.
         """
         if self.plan.uniform:
             return None
@@ -93,11 +93,11 @@ class Replicas:
         return NonuniformStep(request, optimizer, max_grad_norm, self, skip_nonfinite=skip_nonfinite, options=options)
 
     def place(self, batch: Tree) -> Batches:
-        """Returns the rows of a batch, on the devices that train on them.
+        """Places the rows of a batch on the devices that train on them.
 
         Args:
-            batch: pytree of arrays with the batch first. Several processes all pass the whole batch, as numpy arrays,
-                of which each copies only its own rows to its devices.
+            batch: a pytree of arrays whose first dimension is the batch. With several processes, each passes the whole
+                batch as numpy arrays, and copies only its own rows to its devices.
 
         Raises:
             ValueError: if an array has another number of rows than the plan, or is spread over several processes.
@@ -123,16 +123,16 @@ def _check_roles(roles: Roles) -> None:
         if getattr(roles, name) != axes:
             raise ValueError(
                 f"the roles in scope have `{name}` {getattr(roles, name)!r}; replicas of unequal degree have {axes!r}, "
-                "as each is a mesh of its own. Leave `use_roles` out, or choose only `optimizer` with it."
+                "because each is a mesh of its own. Leave `use_roles` out, or set only `optimizer` with it."
             )
 
 
 def _check_view(view: View) -> None:
     if view == "global":
         raise ValueError(
-            "`replicas` of unequal degree compute on different examples, each on a mesh of its own, so that code in "
-            "`view='global'`, which may mix all examples of a batch, would see only some. Pass `view='local'`, if the "
-            "loss is a sum over sequences and every operation is written for a rank's own."
+            "`replicas` of unequal degree compute on different examples, each on a mesh of its own, so code in "
+            "`view='global'`, which may mix all examples of a batch, would see only some of them. Pass `view='local'` "
+            "if the loss is a sum over sequences and every operation is written for a rank's own sequences."
         )
 
 
@@ -141,8 +141,8 @@ def _check_terms(model_def: ModelDef) -> None:
         if isinstance(module, MoE) and module.aux_loss_coeff and module.routing.aux_loss == "microbatch":
             raise ValueError(
                 f"the MoE at {'.'.join(map(str, path)) or 'the top'} has `aux_loss` 'microbatch', a term of the load "
-                "over all ranks, and replicas of unequal degree know only their own. Take `aux_loss='sequence'`, or a "
-                "`bias_rate` with `aux_loss_coeff=0`."
+                "over all ranks, but each replica of unequal degree knows only its own load. Use "
+                "`aux_loss='sequence'`, or a `bias_rate` with `aux_loss_coeff=0`."
             )
 
 
@@ -150,13 +150,13 @@ def _check_rows(name: str, leaf: Any, rows: int) -> None:
     shape = np.shape(leaf)
     if not shape or shape[0] != rows:
         raise ValueError(
-            f"{name} has shape {shape}, but the plan is for batches of {rows} rows, over all replicas. Pass such a "
-            f"batch, or plan for another with `plan_faults(batch=...)`."
+            f"{name} has shape {shape}, but the plan is for batches of {rows} rows over all replicas. Pass such a "
+            f"batch, or plan for another size with `plan_faults(batch=...)`."
         )
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         raise ValueError(
             f"{name} is an array spread over several processes, which cannot be divided into unequal parts without "
-            "moving it. Pass the whole batch as numpy arrays in every process, or rows with `Batches`."
+            "moving it. Pass the whole batch as numpy arrays in every process, or each replica's rows as `Batches`."
         )
 
 

@@ -1,16 +1,16 @@
-"""One optimizer step over replicas of unequal degree.
+"""Runs an optimizer step over replicas of unequal degree.
 
 [Note: a step of replicas] The state is on the core, as on any mesh. A step
-1. rounds the master weights to the dtype in which they travel, and gathers them over replicas, if these divide them
+1. rounds the master weights to the dtype in which they travel, and gathers them over replicas if these divide them
    (ZeRO);
-2. for each replica moves them to its own layout, at its own degree (`unfold`); computes the sums of loss, tokens and
-   gradients over its own rows, in a program of its own; and moves the gradients to the core's layout (`fold`);
-3. on the core adds up what the replicas found, divides by all tokens, clips and updates.
-Nothing is copied between these programs: a device's part of an array on one mesh becomes its part of one on the other.
-Replicas cannot drift apart, as their weights are functions of the masters.
+2. for each replica, moves the weights to its own layout, at its own degree (`unfold`); computes the sums of loss,
+   tokens and gradients over its own rows, in a separate program; and moves the gradients to the core's layout (`fold`);
+3. on the core, adds up the sums of all replicas, divides by the number of all tokens, clips, and updates.
+Nothing is copied between these programs: a device's part of an array on one mesh becomes its part of an array on the
+other. Replicas cannot drift apart, because their weights are computed from the masters in each step.
 
-The result is that of one mesh because the loss of local view is a sum over sequences, each counted by one rank: such a
-sum may be divided among ranks and replicas in any way. What is not such a sum is refused.
+The result is the same as on one mesh because the loss in local view is a sum over sequences, each counted by one rank.
+Such a sum may be divided among ranks and replicas in any way. A loss that is not such a sum is refused.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from ._replica_step import ReplicaStep, parts_of, settled
 from ._transfer import Parts, Transfer
 
 if TYPE_CHECKING:
-    from ._replicas import Replicas  # which makes the step
+    from ._replicas import Replicas  # a circular import: it imports this module
 
 Tree = Any
 
 
 class NonuniformStep:
-    """A step, as `train_step` returns it, over the replicas of a plan. The state is donated.
+    """A step over the replicas of a plan, called like the result of `train_step`. The state is donated.
 
     Args:
-        request: what is computed.
+        request: what the step computes.
         optimizer: any optax optimizer.
-        max_grad_norm: scales gradients down to this norm.
-        replicas: the meshes.
+        max_grad_norm: the norm to which larger gradients are scaled down; `None` for no limit.
+        replicas: the replicas and their meshes.
         skip_nonfinite: as in `train_step`.
-        options: returns XLA options for the mesh and the recipe in scope.
+        options: returns the XLA options for the mesh and the recipe in scope.
 
     Attributes:
         tell: returns scalars of the core on every process.
@@ -83,12 +83,14 @@ class NonuniformStep:
         """Returns the state after the step, and metrics.
 
         Args:
-            state: on the core.
-            batch: rows of all replicas; or divided among them already, by `Replicas.place`.
-            skip: a bool scalar, such as `skipped` of the step before; whether to leave out the update in any case.
+            state: the state on the core.
+            batch: the rows of all replicas, or `Batches`, as `Replicas.place` returns them.
+            skip: a bool scalar that says whether to omit the update in any case, such as `skipped` of the step before.
 
         Raises:
-            ValueError: if the state is not of this core, or the batch of another size than the plan's.
+            TypeError: if the step is called under `jax.jit`.
+            ValueError: if the state is not on this core, if it is of another model than `replicas`, or if the batch has
+                another size than the plan's.
         """
         self._check(state)
         batches = batch if isinstance(batch, Batches) else self._replicas.place(batch)
@@ -106,8 +108,8 @@ class NonuniformStep:
         return after, self.tell(metrics)
 
     def weights(self, state: TrainState) -> list[Tree]:
-        """Returns the parameters on the mesh of each replica, as the next step computes with them and in the dtypes in
-        which they travel; `None` for one that this process has no device of."""
+        """Returns the parameters on the mesh of each replica with which the next step computes, in the dtypes in which
+        they travel; `None` for replicas of which this process has no device."""
         stored, replicas = self._stored(state), self._replicas
         return [
             step.weights(_of_devices(stored, mesh))[0] if is_here(mesh) else None
@@ -115,17 +117,17 @@ class NonuniformStep:
         ]
 
     def compile(self, state: TrainState, batch: Tree) -> dict[str, jax.stages.Compiled]:
-        """Compiles the programs of a step that this process takes part in, which are taken from now on.
+        """Compiles the programs of a step that this process takes part in. Later steps use them.
 
         Args:
-            state: on the core, or of the same shapes and shardings.
-            batch: as in a step; or `Batches` of shapes with shardings.
+            state: the state on the core, or its shapes and shardings.
+            batch: as in a step, or `Batches` of shapes with shardings.
 
         Returns:
-            By name: `gradients` of each replica, `unfold` and `fold` of those of another layout than the core, followed
-            by the replica's place in the plan; `gather`, if replicas divide what is stored, or weights travel in a
-            narrower dtype; `update`. The slices of single devices ahead of and behind `unfold` and `fold` are not among
-            them.
+            The programs by name. For each replica: `gradients`, and `unfold` and `fold` if something moves, each
+            followed by the replica's index in the plan. `gather`, if replicas divide what is stored or weights travel
+            in a narrower dtype. `update`. The programs of single devices that fill and take apart the buffers of
+            `unfold` and `fold` are not included.
         """
         batches = batch if isinstance(batch, Batches) else self._replicas.place(batch)
         found: dict[str, jax.stages.Compiled] = {}
@@ -146,7 +148,7 @@ class NonuniformStep:
         return found
 
     def transfers(self, state: TrainState) -> list[dict[str, Transfer]]:
-        """Returns what moves between each replica and the core: `unfold` the weights, `fold` the gradients."""
+        """Returns the transfers between each replica and the core: `unfold` for weights, `fold` for gradients."""
         return [{"unfold": step.unfold, "fold": step.fold} for step in self._replica_steps(state)]
 
     def _replica_steps(self, state: TrainState) -> list[ReplicaStep]:
@@ -181,7 +183,7 @@ class NonuniformStep:
         return self._wires[recipe]
 
     def _gather_of(self, state: TrainState) -> Any:
-        """Returns the program that rounds and gathers the parameters; `None` if they travel as they are."""
+        """Returns the program that rounds and gathers the parameters; `None` if they travel as they are stored."""
         wires, recipe = self._wires_of(state), recipe_of_call(self._request.recipe)
         if not wires.rounded and not _is_divided(state):
             return None
@@ -194,8 +196,8 @@ class NonuniformStep:
         return self._gather[recipe]
 
     def _stored(self, state: TrainState) -> Parts:
-        """Returns what the core's devices send of every parameter, whole over replicas, and of the number of updates
-        made."""
+        """Returns the parts that the core's devices send: of every parameter, gathered over replicas, and of the number
+        of updates made."""
         params = state.params
         if is_here(self._replicas.core) and (gather := self._gather_of(state)) is not None:
             with jax.set_mesh(self._replicas.core):
@@ -204,8 +206,7 @@ class NonuniformStep:
         return [parts_of(x) for x in (*jax.tree.leaves(params), state.step)]
 
     def _on_core(self, state: TrainState, gradients: Parts, sums: Parts) -> tuple[Tree, list[jax.Array]]:
-        """Returns what the replicas found as arrays on the core, one replica's behind the other along the first
-        dimension."""
+        """Returns the sums of all replicas as arrays on the core, concatenated by replica along the first dimension."""
         here = [d for d in self._replicas.core.devices.flat if d.process_index == jax.process_index()]
 
         def joined(like: jax.ShapeDtypeStruct, parts: Any) -> jax.Array:
@@ -230,7 +231,8 @@ class NonuniformStep:
         return gradients, [of(PartitionSpec(), x, x.dtype) for x in sums]
 
     def _flag(self, skip: jax.Array | None) -> jax.Array:
-        """Returns whether to leave out the update, on the core: a process without its devices has no part of it."""
+        """Returns, as an array on the core, whether to omit the update; a process without core devices has no part of
+        the array."""
         core = self._replicas.core
         return skip if skip is not None and is_here(core) else never_skip(core)
 
@@ -257,10 +259,10 @@ class NonuniformStep:
         check_values(state)
         core = self._replicas.core
         if isinstance(state.step, jax.core.Tracer):
-            raise TypeError("a step over replicas is run as it is; call it outside of `jax.jit`, which cannot hold it.")
+            raise TypeError("a step over replicas runs several programs, so call it outside of `jax.jit`.")
         if state.step.sharding.device_set != set(core.devices.flat):
             raise ValueError(
-                "the state is on other devices than the core of `replicas`. Make it under "
+                "the state is on other devices than the core of `replicas`. Create it under "
                 "`with jax.set_mesh(replicas.core):`."
             )
         with jax.set_mesh(core):
@@ -269,16 +271,16 @@ class NonuniformStep:
         theirs = jax.tree.structure(self._replicas.model_defs[0].specs, is_leaf=_is_spec)
         if ours != theirs:
             raise ValueError(
-                "the state has other parameters than the model that `replicas` was made for. Pass the `factory` of the "
-                f"model: it has {theirs.num_leaves} parameters, the state {ours.num_leaves}."
+                "the state has other parameters than the model that `replicas` was made for: the model has "
+                f"{theirs.num_leaves} parameters, the state {ours.num_leaves}. Pass the same `factory` to both."
             )
 
 
 def _sum_over_replicas(spec: PartitionSpec, found: jax.Array, param: Any) -> jax.Array:
-    """Returns the sum over replicas of what this rank has of a gradient; of it what this rank stores.
+    """Returns the part that this rank stores of a gradient's sum over replicas.
 
-    Ranks that store the same part get the same bits: those of the first one. Each sums over replicas in a group of its
-    own, and of more than two the sums may be taken in another order there.
+    Ranks that store the same part all get the bits of the first of them. Otherwise their bits could differ, because
+    each sums over replicas in its own group, and with more than two replicas the groups may add in different orders.
     """
     dims = [d for d, e in enumerate(spec) if e is not None and DP in ((e,) if isinstance(e, str) else e)]
     if dims:
@@ -293,13 +295,13 @@ def _sum_over_replicas(spec: PartitionSpec, found: jax.Array, param: Any) -> jax
 
 
 def _gathered(wires: ReplicaDtypes, state: TrainState) -> Tree:
-    """Returns the parameters in the dtypes in which they travel, whole over replicas."""
+    """Returns the parameters in the dtypes in which they travel, gathered over replicas."""
     leaves, structure = jax.tree.flatten(state.params)
     cast = [x.astype(dtype) for x, dtype in zip(leaves, wires.weights, strict=True)]
     if not _is_divided(state):
-        return jax.tree.unflatten(structure, cast)  # what is not rounded stays the same array
+        return jax.tree.unflatten(structure, cast)  # arrays that are not rounded stay the same
     specs = jax.tree.leaves(state.model_def.specs, is_leaf=_is_spec)
-    rounded = constrained(cast, specs)  # ahead of the gather
+    rounded = constrained(cast, specs)  # round before the gather
     return jax.tree.unflatten(structure, constrained(rounded, list(map(without_replicas, specs))))
 
 
@@ -308,7 +310,7 @@ def _compiled(program: Any, *args: Any) -> jax.stages.Compiled:
 
 
 def _of_devices(stored: Parts, mesh: Mesh) -> Parts:
-    """Returns what the devices of a mesh store."""
+    """Returns the parts that the devices of a mesh store."""
     devices = set(mesh.devices.flat)
     return [{device: x for device, x in part.items() if device in devices} for part in stored]
 
@@ -318,7 +320,7 @@ def _is_divided(state: TrainState) -> bool:
 
 
 def _by_replica(spec: PartitionSpec, ndim: int) -> PartitionSpec:
-    """Returns the partition of arrays of all replicas, one behind the other along the first dimension."""
+    """Returns the partition of the replicas' arrays when concatenated along the first dimension."""
     if not ndim:
         return PartitionSpec(DP)
     first, *rest = (*without_replicas(spec), *(None,) * (ndim - len(spec)))
@@ -327,7 +329,8 @@ def _by_replica(spec: PartitionSpec, ndim: int) -> PartitionSpec:
 
 
 def _with_rows(part: jax.Array, device: Any) -> jax.Array:
-    """Returns a scalar as an array of one row, so that those of several replicas can be one behind the other."""
+    """Returns an array unchanged, and a scalar as an array of one row, so that those of all replicas can be
+    concatenated."""
     if part.ndim:
         return part
     with jax.set_mesh(Mesh(np.array([device]), (DP,))):

@@ -1,11 +1,11 @@
-"""Arrays on some devices, stored anew on others: static slices on each device, and permutes between them.
+"""Moves arrays between devices with static slices on each device and permutes between devices.
 
-[Note: three programs] What a device sends and where it puts what it receives differ from device to device, and are
-known before anything runs. So each device has a program of its own that fills its buffers, and one that takes them
-apart, of static slices; between them is one program over all devices, with a `ppermute` for each round and nothing
-else. Were it one program over all devices, every slice would depend on the rank, by a conditional with a branch a
-device (on GPUs the host waits for each), or by tables of indices as long as the weights; and devices that store
-nothing before, or after, would need buffers as large as those that do.
+[Note: three programs] What a device sends, and where it puts what it receives, differs from device to device and is
+known before anything runs. So each device has one program that fills its buffers and one that takes them apart, both
+with static slices. Between them runs one program over all devices that contains a `ppermute` for each round and nothing
+else. With a single program over all devices, every slice would depend on the rank, either by a conditional with a
+branch per device (on GPUs the host waits for each) or by index tables as long as the weights. Devices that store
+nothing before or after the transfer would also need buffers as large as those of the others.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from ._moves import Moves
 
 _AXIS = "device"
 
-Device = Any  # a `jax.Device`, which is no type
+Device = Any  # a `jax.Device`, which cannot be used as a type
 
-# For each array: what each device stores of it, of the devices of this process.
+# For each array, the parts that this process's devices store, by device.
 Parts = list[dict[Device, jax.Array]]
 
 
 class Transfer:
-    """Moves arrays between devices as `Moves` say.
+    """Moves arrays between devices according to a plan.
 
-    Every process that has one of the devices calls it, in the same order as other programs over these devices.
+    Every process that has one of the devices must call it, in the same order relative to other programs over these
+    devices.
 
     Args:
         moves: the plan.
-        devices: by the numbers that the plan gives them.
-        name: by which profiles know its programs: NAME_pack, NAME_permute, NAME_assemble.
+        devices: the devices, in the order of their numbers in the plan.
+        name: the prefix of the programs' names in profiles: NAME_pack, NAME_permute, NAME_assemble.
     """
 
     def __init__(self, moves: Moves, devices: Sequence[Device], name: str = "transfer") -> None:
@@ -60,10 +61,11 @@ class Transfer:
         self._permute: Any = jax.jit(_named(f"{name}_permute", self._permuted()))
 
     def __call__(self, parts: Sequence[Mapping[Device, jax.Array]]) -> Parts:
-        """Returns what each device of this process stores of each array afterwards.
+        """Returns the parts that this process's devices store of each array after the transfer.
 
         Args:
-            parts: for each array, what each device of this process stores of it before; on others nothing.
+            parts: the parts that this process's devices store of each array before the transfer. Devices that store no
+                part of an array are absent.
         """
         received: dict[int, list[jax.Array]] = {number: [] for number, _ in self._here}
         if self.moves.rounds:
@@ -81,12 +83,12 @@ class Transfer:
             made = self._assemble[number](own, received[number]) if _makes(self.moves, number) else {}
             for leaf, boxes in enumerate(self.moves.leaves):
                 if number in boxes.after:
-                    # what is stored as before is the same array: no copy
+                    # a part that does not change is the same array, not a copy
                     found[leaf][device] = own[leaf] if _stays(self.moves, leaf, number) else made[leaf]
         return found
 
     def compile(self) -> jax.stages.Compiled:
-        """Compiles the program of the rounds, which is taken from now on, and returns it."""
+        """Compiles the program of the rounds and returns it. Later calls use it."""
         sharding = NamedSharding(self._mesh, PartitionSpec(_AXIS))
         sizes = [(len(self._devices) * one.elements, one.dtype) for one in self.moves.rounds]
         buffers = [jax.ShapeDtypeStruct((size,), dtype, sharding=sharding) for size, dtype in sizes]
@@ -119,7 +121,7 @@ class Transfer:
 def _permuted(buffer: jax.Array, way: Sequence[tuple[int, int]]) -> jax.Array:
     if buffer.dtype.itemsize != 2:
         return lax.ppermute(buffer, _AXIS, way)
-    # XLA's CPU backend widens 16-bit floats in collectives; as integers they keep their true size on every backend
+    # XLA's CPU backend widens 16-bit floats in collectives; sent as integers, they keep their size on every backend
     sent = lax.ppermute(lax.bitcast_convert_type(buffer, jnp.uint16), _AXIS, way)
     return lax.bitcast_convert_type(sent, buffer.dtype)
 
@@ -133,7 +135,7 @@ def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _on(device: Device, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function, compiled for a device, whatever mesh is in scope and even if it is given no array there."""
+    """Returns a function compiled for a device, whatever mesh is in scope, and even if no argument is on the device."""
     mesh = Mesh(np.array([device]), (_AXIS,))
     compiled = jax.jit(_named(name, function), out_shardings=NamedSharding(mesh, PartitionSpec()))
 
@@ -145,7 +147,7 @@ def _on(device: Device, name: str, function: Callable[..., Any]) -> Callable[...
 
 
 def _packed(moves: Moves, number: int, own: dict[int, jax.Array]) -> list[jax.Array]:
-    """Returns a device's buffers, one a round; zeros in rounds in which it sends nothing."""
+    """Returns a device's buffers, one per round; they are zeros in rounds in which it sends nothing."""
     buffers = []
     for one in moves.rounds:
         runs = []
@@ -162,7 +164,7 @@ def _packed(moves: Moves, number: int, own: dict[int, jax.Array]) -> list[jax.Ar
 
 
 def _assembled(moves: Moves, number: int, own: dict[int, jax.Array], received: list[jax.Array]) -> dict[int, jax.Array]:
-    """Returns what a device stores afterwards, of arrays of which it stored something else before."""
+    """Returns the parts that a device stores after the transfer, of arrays of which its part changes."""
     pieces: dict[int, list[tuple[Box, jax.Array]]] = defaultdict(list)
     for one, buffer in zip(moves.rounds, received, strict=True):
         for message in one.messages:
@@ -182,7 +184,7 @@ def _assembled(moves: Moves, number: int, own: dict[int, jax.Array], received: l
 
 
 def _joined(pieces: list[tuple[Box, jax.Array]], dim: int = 0) -> jax.Array:
-    """Returns an array from its pieces, which lie in a grid."""
+    """Returns an array assembled from its pieces, which form a grid."""
     if len(pieces) == 1:
         return pieces[0][1]
     rows: dict[tuple[int, int], list[tuple[Box, jax.Array]]] = defaultdict(list)

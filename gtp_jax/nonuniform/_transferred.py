@@ -1,4 +1,4 @@
-"""What a step over replicas of unequal degree transfers, from shapes alone."""
+"""Counts what a step over replicas of unequal degree transfers, from shapes alone."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ._moves import Moves
 
 @dataclasses.dataclass(frozen=True)
 class Transferred:
-    """Bytes that pass one after another through the link of the busiest device in a step, none of them under compute.
+    """The bytes that the busiest device transfers in a step, one after another and not overlapped with compute.
 
     Attributes:
-        gather: of weights, over the replicas that divide them in storage.
-        unfold: of weights, from the core to a replica's layout.
-        fold: of gradients, back to the core's.
-        reduction: of gradients, over replicas.
-        copies: that this device reads and writes in its own memory, to fill buffers and to take them apart.
+        gather: the bytes of weights that are gathered over the replicas that divide them in storage.
+        unfold: the bytes of weights that move from the core to a replica's layout.
+        fold: the bytes of gradients that move back to the core's layout.
+        reduction: the bytes of gradients that are summed over replicas.
+        copies: the bytes that the device reads and writes in its own memory to fill buffers and to take them apart.
     """
 
     gather: int
@@ -34,7 +34,7 @@ class Transferred:
 
     @property
     def over_links(self) -> int:
-        """Bytes of all parts but the copies."""
+        """The bytes of everything except the copies."""
         return self.gather + self.unfold + self.fold + self.reduction
 
 
@@ -48,11 +48,11 @@ def transferred(
     """Counts the bytes of a step.
 
     Args:
-        weights: how the core stores parameters, in the dtypes in which they travel.
-        gradients: likewise, of gradients.
-        unfold: for each replica, what moves so that it has its weights.
-        fold: for each replica, what moves so that the core has its gradients.
-        sizes: of the core's mesh axes.
+        weights: the shapes and partitions of the parameters, with the dtypes in which they travel.
+        gradients: the shapes and partitions of the gradients, with the dtypes in which they travel.
+        unfold: the moves that bring each replica its weights.
+        fold: the moves that bring each replica's gradients to the core.
+        sizes: the sizes of the core's mesh axes.
     """
     copies = [moves.bytes_copied for moves in (max(unfold, key=_copied), max(fold, key=_copied))]
     return Transferred(
@@ -69,13 +69,14 @@ def _copied(moves: Moves) -> int:
 
 
 def _gathered(leaf: LeafSpecs, sizes: Mapping[Any, int]) -> int:
-    """Returns the bytes that a device receives of a weight that replicas divide."""
+    """Returns the bytes that a device receives when a weight is gathered over replicas; 0 if replicas do not divide
+    it."""
     return (sizes[DP] - 1) * _stored(leaf, sizes) if DP in axes_of(leaf.core) else 0
 
 
 def _reduced(leaf: LeafSpecs, sizes: Mapping[Any, int]) -> int:
-    """Returns the bytes that a device sends of a gradient: in a reduce-scatter, or in an all-reduce; and in one more,
-    over the ranks that store the same, which are to have the same bits."""
+    """Returns the bytes that a device sends to sum a gradient: in a reduce-scatter or an all-reduce over replicas, and
+    in another all-reduce over the ranks that store the same part, which gives them the same bits."""
     own, replicas = _stored(leaf, sizes), sizes[DP]
     sent = (replicas - 1) * own if DP in axes_of(leaf.core) else 2 * (replicas - 1) * own // replicas
     alike = int(np.prod([size for axis, size in sizes.items() if axis != DP and axis not in axes_of(leaf.core)]))

@@ -95,7 +95,7 @@ def test_a_plan_that_does_not_fit_is_refused(capsys):
     with pytest.raises(ValueError, match="and `memory` is"):
         report(memory=needed / 1e9, activations=1.0)
     assert main(["plan-faults", "--preset", "tiny", "--failed-devices", "9"]) == 2
-    assert "`failed_devices` names 9, which is no device" in capsys.readouterr().err
+    assert "`failed_devices` names 9, which is not a slot" in capsys.readouterr().err
 
 
 def test_the_command_prints_the_tables(capsys):

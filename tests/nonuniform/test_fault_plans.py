@@ -195,17 +195,17 @@ def test_devices_are_those_of_all_slots_the_healthy_or_the_active():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"failed": (8,)}, "`failed` names 8, which is no device: dp 2 x gtp 1 x tp 4 has the slots 0 to 7"),
-        ({"failed": (-1,)}, "`failed` names -1, which is no device"),
+        ({"failed": (8,)}, "`failed` names 8, which is not a slot: dp 2 x gtp 1 x tp 4 has the slots 0 to 7"),
+        ({"failed": (-1,)}, "`failed` names -1, which is not a slot"),
         ({"failed": (1, 1)}, "`failed` names 1 twice"),
         ({"tp": 0}, "`tp` is 0; it must be a whole number of at least 1"),
         ({"failed": tuple(range(8))}, "no replica is left: with 8 of 8 devices failed"),
         ({"failed": (0, 4), "min_tp": 4}, "none of 2 replicas has gtp 1 x tp 4 devices"),
-        ({"batch": 7, "microbatches": 2}, r"`batch` is 7, which is not a multiple of gtp \* microbatches = 2. Take 8"),
+        ({"batch": 7, "microbatches": 2}, r"`batch` is 7, which is not a multiple of gtp \* microbatches = 2. Use 8"),
         ({"batch": 1}, "too few for 2 replicas of degrees"),
         ({"batches": (8,)}, "`batches` has 1 numbers, for 2 replicas"),
         ({"batches": (8, 8)}, "16 rows in all, but `batch` is 14"),
-        ({"batches": (14, 0)}, "`batches` has 0; each must be a multiple of"),
+        ({"batches": (14, 0)}, "`batches` has 0; each must be a positive multiple of"),
         ({"failed": (0,), "core_tp": 4}, "`core_tp` is 4; it must be from 1 to 3"),
     ],
 )

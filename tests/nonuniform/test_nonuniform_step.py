@@ -322,7 +322,7 @@ class WithLoadOfAll(nnx.Module):
         ({"state_factory": Everything}, ValueError, "has other parameters than the model that `replicas` was made for"),
         ({"elsewhere": True}, ValueError, "the state is on other devices than the core of `replicas`"),
         ({"roles": gtp.Roles(weights=("dp", "gtp"))}, ValueError, "the roles in scope have `weights`"),
-        ({"jitted": True}, TypeError, "a step over replicas is run as it is; call it outside of `jax.jit`"),
+        ({"jitted": True}, TypeError, "a step over replicas runs several programs, so call it outside of `jax.jit`"),
         ({"devices": 2}, ValueError, "there are 2 devices, but the plan is for 4 of which 1 have failed"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,

@@ -92,7 +92,7 @@ def test_a_process_a_device_equals_one_process(text, in_one_process, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--failed-devices", "4"], "`failed_devices` names 4, which is no device: dp 2 x gtp 1 x tp 2 has the slots"),
+        (["--failed-devices", "4"], "`failed_devices` names 4, which is not a slot: dp 2 x gtp 1 x tp 2 has the slots"),
         (["--failed-devices", "0", "1", "2", "3"], "no replica is left"),
         (["--failed-devices", "3", "--replica-batches", "4", "4"], "8 rows in all, but `batch` is 9"),
         (["--failed-devices", "x"], "is 'x'; it must be a whole number"),
