@@ -44,7 +44,7 @@ _PARAMS = "params"
 
 
 class _Abandoned(Exception):
-    """Ends the background work of a save that failed in the foreground."""
+    """The error that background work gets instead of a manifest, if its save failed in the foreground."""
 
 
 class Checkpoints:
@@ -136,8 +136,8 @@ class Checkpoints:
 
         Raises:
             ValueError: if `step` is not above the latest one in the directory, if `state` has been donated, if an array
-                is empty, complex or of a type that orbax does not store, if the copies of a replicated array differ, or
-                if a file is too large or its name is not a plain file name.
+                is empty, complex or of a type that orbax does not store, if the copies of a replicated array differ, if
+                `extra` or a file is too large, or if the name of a file is not a plain file name.
             OSError: if the disk is full or has become read-only; earlier steps are unchanged.
             TypeError: if `step` is not a whole number, if a leaf of `state` is not a jax array, if JSON cannot hold
                 `extra`, if `recipe` is not a recipe, or if a file's content is not bytes.

@@ -117,8 +117,8 @@ def exchange(
         transport: how tokens travel; `None` for the default of `choose_transport`.
         round_size: the number of places per round, as a multiple of those that evenly loaded experts fill. If a rank's
             experts have more rows, the rank multiplies in several rounds.
-        chunks: the number of equal chunks in which tokens are sent; if it does not divide a rank's tokens, the greatest
-            common divisor of both.
+        chunks: the number of equal chunks in which tokens are sent. If it does not divide the number of a rank's
+            tokens, the greatest common divisor of both is used instead.
     """
     tokens = x.shape[0]
     transport = choose_transport(axis, transport)

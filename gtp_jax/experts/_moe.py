@@ -42,7 +42,7 @@ router_init = initializers.variance_scaling(1.0, "fan_in", "normal")
 
 
 class MoE(Layer):
-    """Sends each token through its `top_k` likeliest experts and sums their outputs by the combine weights.
+    """Sends each token through its `top_k` likeliest experts, and returns the weighted sum of their outputs.
 
     Each expert is an `MLP` with SwiGLU. By default it works as in Mixtral (arXiv 2401.04088): RMSNorm, a softmax over
     all experts, and the `top_k` largest probabilities scaled to a sum of 1. No token is dropped. The router is computed

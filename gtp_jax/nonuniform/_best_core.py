@@ -18,8 +18,10 @@ from ._transferred import transferred
 
 
 def with_best_core(factory: Callable[[nnx.Rngs], nnx.Module], plan: FaultPlan) -> FaultPlan:
-    """Returns the plan with the core at the degree whose step transfers the fewest bytes one after another over the
-    links, including those of the sums over replicas.
+    """Returns the plan with the core at the degree that minimizes the bytes of a step's transfers.
+
+    These are the bytes that pass over the links one after another, including those of the sums over replicas; see
+    `Transferred.over_links`.
 
     If a degree divides no dimension of a weight, each rank of tp stores the whole weight, so that much has to be moved
     and summed; a core of fewer devices may be able to divide it. Of several degrees with equally few bytes, the highest

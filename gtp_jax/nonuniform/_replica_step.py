@@ -1,4 +1,4 @@
-"""One replica's part of a step: moves the weights from the core, sums the replica's gradients, and moves them back."""
+"""One replica's part of a step: moves weights from the core, sums gradients, and moves those back to the core."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Sums = tuple[jax.Array, jax.Array]
 
 
 class ReplicaStep:
-    """Moves weights from the core to a replica, computes the gradients of its rows, and moves them back to the core.
+    """Moves weights from the core to a replica, computes gradients of its rows, and moves those back to the core.
 
     Args:
         request: what the step computes.
@@ -68,13 +68,11 @@ class ReplicaStep:
         self._program: Any = Jitted(self._sum_gradients, options, donate_argnums=(0,) if donates else ())
 
     def __call__(self, stored: Parts, batch: Tree) -> tuple[Parts, Sums]:
-        """Returns the sums of gradients, and the sums of loss and tokens.
-
-        The first are the parts that this process's core devices store. The sums of loss and tokens have shape `(1,)`
-        and are replicated on all devices of the replica.
+        """Returns the parts of the summed gradients that this process's core devices store, and the sums of loss and
+        tokens, each of shape `(1,)` and replicated on all devices of the replica.
 
         Args:
-            stored: the parts that this process's core devices store of each parameter, and last of the number of
+            stored: the parts that this process's core devices store of each parameter and, last, of the number of
                 updates made. Emptied to free its memory.
             batch: this replica's rows.
         """

@@ -108,8 +108,8 @@ class NonuniformStep:
         return after, self.tell(metrics)
 
     def weights(self, state: TrainState) -> list[Tree]:
-        """Returns the parameters on the mesh of each replica with which the next step computes, in the dtypes in which
-        they travel; `None` for replicas of which this process has no device."""
+        """Returns each replica's parameters as the next step uses them: on its mesh, in the dtypes that they travel in.
+        `None` stands for replicas of which this process has no device."""
         stored, replicas = self._stored(state), self._replicas
         return [
             step.weights(_of_devices(stored, mesh))[0] if is_here(mesh) else None
