@@ -47,8 +47,8 @@ def gpu(kind):
             "`high_precision_last` is -1; it must be a number of layers, at least 0",
         ),
         (lambda: gtp.NVFP4(high_precision_first=True), ValueError, "`high_precision_first` is True"),
-        (lambda: gtp.NVFP4(override={"down": "mxfp8"}), TypeError, "it maps patterns of modules to recipes"),
-        (lambda: gtp.NVFP4(override=gtp.MXFP8()), TypeError, "it maps patterns of modules to recipes"),
+        (lambda: gtp.NVFP4(override={"down": "mxfp8"}), TypeError, "it must map patterns of modules to recipes"),
+        (lambda: gtp.NVFP4(override=gtp.MXFP8()), TypeError, "it must map patterns of modules to recipes"),
         (
             lambda: gtp.NVFP4(override={"down": gtp.MXFP8(override={"up": gtp.BF16()})}),
             ValueError,
