@@ -1,5 +1,5 @@
 // Times amaxes and FP8 codes of 128 float32 matrices of 9.4 MB: all amaxes before all codes, or in groups of matrices, of
-// which the codes' read finds what the L2 cache holds. A laboratory for an idea in IDEAS.md.
+// which the codes' read finds what the L2 cache holds. A laboratory for an idea in docs/experiments.md.
 //
 //     nvcc -std=c++17 -arch=sm_90a -o time_groups ffi/tests/time_groups.cu && ./time_groups
 #include <cuda_fp8.h>

@@ -53,7 +53,7 @@ def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 def _of_one_row(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Returns the product as a sum of products, in float32 at least: a token of generation only reads the weight, and
-    XLA reads it faster so than a matmul does (1.73 to 1.42 ms a token, IDEAS.md)."""
+    XLA reads it faster so than a matmul does (1.73 to 1.42 ms a token, docs/experiments.md)."""
     dtype = jnp.result_type(x, weight)
     wide = jnp.promote_types(dtype, jnp.float32)
     return jnp.sum(x[..., None, :].astype(wide) * weight.astype(wide), axis=-1).astype(dtype)

@@ -33,7 +33,7 @@ GPU_OPTIONS: Mapping[str, Option] = {
         1 << 31, "all gathers of a layer in one launch; the chain's ties keep layers apart"
     ),
     _SCATTERS: Option(1 << 31, "likewise for the gradients"),
-    # 100 M parameters on an H100: 59.7 to 54.8 ms; 1 B: 139 to 132 (IDEAS.md)
+    # 100 M parameters on an H100: 59.7 to 54.8 ms; 1 B: 139 to 132 (docs/experiments.md)
     "xla_gpu_enable_triton_gemm": Option(
         False,
         "every matmul is cuBLAS's: Triton's matmuls, which also compute their operands, are slower in a step, and "
@@ -57,7 +57,7 @@ GPU_OPTIONS_WITH_FP8: Mapping[str, Option] = {
 }
 
 # Of a model that `gtp_jax.shard` has sharded, in global view. There XLA reduces a gradient where it is made, ahead of
-# any tie: without a limit it reduces those of two units together, late, in nobody's shadow (IDEAS.md).
+# any tie: without a limit it reduces those of two units together, late, in nobody's shadow (docs/experiments.md).
 _BYTES_OF_GRADIENT = 2
 
 # Differences where NCCL is too old for XLA's own all-reduce kernels, which then fail (see `_nccl.py`).

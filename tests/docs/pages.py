@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 # Pages whose code runs; the others are prose and logs.
 PAGES = (README, *sorted((ROOT / "docs").glob("*.md")))
-DOCUMENTS = (*PAGES, *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "IDEAS.md")))
+DOCUMENTS = (*PAGES, *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md")))
 DOCUMENTS += tuple(sorted(path for folder in ("ffi", "gtp_jax") for path in (ROOT / folder).rglob("*.md")))
 
 # `<!-- not run: REASON -->` in the line above a block leaves it out of the test.

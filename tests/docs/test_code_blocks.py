@@ -12,7 +12,9 @@ from gtp_jax.runner.cli import parser
 from .pages import DOCUMENTS, PAGES, ROOT, blocks, inline_code, name
 
 # Blocks marked `<!-- not run: REASON -->`: raise it with a reason, so that none is left out by habit.
-NOT_RUN = 7  # six of models-from-elsewhere.md and one of from-fsdp.md, which tests in environments of their own run
+# Six of models-from-elsewhere.md and one of from-fsdp.md, which tests in environments of their own run; two of
+# experiments.md, which need GPUs.
+NOT_RUN = 9
 
 # Pages whose programs compile longest; the others run by default.
 SLOW = {
@@ -24,6 +26,8 @@ SLOW = {
         "layers",
         "numerics",
         "recipes",
+        "sharding",
+        "training",
         "troubleshooting",
         "writing-layers",
     )
