@@ -1,7 +1,7 @@
 """The Python half of `ffi/`: C++ and CUDA handlers, equal to `gtp_jax.ops.reference` bit for bit.
 
-Functions here have the signatures of those in the reference, and check nothing: `gtp_jax.ops` does, and is the one to
-call them.
+The functions here have the signatures of those in the reference, and do not check their arguments. Call them through
+`gtp_jax.ops`, which does.
 """
 
 from ._calls import dequantize as dequantize

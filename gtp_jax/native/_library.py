@@ -1,4 +1,4 @@
-"""The compiled module: found or not, fit for this jaxlib or not, registered once, when first used."""
+"""Loads the compiled module on first use, checks that it fits this jaxlib, and registers its handlers once."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ REBUILD = "pip install --force-reinstall --no-deps gtp_jax, or `pip install -e .
 
 @functools.cache
 def _library() -> Any:
-    """Returns the module, its handlers registered, or `None` where the package was installed without a compiler.
+    """Returns the module with its handlers registered, or `None` if the package was installed without a compiler.
 
     Raises:
-        ImportError: if the module is there but broken, or newer than jaxlib; JAX would die of it later.
+        ImportError: if the module exists but is broken, was built for a newer foreign function interface than
+            jaxlib's, which would crash JAX later, or was built for other formats.
     """
     try:
         library = importlib.import_module(_MODULE)
-    except ModuleNotFoundError as missing:  # never built; any other failure is loud
+    except ModuleNotFoundError as missing:  # never built; any other failure is raised
         if missing.name != _MODULE:
             raise
         return None
     _check_version(library.ffi_version)
     if (built := [str(facts["name"]) for facts in library.formats()]) != list(FORMATS):
         raise ImportError(
-            f"the kernels of gtp_jax were built for the formats {', '.join(built)}, and this version has "
+            f"the kernels of gtp_jax were built for the formats {', '.join(built)}, but this version has "
             f"{', '.join(FORMATS)}. Build them again: {REBUILD}."
         )
     for platform, handlers in library.handlers().items():
@@ -43,7 +44,8 @@ def _library() -> Any:
 
 
 def _check_version(built: tuple[int, int]) -> None:
-    """jaxlib refuses handlers built for a newer interface than its own, and takes the whole backend down with them."""
+    """Raises an error if the handlers were built for a newer interface than jaxlib's. Otherwise jaxlib would reject
+    them, and the whole backend would fail to start."""
     header = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
     major, minor = (
         int(match.group(1)) if (match := re.search(rf"define XLA_FFI_API_{part} (\d+)", header)) else -1
@@ -57,30 +59,30 @@ def _check_version(built: tuple[int, int]) -> None:
 
 
 def is_built() -> bool:
-    """Returns whether there is a compiled module."""
+    """Returns whether the compiled module is available."""
     return _library() is not None
 
 
 @functools.cache
 def has(target: str, platform: str) -> bool:
-    """Returns whether there is a handler.
+    """Returns whether the compiled module has a handler.
 
     Args:
-        target: its name, such as `"gtp_quantize"`.
-        platform: `"cpu"` or `"CUDA"`, XLA's names.
+        target: the name of the handler, such as `"gtp_quantize"`.
+        platform: XLA's name of the platform, `"cpu"` or `"CUDA"`.
 
     Raises:
-        ImportError: if the module is there but broken, or newer than jaxlib.
+        ImportError: if the module exists but cannot be used, as in `_library`.
     """
     library = _library()
     return library is not None and target in library.handlers()[platform]
 
 
 def has_machine_code(capability: str) -> bool:
-    """Returns whether kernels were compiled for a GPU. If not, its driver translates their PTX.
+    """Returns whether the kernels were compiled to machine code for a GPU. If not, its driver compiles their PTX.
 
     Args:
-        capability: its compute capability, such as `"9.0"`.
+        capability: the compute capability of the GPU, such as `"9.0"`.
     """
     library, number = _library(), capability.replace(".", "")
     built = library.cuda_architectures.split() if library is not None else []
@@ -88,7 +90,7 @@ def has_machine_code(capability: str) -> bool:
 
 
 def describe() -> str:
-    """Returns what was built, or why not, in a few words."""
+    """Returns a short description of what was built, or why nothing was."""
     library = _library()
     if library is None:
         return "not built: no working C++ compiler when gtp_jax was installed"
