@@ -15,14 +15,14 @@ from ._checks import MOST
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """A change of rotary frequencies by which a model reads more positions than it was trained on.
+    """A scaling of rotary frequencies, with which a model can use more positions than it was trained on.
 
     Attributes:
         kind: `"linear"` divides every frequency by `factor` (Chen et al. 2023, arXiv 2306.15595). `"llama3"` divides
-            those that turn fewer than `low_freq_factor` times in `original_length` positions, leaves those that turn
-            more than `high_freq_factor` times, and interpolates between (Llama 3.1).
-        factor: how many times longer sequences may become.
-        low_freq_factor, high_freq_factor, original_length: of `"llama3"` alone.
+            frequencies with fewer than `low_freq_factor` turns in `original_length` positions, keeps those with more
+            than `high_freq_factor` turns, and interpolates in between (Llama 3.1).
+        factor: the factor by which sequences may become longer.
+        low_freq_factor, high_freq_factor, original_length: the parameters of `"llama3"`; not used by `"linear"`.
 
     Raises:
         ValueError: if a value is not allowed.
@@ -50,8 +50,8 @@ class RopeScaling:
             )
 
     def scaled(self, frequency: jax.Array) -> jax.Array:
-        """Returns the frequencies, in radians a position, that take the place of these."""
-        factor = float(self.factor)  # JAX takes no int of more than 32 bits
+        """Returns the scaled frequencies, in radians per position."""
+        factor = float(self.factor)  # JAX does not accept an int of more than 32 bits
         if self.kind == "linear":
             return frequency / factor
         turns = float(self.original_length) * frequency / (2 * math.pi)
@@ -72,10 +72,10 @@ def rope(
 
     Args:
         x: `(batch, sequence, heads, head_dim)`.
-        theta: base of the geometric series of wavelengths.
-        positions: `(sequence,)` or `(batch, sequence)`; 0, 1, ... by default, of the whole sequence.
-        scaling: of the frequencies; none by default.
-        rotary_dim: how many of the first dimensions of a head are rotated, an even number; all by default.
+        theta: the base of the geometric series of wavelengths.
+        positions: `(sequence,)` or `(batch, sequence)`; by default 0, 1, ..., for a whole sequence.
+        scaling: the scaling of the frequencies; none by default.
+        rotary_dim: the number of leading dimensions of a head that are rotated, an even number; all by default.
     """
     dims = x.shape[-1] if rotary_dim is None else rotary_dim
     if dims < x.shape[-1]:
@@ -90,7 +90,7 @@ def rope(
         positions = jnp.arange(x.shape[1])
     angle = positions.astype(wide)[..., None] * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    # Halves change places by a flip, which XLA computes with what follows: a concatenation is a kernel of its own.
+    # The halves are swapped by a flip, which XLA fuses with what follows. A concatenation would be a separate kernel.
     halves = jnp.reshape(x, (*x.shape[:-1], 2, half)).astype(wide)
     signed = jnp.stack([-sin, sin], axis=-2)
     rotated = halves * cos[..., None, None, :] + jnp.flip(halves, -2) * signed[..., None, :, :]
@@ -98,10 +98,10 @@ def rope(
 
 
 def check_rotary(head_dim: int, rotary_dim: int | None, scaling: Any) -> None:
-    """Refuses a rotation that heads do not fit.
+    """Checks that heads can be rotated.
 
     Raises:
-        ValueError: naming the argument and what is allowed.
+        ValueError: if they cannot; the message names the argument and what is allowed.
     """
     dims = head_dim if rotary_dim is None else rotary_dim
     if rotary_dim is not None and not 0 < rotary_dim <= head_dim:
