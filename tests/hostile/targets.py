@@ -164,7 +164,7 @@ def attack_tokenizer(folder: Folder, content: bytes) -> str | None:
     path = folder.root / "tokenizer.json"
     path.write_bytes(content)
     tokenizer = load_tokenizer(path)
-    stream = tokenizer.stream([b"a b c", b"</s> a"])
+    stream = tokenizer.documents([b"a b c", b"</s> a"]).tokens
     if stream.max() >= tokenizer.vocab_size or stream[-1] != tokenizer.separator:
         return "an id outside of the vocabulary, or no separator"
     return None if np.sum(stream == tokenizer.separator) == 2 else "a separator is a word"

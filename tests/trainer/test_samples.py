@@ -43,7 +43,7 @@ def test_each_evaluation_shows_a_text_of_the_models_and_the_report_the_last(text
     generate, again, export = commands
     assert generate == ["generate", str(out), "--prompt", "The "]
     # what the checkpoint's model says on another mesh
-    prompt = bytes(load_corpus(read_text((str(text),))).held_out[:24].tolist()).decode()
+    prompt = bytes(load_corpus(read_text((str(text),))).held_out[0].tokens[:24].tolist()).decode()
     assert main([*generate[:-1], prompt, "--max-new-tokens=20", "--dtype=float32"]) == 0
     assert shown[-1] == block(capsys.readouterr().out)
     assert again == ["train", "--resume", "--out", str(out), "--steps", "16"]

@@ -213,7 +213,7 @@ def test_its_end_of_text_separates_documents_whoever_names_the_tokenizer(importe
     tokenizer = {} if given is None else {"tokenizer": str(imported / given)}
     settings = {"from_": str(imported / "imported"), "data": (str(imported / "text"),), **tokenizer}
     corpus = read_corpus(from_settings(TrainConfig, started_from(settings)))
-    assert corpus.tokenizer.separator == 0 and (corpus.train == 0).sum() == corpus.documents[0]
+    assert corpus.tokenizer.separator == 0 and (corpus.train[0].tokens == 0).sum() == len(corpus.train[0])
 
 
 def test_reading_it_waits_for_no_other_process(imported, tmp_path, monkeypatch):

@@ -1,11 +1,22 @@
 """Text in, batches of tokens out. A batch depends only on the text, the seed and the step."""
 
+from ._corpus import DOCUMENTS as DOCUMENTS
+from ._corpus import PACKINGS as PACKINGS
+from ._corpus import STREAM as STREAM
 from ._corpus import Corpus as Corpus
 from ._corpus import Evaluated as Evaluated
+from ._corpus import Source as Source
 from ._corpus import load_corpus as load_corpus
 from ._corpus import load_evaluated as load_evaluated
+from ._corpus import load_source as load_source
+from ._corpus import tokens_of as tokens_of
+from ._documents import Documents as Documents
 from ._loader import Loader as Loader
 from ._loader import ahead as ahead
+from ._mixture import Joined as Joined
+from ._mixture import Mixture as Mixture
+from ._packed import Packed as Packed
+from ._rows import Rows as Rows
 from ._stats import bits_per_byte as bits_per_byte
 from ._stats import unigram_entropy as unigram_entropy
 from ._stream import TextStream as TextStream

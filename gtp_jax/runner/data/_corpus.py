@@ -1,142 +1,252 @@
-"""A corpus: two streams of tokens, one to train on and one held out."""
+"""A corpus: documents to train on and documents held out, as tokens, and the rows that are cut from them."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from ._documents import Documents, fingerprint
+from ._mixture import Joined, Mixture
+from ._packed import Packed
+from ._rows import Rows
 from ._text import Text
 from ._tokens import BYTES, Tokenizer
+from ._windows import Windows
+
+# How rows are cut: from the stream of all documents, without gaps, or of whole documents that do not see each other.
+STREAM, DOCUMENTS = "stream", "documents"
+PACKINGS = (STREAM, DOCUMENTS)
 
 
-@dataclasses.dataclass(frozen=True)
-class Evaluated:
-    """A text to evaluate on beside what is held out, in host memory.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Source:
+    """A text of a corpus, in host memory or mapped from files.
 
     Attributes:
         name: of the text.
-        tokens: token stream, documents separated.
+        train: documents to train on.
+        held_out: documents that are not in `train`.
+        held_out_bytes: size of the text of `held_out`.
+        weight: its part in the rows of the run, relative to the other sources'.
+    """
+
+    name: str
+    train: tuple[Documents, ...]
+    held_out: tuple[Documents, ...]
+    held_out_bytes: float
+    weight: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Evaluated:
+    """A text to evaluate on beside what is held out.
+
+    Attributes:
+        name: of the text.
+        documents: its tokens.
         bytes_per_token: of the text.
     """
 
     name: str
-    tokens: np.ndarray
+    documents: tuple[Documents, ...]
     bytes_per_token: float
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
-        """Of the stream; equal where it is equal."""
-        return _fingerprint(self.tokens)
+        """Of the tokens; equal where they are equal."""
+        return fingerprint(*self.documents)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
-    """Tokens to train on and tokens held out, in host memory.
+    """Tokens to train on and tokens held out.
 
     Attributes:
         name: of the text.
         tokenizer: that its tokens are of.
-        vocab_size: number of different tokens.
-        train: token stream, documents separated, in the smallest unsigned integer type.
-        held_out: the same, of documents that are not in `train`.
-        documents: number of documents of each.
-        bytes_per_token: of the held-out text.
-        fingerprint: of both streams; equal where they are equal.
+        sources: what it consists of; of several, rows are mixed by weight.
+        packing: how rows are cut, one of `PACKINGS`.
         unread: what was left out of the text, which older versions of gtp_jax read.
         evaluated: further texts to evaluate on.
     """
 
     name: str
     tokenizer: Tokenizer
-    vocab_size: int
-    train: np.ndarray
-    held_out: np.ndarray
-    documents: tuple[int, int]
-    bytes_per_token: float
-    fingerprint: str
+    sources: tuple[Source, ...]
+    packing: str = STREAM
     unread: tuple[str, ...] = ()
     evaluated: tuple[Evaluated, ...] = ()
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of different tokens."""
+        return self.tokenizer.vocab_size
+
+    @property
+    def train(self) -> tuple[Documents, ...]:
+        """Documents to train on."""
+        return tuple(one for source in self.sources for one in source.train)
+
+    @property
+    def held_out(self) -> tuple[Documents, ...]:
+        """Documents that are not in `train`."""
+        return tuple(one for source in self.sources for one in source.held_out)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of the held-out text."""
+        return sum(source.held_out_bytes for source in self.sources) / max(1, tokens_of(self.held_out))
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Of all tokens, of what the loss counts and of how sources are mixed; equal where they are equal."""
+        weights = [source.weight for source in self.sources] if len(self.sources) > 1 else ""
+        return fingerprint(*self.train, *self.held_out, more=str(weights))
+
+    def rows(self, seq: int, seed: int) -> Rows:
+        """Returns the rows to train on, of `seq` tokens.
+
+        Raises:
+            ValueError: if there is not one of each source.
+        """
+        parts = [_rows(source.train, self.packing, source.name, seq, seed) for source in self.sources]
+        return parts[0] if len(parts) == 1 else Mixture(parts, [source.weight for source in self.sources], seq)
+
+    def held_out_rows(self, seq: int, seed: int) -> Rows:
+        """Returns the rows of all that is held out, once.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        return _rows(self.held_out, self.packing, self.name, seq, seed, repeat=False)
+
+    def rows_of(self, text: Evaluated, seq: int, seed: int) -> Rows:
+        """Returns the rows of a text to evaluate on, once."""
+        return _rows(text.documents, self.packing, text.name, seq, seed, repeat=False)
+
+    def packing_digest(self, seq: int) -> str | None:
+        """Returns a digest of which pieces of documents make a row; `None` of a stream, where `seq` alone decides."""
+        if self.packing == STREAM:
+            return None
+        digests = [Packed(one, seq).digest for one in self.train if _has_row(one, self.packing, seq)]
+        return hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest()
 
     def check(self, *, batch: int, seq: int) -> None:
         """Checks that there is text for a batch.
 
         Raises:
-            ValueError: if the train stream holds less than one batch, or another stream less than one sequence.
+            ValueError: if there are fewer rows to train on than one batch has, or no row of another text.
         """
-        needed = batch * seq + 1
-        if len(self.train) < needed:
-            raise ValueError(
-                f"too few tokens: {self.name} has {len(self.train)} to train on, but one batch of {batch} sequences "
-                f"of {seq} needs {needed}. Give more text, or a smaller `batch` or `seq`."
+        rows = len(self.rows(seq, 0)) if any(_has_row(one, self.packing, seq) for one in self.train) else 0
+        if rows < batch:
+            needs = (
+                f"but one batch of {batch} sequences of {seq} needs {batch * seq + 1}"
+                if self.packing == STREAM and len(self.train) == 1
+                else f"which make {rows} rows of {seq}, but one batch has {batch}"
             )
-        if len(self.held_out) < seq + 1:
             raise ValueError(
-                f"too few tokens: {self.name} has {len(self.held_out)} held out, but one sequence of {seq} needs "
-                f"{seq + 1}. Give more text, or a smaller `seq`."
+                f"too few tokens: {self.name} has {tokens_of(self.train)} to train on, {needs}. Give more text, or a "
+                "smaller `batch` or `seq`."
+            )
+        if not any(_has_row(one, self.packing, seq) for one in self.held_out):
+            raise ValueError(
+                f"too few tokens: {self.name} has {tokens_of(self.held_out)} held out, but one sequence of {seq} needs "
+                f"{self._least(seq)}. Give more text, or a smaller `seq`."
             )
         for text in self.evaluated:
-            if len(text.tokens) < seq + 1:
+            if not any(_has_row(one, self.packing, seq) for one in text.documents):
                 raise ValueError(
-                    f"too few tokens: {text.name} of `eval_data` has {len(text.tokens)}, but one sequence of {seq} "
-                    f"needs {seq + 1}. Leave it out, or give a smaller `seq`."
+                    f"too few tokens: {text.name} of `eval_data` has {tokens_of(text.documents)}, but one sequence of "
+                    f"{seq} needs {self._least(seq)}. Leave it out, or give a smaller `seq`."
                 )
+
+    def _least(self, seq: int) -> str:
+        return f"{seq + 1}" if self.packing == STREAM else "a document of 2"
 
 
 def load_corpus(text: Text, tokenizer: Tokenizer = BYTES, *, held_out: float = 0.05) -> Corpus:
-    """Splits text and turns it into tokens.
+    """Splits a text and turns it into tokens: see `load_source`."""
+    source = load_source(text, tokenizer, held_out=held_out)
+    return Corpus(text.name, tokenizer, (source,), unread=text.unread)
+
+
+def load_source(
+    text: Text,
+    tokenizer: Tokenizer = BYTES,
+    *,
+    held_out: float = 0.05,
+    encode: Callable[[Iterable[bytes]], Documents] | None = None,
+) -> Source:
+    """Splits a text into documents to train on and documents held out, and turns them into tokens.
 
     Args:
         text: documents.
         tokenizer: how they become tokens.
         held_out: share of the text's bytes to hold out, at most.
+        encode: how documents become tokens if not as text; they are then not cut, and the smallest is held out where
+            none is within the share.
 
     Raises:
         ValueError: if `held_out` is not between 0 and 1.
     """
     if not 0 < held_out < 1:
         raise ValueError(f"`held_out` is {held_out}; it must be a share between 0 and 1.")
-    kept, apart = split(text.documents, held_out)
-    streams = [tokenizer.stream(side) for side in (kept, apart)]
-    return Corpus(
-        name=text.name,
-        tokenizer=tokenizer,
-        vocab_size=tokenizer.vocab_size,
-        train=streams[0],
-        held_out=streams[1],
-        documents=(len(kept), len(apart)),
-        bytes_per_token=_bytes_per_token(apart, streams[1]),
-        fingerprint=_fingerprint(*streams),
-        unread=text.unread,
-    )
+    kept, apart = split(text.documents, held_out, cut=encode is None)
+    encode = tokenizer.documents if encode is None else encode
+    return Source(text.name, (encode(kept),), (encode(apart),), _bytes(apart))
 
 
 def load_evaluated(text: Text, tokenizer: Tokenizer) -> Evaluated:
     """Turns a text that is evaluated as a whole into tokens."""
-    tokens = tokenizer.stream(text.documents)
-    return Evaluated(text.name, tokens, _bytes_per_token(text.documents, tokens))
+    documents = tokenizer.documents(text.documents)
+    return Evaluated(text.name, (documents,), _bytes(text.documents) / max(1, len(documents.tokens)))
 
 
-def _fingerprint(*streams: np.ndarray) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for stream in streams:
-        digest.update(f"{len(stream)} {stream.dtype.str}".encode())
-        digest.update(np.ascontiguousarray(stream))
-    return digest.hexdigest()
+def tokens_of(documents: Sequence[Documents]) -> int:
+    """Returns the number of tokens of documents."""
+    return sum(len(one.tokens) for one in documents)
 
 
-def _bytes_per_token(documents: Sequence[bytes], tokens: np.ndarray) -> float:
-    return (sum(map(len, documents)) + len(documents)) / max(1, len(tokens))
+def _has_row(documents: Documents, packing: str, seq: int) -> bool:
+    if packing == STREAM:
+        return len(documents.tokens) > seq
+    return bool((np.diff(documents.offsets) > 1).any())
 
 
-def split(documents: Sequence[bytes], held_out: float) -> tuple[list[bytes], list[bytes]]:
+def _rows(documents: Sequence[Documents], packing: str, name: str, seq: int, seed: int, *, repeat: bool = True) -> Rows:
+    """Returns the rows of documents; what is too short for one has none.
+
+    Raises:
+        ValueError: naming the text, if all of it is.
+    """
+    parts: list[Rows] = [
+        Windows(one.tokens, seq, seed, repeat, one.answers) if packing == STREAM else Packed(one, seq, seed, repeat)
+        for one in documents
+        if _has_row(one, packing, seq)
+    ]
+    if not parts:
+        raise ValueError(
+            f"too few tokens: {name} has {tokens_of(documents)}, which make no row of {seq}. Give more text, or a "
+            "smaller `seq`."
+        )
+    return parts[0] if len(parts) == 1 else Joined(parts, seq, seed, repeat)
+
+
+def _bytes(documents: Iterable[bytes]) -> float:
+    """Returns the size of documents with their separators."""
+    return sum(len(document) + 1 for document in documents)
+
+
+def split(documents: Sequence[bytes], held_out: float, *, cut: bool = True) -> tuple[list[bytes], list[bytes]]:
     """Documents to train on, in their order, and documents held out, in the order of the hash of their content.
 
     By content, so that a document's name and place do not matter and copies of it stay on one side. In the order of
     the hash documents are held out as long as the share is not exceeded. If it is too small for any document, the
-    tail of each is held out instead, cut between two characters.
+    tail of each is held out instead, cut between two characters; without `cut`, the smallest document.
     """
     budget = held_out * sum(map(len, documents))
     copies: dict[bytes, int] = {}
@@ -148,7 +258,10 @@ def split(documents: Sequence[bytes], held_out: float) -> tuple[list[bytes], lis
         if size <= budget:
             budget -= size
             apart += [document] * copies[document]
-    if apart:
+    if not apart and not cut and len(copies) > 1:
+        smallest = min(copies, key=lambda document: (len(document) * copies[document], _hash(document)))
+        apart = [smallest] * copies[smallest]
+    if apart or not cut:
         chosen = set(apart)
         return [document for document in documents if document not in chosen], apart
     cuts = [(document, _character(document, int(len(document) * (1 - held_out)))) for document in documents]

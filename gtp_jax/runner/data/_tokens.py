@@ -15,6 +15,7 @@ import numpy as np
 
 from ..._foreign import open_regular
 from ...ops import check_ids
+from ._documents import Documents
 
 # Names that published tokenizers give to the end of a document.
 _END = ("<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "</s>", "<eos>", "[SEP]")
@@ -63,15 +64,17 @@ class Tokenizer:
         """The smallest integer type that holds every token."""
         return np.min_scalar_type(self.vocab_size - 1)
 
-    def stream(self, documents: Iterable[bytes]) -> np.ndarray:
-        """Returns the tokens of documents as one stream, the separator after each.
+    def documents(self, texts: Iterable[bytes]) -> Documents:
+        """Returns the tokens of documents, the separator as the last of each.
 
         Raises:
             ValueError: if a token is outside the vocabulary.
         """
-        end = np.asarray([self.separator], self.dtype)
-        parts = [part for tokens in self.encode(documents) for part in (self._checked(tokens), end)]
-        return np.concatenate(parts) if parts else np.zeros(0, self.dtype)
+        return Documents.of((np.append(self._checked(one), self._end) for one in self.encode(texts)), self.dtype)
+
+    @property
+    def _end(self) -> np.ndarray:
+        return np.asarray([self.separator], self.dtype)
 
     def _checked(self, tokens: np.ndarray) -> np.ndarray:
         check_ids(tokens, self.vocab_size, name=f"tokens of a document by {self.name}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from ..data import Corpus, Evaluated, Tokenizer, load_corpus, load_evaluated, read_text
+from ..data import STREAM, Corpus, Evaluated, Tokenizer, load_corpus, load_evaluated, read_text
 from ._directory import RunDirectory
 from ._tokenizer import tokenizer_of
 from ._train_flags import TrainConfig
@@ -36,7 +36,7 @@ def read_corpus(config: TrainConfig, *, resume: bool = False) -> Corpus:
         is_run=lambda directory: directory.resolve() == out or RunDirectory(directory).is_of_run,
     )
     texts = tuple(_evaluated(path, config, tokenizer) for path in dict.fromkeys(config.eval_data))
-    corpus = dataclasses.replace(load_corpus(text, tokenizer), evaluated=texts)
+    corpus = dataclasses.replace(load_corpus(text, tokenizer), packing=config.packing or STREAM, evaluated=texts)
     corpus.check(batch=config.batch, seq=config.seq)
     return corpus
 

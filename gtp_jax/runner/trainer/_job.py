@@ -22,7 +22,7 @@ from ...models import ModelConfig, Origin, build, family_of
 from ...nn import ModelDef, abstract_model, init
 from ...nonuniform import NonuniformStep, with_whole_sequences
 from ...train import Loss, TrainState, eval_step, never_skip, train_step
-from ..data import Corpus, Loader, Windows
+from ..data import Corpus, Loader, Rows
 from ._divergence import Place
 from ._meshes import Meshes, ReplicaLoader
 from ._optimizer import learning_rate, optimizer_of
@@ -118,7 +118,9 @@ def prepare(
     source = watch.source(checkpoints, like)
     if resume or config.from_ is not None:
         watch.doing("restore")
-    resumed = resume_from(source, like, at, corpus, in_memory=source is not checkpoints) if resume else None
+    resumed = None
+    if resume:
+        resumed = resume_from(source, like, at, corpus, config.seq, in_memory=source is not checkpoints)
     place, origin = Place(0, 0), Origin()
     if resumed is not None:
         state, origin = resumed.state, resumed.origin
@@ -176,10 +178,10 @@ def compile_step(
     """Compiles the step, for a state or for its shapes (see `abstract_state`). To be called with the mesh in scope."""
     schedule = learning_rate(config)
 
-    def once(tokens: np.ndarray) -> Loader:
-        return meshes.held_out_loader(Windows(tokens, config.seq, config.seed, repeat=False), config.batch)
+    def once(rows: Rows) -> Loader:
+        return meshes.held_out_loader(rows, config.batch)
 
-    train = meshes.loader(Windows(corpus.train, config.seq, config.seed), config.batch, config.execution.microbatches)
+    train = meshes.loader(corpus.rows(config.seq, config.seed), config.batch, config.execution.microbatches)
     recipe = config.quantization.to_recipe()
     loss = family_of(model).loss
     step = train_step(
@@ -210,8 +212,8 @@ def compile_step(
         corpus=corpus,
         learning_rate=functools.partial(_here, schedule),
         train=train,
-        held_out=once(corpus.held_out),
-        evaluated={text.name: once(text.tokens) for text in corpus.evaluated},
+        held_out=once(corpus.held_out_rows(config.seq, config.seed)),
+        evaluated={text.name: once(corpus.rows_of(text, config.seq, config.seed)) for text in corpus.evaluated},
         loss=loss,
         place=place or Place(0, 0),
         step=run,

@@ -100,6 +100,7 @@ class _Loop:
         self._probe = DeviceProbe() if jax.default_backend() == "gpu" else None
         self._ahead = _AHEAD.get(jax.default_backend(), 0)
         self._place = job.place
+        self._text = {"text": job.corpus.fingerprint, "packing": job.corpus.packing_digest(job.config.seq)}
         self._launched: collections.deque[tuple[int, dict[str, jax.Array]]] = collections.deque()
         self._go = self._skip = never_skip(job.meshes.mesh)
         self._held_out: dict[int, float] = {}
@@ -287,7 +288,7 @@ class _Loop:
                     "--warmup."
                 )
             job, recipe = self._job, self._config.quantization.to_recipe()
-            extra = {"text": job.corpus.fingerprint, **saved_of(job.model), **job.origin.extra(), **self._place.extra()}
+            extra = {**self._text, **saved_of(job.model), **job.origin.extra(), **self._place.extra()}
             loss = self._held_out.get(step)
             target.save(step, self._state, extra, loss=loss, recipe=recipe, files=job.origin.files)
         self._interrupt.saved(time.perf_counter() - began)

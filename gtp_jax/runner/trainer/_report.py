@@ -12,7 +12,7 @@ from ... import hlo
 from ..._foreign import printable
 from ...hlo import columns
 from ...models import ModelConfig
-from ..data import Corpus, bits_per_byte
+from ..data import DOCUMENTS, Corpus, bits_per_byte, tokens_of
 from ._account import goodput
 from ._job import Job
 from ._log import Record, loss_key
@@ -26,14 +26,19 @@ def heading(config: TrainConfig, model: ModelConfig, meshes: Meshes, corpus: Cor
     """Returns what will be trained, on what, and what it must beat."""
     device = jax.devices()[0]
     kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind
-    train, held_out = corpus.documents
+    train, held_out = (sum(map(len, side)) for side in (corpus.train, corpus.held_out))
+    packed = ""
+    if corpus.packing == DOCUMENTS:
+        rows = len(corpus.rows(config.seq, config.seed))
+        filled = (tokens_of(corpus.train) - train) / (rows * config.seq)
+        packed = f"rows    {rows:,} of {config.seq} tokens, of whole documents; {1 - filled:.1%} of them is padding\n"
     return (
         f"model   {config.title}: {model.param_count():,} parameters, {model.num_layers} layers, {model.dtype}\n"
         f"mesh    {_devices(meshes)} {kind}"
         f"{f' of {jax.process_count()} processes' if jax.process_count() > 1 else ''}\n"
         f"recipe  {config.quantization.summary}\n"
-        f"text    {corpus.name}: {len(corpus.train):,} tokens ({corpus.tokenizer.name}) of {_documents(train)}, "
-        f"{len(corpus.held_out):,} of {_documents(held_out)} held out\n"
+        f"text    {corpus.name}: {tokens_of(corpus.train):,} tokens ({corpus.tokenizer.name}) of {_documents(train)}, "
+        f"{tokens_of(corpus.held_out):,} of {_documents(held_out)} held out\n{packed}"
         f"to beat {unigram:.3f} nats a token: the unigram entropy, of held-out tokens under the training text's counts"
     )
 

@@ -242,7 +242,9 @@ def _train(
     changes: list[str],
     samples: bool,
 ) -> int:
-    unigram = unigram_entropy(corpus.train, corpus.held_out, corpus.vocab_size)
+    unigram = unigram_entropy(
+        [one.tokens for one in corpus.train], [one.tokens for one in corpus.held_out], corpus.vocab_size
+    )
     speaks = jax.process_index() == 0
     say = print if speaks else lambda *_, **__: None
     say(heading(config, model, meshes, corpus, unigram), flush=True)

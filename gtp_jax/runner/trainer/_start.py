@@ -79,8 +79,8 @@ def _check_tokens(config: TrainConfig, corpus: Corpus, size: int) -> None:
             )
     try:
         for where, stream in [
-            *((corpus.name, stream) for stream in (corpus.train, corpus.held_out)),
-            *((text.name, text.tokens) for text in corpus.evaluated),
+            *((corpus.name, one.tokens) for one in (*corpus.train, *corpus.held_out)),
+            *((text.name, one.tokens) for text in corpus.evaluated for one in text.documents),
         ]:
             check_ids(stream, size, name=f"tokens of {where} by {name}")
     except ValueError as error:

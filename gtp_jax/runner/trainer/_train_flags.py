@@ -14,6 +14,7 @@ from ..._foreign import read_json
 from ...mesh import check_degrees
 from ...models import PRESETS, ModelConfig, preset_of
 from ...nonuniform import FaultPlan
+from ..data import DOCUMENTS, PACKINGS, STREAM
 from ..flags import (
     VERSION_KEY,
     Execution,
@@ -111,6 +112,14 @@ class TrainConfig:
         per_process=True,
     )
     follow_links: bool = knob(False, "text", "follow links that lead out of a directory of texts", kind=bool)
+    packing: str | None = knob(
+        None,
+        "text",
+        f"how rows are cut: {STREAM}, without gaps across documents, or whole {DOCUMENTS}, which do not see each other "
+        f"(default: {STREAM})",
+        kind=str,
+        choices=PACKINGS,
+    )
     seq: int = knob(128, "text", "tokens of a sequence", metavar="N")
 
     steps: int = knob(200, "training", "optimizer steps in all", metavar="N")
