@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gtp_jax.mesh import make_mesh
-from gtp_jax.runner.data import Joined, Loader, Mixture, Windows
+from gtp_jax.runner.data import Joined, Loader, Mixture, Windows, weighted
 
 SEQ = 4
 
@@ -57,3 +57,24 @@ def test_rows_do_not_depend_on_how_they_are_asked_for_nor_on_the_mesh():
 def test_large_row_numbers_do_not_overflow():
     which, inner = mixture((0.7, 0.3)).sources(np.asarray([(1 << 39) - 1]))
     assert which[0] in (0, 1) and 0 <= inner[0] < 1 << 39
+
+
+def test_a_weight_is_what_follows_the_last_colon_unless_the_whole_is_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a:3").touch()
+    assert weighted(["a:3", "b:x", "c"]) == [("a:3", None), ("b:x", None), ("c", None)]
+    assert weighted(["a:3:0.5", "b.jsonl:1e-3"]) == [("a:3", 0.5), ("b.jsonl", 0.001)]
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        (["a:0"], r"`data` a:0 has the weight 0; it must be a number above 0"),
+        (["a:1", "b:nan"], r"`data` b:nan has the weight nan"),
+        (["a:1", "b"], r"`data` gives weights to some, and none to b\. Give all one, as b:0\.5, or none"),
+        (["a:1", "b:1", "a:2"], r"`data` a is there twice, with weights\. Add them up"),
+    ],
+)
+def test_weights_that_mean_nothing_are_refused(paths, message):
+    with pytest.raises(ValueError, match=message):
+        weighted(paths)

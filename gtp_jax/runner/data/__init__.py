@@ -23,9 +23,11 @@ from ._stream import TextStream as TextStream
 from ._text import Text as Text
 from ._text import read_text as read_text
 from ._text import standard_library as standard_library
+from ._token_files import TOKEN_DTYPES as TOKEN_DTYPES
 from ._tokens import BYTES as BYTES
 from ._tokens import Tokenizer as Tokenizer
 from ._tokens import load_tokenizer as load_tokenizer
 from ._tokens import read_tokenizer as read_tokenizer
 from ._tokens import same_tokenizer as same_tokenizer
+from ._weights import weighted as weighted
 from ._windows import Windows as Windows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from ._mixture import Joined, Mixture
 from ._packed import Packed
 from ._rows import Rows
 from ._text import Text
+from ._token_files import bytes_of, read_tokens, split_tokens
 from ._tokens import BYTES, Tokenizer
 from ._windows import Windows
 
@@ -170,8 +171,7 @@ class Corpus:
 
 def load_corpus(text: Text, tokenizer: Tokenizer = BYTES, *, held_out: float = 0.05) -> Corpus:
     """Splits a text and turns it into tokens: see `load_source`."""
-    source = load_source(text, tokenizer, held_out=held_out)
-    return Corpus(text.name, tokenizer, (source,), unread=text.unread)
+    return Corpus(text.name, tokenizer, (load_source(text, tokenizer, held_out=held_out),), unread=text.unread)
 
 
 def load_source(
@@ -179,31 +179,46 @@ def load_source(
     tokenizer: Tokenizer = BYTES,
     *,
     held_out: float = 0.05,
+    token_dtype: str | None = None,
+    weight: float = 1.0,
     encode: Callable[[Iterable[bytes]], Documents] | None = None,
 ) -> Source:
     """Splits a text into documents to train on and documents held out, and turns them into tokens.
 
+    Of a file of token ids the last documents are held out.
+
     Args:
-        text: documents.
+        text: documents, and files of token ids.
         tokenizer: how they become tokens.
-        held_out: share of the text's bytes to hold out, at most.
+        held_out: share of the text's bytes, and of each file's tokens, to hold out, at most.
+        token_dtype: of `.bin` files that do not say it.
+        weight: of the source.
         encode: how documents become tokens if not as text; they are then not cut, and the smallest is held out where
             none is within the share.
 
     Raises:
-        ValueError: if `held_out` is not between 0 and 1.
+        ValueError: if `held_out` is not between 0 and 1, or something cannot be read.
     """
     if not 0 < held_out < 1:
         raise ValueError(f"`held_out` is {held_out}; it must be a share between 0 and 1.")
-    kept, apart = split(text.documents, held_out, cut=encode is None)
-    encode = tokenizer.documents if encode is None else encode
-    return Source(text.name, (encode(kept),), (encode(apart),), _bytes(apart))
+    parts: list[tuple[Documents, Documents, float]] = []
+    if len(text.documents):
+        kept, apart = split(text.documents, held_out, cut=encode is None)
+        sides = [(tokenizer.documents if encode is None else encode)(side) for side in (kept, apart)]
+        parts.append((sides[0], sides[1], _bytes(apart)))
+    for file in text.token_files:
+        before, after = split_tokens(read_tokens(file, tokenizer, token_dtype), held_out)
+        parts.append((before, after, bytes_of(after.tokens, tokenizer)))
+    trained, apart, sizes = zip(*parts, strict=True)
+    return Source(text.name, trained, apart, sum(sizes), weight)
 
 
-def load_evaluated(text: Text, tokenizer: Tokenizer) -> Evaluated:
+def load_evaluated(text: Text, tokenizer: Tokenizer, *, token_dtype: str | None = None) -> Evaluated:
     """Turns a text that is evaluated as a whole into tokens."""
-    documents = tokenizer.documents(text.documents)
-    return Evaluated(text.name, (documents,), _bytes(text.documents) / max(1, len(documents.tokens)))
+    parts = [tokenizer.documents(text.documents)] if len(text.documents) else []
+    files = [read_tokens(file, tokenizer, token_dtype) for file in text.token_files]
+    size = _bytes(text.documents) + sum(bytes_of(one.tokens, tokenizer) for one in files)
+    return Evaluated(text.name, (*parts, *files), size / max(1, tokens_of([*parts, *files])))
 
 
 def tokens_of(documents: Sequence[Documents]) -> int:
@@ -241,31 +256,48 @@ def _bytes(documents: Iterable[bytes]) -> float:
     return sum(len(document) + 1 for document in documents)
 
 
-def split(documents: Sequence[bytes], held_out: float, *, cut: bool = True) -> tuple[list[bytes], list[bytes]]:
+def split(documents: Sequence[bytes], held_out: float, *, cut: bool = True) -> tuple[Iterable[bytes], Iterable[bytes]]:
     """Documents to train on, in their order, and documents held out, in the order of the hash of their content.
 
     By content, so that a document's name and place do not matter and copies of it stay on one side. In the order of
     the hash documents are held out as long as the share is not exceeded. If it is too small for any document, the
-    tail of each is held out instead, cut between two characters; without `cut`, the smallest document.
+    tail of each is held out instead, cut between two characters; without `cut`, the smallest document. Empty documents
+    are left out. Documents of either side are read whenever it is iterated over.
     """
-    budget = held_out * sum(map(len, documents))
-    copies: dict[bytes, int] = {}
-    for document in documents:
-        copies[document] = copies.get(document, 0) + 1
-    apart: list[bytes] = []
-    for document in sorted(copies, key=_hash):
-        size = len(document) * copies[document]
+    hashes: list[bytes] = []
+    copies: dict[bytes, list[int]] = {}  # by hash, their places
+    sizes: list[int] = []
+    for place, document in enumerate(documents):
+        hashes.append(_hash(document))
+        sizes.append(len(document))
+        if document:
+            copies.setdefault(hashes[-1], []).append(place)
+    budget = held_out * sum(sizes)
+    apart: list[int] = []
+    for places in (copies[one] for one in sorted(copies)):
+        size = sizes[places[0]] * len(places)
         if size <= budget:
             budget -= size
-            apart += [document] * copies[document]
+            apart += places
     if not apart and not cut and len(copies) > 1:
-        smallest = min(copies, key=lambda document: (len(document) * copies[document], _hash(document)))
-        apart = [smallest] * copies[smallest]
+        apart = min(copies.values(), key=lambda places: (sizes[places[0]] * len(places), hashes[places[0]]))
     if apart or not cut:
-        chosen = set(apart)
-        return [document for document in documents if document not in chosen], apart
-    cuts = [(document, _character(document, int(len(document) * (1 - held_out)))) for document in documents]
+        chosen = {*apart, *(place for place, size in enumerate(sizes) if not size)}
+        return _Read(lambda: (one for place, one in enumerate(documents) if place not in chosen)), _Read(
+            lambda: (documents[place] for place in apart)
+        )
+    cuts = [(document, _character(document, int(len(document) * (1 - held_out)))) for document in documents if document]
     return [document[:cut] for document, cut in cuts if cut], [document[cut:] for document, cut in cuts]
+
+
+class _Read(Iterable[bytes]):
+    """Documents that are read anew whenever they are iterated over."""
+
+    def __init__(self, read: Callable[[], Iterator[bytes]]) -> None:
+        self._read = read
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self._read()
 
 
 def _hash(document: bytes) -> bytes:

@@ -14,7 +14,7 @@ from ..._foreign import read_json
 from ...mesh import check_degrees
 from ...models import PRESETS, ModelConfig, preset_of
 from ...nonuniform import FaultPlan
-from ..data import DOCUMENTS, PACKINGS, STREAM
+from ..data import DOCUMENTS, PACKINGS, STREAM, TOKEN_DTYPES
 from ..flags import (
     VERSION_KEY,
     Execution,
@@ -96,7 +96,8 @@ class TrainConfig:
     data: tuple[str, ...] = knob(
         (),
         "text",
-        "files, and directories with all they hold (default: the source of the Python standard library)",
+        "files, and directories with all they hold: text, JSON lines (.jsonl), token ids (.npy, .bin), parquet; with "
+        "PATH:WEIGHT for each, their rows are mixed by weight (default: the source of the Python standard library)",
         kind=str,
         metavar="PATH",
         nargs="+",
@@ -112,11 +113,15 @@ class TrainConfig:
         per_process=True,
     )
     follow_links: bool = knob(False, "text", "follow links that lead out of a directory of texts", kind=bool)
+    text_field: str = knob("text", "text", "the field of a record that holds its text", kind=str, metavar="NAME")
+    token_dtype: str | None = knob(
+        None, "text", "dtype of .bin files of token ids that do not say it", kind=str, choices=TOKEN_DTYPES
+    )
     packing: str | None = knob(
         None,
         "text",
         f"how rows are cut: {STREAM}, without gaps across documents, or whole {DOCUMENTS}, which do not see each other "
-        f"(default: {STREAM})",
+        f"(default: {DOCUMENTS} of records, else {STREAM})",
         kind=str,
         choices=PACKINGS,
     )
