@@ -205,5 +205,6 @@ def test_tables_need_a_package_which_is_named(tmp_path, monkeypatch):
     for name in ("dataset_info.json", "state.json"):
         (tmp_path / "saved" / name).touch()
     for path in (tmp_path / "a.parquet", tmp_path / "saved"):
-        with pytest.raises(ModuleNotFoundError, match=rf"{path} needs the `datasets` package: `pip install "):
+        needed = rf'{path} needs the `datasets` package: `pip install "gtp_jax\[data\]"`'
+        with pytest.raises(ModuleNotFoundError, match=needed):
             read_text([path])
