@@ -5,6 +5,8 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import hashlib
+import weakref
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,27 +36,15 @@ class Packed(Rows):
     seq: int
     seed: int = 0
     repeat: bool = True
-    # Of pieces, in the order of rows: their first tokens, and their places. Of rows: their first pieces, and the number
-    # of all pieces.
-    _starts: np.ndarray = dataclasses.field(init=False, repr=False)
-    _sizes: np.ndarray = dataclasses.field(init=False, repr=False)
-    _begins: np.ndarray = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.seq < 1:
             raise ValueError(f"`seq` is {self.seq}; it must be a whole number of at least 1.")
-        starts, sizes = _pieces(self.documents.offsets, self.seq)
-        if not len(starts):
+        if not len(_index_of(self.documents, self.seq).starts):
             raise ValueError(f"too few tokens: none of {len(self.documents)} documents has two.")
-        rows = best_fit(sizes, self.seq)
-        order = np.argsort(rows, kind="stable")
-        counts = np.bincount(rows)
-        object.__setattr__(self, "_starts", starts[order])
-        object.__setattr__(self, "_sizes", sizes[order])
-        object.__setattr__(self, "_begins", np.concatenate([[0], np.cumsum(counts)]))
 
     def __len__(self) -> int:
-        return len(self._begins) - 1
+        return len(_index_of(self.documents, self.seq).begins) - 1
 
     @property
     def kinds(self) -> dict[str, type]:
@@ -64,23 +54,18 @@ class Packed(Rows):
     def digest(self) -> str:
         """Of the index; equal where rows hold the same pieces in the same places."""
         digest = hashlib.blake2b(f"{self.seq}".encode(), digest_size=16)
-        for array in (self._starts, self._sizes, self._begins):
+        for array in _index_of(self.documents, self.seq):
             digest.update(array.astype("<i8"))
         return digest.hexdigest()
-
-    @property
-    def filled(self) -> float:
-        """The share of places that is not padding."""
-        return float(self._sizes.sum(dtype=np.int64) / (len(self) * self.seq))
 
     def cut(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
         shape = (len(numbers), self.seq)
         tokens, targets, segments = np.zeros(shape, np.int32), np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
-        source, answers = self.documents.tokens, self.documents.answers
+        source, answers, index = self.documents.tokens, self.documents.answers, _index_of(self.documents, self.seq)
         for row, number in enumerate(numbers):
-            place, (first, last) = 0, self._begins[number : number + 2]
+            place, (first, last) = 0, index.begins[number : number + 2]
             for segment, (start, size) in enumerate(
-                zip(self._starts[first:last].tolist(), self._sizes[first:last].tolist(), strict=True)
+                zip(index.starts[first:last].tolist(), index.sizes[first:last].tolist(), strict=True)
             ):
                 here = slice(place, place + size)
                 tokens[row, here] = source[start : start + size]
@@ -91,6 +76,34 @@ class Packed(Rows):
                 place += size
             segments[row, place:] = last - first
         return {"tokens": tokens, "targets": targets, "segment_ids": segments}
+
+
+class _Index(NamedTuple):
+    """Which pieces of documents make a row.
+
+    Attributes:
+        starts: `(P,)` int64, the first token of each piece, in the order of rows.
+        sizes: `(P,)` int64, places of each piece.
+        begins: `(R + 1,)` int64, the first piece of each row, and the number of all pieces.
+    """
+
+    starts: np.ndarray
+    sizes: np.ndarray
+    begins: np.ndarray
+
+
+# Of documents as long as they live, by `seq`: made once for all rows of them.
+_INDICES: weakref.WeakKeyDictionary[Documents, dict[int, _Index]] = weakref.WeakKeyDictionary()
+
+
+def _index_of(documents: Documents, seq: int) -> _Index:
+    indices = _INDICES.setdefault(documents, {})
+    if seq not in indices:
+        starts, sizes = _pieces(documents.offsets, seq)
+        rows = best_fit(sizes, seq)
+        order = np.argsort(rows, kind="stable")
+        indices[seq] = _Index(starts[order], sizes[order], np.append(0, np.cumsum(np.bincount(rows))))
+    return indices[seq]
 
 
 def _pieces(offsets: np.ndarray, seq: int) -> tuple[np.ndarray, np.ndarray]:
@@ -130,7 +143,8 @@ def best_fit(sizes: np.ndarray, room: int) -> np.ndarray:
                 rows_with[left] = []
             rows_with[left].append(rows)
 
-    for size, pieces in zip((-distinct).tolist(), np.split(order, begins[1:]), strict=True):
+    groups = np.split(order, begins[1:]) if len(order) else []
+    for size, pieces in zip((-distinct).tolist(), groups, strict=True):
         while len(pieces):
             at = bisect.bisect_left(rooms, size)
             if at < len(rooms):

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..._foreign import open_regular
 from ._documents import Documents
+from ._files import suffix_of
 from ._tokens import Tokenizer
 
 # Dtypes of ids that a file may have, and `--token-dtype` may state.
@@ -37,7 +38,7 @@ def read_tokens(path: Path, tokenizer: Tokenizer, dtype: str | None = None) -> D
     try:
         with open_regular(path):
             pass
-        tokens = _array(path) if path.resolve().suffix.lower() == ".npy" else _binary(path, dtype)
+        tokens = _array(path) if suffix_of(path) == ".npy" else _binary(path, dtype)
     except OSError as error:
         raise ValueError(f"`data` {path} cannot be read: {error.strerror or error}. Check its permissions.") from error
     except ValueError as error:

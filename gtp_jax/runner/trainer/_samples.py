@@ -39,7 +39,8 @@ class Samples:
     def of(self, state: TrainState) -> str:
         """Returns a text of the model in this state. Every process must call this."""
         job, tokenizer = self._job, self._job.corpus.tokenizer
-        begin = np.asarray(job.corpus.held_out[0].tokens[:_PROMPT_TOKENS], np.int64)
+        held_out = next(one.tokens for one in job.corpus.held_out if len(one.tokens))
+        begin = np.asarray(held_out[:_PROMPT_TOKENS], np.int64)
         ends = np.flatnonzero(begin == tokenizer.separator)
         prompt = begin[: ends[0]] if ends.size and ends[0] else begin
         options = {"temperature": _TEMPERATURE, "seed": job.config.seed}
