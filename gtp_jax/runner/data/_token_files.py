@@ -82,7 +82,9 @@ def bytes_of(tokens: np.ndarray, tokenizer: Tokenizer) -> float:
 def _array(path: Path) -> np.ndarray:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, SyntaxError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # a forged header raises whatever Python does with it
         raise ValueError(f"it cannot be read ({error}). Write it with numpy.save.") from error
     if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
         what = f"{array.dtype} of shape {array.shape}" if isinstance(array, np.ndarray) else "several arrays"
