@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import resource
+
 import numpy as np
 import pytest
 
-from gtp_jax.runner.data import BYTES, load_corpus, load_source, read_text, tokens_of
+from gtp_jax.runner.data import BYTES, Documents, Packed, Windows, load_corpus, load_source, read_text, tokens_of
 from gtp_jax.runner.data._token_files import read_tokens
 
 TOKENS = np.random.default_rng(0).integers(1, 256, 4000)
@@ -40,6 +42,18 @@ def test_an_array_is_mapped_and_its_documents_end_with_the_separator(tmp_path, d
 def test_a_binary_file_has_the_dtype_that_is_stated_or_in_its_header(tmp_path, content, dtype):
     (tmp_path / "a.bin").write_bytes(content)
     np.testing.assert_array_equal(read_tokens(tmp_path / "a.bin", BYTES, dtype).tokens, TOKENS)
+
+
+def test_a_row_reads_its_own_tokens_alone(tmp_path):
+    size = 1 << 35  # bytes, of which the file system stores none
+    with (tmp_path / "a.bin").open("wb") as file:
+        file.truncate(size)
+    tokens = np.memmap(tmp_path / "a.bin", np.uint8, "r")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    packed = Packed(Documents(tokens, np.asarray([0, 1 << 34, size])), 1 << 16, seed=1)
+    for rows in (Windows(tokens, 1 << 16), packed):
+        assert rows.rows(np.asarray([0, 10**9]))["targets"].shape == (2, 1 << 16)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
 
 
 def test_the_last_documents_are_held_out_and_nothing_is_copied(tmp_path):

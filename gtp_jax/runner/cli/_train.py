@@ -25,6 +25,7 @@ _EXAMPLES = """\
 examples:
   gtp-jax train                                   see it work
   gtp-jax train --data books/ notes.txt           on text of your own
+  gtp-jax train --data books:0.7 posts.jsonl:0.3  rows of text and of JSON lines, mixed
   gtp-jax train --resume                          go on as if never stopped, data order included
   gtp-jax train --resume --step 100               go on from an earlier step; later ones are set aside
   gtp-jax train --gtp 2 --tp 2 --microbatches 4   on 4 devices
