@@ -64,7 +64,9 @@ def test_a_field_of_another_name_is_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{'text': 1}", r"line 3: it is no JSON \(Expecting property name.*\)\. Write an object a line"),
+        ("{'text': 1}", r"line 3: it is no JSON \(Expecting property name.* at column 2\)\. Write an"),
+        ('{"text": ', r"line 3: it is no JSON \(Expecting value at column 10\)\. Write an"),
+        ("1" * 5000, r"line 3: it is no JSON \(Exceeds the limit"),
         ('["text"]', r"line 3: it holds \['text'\], and must be an object"),
         ('{"text": 5}', r"line 3: the field 'text' is 5, and must be text"),
         ('{"text": null}', r"line 3: the field 'text' is None, and must be text"),

@@ -100,12 +100,14 @@ def as_document(text: Any, field: str) -> bytes:
 
 def _record(line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line.decode())
+        record = json.loads(line.decode().rstrip("\r\n"))
     except UnicodeDecodeError as error:
         raise ValueError(f"byte 0x{line[error.start]:02x} is not UTF-8. Convert the file.") from error
     except RecursionError:
         raise ValueError("it has too many levels of lists and objects. Leave it out.") from None
-    except ValueError as error:
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is no JSON ({error.msg} at column {error.colno}). Write an object a line.") from error
+    except ValueError as error:  # a number of too many digits
         raise ValueError(f"it is no JSON ({error}). Write an object a line.") from error
     if not isinstance(record, dict):
         raise ValueError(f"it holds {brief(record)}, and must be an object. Write an object a line.")
