@@ -1,5 +1,11 @@
 """Reference models, a folder a family."""
 
+from ._evaluation import AveragedState as AveragedState
+from ._evaluation import EvaluationArray as EvaluationArray
+from ._evaluation import evaluation_arrays as evaluation_arrays
+from ._evaluation import evaluation_weights as evaluation_weights
+from ._evaluation import restore_evaluation_weights as restore_evaluation_weights
+from ._evaluation import saved_evaluation as saved_evaluation
 from ._families import FAMILIES as FAMILIES
 from ._families import PRESETS as PRESETS
 from ._families import build as build

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from ... import hlo
 from ...checkpoint import MAX_FILE_BYTES, Checkpoints
-from ...models import ModelConfig, Origin, build, family_of
+from ...models import ModelConfig, Origin, build, evaluation_weights, family_of
 from ...nn import ModelDef, abstract_model, init
 from ...nonuniform import NonuniformStep, with_whole_sequences
 from ...train import Loss, TrainState, eval_step, never_skip, train_step
@@ -32,6 +32,9 @@ from ._train_flags import TrainConfig, names_file
 from ._watch import Watch
 
 Metrics = dict[str, jax.Array]
+
+# What is evaluated as it is, is returned as it is: without a copy.
+_weights = jax.jit(evaluation_weights)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +77,11 @@ class Job:
     compile_s: float
     memory: hlo.Memory
     origin: Origin = Origin()
+
+    def evaluated_state(self, state: TrainState) -> TrainState:
+        """Returns a state with the weights to evaluate in place of its parameters; of a schedule-free optimizer they
+        take as much memory again, while they are needed."""
+        return dataclasses.replace(state, params=_weights(state.params, state.opt_state))
 
     def loss_on(self, loader: Loader, state: TrainState) -> float:
         """Returns the mean loss over the tokens of the first few batches of a text, the same every time."""

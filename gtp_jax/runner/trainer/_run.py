@@ -40,7 +40,7 @@ from ._peers import Peers
 from ._progress import Progress
 from ._recorder import Recorder
 from ._report import heading, next_commands, report
-from ._start import check_recipe_fits, check_same_model, started_from, vocab_size_of
+from ._start import check_recipe_fits, check_same_model, check_same_optimizer, started_from, vocab_size_of
 from ._train_flags import TrainConfig
 from ._watch import Supervision
 
@@ -187,6 +187,7 @@ def resolve(settings: Mapping[str, Any], *, resume: bool, force: bool) -> tuple[
             raise ValueError("`from` is for a new run; a resumed one has its parameters. Leave out --from or --resume.")
         config = from_settings(TrainConfig, {**settings_of(before), **settings, "out": out})
         check_same_model(before, config, settings)
+        check_same_optimizer(before, config)
         changes = config.changes(before)
     else:
         config = from_settings(TrainConfig, started_from(settings))

@@ -23,6 +23,7 @@ from ...models import (
     config_of,
     opened,
     preset_of,
+    restore_evaluation_weights,
     saved_architecture,
 )
 from ...nn import abstract_model
@@ -189,6 +190,32 @@ def check_same_model(before: TrainConfig, config: TrainConfig, settings: Mapping
         )
 
 
+def check_same_optimizer(before: TrainConfig, config: TrainConfig) -> None:
+    """Checks that a run goes on with its optimizer, whose state the checkpoint has.
+
+    Raises:
+        ValueError: naming what differs.
+    """
+    lines, given = [], []
+    if before.optimizer != config.optimizer:
+        lines.append(f"  its optimizer is {before.optimizer}, not {config.optimizer}")
+        given.append("--optimizer")
+    if (before.average is None) != (config.average is None):
+        lines.append(
+            f"  it averages no weights, and average is {config.average}"
+            if before.average is None
+            else "  it averages weights, and average is not given"
+        )
+        given.append("--average")
+    if lines:
+        raise ValueError(
+            "a resumed run keeps its optimizer, and these contradict it:\n"
+            + "\n".join(lines)
+            + f"\nLeave {' and '.join(given)} as the run has it, or start another run from its weights, with --from "
+            "and another --out."
+        )
+
+
 def _flags() -> dict[str, str]:
     """Returns the flags of a run by the names of their fields."""
     return {field.name: flag_of(field) for field in knobs(TrainConfig)}
@@ -210,7 +237,8 @@ def check_recipe_fits(quantization: Quantization, model: ModelConfig, mesh: Mesh
 
 
 def start_from(directory: Path, state_like: Any, tokenizer: str | None) -> tuple[dict[str, Any], Origin]:
-    """Returns the parameters of the latest step there, on the shardings of a state's, and their origin.
+    """Returns the weights that the latest step there is evaluated with, on the shardings of a state's parameters, and
+    their origin.
 
     The origin keeps its tokenizer only if it is the one that the run's text is read with; otherwise a message says what
     is left out.
@@ -223,7 +251,7 @@ def start_from(directory: Path, state_like: Any, tokenizer: str | None) -> tuple
     checkpoints = _open(directory)
     content = checkpoints.manifest()
     step, where = content["step"], f"the checkpoint in {directory}"
-    params = checkpoints.restore_params(state_like, step)
+    params = restore_evaluation_weights(checkpoints, state_like, content)
     origin = Origin.of(content["extra"], checkpoints.files(step), where)
     if tokenizer is None or not origin.has_tokenizer or _is_of(origin, tokenizer):
         return params, origin

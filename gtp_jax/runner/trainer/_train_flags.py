@@ -44,8 +44,11 @@ _PRESET = "tiny"
 # What `tokenizer` is if every byte is a token; also what it is if nothing is said.
 BYTE_TOKENS = "bytes"
 
+# The optimizer that averages weights in place of a schedule.
+_SCHEDULE_FREE = "schedule-free"
+
 # What the default learning rate is multiplied by, for each optimizer: Lion's updates are signs, larger than Adam's.
-_LR_FACTORS = {"adamw": 1.0, "lion": 0.2, "adafactor": 1.0, "muon": 1.0}
+_LR_FACTORS = {"adamw": 1.0, "lion": 0.2, "adafactor": 1.0, "muon": 1.0, _SCHEDULE_FREE: 1.0}
 
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
@@ -132,17 +135,27 @@ class TrainConfig:
     optimizer: str = knob(
         "adamw",
         "training",
-        "the optimizer; muon takes the matrices of each layer, and AdamW the rest",
+        "the optimizer; muon takes the matrices of each layer, and AdamW the rest; schedule-free averages AdamW's "
+        "weights in place of a schedule",
         kind=str,
         choices=tuple(_LR_FACTORS),
     )
-    schedule: str = knob(
-        "cosine",
+    schedule: str | None = knob(
+        None,
         "training",
         "the learning rate after the warm-up: down to a tenth along a cosine or a line, in the last fifth of the steps "
-        "(wsd: warm-up, stable, decay), or constant",
+        "(wsd: warm-up, stable, decay), or constant (default: cosine, with schedule-free constant)",
         kind=str,
         choices=SCHEDULES,
+    )
+    average: float | None = knob(
+        None,
+        "training",
+        "evaluate an average of the weights over the steps, in which a step counts this much less with each one behind "
+        "it, 0.999 for instance; samples, exports and `gtp-jax generate` take it too (default: the weights themselves)",
+        kind=float,
+        above=0,
+        metavar="DECAY",
     )
     lr: float | None = knob(
         None,
@@ -223,6 +236,18 @@ class TrainConfig:
         if self.preset is None and self.from_ is None:
             object.__setattr__(self, "preset", _PRESET)
         self.base  # noqa: B018  checks that sizes and experts fit one another
+        if self.average is not None and self.average >= 1:
+            raise ValueError(f"`average` is {self.average}; it must be a number between 0 and 1, such as 0.999.")
+        if self.optimizer == _SCHEDULE_FREE and self.schedule not in (None, "constant"):
+            raise ValueError(
+                f"`schedule` is {self.schedule!r}, and `optimizer` schedule-free, which averages weights in place of a "
+                "schedule. Leave --schedule out, or take another --optimizer."
+            )
+        if self.optimizer == _SCHEDULE_FREE and self.average is not None:
+            raise ValueError(
+                f"`average` is {self.average}, and `optimizer` schedule-free, which averages weights itself. Leave "
+                "--average out, or take another --optimizer."
+            )
         if self.weight_decay < 0:
             raise ValueError(f"`weight_decay` is {self.weight_decay}; it must be a number of at least 0.")
         if self.warmup is not None and self.warmup >= self.steps:
@@ -328,6 +353,11 @@ class TrainConfig:
         if self.lr is not None:
             return self.lr
         return _LR_FACTORS[self.optimizer] * default_lr(self.base.hidden_size)
+
+    @property
+    def schedule_by_name(self) -> str:
+        """The learning rate's schedule."""
+        return self.schedule or ("constant" if self.optimizer == _SCHEDULE_FREE else "cosine")
 
     @property
     def warmup_steps(self) -> int:
