@@ -16,7 +16,7 @@ from ._grouped_calls import grouped_product as grouped_product
 from ._grouped_calls import take as take
 from ._grouped_calls import transpose as transpose
 from ._library import REBUILD as REBUILD
+from ._library import code_for as code_for
 from ._library import describe as describe
 from ._library import has as has
-from ._library import has_machine_code as has_machine_code
 from ._library import is_built as is_built

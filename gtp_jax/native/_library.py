@@ -7,11 +7,14 @@ import importlib
 import importlib.metadata
 import pathlib
 import re
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from ..formats import FORMATS
+
+# What a GPU can run of the kernels: code that was compiled for it, code that its driver translates, or nothing.
+Code = Literal["machine code", "PTX", "none"]
 
 _MODULE = f"{__package__}._native"
 REBUILD = "pip install --force-reinstall --no-deps gtp_jax, or `pip install -e .` in a checkout"
@@ -78,15 +81,29 @@ def has(target: str, platform: str) -> bool:
     return library is not None and target in library.handlers()[platform]
 
 
-def has_machine_code(capability: str) -> bool:
-    """Returns whether the kernels were compiled to machine code for a GPU. If not, its driver compiles their PTX.
+def code_for(capability: str) -> Code:
+    """Returns in which form the kernels have code that a GPU can run.
+
+    Machine code runs on GPUs of its own major capability, of its minor one and later. A driver translates PTX for its
+    own capability and later. With the suffix `a` both are for their own capability alone, with `f` for their major one.
 
     Args:
-        capability: the compute capability of the GPU, such as `"9.0"`.
+        capability: the GPU's compute capability, such as `"9.0"`.
     """
-    library, number = _library(), capability.replace(".", "")
-    built = library.cuda_architectures.split() if library is not None else []
-    return any(re.fullmatch(rf"{number}[af]?(-real)?", name) for name in built)
+    library, found = _library(), False
+    major, minor = (int(part) for part in capability.split("."))
+    for name in library.cuda_architectures.split() if library is not None else ():
+        parts = re.fullmatch(r"(\d+)(\d)([af]?)(-real|-virtual)?", name)
+        if parts is None:
+            continue
+        own, suffix = (int(parts[1]), int(parts[2])), parts[3]
+        same = own == (major, minor)
+        of_family = own[0] == major and own[1] <= minor
+        if parts[4] != "-virtual" and (same if suffix == "a" else of_family):
+            return "machine code"
+        if parts[4] != "-real" and (same if suffix == "a" else of_family if suffix else own <= (major, minor)):
+            found = True
+    return "PTX" if found else "none"
 
 
 def describe() -> str:
