@@ -53,7 +53,6 @@ class Job:
         loss: of the model's family.
         place: where the run begins, or goes on.
         step: the compiled step, `(state, batch, skip) -> (state, metrics)`.
-        programs: of which it consists, by what they are, those that communicate.
         evaluate: the evaluation of one batch.
         compile_s: seconds it took to compile the step.
         memory: bytes a device.
@@ -72,7 +71,6 @@ class Job:
     loss: Loss
     place: Place
     step: Callable[[TrainState, Any, jax.Array], tuple[TrainState, Metrics]]
-    programs: dict[str, jax.stages.Compiled]
     evaluate: Callable[[TrainState, Any], Metrics]
     compile_s: float
     memory: hlo.Memory
@@ -225,7 +223,6 @@ def compile_step(
         loss=loss,
         place=place or Place(0, 0),
         step=run,
-        programs=programs,
         evaluate=evaluation,
         compile_s=time.perf_counter() - began,
         memory=_memory(programs, state),

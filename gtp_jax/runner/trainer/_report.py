@@ -11,8 +11,10 @@ from jax.sharding import Mesh
 from ... import hlo
 from ..._foreign import printable
 from ...hlo import columns
+from ...inspect import InspectOptions
 from ...models import ModelConfig
 from ..data import DOCUMENTS, Corpus, bits_per_byte, tokens_of
+from ..flags import flag_of, knobs, settings_of
 from ._account import goodput
 from ._job import Job
 from ._log import Record, loss_key
@@ -57,17 +59,13 @@ def report(job: Job, outcome: Outcome, records: list[Record], unigram: float, ca
         unigram: entropy of single tokens, in nats a token.
         causes: seconds of all attempts by cause.
     """
-    parts = [columns(("result", ""), _result(job, outcome, records, unigram))]
+    parts = [_times(causes), job.memory.table(), columns(("result", ""), _result(job, outcome, records, unigram))]
     if outcome.sample:
         parts.append(f"what the model writes\n\n{block(outcome.sample)}")
-    parts += [_times(causes), job.memory.table()]
-    for name, program in job.programs.items():
-        collectives = hlo.collectives(str(program.as_text()))
-        parts.append(f"collectives of {name}\n\n{hlo.table(collectives)}")
     return "\n\n".join(parts)
 
 
-def next_commands(root: Path, config: TrainConfig) -> str:
+def next_commands(root: Path, config: TrainConfig, mesh: Mesh) -> str:
     """Returns what can be done with a run that has ended, a command a line."""
     run = shlex.quote(str(root))
     prompt = shlex.quote("The " if config.data else "def ")
@@ -76,8 +74,24 @@ def next_commands(root: Path, config: TrainConfig) -> str:
         (f"gtp-jax train --resume --out {run} --steps {2 * config.steps}", "train on, as many steps again"),
         (f"gtp-jax convert export {run} {shlex.quote(f'{root}-hf')}", "weights for Hugging Face's tools"),
     ]
+    if not config.faults.any:
+        rows.append((f"gtp-jax inspect {_inspected(config, mesh)}", "what a step communicates, in bfloat16"))
     width = max(len(command) for command, _ in rows)
     return "\n".join(["", "next:", *(f"  {command:{width}}   {what}" for command, what in rows)])
+
+
+def _inspected(config: TrainConfig, mesh: Mesh) -> str:
+    """Returns the flags with which `gtp-jax inspect` compiles a run's step."""
+    settings, words = {**settings_of(config), **mesh.shape}, []
+    for field in knobs(InspectOptions):
+        value = settings.get(field.name)
+        if value is None or value == field.default:
+            continue
+        if isinstance(value, bool):
+            words.append(flag_of(field) if value else f"--no-{flag_of(field).removeprefix('--')}")
+        else:
+            words += [flag_of(field), *map(str, value if isinstance(value, tuple) else (value,))]
+    return shlex.join(words)
 
 
 def _times(causes: dict[str, float]) -> str:

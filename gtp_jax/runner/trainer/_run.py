@@ -283,7 +283,7 @@ def _train(
             why = "" if interrupt.saves else "; saving would not fit --grace, so that it was not saved"
             say(f"stopped by a signal after step {outcome.step}{why}. {directory.how_to_resume()}", flush=True)
         else:
-            say(next_commands(directory.root, config), flush=True)
+            say(next_commands(directory.root, config, meshes.mesh), flush=True)
     return DONE if outcome.signal is None else of_signal(outcome.signal)
 
 
