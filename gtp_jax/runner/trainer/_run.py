@@ -41,6 +41,7 @@ from ._progress import Progress
 from ._recorder import Recorder
 from ._report import heading, next_commands, report
 from ._start import check_recipe_fits, check_same_model, check_same_optimizer, started_from, vocab_size_of
+from ._tracker import check_trackers
 from ._train_flags import TrainConfig
 from ._watch import Supervision
 
@@ -191,6 +192,7 @@ def resolve(settings: Mapping[str, Any], *, resume: bool, force: bool) -> tuple[
         changes = config.changes(before)
     else:
         config = from_settings(TrainConfig, started_from(settings))
+    check_trackers(config.log_to)
     if not config.faults.any:
         names = {field.name for field in knobs(Faults)}
         from_settings(Faults, {name: settings[name] for name in names & settings.keys()}).check_healthy()

@@ -32,6 +32,7 @@ from ..flags import (
     settings_of,
 )
 from ._divergence import Divergence
+from ._tracker import TRACKERS
 
 # the default number without a GPU, unless degrees require another
 VIRTUAL_DEVICES = 8
@@ -213,6 +214,15 @@ class TrainConfig:
     sample_tokens: int = knob(
         96, "output", "tokens that the model writes at each evaluation, to be read; 0 for none", least=0, metavar="N"
     )
+    log_to: tuple[str, ...] = knob(
+        (),
+        "output",
+        "write what log.jsonl has for TensorBoard (to tensorboard/ in --out) or Weights & Biases (to wandb/, offline "
+        "unless WANDB_MODE says otherwise) too; without a name: no more, of a resumed run",
+        kind=str,
+        choices=TRACKERS,
+        nargs="*",
+    )
     save_every: int = knob(50, "output", "steps between checkpoints", metavar="N")
     keep: int = knob(3, "output", "checkpoints to keep, the latest ones", metavar="N")
     keep_best: int = knob(
@@ -229,8 +239,9 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        as_tuple(self, "data", "eval_data")
+        as_tuple(self, "data", "eval_data", "log_to")
         check_knobs(self)
+        object.__setattr__(self, "log_to", tuple(dict.fromkeys(self.log_to)))
         if self.eval_data and not self.eval_every:
             raise ValueError("`eval_every` is 0, so that nothing is evaluated. Leave --eval-data out, or give another.")
         if self.preset is None and self.from_ is None:
