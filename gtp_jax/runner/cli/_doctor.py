@@ -145,12 +145,12 @@ def _kernels() -> Finding:
 
 
 def _extras() -> Iterator[Finding]:
-    tokenizers = _installed("tokenizers")
-    if tokenizers:
-        yield Finding("tokenizers", "ok", tokenizers)
-    else:
-        remedy = 'pip install "gtp_jax[tokenizers]", for --tokenizer; without, every byte is a token'
-        yield Finding("tokenizers", "optional", "not installed", remedy)
+    uses = {"tokenizers": ("tokenizers", "--tokenizer; without, every byte is a token"), "jinja2": ("chat", "--chat")}
+    for package, (extra, use) in uses.items():
+        if version := _installed(package):
+            yield Finding(package, "ok", version)
+        else:
+            yield Finding(package, "optional", "not installed", f'pip install "gtp_jax[{extra}]", for {use}')
     missing = hlo.missing_packages()
     if missing:
         remedy = 'pip install "gtp_jax[target]", for `gtp-jax inspect --target`; some 700 MB'
