@@ -23,6 +23,7 @@ from ._hf_tensor import array_shapes as array_shapes
 from ._load import config_of as config_of
 from ._load import load as load
 from ._load import opened as opened
+from ._origin import CHAT_TEMPLATE_FILE as CHAT_TEMPLATE_FILE
 from ._origin import END_TOKEN as END_TOKEN
 from ._origin import ORIGIN_FILES as ORIGIN_FILES
 from ._origin import TOKENIZER_FILE as TOKENIZER_FILE

@@ -195,8 +195,23 @@ def test_the_template_of_a_model_is_in_its_own_file_or_in_one_of_two_others(tmp_
     # a file that is named, with the special tokens beside it
     (tmp_path / "tokenizer_config.json").write_bytes(content)
     (tmp_path / "mine.jinja").write_text("{{ messages[-1].content }}{{ eos_token }}{{ eos_token }}")
-    assert named_template(tmp_path / "tokenizer_config.json").ending == "<end>"
-    assert named_template(tmp_path / "mine.jinja").ending == "<end><end>"
+    assert named_template(tmp_path / "tokenizer_config.json", {}).ending == "<end>"
+    named = named_template(tmp_path / "mine.jinja", {"tokenizer_config.json": b'{"eos_token": "another"}'})
+    assert named.ending == "<end><end>"
+    # which the whole template says itself
+    assert ChatTemplate(named.whole, None, "it").text(MESSAGES) == named.text(MESSAGES)
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert named_template(tmp_path / "mine.jinja", {"tokenizer_config.json": content}).ending == "<end><end>"
+    with pytest.raises(ValueError, match="mine.jinja writes eos_token, and nothing says what that is"):
+        named_template(tmp_path / "mine.jinja", {})
+
+
+def test_a_special_token_of_any_characters_is_kept_in_the_whole_template():
+    tokens = {"eos_token": "<｜\"\\n'😀▁｜>", "unk_token": "?"}
+    one = ChatTemplate("  {% if true %}{{ messages[-1].content }}{% endif %}\n{{ eos_token }}", tokens, "it")
+    whole = ChatTemplate(one.whole, None, "it")
+    assert whole.text([QUESTION]) == one.text([QUESTION]) and whole.ending == one.ending == tokens["eos_token"]
+    assert "unk_token" not in one.whole
 
 
 @pytest.mark.parametrize(
@@ -214,7 +229,7 @@ def test_a_file_that_is_no_template_is_named(tmp_path, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError) as caught:
-        named_template(tmp_path / name)
+        named_template(tmp_path / name, {})
     assert message in str(caught.value) and "`chat_template` " in str(caught.value)
 
 

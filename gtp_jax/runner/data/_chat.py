@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..._foreign import brief
-from ._chat_template import ChatTemplate
+from ._chat_template import ChatTemplate, Rendered
+from ._documents import Documents
+from ._lines import JsonLines
 from ._tokens import Tokenizer
 
 MESSAGES = "messages"
 _TOOLS = "tools"
-# The form of ShareGPT.
-_OTHER = "conversations"
 
 # Conversations handed to the tokenizer's threads at a time.
 _CHUNK = 256
@@ -23,62 +26,127 @@ _CHUNK = 256
 _MAX_CHARACTERS = 1 << 24
 
 
-class Encoded(NamedTuple):
-    """A conversation as tokens.
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    """How conversations become tokens.
 
     Attributes:
-        tokens: `(n,)` ids.
-        answers: `(n,)` uint8, 1 for tokens of answers and for what ends these.
-    """
-
-    tokens: np.ndarray
-    answers: np.ndarray
-
-
-def encoded(
-    records: Iterable[tuple[str, Any]], template: ChatTemplate, tokenizer: Tokenizer, *, answers_only: bool
-) -> Iterator[Encoded]:
-    """Yields conversations as tokens.
-
-    Args:
-        records: where each is, for messages, and what is there: an object with `messages`, and perhaps `tools`.
         template: writes them as text.
         tokenizer: of the text.
-        answers_only: find the answers; otherwise every token counts as one.
+        answers_only: whether the loss counts the answers alone, and not all of the text.
+    """
+
+    template: ChatTemplate
+    tokenizer: Tokenizer
+    answers_only: bool
+
+    def document(self, record: Mapping[str, Any]) -> bytes:
+        """Returns a conversation as text with the places of its answers: a document for `documents`.
+
+        Args:
+            record: an object with `messages`, and perhaps `tools`.
+
+        Raises:
+            ValueError: if it is no conversation, has no answer, has the text of a special token in a message, or if the
+                template refuses it.
+        """
+        messages, tools = conversation_of(record)
+        self._check_reserved(messages)
+        found = (self.template.conversation if self.answers_only else self.template.text)(messages, tools)
+        if len(found.text) > _MAX_CHARACTERS:
+            raise ValueError(f"it has more than {_MAX_CHARACTERS} characters, which is the most. Leave it out.")
+        try:
+            found.text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"it has half a character, U+{ord(found.text[error.start]):04X}. Correct it.") from error
+        return json.dumps(found).encode()
+
+    def read(self, files: Iterable[Path]) -> list[bytes]:
+        """Returns the conversations of JSON lines, documents for `documents`.
+
+        Raises:
+            ValueError: naming a file and its line, as `document`.
+        """
+        return [one for file in files for one in JsonLines(file, self.document)]
+
+    def documents(self, conversations: Iterable[bytes]) -> Documents:
+        """Returns the tokens of conversations, the separator as the last of each, and which of them are answers."""
+        tokens, masks = [], []
+        for batch in itertools.batched(conversations, _CHUNK):
+            rendered = [Rendered(*json.loads(one)) for one in batch]
+            for one, (ids, places) in zip(rendered, self.tokenizer.marked([r.text for r in rendered]), strict=True):
+                ended = len(ids) > 0 and ids[-1] == self.tokenizer.separator  # by the template
+                tokens.append(ids if ended else np.append(ids, self.tokenizer.separator))
+                mask = _within(places, one.answers).astype(np.uint8)
+                masks.append(mask if ended else np.append(mask, np.uint8(0)))
+        return Documents.of(tokens, self.tokenizer.dtype, masks if self.answers_only else None)
+
+    def bytes_of(self, conversations: Iterable[bytes]) -> int:
+        """Returns the size of the text that the loss counts."""
+        found = (Rendered(*json.loads(one)) for one in conversations)
+        parts = ([r.text[begin:end] for begin, end in r.answers] if self.answers_only else [r.text] for r in found)
+        return sum(len(text.encode()) for texts in parts for text in texts)
+
+    def prompt(self, question: str) -> list[int]:
+        """Returns the tokens that an answer to a question continues.
+
+        Raises:
+            ValueError: if it has the text of a special token, or the template refuses it.
+        """
+        messages = [{"role": "user", "content": question}]
+        self._check_reserved(messages)
+        ((tokens, _),) = self.tokenizer.marked([self.template.prompt(messages)])
+        return tokens.tolist()
+
+    @property
+    def ends(self) -> list[int]:
+        """The special token that ends an answer, if it is one."""
+        ending = self.template.ending.lstrip()
+        return [token for text, token in self.tokenizer.special.items() if ending.startswith(text)]
+
+    def _check_reserved(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Refuses messages that would end a turn, or begin another one, in their midst.
+
+        Raises:
+            ValueError: naming the first.
+        """
+        reserved = (*self.tokenizer.special, self.template.ending, "\0")
+        for number, message in enumerate(messages, 1):
+            for text in _texts(message):
+                if found := next((token for token in reserved if token in text), None):
+                    raise ValueError(
+                        f"turn {number} has {brief(found)} in its text, which separates turns or documents. Write it "
+                        "otherwise, or leave it out."
+                    )
+
+
+def holds_conversations(path: Path, text_field: str) -> bool:
+    """Returns whether a file of JSON lines is one for `Chat`: its first record has `messages`, and no text or they are
+    what is asked for.
+
+    Args:
+        path: of the file.
+        text_field: of records that hold a text.
 
     Raises:
-        ValueError: naming the record that is no conversation, has no answer, has the text of a special token in a
-            message, or that the template refuses.
+        ValueError: if the file cannot be read.
     """
-    reserved = (*tokenizer.special, template.ending)
-    for batch in itertools.batched(records, _CHUNK):
-        rendered = []
-        for where, record in batch:
-            try:
-                messages, tools = conversation_of(record)
-                _check_reserved(messages, reserved)
-                rendered.append((template.conversation if answers_only else template.text)(messages, tools))
-                if len(rendered[-1].text) > _MAX_CHARACTERS:
-                    raise ValueError(f"it has more than {_MAX_CHARACTERS} characters, which is the most. Shorten it.")
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from error
-        for one, (tokens, places) in zip(rendered, tokenizer.marked([one.text for one in rendered]), strict=True):
-            mask = np.zeros(len(tokens), np.uint8) if answers_only else np.ones(len(tokens), np.uint8)
-            for begin, end in one.answers:
-                mask |= (places[:, 0] < end) & (places[:, 1] > begin)
-            yield Encoded(tokens, mask)
+
+    def is_one(record: Mapping[str, Any]) -> bytes:
+        return b"1" if MESSAGES in record and (text_field == MESSAGES or text_field not in record) else b""
+
+    lines = JsonLines(path, is_one)
+    return len(lines) > 0 and bool(lines[0])
 
 
-def conversation_of(record: Any) -> tuple[Sequence[Mapping[str, Any]], Sequence[Any] | None]:
+def conversation_of(record: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, Any]], Sequence[Any] | None]:
     """Returns the messages of a record, and the tools that it offers.
 
     Raises:
         ValueError: saying what is missing or has another form.
     """
-    if not isinstance(record, dict) or MESSAGES not in record:
-        there = f"the fields {', '.join(map(brief, record))}" if isinstance(record, dict) else brief(record)
-        convert = "; rename `from` and `value` in it to `role` and `content`" if _OTHER in there else ""
-        raise ValueError(f"it has no `{MESSAGES}`, but {there}{convert}. Give each line an object with `{MESSAGES}`.")
+    if MESSAGES not in record:
+        raise ValueError(f"it has no `{MESSAGES}`, but {', '.join(map(brief, record))}. Give every line `{MESSAGES}`.")
     messages, tools = record[MESSAGES], record.get(_TOOLS)
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"`{MESSAGES}` is {brief(messages)}; it must be a list of at least one message.")
@@ -96,20 +164,17 @@ def conversation_of(record: Any) -> tuple[Sequence[Mapping[str, Any]], Sequence[
     return messages, tools
 
 
-def _check_reserved(messages: Sequence[Mapping[str, Any]], reserved: Sequence[str]) -> None:
-    """Refuses messages that would end a turn, or begin another one, in their midst.
+def _within(places: np.ndarray, spans: Sequence[Sequence[int]]) -> np.ndarray:
+    """Returns which tokens have a character of a span, `(tokens,)` bool.
 
-    Raises:
-        ValueError: naming the first.
+    Args:
+        places: `(tokens, 2)`, the first character of each and the one behind its last.
+        spans: likewise, ascending.
     """
-    for number, message in enumerate(messages, 1):
-        for text in _texts(message):
-            found = next((token for token in reserved if token in text), "\0" if "\0" in text else None)
-            if found is not None:
-                raise ValueError(
-                    f"turn {number} has {brief(found)} in its text, which separates turns or documents. Leave the line "
-                    "out, or write it otherwise."
-                )
+    begins, ends = np.asarray(spans, np.int64).reshape(-1, 2).T
+    # of the spans that begin before a token's end, the last one
+    last = np.searchsorted(begins, places[:, 1], side="left") - 1
+    return (last >= 0) & (places[:, 0] < np.append(ends, 0)[last])
 
 
 def _texts(value: Any) -> Iterator[str]:

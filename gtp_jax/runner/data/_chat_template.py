@@ -51,6 +51,10 @@ class ChatTemplate:
         tokens: texts of special tokens by name, such as `eos_token`; `None` if nothing says what they are.
         where: the template is, for messages.
 
+    Attributes:
+        whole: the template, which says itself what its special tokens are.
+        ending: the text that ends an answer.
+
     Raises:
         ModuleNotFoundError: if Jinja2 is not installed.
         ValueError: if it is no template, uses special tokens that nothing names, cannot write an answer or has nothing
@@ -66,7 +70,7 @@ class ChatTemplate:
                 f'a chat template ({where}) needs Jinja2: `pip install "gtp_jax[chat]"`.'
             ) from error
         environment = _environment()
-        self.source, self.tokens, self._where = source, tokens, where
+        self._tokens, self._where = dict(tokens or {}), where
         try:
             self._template = environment.from_string(source)
             names = meta.find_undeclared_variables(environment.parse(source))
@@ -75,12 +79,17 @@ class ChatTemplate:
                 f"{where} is not a chat template ({error}). Give the chat_template.jinja or the tokenizer_config.json "
                 "of the model."
             ) from error
-        unknown = sorted(name for name in names if name.endswith("_token"))
-        if unknown and tokens is None:
+        used = sorted(name for name in names if name.endswith("_token"))
+        if used and tokens is None:
             raise ValueError(
-                f"{where} writes {' and '.join(unknown)}, and nothing says what that is. Put the tokenizer_config.json "
+                f"{where} writes {' and '.join(used)}, and nothing says what that is. Put the tokenizer_config.json "
                 "that belongs to it beside it, or write the text of the token in the template."
             )
+        known = {name: self._tokens[name] for name in used if name in self._tokens}
+        self.whole = (
+            "".join(f"{{% set {name} = {json.dumps(text, ensure_ascii=False)} %}}\n" for name, text in known.items())
+            + source
+        )
         self._blocks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
         self.ending, self._tail = self._found_ending()
 
@@ -187,25 +196,29 @@ class ChatTemplate:
         given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
         here = {"strftime_now": now.strftime, "_marks": marks}
         try:
-            return self._template.render(**(self.tokens or {}), **given, **here)
+            return self._template.render(**self._tokens, **given, **here)
         except Exception as error:  # a template may raise anything
             turns = f"turns 1 to {len(messages)}" if messages else "an answer as the first turn"
             raise ValueError(f"{self._where} refuses {turns}: {error}") from error
 
 
-def named_template(path: Path) -> ChatTemplate:
-    """Reads a template, or the tokenizer_config.json that has one; special tokens are in that, or in the one beside it.
+def named_template(path: Path, files: Mapping[str, bytes]) -> ChatTemplate:
+    """Reads a template, or a tokenizer_config.json that has one.
+
+    Args:
+        path: of the file. A tokenizer_config.json beside it names special tokens.
+        files: of the model, by name: its tokenizer_config.json names special tokens where none is beside the file.
 
     Raises:
         ModuleNotFoundError: if Jinja2 is not installed.
         ValueError: if it cannot be read, or is none.
     """
-    files = {path.name if path.name.endswith(".json") else TEMPLATE_FILE: _read(path)}
-    beside = path.with_name(TOKENS_FILE)
-    if beside != path and beside.is_file():
-        files[TOKENS_FILE] = _read(beside)
-    if path.name.endswith(".json"):
-        files = {TOKENS_FILE: files[path.name]}
+    beside, content = path.with_name(TOKENS_FILE), _read(path)
+    if path.suffix == ".json":
+        files = {TOKENS_FILE: content}
+    else:
+        tokens = _read(beside) if beside.is_file() else files.get(TOKENS_FILE)
+        files = {TEMPLATE_FILE: content, **({} if tokens is None else {TOKENS_FILE: tokens})}
     template = stored_template(files, f"`chat_template` {path}")
     if template is None:
         raise ValueError(f"`chat_template` {path} has no `chat_template`. Give the chat_template.jinja beside it.")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from ._chat import Chat
 from ._documents import Documents, fingerprint
 from ._mixture import Joined, Mixture
 from ._packed import Packed
@@ -31,7 +32,7 @@ class Source:
         name: of the text.
         train: documents to train on.
         held_out: documents that are not in `train`.
-        held_out_bytes: size of the text of `held_out`.
+        held_out_bytes: size of the text of `held_out` that the loss counts.
         weight: its part in the rows of the run, relative to the other sources'.
     """
 
@@ -49,7 +50,7 @@ class Evaluated:
     Attributes:
         name: of the text.
         documents: its tokens.
-        bytes_per_token: of the text.
+        bytes_per_token: of the text that the loss counts.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Corpus:
         packing: how rows are cut, one of `PACKINGS`.
         unread: what was left out of the text, which older versions of gtp_jax read.
         evaluated: further texts to evaluate on.
+        chat: how its conversations became tokens, if it has any.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Corpus:
     packing: str = STREAM
     unread: tuple[str, ...] = ()
     evaluated: tuple[Evaluated, ...] = ()
+    chat: Chat | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -99,8 +102,8 @@ class Corpus:
 
     @property
     def bytes_per_token(self) -> float:
-        """Of the held-out text."""
-        return sum(source.held_out_bytes for source in self.sources) / max(1, tokens_of(self.held_out))
+        """Of the held-out text that the loss counts."""
+        return sum(source.held_out_bytes for source in self.sources) / max(1, _counted(self.held_out))
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -181,19 +184,19 @@ def load_source(
     held_out: float = 0.05,
     token_dtype: str | None = None,
     weight: float = 1.0,
-    encode: Callable[[Iterable[bytes]], Documents] | None = None,
+    chat: Chat | None = None,
 ) -> Source:
     """Splits a text into documents to train on and documents held out, and turns them into tokens.
 
     Of a file of token ids the last documents are held out.
 
     Args:
-        text: documents, and files of token ids.
+        text: documents, and files of token ids and of conversations.
         tokenizer: how they become tokens.
         held_out: share of the text's bytes, and of each file's tokens, to hold out, at most.
         token_dtype: of `.bin` files that do not say it.
         weight: of the source.
-        encode: how documents become tokens if not as text; they are then not cut, and the smallest is held out where
+        chat: how conversations become tokens, if the text has any. They are not cut: the smallest is held out where
             none is within the share.
 
     Raises:
@@ -203,9 +206,12 @@ def load_source(
         raise ValueError(f"`held_out` is {held_out}; it must be a share between 0 and 1.")
     parts: list[tuple[Documents, Documents, float]] = []
     if len(text.documents):
-        kept, apart = split(text.documents, held_out, cut=encode is None)
-        sides = [(tokenizer.documents if encode is None else encode)(side) for side in (kept, apart)]
-        parts.append((sides[0], sides[1], _bytes(apart)))
+        kept, apart = split(text.documents, held_out)
+        parts.append((tokenizer.documents(kept), tokenizer.documents(apart), _bytes(apart)))
+    if text.chat_files:
+        assert chat is not None
+        kept, apart = split(chat.read(text.chat_files), held_out, cut=False)
+        parts.append((chat.documents(kept), chat.documents(apart), chat.bytes_of(apart)))
     for file in text.token_files:
         before, after = split_tokens(read_tokens(file, tokenizer, token_dtype), held_out)
         parts.append((before, after, bytes_of(after.tokens, tokenizer)))
@@ -213,17 +219,29 @@ def load_source(
     return Source(text.name, trained, apart, sum(sizes), weight)
 
 
-def load_evaluated(text: Text, tokenizer: Tokenizer, *, token_dtype: str | None = None) -> Evaluated:
-    """Turns a text that is evaluated as a whole into tokens."""
+def load_evaluated(
+    text: Text, tokenizer: Tokenizer, *, token_dtype: str | None = None, chat: Chat | None = None
+) -> Evaluated:
+    """Turns a text that is evaluated as a whole into tokens: see `load_source`."""
     parts = [tokenizer.documents(text.documents)] if len(text.documents) else []
     files = [read_tokens(file, tokenizer, token_dtype) for file in text.token_files]
     size = _bytes(text.documents) + sum(bytes_of(one.tokens, tokenizer) for one in files)
-    return Evaluated(text.name, (*parts, *files), size / max(1, tokens_of([*parts, *files])))
+    if text.chat_files:
+        assert chat is not None
+        conversations = chat.read(text.chat_files)
+        parts.append(chat.documents(conversations))
+        size += chat.bytes_of(conversations)
+    return Evaluated(text.name, (*parts, *files), size / max(1, _counted([*parts, *files])))
 
 
 def tokens_of(documents: Sequence[Documents]) -> int:
     """Returns the number of tokens of documents."""
     return sum(len(one.tokens) for one in documents)
+
+
+def _counted(documents: Sequence[Documents]) -> int:
+    """Returns the number of tokens that the loss counts."""
+    return sum(len(one.counted) for one in documents)
 
 
 def _has_row(documents: Documents, packing: str, seq: int) -> bool:

@@ -59,6 +59,11 @@ class Documents:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    @property
+    def counted(self) -> np.ndarray:
+        """The tokens that the loss counts, in their order."""
+        return self.tokens if self.answers is None else self.tokens[self.answers == 1]
+
 
 def fingerprint(*documents: Documents, more: str = "") -> str:
     """Returns a digest of tokens, of which ones the loss counts, and of `more`; equal where all of it is equal.

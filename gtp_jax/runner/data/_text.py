@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._foreign import printable
+from ._chat import holds_conversations
 from ._files import LINES, TABLES, TOKENS, files_in, is_directory, read_file, suffix_of
 from ._lines import JsonLines, text_in
 from ._tables import is_saved, read_parquet, read_saved
@@ -34,6 +35,7 @@ class Text:
         skipped: files of a directory that were left out because they are not UTF-8 text.
         unread: what else was left out, which older versions of gtp_jax read as text: for people.
         token_files: files of token ids, beside the documents.
+        chat_files: files of conversations, likewise.
         records: whether documents are of records, each a text of its own, and not of files alone.
     """
 
@@ -42,6 +44,7 @@ class Text:
     skipped: int = 0
     unread: tuple[str, ...] = ()
     token_files: tuple[Path, ...] = ()
+    chat_files: tuple[Path, ...] = ()
     records: bool = False
 
     @property
@@ -60,7 +63,8 @@ def read_text(
     """Reads files and, recursively, directories; the source of the Python standard library if none are given.
 
     A plain text is a document. A file of records (JSON lines, Parquet) holds many, each in a field of a record; so does
-    a directory that the `datasets` package has saved. Files of token ids are named, not read. A directory whose files
+    a directory that the `datasets` package has saved. Files of token ids, and of JSON lines whose first has `messages`
+    and no text, are named, not read. A directory whose files
     of records and ids have most of its bytes is one of them, and its other files are left out with a warning; a
     directory of text is read without its files of records, with a warning too.
 
@@ -102,6 +106,7 @@ class _Reader:
         self._plain: list[bytes] = []  # since the last records
         self._parts: list[Sequence[bytes]] = [self._plain]
         self._token_files: list[Path] = []
+        self._chat_files: list[Path] = []
         self._skipped: list[str] = []
         self._runs: list[str] = []
         self._records: list[str] = []  # left out
@@ -114,7 +119,8 @@ class _Reader:
         unread += [f"{len(self._records)} files of records"] if self._records else []
         unread += [f"the byte order marks of {self._marks} files"] if self._marks else []
         records = len(self._parts) > 1
-        return Text(name, documents, len(self._skipped), tuple(unread), tuple(self._token_files), records)
+        files = tuple(self._token_files), tuple(self._chat_files)
+        return Text(name, documents, len(self._skipped), tuple(unread), *files, records)
 
     def add_file(self, path: Path) -> None:
         kind = suffix_of(path)
@@ -186,6 +192,8 @@ class _Reader:
             self._token_files.append(path)
         elif suffix_of(path) in TABLES:
             self._add_part(path, read_parquet(path, self._field))
+        elif holds_conversations(path, self._field):
+            self._chat_files.append(path)
         else:
             self._add_part(path, JsonLines(path, text_in(self._field)))
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ..data import (
     DOCUMENTS,
     STREAM,
     Corpus,
-    Evaluated,
     Text,
-    Tokenizer,
     load_evaluated,
     load_source,
     read_text,
     weighted,
 )
+from ._chat import chat_of
 from ._directory import RunDirectory
 from ._tokenizer import tokenizer_of
 from ._train_flags import TrainConfig
@@ -55,26 +58,54 @@ def read_corpus(config: TrainConfig, *, resume: bool = False) -> Corpus:
     mixed = [(read(path), weight) for path, weight in paths if weight is not None]
     whole = mixed or [(read(*(path for path, _ in paths)), 1.0)]
     texts = [text for text, _ in whole]
+    evaluated = [_evaluated(path, config) for path in dict.fromkeys(config.eval_data)]
+    chat = None
+    if any(text.chat_files for text in (*texts, *evaluated)):
+        chat = chat_of(config, tokenizer, resume=resume)
+    elif config.chat_template is not None:
+        raise ValueError(
+            "`chat_template` is given, and no `data` holds conversations: JSON lines with `messages`. Leave "
+            "--chat-template out, or give conversations."
+        )
+    options: dict[str, Any] = {"token_dtype": config.token_dtype, "chat": chat}
     corpus = Corpus(
         texts[0].name if len(texts) == 1 else f"{texts[0].name} and {len(texts) - 1} more",
         tokenizer,
-        tuple(load_source(text, tokenizer, token_dtype=config.token_dtype, weight=weight) for text, weight in whole),
-        config.packing or (DOCUMENTS if any(text.records for text in texts) else STREAM),
+        tuple(load_source(text, tokenizer, weight=weight, **options) for text, weight in whole),
+        config.packing or (DOCUMENTS if any(text.records or text.chat_files for text in texts) else STREAM),
         tuple(one for text in texts for one in text.unread),
-        tuple(_evaluated(path, config, tokenizer) for path in dict.fromkeys(config.eval_data)),
+        tuple(_of_evaluated(load_evaluated, text, tokenizer, **options) for text in evaluated),
+        chat,
     )
     corpus.check(batch=config.batch, seq=config.seq)
+    _warn_of_cuts(corpus, config.seq)
     return corpus
 
 
-def _evaluated(path: str, config: TrainConfig, tokenizer: Tokenizer) -> Evaluated:
-    """Returns a text of `eval_data` as tokens.
+def _warn_of_cuts(corpus: Corpus, seq: int) -> None:
+    """Says how many conversations are longer than a row, whose parts do not see each other."""
+    lengths = np.concatenate([np.diff(one.offsets) for one in corpus.train if one.answers is not None] or [[]])
+    if longer := int((lengths > seq + 1).sum()):
+        warnings.warn(
+            f"{longer} of {len(lengths)} conversations are longer than `seq`, {seq}, and are cut: what is behind "
+            f"a cut does not see what was said before. The longest has {int(lengths.max())}; raise --seq, or leave "
+            "them out.",
+            stacklevel=3,
+        )
+
+
+def _evaluated(path: str, config: TrainConfig) -> Text:
+    """Returns a text of `eval_data`.
 
     Raises:
         ValueError: if it cannot be read.
     """
-    given: dict[str, Any] = {"text_field": config.text_field, "follow_links": config.follow_links}
+    return _of_evaluated(read_text, [path], text_field=config.text_field, follow_links=config.follow_links)
+
+
+def _of_evaluated[T](read: Callable[..., T], *args: Any, **options: Any) -> T:
+    """Calls a function on what `eval_data` names, so that its errors name that."""
     try:
-        return load_evaluated(read_text([path], **given), tokenizer, token_dtype=config.token_dtype)
+        return read(*args, **options)
     except ValueError as error:
         raise ValueError(str(error).replace("`data`", "`eval_data`")) from error

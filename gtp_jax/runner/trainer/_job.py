@@ -18,7 +18,15 @@ from jax.sharding import Mesh
 
 from ... import hlo
 from ...checkpoint import MAX_FILE_BYTES, Checkpoints
-from ...models import ModelConfig, Origin, build, evaluation_weights, family_of
+from ...models import (
+    CHAT_TEMPLATE_FILE,
+    TOKENIZER_FILE,
+    ModelConfig,
+    Origin,
+    build,
+    evaluation_weights,
+    family_of,
+)
 from ...nn import ModelDef, abstract_model, init
 from ...nonuniform import NonuniformStep, with_whole_sequences
 from ...train import Loss, TrainState, eval_step, never_skip, train_step
@@ -82,10 +90,19 @@ class Job:
         return dataclasses.replace(state, params=_weights(state.params, state.opt_state))
 
     def loss_on(self, loader: Loader, state: TrainState) -> float:
-        """Returns the mean loss over the tokens of the first few batches of a text, the same every time."""
+        """Returns the mean loss over the tokens of the first few batches of a text, the same every time.
+
+        Raises:
+            ValueError: if none of these tokens counts.
+        """
         whole = -(-len(loader.windows) // loader.batch)
         evaluations = [self.evaluate(state, b) for b in loader.steps(0, min(self.config.eval_batches, whole))]
         tokens = [float(metrics["tokens"]) for metrics in evaluations]
+        if not sum(tokens):
+            raise ValueError(
+                f"the first {len(tokens)} batches to evaluate have no answer, whose tokens alone the loss counts. Take "
+                "more --eval-batches, a larger --seq, or --loss-on all."
+            )
         return float(np.dot([float(metrics["loss"]) for metrics in evaluations], tokens) / sum(tokens))
 
 
@@ -144,6 +161,8 @@ def prepare(
         state = TrainState.create(init(lambda rngs: build(model, rngs=rngs), nnx.Rngs(config.seed)), optimizer)
     if names_file(config.tokenizer) and not origin.has_tokenizer:
         origin = _with_tokenizer(origin, Path(config.tokenizer))
+    if corpus.chat is not None and config.chat_template is not None:
+        origin = origin.with_file(CHAT_TEMPLATE_FILE, corpus.chat.template.whole.encode())
     watch.doing("compile")
     job = compile_step(config, model, meshes, corpus, state, optimizer, place)
     set_aside = (lambda: None) if resumed is None else resumed.set_aside
@@ -153,7 +172,7 @@ def prepare(
 def _with_tokenizer(origin: Origin, file: Path) -> Origin:
     """Returns an origin with a run's tokenizer; without, and with a message, if it is too large to be stored."""
     if file.stat().st_size <= MAX_FILE_BYTES:
-        return origin.with_tokenizer(file.read_bytes())
+        return origin.with_file(TOKENIZER_FILE, file.read_bytes())
     if jax.process_index() == 0:
         print(
             f"gtp-jax train: the tokenizer {file} is not stored with the checkpoints, because it has more than "

@@ -65,12 +65,20 @@ def report(job: Job, outcome: Outcome, records: list[Record], unigram: float, ca
     return "\n\n".join(parts)
 
 
-def next_commands(root: Path, config: TrainConfig, mesh: Mesh) -> str:
-    """Returns what can be done with a run that has ended, a command a line."""
+def next_commands(root: Path, config: TrainConfig, mesh: Mesh, *, chats: bool) -> str:
+    """Returns what can be done with a run that has ended, a command a line.
+
+    Args:
+        root: of the run.
+        config: of it.
+        mesh: of it.
+        chats: whether it was trained on conversations.
+    """
     run = shlex.quote(str(root))
     prompt = shlex.quote("The " if config.data else "def ")
+    speak = ("--chat 'Hello!'", "an answer of the model") if chats else (f"--prompt {prompt}", "text from the model")
     rows = [
-        (f"gtp-jax generate {run} --prompt {prompt}", "text from the model"),
+        (f"gtp-jax generate {run} {speak[0]}", speak[1]),
         (f"gtp-jax train --resume --out {run} --steps {2 * config.steps}", "train on, as many steps again"),
         (f"gtp-jax convert export {run} {shlex.quote(f'{root}-hf')}", "weights for Hugging Face's tools"),
     ]

@@ -40,7 +40,7 @@ from ._peers import Peers
 from ._progress import Progress
 from ._recorder import Recorder
 from ._report import heading, next_commands, report
-from ._start import check_recipe_fits, check_same_model, check_same_optimizer, started_from, vocab_size_of
+from ._start import check_recipe_fits, check_same_model, check_same_optimizer, check_terms, started_from, vocab_size_of
 from ._tracker import check_trackers
 from ._train_flags import TrainConfig
 from ._watch import Supervision
@@ -131,6 +131,7 @@ def _start(
         model = dataclasses.replace(model, sequence_parallel=False)
     with use_roles(config.parallelism.roles):
         meshes = make_meshes(planned, degrees, lambda rngs: build(model, rngs=rngs))
+    check_terms(model, corpus)
     check_recipe_fits(config.quantization, model, meshes.mesh)
     if supervision is not None and supervision.rehearse:
         with jax.set_mesh(meshes.mesh), use_roles(config.parallelism.roles):
@@ -246,7 +247,7 @@ def _train(
     samples: bool,
 ) -> int:
     unigram = unigram_entropy(
-        [one.tokens for one in corpus.train], [one.tokens for one in corpus.held_out], corpus.vocab_size
+        [one.counted for one in corpus.train], [one.counted for one in corpus.held_out], corpus.vocab_size
     )
     speaks = jax.process_index() == 0
     say = print if speaks else lambda *_, **__: None
@@ -285,7 +286,7 @@ def _train(
             why = "" if interrupt.saves else "; saving would not fit --grace, so that it was not saved"
             say(f"stopped by a signal after step {outcome.step}{why}. {directory.how_to_resume()}", flush=True)
         else:
-            say(next_commands(directory.root, config, meshes.mesh), flush=True)
+            say(next_commands(directory.root, config, meshes.mesh, chats=corpus.chat is not None), flush=True)
     return DONE if outcome.signal is None else of_signal(outcome.signal)
 
 

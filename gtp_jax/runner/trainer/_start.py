@@ -17,6 +17,7 @@ from ...inspect import explain
 from ...mesh import of_all_processes
 from ...models import (
     TOKENIZER_FILE,
+    LlamaConfig,
     ModelConfig,
     Origin,
     build,
@@ -224,6 +225,24 @@ def _flags() -> dict[str, str]:
 def _same(name: str, asked: Any, size: Any) -> bool:
     """Says whether a setting is the same as a model's; a router that has a bias may move it at any rate."""
     return asked == size or (name == "router_bias_rate" and size is not None)
+
+
+def check_terms(model: ModelConfig, corpus: Corpus) -> None:
+    """Checks that a loss on answers is all that is added up: experts add terms that count every token.
+
+    Raises:
+        ValueError: naming the terms.
+    """
+    assert isinstance(model, LlamaConfig)
+    if not model.num_experts or all(one.answers is None for one in corpus.train):
+        return
+    found = {"--aux-loss-coeff": model.aux_loss_coeff, "--router-z-loss-coeff": model.routing.z_loss_coeff}
+    terms = [f"{flag} {value}" for flag, value in found.items() if value]
+    if terms:
+        raise ValueError(
+            f"the loss counts answers alone, and the experts' terms ({', '.join(terms)}) every token, so that they "
+            "would weigh more the fewer answers there are. Give 0 for these, or --loss-on all."
+        )
 
 
 def check_recipe_fits(quantization: Quantization, model: ModelConfig, mesh: Mesh) -> None:

@@ -51,6 +51,9 @@ _SCHEDULE_FREE = "schedule-free"
 # What the default learning rate is multiplied by, for each optimizer: Lion's updates are signs, larger than Adam's.
 _LR_FACTORS = {"adamw": 1.0, "lion": 0.2, "adafactor": 1.0, "muon": 1.0, _SCHEDULE_FREE: 1.0}
 
+# What of a conversation the loss counts.
+ANSWERS, ALL = "answers", "all"
+
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
 # float64 needs JAX_ENABLE_X64; it makes runs on different meshes comparable to 1e-12
@@ -128,6 +131,22 @@ class TrainConfig:
         f"(default: {DOCUMENTS} of records, else {STREAM})",
         kind=str,
         choices=PACKINGS,
+    )
+    chat_template: str | None = knob(
+        None,
+        "text",
+        "how conversations, `messages` in JSON lines, are written: a chat_template.jinja or tokenizer_config.json "
+        "(default: that of --from)",
+        kind=str,
+        metavar="FILE",
+        per_process=True,
+    )
+    loss_on: str = knob(
+        ANSWERS,
+        "text",
+        f"what of a conversation the loss counts: {ANSWERS}, or {ALL} of its text",
+        kind=str,
+        choices=(ANSWERS, ALL),
     )
     seq: int = knob(128, "text", "tokens of a sequence", metavar="N")
 
