@@ -10,15 +10,19 @@ import pytest
 
 pytest.importorskip("jinja2", reason="Jinja2 is not installed: pip install 'gtp_jax[chat]'")
 
+from convert.hugging_face import random_tensors, write_model  # noqa: E402
 from data.test_chat_template import TEMPLATES  # noqa: E402
+from data.test_chat_tokens import byte_level  # noqa: E402
 
 from gtp_jax.checkpoint import Checkpoints  # noqa: E402
 from gtp_jax.runner.cli import main  # noqa: E402
 from gtp_jax.runner.flags import from_settings  # noqa: E402
 from gtp_jax.runner.trainer import TrainConfig  # noqa: E402
 from gtp_jax.runner.trainer._corpus import read_corpus  # noqa: E402
+from gtp_jax.runner.trainer._start import started_from  # noqa: E402
 
 from .runs import read_records, small, write_text  # noqa: E402
+from .test_origin_kept import CONFIG  # noqa: E402
 
 jax.devices()  # fixes the number of devices to what the suite runs with
 
@@ -116,6 +120,44 @@ def test_the_loss_counts_answers_and_the_baseline_too(chat):
     assert all(row.endswith("</s>") and not {"ping", "hot", "up", "?"} & set(row.split("</s>")) for row in counted)
     everything = read_corpus(from_settings(TrainConfig, {**settings, "loss_on": "all"}))
     assert everything.held_out[0].answers is None and everything.fingerprint != corpus.fingerprint
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    """A model that was imported with its tokenizer and its template, whose special tokens are in another file."""
+    folder = tmp_path_factory.mktemp("imported")
+    config = {**CONFIG, "vocab_size": 512}
+    write_model(folder / "hf", random_tensors(config), config)
+    byte_level(folder / "hf" / "tokenizer.json")
+    (folder / "hf" / "chat_template.jinja").write_text((TEMPLATES / "llama3.jinja").read_text())
+    (folder / "hf" / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<s>"}}))
+    assert main(["convert", "import", str(folder / "hf"), str(folder / "plain")]) == 0
+    return folder
+
+
+def test_an_import_is_trained_by_its_own_template_unless_another_is_given(chat, imported):
+    def corpus(**more):
+        given = {"from_": str(imported / "plain"), "data": [str(chat / "chat.jsonl")], "seq": 256, "batch": 2}
+        return read_corpus(from_settings(TrainConfig, started_from({**given, **more})))
+
+    own = corpus()
+    (documents,), special = own.train, own.tokenizer.special
+    begins = documents.offsets[:-1]
+    assert (documents.tokens[begins] == special["<s>"]).all() and not documents.answers[begins].any()
+    assert own.chat.template.ending == "<|eot_id|>"
+    ends = np.flatnonzero(documents.tokens == special["<|eot_id|>"])
+    assert documents.answers[ends].tolist() == [0, 1] * (len(ends) // 2)  # of questions and answers in turn
+    assert special["<|start_header_id|>"] not in documents.counted
+    other = corpus(chat_template=str(TEMPLATES / "chatml.jinja"))
+    assert other.chat.template.ending == "<|im_end|>" and other.fingerprint != own.fingerprint
+
+
+def test_a_model_without_a_template_for_its_text_says_so(chat, imported, capsys):
+    flags = [f"--from={imported / 'plain'}", f"--data={chat / 'chat.jsonl'}", "--tokenizer=bytes"]
+    assert main(["train", *flags]) == 2
+    assert (
+        "has none for this tokenizer. Give a chat_template.jinja or tokenizer_config.json as" in capsys.readouterr().err
+    )
 
 
 REFUSED = {
