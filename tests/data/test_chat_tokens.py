@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("jinja2", reason="Jinja2 is not installed: pip install 'gtp_jax[chat]'")
 tokenizers = pytest.importorskip("tokenizers")
 
-from gtp_jax.runner.data import BYTES, load_tokenizer  # noqa: E402
+from gtp_jax.runner.data import BYTES, load_evaluated, load_source, load_tokenizer, read_text  # noqa: E402
 from gtp_jax.runner.data._chat import Chat  # noqa: E402
 from gtp_jax.runner.data._chat_template import ChatTemplate  # noqa: E402
 
@@ -145,6 +145,19 @@ def test_what_is_no_conversation_is_refused(name, tmp_path):
     with pytest.raises(ValueError) as caught:
         Chat(template("chatml"), tokenizer, True).document(record)
     assert message in str(caught.value)
+
+
+def test_conversations_without_a_template_are_no_text(tmp_path):
+    (tmp_path / "chat.jsonl").write_text('{"messages": []}\n')
+    text = read_text([tmp_path / "chat.jsonl"])
+    assert text.chat_files == (tmp_path / "chat.jsonl",) and not text.documents
+    for load in (load_source, load_evaluated):
+        with pytest.raises(ValueError, match="chat.jsonl holds conversations, for which there is no chat template"):
+            load(text, BYTES)
+    # a text beside the messages is what is read, unless these are asked for
+    (tmp_path / "both.jsonl").write_text('{"messages": [], "text": "words"}\n')
+    assert list(read_text([tmp_path / "both.jsonl"]).documents) == [b"words"]
+    assert read_text([tmp_path / "both.jsonl"], text_field="messages").chat_files
 
 
 def test_calls_of_tools_are_answers():

@@ -21,7 +21,7 @@ from gtp_jax.runner.trainer import Launch, NoCoordinator, RunDirectory, TrainCon
 from gtp_jax.runner.trainer._agreement import check_agreement, check_shared, describe, differences
 from gtp_jax.runner.trainer._peers import Peers, several
 
-OWN = {"--out", "--data", "--tokenizer", "--from", "--eval-data"}
+OWN = {"--chat-template", "--out", "--data", "--tokenizer", "--from", "--eval-data"}
 
 
 def free_port() -> int:
@@ -70,7 +70,12 @@ def test_every_setting_is_compared_but_for_paths_whose_contents_are():
     described = description()
     flags = {flag_of(field) for field in knobs(TrainConfig)}
     assert flags - described.keys() == OWN
-    assert {"what is in the text", "what is in the tokenizer", "what is in --from"} < described.keys()
+    assert {
+        "what is in the text",
+        "what is in the tokenizer",
+        "what is in the chat template",
+        "what is in --from",
+    } < described.keys()
     for name in ("code of gtp_jax", "version of jaxlib", "version of flax", "XLA_FLAGS", "jax_enable_x64"):
         assert described[name] is not None
     json.dumps(described)

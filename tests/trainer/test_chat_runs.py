@@ -122,6 +122,21 @@ def test_the_loss_counts_answers_and_the_baseline_too(chat):
     assert everything.held_out[0].answers is None and everything.fingerprint != corpus.fingerprint
 
 
+@pytest.mark.filterwarnings("ignore:38 of 38 conversations")
+def test_an_evaluation_without_an_answer_is_refused(chat, tmp_path, capsys):
+    data = write_lines(tmp_path / "long.jsonl", [conversation("why " * 700, f"{i}") for i in range(40)])
+    assert main(["train", *flags(chat, tmp_path / "run", data=data, seq=32, steps=1)]) == 2
+    assert "the first 1 batches to evaluate have no answer, whose tokens alone the loss" in capsys.readouterr().err
+
+
+def test_conversations_that_are_cut_are_counted(chat):
+    settings = {"data": [str(chat / "chat.jsonl")], "chat_template": str(chat / "mine.jinja"), "seq": 40, "batch": 2}
+    with pytest.warns(
+        UserWarning, match=r"(\d+) of \1 conversations are longer than `seq`, 40, and are cut: .* raise --seq"
+    ):
+        read_corpus(from_settings(TrainConfig, settings))
+
+
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory):
     """A model that was imported with its tokenizer and its template, whose special tokens are in another file."""

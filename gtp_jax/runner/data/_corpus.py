@@ -200,7 +200,8 @@ def load_source(
             none is within the share.
 
     Raises:
-        ValueError: if `held_out` is not between 0 and 1, or something cannot be read.
+        ValueError: if `held_out` is not between 0 and 1, something cannot be read, or there are conversations and no
+            `chat`.
     """
     if not 0 < held_out < 1:
         raise ValueError(f"`held_out` is {held_out}; it must be a share between 0 and 1.")
@@ -209,7 +210,7 @@ def load_source(
         kept, apart = split(text.documents, held_out)
         parts.append((tokenizer.documents(kept), tokenizer.documents(apart), _bytes(apart)))
     if text.chat_files:
-        assert chat is not None
+        chat = _checked(chat, text)
         kept, apart = split(chat.read(text.chat_files), held_out, cut=False)
         parts.append((chat.documents(kept), chat.documents(apart), chat.bytes_of(apart)))
     for file in text.token_files:
@@ -227,7 +228,7 @@ def load_evaluated(
     files = [read_tokens(file, tokenizer, token_dtype) for file in text.token_files]
     size = _bytes(text.documents) + sum(bytes_of(one.tokens, tokenizer) for one in files)
     if text.chat_files:
-        assert chat is not None
+        chat = _checked(chat, text)
         conversations = chat.read(text.chat_files)
         parts.append(chat.documents(conversations))
         size += chat.bytes_of(conversations)
@@ -237,6 +238,15 @@ def load_evaluated(
 def tokens_of(documents: Sequence[Documents]) -> int:
     """Returns the number of tokens of documents."""
     return sum(len(one.tokens) for one in documents)
+
+
+def _checked(chat: Chat | None, text: Text) -> Chat:
+    """Returns how conversations become tokens; a ValueError if nothing says it."""
+    if chat is None:
+        raise ValueError(
+            f"`data` {text.chat_files[0]} holds conversations, for which there is no chat template. Give texts."
+        )
+    return chat
 
 
 def _counted(documents: Sequence[Documents]) -> int:
