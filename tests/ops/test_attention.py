@@ -158,12 +158,20 @@ REFUSED = {
         lambda: attention(ZEROS, ZEROS, ZEROS, segment_ids=jnp.zeros((2, 5), int)),
         r"`segment_ids` has the shape \(2, 5\); it must be \(2, 6\) for queries",
     ),
-    "scaling": (lambda: gtp.RopeScaling(kind="yarn", factor=2), "`kind` of RopeScaling is 'yarn'; it must be 'linear'"),
+    "scaling": (lambda: gtp.RopeScaling(kind="ntk", factor=2), "`kind` of RopeScaling is 'ntk'; it must be 'linear'"),
     "too large": (lambda: gtp.RopeScaling(kind="linear", factor=10**400), "it must be a number above 0, at most 3.4"),
     "factor": (lambda: gtp.RopeScaling(kind="linear", factor=-1), "`factor` of RopeScaling is -1; it must be a number"),
     "factors": (
         lambda: gtp.RopeScaling(kind="llama3", factor=8, low_freq_factor=4),
         "`low_freq_factor` of RopeScaling is 4; it must be below `high_freq_factor`, 4",
+    ),
+    "turns": (
+        lambda: gtp.RopeScaling(kind="yarn", factor=8, beta_slow=32.0),
+        "`beta_slow` of RopeScaling is 32.0; it must be below `beta_fast`, 32.0",
+    ),
+    "factor of attention": (
+        lambda: gtp.RopeScaling(kind="llama3", factor=8, attention_factor=1.1),
+        "`attention_factor` of RopeScaling is 1.1, but `kind` is 'llama3'; it goes with 'yarn'",
     ),
 }
 
