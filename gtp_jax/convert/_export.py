@@ -80,9 +80,9 @@ def export_llama(
     config = _config(manifest["extra"], str(checkpoint)) if config is None else config
     check_sizes(config, f"the checkpoint in {checkpoint}")
     encoding = ENCODINGS[dtype]
-    tensors = hugging_face_of(config).tensors(config)
     where = f"step {manifest['step']} in {checkpoint}"
     origin = Origin.of(manifest["extra"], checkpoints.files(manifest["step"]), where)
+    tensors = hugging_face_of(config, origin.config.get("model_type")).tensors(config)
     stored = _parameters(evaluation_arrays(checkpoints, manifest), config, tensors, where)
     encoding.check(tensors)
     entries = [entry for tensor in tensors for entry in encoding.entries(tensor)]

@@ -12,8 +12,8 @@ from ..flags import add_flags, given, knobs, read_settings, settings_of, write_s
 from ..trainer import LAUNCH_GROUP, LaunchOptions, TrainConfig, find_launch, resolve, start
 
 _DESCRIPTION = """\
-Trains a Llama, Mixtral or Qwen3 on text, its weights sharded over the mesh: a new one of any size, or one that was
-imported (--from). Without arguments: a small Llama, on the source of the Python standard library, on the machine's
+Trains a Llama, Mistral, Mixtral or Qwen on text, its weights sharded over the mesh: a new one of any size, or one that
+was imported (--from). Without arguments: a small Llama, on the source of the Python standard library, on the machine's
 GPUs or else on 8 virtual CPU devices, in some 3 minutes.
 
 It prints the held-out loss beside the unigram entropy, which is the loss of the best guess that ignores context: below
