@@ -21,4 +21,4 @@ import tomllib
 project = tomllib.load(open(sys.argv[1], "rb"))["project"]
 print(*project["dependencies"], *project["optional-dependencies"]["test"], sep="\n")
 END_OF_PROGRAM
-"$1/bin/pip" install --quiet --requirement "$1/requirements.txt" "transformers==5.24.0" torch "peft==0.21.2"
+"$1/bin/pip" install --quiet --requirement "$1/requirements.txt" "transformers==5.24.0" torch "peft==0.21.2" "compressed-tensors>=0.17"
